@@ -4,7 +4,7 @@ PIP_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo demo-grpo plan-demo test lint format venv gpu-check bench clean
+.PHONY: demo demo-grpo plan-demo test lint format venv gpu-check gpu-bench bench clean
 
 demo: $(STAMP)  ## RLHF on real human ratings, end to end
 	$(BIN)/python demo/prepare.py
@@ -38,9 +38,13 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-gpu-check: $(STAMP)  ## the tests and measurements that need a CUDA device
-	$(BIN)/python -m pytest -m gpu
-	$(BIN)/python bench/gpu/model.py
+gpu-check: $(STAMP)  ## the tests that need one CUDA device, and those that need two where there are two
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
+		|| { echo "there is no CUDA device here" >&2; exit 2; }
+	$(BIN)/python -m pytest -m "gpu or gpu2"
+
+gpu-bench: $(STAMP)  ## training, decoding, GRPO and PPO on one GPU, into docs/benchmarks-gpu.md
+	$(BIN)/python bench/gpu/run.py
 
 bench: $(STAMP)  ## the measurements that need no CUDA device
 	$(BIN)/python demo/prepare.py
@@ -64,4 +68,5 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 clean:
+	find src -name "*.nb[ci]" -delete
 	rm -rf $(VENV) runs/demo runs/demo_grpo runs/plan-demo data/demo data/demo_grpo

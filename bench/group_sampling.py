@@ -6,6 +6,9 @@ Reported are the ratio of times (median of the ratios of the turns; of wall time
 other processes disturb less), the bytes of the KV cache, and the peak of all allocations of a call, which another,
 untimed run of it counts.
 
+Besides, a cache for 64 rows serves 512 prompts whose answers end at random: continuous batching, beside the same
+prompts in eight calls of 64, each of which waits for its longest answer.
+
     python bench/group_sampling.py [--shape 5M|50M] [--prompts N] [--samples N] [--turns N] [--threads N]
         [--dtype float32|bfloat16] [--json FILE]
 """
@@ -27,6 +30,7 @@ from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.shape import ModelShape
+from realrl.layout.kv_blocks import BLOCK_TOKENS, count_blocks, count_prompt_blocks
 from realrl.model.init import initialise
 from realrl.planner.memory.kv_cache import kv_cache_bytes
 from realrl.planner.workload.shard_sizes import LocalSizes
@@ -43,6 +47,10 @@ SHAPES = {
 }
 LENGTHS = (32, 128, 512)
 NEW_TOKENS = 64
+
+
+SLOTS, SERVED = 64, 512
+"""Rows for which a cache has room, and prompts that it serves."""
 
 
 class Case:
@@ -108,6 +116,50 @@ def measure(case: Case, turns: int) -> dict[str, Any]:
     }
 
 
+def serve(model: Model, length: int, turns: int) -> dict[str, Any]:
+    """Serve many prompts with a cache for few, in one call and in calls of as many as it has room for."""
+    generator = torch.Generator().manual_seed(length)
+    rows = torch.randint(256, model.shape.vocab_size, (SERVED, length), generator=generator)
+    batch = Batch(tuple(range(SERVED)), {"prompts": Ragged.of(list(rows))})
+    capacity = SLOTS * BLOCK_TOKENS * (count_prompt_blocks(length) + count_blocks(NEW_TOKENS))
+
+    def run(first: int, count: int) -> list[torch.Tensor]:
+        found = generate(
+            model,
+            batch.select(range(first, first + count)),
+            "prompts",
+            sampling=GenerationConfig(max_new_tokens=NEW_TOKENS),
+            stop_token_ids=tuple(range(model.shape.vocab_size // 16)),
+            seed=SamplingSeed(1, 1),
+            kv_capacity=capacity,
+        )
+        return found["sequences"].rows()
+
+    ways = {
+        "calls": lambda: [row for first in range(0, SERVED, SLOTS) for row in run(first, SLOTS)],
+        "one call": lambda: run(0, SERVED),
+    }
+    drawn = [way() for way in ways.values()]
+    same = sum(a.equal(b) for a, b in zip(*drawn, strict=True))
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(turns):
+        for name in list(ways) if turn % 2 else list(ways)[::-1]:
+            begin = time.perf_counter()
+            ways[name]()
+            times[name].append(time.perf_counter() - begin)
+    ratios = [a / b for a, b in zip(*times.values(), strict=True)]
+    return {
+        "prompt": length,
+        "slots": SLOTS,
+        "served": SERVED,
+        "seconds_in_calls": round(statistics.median(times["calls"]), 4),
+        "seconds_in_one_call": round(statistics.median(times["one call"]), 4),
+        "speedup": round(statistics.median(ratios), 2),
+        "speedup_range": [round(min(ratios), 2), round(max(ratios), 2)],
+        "same_sequences": f"{same} of {SERVED}",
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="5M")
@@ -156,6 +208,14 @@ def main() -> None:
                 f" equal sequences: {found['same_sequences']}",
                 flush=True,
             )
+    served = [serve(model, length, arguments.turns) for length in LENGTHS[:2]]
+    for found in served:
+        print(
+            f"{SERVED} prompts of {found['prompt']:3} tokens in a cache for {SLOTS} rows:"
+            f" {found['seconds_in_calls']:.3f} s in calls of {SLOTS}, {found['seconds_in_one_call']:.3f} s in one:"
+            f" {found['speedup']} x {found['speedup_range']}; equal sequences: {found['same_sequences']}",
+            flush=True,
+        )
     if arguments.json is not None:
         setting = {name: value for name, value in vars(arguments).items() if name != "json"}
         about = {
@@ -163,7 +223,7 @@ def main() -> None:
             "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
             "torch": torch.__version__,
         }
-        report = {**about, **setting, "new_tokens": NEW_TOKENS, "results": results}
+        report = {**about, **setting, "new_tokens": NEW_TOKENS, "results": results, "served": served}
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
 
 

@@ -9,14 +9,16 @@ import time
 import torch
 import torch.nn.functional as F
 
-from realrl.model.ops import ONEDNN
+from realrl.config.machine.processor import choose_products
 
 SIZES = ((4096, 192, 576), (4096, 192, 1024), (4096, 512, 192), (2048, 192, 2048))
 """Rows, inputs, outputs: the products of the demo's model."""
 
 
 def main() -> None:
-    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, realrl takes oneDNN: {ONEDNN}")
+    print(
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}, realrl's choice: {choose_products()}"
+    )
     for rows, inputs, outputs in SIZES:
         x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
         ratios = []

@@ -48,7 +48,7 @@ def products_in(seconds: float) -> int:
 
 def all_reduce(one: Process) -> float:
     """Seconds, on average, on the first rank."""
-    group = one.groups([(0, 1)])[0, 1]
+    group = one.groups({(0, 1): frozenset({"tensor"})})[0, 1]
     tensor, products, waited = torch.ones(ROWS, WIDTH), products_in(0.5e-3), 0.0
     for _ in range(STEPS):
         compute(products)
@@ -60,7 +60,7 @@ def all_reduce(one: Process) -> float:
 
 def measure_step(one: Process, *, ahead: bool) -> float:
     """Seconds of a decode step beyond what each stage computes in it."""
-    groups = one.groups([(0, 1), (1, 0)])
+    groups = one.groups({(0, 1): frozenset({"pipeline"}), (1, 0): frozenset({"reverse_pipeline"})})
     pair = Pipeline(
         groups[0, 1], groups[1, 0], hidden_size=WIDTH, dtype=torch.float32, device=torch.device("cpu")
     )

@@ -34,7 +34,7 @@ from typing import Any
 from results_file import ResultsFile
 
 sys.path.append(str(Path(__file__).with_name("peer")))
-from cases import CASES
+from cases import CASES, DEVICE_VARIABLE
 
 SIDES = ("realrl", "trl")
 WARM_UP = 2
@@ -45,7 +45,7 @@ class Side:
     """Process of one side."""
 
     def __init__(
-        self, side: str, case: str, root: Path, steps: int, threads: int, trl_batch: int | None
+        self, side: str, case: str, root: Path, steps: int, threads: int, trl_batch: int | None, device: str
     ) -> None:
         root.mkdir()
         self._log = root / "log"
@@ -54,6 +54,7 @@ class Side:
             "OMP_NUM_THREADS": str(threads),
             "HF_HUB_OFFLINE": "1",
             "KINETO_LOG_LEVEL": "6",
+            DEVICE_VARIABLE: device,
         }
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -92,11 +93,15 @@ class Side:
         return json.loads(line)
 
 
-def compare(name: str, rounds: int, threads: int, trl_batch: int | None) -> dict[str, Any]:
+def compare(
+    name: str, rounds: int, threads: int, trl_batch: int | None = None, device: str = "cpu"
+) -> dict[str, Any]:
     """Have both sides take their steps in turns."""
     steps = WARM_UP + rounds + 1
     with tempfile.TemporaryDirectory() as scratch:
-        sides = {side: Side(side, name, Path(scratch) / side, steps, threads, trl_batch) for side in SIDES}
+        sides = {
+            side: Side(side, name, Path(scratch) / side, steps, threads, trl_batch, device) for side in SIDES
+        }
         turns: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
         for number in range(WARM_UP + rounds):
             for side in SIDES if number % 2 else reversed(SIDES):

@@ -1,13 +1,27 @@
 """A small world to run recipes in: a tokenizer, data of every form, and saved models."""
 
 import json
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+
+if not torch.cuda.is_available():
+    # Kernels then run in Triton's interpreter. Read where Triton is first imported, which much of torch does.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from realrl.config.machine.processor import ProductChoice, keep_choice
+from realrl.testing import compare
+
+if not torch.cuda.is_available():
+    # Kernels then run in Triton's interpreter. Read where Triton is first imported, which much of torch does.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from realrl.testing.records import list_sentences, make_up_records
 from realrl.testing.shape import SHAPE
@@ -44,6 +58,17 @@ DATA = {
     "prompt": "ppo",
 }
 """Form of records -> name of their file."""
+
+
+def pytest_configure() -> None:
+    """Have `dtype: auto` be float32 on every processor: tests compare runs to the last digits."""
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="realrl-tests-")
+    keep_full_precision()
+
+
+def keep_full_precision() -> None:
+    """Keep a choice of products in the cache directory, so that nothing is measured."""
+    keep_choice(ProductChoice())
 
 
 def write_jsonl(path: Path, records: Sequence[Mapping[str, Any]]) -> str:
@@ -137,6 +162,5 @@ def build_world(root: Path, sizes: Mapping[str, Any]) -> World:
 
 
 def read_metrics(run_dir: Path, kind: str = "train") -> list[dict[str, float]]:
-    """The metrics of every step, from metrics.jsonl."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line["metrics"] for line in lines if line["kind"] == kind]
+    """The metrics of every step, from metrics.jsonl, without how fast it was."""
+    return [line["metrics"] for line in compare.read_metrics(run_dir) if line["kind"] == kind]

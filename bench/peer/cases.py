@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from realrl.checkpoint import huggingface
 from realrl.engine.model import make_unsharded_model
+from realrl.families.published import SHAPES as PUBLISHED
 from realrl.families.shape import Head, ModelShape
 from realrl.model.init import initialise
 
@@ -24,6 +26,8 @@ SHAPES = {
     "50M": ModelShape(
         vocab_size=8192, hidden_size=640, intermediate_size=1728, layers=8, heads=10, kv_heads=5, head_dim=64
     ),
+    "0.5B": PUBLISHED["qwen2.5-0.5b"],
+    "1.5B": PUBLISHED["qwen2.5-1.5b"],
 }
 PAD, EOS = "<pad>", "<eos>"
 EOS_ID = 1
@@ -51,6 +55,7 @@ FIXED = Lengths(median=128, sigma=0, most=128)
 TAILED = Lengths(median=40, sigma=1.0, most=256)
 ANSWERS = Lengths(median=64, sigma=0.7, most=256)
 TEXTS = Lengths(median=64, sigma=0.8, most=512)
+LONG = Lengths(median=200, sigma=0.8, most=1024)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +75,8 @@ class Case:
     """Of realrl."""
     cache_tokens: int = 20480
     """Of realrl's generation: every answer of a step at once, as with TRL."""
+    dtype: str = "float32"
+    """Type of parameters."""
 
     @property
     def rows(self) -> int:
@@ -111,6 +118,26 @@ CASES = {
     "sft-50M-packed": sft("50M", 32, 1, **PACKED),
     "sft-50M-wrapped": sft("50M", 32, 2, **WRAPPED),
 }
+GPU_CASES = {
+    "grpo-5M-smoke": replace(
+        grpo("5M", 2, Lengths(median=8, sigma=0.5, most=16), 16), micro_batch_tokens=2048, dtype="bfloat16"
+    ),
+    "grpo-0.5B-tailed": replace(
+        grpo("0.5B", 32, LONG, 32), micro_batch_tokens=32768, cache_tokens=300_000, dtype="bfloat16"
+    ),
+    "grpo-1.5B-tailed": replace(
+        grpo("1.5B", 32, LONG, 16), micro_batch_tokens=16384, cache_tokens=300_000, dtype="bfloat16"
+    ),
+}
+"""Cases for a GPU, the first of which tries them out on a CPU."""
+EVERY_CASE = {**CASES, **GPU_CASES}
+DEVICE_VARIABLE = "REALRL_BENCH_DEVICE"
+"""Environment variable that tells the sides their device."""
+
+
+def read_device() -> str:
+    """Read the device of this side."""
+    return os.environ.get(DEVICE_VARIABLE, "cpu")
 
 
 class World:
@@ -120,7 +147,7 @@ class World:
     def of(cls, arguments: Sequence[str]) -> tuple["World", int]:
         """Make the world that a side's command line names; with the number of its steps."""
         name, root, steps, *batch = arguments
-        case = replace(CASES[name], trl_batch=int(batch[0])) if batch else CASES[name]
+        case = replace(EVERY_CASE[name], trl_batch=int(batch[0])) if batch else EVERY_CASE[name]
         return cls(Path(root), case, int(steps)), int(steps)
 
     def __init__(self, root: Path, case: Case, steps: int) -> None:

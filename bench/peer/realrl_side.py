@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 import yaml
-from cases import EOS_ID, PROMPT, World
+from cases import EOS_ID, PROMPT, World, read_device
 from torch import Tensor
 from turns import Turns
 
-from realrl.engine.generation.decode_batch import DecodeBatch
+from realrl.engine.generation.decode_step import DecodeStep
+from realrl.engine.generation.row_buffers import BufferedRows
+from realrl.engine.generation.sampling import SamplingNoise
 from realrl.planner.calibration.comparison import Comparison
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment
@@ -57,9 +59,9 @@ def write_recipe(world: World, steps: int) -> Path:
         "run_dir": str(world.root / "run"),
         "overwrite": True,
         "cluster": "1x1",
-        "device": "cpu",
+        "device": read_device(),
         "micro_batch_tokens": case.micro_batch_tokens,
-        "models": {model: {"path": str(world.model), "optimizer": optimizer}},
+        "models": {model: {"path": str(world.model), "dtype": case.dtype, "optimizer": optimizer}},
         "data": {
             "train": str(world.records),
             "batch": case.items,
@@ -97,16 +99,28 @@ def write_plan(world: World) -> Path:
 
 def end_answers(world: World) -> None:
     """End answers at the lengths of the case, instead of where the model would."""
-    sample = DecodeBatch._sample
+    run = DecodeStep.run
+    make_keys = SamplingNoise.make_keys
     most = world.case.lengths.most
+    lengths_by_key: dict[int, int] = {}
 
-    def sample_and_end(self: DecodeBatch, logits: Tensor, rows: Tensor, position: int) -> Tensor:
-        tokens = sample(self, logits, rows, position)
-        lengths = torch.tensor(world.answer_lengths(self.seed.step))[self.ids[rows]]
+    def note_keys(self: SamplingNoise, items: Tensor) -> Tensor:
+        keys = make_keys(self, items)
+        lengths = world.answer_lengths(self.seed.step)
+        lengths_by_key.clear()
+        lengths_by_key.update(zip(keys.tolist(), (lengths[item] for item in items.tolist()), strict=True))
+        return keys
+
+    def run_and_end(self: DecodeStep, rows: BufferedRows, hidden: Tensor | None) -> Tensor:
+        tokens = run(self, rows, hidden)
+        lengths = torch.tensor([lengths_by_key[key] for key in rows.keys.tolist()])
         tokens = tokens.masked_fill(tokens == EOS_ID, EOS_ID + 1)
-        return tokens.masked_fill((lengths == position + 1) & (lengths < most), EOS_ID)
+        tokens.masked_fill_((lengths == rows.cached.own_lengths) & (lengths < most), EOS_ID)
+        rows.sampled[0] = rows.tokens.copy_(tokens)
+        return tokens
 
-    DecodeBatch._sample = sample_and_end  # type: ignore[method-assign]
+    SamplingNoise.make_keys = note_keys  # type: ignore[method-assign]
+    DecodeStep.run = run_and_end  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 import trl
-from cases import EOS_ID, World
+from cases import EOS_ID, World, read_device
 from datasets import load_dataset
 from reward import reward
 from torch import Tensor
@@ -60,7 +60,7 @@ class EndAnswers(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         position = input_ids.shape[1] - self._prompt
-        ending = (self._lengths == position + 1) & (self._lengths < self._most)
+        ending = ((self._lengths == position + 1) & (self._lengths < self._most)).to(scores.device)
         scores[:, EOS_ID] = -torch.inf
         scores[ending] = -torch.inf
         scores[ending, EOS_ID] = 0.0
@@ -75,8 +75,8 @@ def settings(world: World, steps: int) -> dict[str, Any]:
         "max_steps": steps,
         "per_device_train_batch_size": case.trl_batch,
         "gradient_accumulation_steps": max(1, case.rows // case.trl_batch),
-        "use_cpu": True,
-        "bf16": False,
+        "use_cpu": read_device() == "cpu",
+        "bf16": case.dtype == "bfloat16",
         # TRL's default saves memory that there is enough of here, for a third more arithmetic.
         "gradient_checkpointing": False,
         "learning_rate": 1e-6,
@@ -104,10 +104,10 @@ def make_trainer(world: World, steps: int, turns: Turns, counter: Counter) -> An
     }
     if case.algorithm == "reward":
         model = transformers.AutoModelForSequenceClassification.from_pretrained(
-            world.model, dtype=torch.float32
+            world.model, dtype=getattr(torch, case.dtype)
         )
         return trl.RewardTrainer(model, trl.RewardConfig(**common, max_length=None), **rest)
-    model = transformers.AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(world.model, dtype=getattr(torch, case.dtype))
     if case.algorithm == "dpo":
         return trl.DPOTrainer(model, args=trl.DPOConfig(**common, max_length=None), **rest)
     if case.algorithm == "sft":

@@ -82,6 +82,25 @@ def test_a_terminal_gets_a_bar_and_its_cursor_back_whatever_happens(
     assert "1/3" in shown and "score 1.235" in shown and shown.rindex(hide) < shown.rindex(show)
 
 
+def test_a_training_line_ends_with_the_speed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("realrl.cli.progress.training._QUIET_SECONDS", -1.0)
+    alone = {"perf/tokens_per_s": 12345.6, "perf/mfu": 0.412, "perf/idle": 0.02, "perf/actor.train/mfu": 0.5}
+    even = {"perf/tokens_per_s": 80.0, "perf/idle": 0.034, "perf/idle_max": 0.05}
+    uneven = {"perf/idle": 0.2, "perf/idle_max": 0.4, "perf/idle/rank-0": 0.0, "perf/idle/rank-1": 0.4}
+    with Progress() as progress:
+        progress.begin(EXPERIMENT, 3)
+        for step, speed in enumerate((alone, even, uneven), 1):
+            progress.record(MetricsRecord(step, "train", 0.5, {"actor.train/kl": 1.0, **speed}))
+    lines = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert lines == [
+        "kl 1  12,346 tokens/s  MFU 41 %",
+        "kl 1  80 tokens/s  idle 3.4 %",
+        "kl 1  idle 20 % (rank 1: 40 %)",
+    ]
+
+
 def test_headlines_of_one_name_are_shown_with_their_calls(capsys: pytest.CaptureFixture[str]) -> None:
     metrics = {"actor.train/score": 1.0, "reward.inference/score": 2.0, "actor.train/kl": 3.0}
     with Progress() as progress:

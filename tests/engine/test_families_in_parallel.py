@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 
@@ -15,11 +16,12 @@ from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model
-from realrl.engine.parallel_groups import list_rank_sets, select_groups
+from realrl.engine.parallel_groups import select_groups
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
 from realrl.layout.layout import build_layout
 from realrl.model.packing import Packing
+from realrl.plan.communicators import list_rank_sets
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.recipe.model import OptimizerConfig
 from realrl.recipe.settings import GenerationConfig
@@ -137,9 +139,11 @@ def check(model: Model, weights: Figures, expected: Figures, where: str) -> None
     trainer = Trainer(model, CONFIG)
     step, gradients = trainer.optimizer.step, {}
 
-    def noted(*args: float, **options: float) -> float:
-        gradients.update({name: trainer.gradients[name].clone() for name in regions})
-        return step(*args, **options)
+    def noted(lr: float, *, summed: Mapping[str, Tensor], **options: float) -> float:
+        for name in regions:
+            local = trainer.gradients[name]
+            gradients[name] = summed.get(name, local).view_as(local).clone()
+        return step(lr, summed=summed, **options)
 
     trainer.optimizer.step = noted  # type: ignore[method-assign]
     metrics = trainer.train(batch, SFTTrain(), [list(range(len(LENGTHS)))], lr=LR, max_tokens=budget).result()

@@ -17,7 +17,7 @@ from realrl.algorithms.sft.method import SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import assign
 from realrl.engine.model import Model
-from realrl.engine.parallel_groups import list_rank_sets, select_groups
+from realrl.engine.parallel_groups import select_groups
 from realrl.engine.training.trainer import Trainer
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
@@ -25,6 +25,7 @@ from realrl.layout import limits
 from realrl.layout.layout import build_layout
 from realrl.layout.sets import TUNED, TrainablePart
 from realrl.model.init import initialise
+from realrl.plan.communicators import list_rank_sets
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.program.memory import Memory, StoredModel
 from realrl.recipe.model import OptimizerConfig

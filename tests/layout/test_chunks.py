@@ -1,12 +1,13 @@
 """Messages of a reallocation: few, bounded, and the same on both sides."""
 
+from dataclasses import replace
 from math import prod
 
 import pytest
 
 from realrl.families.shape import ModelShape
 from realrl.layout.layout import build_layout
-from realrl.layout.routing import chunks
+from realrl.layout.limits import CPU_MESSAGES, MessageLimits
 from realrl.layout.routing.chunks import RankSchedule, group_tensors, schedule_rank
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster
@@ -22,9 +23,9 @@ def place(first: int, dp: int, tp: int, pp: int) -> Placement:
     return Placement(Mesh(first, dp * tp * pp), Strategy(dp, tp, pp))
 
 
-def schedules(a: Placement, b: Placement) -> list[RankSchedule]:
+def schedules(a: Placement, b: Placement, limits: MessageLimits = CPU_MESSAGES) -> list[RankSchedule]:
     moved = reallocate(build_layout(SHAPE, "lm", a), build_layout(SHAPE, "lm", b), Cluster(2, 4))
-    return [schedule_rank(moved, rank, WIDTH) for rank in range(8)]
+    return [schedule_rank(moved, rank, WIDTH, limits=limits) for rank in range(8)]
 
 
 def test_an_unchanged_shard_is_one_copy() -> None:
@@ -46,12 +47,8 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("a", "b"), PAIRS)
-def test_messages_are_bounded_and_equal_on_sender_and_receiver(
-    a: Placement, b: Placement, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 500)
-    monkeypatch.setattr(chunks, "ALONE_BYTES", 200)
-    everyone = schedules(a, b)
+def test_messages_are_bounded_and_equal_on_sender_and_receiver(a: Placement, b: Placement) -> None:
+    everyone = schedules(a, b, replace(CPU_MESSAGES, message_bytes=500, alone_bytes=200))
     digests: dict[str, set[str]] = {}
     for schedule in everyone:
         for pair, digest in schedule.digests.items():

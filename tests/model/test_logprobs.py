@@ -18,23 +18,26 @@ def test_chunked_logprobs_and_gradients_equal_the_direct_computation(
     rows_per_chunk: int, temperature: float, with_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vocab = 31
-    monkeypatch.setattr(limits, "CPU_LOGITS", rows_per_chunk * vocab)
+    monkeypatch.setattr(limits, "CPU_LOGITS", rows_per_chunk * (vocab + 3))
     torch.manual_seed(0)
-    hidden, weight = torch.randn(20, 8, requires_grad=True), torch.randn(vocab, 8, requires_grad=True)
-    bias = torch.randn(vocab, requires_grad=True) if with_bias else None
-    parameters = (hidden, weight) if bias is None else (hidden, weight, bias)
+    hidden, table = torch.randn(20, 8, requires_grad=True), torch.randn(vocab + 3, 8, requires_grad=True)
+    padded_bias = torch.randn(vocab + 3, requires_grad=True) if with_bias else None
+    # The last rows are padding, as on a TP rank with fewer rows of the vocabulary than others.
+    weight, bias = table[:vocab], None if padded_bias is None else padded_bias[:vocab]
+    parameters = (hidden, table) if padded_bias is None else (hidden, table, padded_bias)
     targets, factor = torch.randint(vocab, (20, 3)), torch.randn(20, 3)  # some of them twice in a row
     chosen, entropy = logprobs.compute_token_logprobs(
         hidden,
-        weight,
+        table,
         targets,
-        bias=bias,
+        bias=padded_bias,
         temperature=temperature,
         entropy=True,
         group=make_single_rank_group(),
-        rows=len(weight),
+        rows=vocab,
     )
-    grads = torch.autograd.grad((chosen * factor).sum(), parameters)
+    (chosen * factor).sum().backward()
+    grads = tuple(parameter.grad for parameter in parameters)
     logits = hidden @ weight.T if bias is None else hidden @ weight.T + bias
     whole = (logits / temperature).log_softmax(-1)
     expected = whole.gather(1, targets)
@@ -52,7 +55,7 @@ def test_chunked_logprobs_and_gradients_equal_the_direct_computation(
         bias=bias,
         temperature=temperature,
         group=make_single_rank_group(),
-        rows=len(weight),
+        rows=vocab,
         first=0,
     )
     torch.testing.assert_close(again, expected)

@@ -35,6 +35,21 @@ def cost(problem: Problem, assignment: dict[str, int], transfers: dict[tuple, fl
     return _Step(problem, assignment, transfers).run()
 
 
+def connected(problem: Problem, candidates: dict[str, Candidate], rank: int) -> float:
+    """Bytes of a rank's communicators: those of each layout once."""
+    models = [candidates[call.name] for call in problem.graph.calls if not call.is_function]
+    return sum({o.layout: o.communicator_bytes for o in models if rank in o.placement.ranks}.values())
+
+
+def host_fill(problem: Problem, homes: dict[str, Candidate]) -> float:
+    """Largest fraction of a node's host memory that offloaded state takes."""
+    fills = [0.0]
+    for node, limit in enumerate(problem.host_memory_bytes):
+        offloaded = [(rank, home.host_bytes) for home in homes.values() for rank in home.placement.ranks]
+        fills.append(sum(size for rank, size in offloaded if problem.cluster.node(rank) == node) / limit)
+    return max(fills)
+
+
 class _Step:
     def __init__(self, problem: Problem, assignment: dict[str, int], transfers: dict[tuple, float]) -> None:
         self.problem, self.graph, self.transfers = problem, problem.graph, transfers
@@ -45,6 +60,7 @@ class _Step:
         self.end: dict[Call, float] = {}
         self.kept = [
             sum(home.resident_bytes for home in self.homes.values() if rank in home.placement.ranks)
+            + connected(problem, self.candidates, rank)
             for rank in range(problem.cluster.size)
         ]
         self.hosts = [0.0] * problem.cluster.size
@@ -87,7 +103,7 @@ class _Step:
         for function in late:
             if late[function] >= len(order):
                 self.collect(function)
-        return max(self.free), self.fill
+        return max(self.free), max(self.fill, host_fill(self.problem, self.homes))
 
     def called_somewhere(self) -> list[Call]:
         return [call for call in self.graph.order if call.is_function]

@@ -145,7 +145,7 @@ class LoneRank:
     def train(self, sequences: Sequences) -> None:
         """A step on everything, but for the update."""
 
-        def forget(lr: float, *, head_scale: float) -> float:
+        def forget(lr: float, **_: object) -> float:
             self.trainer.optimizer.discard()
             return 0.0
 

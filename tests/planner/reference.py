@@ -26,6 +26,7 @@ from realrl.program.instructions import (
 )
 from realrl.program.lower import home_placements, lower
 from realrl.program.order import producers
+from tests.planner.exhaustive import connected, host_fill
 
 
 class Walk:
@@ -39,7 +40,7 @@ class Walk:
         self.home = {role: self.candidates[problem.home(role).name] for role in self.graph.roles}
         self.programs = lower(self.graph, self.plan, self.homes)
         self.seconds = simulate(self.programs, self.duration, steps=3).step_seconds
-        self.fill = max(self.held(program) for program in self.programs)
+        self.fill = max(host_fill(problem, self.home), *(self.held(program) for program in self.programs))
 
     def duration(self, instruction: Instruction) -> float:
         match instruction:
@@ -62,6 +63,7 @@ class Walk:
     def held(self, program: Program) -> float:
         """Largest fraction of its memory that a rank uses."""
         held = sum(o.resident_bytes for o in self.home.values() if program.rank in o.placement.ranks)
+        held += connected(self.problem, self.candidates, program.rank)
         most = held
         for instruction in program.instructions:
             match instruction:
@@ -267,6 +269,8 @@ def _cost_candidate(
         weights_bytes=weights,
         resident_bytes=states if offload else states + weights,
         working_bytes=working,
+        communicator_bytes=1.0 * (s.dp > 1) + 2.0 * (s.tp > 1) + (s.pp > 1),
+        host_bytes=weights * offload,
         offload=offload,
         load_seconds=0.2 * weights,
         unload_seconds=0.2 * weights * trained,
@@ -315,7 +319,10 @@ def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bo
     memory = rng.choice([30.0, 60.0, 1000.0]) * sum(parameters.values()) / cluster.size
     volumes = {(p.name, c.name): rng.choice([0.0, 0.3]) for c in graph.calls for p in producers(graph, c)}
     exchange = ExchangeModel(links, cluster.devices_per_node, volumes)
+    # Without a limit, and with one that sometimes forbids to offload.
+    hosts = rng.choice([0.0, 0.0, 3.0]) * sum(parameters.values())
     return Problem(
+        host_memory_bytes=(hosts,) * cluster.nodes if hosts else (),
         graph=graph,
         cluster=cluster,
         candidates=candidates,

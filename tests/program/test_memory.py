@@ -56,9 +56,9 @@ def place(first: int, dp: int, tp: int = 1, pp: int = 1) -> Placement:
 def test_a_single_device_holds_all_state_once() -> None:
     plan = make_plan("symmetric", PPO, Cluster(1, 1), 10)
     held = memory(plan).at_rest(0)
-    # bfloat16 parameters; float32 gradients twice, two moments and master weights.
+    # bfloat16 parameters; float32 gradients, two moments and master weights.
     assert sum(held.values()) == sum(2 * number(role) for role in PPO.roles) + sum(
-        20 * number(role) for role in ("actor", "critic")
+        16 * number(role) for role in ("actor", "critic")
     )
 
 
@@ -99,7 +99,7 @@ def test_offloaded_state_counts_only_while_loaded() -> None:
     assert memory(plan).at_rest(0) == {}
     call, held = most(plan, 0)
     assert call == "actor.train"
-    assert sum(held.values()) == 22 * number("actor")
+    assert sum(held.values()) == 18 * number("actor")
 
 
 def test_host_copies_always_count_on_devices_that_share_host_memory() -> None:

@@ -14,6 +14,7 @@ from realrl.algorithms.ppo.graph import train_graph
 from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
 from realrl.cli.app import run_app
 from realrl.families.shape import ModelShape
+from realrl.model.ops import PLAIN
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.cluster.devices import DEVICES
@@ -36,7 +37,7 @@ from tests.conftest import World
 
 TINY = ModelShape.model_validate(SHAPE)
 CPU = torch.device("cpu")
-SHARED = {"prepare", "optimizer"}
+SHARED = {"prepare", "optimizer", "product"}
 BY_DEGREE = {
     *("embed", "embed_backward", "forward", "backward", "head", "head_backward"),
     *(
@@ -86,6 +87,10 @@ def test_every_kind_is_measured_for_every_tp_degree(profiles: Mapping[int, Path]
     links = {c.kind for c in found.collectives if c.ranks == 2}
     assert {c.kind for c in found.collectives} - links == COPIES
     assert links == (LINKS if processes > 1 else set())
+    rates = (found.peak_flops("float32"), found.memory_bytes_per_s())
+    assert (
+        all(rate is not None and 1e6 < rate < 1e15 for rate in rates) and found.peak_flops("bfloat16") is None
+    )
 
 
 def strategies(devices: int) -> Iterator[Strategy]:
@@ -148,7 +153,7 @@ def test_entries_of_other_software_are_measured_again(
     [
         ([], "--shape NAME"),
         (["--shape", "lama-2-7b"], "did you mean llama-2-7b"),
-        (["--shape", "llama-2-7b", "--dtype", "float16"], "'float16' is neither"),
+        (["--shape", "llama-2-7b", "--dtype", "float16"], "'float16' is none of"),
         (["--shape", "llama-2-7b", "--out", "/"], "is a directory"),
         (["--shape", "llama-2-7b", "--cluster", "h100:1x8+a100-80g:1x8"], "several kinds"),
         (["--shape", "llama-2-7b", "--cluster", "cpu:2x2"], "2 nodes"),
@@ -200,7 +205,7 @@ def test_files_of_other_machines_are_left_alone(
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 @pytest.mark.parametrize("tp", [1, 2, 3])
 def test_a_tp_rank_alone_computes_with_its_own_shard(head: str, tp: int) -> None:
-    model = make_tensor_rank(TINY, head, tp, layers=2, dtype=torch.float32, device=CPU)
+    model = make_tensor_rank(TINY, head, tp, layers=2, dtype=torch.float32, device=CPU, products=PLAIN)
     assert model.shard.tp == tp and len(model.shard.queries) == -(-TINY.heads // tp)
     times = Passes(model, Clock(CPU)).measure([8] * 4)
     assert len(times) == 6

@@ -48,7 +48,10 @@ class Metrics:
     def mean(self, name: str, total: Tensor, weight: Tensor | float) -> None:
         """Add `total` out of `weight` to a mean."""
         total = total.detach().double()
-        weight = torch.as_tensor(weight, dtype=torch.float64, device=total.device)
+        if isinstance(weight, Tensor):
+            weight = weight.to(total.device, torch.float64)
+        else:  # filled in on the device: a copy would make the host wait for it
+            weight = torch.full((), weight, dtype=torch.float64, device=total.device)
         if name in self.means:
             old_total, old_weight = self.means[name]
             total, weight = old_total + total, old_weight + weight

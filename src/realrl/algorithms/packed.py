@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from realrl.data.batch import Ragged
+from realrl.data.batch import Ragged, copy_numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +31,11 @@ class Responses:
         kept: [N] nonzero for sequences that count; the others have no response tokens here. None for all.
         """
         device = sequences.values.device
-        lengths = torch.tensor(sequences.lengths, dtype=torch.long, device=device)
-        starts = torch.tensor(sequences.offsets[:-1], dtype=torch.long, device=device)
+        lengths = copy_numbers(sequences.lengths, device)
+        starts = lengths.cumsum(0) - lengths
         prompt = prompt_length.values.clamp(min=1)
-        rows = torch.arange(len(sequences), device=device).repeat_interleave(lengths)
+        tokens = len(sequences.values)
+        rows = torch.arange(len(sequences), device=device).repeat_interleave(lengths, output_size=tokens)
         column = torch.arange(len(rows), device=device) - (starts + prompt)[rows]
         counts = (lengths - prompt).clamp(min=0)
         if kept is not None:
@@ -80,5 +81,4 @@ def row_sums(values: Tensor, row: Tensor, count: int) -> Tensor:
 
 def last_of_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
     """Select the last value of each packed row. values: [sum(lengths)], every row at least one long -> [N]"""
-    ends = torch.tensor(lengths, dtype=torch.long, device=values.device).cumsum(0)
-    return values[ends - 1]
+    return values[copy_numbers(lengths, values.device).cumsum(0) - 1]

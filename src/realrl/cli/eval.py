@@ -32,9 +32,9 @@ def eval(
     from realrl.config.paths import local_path
     from realrl.recipe.load import load_experiment
     from realrl.runtime.output.rundir import EVALUATIONS
-    from realrl.runtime.processes.environment import quiet_profiler, under_launcher
+    from realrl.runtime.processes.environment import set_library_defaults, under_launcher
 
-    quiet_profiler()
+    set_library_defaults()
     experiment = load_experiment(recipe, overrides or [])
     name = f"run_dir={experiment.run_dir}" if out is None else f"--out {out}"
     directory = local_path(experiment.run_dir) / EVALUATIONS if out is None else local_path(out)

@@ -77,9 +77,9 @@ def generate(
     """Sample completions from a model, for prompts or a data set, and score them."""
     from realrl.config.errors import UserError
     from realrl.config.paths import local_path
-    from realrl.runtime.processes.environment import quiet_profiler, under_launcher
+    from realrl.runtime.processes.environment import set_library_defaults, under_launcher
 
-    quiet_profiler()
+    set_library_defaults()
     sampling = _read_sampling(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens,

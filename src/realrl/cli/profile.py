@@ -46,9 +46,10 @@ def profile(
     fast each of them then is.
     """
     from realrl.recipe.load import load_experiment
-    from realrl.runtime.processes.environment import is_writer, under_launcher
+    from realrl.runtime.processes.environment import is_writer, set_library_defaults, under_launcher
     from realrl.runtime.profiler.request import make_request
 
+    set_library_defaults()
     experiment = load_experiment(recipe, overrides or []) if recipe is not None else None
     request = make_request(
         experiment,

@@ -33,6 +33,27 @@ def find_cluster(experiment: "Experiment") -> "Cluster":
     return resolve_cluster(experiment.cluster, experiment.device)
 
 
+def find_training_cluster(experiment: "Experiment") -> "Cluster":
+    """Find the cluster that a recipe trains on: of `auto` on CPUs, as many processes as the planner chooses.
+
+    What is chosen, and why, is printed.
+    """
+    from realrl.runtime.prepare.cluster import written_cluster
+    from realrl.runtime.processes.environment import under_launcher
+
+    if under_launcher() or written_cluster(experiment.cluster) is not None:
+        return find_cluster(experiment)
+    from realrl.runtime.processes.process import use_cuda
+
+    if use_cuda(experiment.device):
+        return find_cluster(experiment)
+    from realrl.runtime.prepare.processes import choose_processes
+
+    choice = choose_processes(experiment)
+    typer.echo(f"note: cluster=auto: {choice}", err=True)
+    return choice.chosen.cluster
+
+
 def launch_ranks(experiment: "Experiment", arguments: Sequence[str]) -> None:
     """Run `realrl ARGUMENTS` in one process for each device of a recipe's cluster, and exit as they do.
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from realrl.cli.recipe import Overrides, Recipe, find_cluster
+from realrl.cli.recipe import Overrides, Recipe, find_training_cluster
 
 if TYPE_CHECKING:
     from realrl.recipe.experiment import Experiment
@@ -36,7 +36,7 @@ def show(
     experiment = load_experiment(recipe, overrides or [])
     if plan is not None:
         experiment = experiment.model_copy(update={"plan": plan})
-    cluster = find_cluster(experiment)
+    cluster = find_training_cluster(experiment)
     found = None
     if experiment.plan == SEARCH:
         spec = search_spec(experiment, cluster, ask_machine(experiment.device))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from realrl.cli.recipe import Overrides, Recipe, find_cluster
+from realrl.cli.recipe import Overrides, Recipe, find_cluster, find_training_cluster
 from realrl.runtime.processes.signals import Interrupted, find_interruption
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     from realrl.recipe.load import load_experiment
     from realrl.runtime.output.earlier import find_earlier_run
     from realrl.runtime.output.lock import check_unused
-    from realrl.runtime.processes.environment import quiet_profiler, under_launcher
+    from realrl.runtime.processes.environment import set_library_defaults, under_launcher
 
-    quiet_profiler()
+    set_library_defaults()
     recipe, overrides = _find_recipe(recipe, overrides or [])
     experiment = load_experiment(recipe, overrides)
     if not get_spec(experiment).trains:
@@ -43,11 +43,11 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
             check_unused(experiment.run_dir)
             if experiment.launch.by == "ray":
                 raise typer.Exit(_train_on_ray(experiment, ["train", recipe, *overrides], run_dir))
-            cluster = find_cluster(experiment)
             earlier = find_earlier_run(experiment)
             if earlier is not None and earlier.finished:
                 typer.echo(f"run_dir={experiment.run_dir} holds this run, which is done", err=True)
                 return
+            cluster = find_training_cluster(experiment)
             plan = _check(experiment, cluster)
             if cluster.size > 1:
                 from realrl.runtime.launcher.launch import launch_training

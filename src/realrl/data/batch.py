@@ -11,6 +11,32 @@ KEY_DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float
 """Types of the values of keys, by the names that a `Key` has for them."""
 
 
+_ALIGNMENT = 16
+"""Bytes to whose multiples tensors are put that share a copy."""
+
+
+def copy_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copy tensors in host memory to a device, all in one copy that the host does not wait for."""
+    if device.type == "cpu":
+        return list(tensors)
+    sizes = [-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors]
+    # Only from pinned memory do copies leave the host free; torch keeps it until they are done.
+    pinned = device.type == "cuda"
+    together = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+    for part, tensor in zip(together.split(sizes), tensors, strict=True):
+        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    there = together.to(device, non_blocking=True).split(sizes)
+    return [
+        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(there, tensors, strict=True)
+    ]
+
+
+def copy_numbers(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Copy numbers to a device without waiting. -> [len(numbers)] int64"""
+    return copy_to_device([torch.tensor(numbers, dtype=torch.int64)], device)[0]
+
+
 @dataclass(frozen=True, eq=False)
 class Ragged:
     """Jagged rows: of different lengths, stored back to back.
@@ -65,7 +91,7 @@ class Ragged:
 
     def to(self, device: torch.device) -> "Ragged":
         """Copy the rows to another device."""
-        return self if self.values.device == device else Ragged(self.values.to(device), self.lengths)
+        return Ragged(_move([self.values], device)[0], self.lengths)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,4 +125,13 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """Copy the batch to another device."""
-        return Batch(self.ids, {key: field.to(device) for key, field in self.fields.items()})
+        values = _move([field.values for field in self.fields.values()], device)
+        moved = zip(self.fields.items(), values, strict=True)
+        return Batch(self.ids, {key: Ragged(there, field.lengths) for (key, field), there in moved})
+
+
+def _move(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Bring tensors to a device, those in host memory in one copy."""
+    host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+    moved = iter(copy_to_device(host, device))
+    return [next(moved) if tensor.device.type == "cpu" else tensor.to(device) for tensor in tensors]

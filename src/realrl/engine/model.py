@@ -13,6 +13,7 @@ from realrl.data.partition import even_micro_batches, micro_batches
 from realrl.dataflow.call import Candidates
 from realrl.engine.local_set import LocalSet, Parameters
 from realrl.engine.parallel_groups import ParallelGroups
+from realrl.engine.pass_counts import PassCounts
 from realrl.engine.pipeline.messages import Pipeline, prefetch_receives
 from realrl.engine.reduced_metrics import reduce_metrics
 from realrl.families.shape import Head, ModelShape
@@ -20,6 +21,7 @@ from realrl.layout.layout import Layout, build_layout
 from realrl.layout.sets import WHOLE, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
 from realrl.model.group import make_single_rank_group
+from realrl.model.ops import PLAIN, Products
 from realrl.model.packing import Packing
 from realrl.model.transformer import Transformer
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -38,9 +40,11 @@ class Model:
         device: torch.device,
         temperature: float = 1.0,
         part: TrainablePart = WHOLE,
+        products: Products = PLAIN,
     ) -> None:
         """`rank` is global, `layout` that of the whole model, `groups` its groups under the layout's placement;
-        `temperature` divides logits before log-probabilities; `part` says which parameter sets there are."""
+        `temperature` divides logits before log-probabilities, `part` says which parameter sets there are, and
+        `products` how matrices are multiplied."""
         self.layout = layout
         self.rank = rank
         self.groups = groups
@@ -59,7 +63,9 @@ class Model:
         }
         """By name, in storage order."""
         self.parameters = Parameters({name: of.buffer for name, of in self.sets.items()})
-        self.transformer = Transformer(self.shard, self.parameters.fused, groups.tensor)
+        self.transformer = Transformer(self.shard, self.parameters.fused, groups.tensor, products)
+        self.counts = PassCounts(device)
+        """What has passed through this rank's part of the model."""
         self.pipeline = Pipeline(
             groups.pipeline,
             groups.reverse_pipeline,
@@ -83,7 +89,11 @@ class Model:
         With `recompute` the backward pass computes layers again, of which only the inputs are kept.
         """
         x = rows.values if received is None else received
-        return self.transformer(x, packing, sequence_parallel=self.sequence_parallel, recompute=recompute)
+        hidden: Tensor = self.transformer(
+            x, packing, sequence_parallel=self.sequence_parallel, recompute=recompute
+        )
+        self.counts.add_micro_batch(packing)
+        return hidden
 
     def compute_output(
         self,
@@ -219,7 +229,13 @@ class Model:
 
 
 def make_unsharded_model(
-    shape: ModelShape, head: Head, *, dtype: torch.dtype, device: torch.device, temperature: float = 1.0
+    shape: ModelShape,
+    head: Head,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    temperature: float = 1.0,
+    products: Products = PLAIN,
 ) -> Model:
     """Make a model that lies whole on one rank, outside any run."""
     placement = Placement(Mesh(0, 1), Strategy(1))
@@ -228,7 +244,7 @@ def make_unsharded_model(
         data=single, tensor=single, pipeline=single, reverse_pipeline=single, mesh=single, embedding=None
     )
     layout = build_layout(shape, head, placement)
-    return Model(layout, 0, groups, dtype=dtype, device=device, temperature=temperature)
+    return Model(layout, 0, groups, dtype=dtype, device=device, temperature=temperature, products=products)
 
 
 def read_candidates(batch: Batch, candidates: Candidates | None) -> Tensor | None:

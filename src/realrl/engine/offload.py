@@ -1,9 +1,12 @@
 """Offloading of tensors from device to host memory."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from realrl.engine.host_memory import PinnedMemory
 
 
 def free(tensor: Tensor) -> None:
@@ -16,15 +19,136 @@ def allocate(tensor: Tensor) -> None:
     tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
 
 
-class Offloadable:
-    """Tensors that move between device and pinned host memory, each in one copy; their views stay valid."""
+class HostCopies(Protocol):
+    """Copies of tensors in host memory."""
 
-    def __init__(self, persistent: Sequence[Tensor], workspace: Sequence[Tensor] = ()) -> None:
+    asynchronous: bool
+    """Whether copying goes on beside computing."""
+
+    def make(self, tensor: Tensor) -> Tensor:
+        """Make room for the copy of a tensor."""
+        ...
+
+    def save(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Start to copy (tensor, host copy) to the host; tensors may be freed at once."""
+        ...
+
+    def restore(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Start to copy (tensor, host copy) to the device."""
+        ...
+
+    def wait_saved(self) -> None:
+        """Wait until host copies have their values."""
+        ...
+
+    def wait_restored(self) -> None:
+        """Have what is computed from now on wait for the values of tensors."""
+        ...
+
+
+class PlainCopies:
+    """Copies made at once, for devices that share the host's memory."""
+
+    asynchronous = False
+
+    def make(self, tensor: Tensor) -> Tensor:
+        """See `HostCopies`."""
+        return torch.empty_like(tensor)
+
+    def save(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """See `HostCopies`."""
+        for tensor, host in pairs:
+            host.copy_(tensor)
+
+    def restore(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """See `HostCopies`."""
+        for tensor, host in pairs:
+            tensor.copy_(host)
+
+    def wait_saved(self) -> None:
+        """See `HostCopies`."""
+
+    def wait_restored(self) -> None:
+        """See `HostCopies`."""
+
+
+class StreamCopies:
+    """Copies in a stream of their own, from and to pinned memory; neither host nor computing waits for them."""
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._memory: list[PinnedMemory] = []
+        self._saved: torch.cuda.Event | None = None
+        self._restored: torch.cuda.Event | None = None
+
+    def make(self, tensor: Tensor) -> Tensor:
+        """See `HostCopies`."""
+        self._memory.append(PinnedMemory(tensor.nbytes, self._device))
+        return self._memory[-1].empty_like(tensor)
+
+    def save(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """See `HostCopies`."""
+        stream = self._begin()
+        with torch.cuda.stream(stream):
+            for tensor, host in pairs:
+                host.copy_(tensor, non_blocking=True)
+                # The allocator hands freed memory out again only when this stream is past the copy.
+                tensor.record_stream(stream)
+        self._saved = stream.record_event()
+
+    def restore(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """See `HostCopies`."""
+        stream = self._begin()
+        with torch.cuda.stream(stream):
+            for tensor, host in pairs:
+                tensor.copy_(host, non_blocking=True)
+        self._restored = stream.record_event()
+
+    def _begin(self) -> torch.cuda.Stream:
+        """Find the stream of copies, behind all that is computed so far: values that are saved, and whatever still
+        reads memory that is allocated anew."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return self._stream
+
+    def wait_saved(self) -> None:
+        """See `HostCopies`."""
+        if self._saved is not None:
+            self._saved.synchronize()
+
+    def wait_restored(self) -> None:
+        """See `HostCopies`."""
+        if self._restored is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._restored)
+
+
+class Offloadable:
+    """Tensors that move between device and host memory, each in one copy; their views stay valid.
+
+    On a GPU, copies go on beside computing: memory is given back when it has been copied, and who needs tensors
+    next waits for them on the device, not on the host.
+    """
+
+    def __init__(
+        self,
+        persistent: Sequence[Tensor],
+        workspace: Sequence[Tensor] = (),
+        *,
+        copies: HostCopies | None = None,
+    ) -> None:
         """Each tensor must fill its storage. `workspace` is zero whenever it is not in use and
-        therefore need not be copied."""
+        therefore need not be copied. `copies`: by default those for the device of the tensors."""
         self._persistent = tuple(persistent)
         self._workspace = tuple(workspace)
+        on_gpu = [tensor.device for tensor in self._persistent if tensor.is_cuda]
+        self._copies = copies or (StreamCopies(on_gpu[0]) if on_gpu else PlainCopies())
         self._host: list[Tensor] = []
+        self._arriving = False
+        """Whether tensors are on their way back, and none may be used yet."""
         self.resident = True
         """Whether the tensors are in device memory."""
 
@@ -40,6 +164,7 @@ class Offloadable:
         """
         if self.resident:
             return tensor
+        self._copies.wait_saved()
         place = next(i for i, known in enumerate(self._persistent) if known is tensor)
         return self._host[place]
 
@@ -47,27 +172,37 @@ class Offloadable:
         """Move to host memory. Unless something has `changed` since it was loaded, nothing is copied."""
         assert self.resident, "offloaded already"
         if not self._host:
-            self._host = [
-                torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-                for tensor in self._persistent
-            ]
+            self._host = [self._copies.make(tensor) for tensor in self._persistent]
             changed = True
-        for tensor, host in zip(self._persistent, self._host, strict=True):
-            if changed:
-                host.copy_(tensor)
-            free(tensor)
-        for tensor in self._workspace:
+        if changed:
+            self._copies.save(self._pairs)
+        for tensor in (*self._persistent, *self._workspace):
             free(tensor)
         self.resident = False
 
     @torch.no_grad()
+    def prefetch(self) -> None:
+        """Take device memory and start to move back, where that goes on beside computing; `load` completes it."""
+        if self._copies.asynchronous and not self.resident and not self._arriving:
+            self._start_loading()
+
     def load(self) -> None:
         """Move back to device memory."""
         assert not self.resident, "loaded already"
-        for tensor, host in zip(self._persistent, self._host, strict=True):
+        if not self._arriving:
+            self._start_loading()
+        self._copies.wait_restored()
+        self._arriving, self.resident = False, True
+
+    @torch.no_grad()
+    def _start_loading(self) -> None:
+        for tensor in (*self._persistent, *self._workspace):
             allocate(tensor)
-            tensor.copy_(host)
+        self._copies.restore(self._pairs)
         for tensor in self._workspace:
-            allocate(tensor)
             tensor.zero_()
-        self.resident = True
+        self._arriving = True
+
+    @property
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(self._persistent, self._host, strict=True))

@@ -1,5 +1,7 @@
 """Sizes of what is computed, sent or kept at a time: the engine works by them, and the planner counts with them."""
 
+from dataclasses import dataclass
+
 BUCKET_ELEMENTS = 2**24
 """Gradients or parameters in one collective: 64 MiB of float32, enough for full bandwidth, and few enough that
 several buckets can overlap with computation."""
@@ -9,22 +11,77 @@ CPU_LOGITS = 2**20
 GPU_LOGITS = 2**26
 """Logits computed at a time on a GPU: 256 MiB of float32."""
 
+KERNEL_ELEMENTS = 2**13
+"""Elements of one operand that a thread of a CPU takes at a time in an elementwise kernel: they stay in its first
+cache, together with the other operands, and work is divided well among threads."""
+
+ADDED_ELEMENTS = 2**20
+"""Elements of a matrix's gradient that are computed at a time where the product cannot add to what is there."""
+
 SENDS_PER_STAGE = 4
 """Messages that a pipeline stage may have under way, for each stage of the pipeline: the buffers of older ones have
 surely arrived, and are freed."""
 
-COMPACTION_SHARE = 0.8
-"""Share of a decode batch's rows that may be unfinished when finished ones are removed. Removing them copies the
-key/value cache, which does not pay while most rows still run."""
 
-POSTED_MESSAGES = 4
-"""Messages that a reallocation posts at a time."""
-POSTED_BATCHES = 16
-"""Times that many messages that may be under way."""
-STAGED_MESSAGES = 4
-"""Packed messages under way above which nothing more is posted."""
-STAGING_BUFFERS = STAGED_MESSAGES + POSTED_MESSAGES
-"""Buffers for packed messages that a rank can have in use at once, and keeps."""
+@dataclass(frozen=True, kw_only=True)
+class MessageLimits:
+    """Sizes of the messages of a reallocation, and how many are under way."""
+
+    message_bytes: int
+    """Maximum bytes of one message, unless a single row has more."""
+    alone_bytes: int
+    """Bytes from which a contiguous run gets a message of its own, because it need not be packed."""
+    posted_messages: int
+    """Messages that are posted at a time, as one group of operations."""
+    posted_groups: int
+    """Groups that may be under way."""
+    staged_messages: int
+    """Packed messages under way above which nothing more is posted."""
+    one_per_peer: bool
+    """Whether a group has at most one message to, and one from, each peer: the n-th of each."""
+
+    @property
+    def staging_buffers(self) -> int:
+        """Buffers for packed messages that a rank can have in use at once, and keeps."""
+        return self.staged_messages + self.posted_messages
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of those buffers."""
+        return self.staging_buffers * self.message_bytes
+
+
+CPU_MESSAGES = MessageLimits(
+    message_bytes=8 << 20,
+    alone_bytes=1 << 20,
+    posted_messages=4,
+    posted_groups=16,
+    staged_messages=4,
+    one_per_peer=False,
+)
+"""Messages over gloo: small, so that staging buffers are, and packing goes on while others are under way."""
+
+GPU_MESSAGES = MessageLimits(
+    message_bytes=64 << 20,
+    alone_bytes=16 << 20,
+    posted_messages=4,
+    posted_groups=2,
+    staged_messages=0,
+    one_per_peer=True,
+)
+"""Messages over NCCL: posting one takes the host tens of microseconds, in which NVLink carries more than 8 MiB.
+
+The groups of a communicator run one after the other, so that more of them under way do not overlap. NCCL's kernels
+go through large groups by the distance of peers; with the n-th message of each peer alone in a group, that is the
+order of messages anyway."""
+
+
+KERNEL_ELEMENTS = 2**13
+"""Elements of one operand that a thread of a CPU takes at a time in an elementwise kernel: they stay in its first
+cache, together with the other operands, and work is divided well among threads."""
+
+ADDED_ELEMENTS = 2**20
+"""Elements of a matrix's gradient that are computed at a time where the product cannot add to what is there."""
 
 
 def bucket_count(elements: int) -> int:
@@ -35,3 +92,8 @@ def bucket_count(elements: int) -> int:
 def max_logits(*, cpu: bool) -> int:
     """Logits computed at a time on a kind of device."""
     return CPU_LOGITS if cpu else GPU_LOGITS
+
+
+def message_limits(*, cpu: bool) -> MessageLimits:
+    """Sizes of the messages of a reallocation between devices of a kind."""
+    return CPU_MESSAGES if cpu else GPU_MESSAGES

@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences, and over a cache while decoding."""
+"""Causal attention over packed sequences."""
 
 import inspect
 from typing import Any
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.attention.varlen import varlen_attn
 
+from realrl.model.gpu.path import has_flash_attention, on_gpu
 from realrl.model.packing import Packing, PaddedHeads
 
 # torch 2.11 accepts grouped heads as they are; from 2.12 on they need a flag.
@@ -65,11 +66,29 @@ def _padded_attention(qkv: Tensor, padded: PaddedHeads) -> Tensor:
             output = torch.bmm(torch.baddbmm(mask, q, k.transpose(1, 2), alpha=dim**-0.5).softmax(-1), v)
         else:
             q, k, v = (x.view(batch, -1, length, dim) for x in (q, k, v))
-            output = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=padded.heads > padded.kv_heads
-            )
+            output = _causal_attention(q, k, v)
         outputs.append(output.reshape(-1, dim))
     return _Unpad.apply(padded, *outputs)
+
+
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention with grouped heads. q: [B, heads, L, D]; k, v: [B, kv_heads, L, D] -> [B, heads, L, D]"""
+    group = q.shape[1] // k.shape[1]
+    if group > 1 and on_gpu(q):
+        # In float32 only the kernel that keeps all scores in memory takes grouped heads.
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1)
+
+
+def _has_varlen_kernel(qkv: Tensor, dim: int) -> bool:
+    """Check whether the flash kernel for packed sequences takes these heads: half precision, a multiple of 8 dims.
+
+    It needs compute capability 8.0 (Ampere); what it does not take is padded, as on a CPU.
+    """
+    if not on_gpu(qkv) or qkv.dtype == torch.float32 or dim % 8 or dim > 256:
+        return False
+    return has_flash_attention(qkv.device)
 
 
 def varlen_attention(qkv: Tensor, packing: Packing, heads: int, kv_heads: int) -> Tensor:
@@ -77,8 +96,8 @@ def varlen_attention(qkv: Tensor, packing: Packing, heads: int, kv_heads: int) -
 
     qkv: [T, (heads + 2 kv_heads) * D], queries first, then keys, then values -> [T, heads * D]
     """
-    if qkv.device.type == "cuda" and qkv.dtype in (torch.bfloat16, torch.float16):
-        q, k, v = split_heads(qkv, heads, kv_heads)
+    q, k, v = split_heads(qkv, heads, kv_heads)
+    if _has_varlen_kernel(qkv, q.shape[-1]):
         cu_seqlens = packing.cu_seqlens
         output = varlen_attn(
             q,
@@ -100,38 +119,3 @@ def split_heads(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor,
     """View the queries [T, heads, D], keys and values [T, kv_heads, D]."""
     q, k, v = qkv.view(len(qkv), heads + 2 * kv_heads, -1).split((heads, kv_heads, kv_heads), 1)
     return q, k, v
-
-
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attend from one query per row to its cached keys.
-
-    q: [B, heads, D]; k, v: [B, kv_heads, L, D]; mask: [B, 1, 1, L], 0 or -inf -> [B, heads * D]
-    """
-    # The query heads of a key head are its queries: kernels for grouped heads are slower, or take no mask.
-    q = q.unflatten(1, (k.shape[1], -1))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(len(q), -1)
-
-
-def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attend from queries to keys; return the output and the log-sum-exp of each query's scores.
-
-    q: [B, heads, S, D]; k, v: [B, heads, L, D]; mask: [B, 1, 1, L], 0 or -inf, or None
-    -> [B, heads, S, D] and [B, heads, S] float32
-    """
-    if q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)
-    bias = None if mask is None else mask.expand(len(q), q.shape[1], q.shape[2], -1)
-    output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True)
-    return output, lse[:, :, : q.shape[2]]  # the kernel pads the number of queries
-
-
-def make_padding_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
-    """Make a mask that hides keys beyond each row's length: 0 where visible, else -inf.
-
-    lengths: [B] -> [B, 1, 1, longest]
-    """
-    # Kernels on a GPU want the rows of a mask aligned to 16 elements.
-    room = longest if lengths.device.type == "cpu" else -(-longest // 16) * 16
-    mask = torch.zeros(len(lengths), room, dtype=dtype, device=lengths.device)
-    mask.masked_fill_(torch.arange(room, device=lengths.device) >= lengths.unsqueeze(-1), -torch.inf)
-    return mask[:, None, None, :longest]

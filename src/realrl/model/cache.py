@@ -1,77 +1,66 @@
-"""KV cache of sequences that are being generated."""
+"""Paged KV cache: keys and values of sequences that are being generated, in blocks of one pool.
+
+A row's sequence lies in two segments of blocks (`layout.kv_blocks`): its prompt's, which rows of the prompt share,
+and its own. Block tables say where; the cache itself does not know which rows there are.
+"""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from realrl.model.attention import decode_attention, make_padding_mask
-from realrl.model.packing import Packing
+from realrl.layout.kv_blocks import BLOCK_TOKENS, CacheSize
+from realrl.model.paged_attention import CachedRows, attend_to_cache
 
 
-class KVCache:
-    """Keys and values of `rows` sequences of up to `max_tokens` tokens each, in every layer.
+@dataclass(frozen=True, eq=False)
+class PrefillPlaces:
+    """Places in the cache for tokens of packed sequences."""
 
-    lengths: [B] int64, tokens stored per row; B shrinks with `keep`. longest: no row is longer than this.
+    source: Tensor | None
+    """Tokens that are stored, as indices into the packed ones; None for all of them. [N] int64"""
+    blocks: Tensor
+    """[N] int64"""
+    offsets: Tensor
+    """Place within the block. [N] int64"""
+
+
+class PagedCache:
+    """Keys and values of all layers of a stage, in a pool of blocks.
+
+    k, v: [layers, blocks, kv_heads, BLOCK_TOKENS, D]. On a CPU, keys of a block are stored dim by dim, so that
+    scores of its tokens are computed side by side, and values are padded to whole vectors.
     """
 
     def __init__(
         self,
+        size: CacheSize,
         *,
         layers: int,
         kv_heads: int,
         head_dim: int,
-        rows: int,
-        max_tokens: int,
         dtype: torch.dtype,
-        device: torch.device | str,
+        device: torch.device,
     ) -> None:
-        size = (layers, rows, kv_heads, max_tokens, head_dim)
-        # Zeros, because what lies beyond a row's length is masked out, and 0 x NaN would not be.
-        self.k = torch.zeros(size, dtype=dtype, device=device)
-        self.v = torch.zeros(size, dtype=dtype, device=device)
-        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.longest = 0
-        self._row = torch.arange(rows, device=device)
-        self._mask: Tensor | None = None
+        pool = (layers, size.blocks + 1, kv_heads)  # and the scratch block
+        if device.type == "cpu":
+            width = -(-head_dim // BLOCK_TOKENS) * BLOCK_TOKENS
+            self.k = torch.empty(*pool, head_dim, BLOCK_TOKENS, dtype=dtype).transpose(-1, -2)
+            self.v = torch.empty(*pool, BLOCK_TOKENS, width, dtype=dtype)[..., :head_dim]
+        else:
+            self.k = torch.empty(*pool, BLOCK_TOKENS, head_dim, dtype=dtype, device=device)
+            self.v = torch.empty_like(self.k)
 
-    def __len__(self) -> int:
-        return len(self.lengths)
+    def store(self, layer: int, k: Tensor, v: Tensor, places: PrefillPlaces) -> None:
+        """Store keys and values of packed sequences. k, v: [T, kv_heads, D]"""
+        if places.source is not None:
+            k, v = k.index_select(0, places.source), v.index_select(0, places.source)
+        self.k[layer][places.blocks, :, places.offsets] = k
+        self.v[layer][places.blocks, :, places.offsets] = v
 
-    def start(self, packing: Packing) -> None:
-        """Set the lengths of the prompts; `store` brings their keys and values."""
-        assert len(packing.lengths) == len(self) and packing.max_length <= self.k.shape[3], "cache too small"
-        self.lengths = torch.tensor(packing.lengths, device=self.lengths.device)
-        self.longest = packing.max_length
+    def attend(self, layer: int, qkv: Tensor, rows: CachedRows, heads: int) -> Tensor:
+        """Store each row's newest token and attend from it to all of its row.
 
-    def store(self, layer: int, k: Tensor, v: Tensor, packing: Packing) -> None:
-        """Store the prompts of a layer. k, v: [T, kv_heads, D]"""
-        self.k[layer].transpose(1, 2)[packing.rows, packing.positions] = k
-        self.v[layer].transpose(1, 2)[packing.rows, packing.positions] = v
-
-    def grow(self) -> None:
-        """Extend every row by one token, whose keys and values `attend` brings."""
-        assert self.longest < self.k.shape[3], "the cache is full"
-        self.lengths = self.lengths + 1
-        self.longest += 1
-        self._mask = make_padding_mask(self.lengths, self.longest, self.k.dtype)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store each row's newest token, after `grow`, and attend from it to all that its row stores.
-
-        q: [B, heads, D]; k, v: [B, kv_heads, D] -> [B, heads * D]
+        qkv: [B, (heads + 2 kv_heads) * D], rotated -> [B, heads * D]
         """
-        assert self._mask is not None, "the cache has not grown"
-        last = self.lengths - 1
-        self.k[layer].transpose(1, 2)[self._row, last] = k
-        self.v[layer].transpose(1, 2)[self._row, last] = v
-        stored_k, stored_v = (x[layer, : len(self), :, : self.longest] for x in (self.k, self.v))
-        return decode_attention(q, stored_k, stored_v, self._mask)
-
-    def keep(self, rows: Tensor) -> None:
-        """Drop all rows but these, which become rows 0, 1, ... in this order. rows: [n] int64"""
-        count = len(rows)
-        for store in (self.k, self.v):
-            for layer in store:
-                layer[:count, :, : self.longest] = layer[rows, :, : self.longest]
-        self.lengths = self.lengths[rows]
-        self._row = self._row[:count]
-        self.longest = int(self.lengths.max()) if count else 0
+        return attend_to_cache(qkv, self.k[layer], self.v[layer], rows, heads)

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from realrl.layout.limits import max_logits
+from realrl.model.gpu.path import on_gpu
 from realrl.model.group import Group
-from realrl.model.ops import matmul_nt
+from realrl.model.ops import PLAIN, Products, find_gradient
 
 
 class _TokenLogprobs(Function):
@@ -17,27 +18,29 @@ class _TokenLogprobs(Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        weight: Tensor,
+        table: Tensor,
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
         with_entropy: bool,
         group: Group,
         rows: int,
+        products: Products,
+        size: int,
     ) -> tuple[Tensor, Tensor | None]:
-        chunk_elements = max_logits(cpu=hidden.device.type == "cpu")
-        # The same on every rank, because chunks are summed over ranks one by one.
-        size = max(1, chunk_elements // rows)
+        weight, local_bias = _cut_padding(table, bias, rows)
         chosen = hidden.new_empty(targets.shape, dtype=torch.float32)
         entropy = chosen.new_empty(len(hidden)) if with_entropy else None
         ctx.size = size
+        ctx.rows = rows
+        ctx.products = products
         ctx.temperature = temperature
         ctx.group = group
         logp: Tensor | None = None
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
             logp = None  # frees the previous chunk first, so that there is one at a time
-            logp = _log_softmax(hidden[part], weight, bias, temperature, group)
+            logp = _log_softmax(hidden[part], weight, local_bias, temperature, group, products)
             chosen[part] = _select_targets(logp, targets[part])
             if entropy is not None:
                 entropy[part] = -logp.exp().mul_(logp).sum(1)
@@ -46,46 +49,63 @@ class _TokenLogprobs(Function):
             group.sum(entropy)
             ctx.mark_non_differentiable(entropy)
         # A single chunk is saved; several are recomputed, which costs less than the memory.
-        ctx.save_for_backward(hidden, weight, bias, targets, logp if len(hidden) <= size else None)
+        ctx.save_for_backward(hidden, table, bias, targets, logp if len(hidden) <= size else None)
         return chosen, entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, saved_logp = ctx.saved_tensors
+        hidden, table, bias, targets, saved_logp = ctx.saved_tensors
+        weight, local_bias = _cut_padding(table, bias, ctx.rows)
         scaled = grad / ctx.temperature
         grad_hidden = torch.empty_like(hidden)
-        # Transposed, as `matmul_nt` is fastest when its narrower operand comes first.
-        grad_weight: Tensor | None = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros(weight.shape[::-1], dtype=torch.float32, device=weight.device)
+        grad_weight = find_gradient(table)[: ctx.rows] if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for start in range(0, len(hidden), ctx.size):
             part = slice(start, start + ctx.size)
             factor = scaled[part]
             if saved_logp is None:
-                grad_logits = _log_softmax(hidden[part], weight, bias, ctx.temperature, ctx.group).exp_()
+                grad_logits = _log_softmax(
+                    hidden[part], weight, local_bias, ctx.temperature, ctx.group, ctx.products
+                ).exp_()
             else:
                 grad_logits = saved_logp.exp()
             grad_logits.mul_(-factor.sum(1, keepdim=True))
-            is_local, index = _localise_targets(targets[part], len(weight))
-            if len(weight):
+            is_local, index = _localise_targets(targets[part], ctx.rows)
+            if ctx.rows:
                 grad_logits.scatter_add_(1, index, factor * is_local)
             if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
+                grad_bias[: ctx.rows] += grad_logits.sum(0)
             grad_logits = grad_logits.to(hidden.dtype)
-            grad_hidden[part] = matmul_nt(grad_logits, weight.T)
+            grad_hidden[part] = ctx.products.matmul_nt(grad_logits, weight.T)
             if grad_weight is not None:
-                grad_weight += matmul_nt(hidden[part].T, grad_logits.T)
+                ctx.products.add_weight_gradient(grad_logits, hidden[part], grad_weight)
             del grad_logits  # freed before the next chunk's is allocated
-        grad_table = None if grad_weight is None else grad_weight.T
-        return grad_hidden, grad_table, grad_bias, None, None, None, None, None
+        return grad_hidden, None, grad_bias, None, None, None, None, None, None, None
+
+
+def _chunk_size(hidden: Tensor, table: Tensor) -> int:
+    """Count the rows of logits that are computed at a time.
+
+    The same on every rank, because chunks are summed over ranks one by one.
+    """
+    return max(1, max_logits(cpu=not on_gpu(hidden)) // len(table))
+
+
+def _cut_padding(table: Tensor, bias: Tensor | None, rows: int) -> tuple[Tensor, Tensor | None]:
+    """Select a rank's rows of the vocabulary, without padding. -> [rows, H], and [rows] or None"""
+    return table[:rows], None if bias is None else bias[:rows]
 
 
 def _log_softmax(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, group: Group
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    group: Group,
+    products: Products,
 ) -> Tensor:
     """Compute this rank's columns of the log-softmax over all ranks' columns. -> [n, rows of weight] float32"""
-    logits = matmul_nt(hidden, weight).float()
+    logits = products.matmul_nt_float32(hidden, weight)
     if bias is not None:
         logits += bias
     if temperature != 1.0:
@@ -114,7 +134,7 @@ def _select_targets(logp: Tensor, targets: Tensor) -> Tensor:
 
 def compute_token_logprobs(
     hidden: Tensor,
-    weight: Tensor,
+    table: Tensor,
     targets: Tensor,
     *,
     bias: Tensor | None = None,
@@ -122,21 +142,28 @@ def compute_token_logprobs(
     entropy: bool = False,
     group: Group,
     rows: int,
+    products: Products = PLAIN,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute log softmax((hidden @ weight.T + bias) / temperature) at the targets, and the entropy in nats.
+    """Compute log softmax((hidden @ table.T + bias) / temperature) at the targets, and the entropy in nats.
 
-    hidden: [N, H], weight: [this rank's rows, H], bias: [this rank's rows] or None, targets: [N, m] int64, counted
-    from this rank's first row -> [N, m] float32, and [N] float32 without gradient; the same on every rank of
-    `group`. `rows` is the most rows that a rank of the group has. The gradient of `hidden` is this rank's part of a
-    sum over the group.
+    hidden: [N, H], table: [P, H], a parameter, of which the first `rows` are this rank's and the others padding, P
+    the same on every rank of `group`; bias: [P] or None, targets: [N, m] int64, counted from this rank's first row
+    -> [N, m] float32, and [N] float32 without gradient; the same on every rank. The gradient of `hidden` is this
+    rank's part of a sum over the group; that of the table is added to `table.grad` (`ops.find_gradient`).
     """
-    return _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, entropy, group, rows)
+    size = _chunk_size(hidden, table)
+    arguments = (hidden, table, bias, targets, temperature, entropy, group, rows)
+    if on_gpu(hidden):
+        from realrl.model.gpu_logprobs import TokenLogprobs  # needs Triton
+
+        return TokenLogprobs.apply(*arguments, size)
+    return _TokenLogprobs.apply(*arguments, products, size)
 
 
 @torch.no_grad()
 def find_likeliest_tokens(
     hidden: Tensor,
-    weight: Tensor,
+    table: Tensor,
     targets: Tensor,
     *,
     count: int,
@@ -145,13 +172,15 @@ def find_likeliest_tokens(
     group: Group,
     rows: int,
     first: int,
+    products: Products = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute log-probabilities of the targets and of the `count` likeliest tokens, the likeliest first.
 
     Arguments as for `compute_token_logprobs`; `first` is the token of this rank's first row. -> [N, m] float32 at
     the targets, [N, count] int64 tokens, and [N, count] float32, without gradient and the same on every rank.
     """
-    size = max(1, max_logits(cpu=hidden.device.type == "cpu") // rows)
+    size = _chunk_size(hidden, table)
+    weight, bias = _cut_padding(table, bias, rows)
     chosen = hidden.new_empty(targets.shape, dtype=torch.float32)
     tokens = targets.new_empty(len(hidden), count)
     best = chosen.new_empty(len(hidden), count)
@@ -159,13 +188,15 @@ def find_likeliest_tokens(
     for start in range(0, len(hidden), size):
         part = slice(start, start + size)
         logp = None  # frees the previous chunk first, so that there is one at a time
-        logp = _log_softmax(hidden[part], weight, bias, temperature, group)
+        logp = _log_softmax(hidden[part], weight, bias, temperature, group, products)
         chosen[part] = _select_targets(logp, targets[part])
-        tokens[part], best[part] = _select_likeliest(logp, count, group, rows, first)
+        tokens[part], best[part] = _select_likeliest(logp, count, group, len(table), first)
     return group.sum(chosen), tokens, best
 
 
-def _select_likeliest(logp: Tensor, count: int, group: Group, rows: int, first: int) -> tuple[Tensor, Tensor]:
+def _select_likeliest(
+    logp: Tensor, count: int, group: Group, most_rows: int, first: int
+) -> tuple[Tensor, Tensor]:
     """Select the likeliest tokens among all ranks' columns. logp: [n, this rank's rows] -> two of [n, count]
 
     The likeliest of each rank, at most `count`, are gathered: those of the whole vocabulary are among them.
@@ -173,7 +204,7 @@ def _select_likeliest(logp: Tensor, count: int, group: Group, rows: int, first: 
     if group.size == 1:
         best = logp.topk(count, dim=1)
         return best.indices, best.values
-    most = min(count, rows)
+    most = min(count, most_rows)
     local = logp.topk(min(most, logp.shape[1]), dim=1)
     missing = (0, most - local.values.shape[1])  # on a rank with fewer rows than others
     values = group.gather_columns(F.pad(local.values, missing, value=-torch.inf), most * group.size)

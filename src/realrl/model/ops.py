@@ -1,7 +1,8 @@
 """Arithmetic of the transformer, with gradients that save memory traffic."""
 
-import platform
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,116 +10,141 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from realrl.model.forward_only import apply_function
+from realrl.layout.limits import ADDED_ELEMENTS
+from realrl.model.autograd import apply_function
+from realrl.model.gpu.path import on_gpu
 
 
-def _made_by_intel() -> bool:
-    """Check whether the processor is one of Intel's, for which MKL is tuned; False where nothing tells."""
-    cpuinfo = Path("/proc/cpuinfo")
-    return "GenuineIntel" in (cpuinfo.read_text() if cpuinfo.exists() else platform.processor())
+@dataclass(frozen=True)
+class Products:
+    """Multiplication of matrices on a CPU, by one of torch's two libraries; a GPU has one way."""
+
+    onednn: bool = False
+    """Whether oneDNN multiplies float32 matrices, and not what torch takes by itself, on x86 MKL."""
+    bfloat16: bool = False
+    """Whether operands of float32 products are rounded to bfloat16; sums are float32. Attention is left alone."""
+
+    def matmul_nt(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Compute x @ weight.T without gradient; "nt" as in BLAS: only the second operand is transposed.
+
+        x: [N, K], weight: [M, K] with any strides -> [N, M]
+        """
+        if not x.shape[-1]:  # a TP rank without a row of the vocabulary; oneDNN does not support K = 0
+            return x.new_zeros(len(x), len(weight))
+        if on_gpu(x) or x.dtype != torch.float32:
+            return F.linear(x, weight)
+        if self.bfloat16:
+            with _rounding():
+                return F.linear(x, weight)
+        if self.onednn:
+            return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+        return F.linear(x, weight)
+
+    def matmul_nt_float32(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Compute x @ weight.T in float32 without gradient. x: [N, K], weight: [M, K] -> [N, M] float32
+
+        Of bfloat16 numbers a GPU has the sums in float32, which are not rounded to bfloat16; on a CPU they are.
+        """
+        if on_gpu(x) and x.shape[-1]:
+            return torch.mm(x, weight.T, out_dtype=torch.float32)
+        return self.matmul_nt(x, weight).float()
+
+    def add_weight_gradient(self, grad_out: Tensor, x: Tensor, into: Tensor) -> None:
+        """Add grad_out.T @ x, the gradient of the weight of `matmul_nt`, to a float32 gradient.
+
+        grad_out: [N, M], x: [N, K], into: [M, K] float32, contiguous
+        """
+        if on_gpu(x):
+            # The product itself accumulates in float32: a product, a conversion and an addition in one kernel.
+            torch.addmm(into, grad_out.T, x, out_dtype=torch.float32, out=into)
+        elif x.dtype == torch.float32 and self.bfloat16:
+            with _rounding():
+                torch.addmm(into, grad_out.T, x, out=into)
+        elif x.dtype == torch.float32 and not self.onednn:
+            torch.addmm(into, grad_out.T, x, out=into)
+        else:
+            # Some rows at a time, so that no second gradient of the whole matrix is held.
+            rows = max(1, ADDED_ELEMENTS // max(1, into.shape[1]))
+            for start in range(0, len(into), rows):
+                part = slice(start, start + rows)
+                into[part] += self.matmul_nt(grad_out[:, part].T, x.T)
 
 
-ONEDNN = (
-    torch.backends.mkldnn.is_available()
-    and platform.machine() in ("x86_64", "AMD64")
-    and not _made_by_intel()
-)
-"""Whether float32 products on a CPU go to oneDNN. Torch would give them to MKL, which takes more than twice as long
-on an AMD processor with AVX-512 (bench/matmul.py). On an Intel one it is as fast or faster, and oneDNN compiles and
-keeps code for every number of rows, of which generation and packed micro-batches have many."""
+PLAIN = Products()
 
 
-def matmul_nt(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute x @ weight.T without gradient; "nt" as in BLAS: only the second operand is transposed.
+@contextmanager
+def _rounding() -> Iterator[None]:
+    """Have torch round the operands of float32 products on a CPU to bfloat16.
 
-    x: [N, K], weight: [M, K] with any strides -> [N, M]
+    Not for the whole process: attention on a CPU would become several times slower, and less exact.
     """
-    if not x.shape[-1]:  # a TP rank without a row of the vocabulary; oneDNN does not support K = 0
-        return x.new_zeros(len(x), len(weight))
-    if ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-    return F.linear(x, weight)
+    set_precision = (
+        torch._C._set_fp32_precision_setter
+    )  # that of torch.backends.mkldnn.matmul, without its checks
+    set_precision("mkldnn", "matmul", "bf16")
+    try:
+        yield
+    finally:
+        set_precision("mkldnn", "matmul", "none")
 
 
-def compute_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Compute grad.T @ x, the gradient of the weight of `matmul_nt`. grad: [N, M], x: [N, K] -> [M, K]"""
-    # The first operand of `matmul_nt` is copied when it is not contiguous, so it should be the narrower one.
-    if grad.shape[1] <= x.shape[1]:
-        return matmul_nt(grad.T, x.T)
-    return matmul_nt(x.T, grad.T).T
+def find_gradient(weight: Tensor) -> Tensor:
+    """Find the float32 gradient of a parameter, zero if nothing has been added to it yet.
+
+    Backward passes add to it themselves and give autograd none, which would add it in another pass over memory.
+    Hooks on a parameter's `AccumulateGrad` node see that it is complete (`torch.autograd.graph.get_gradient_edge`).
+    """
+    assert weight.is_leaf, "gradients are added to those of parameters"
+    if weight.grad is None:
+        if weight.dtype != torch.float32:
+            weight.grad_dtype = torch.float32
+        weight.grad = torch.zeros_like(weight, dtype=torch.float32)
+    return weight.grad
 
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
         ctx.save_for_backward(x, weight)
-        out = matmul_nt(x, weight)
+        ctx.products = products
+        if on_gpu(x):
+            return F.linear(x, weight, bias)
+        out = products.matmul_nt(x, weight)
         return out if bias is None else out.add_(bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        need_x, need_weight, need_bias = ctx.needs_input_grad
-        grad_x = matmul_nt(grad, weight.T) if need_x else None
-        grad_weight = compute_weight_gradient(grad, x) if need_weight else None
-        return grad_x, grad_weight, grad.sum(0, dtype=torch.float32) if need_bias else None
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        if need_weight:
+            ctx.products.add_weight_gradient(grad, x, find_gradient(weight))
+        grad_x = ctx.products.matmul_nt(grad, weight.T) if need_x else None
+        return grad_x, None, grad.sum(0, dtype=torch.float32) if need_bias else None, None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply x @ weight.T and add the bias, if any. x: [N, K], weight: [M, K], bias: [M] -> [N, M]"""
-    return apply_function(_Linear, x, weight, bias)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, products: Products = PLAIN) -> Tensor:
+    """Multiply x @ weight.T and add the bias, if any. x: [N, K], weight: [M, K], bias: [M] -> [N, M]
 
-
-class _RMSNorm(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, weight, scale = ctx.saved_tensors
-        grad = grad.float()
-        unit = x * scale
-        both = grad * unit
-        mean = torch.matmul(both, weight.float()).div_(x.shape[-1])
-        grad_x = torch.mul(grad, weight).addcmul_(unit, mean.unsqueeze(-1), value=-1).mul_(scale)
-        return grad_x.to(x.dtype), both.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None, None
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize: x / sqrt(mean(x²) + eps) * weight over the last dim (Zhang and Sennrich 2019).
-
-    x: [..., H], weight: [H] -> [..., H]; computed in float32
+    `weight` is a parameter or needs no gradient; its gradient is added to `weight.grad` (see `find_gradient`).
     """
-    # On a CPU torch derives the gradient of its many parts one by one, which takes three times as long and keeps
-    # two float32 copies of bfloat16 numbers.
-    if x.device.type == "cpu":
-        return apply_function(_RMSNorm, x, weight, eps)
-    return F.rms_norm(x, weight.shape, weight, eps)
+    return apply_function(_Linear, x, weight, bias, products)
 
 
-class _SwiGLU(Function):
+class _Embed(Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+    def forward(ctx: Any, tokens: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, table)
+        return F.embedding(tokens, table)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, -1)
-        out = torch.empty_like(gate_up)
-        grad_gate, grad_up = out.chunk(2, -1)
-        torch.mul(grad, F.silu(gate), out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return out
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        tokens, table = ctx.saved_tensors
+        # Only rows that occur; autograd would make and add a gradient of the whole table.
+        find_gradient(table).index_add_(0, tokens, grad.float())
+        return None, None
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Compute silu(gate) * up (Shazeer 2020). gate_up: [N, 2 I], gate first -> [N, I]"""
-    return apply_function(_SwiGLU, gate_up)
+def embed(tokens: Tensor, table: Tensor) -> Tensor:
+    """Look up rows of a table. tokens: [T] int64, table: [V, H], a parameter or without gradient -> [T, H]"""
+    return apply_function(_Embed, tokens, table)

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from realrl.data.batch import copy_to_device
 from realrl.layout.padding import Bucket, bucket_lengths
 
 
@@ -67,16 +68,16 @@ class Packing:
         """Pack sequences with these lengths, each at least 1."""
         assert len(lengths) > 0 and min(lengths) > 0, "a packing has sequences, and each of them tokens"
         sizes = torch.tensor(lengths)
-        cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-        torch.cumsum(sizes, 0, out=cu_seqlens[1:])
-        positions = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].repeat_interleave(sizes)
+        starts = _find_starts(sizes)
+        positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(sizes)
         # Every token but the first of its sequence is the target of a prediction.
-        target_indices = positions.nonzero().squeeze(-1)
+        index = [positions, starts.int(), positions.nonzero().squeeze(-1)]
+        positions, cu_seqlens, target_indices = copy_to_device(index, torch.device(device))
         return cls(
             lengths=tuple(lengths),
-            positions=positions.to(device),
-            cu_seqlens=cu_seqlens.int().to(device),
-            target_indices=target_indices.to(device),
+            positions=positions,
+            cu_seqlens=cu_seqlens,
+            target_indices=target_indices,
         )
 
     @property
@@ -84,11 +85,18 @@ class Packing:
         """Tokens of the longest sequence."""
         return max(self.lengths)
 
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens of the padded layout, padding included; 0 where no layout has been computed."""
+        layout = next(iter(self._padded.values()), None)
+        return 0 if layout is None else sum(len(b.sequences) * b.length for b in layout.buckets)
+
     @cached_property
     def rows(self) -> Tensor:
         """Sequence of each token. [T]"""
         sizes = torch.tensor(self.lengths)
-        return torch.arange(len(sizes)).repeat_interleave(sizes).to(self.positions.device)
+        rows = torch.arange(len(sizes)).repeat_interleave(sizes)
+        return copy_to_device([rows], self.positions.device)[0]
 
     def pad_heads(self, heads: int, kv_heads: int) -> PaddedHeads:
         """Compute the padded layout for these numbers of heads, once."""
@@ -100,8 +108,8 @@ class Packing:
 
 def _compute_padded_heads(packing: Packing, heads: int, kv_heads: int) -> PaddedHeads:
     buckets = bucket_lengths(packing.lengths)
-    starts = packing.cu_seqlens.cpu().long()
     lengths = torch.tensor(packing.lengths)
+    starts = _find_starts(lengths)
     total = heads + 2 * kv_heads
     input_rows: list[Tensor] = []
     input_valid: list[Tensor] = []
@@ -122,7 +130,7 @@ def _compute_padded_heads(packing: Packing, heads: int, kv_heads: int) -> Padded
         masks.append(None)
         if bucket.dense:
             causal = torch.full((bucket.length, bucket.length), float("-inf")).triu(1)
-            masks[-1] = causal.repeat(heads // kv_heads, 1).to(packing.positions.device)
+            masks[-1] = causal.repeat(heads // kv_heads, 1)
 
     def invert(index: Tensor, valid: Tensor, size: int) -> Tensor:
         where = valid.nonzero().squeeze(-1)
@@ -138,6 +146,13 @@ def _compute_padded_heads(packing: Packing, heads: int, kv_heads: int) -> Padded
         "output_padding": (~is_output).nonzero().squeeze(-1),
         "unpad_output_index": invert(pad_output, is_output, tokens * heads),
     }
-    device = packing.positions.device
-    on_device = {name: value.to(device) for name, value in index.items()}
-    return PaddedHeads(heads, kv_heads, buckets, masks=tuple(masks), **on_device)
+    made = [mask for mask in masks if mask is not None]
+    copies = iter(copy_to_device([*index.values(), *made], packing.positions.device))
+    on_device = {name: next(copies) for name in index}
+    there = tuple(None if mask is None else next(copies) for mask in masks)
+    return PaddedHeads(heads, kv_heads, buckets, masks=there, **on_device)
+
+
+def _find_starts(lengths: Tensor) -> Tensor:
+    """Find where sequences begin, and where the last one ends. [B] -> [B + 1] int64"""
+    return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))

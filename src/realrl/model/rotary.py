@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from realrl.families.shape import ModelShape
-from realrl.model.forward_only import apply_function
+from realrl.model.autograd import apply_function
+from realrl.model.cpu import elementwise as cpu
+from realrl.model.gpu.path import load_kernels, on_gpu
 
 
 def compute_inverse_frequencies(shape: ModelShape) -> Tensor:
@@ -30,51 +32,34 @@ def compute_inverse_frequencies(shape: ModelShape) -> Tensor:
     return blend * plain + (1 - blend) * plain / scaling.factor
 
 
-def build_rotary_tables(
-    positions: Tensor, inverse_frequencies: Tensor, heads: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Compute cosines and signed sines, laid out for `apply_rotary_emb`. positions: [T] -> [T, heads, D] each
-
-    The sines of the first half are negative: a head is rotated as x * cos + swap_halves(x) * sin.
-    """
+def build_rotary_tables(positions: Tensor, inverse_frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute cosines and sines of the angle of each pair of dims. positions: [T] -> [T, D / 2] each, float32"""
     angle = positions.unsqueeze(-1).float() * inverse_frequencies
-    cos = angle.cos()
-    sin = angle.sin()
-    cos = torch.cat((cos, cos), -1).unsqueeze(1).to(dtype).expand(-1, heads, -1)
-    sin = torch.cat((-sin, sin), -1).unsqueeze(1).to(dtype).expand(-1, heads, -1)
-    if positions.device.type == "cpu":
-        # Repeated in memory, a row of heads is one long loop instead of many short ones: twice as fast.
-        return cos.contiguous(), sin.contiguous()
-    return cos, sin
+    return angle.cos(), angle.sin()
 
 
 class _ApplyRotaryEmb(Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
         ctx.save_for_backward(cos, sin)
+        ctx.heads = heads
         ctx.mark_dirty(qkv)
-        rotated = qkv.view(len(qkv), -1, cos.shape[-1])[:, : cos.shape[1]]
-        swapped_halves = rotated.roll(cos.shape[-1] // 2, -1)
-        rotated.mul_(cos).addcmul_(swapped_halves, sin)
+        cpu.rotate(len(qkv), qkv, cos, sin, heads, 1.0, qkv)
         return qkv
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        heads = cos.shape[1]
-        grad_heads = grad.reshape(len(grad), -1, cos.shape[-1])
-        grad_qkv = torch.empty_like(grad_heads)
-        grad_qkv[:, heads:] = grad_heads[:, heads:]
-        # The inverse rotation, by the negative angle.
-        grad_rotated = grad_heads[:, :heads]
-        swapped_halves = grad_rotated.roll(cos.shape[-1] // 2, -1)
-        torch.mul(grad_rotated, cos, out=grad_qkv[:, :heads]).addcmul_(swapped_halves, sin, value=-1)
-        return grad_qkv.view_as(grad), None, None
+        grad = grad.contiguous()
+        grad_qkv = torch.empty_like(grad)
+        cpu.rotate(len(grad), grad, cos, sin, ctx.heads, -1.0, grad_qkv)
+        return grad_qkv, None, None, None
 
 
-def apply_rotary_emb(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary_emb(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     """Apply rotary embeddings to the first heads, in place (Su et al. 2021; halves paired as in Llama).
 
-    qkv: [T, all heads * D]; cos, sin: [T, heads, D] from `build_rotary_tables`.
+    qkv: [T, all heads * D]; cos, sin: [T, D / 2] from `build_rotary_tables`; computed in float32.
     """
-    return apply_function(_ApplyRotaryEmb, qkv, cos, sin)
+    function = load_kernels().RotateHeads if on_gpu(qkv) else _ApplyRotaryEmb
+    return apply_function(function, qkv, cos, sin, heads)

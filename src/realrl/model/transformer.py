@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -11,38 +12,50 @@ from torch import Tensor, nn
 from realrl.families.registry import find_layer_options, model_tensors
 from realrl.families.shape import ModelShape
 from realrl.families.tensors import Parameter
-from realrl.layout.ranges import padded_vocabulary
 from realrl.layout.shard import Shard
 from realrl.model.attention import split_heads, varlen_attention
-from realrl.model.cache import KVCache
+from realrl.model.autograd import checkpoint_activations
+from realrl.model.cache import PagedCache, PrefillPlaces
+from realrl.model.elementwise import add_rms_norm, rms_norm, swiglu
 from realrl.model.group import Group
 from realrl.model.logprobs import compute_token_logprobs, find_likeliest_tokens
-from realrl.model.ops import linear, matmul_nt, rms_norm, swiglu
+from realrl.model.ops import PLAIN, Products, embed, linear
 from realrl.model.packing import Packing
-from realrl.model.recompute import checkpoint_activations
+from realrl.model.paged_attention import CachedRows
 from realrl.model.rotary import apply_rotary_emb, build_rotary_tables, compute_inverse_frequencies
-from realrl.model.shared_prefix_cache import SharedPrefixCache
 from realrl.model.tensor_parallel import TensorParallel
 
 AttentionFunction = Callable[[int, Tensor], Tensor]
 """Attention function: (layer of the stage, rotated qkv [T, C]) -> output [T, query heads * D]."""
-NormFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Norm: (x [N, H], weight [H], bias [H] if any) -> [N, H]."""
 
 
-def make_norm(shape: ModelShape) -> NormFunction:
-    """Make the norm of a model's layers."""
-    match find_layer_options(shape).norm:
-        case "rms":
-            return lambda x, weight, _: rms_norm(x, weight, shape.norm_eps)
-        case "layer":
-            return lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, shape.norm_eps)
+class Norm:
+    """Norm of a model's layers."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self._is_rms = find_layer_options(shape).norm == "rms"
+        self._eps = shape.norm_eps
+
+    def normalize(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Normalize rows. x: [N, H], weight: [H], bias: [H] if the family has one -> [N, H]"""
+        if self._is_rms:
+            return rms_norm(x, weight, self._eps)
+        return F.layer_norm(x, weight.shape, weight, bias, self._eps)
+
+    def add(self, x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Add to the residual stream, and normalize the sum. x, delta: [N, H] -> sum and norm, [N, H] each"""
+        if self._is_rms:
+            return add_rms_norm(x, delta, weight, self._eps)
+        total = x + delta
+        return total, self.normalize(total, weight, bias)
 
 
 class Layer(nn.Module):
     """Pre-norm attention and feed-forward blocks, each added to the residual stream."""
 
-    def __init__(self, shard: Shard, parameter: Callable[[Parameter], nn.Parameter | None]) -> None:
+    def __init__(
+        self, shard: Shard, parameter: Callable[[Parameter], nn.Parameter | None], products: Products
+    ) -> None:
         """`parameter` gives the layer's parameters; None for biases and norms of heads that the family has not."""
         super().__init__()
 
@@ -54,7 +67,8 @@ class Layer(nn.Module):
         self._heads = len(shard.queries)
         self._kv_heads = len(shard.keys)
         self._eps = shard.shape.norm_eps
-        self._norm = make_norm(shard.shape)
+        self._norm = Norm(shard.shape)
+        self._linear = partial(linear, products=products)
         self.attention_norm = require("attention_norm")
         self.attention_norm_bias = parameter("attention_norm_bias")
         self.qkv = require("qkv")
@@ -73,45 +87,41 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor], Tensor], tp: TensorParallel
     ) -> Tensor:
-        """Apply the layer. x: [T, H] -> [T, H]; cos, sin: [T, rotated heads, D]
+        """Apply the layer. x: [T, H] -> [T, H]; cos, sin: [T, D / 2]
 
         With sequence parallelism a rank holds a part of the rows of x.
         """
-        # Intermediate results are not bound to names, so that each is freed once the next is computed.
-        x = self._add_residual(
-            x,
-            tp.reduce_from_region(linear(attend(apply_rotary_emb(self._qkv(x, tp), cos, sin)), self.out)),
-            self.out_bias,
-        )
-        return self._add_residual(
-            x, tp.reduce_from_region(linear(swiglu(self._gate_up(x, tp)), self.down)), self.down_bias
-        )
+        # Each intermediate result is freed once the next is computed.
+        block = tp.reduce_from_region(self._linear(attend(self.compute_qkv(x, cos, sin, tp)), self.out))
+        x, normed = self._norm.add(x, _add_bias(block, self.out_bias), self.mlp_norm, self.mlp_norm_bias)
+        del block
+        gate_up = self._linear(tp.copy_to_region(normed), self.gate_up, self.gate_up_bias)
+        del normed
+        inner = swiglu(gate_up)
+        del gate_up
+        return x + _add_bias(tp.reduce_from_region(self._linear(inner, self.down)), self.down_bias)
 
-    def _qkv(self, x: Tensor, tp: TensorParallel) -> Tensor:
-        """Queries, keys and values, heads normalised where the family does so. [T, (heads + 2 kv_heads) * D]"""
-        qkv = linear(
-            tp.copy_to_region(self._norm(x, self.attention_norm, self.attention_norm_bias)),
+    def compute_qkv(self, x: Tensor, cos: Tensor, sin: Tensor, tp: TensorParallel) -> Tensor:
+        """Compute queries, keys and values, heads normalised where the family does so, queries and keys rotated.
+
+        -> [T, (heads + 2 kv_heads) * D]
+        """
+        qkv = self._linear(
+            tp.copy_to_region(self._norm.normalize(x, self.attention_norm, self.attention_norm_bias)),
             self.qkv,
             self.qkv_bias,
         )
-        if self.q_norm is None or self.k_norm is None:
-            return qkv
-        q, k, v = split_heads(qkv, self._heads, self._kv_heads)
-        q = rms_norm(q, self.q_norm, self._eps)
-        k = rms_norm(k, self.k_norm, self._eps)
-        return torch.cat((q, k, v), 1).view(len(qkv), -1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = split_heads(qkv, self._heads, self._kv_heads)
+            q = rms_norm(q, self.q_norm, self._eps)
+            k = rms_norm(k, self.k_norm, self._eps)
+            qkv = torch.cat((q, k, v), 1).view(len(qkv), -1)
+        return apply_rotary_emb(qkv, cos, sin, self._heads + self._kv_heads)
 
-    def _gate_up(self, x: Tensor, tp: TensorParallel) -> Tensor:
-        return linear(
-            tp.copy_to_region(self._norm(x, self.mlp_norm, self.mlp_norm_bias)),
-            self.gate_up,
-            self.gate_up_bias,
-        )
 
-    @staticmethod
-    def _add_residual(x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
-        """The residual stream after a block, whose bias is added once, and not on every tensor-parallel rank."""
-        return x + block if bias is None else x + block + bias
+def _add_bias(block: Tensor, bias: Tensor | None) -> Tensor:
+    """Add the bias of a row-parallel matrix, once and not on every tensor-parallel rank."""
+    return block if bias is None else block + bias
 
 
 class Transformer(nn.Module):
@@ -119,16 +129,23 @@ class Transformer(nn.Module):
 
     `weights(*names)` returns the view over these global tensors as the rank stores them, stacked by rows.
     `sources` maps each parameter's name to the global tensors it is made of. `tensor_group` are the ranks
-    that hold the other tensor-parallel shards of this stage.
+    that hold the other tensor-parallel shards of this stage, `products` how matrices are multiplied.
     """
 
-    def __init__(self, shard: Shard, weights: Callable[..., Tensor], tensor_group: Group) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        weights: Callable[..., Tensor],
+        tensor_group: Group,
+        products: Products = PLAIN,
+    ) -> None:
         super().__init__()
         shape = shard.shape
         self.shard = shard
         self.shape = shape
         self.tensor_group = tensor_group
-        self._norm = make_norm(shape)
+        self._products = products
+        self._norm = Norm(shape)
         self.sources: dict[str, tuple[str, ...]] = {}
         tensors: defaultdict[tuple[int | None, Parameter], list[str]] = defaultdict(list)
         for spec in model_tensors(shape, shard.head):
@@ -144,7 +161,7 @@ class Transformer(nn.Module):
             return nn.Parameter(weights(*names))
 
         self.embedding = parameter(None, "embedding")
-        self.layers = nn.ModuleList(Layer(shard, partial(parameter, i)) for i in shard.layers)
+        self.layers = nn.ModuleList(Layer(shard, partial(parameter, i), products) for i in shard.layers)
         self.norm = parameter(None, "norm")
         self.norm_bias = parameter(None, "norm_bias")
         self.lm_head = parameter(None, "lm_head")
@@ -184,33 +201,44 @@ class Transformer(nn.Module):
         tp = TensorParallel(self.tensor_group, len(packing.positions), sequence_parallel)
         return self._run_layers(x, packing.positions, attend, tp, recompute=recompute)
 
-    def prefill(self, x: Tensor, packing: Packing, cache: KVCache | SharedPrefixCache) -> Tensor:
-        """Run `forward` over prompts and fill the empty cache."""
+    def prefill(self, x: Tensor, packing: Packing, cache: PagedCache, places: PrefillPlaces) -> Tensor | None:
+        """Compute keys and values of packed sequences, and store them at their places in the cache.
+
+        x: as for `forward`. Returns hidden states for the next stage [T, H]; None on the last stage, where nothing
+        is computed after the last layer's keys and values.
+        """
         heads = len(self.shard.queries)
         kv_heads = self.cache_kv_heads
-        cache.start(packing)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             qkv = self._repeat_kv_heads(qkv)
             _, k, v = split_heads(qkv, heads, kv_heads)
-            cache.store(layer, k, v, packing)
+            cache.store(layer, k, v, places)
             return varlen_attention(qkv, packing, heads, kv_heads)
 
         tp = TensorParallel(self.tensor_group, len(packing.positions))
-        return self._run_layers(x, packing.positions, attend, tp)
+        x, cos, sin = self._enter(x, packing.positions, tp)
+        count = len(self.layers) - self.shard.last
+        for i, layer in enumerate(self.layers[:count]):
+            x = layer(x, cos=cos, sin=sin, attend=partial(attend, i), tp=tp)
+        if not self.shard.last:
+            return x
+        last = cast(Layer, self.layers[count])
+        qkv = self._repeat_kv_heads(last.compute_qkv(x, cos, sin, tp))
+        cache.store(count, *split_heads(qkv, heads, kv_heads)[1:], places)
+        return None
 
-    def decode(self, x: Tensor, cache: KVCache | SharedPrefixCache) -> Tensor:
-        """Decode the next token of every row of the cache.
+    def decode(self, x: Tensor, cache: PagedCache, rows: CachedRows) -> Tensor:
+        """Decode the next token of every row, whose keys and values are added to the cache.
 
-        x: [B] tokens on the first stage, else [B, H] -> [B, H]
+        x: [B] tokens on the first stage, else [B, H] -> [B, H], after the final norm on the last stage
         """
-        positions = cache.lengths
-        cache.grow()
+        heads = len(self.shard.queries)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
-            heads = split_heads(self._repeat_kv_heads(qkv), len(self.shard.queries), self.cache_kv_heads)
-            return cache.attend(layer, *heads)
+            return cache.attend(layer, self._repeat_kv_heads(qkv), rows, heads)
 
+        positions = rows.prompt_lengths + rows.own_lengths
         return self._run_layers(x, positions, attend, TensorParallel(self.tensor_group, len(x)))
 
     def _repeat_kv_heads(self, qkv: Tensor) -> Tensor:
@@ -229,48 +257,47 @@ class Transformer(nn.Module):
         *,
         recompute: bool = False,
     ) -> Tensor:
-        if self.shard.first:
-            x = tp.reduce_from_region(self._embed(x))
-        rotary_heads = len(self.shard.queries) + len(self.shard.keys)
-        cos, sin = build_rotary_tables(positions, self.inverse_frequencies, rotary_heads, x.dtype)
+        x, cos, sin = self._enter(x, positions, tp)
         for i, layer in enumerate(self.layers):
             if recompute and not x.requires_grad and layer.qkv.requires_grad:
                 # Everything before is frozen; checkpointing computes gradients only if its input requires one.
                 x = x.detach().requires_grad_(True)
             run_layer = partial(layer, cos=cos, sin=sin, attend=partial(attend, i), tp=tp)
             x = checkpoint_activations(run_layer, x) if recompute else run_layer(x)
-        return x if self.norm is None else self._norm(x, self.norm, self.norm_bias)
+        return x if self.norm is None else self._norm.normalize(x, self.norm, self.norm_bias)
+
+    def _enter(self, x: Tensor, positions: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the input of the first layer, and the cosines and sines of all layers."""
+        if self.shard.first:
+            x = tp.reduce_from_region(self._embed(x))
+        return x, *build_rotary_tables(positions, self.inverse_frequencies)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Embed tokens: [T] -> [T, H], zero where another TP rank has the token's row."""
         assert self.embedding is not None, "only the first stage embeds"
         if self.shard.tp == 1:
-            return F.embedding(tokens, self.embedding)
+            return embed(tokens, self.embedding)
         rows = self.shard.vocabulary
         on_other_rank = (tokens < rows.start) | (tokens >= rows.stop)
-        local = F.embedding((tokens - rows.start).masked_fill(on_other_rank, 0), self.embedding)
+        local = embed((tokens - rows.start).masked_fill(on_other_rank, 0), self.embedding)
         return local.masked_fill(on_other_rank[:, None], 0.0)
 
     @property
-    def _vocabulary(self) -> Tensor:
-        """Slice this TP rank's rows of the head, without padding. [rows, H]"""
+    def _table(self) -> Tensor:
+        """Matrix of the head: this TP rank's rows of the vocabulary, and padding after them. [P, H]"""
         assert self.shard.head == "lm" and self.shard.last, (
             "only a language model's last stage has a vocabulary"
         )
         table = self.embedding if self.lm_head is None else self.lm_head
         assert table is not None, "a tied head is an embedding"
-        return table[: len(self.shard.vocabulary)]
-
-    @property
-    def _vocabulary_bias(self) -> Tensor | None:
-        """The biases of these rows, if the family has them. [rows]"""
-        return None if self.lm_head_bias is None else self.lm_head_bias[: len(self.shard.vocabulary)]
+        return table
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute unscaled logits over the whole vocabulary, without gradient. hidden: [N, H] -> [N, V] float32"""
-        local = matmul_nt(hidden, self._vocabulary).float()
-        if self._vocabulary_bias is not None:
-            local += self._vocabulary_bias
+        rows = len(self.shard.vocabulary)
+        local = self._products.matmul_nt_float32(hidden, self._table[:rows])
+        if self.lm_head_bias is not None:
+            local += self.lm_head_bias[:rows]
         if self.shard.tp == 1:
             return local
         return self.tensor_group.gather_columns(local, self.shape.vocab_size)
@@ -298,13 +325,14 @@ class Transformer(nn.Module):
             wanted = torch.cat([wanted, candidates[targets]], 1)
         logprobs, entropies = compute_token_logprobs(
             predicting,
-            self._vocabulary,
+            self._table,
             wanted.sub_(self.shard.vocabulary.start),
-            bias=self._vocabulary_bias,
+            bias=self.lm_head_bias,
             temperature=temperature,
             entropy=entropy,
             group=self.tensor_group,
-            rows=padded_vocabulary(self.shape, self.shard.tp),
+            rows=len(self.shard.vocabulary),
+            products=self._products,
         )
         zeros = torch.zeros(len(tokens), dtype=torch.float32, device=hidden.device)
         full = zeros.index_copy(0, targets, logprobs[:, 0])
@@ -331,14 +359,15 @@ class Transformer(nn.Module):
         targets, predicting, wanted = self._predict(hidden, tokens, packing, sequence_parallel)
         logprobs, likeliest, best = find_likeliest_tokens(
             predicting,
-            self._vocabulary,
+            self._table,
             wanted.sub_(self.shard.vocabulary.start),
             count=count,
-            bias=self._vocabulary_bias,
+            bias=self.lm_head_bias,
             temperature=temperature,
             group=self.tensor_group,
-            rows=padded_vocabulary(self.shape, self.shard.tp),
+            rows=len(self.shard.vocabulary),
             first=self.shard.vocabulary.start,
+            products=self._products,
         )
         full = logprobs.new_zeros(len(tokens)).index_copy_(0, targets, logprobs[:, 0])
         places = (len(tokens), count)

@@ -7,12 +7,12 @@ from typing import Literal
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "mixed", "bfloat16"]
 
-DTYPES: dict[str, Dtype] = {"float32": "float32", "bfloat16": "bfloat16"}
+DTYPES: dict[str, Dtype] = {"float32": "float32", "mixed": "mixed", "bfloat16": "bfloat16"}
 """Data types of parameters, by name."""
 
-ELEMENT_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
+ELEMENT_BYTES: dict[Dtype, int] = {"float32": 4, "mixed": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, order=True)

@@ -105,6 +105,13 @@ class Memory:
                 held |= self._items(role, copy, "parameters", rank)
         return held
 
+    def in_host(self, rank: int) -> Holdings:
+        """Compute the state of a rank that waits in host memory, or has a copy there that is never given back."""
+        held: dict[HeldState, int] = {}
+        for role, state in self._offloaded:
+            held |= self._items(role, self._homes[role], state, rank, host=True)
+        return held
+
     def timeline(self, program: Program) -> Iterator[tuple[Instruction, Holdings]]:
         """Yield each instruction of a step with the state that the rank holds once it has started."""
         held = dict(self.at_rest(program.rank))
@@ -142,9 +149,9 @@ class Memory:
         size = number * stored.width(placement.strategy)
         if state == "optimizer":
             # Float32 of the shard: two moments, and a master copy where parameters have a lower precision. On the
-            # device also the full gradients and their reduced shard.
+            # device also the full gradients and, unless the rank has all of it, their reduced shard.
             parts = 2 + (stored.element_bytes < _FLOAT32)
-            size = _FLOAT32 * (parts * number // dp if host else number + (parts + 1) * number // dp)
+            size = _FLOAT32 * (parts * number // dp if host else number + (parts + (dp > 1)) * number // dp)
         return {HeldState(role, placement.layout, state, host, name): size}
 
     def _parameters(self, role: str, name: str, placement: Placement, rank: int) -> int:

@@ -60,13 +60,17 @@ class Experiment(Settings):
     """Decides data order, initialisation and sampling."""
     cluster: str = "auto"
     """Devices, as `nodes x devices per node`, for example `1x2`, with their kind before it, for example `h100:2x8`,
-    or as a cluster file (.yaml). `auto` takes the GPUs of this machine, or one CPU process, or what torchrun
-    started. Without a kind the GPU says it; only planning wants to know."""
+    or as a cluster file (.yaml). `auto` takes what torchrun started, or the GPUs of this machine; on a CPU the
+    planner chooses how many processes share its cores as threads. Without a kind the GPU says it; only planning
+    wants to know."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; `auto` takes GPUs where torch finds any."""
     device_memory: str | None = None
     """Memory of one device, for example `80GiB`. A plan that is expected to need more is refused before anything
     starts. null asks the GPU; on a CPU, processes share the memory of the machine evenly."""
+    host_memory: str | None = None
+    """Memory of each node's host, for example `2TB`, which offloaded state of GPUs must fit into. null asks the
+    machine, or takes what is usual with the devices that `cluster` names."""
     overwrite: bool = False
     """Delete what an earlier run left in `run_dir`, and start from the beginning."""
     resume: Resume = "auto"
@@ -97,7 +101,7 @@ class Experiment(Settings):
     _spec: Any = PrivateAttr(default=None)
     """Description of the algorithm, see `recipe.algorithm.get_spec`."""
 
-    @field_validator("device_memory", mode="before")
+    @field_validator("device_memory", "host_memory", mode="before")
     @classmethod
     def _size(cls, value: Any) -> Any:
         return check_size(value)

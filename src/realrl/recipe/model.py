@@ -75,8 +75,11 @@ class ModelConfig(Settings):
     )
     tokenizer: str | None = None
     """Tokenizer directory or hub name; taken from `path` when not given."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights in computation. Trained bfloat16 models keep float32 master weights."""
+    dtype: Literal["auto", "float32", "mixed", "bfloat16"] = "auto"
+    """Type of the weights in computation. `mixed`, for CPUs, is float32 with matrix products that round their
+    operands to bfloat16 and add up in float32. `auto` is bfloat16 on GPUs, and on CPUs `mixed` where the processor
+    multiplies faster so, which is measured once and kept, else float32. Trained bfloat16 models keep float32 master
+    weights."""
 
     @property
     def has_source(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.plan.placement import DTYPES
 from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.calibration.coverage import describe_times
 from realrl.planner.profile.profile import Profile
@@ -16,10 +17,12 @@ from realrl.planner.simulate.estimate import Estimate
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.measure.compare import RunInfo, compare, predict
+from realrl.runtime.measure.performance import Performance
+from realrl.runtime.measure.step_reports import StepReports
 from realrl.runtime.measure.step_timer import StepTimer, measure_clock_offsets
 from realrl.runtime.measure.timing_log import TimingLog
 from realrl.runtime.monitor.host_memory import HostMemory, read_memory
-from realrl.runtime.prepare.compile import Compiled, stored_models
+from realrl.runtime.prepare.compile import Compiled, models, stored_models
 from realrl.runtime.prepare.devices import spec_of
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.roles import Roles
@@ -53,13 +56,31 @@ class Costs:
         self._source = phase.plan[_lengths_call(phase.graph).name].output_ranks[0]
         self._prompts, self._answers = deque[int](maxlen=KEPT_LENGTHS), deque[int](maxlen=KEPT_LENGTHS)
         self._log = TimingLog()
+        self._tokens: int | None = None
+        """Tokens of prompts and answers of the last step, on a rank that knows them."""
+        self._reports = StepReports(process)
+        self._offsets = [0.0] * process.world
+        self._performance = Performance(
+            graph=phase.graph,
+            plan=phase.plan,
+            models=stored_models(experiment, phase.graph, roles.shapes),
+            dtypes={role: DTYPES[config.dtype] for role, config in models(experiment).items()},
+            spec=self.spec,
+            profile=profile,
+        )
         self.predicted: Estimate | None = None
         """Prediction of the last comparison, on the rank that writes."""
         self._next = 0.0
         """Time from which the next comparison may be made."""
 
     @property
-    def source(self) -> str | None:
+    def notes(self) -> list[str]:
+        """Notes on where predicted times come from, and on metrics that are left out."""
+        source = self._source_of_times()
+        notes = [] if source is None else [f"predictions: {source}"]
+        return notes if (missing := self._performance.missing) is None else [*notes, missing]
+
+    def _source_of_times(self) -> str | None:
         """Source of predicted times; None where there are none and no profile that they should come from."""
         path, graph = str(self._experiment.profile), self._compiled.train.graph
         if self.spec is None and self._profile is None:
@@ -69,6 +90,10 @@ class Costs:
         stored = stored_models(self._experiment, graph, self._roles.shapes)
         functions = [call.function for call in graph.functions if call.function is not None]
         return "; ".join(describe_times(self._profile, path, self.spec, stored, functions))
+
+    def compare_clocks(self) -> None:
+        """Measure how far the clocks of ranks are apart, before the first step. All ranks call this together."""
+        self._offsets = measure_clock_offsets(self._process, self._compiled.train.plan.cluster.nodes)
 
     def step(self) -> AbstractContextManager[None]:
         """Measure the block, which executes one step."""
@@ -80,6 +105,15 @@ class Costs:
             prompts, answers = lengths(store)
             self._prompts.extend(prompts)
             self._answers.extend(answers)
+            self._tokens = sum(prompts) + sum(answers)
+
+    def report_step(self) -> dict[str, float]:
+        """Bring the times of the last step to the rank that writes; performance metrics there, none elsewhere."""
+        (mine,) = self.timer.take()
+        everyone = self._reports.exchange(replace(mine, tokens=self._tokens))
+        if everyone is None:
+            return {}
+        return self._performance.compute(everyone, self._log.add(everyone, self._offsets))
 
     def collect(self, *, last: bool) -> Comparison | None:
         """Compare all steps so far with the prediction, on the rank that writes; None elsewhere.
@@ -87,23 +121,16 @@ class Costs:
         Also None where there are no steps, and too soon after the time before, unless this is the `last`. All ranks
         call this together.
         """
-        offsets = measure_clock_offsets(self._process, self._compiled.train.plan.cluster.nodes)
-        mine = (
-            self.timer.take(),
-            self.timer.reserved,
-            read_memory(),
-            list(self._prompts),
-            list(self._answers),
-        )
+        self.compare_clocks()
+        mine = (self.timer.reserved, read_memory(), list(self._prompts), list(self._answers))
         everyone = self._process.gather(mine)
         if self._process.rank != WRITER:
             return None
-        self._log.add([steps for steps, *_ in everyone], offsets)
         start = time.monotonic()
         if not self._log.step.seconds or (start < self._next and not last):
             return None
         *_, prompts, answers = everyone[self._source]
-        memories = [memory for _, _, memory, *_ in everyone]
+        memories = [memory for _, memory, *_ in everyone]
         info = RunInfo(
             experiment=self._experiment,
             compiled=self._compiled,
@@ -112,7 +139,7 @@ class Costs:
             software=read_versions(),
             prompts=prompts,
             answers=answers,
-            reserved=max(reserved for _, reserved, *_ in everyone),
+            reserved=max(reserved for reserved, *_ in everyone),
             resident=HostMemory(
                 resident=max(memory.resident for memory in memories),
                 peak=max(memory.peak for memory in memories),

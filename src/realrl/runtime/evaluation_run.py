@@ -9,8 +9,8 @@ from realrl.algorithms.build import build_algorithm
 from realrl.config.errors import UserCodeError, UserError
 from realrl.data.sources.records import RecordReader, read_records
 from realrl.dataflow.call import Kind
-from realrl.engine.parallel_groups import list_rank_sets
 from realrl.model.group import Group
+from realrl.plan.communicators import list_rank_sets, reallocates
 from realrl.plan.plan import Plan
 from realrl.plan.presets import SEARCH
 from realrl.program.lower import WRITER
@@ -174,7 +174,8 @@ def evaluate_recipe(
         plan = process.gather(plan)[WRITER]
         with process.together():
             compiled = compile_evaluation(experiment, plan)
-        groups = process.groups(list_rank_sets(compiled.evaluation.plan.placements.values()))
+        placements = compiled.evaluation.plan.placements.values()
+        groups = process.groups(list_rank_sets(placements), moves=reallocates(placements))
         with process.together():
             run = EvaluationRun(experiment, compiled, process, groups, read)
             opponent = make_opponent(experiment, plan, process, groups, run.origins)

@@ -14,9 +14,11 @@ from realrl.checkpoint.state.pieces import TensorPieces
 from realrl.checkpoint.state.reader import check_tensors, read_state
 from realrl.config.errors import RunError, UserError
 from realrl.config.files import as_os_error, reason_of
+from realrl.engine.dtypes import find_torch_dtype
 from realrl.engine.flat import FlatBuffer
 from realrl.families.registry import model_tensors
 from realrl.families.tensors import TensorSpec
+from realrl.plan.placement import DTYPES
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.load import load_experiment
 from realrl.runtime.checkpoints.contents import PARAMETERS
@@ -37,7 +39,7 @@ def export_models(run_dir: Path, checkpoint: Path, roles: Sequence[str], out: Pa
         manifest = read_manifest(checkpoint)
         for role in roles:
             config, head = getattr(experiment.models, role), get_spec(experiment).heads[role]
-            shape, dtype = find_model_shape(config), getattr(torch, config.dtype)
+            shape, dtype = find_model_shape(config), find_torch_dtype(DTYPES[config.dtype])
             files = huggingface.shards(model_tensors(shape, head), dtype)
             try:
                 huggingface.save(

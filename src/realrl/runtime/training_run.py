@@ -13,8 +13,8 @@ from realrl.algorithms.method import FunctionMethod
 from realrl.checkpoint.notes import list_saving_notes
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.config.secrets.redaction import redact
-from realrl.engine.parallel_groups import list_rank_sets
 from realrl.engine.training.skipped_steps import SkippedStepsError
+from realrl.plan.communicators import list_rank_sets, reallocates
 from realrl.planner.calibration.comparison import COSTS, Comparison
 from realrl.planner.profile.profile import Profile
 from realrl.planner.simulate.predicted_trace import predict_step
@@ -49,6 +49,7 @@ from realrl.runtime.saving import ModelSaver
 from realrl.runtime.setup import RecordLoader, load_functions, load_shared_tokenizer, load_stop_token_ids
 from realrl.runtime.step import TrainingSteps
 from realrl.runtime.training_evaluations import TrainingEvaluations
+from realrl.runtime.worker.early_loads import list_early_loads
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.trace_files import TraceFiles
 from realrl.runtime.worker.trace_recorder import Trace
@@ -78,8 +79,8 @@ class TrainingRun:
         self.experiment, self.compiled, self.process, self.observer = experiment, compiled, process, observer
         self.earlier = earlier
         # All ranks make groups together, before anything that one of them may fail at.
-        placements = (p for phase in compiled.phases.values() for p in phase.plan.placements.values())
-        groups = process.groups(list_rank_sets(placements))
+        placements = [p for phase in compiled.phases.values() for p in phase.plan.placements.values()]
+        groups = process.groups(list_rank_sets(placements), moves=reallocates(placements))
         group_of_threads = process.make_control_group()
         graph = compiled.train.graph
         self.trained = [role for role in graph.roles if graph.trained(role)]
@@ -116,7 +117,15 @@ class TrainingRun:
         self.trace = Trace(process.rank, experiment.debug.traced_steps)
         self.trace_files = TraceFiles(self.directory.path, self.trace)
         self._note_file = NoteFile(self.directory.path)
-        self.worker = Worker(process, self.roles, algorithm, self.stop_token_ids, self.trace, self.tokenizer)
+        self.worker = Worker(
+            process,
+            self.roles,
+            algorithm,
+            self.stop_token_ids,
+            self.trace,
+            self.tokenizer,
+            list_early_loads(experiment, compiled, process),
+        )
         self.training = TrainingSteps(experiment, compiled, process, self.worker, self.costs, self.records)
         self.steps = self.training.count
         self.evaluations = TrainingEvaluations(
@@ -200,13 +209,11 @@ class TrainingRun:
             *list_model_notes(self.experiment, self.steps, {} if restored else fresh),
             *list_trained_parts(stored_models(self.experiment, self.compiled.train.graph, self.roles.shapes)),
             *self.saving_notes,
+            *self.costs.notes,
         ]
-        # Those of an earlier start, on other ranks perhaps.
-        shutil.rmtree(self.directory.path / TRACES, ignore_errors=True)
+        shutil.rmtree(self.directory.path / TRACES, ignore_errors=True)  # of an earlier start
         for note in notes:
             self._say(note)
-        if self.costs.source is not None:
-            self._say(f"predictions: {self.costs.source}")
         observer.begin(self.experiment, self.steps)
 
     def execute(self, started: float) -> None:
@@ -215,6 +222,7 @@ class TrainingRun:
         `started` is when the run began, by the monotonic clock.
         """
         self.continuation.start(started)
+        self.costs.compare_clocks()
         try:
             self._run_steps()
         except (UserError, RunError) as error:
@@ -289,7 +297,8 @@ class TrainingRun:
             metrics = self.training.run(step)
         except SkippedStepsError as error:
             raise self._stopped(error, step + 1) from None
-        self._record(MetricsRecord(step + 1, "train", time.monotonic() - start, metrics))
+        measured = metrics | self.costs.report_step()
+        self._record(MetricsRecord(step + 1, "train", time.monotonic() - start, measured))
         self.trace_files.refresh()
         if self.observer is not None:
             for note in self.notes.describe_step(step + 1, metrics):

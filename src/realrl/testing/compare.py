@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from realrl.runtime.measure.metric_names import PERFORMANCE
+from realrl.runtime.output.saved import METRICS
 from realrl.testing.failure import CheckFailure
 
 ABSOLUTE = 0.1
@@ -13,8 +15,14 @@ ABSOLUTE = 0.1
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Read the lines of metrics.jsonl."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    """Read the lines of metrics.jsonl, without how fast steps were."""
+    lines = [json.loads(line) for line in (run_dir / METRICS).read_text().splitlines()]
+    return [{**line, "metrics": _learnt(line["metrics"])} for line in lines]
+
+
+def _learnt(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Select the metrics that say what was learnt."""
+    return {name: value for name, value in metrics.items() if not name.startswith(PERFORMANCE)}
 
 
 def compare_runs(run: Path, reference: Path, *, name: str, than: str, tolerance: float) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from realrl.config.errors import RunError, UserError
-from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, quiet_profiler
+from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, set_library_defaults
 from realrl.testing.failure import CheckFailure
 
 Tokens = dict[str, list[list[int]]]
@@ -59,7 +59,7 @@ def run_on_ranks(
     that are `evaluated` are not trained: `realrl eval` writes RUN_DIR/eval.
     RanksFailure for the first that fails.
     """
-    quiet_profiler()
+    set_library_defaults()
     scratch = recipes[0].parent
     context = multiprocessing.get_context("forkserver")
     # Imported once, in the server, instead of in every process.

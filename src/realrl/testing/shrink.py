@@ -50,6 +50,7 @@ def shrink_recipe(
         "cluster": "1x1",
         "device": "cpu",
         "device_memory": None,
+        "host_memory": None,
         "profile": None,
         "overwrite": True,
         "training": {"steps": STEPS},

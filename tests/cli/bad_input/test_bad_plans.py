@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Changes, str, str]] = {
         "keep: [critc]",
         "plan: keep: critc is none of actor, reward, ref, critic",
     ),
-    "does not fit in memory": ({}, "offload: [ref]", "plan DIR/plan.yaml: device 0 needs"),
+    "does not fit in memory": ({}, "offload: [ref]", "plan DIR/plan.yaml: device 2 needs"),
     "no memory at all": (
         {},
         "offload: [ref]",

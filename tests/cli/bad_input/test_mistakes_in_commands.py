@@ -189,7 +189,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("profile --shape lama-2-7b", "did you mean llama-2-7b?"),
     ("profile --shape qwen9-8b", "known models are"),
     ("profile --shape DIR/nothing", "config.json: no such file"),
-    ("profile --shape llama-2-7b --dtype fp16", "'fp16' is neither float32 nor bfloat16"),
+    ("profile --shape llama-2-7b --dtype fp16", "'fp16' is none of float32, mixed, bfloat16"),
     ("profile PPO --cluster h100:1x2", "torch finds none here"),
     ("profile PPO --cluster cpu", "is not understood"),
     ("profile PPO --cluster h100:1x2+l40s:1x2", "has several kinds of devices; name one"),

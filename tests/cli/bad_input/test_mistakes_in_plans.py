@@ -30,7 +30,7 @@ PLACEMENTS: list[tuple[str, str]] = [
     ("{mesh: 0, dp: '1'}", "dp: '1' is not a whole number"),
     ("{mesh: 0, dp: 2}", "needs 2 devices, but mesh 0 has 1"),
     ("{mesh: 0, dp: 1, ep: 2}", "ep: unknown key; known keys are mesh, dp"),
-    ("{mesh: 0, dp: 1, dtype: fp8}", "'fp8' is not 'float32' or 'bfloat16'"),
+    ("{mesh: 0, dp: 1, dtype: fp8}", "'fp8' is not 'float32', 'mixed' or 'bfloat16'"),
     ("{mesh: 0, dp: 1, recompute: true}", "recompute is for calls that train"),
     ("{mesh: 0, dp: 1, recompute: 1}", "recompute: 1 is not true or false"),
 ]
@@ -151,11 +151,11 @@ FILES: list[tuple[str, str, str]] = [
     ("--profile", '{"a": 1, "a": 2}', "key 'a' twice"),
     ("--profile", '[{"prompt": "%s"}]' % ("a" * 20000), "a JSON object is expected"),
     ("--profile", '{"prompt": "%s"}' % ("a" * 20000), "this is no file that `realrl profile` has written"),
-    ("--profile", '{"format": "realrl profile", "version": 9}', "has version 9, not 2; measure again"),
-    ("--profile", '{"format": "realrl profile", "version": 2}', "device: missing"),
+    ("--profile", '{"format": "realrl profile", "version": 9}', "has version 9, not 3; measure again"),
+    ("--profile", '{"format": "realrl profile", "version": 3}', "device: missing"),
     (
         "--profile",
-        '{"format": "realrl profile", "version": 2, "device": "cpu", "software": {}, "layers": 3}',
+        '{"format": "realrl profile", "version": 3, "device": "cpu", "software": {}, "layers": 3}',
         "layers: 3 is not a list",
     ),
     ("--profile", "\xff", "not valid JSON"),

@@ -86,6 +86,7 @@ def test_the_page_has_what_the_run_says(run: Path) -> None:
         assert status == 200 and "<h1>run</h1>" in page
         found = client.read("/api/run")
         assert found["status"]["state"] == "running" and found["status"]["step"] == 40
+        assert found["status"]["speed"]["mfu"] == 0.37 and found["status"]["speed"]["idle/rank-1"] == 0.31
         assert ["actor.train/score" in curve[0] or curve[1] for curve in found["curves"]]
         assert [rank["does"][:10] for rank in found["status"]["ranks"]] == ["train, run"] * 2
         assert [device["during"] for device in found["memory"]] == ["actor.train"] * 2

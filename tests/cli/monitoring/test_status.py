@@ -45,6 +45,8 @@ def test_a_running_run_says_how_far_it_is_and_what_its_ranks_do(
     assert "40 of 100 (40 %), started 2 min ago" in rows["step"]
     assert "2.000 s last, 2.000 s median of 20, 1.000 s of 20 before (+100 %), 1.250 s predicted" in text
     assert "at the predicted rate" in rows["end"]
+    assert rows["speed"].endswith("1,500 tokens/s · MFU 37 % · idle 20 % (rank 1: 31 %)")
+    assert "9.0 %" in rows["0"] and "31 %" in rows["1"]
     assert "reward's score 0.39" in rows["training"] and "reward's score 3" in rows["evaluation"]
     assert "checkpoints/step-000020" in rows["checkpoint"]
     assert (

@@ -41,6 +41,13 @@ def add_steps(path: Path, steps: Sequence[int]) -> None:
                 )
             seconds = 2.0 if step >= steps[-1] - 19 else 1.0
             metrics = {"actor.train/score": step / 100, "actor.train/kl": 0.5, "actor.train/loss": 1.5}
+            metrics |= {
+                "perf/tokens_per_s": 1500.0,
+                "perf/mfu": 0.37,
+                "perf/idle": 0.2,
+                "perf/idle_max": 0.31,
+            }
+            metrics |= {"perf/idle/rank-0": 0.09, "perf/idle/rank-1": 0.31, "perf/actor.train/mfu": 0.5}
             file.write(format_line(step + 1, "train", seconds, metrics))
 
 

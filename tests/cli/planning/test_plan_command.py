@@ -127,7 +127,7 @@ def test_a_too_small_number_of_nodes_shows_its_shortfall(capsys: pytest.CaptureF
     large = ("models.actor.shape=llama-2-13b", "--cluster", "a100-40g:1x4", "--nodes", "1,4")
     found = planned(capsys, *large)
     assert [size["fits"] for size in found["nodes"]] == [False, True]
-    assert "GiB of 37." in found["nodes"][0]["refused"]
+    assert "GiB of 38." in found["nodes"][0]["refused"]
 
 
 def test_the_objective_cost_takes_as_many_nodes_as_are_cheapest(

@@ -374,6 +374,6 @@ def test_numbers_are_formatted_with_three_digits(text: str, expected: str) -> No
 def test_the_wheel_contains_all_files_that_are_not_python() -> None:
     globs = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     for path in (ROOT / "src" / "realrl").rglob("*.*"):
-        if path.is_file() and path.suffix not in (".py", ".pyc"):
+        if path.is_file() and path.suffix not in (".py", ".pyc", ".nbi", ".nbc"):
             package = ".".join(path.parent.relative_to(ROOT / "src").parts)
             assert any(fnmatch(path.name, glob) for glob in globs.get(package, ())), path

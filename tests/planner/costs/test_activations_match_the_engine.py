@@ -5,12 +5,10 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-import torch
 
 from realrl.dataflow.call import Call, Candidates, Kind
 from realrl.families.shape import ModelShape
 from realrl.layout.sets import TrainablePart
-from realrl.model import ops
 from realrl.model.packing import Packing
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
@@ -23,6 +21,7 @@ from realrl.program.memory import StoredModel
 from tests.planner.lone_rank import LoneRank, Sequences
 
 TOLERANCE = 0.08
+EXCESS = 0.35
 SPEC = ClusterSpec.parse("cpu:1x4")
 CALLS = {
     "train": Call("actor.train", "actor", Kind.TRAIN, ("tokens",), work=("tokens",)),
@@ -82,11 +81,13 @@ def check(
         }
         got = rank.peak(runs[kind])
         parts = {name: size for name, size in predicted[stage].dynamic.items() if name != "fragmentation"}
-        assert sum(parts.values()) == pytest.approx(got, rel=TOLERANCE), (stage, parts)
+        # Which prompts are prefilled together once others have ended is not predicted; nothing is too small.
+        over = EXCESS if kind == "generate" else TOLERANCE
+        assert (1 - TOLERANCE) * got <= sum(parts.values()) <= (1 + over) * got, (stage, parts, got)
 
 
-def test_finished_decode_batches_keep_no_memory() -> None:
-    """Twelve decode batches of two rows each, in a pipeline that has two in flight."""
+def test_finished_rows_keep_no_memory() -> None:
+    """Twenty-four rows, of which a pipeline of two stages decodes two at a time."""
     tokens = 2 * (96 + NEW_TOKENS)
     check("generate", StoredModel(GROUPED, "lm", 4, False), place(["1 1 2"], tokens), (96,) * 24)
 
@@ -153,11 +154,7 @@ PARTS = {
 
 @pytest.mark.parametrize("strategy", ["1 1 1 r", "1 1 2"])
 @pytest.mark.parametrize("part", PARTS)
-def test_training_a_part_allocates_what_is_predicted(
-    part: str, strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Predictions count the copies that oneDNN makes and MKL does not: a tenth where the head is all that learns.
-    monkeypatch.setattr(ops, "ONEDNN", torch.backends.mkldnn.is_available())
+def test_training_a_part_allocates_what_is_predicted(part: str, strategy: str) -> None:
     shape, trained = PARTS[part]
     check("train", StoredModel(shape, "lm", 4, True, trained), place([strategy], 400), EVEN)
 
@@ -203,6 +200,6 @@ def test_recomputation_keeps_the_input_of_each_layer() -> None:
         )
         for r in (False, True)
     )
-    both = 1000 * 2 * 2 * GROUPED.head_dim  # sines and cosines
+    both = 1000 * 4 * GROUPED.head_dim  # sines and cosines of pairs in float32
     assert again.kept(1000, 4) == 4 * 1000 * GROUPED.hidden_size * 2 + both
     assert plain.kept(1000, 4) > 10 * again.kept(1000, 4)

@@ -135,13 +135,15 @@ def test_a_four_stage_pipeline_has_the_bubble_of_its_schedule() -> None:
     assert found.terms["bubble"] / busy == pytest.approx(3 / 8, rel=0.1)
 
 
-def test_decoding_is_bound_by_memory_and_the_host() -> None:
+def test_decoding_is_bound_by_memory_and_without_graphs_by_the_host() -> None:
     """One token for each of few sequences reads all parameters once."""
     step = replace(STEP, items=4, answers=(1000,), max_new_tokens=1000)
     terms = cost("actor.generate", place(1), step=step).terms
     assert terms["decode"] > 1000 * 2 * 6.5e9 / 2039e9
-    assert terms["decode"] == pytest.approx(1000 * 2 * 6.7e9 / (0.85 * 2039e9), rel=0.15)
-    fast = cost("actor.generate", place(1, 8), step=step).terms
+    assert terms["decode"] == pytest.approx(1000 * 2 * 6.7e9 / (0.85 * 2039e9), rel=0.2)
+    assert terms["launch"] == 0
+    eager = CostModel(NODES, efficiency=Efficiency(decode_graphs=False))
+    fast = cost("actor.generate", place(1, 8), step=step, model=eager).terms
     assert fast["launch"] > fast["decode"]
 
 
@@ -152,21 +154,24 @@ def test_generation_ends_with_its_longest_sequence() -> None:
     )
 
 
-def test_samples_of_a_prompt_share_its_prefill_and_read_its_cached_tokens_once() -> None:
+@pytest.mark.parametrize("kind", ["cpu", "a100-80g"])
+def test_samples_of_a_prompt_share_its_prefill_and_on_a_cpu_read_its_cached_tokens_once(kind: str) -> None:
     lone = replace(STEP, prompts=(4096,))
+    model = CostModel(ClusterSpec.parse(f"{kind}:1x8"))
     apart, shared, short = (
-        cost("actor.generate", place(8), step=step)
+        cost("actor.generate", place(8, tokens=1 << 20), step=step, model=model)
         for step in (lone, replace(lone, samples=8), replace(lone, prompts=(4096 // 8,)))
     )
     # Of long prompts attention costs more than an eighth of the tokens would.
     assert shared.terms["compute"] < apart.terms["compute"] / 6
     assert short.terms["compute"] < shared.terms["compute"]
-    assert shared.terms["decode"] == pytest.approx(short.terms["decode"], rel=0.01)
+    same = short if kind == "cpu" else apart
+    assert shared.terms["decode"] == pytest.approx(same.terms["decode"], rel=0.01)
 
 
 def test_a_larger_cache_means_fewer_decode_rounds() -> None:
     small, large = (cost("actor.generate", place(8, tokens=tokens)).seconds for tokens in (2048, 16384))
-    assert small > 4 * large
+    assert small > 3 * large
 
 
 def test_call_costs_are_invariant_under_mesh_position() -> None:

@@ -4,8 +4,10 @@ from realrl.algorithms.reward.graph import PAIR, PAIR_KEYS, list_pair_inputs, ma
 from realrl.config.errors import UserError
 from realrl.data.partition import even_micro_batches
 from realrl.dataflow.call import Call, Kind
+from realrl.layout.kv_blocks import CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS, CacheSize
 from realrl.plan.placement import Strategy
 from realrl.planner.workload.batching import split_work
+from realrl.planner.workload.generation import split_generation
 from realrl.planner.workload.workload import QUANTILES, CallWork, Workload, quantiles
 from realrl.recipe.load import load_experiment
 from tests.planner.problems import GRAPH, STEP, call
@@ -129,6 +131,22 @@ def test_pipeline_micro_batch_counts_match_the_engine(
         assert found.count == len(made)
 
 
-def test_decode_batches_fill_the_capacity_of_the_cache() -> None:
-    chunks = split_work(even(64, 128, 384), Strategy(2, micro_batch_tokens=8192), 2)
-    assert (chunks.count, chunks.sequences, chunks.tokens) == (2, 16, 16 * 128)
+def test_rows_at_a_time_fill_the_cache_with_half_of_their_longest_continuations() -> None:
+    work = even(64, 128, 384)
+    found = split_generation(work, Strategy(2, micro_batch_tokens=8192), cpu=False)
+    # 512 blocks, of which a prompt takes 8 and half a continuation 12.
+    assert (found.rows, found.cache) == (32, CacheSize(512, 25))
+    assert (found.passes.count, found.passes.tokens) == (4, 32 * 127 / 4)
+    everything = split_generation(work, Strategy(2, micro_batch_tokens=1 << 20), cpu=False)
+    assert everything.cache == CacheSize(32 * (8 + 24), 32)
+    assert (everything.passes.count, everything.passes.tokens) == (1, 32 * 127)
+    least = split_generation(work, Strategy(2, 1, 2, micro_batch_tokens=1), cpu=False)
+    assert (least.cache.blocks, least.batches, least.rows_per_batch) == (8 + 24, 1, 1)
+
+
+def test_prompts_are_prefilled_in_passes_of_as_many_tokens_as_suit_the_device() -> None:
+    counts = [
+        split_generation(even(64, 1001, 16), Strategy(1, micro_batch_tokens=1 << 20), cpu=cpu).passes.count
+        for cpu in (True, False)
+    ]
+    assert counts == [64_000 // CPU_PREFILL_TOKENS + 1, 64_000 // GPU_PREFILL_TOKENS + 1]

@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DEVICES, find_gpu_kind
+from realrl.planner.memory.memory_model import PROCESS_BYTES, MemoryModel
 
 ROOT = Path(__file__).parents[3]
 MIXED = ClusterSpec.parse("h100:2x8+l40s:3x4")
@@ -147,3 +149,21 @@ def test_a_kind_added_to_the_table_is_known_everywhere(monkeypatch: pytest.Monke
     assert find_gpu_kind("AMD Instinct MI300X OAM") == kind
     with pytest.raises(UserError, match=r"known are .*mi300x"):
         ClusterSpec.parse("mi400:2x8")
+
+
+def test_host_memory_is_that_of_the_file_or_what_is_usual_and_without_limit_for_cpus(tmp_path: Path) -> None:
+    file = tmp_path / "hosts.yaml"
+    file.write_text(
+        "groups:\n"
+        "- {device: h100, nodes: 1, devices_per_node: 4}\n"
+        "- {device: h100, nodes: 2, devices_per_node: 4, host_memory: 500GB}\n"
+    )
+    spec = ClusterSpec.parse(str(file))
+    assert [group.host_memory for group in spec.groups] == [4 * 256 * 10**9, 500 * 10**9]
+    model, processes = MemoryModel(spec), 4 * PROCESS_BYTES
+    usable = [4 * 256 * 10**9 - processes, 500 * 10**9 - processes, 500 * 10**9 - processes]
+    assert [model.host_capacity(node) for node in range(3)] == usable
+    assert MemoryModel(ClusterSpec.parse("cpu:1x2")).host_capacity(0) == math.inf
+    file.write_text("groups: [{device: h100, nodes: 1, devices_per_node: 4, host_memory: 12}]")
+    with pytest.raises(UserError, match=r"group 1: host_memory: 12 has no unit"):
+        ClusterSpec.parse(str(file))

@@ -75,12 +75,12 @@ def test_profile_files_round_trip(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("{}", "this is no file that `realrl profile` has written"),
-        ('{"format": "realrl profile"}', "has version null, not 2"),
-        ('{"format": "realrl profile", "version": 1}', "has version 1, not 2; measure again"),
+        ('{"format": "realrl profile"}', "has version null, not 3"),
+        ('{"format": "realrl profile", "version": 1}', "has version 1, not 3; measure again"),
         ("no", "not valid JSON"),
         ("[" * 100000, "nested too deep"),
         ('{"version": 1, "version": 1}', "key 'version' twice"),
-        ('{"format": "realrl profile", "version": 2}', "device"),
+        ('{"format": "realrl profile", "version": 3}', "device"),
     ],
 )
 def test_invalid_profile_files_are_rejected_by_name(tmp_path: Path, text: str, words: str) -> None:

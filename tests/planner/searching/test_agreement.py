@@ -103,7 +103,7 @@ def test_search_and_simulation_agree_about_sampled_plans(seed: int, graph: Dataf
             if call.call.kind is not Kind.TRAIN or call.call.role not in plan.offload_optimizer:
                 assert found.start[name] == pytest.approx(call.start, rel=1e-9, abs=1e-9)
         # The search adds up what is largest on any stage, which need not be on the same one.
-        assert fullest * (1 - 1e-9) <= found.fill <= fullest * 1.2
+        assert fullest * (1 - 1e-9) <= found.fill <= fullest * 1.3
     assert compared > 8
 
 
@@ -128,4 +128,4 @@ def test_search_and_simulation_agree_about_presets(
     found, expected = Timeline(problem).evaluate(assignment), estimate_plan(of, plan)
     assert found.seconds == pytest.approx(expected.step_seconds, rel=1e-9)
     fullest = max(device.peak.bytes / device.capacity for device in expected.memory)
-    assert fullest * (1 - 1e-9) <= found.fill <= fullest * 1.2
+    assert fullest * (1 - 1e-9) <= found.fill <= fullest * 1.3

@@ -10,6 +10,7 @@ from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
 from realrl.algorithms.sft.graph import train_graph as sft_graph
 from realrl.dataflow.call import Kind
 from realrl.families.published import SHAPES
+from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.presets import make_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
@@ -106,7 +107,9 @@ def test_micro_batches_range_from_one_sequence_to_the_whole_mini_batch(name: str
     call, step = GRAPH.call(name), Workload(4 * items, (100, 300), (50,), 80)
     work = step.work(call)
     sizes = list_micro_batches(call.kind, work)
-    whole = work.sequences // work.minibatches * (max(work.lengths) + work.room)
+    unit = BLOCK_TOKENS if call.kind is Kind.GENERATE else 1
+    longest = sum(-(-tokens // unit) * unit for tokens in (max(work.lengths), work.room))
+    whole = work.sequences // work.minibatches * longest
     assert list(sizes) == sorted(set(sizes)) and max(work.lengths) <= sizes[0]
     assert sizes[-1] <= whole and (
         sizes[-1] == whole or (call.kind is not Kind.GENERATE and sizes[-1] >= 8192)

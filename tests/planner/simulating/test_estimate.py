@@ -228,6 +228,7 @@ def test_memory_parts_are_named_by_role_and_content() -> None:
         "activations",
         "cache",
         "fragmentation",
+        "NCCL communicators",
     }
     training = next(f for f in found.memory[0].footprints if f.during == "actor.train")
     assert {"actor parameters", "actor gradients and optimizer"} < names(training.parts)

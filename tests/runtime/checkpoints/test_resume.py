@@ -1,6 +1,5 @@
 """Runs that go on from a checkpoint."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from safetensors import safe_open
 from realrl.cli.app import run_app
 from realrl.runtime.output import lock
 from realrl.runtime.processes.environment import RESTART_VARIABLE
+from realrl.testing.compare import read_metrics
 from tests.conftest import FORMS, World
 from tests.runtime.checkpoints.interrupted import interrupt
 
@@ -28,8 +28,8 @@ def read_models(run_dir: Path) -> Weights:
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, without seconds."""
-    read = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    """The lines of metrics.jsonl, without how fast steps were."""
+    read = read_metrics(run_dir)
     return [{name: value for name, value in line.items() if name != "seconds"} for line in read]
 
 

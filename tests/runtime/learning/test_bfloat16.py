@@ -1,4 +1,4 @@
-"""Training in bfloat16 with float32 masters follows float32 training, in every algorithm."""
+"""Training in bfloat16, or with products of bfloat16 operands, follows float32 training, in every algorithm."""
 
 from pathlib import Path
 
@@ -20,15 +20,20 @@ def run(world: World, algorithm: str, directory: Path, dtype: str) -> list[dict[
 @pytest.mark.parametrize(
     ("algorithm", "loss"), [("sft", "actor.train/loss"), ("reward", "reward.train/loss")]
 )
-def test_bfloat16_losses_follow_float32(world: World, tmp_path: Path, algorithm: str, loss: str) -> None:
-    expected, got = (run(world, algorithm, tmp_path / dtype, dtype) for dtype in ("float32", "bfloat16"))
-    assert [step[loss] for step in got] == pytest.approx(
-        [step[loss] for step in expected], rel=0.05, abs=0.02
-    )
-    assert got[-1][loss] < got[0][loss]
+def test_losses_of_narrow_types_follow_float32(
+    world: World, tmp_path: Path, algorithm: str, loss: str
+) -> None:
+    types = ("float32", "mixed", "bfloat16")
+    expected, *others = (run(world, algorithm, tmp_path / dtype, dtype) for dtype in types)
+    for got in others:
+        assert [step[loss] for step in got] == pytest.approx(
+            [step[loss] for step in expected], rel=0.05, abs=0.02
+        )
+        assert got[-1][loss] < got[0][loss]
 
 
-def test_sampler_and_trainer_agree_to_bfloat16_rounding(world: World, tmp_path: Path) -> None:
-    for step in run(world, "ppo", tmp_path / "ppo", "bfloat16"):
-        # Logits of this world reach 5, where bfloat16 numbers lie 1/32 apart.
-        assert 0 < step["actor.train/sampler_trainer_mismatch"] < 2 / 32
+# Logits of this world reach 5, where bfloat16 numbers lie 1/32 apart.
+@pytest.mark.parametrize("dtype", ["bfloat16", "mixed"])
+def test_sampler_and_trainer_agree_to_rounding(world: World, tmp_path: Path, dtype: str, most: float) -> None:
+    for step in run(world, "ppo", tmp_path / "ppo", dtype):
+        assert step["actor.train/sampler_trainer_mismatch"] < 2 / 32

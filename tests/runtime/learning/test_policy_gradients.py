@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from realrl.testing.ranks import run_on_ranks, sampled
-from tests.conftest import World, read_metrics
+from tests.conftest import World, keep_full_precision, read_metrics
 
 PRESETS: Mapping[str, dict[str, Any]] = {
     "grpo": {"epochs": 2, "ref_ema": 0.3},
@@ -87,6 +87,7 @@ def test_every_preset_learns_the_same_under_every_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    keep_full_precision()
     files = {
         (preset, name): recipe(world, tmp_path_factory.mktemp("plans") / preset, preset, size=size, plan=plan)
         for preset in PRESETS

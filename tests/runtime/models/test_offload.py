@@ -12,15 +12,17 @@ from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.model import Model
-from realrl.engine.offload import Offloadable
+from realrl.engine.offload import Offloadable, PlainCopies
 from realrl.families.registry import model_tensors
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.program.instructions import Load
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
+from realrl.runtime.prepare.gpu import Gpu
 from realrl.runtime.processes.process import Process
 from realrl.runtime.training_run import TrainingRun
+from realrl.runtime.worker.early_loads import list_early_loads
 from realrl.runtime.worker.roles import Roles
 from tests.conftest import World, read_metrics
 
@@ -114,6 +116,33 @@ def test_a_step_with_everything_offloaded_learns_the_same(
     trainer = offloaded.roles.trainers["actor"]
     for tensor in (trainer.gradients.data, *trainer.optimizer.persistent, *trainer.optimizer.workspace):
         assert tensor.untyped_storage().nbytes() == 0
+
+
+class _Beside(PlainCopies):
+    """Copies that may begin early, as on a GPU."""
+
+    asynchronous = True
+
+
+def test_loads_that_begin_early_change_nothing(world: World, tmp_path: Path) -> None:
+    usual = prepared(recipe(world, tmp_path / "usual", None))
+    offloaded = prepared(recipe(world, tmp_path / "offloaded", ALONE))
+    one = SimpleNamespace(rank=0, gpu=Gpu("NVIDIA H100 80GB HBM3", 80 << 30))
+    early = list_early_loads(offloaded.experiment, offloaded.compiled, cast(Process, one))
+    program = offloaded.compiled.train.programs[0]
+    # Of the parameters and the optimizers of two roles, at least, some are loaded after the first call.
+    assert sum(len(loads) for loads in next(found for of, found in early if of is program).values()) >= 2
+    assert not list_early_loads(offloaded.experiment, offloaded.compiled, offloaded.process)
+    roles = offloaded.roles
+    offloaded.worker._early_loads = early
+    memories = [held.memory for model in roles._models.values() for held in model.sets.values()]
+    for memory in (*memories, *(trainer.memory for trainer in roles.trainers.values())):
+        memory._copies = _Beside()
+    for step in range(2):
+        for run in (usual, offloaded):
+            run._train_step(step)
+    for role in ("actor", "critic", "ref", "reward"):
+        assert torch.equal(copy_of(usual, role), copy_of(offloaded, role)), role
 
 
 @pytest.mark.parametrize("every", [None, 2])

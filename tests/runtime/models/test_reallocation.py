@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -14,8 +15,7 @@ from torch import Tensor
 from realrl.engine.flat import FlatBuffer
 from realrl.families.shape import ModelShape
 from realrl.layout.layout import Layout, build_layout
-from realrl.layout.limits import STAGING_BUFFERS
-from realrl.layout.routing import chunks
+from realrl.layout.limits import CPU_MESSAGES, GPU_MESSAGES, MessageLimits
 from realrl.layout.routing.chunks import group_tensors
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster
@@ -23,7 +23,7 @@ from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
 from realrl.runtime.worker.agreement import ReallocationError
-from realrl.runtime.worker.reallocation import CHUNK_BYTES, Reallocator, Staging
+from realrl.runtime.worker.reallocation import Reallocator, Staging
 from tests.forked import run_forked
 
 RANKS = 8
@@ -88,23 +88,27 @@ Dtypes = tuple[torch.dtype, torch.dtype]
 SINGLE: Dtypes = (torch.float32, torch.float32)
 
 
+LIMITS = replace(CPU_MESSAGES, message_bytes=3000, alone_bytes=700)
+GPU_LIMITS = replace(GPU_MESSAGES, message_bytes=5000, alone_bytes=900)
+
+
 class Bench:
     """One of the processes, and what it finds out: a line per failure, by test."""
 
     def __init__(self, process: Process) -> None:
         self.process, self.rank = process, process.rank
-        self.staging = Staging(CPU)
+        self.staging = Staging(CPU, LIMITS)
         self.failures: dict[str, list[str]] = {}
 
     def reallocator(
         self, a: Placement, b: Placement, *, cluster: Cluster = CLUSTERS[0], dtypes: Dtypes = SINGLE,
-        groups: int | None = None, verify: bool = False,
+        groups: int | None = None, verify: bool = False, limits: MessageLimits | None = None,
     ) -> Reallocator:  # fmt: skip
         source, target = build_layout(SHAPE, "lm", a), build_layout(SHAPE, "lm", b)
         return Reallocator(
             reallocate(source, target, cluster), self.process, label="actor", dtypes=dtypes,
             groups=None if groups is None else group_tensors(target, 4, groups), verify=verify,
-            staging=self.staging,
+            staging=self.staging if limits is None else Staging(CPU, limits),
         )  # fmt: skip
 
 
@@ -118,7 +122,9 @@ def every_layout_reaches_every_other(bench: Bench) -> Iterator[str]:
         if not takes_part(bench.rank, a, b):
             continue
         cluster = CLUSTERS[number % 3]
-        reallocator = bench.reallocator(a, b, cluster=cluster, verify=number % 2 == 0)
+        reallocator = bench.reallocator(
+            a, b, cluster=cluster, verify=number % 2 == 0, limits=None if number % 4 else GPU_LIMITS
+        )
         target = empty(build_layout(SHAPE, "lm", b), bench.rank)
         reallocator.run(filled(build_layout(SHAPE, "lm", a), bench.rank, tensors), target)
         if not same(target, filled(build_layout(SHAPE, "lm", b), bench.rank, tensors)):
@@ -215,14 +221,11 @@ def ranks_that_disagree_are_named(bench: Bench) -> Iterator[str]:
         others = "0, 1, 3, 4, 5, 6, 7" if bench.rank == 2 else "2"
         if f"rank {bench.rank} and ranks {others} have different schedules" not in str(problem):
             yield str(problem)
-    before, error = chunks.CHUNK_BYTES, ""
-    chunks.CHUNK_BYTES = 100 if bench.rank == 3 else before
+    error = ""
     try:
-        bench.reallocator(a, b)
+        bench.reallocator(a, b, limits=replace(LIMITS, message_bytes=100) if bench.rank == 3 else LIMITS)
     except ReallocationError as problem:
         error = str(problem)
-    finally:
-        chunks.CHUNK_BYTES = before
     if bench.rank == 3 and "into different messages" not in error:
         yield f"rank 3: {error!r}"
 
@@ -230,9 +233,9 @@ def ranks_that_disagree_are_named(bench: Bench) -> Iterator[str]:
 def twenty_round_trips_leak_nothing(bench: Bench) -> Iterator[str]:
     """Twenty round trips with a buffer that would show."""
     shape = SHAPE.model_copy(update={"vocab_size": 60_000})
-    chunks.CHUNK_BYTES = 1 << 20
     a, b = (build_layout(shape, "lm", p) for p in (EVERYWHERE[-1], EVERYWHERE[3]))
-    options = {"label": "actor", "dtypes": SINGLE, "verify": True}
+    options = {"label": "actor", "dtypes": SINGLE, "verify": True,
+               "staging": Staging(CPU, replace(LIMITS, message_bytes=1 << 20))}  # fmt: skip
     there = Reallocator(reallocate(a, b, CLUSTERS[1]), bench.process, **options)  # type: ignore[arg-type]
     back = Reallocator(reallocate(b, a, CLUSTERS[1]), bench.process, **options)  # type: ignore[arg-type]
     home = empty(a, bench.rank)
@@ -254,7 +257,7 @@ def twenty_round_trips_leak_nothing(bench: Bench) -> Iterator[str]:
 
 def no_more_buffers_are_kept_than_the_planner_counts(bench: Bench) -> Iterator[str]:
     """After all that the scenarios before this one have sent."""
-    if not 0 < bench.staging.nbytes <= STAGING_BUFFERS * CHUNK_BYTES:
+    if not 0 < bench.staging.nbytes <= LIMITS.staging_bytes:
         yield f"{bench.staging.nbytes} bytes"
 
 
@@ -277,7 +280,6 @@ def run_rank(rank: int, directory: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     wait_to_be_scheduled()
-    chunks.CHUNK_BYTES, chunks.ALONE_BYTES = 3000, 700
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
     bench = Bench(Process(rank, RANKS, CPU, dist.new_group(backend="gloo")))
     failures = {}

@@ -134,7 +134,7 @@ def test_waiting_for_others_is_no_part_of_a_call() -> None:
     late = StepTimes(
         102.0, 110.0, (TimedSpan("move", 108.0, 109.5), TimedSpan("actor.train", 106.0, 108.5, 70))
     )
-    log.add([[early], [late]], [0.0, 100.0])
+    log.add([early, late], [0.0, 100.0])
     assert log.spans["actor.train"].seconds == [2.5] and log.spans["actor.train"].bytes == 70
     assert log.spans["move"].seconds == [1.5] and log.step.seconds == [10.0]
 
@@ -142,14 +142,15 @@ def test_waiting_for_others_is_no_part_of_a_call() -> None:
 def test_a_reallocation_that_is_done_twice_counts_twice() -> None:
     log = TimingLog()
     spans = (TimedSpan("move", 1.0, 2.0), TimedSpan("move", 5.0, 7.0))
-    log.add([[StepTimes(0.0, 9.0, spans)]], [0.0])
+    log.add([StepTimes(0.0, 9.0, spans)], [0.0])
     assert log.spans["move"].seconds == [3.0]
 
 
 def test_step_times_start_at_the_end_of_the_step_before_and_skip_the_first() -> None:
     log = TimingLog()
     times = [(0.0, 9.0), (8.0, 12.0), (12.0, 15.5), (20.0, 22.0)]
-    log.add([[StepTimes(start, end, ()) for start, end in times]], [0.0])
+    for start, end in times:
+        log.add([StepTimes(start, end, ())], [0.0])
     assert log.step.seconds == [9.0, 3.0, 3.5, 2.0]
     assert log.step.counted == [3.0, 3.5, 2.0]
 
@@ -157,9 +158,8 @@ def test_step_times_start_at_the_end_of_the_step_before_and_skip_the_first() -> 
 def test_long_runs_keep_their_last_step_times() -> None:
     log = TimingLog()
     count = KEPT_STEPS + 5
-    log.add(
-        [[StepTimes(2.0 * n, 2.0 * n + 1, (TimedSpan("move", n, n + 0.5),)) for n in range(count)]], [0.0]
-    )
+    for n in range(count):
+        log.add([StepTimes(2.0 * n, 2.0 * n + 1, (TimedSpan("move", n, n + 0.5),))], [0.0])
     for times in (log.step, log.spans["move"]):
         assert len(times.seconds) == KEPT_STEPS and len(times.counted) == KEPT_STEPS - 1
 

@@ -28,13 +28,14 @@ from realrl.runtime.prepare.gpu import Gpu
 from realrl.runtime.prepare.scenarios import make_scenario
 from realrl.runtime.prepare.search.cached_plan import cached_plan, make_plan_key, plans_directory
 from realrl.runtime.prepare.search.fingerprint import make_fingerprint
-from tests.conftest import World, read_metrics
+from tests.conftest import World, keep_full_precision, read_metrics
 from tests.runtime.processes import end, start
 
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    keep_full_precision()
 
 
 @pytest.fixture
@@ -194,9 +195,10 @@ def test_an_unusable_cached_plan_is_searched_again(
 def test_an_unwritable_plan_cache_is_no_error(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, searches: list[float]
 ) -> None:
+    of = recipe(world, tmp_path)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    plan, said = planned(recipe(world, tmp_path))
+    plan, said = planned(of)
     assert plan.cluster == Cluster(1, 2) and "not kept" in said
 
 

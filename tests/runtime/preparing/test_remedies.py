@@ -126,7 +126,7 @@ def test_an_error_names_what_is_needed_with_figures() -> None:
     message = refusal(draft("a100-40g:1x1", model="llama-2-70b"), UserConstraints())
     assert "on a100-40g:1x1, even with recomputation and offloading: at best device 0 needs" in message
     assert re.search(
-        r"device 0 needs \d+ GiB of 37\.\d GiB during actor\.\w+, \d+ GiB of it [\w ]+: 3\.\d+ times what it has",
+        r"device 0 needs \d+ GiB of 38\.\d GiB during actor\.\w+, \d+ GiB of it [\w ]+: 3\.\d+ times what it has",
         message,
     )
     assert re.search(r"; it fits on \d+ nodes \(step \d", message)

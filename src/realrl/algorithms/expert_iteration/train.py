@@ -12,7 +12,7 @@ from realrl.algorithms.policy.kl import token_kl
 from realrl.algorithms.rewards.scoring.scores import ALL_SKIPPED
 from realrl.algorithms.samples import gather_samples
 from realrl.config.errors import UserCodeError
-from realrl.data.batch import Batch, Ragged
+from realrl.data.batch import Batch, Ragged, copy_numbers
 
 
 class ExpertIterationTrain(PlainTrain):
@@ -47,7 +47,7 @@ class ExpertIterationTrain(PlainTrain):
         if self._skips and table.isnan().all():
             raise UserCodeError(ALL_SKIPPED, alone=True)
         chosen = select_answers(table, keep=self._config.keep, threshold=self._config.threshold)
-        kept = chosen.flatten()[torch.tensor(batch.ids, device=scores.device)].double()
+        kept = chosen.flatten()[copy_numbers(batch.ids, scores.device)].double()
         metrics = self._summarize(batch, scores, kept, chosen)
         # A mistake must reach the loss, so that the step is not applied, and names the score.
         wrong = scores.isinf() if self._skips else ~scores.isfinite()

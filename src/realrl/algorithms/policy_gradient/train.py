@@ -18,7 +18,7 @@ from realrl.algorithms.policy_gradient.graph import GREEDY
 from realrl.algorithms.rewards.scoring.scores import ALL_SKIPPED
 from realrl.algorithms.samples import gather_samples
 from realrl.config.errors import UserCodeError
-from realrl.data.batch import Batch, Ragged
+from realrl.data.batch import Batch, Ragged, copy_numbers
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class PolicyGradientTrain(PlainTrain):
                 raise UserCodeError(ALL_SKIPPED, alone=True)
             # A score that a mistake made infinite must reach the loss; against others it may have become NaN.
             advantages = torch.where(table.isinf(), torch.inf, advantages)
-        own = advantages.flatten()[torch.tensor(batch.ids, device=rewards.device)]
+        own = advantages.flatten()[copy_numbers(batch.ids, rewards.device)]
         kept = torch.ones_like(own)
         if self._skips:
             kept = torch.where(own.isnan(), 0.0, kept)

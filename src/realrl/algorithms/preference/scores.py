@@ -9,7 +9,7 @@ from realrl.algorithms.method import ModelOutput
 from realrl.algorithms.packed import Responses, row_sums
 from realrl.algorithms.pairs import pair_rows
 from realrl.algorithms.preference.config import PreferenceConfig
-from realrl.data.batch import Batch, Ragged
+from realrl.data.batch import Batch, Ragged, copy_numbers
 
 
 class Sides(NamedTuple):
@@ -35,7 +35,7 @@ def count_tokens(batch: Batch) -> Sides:
 
 def _count(rows: Ragged, prompt_length: Ragged) -> Tensor:
     starts = prompt_length.values.clamp(min=1)
-    return (torch.tensor(rows.lengths, device=starts.device) - starts).clamp(min=0)
+    return (copy_numbers(rows.lengths, starts.device) - starts).clamp(min=0)
 
 
 def compute_scores(config: PreferenceConfig, batch: Batch, logps: Sides) -> Sides:
@@ -55,7 +55,7 @@ def sum_nll(config: PreferenceConfig, batch: Batch, output: ModelOutput) -> Tens
     if config.nll_prompts:
         starts = torch.ones_like(starts)
     # Rejected sequences have no tokens that count.
-    ends = torch.tensor(batch["rejected"].lengths, device=starts.device)
+    ends = copy_numbers(batch["rejected"].lengths, starts.device)
     rows = pair_rows(batch)
     found = Responses.of(rows, Ragged.scalars(torch.stack((starts, ends), 1).flatten()))
     return -row_sums(output.logprobs[found.index], found.row, len(rows))[0::2]
@@ -65,5 +65,5 @@ def count_nll_tokens(config: PreferenceConfig, batch: Batch) -> Tensor:
     """Count the tokens that `sum_nll` sums over. [N] int64"""
     if not config.nll_prompts:
         return count_tokens(batch).chosen
-    lengths = torch.tensor(batch["chosen"].lengths, device=batch["chosen_prompt_length"].values.device)
-    return lengths - 1
+    device = batch["chosen_prompt_length"].values.device
+    return copy_numbers(batch["chosen"].lengths, device) - 1

@@ -6,16 +6,17 @@ from torch import Tensor
 from realrl.algorithms.base import PlainTrain
 from realrl.algorithms.method import Metrics, ModelOutput
 from realrl.algorithms.reward.losses import step_loss
-from realrl.data.batch import Batch, Ragged
+from realrl.data.batch import Batch, Ragged, copy_numbers
 
 
 def _select_scores(batch: Batch, output: ModelOutput) -> Tensor:
     """Select the scores of all steps: [A]."""
     assert output.values is not None
     ends = batch["step_ends"]
-    starts = torch.tensor(batch["tokens"].offsets[:-1], device=ends.values.device)
-    counts = torch.tensor(ends.lengths, device=ends.values.device)
-    return output.values[starts.repeat_interleave(counts) + ends.values].float()
+    starts = copy_numbers(batch["tokens"].offsets[:-1], ends.values.device)
+    counts = copy_numbers(ends.lengths, ends.values.device)
+    starts = starts.repeat_interleave(counts, output_size=len(ends.values))
+    return output.values[starts + ends.values].float()
 
 
 def _summarize(scores: Tensor, right: Tensor) -> Metrics:

@@ -6,7 +6,7 @@ from torch import Tensor
 from realrl.algorithms.base import PlainTrain, StatelessAlgorithm
 from realrl.algorithms.method import Method, Metrics, ModelOutput
 from realrl.algorithms.packed import row_sums
-from realrl.data.batch import Batch, Ragged
+from realrl.data.batch import Batch, Ragged, copy_numbers
 from realrl.dataflow.graph import DataflowGraph
 
 
@@ -26,7 +26,8 @@ class SFTInference:
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
         """Compute `nll`: one number per item, summed over its tokens to learn."""
         nll, lengths = _nll(batch, output), batch["tokens"].lengths
-        rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(nll.device)
+        places = torch.arange(len(lengths), device=nll.device)
+        rows = places.repeat_interleave(copy_numbers(lengths, nll.device), output_size=len(nll))
         sums = row_sums(nll, rows, len(lengths))
         return {"nll": Ragged.scalars(sums.float())}
 

@@ -94,7 +94,8 @@ class _Writer(StorageWriter):
                 results.extend(self._write_items(plan, planner, file, name))
                 self._copied()
                 os.fsync(file.fileno())
-        self._copied()
+        else:
+            self._copied()
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done

@@ -44,9 +44,9 @@ def doctor(
     """
     from realrl.recipe.load import load_experiment
     from realrl.runtime.doctor.examine import examine_locally, find_launched, find_subject
-    from realrl.runtime.processes.environment import is_writer, quiet_profiler
+    from realrl.runtime.processes.environment import is_writer, set_library_defaults
 
-    quiet_profiler()
+    set_library_defaults()
     experiment = None if recipe is None else load_experiment(recipe, overrides or [])
     launched = find_launched(os.environ)
     subject = find_subject(experiment, cluster, run_dir, launched=launched)

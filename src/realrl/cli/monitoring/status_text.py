@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 
+from realrl.cli.reporting.speed import describe_idle, describe_speed
 from realrl.cli.reporting.status import LatestMetric, Rates, RunStatus, format_duration
 from realrl.config.units import format_bytes
 from realrl.runtime.monitor.rank_status import RankStatus
@@ -19,6 +20,7 @@ def format_status(found: RunStatus) -> str:
         ("state", _describe_state(found)),
         ("step", _describe_step(found)),
         ("step time", _describe_rates(found)),
+        ("speed", " · ".join(describe_speed(found.speed))),
         ("end", _describe_end(found)),
         *_describe_metrics(found.metrics),
         ("checkpoint", _describe_checkpoint(found)),
@@ -114,18 +116,19 @@ def _describe_checkpoint(found: RunStatus) -> str:
 
 
 def _list_ranks(found: RunStatus) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("rank", "host", "memory", "peak", "device", "for", "does")]
+    rows: list[tuple[str, ...]] = [("rank", "host", "memory", "peak", "device", "idle", "for", "does")]
     for rank in found.ranks[:_MOST_RANKS]:
         device = "" if rank.device_limit_bytes is None else format_bytes(rank.device_bytes)
         device += "" if rank.device_limit_bytes is None else f" of {format_bytes(rank.device_limit_bytes)}"
         memory = format_bytes(rank.resident_bytes)
         peak = format_bytes(max(rank.resident_bytes, rank.peak_resident_bytes))
+        idle = describe_idle(found.speed, rank.rank)
         does = describe_doing(rank)
         # When the rank said so, by its own clock: it may do something else by now. What has ended lasts no more.
         lasts = format_duration(rank.time - rank.since) if found.state == "running" and rank.since else ""
         if rank.rank in found.silent:
             does = f"silent for {format_duration(found.time - rank.time)}, last: {does}"
-        rows.append((str(rank.rank), rank.host, memory, peak, device, lasts, does))
+        rows.append((str(rank.rank), rank.host, memory, peak, device, idle, lasts, does))
     return rows
 
 

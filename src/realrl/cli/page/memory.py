@@ -15,7 +15,13 @@ from realrl.program.text import format_ranks
 if TYPE_CHECKING:
     from realrl.planner.report.report import PlanReport
 
-_OF_CALLS = (PartKind.CACHE, PartKind.ACTIVATIONS, PartKind.LOGITS, PartKind.FRAGMENTATION)
+_OF_CALLS = (
+    PartKind.CACHE,
+    PartKind.ACTIVATIONS,
+    PartKind.LOGITS,
+    PartKind.FRAGMENTATION,
+    PartKind.COMMUNICATORS,
+)
 """Memory parts that belong to no role, in the order of their bars; each has a colour of its own."""
 
 _WHATS = {"parameters": "parameters", "copy": "a copy in another layout", "state": "gradients and optimizer"}

@@ -13,7 +13,7 @@ from realrl.cli.page.text import (
 )
 from realrl.cli.page.tips import find_role_class, make_tip
 from realrl.config.units import format_bytes
-from realrl.planner.report.shortage_text import describe_full_device
+from realrl.planner.report.shortage_text import describe_misfit
 
 if TYPE_CHECKING:
     from realrl.planner.report.report import PlanReport
@@ -87,7 +87,7 @@ class ModelEntry:
 def write_verdict(report: "PlanReport") -> str:
     """Sum up the plan in one sentence."""
     if not report.chosen.fits:
-        return f"This plan does not fit: {describe_full_device(report.chosen.peak_device)}."
+        return f"This plan does not fit: {describe_misfit(report.chosen)}."
     proof = "optimal" if report.gap <= 5e-4 else f"within {format_share(report.gap)} of the optimum"
     best = find_best_preset(report)
     if not report.presets:

@@ -14,7 +14,7 @@ from realrl.cli.page.text import (
 )
 from realrl.cli.page.tips import find_call_class, find_role_class
 from realrl.config.units import format_bytes
-from realrl.planner.report.shortage_text import describe_full_device
+from realrl.planner.report.shortage_text import describe_misfit
 from realrl.program.text import name_parameters
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def list_rivals(report: "PlanReport") -> list[Rival]:
         return False, not estimate.fits, estimate.step_seconds
 
     look = "chosen" if chosen.fits else "chosen unfit"
-    note = "" if chosen.fits else describe_full_device(chosen.peak_device)
+    note = "" if chosen.fits else describe_misfit(chosen)
     value = format_seconds(chosen.step_seconds)
     first = Rival(
         name="this plan",
@@ -80,7 +80,7 @@ def list_rivals(report: "PlanReport") -> list[Rival]:
             )
             continue
         ratio = f"{estimate.step_seconds / chosen.step_seconds:.2f} ×"
-        note = describe_full_device(estimate.peak_device)
+        note = describe_misfit(estimate)
         if estimate.fits:
             note = "with recomputation" if preset.recompute else ""
         percent = 100 * estimate.step_seconds / longest

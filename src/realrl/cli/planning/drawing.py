@@ -159,7 +159,7 @@ def format_memory(devices: Sequence[DeviceMemory], *, limited: bool) -> str:
     """
     rows = []
     for device in devices:
-        rest = sum(device.resident.values())
+        rest = sum(size for part, size in device.resident.items() if part.role is not None)
         state = sum(size for part, size in device.resident.items() if _is_state(part))
         rows.append((*map(format_bytes, (rest - state, state)), *_most(device.peak)))
     head = ["devices", "parameters", "gradients and optimizer", "most in a step", "of it"]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from realrl.planner.simulate.scenario import Scenario
     from realrl.recipe.experiment import Experiment
     from realrl.runtime.prepare.fit.change import Draft
+    from realrl.runtime.prepare.scenarios import Measured
 
 _DAY = 86400
 """Seconds of a day."""
@@ -88,26 +89,37 @@ def parse_nodes(text: str | None) -> tuple[int, ...]:
     return numbers
 
 
-def choose_devices(cluster: str | None, experiment: "Experiment") -> tuple["ClusterSpec", str]:
+def choose_devices(
+    cluster: str | None, experiment: "Experiment", measured: "Measured"
+) -> tuple["ClusterSpec", str]:
     """Choose the devices to plan for, and write a note on how they were chosen.
 
-    Those that are named, or that the recipe's `cluster` names, else as many CPU processes as it has devices.
+    Those that are named, or that the recipe's `cluster` names, else as many CPU processes as it has devices; for
+    `auto` as many as the planner chooses by what was `measured`.
     """
-    from realrl.plan.cluster import Cluster
+    from realrl.plan.presets import PRESETS, SEARCH
     from realrl.planner.cluster.cluster_spec import ClusterSpec
     from realrl.runtime.prepare.cluster import named_cluster, written_cluster
-    from realrl.runtime.prepare.devices import spec_of, with_memory
+    from realrl.runtime.prepare.devices import spec_of, with_host_memory, with_memory
+    from realrl.runtime.prepare.processes import choose_processes
 
     if cluster is not None:
-        named = ClusterSpec.parse(cluster)
+        named = with_host_memory(ClusterSpec.parse(cluster), experiment)
         memory = experiment.device_memory
         return named if memory is None else with_memory(named, parse_bytes(memory)), ""
     on_cpus = experiment.model_copy(update={"device": "cpu"})
-    spec = spec_of(on_cpus, written_cluster(experiment.cluster) or Cluster(1, 1))
+    counted, chosen = written_cluster(experiment.cluster), ""
+    if counted is None:
+        plan = SEARCH if experiment.plan in PRESETS else experiment.plan
+        choice = choose_processes(on_cpus.model_copy(update={"plan": plan}), measured)
+        counted, chosen = choice.chosen.cluster, f"; cluster=auto: {choice}"
+    spec = spec_of(on_cpus, counted)
     assert spec is not None, "CPUs are a kind"
     if named_cluster(experiment.cluster) is not None:
         return spec, ""
-    return spec, f"no --cluster was named, so this is for CPU processes of this machine, {spec.name}"
+    threads = spec.groups[0].device.threads
+    each = chosen or f", with {threads} thread{'s' * (threads > 1)} each"
+    return spec, f"no --cluster was named, so this is for CPU processes of this machine, {spec.name}{each}"
 
 
 def read_scenario(
@@ -121,15 +133,16 @@ def read_scenario(
     from realrl.runtime.prepare.scenarios import Measured
     from realrl.runtime.prepare.trained_parts import list_trained_parts
 
-    spec, remark = choose_devices(cluster, experiment)
     known = read_lengths(lengths) if lengths else Lengths()
     _check_lengths(known, experiment)
     path = profile or experiment.profile
-    measured = Profile.load(path) if path else None
-    draft = Draft(experiment, spec, measured=Measured(measured, known.prompts, known.answers))
+    times = Profile.load(path) if path else None
+    measured = Measured(times, known.prompts, known.answers)
+    spec, remark = choose_devices(cluster, experiment, measured)
+    draft = Draft(experiment, spec, measured=measured)
     scenario = draft.scenario()
     functions = [call.function for call in scenario.graph.functions if call.function is not None]
-    source = describe_times(measured, path or "", spec, scenario.models, functions)
+    source = describe_times(times, path or "", spec, scenario.models, functions)
     remarks = (*source, remark, *list_trained_parts(scenario.models), _not_trainable(scenario))
     return draft, scenario, "; ".join(filter(None, remarks))
 

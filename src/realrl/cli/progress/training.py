@@ -10,6 +10,7 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 
 from realrl.cli.progress.costs import costs_note, costs_table
+from realrl.cli.reporting.speed import describe_speed, read_speed
 from realrl.recipe.algorithm import get_spec
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ class Progress:
         shown = [*(name for name in self._headlines if name in record.metrics), *others]
         uses = Counter(_last_part(name) for name in shown)
         labels = {name: name if uses[_last_part(name)] > 1 else _last_part(name) for name in shown}
-        return "  ".join(f"{labels[name]} {record.metrics[name]:.4g}" for name in shown)
+        metrics = [f"{labels[name]} {record.metrics[name]:.4g}" for name in shown]
+        return "  ".join([*metrics, *describe_speed(read_speed(record.metrics))])
 
 
 def _last_part(name: str) -> str:

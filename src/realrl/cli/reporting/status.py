@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any, Literal
 
 from realrl.cli.reporting.metrics import MetricLine, find_metric, read_last
+from realrl.cli.reporting.speed import read_speed
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
 from realrl.config.yaml_file import read_yaml
@@ -92,6 +93,8 @@ class RunStatus:
     predicted_end: float | None
     """When it will have ended at the rate that the plan predicts."""
     metrics: tuple[LatestMetric, ...]
+    speed: Mapping[str, float]
+    """Performance metrics of the last step as a whole, and of its ranks, see `read_speed`."""
     checkpoint: LastCheckpoint | None
     restarts: int
     """How often the run has been started again, by itself or by somebody."""
@@ -156,6 +159,7 @@ def read_status(path: Path, now: float | None = None) -> RunStatus:
         end=end,
         predicted_end=predicted_end,
         metrics=() if algorithm is None else tuple(_list_latest(algorithm, lines)),
+        speed=read_speed(trained[-1].metrics) if trained else {},
         checkpoint=_find_checkpoint(path, ranks),
         restarts=max([len(starts) - 1, 0, *(rank.restart for rank in ranks)]),
         ranks=ranks,

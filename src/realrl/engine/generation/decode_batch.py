@@ -1,218 +1,157 @@
-"""Decode batch: prefill and decode steps of prompts that share one KV cache."""
+"""Decode batch: rows that are decoded together, which come and go, as one stage of a pipeline sees them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from realrl.engine.finite import NotFiniteLogitsError, all_finite
-from realrl.engine.generation.prompts import DistinctPrompts
-from realrl.engine.generation.sampling import SamplingSeed, compute_uniform, sample
-from realrl.engine.model import Model
+from realrl.engine.generation.call import GenerateCall
+from realrl.engine.generation.decode_step import DecodeStep
+from realrl.engine.generation.prefill import PrefillPass
+from realrl.engine.generation.row_buffers import RowBuffers
+from realrl.engine.generation.scheduler import DecodeTurn, RowPrefill
+from realrl.engine.generation.step_graphs import StepGraphs
 from realrl.engine.pipeline.messages import PendingRecv
-from realrl.layout.limits import COMPACTION_SHARE
-from realrl.model.cache import KVCache
-from realrl.model.packing import Packing
-from realrl.model.shared_prefix_cache import SharedPrefixCache
-from realrl.recipe.settings import GenerationConfig
-
-Cache = KVCache | SharedPrefixCache
-"""Keys and values of a decode batch: of each row, or of each prompt and of each row's own tokens."""
-_NOISE_POSITIONS = 32
-"""Positions whose sampling noise is computed at once: dozens of small operations, whatever their number."""
+from realrl.layout.kv_blocks import pad_rows
 
 
 class DecodeBatch:
-    """Rows that share one KV cache, as one stage of a pipeline sees them.
+    """Rows that are decoded together, in turns.
 
-    A row is a prompt with its continuation; `prompt_of_row` says which of `prompts`. `active_rows` are the indices
-    of those that still run: row i of the cache is row active_rows[i] of the batch.
+    A turn is what happens between two looks of the host at sampled tokens: a prefill of rows that were admitted,
+    and decode steps. All stages of a pipeline take the same turns, since they plan them from the same tokens, which
+    the last stage broadcasts.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        prompts: DistinctPrompts,
-        ids: Tensor,
-        *,
-        sampling: GenerationConfig,
-        stop_token_ids: tuple[int, ...],
-        seed: SamplingSeed,
-    ) -> None:
-        """`ids`: [B] int64, numbers of the items, by which their sampling noise differs."""
-        self.model = model
-        self.prompts = prompts.rows
-        self.prompt_of_row = prompts.of_row
-        self.ids = ids
-        self.sampling = sampling
-        self.seed = seed
-        device = model.device
-        count = len(ids)
-        limit = sampling.max_new_tokens
-        self.stop_token_ids = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
-        self.tokens = torch.zeros(count, limit, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(count, limit, dtype=torch.float32, device=device)
-        self.lengths = torch.full((count,), limit, device=device)
-        self.finished = torch.zeros(count, dtype=torch.bool, device=device)
-        self._prompt_recv: PendingRecv | None = None
-        self._noise_ahead = torch.empty(0, dtype=torch.float64, device=device)
-
-    def post_prompt_recv(self) -> None:
-        """Post the receive of prompts on the last stage, before any other decode batch takes its next step.
-
-        Messages come in the order of steps, and a stage posts the receives of one step during the step before.
-        Stages between the first and the last know only in their step how many rows of a batch are active.
-        """
-        if self.model.pipeline.last and not self.model.pipeline.first:
-            self._prompt_recv = self.model.pipeline.post_recv(len(self.prompts.values))
+    def __init__(self, call: GenerateCall, number: int) -> None:
+        """`number`: which of the decode batches of the scheduler."""
+        self._call = call
+        self._number = number
+        self._last_tokens = [int(prompt[-1]) for prompt in call.prompts.rows()]
+        self._buffers = RowBuffers(
+            self._pad(call.rows),
+            longest_prompt=max(call.prompts.lengths),
+            new_tokens=call.new_tokens,
+            steps=call.steps,
+            device=call.model.device,
+            mirrored=call.on_gpu,
+        )
+        step = DecodeStep(call.model, call.cache, call.sampler)
+        self._step: DecodeStep | StepGraphs = StepGraphs(step) if call.on_gpu else step
+        self._width = 0
+        self._rows = self._buffers.view(0)
+        self._turn = DecodeTurn()
+        self._prefill_recv: PendingRecv | None = None
+        self._hidden_recv: PendingRecv | None = None
 
     @torch.no_grad()
     def run(self) -> Iterator[None]:
-        """Yield once per token, when this stage has sent its part and posted its next receive.
+        """Yield once when the first turn is planned, then after each step, when this stage has sent its part.
 
-        The last stage samples and broadcasts the tokens; the others send hidden states on and receive the tokens.
+        Turns of several batches are planned in the same order on every stage, so that all of them know the same
+        of each other: after a yield on all stages but the last, before it on the last.
         """
-        model = self.model
-        pipeline = model.pipeline
-        hidden, cache = self.prefill()
-        active_rows = torch.arange(len(self.ids), device=model.device)
-        for position in range(self.sampling.max_new_tokens):
+        call = self._call
+        pipeline = call.model.pipeline
+        self._plan()
+        yield
+        while not call.scheduler.done:
             if pipeline.last:
-                tokens = self._sample(model.transformer.compute_logits(hidden), active_rows, position)
-                pipeline.broadcast_tokens(tokens)
+                yield from self._run_turn_of_last_stage()
             else:
-                pipeline.send(hidden)
-                token_recv = pipeline.post_recv_tokens(len(active_rows))
+                yield from self._run_turn()
+
+    def _run_turn(self) -> Iterator[None]:
+        """Run a turn on a stage that sends hidden states on and receives the tokens."""
+        pipeline = self._call.model.pipeline
+        self._begin()
+        for step in range(self._turn.steps):
+            if step and not pipeline.first:
+                self._post_hidden_recv()
+            pipeline.send(self._decode())
+            tokens = pipeline.post_recv_tokens(self._width)
+            yield
+            self._rows.advance(tokens.wait())
+        if not self._turn.rows:  # They wait for blocks that other batches hold.
+            yield
+        self._record()
+        self._plan()
+
+    def _run_turn_of_last_stage(self) -> Iterator[None]:
+        """Run a turn on the stage that samples and broadcasts the tokens."""
+        pipeline = self._call.model.pipeline
+        self._begin()
+        for step in range(self._turn.steps):
+            self._decode()
+            pipeline.broadcast_tokens(self._rows.sampled[step])
+            if step + 1 < self._turn.steps:
+                if not pipeline.first:
+                    self._post_hidden_recv()
                 yield
-                tokens = token_recv.wait()
-            self._record(tokens, active_rows, position)
-            active_rows, tokens = self._compact(active_rows, tokens, cache, position)
-            receives = len(active_rows) > 0 and not pipeline.first
-            hidden_recv = pipeline.post_recv(len(active_rows)) if receives else None
-            if pipeline.last:
-                yield
-            if len(active_rows) == 0:
-                return
-            hidden = model.transformer.decode(tokens if hidden_recv is None else hidden_recv.wait(), cache)
+        self._record()
+        self._plan()
+        yield
 
-    def _compact(
-        self, active_rows: Tensor, tokens: Tensor, cache: Cache, position: int
-    ) -> tuple[Tensor, Tensor]:
-        """Remove finished rows from the cache where it pays; return the rows that run on and their last tokens."""
-        if position + 1 == self.sampling.max_new_tokens:
-            return active_rows[:0], tokens[:0]
-        # Finished rows cost as much as others until they are removed; removing them copies the cache, and on a GPU
-        # deciding whether to makes the host wait.
-        if active_rows.device.type != "cpu" and position % 16 != 15:
-            return active_rows, tokens
-        unfinished = ~self.finished[active_rows]
-        remaining = int(unfinished.sum())
-        if remaining > COMPACTION_SHARE * len(active_rows):
-            return active_rows, tokens
-        kept = unfinished.nonzero().squeeze(-1)
-        if remaining:
-            cache.keep(kept)
-        return active_rows[kept], tokens[kept]
+    def _plan(self) -> None:
+        """Plan the next turn, and post the receives of what it begins with."""
+        call = self._call
+        turn = call.scheduler.plan(self._number)
+        self._turn = turn
+        self._buffers.arrange(turn, self._last_tokens, call.keys)
+        if turn.rearranged:
+            self._width = self._pad(len(turn.rows))
+            self._rows = self._buffers.view(self._width)
+        if turn.rows and not call.model.pipeline.first:
+            if turn.prefills:
+                tokens = sum(prefill.tokens for prefill in turn.prefills)
+                self._prefill_recv = call.model.pipeline.post_recv(tokens)
+            self._post_hidden_recv()
 
-    def prefill(self) -> tuple[Tensor, Cache]:
-        """Compute the hidden states of the prompts and their KV cache.
+    def _pad(self, rows: int) -> int:
+        """Count the rows that are computed for so many: graphs are made for few numbers of rows."""
+        return pad_rows(rows) if self._call.on_gpu else rows
 
-        Hidden states are [T, H], on the last stage those of the last token before each row's continuation, [B, H].
-        """
-        model = self.model
-        prompts = self.prompts
-        packing = Packing.of(prompts.lengths, model.device)
-        cache = self._make_cache()
-        if model.pipeline.first:
-            x = prompts.values.to(model.device)
-        else:
-            pending, self._prompt_recv = self._prompt_recv, None
-            if pending is None:
-                pending = model.pipeline.post_recv(len(prompts.values))
-            x = pending.wait()
-        hidden = model.transformer.prefill(x, packing, cache)
-        if model.pipeline.last:
-            ends = [prompts.offsets[prompt + 1] - 1 for prompt in self.prompt_of_row]
-            hidden = hidden[torch.tensor(ends, device=model.device)]
-        return hidden, cache
+    def _post_hidden_recv(self) -> None:
+        self._hidden_recv = self._call.model.pipeline.post_recv(self._width)
 
-    def _make_cache(self) -> Cache:
-        model = self.model
-        longest = max(self.prompts.lengths)
-        limit = self.sampling.max_new_tokens
-        if len(self.prompts) < len(self.ids):
-            return SharedPrefixCache(
-                layers=len(model.shard.layers),
-                kv_heads=model.transformer.cache_kv_heads,
-                head_dim=model.shape.head_dim,
-                prompt_of_row=self.prompt_of_row,
-                max_prompt=longest,
-                max_new_tokens=limit,
-                dtype=model.dtype,
-                device=model.device,
-            )
-        return KVCache(
-            layers=len(model.shard.layers),
-            kv_heads=model.transformer.cache_kv_heads,
-            head_dim=model.shape.head_dim,
-            rows=len(self.ids),
-            max_tokens=longest + limit,
-            dtype=model.dtype,
-            device=model.device,
-        )
+    def _begin(self) -> None:
+        """RowPrefill the rows that were admitted, and begin the steps of the turn."""
+        if self._turn.prefills:
+            self._prefill(self._turn.prefills)
+        if self._turn.rows:
+            self._rows.begin_turn(self._call.noise if self._call.model.pipeline.last else None)
 
-    def _sample(self, logits: Tensor, rows: Tensor, position: int) -> Tensor:
-        """Sample the next token of `rows` and record its log-probability. logits: [len(rows), V]"""
-        allowed = logits
-        if position < self.sampling.min_new_tokens:
-            allowed = logits.index_fill(-1, self.stop_token_ids, -torch.inf)
-        tokens, logprobs = sample(allowed, self.sampling, self._noise(position)[rows])
-        temperature = self.model.temperature
-        if allowed is not logits or self.sampling.temperature != temperature:
-            # Training knows of no forbidden tokens, nor of another temperature in evaluation: log-probabilities are
-            # those of the whole vocabulary at the temperature of the model.
-            scaled = (logits / temperature).log_softmax(-1)
-            logprobs = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        self.logprobs[rows, position] = logprobs
-        return tokens
+    def _prefill(self, prefills: Sequence[RowPrefill]) -> None:
+        """Fill the cache with sequences."""
+        call = self._call
+        model = call.model
+        part = PrefillPass.of(prefills, call.prompts, model.device)
+        pending, self._prefill_recv = self._prefill_recv, None
+        x = part.tokens if pending is None else pending.wait()
+        del pending
+        with model.counts.prefill():
+            hidden = model.transformer.prefill(x, part.packing, call.cache, part.places)
+        if hidden is not None:
+            model.pipeline.send(hidden)
 
-    def _noise(self, position: int) -> Tensor:
-        """Compute the sampling noise of all rows at a position, [B]; positions come in order, and the noise of the
-        next ones is computed at once."""
-        place = position % _NOISE_POSITIONS
-        if place == 0:
-            seed = self.seed
-            sequences = (seed.first_sequence + self.ids).expand(_NOISE_POSITIONS, -1)
-            positions = torch.arange(position, position + _NOISE_POSITIONS, device=self.ids.device)
-            positions = positions.unsqueeze(-1).expand_as(sequences)
-            self._noise_ahead = compute_uniform(seed.seed, seed.step, sequences, positions, call=seed.call)
-        return self._noise_ahead[place]
+    def _decode(self) -> Tensor:
+        """Run this stage's part of a decode step; return hidden states, or on the last stage tokens."""
+        pending, self._hidden_recv = self._hidden_recv, None
+        hidden = None if pending is None else pending.wait()
+        self._call.model.counts.add_decode_step(self._width)
+        return self._step.run(self._rows, hidden)
 
-    def _record(self, tokens: Tensor, rows: Tensor, position: int) -> None:
-        """Record the sampled tokens of `rows`, and which of them end their sequences."""
-        self.tokens[rows, position] = tokens
-        ended = (tokens.unsqueeze(-1) == self.stop_token_ids).any(-1) & ~self.finished[rows]
-        self.lengths[rows] = torch.where(ended, position + 1, self.lengths[rows])
-        self.finished[rows] |= ended
-
-    def results(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """List per row its sequence, aligned log-probabilities, and whether it ended by itself.
-
-        NotFiniteLogitsError if a logit was not finite. Only here, since looking at each token makes a GPU wait.
-        """
-        tokens = self.tokens.cpu()
-        logprobs = self.logprobs.cpu()
-        finished = self.finished.tolist()
-        lengths = self.lengths.tolist()
-        for i, length in enumerate(lengths):
-            if not all_finite(logprobs[i, :length]):
-                position = int((~logprobs[i].isfinite()).nonzero()[0])
-                raise NotFiniteLogitsError(position, self.seed.first_sequence + int(self.ids[i]))
-        for i, number in enumerate(self.prompt_of_row):
-            prompt = self.prompts.row(number)
-            prompt_logprobs = torch.zeros(len(prompt))
-            yield (
-                torch.cat([prompt.cpu(), tokens[i, : lengths[i]]]),
-                torch.cat([prompt_logprobs, logprobs[i, : lengths[i]]]),
-                finished[i],
-            )
+    def _record(self) -> None:
+        """Read the tokens of a turn; rows that are complete are done."""
+        call = self._call
+        rows = self._turn.rows
+        if not rows:
+            return
+        tokens, logprobs = self._buffers.read(len(rows), self._turn.steps)
+        for row, drawn, found in zip(rows, tokens, logprobs, strict=True):
+            for token, logprob in zip(drawn, found, strict=True):
+                row.tokens.append(token)
+                row.logprobs.append(logprob)
+                if token in call.stop_token_ids or len(row.tokens) == call.new_tokens:
+                    row.done = True
+                    break

@@ -4,12 +4,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from realrl.data.batch import Batch, Ragged
+from realrl.engine.finite import NotFiniteLogitsError, all_finite
+from realrl.engine.generation.call import GenerateCall
 from realrl.engine.generation.decode_batch import DecodeBatch
-from realrl.engine.generation.prompts import DistinctPrompts, group_samples, split_into_decode_batches
+from realrl.engine.generation.prefill import as_tensor
+from realrl.engine.generation.prompts import group_samples
 from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.scheduler import DecodeRow, Prompt
 from realrl.engine.model import Model
 from realrl.recipe.settings import GenerationConfig
 
@@ -27,70 +30,84 @@ def generate(
     samples: int = 1,
     after_step: Callable[[], None] = lambda: None,
 ) -> Batch:
-    """Continue the rows of field `prompts`, with at most `kv_capacity` tokens in the KV cache at a time.
+    """Continue the rows of field `prompts`, by at most `sampling.max_new_tokens` tokens each.
 
+    At most `kv_capacity` tokens are in the KV cache at a time; in a pipeline, so many for each of its stages.
     Adds sequences (prompt and continuation, end-of-sequence included), logprobs (aligned with them, 0 on the
     prompt), prompt_length, and finished (1.0 where the sequence ends with one of `stop_token_ids`). Items are
     identified by their ids: the same ids, seed and parameters give the same tokens whatever else is in the batch.
-    Items i * `samples` to (i + 1) * `samples` - 1 are samples of one prompt: those in one decode batch share its
-    prefill and its part of the KV cache.
+    Items i * `samples` to (i + 1) * `samples` - 1 are samples of one prompt: those that run at the same time share
+    its prefill and its part of the KV cache, which holds at least one row.
     `after_step` is called after each decode step. NotFiniteLogitsError if the model's logits are not finite.
     """
     given = batch[prompts]
-    batches = split_into_decode_batches(
+    groups = group_samples(batch.ids, given, samples)
+    # Prompts that are prefilled together are of similar length, to which attention on a CPU pads them.
+    groups.sort(key=lambda group: -given.lengths[group[0]])
+    rows = list_rows(groups, given)
+    call = GenerateCall.of(
         model,
-        given,
-        group_samples(batch.ids, given, samples),
-        new_tokens=sampling.max_new_tokens,
+        rows,
+        given.select([group[0] for group in groups]),
+        ids=batch.ids,
+        sampling=sampling,
+        stop_token_ids=stop_token_ids,
+        seed=seed,
         kv_capacity=kv_capacity,
     )
-    chunks = [[position for group in groups for position in group] for groups in batches]
-    decode_batches = [
-        DecodeBatch(
-            model,
-            DistinctPrompts.of(given, groups),
-            torch.tensor([batch.ids[i] for i in positions], dtype=torch.int64, device=model.device),
-            sampling=sampling,
-            stop_token_ids=stop_token_ids,
-            seed=seed,
-        )
-        for groups, positions in zip(batches, chunks, strict=True)
-    ]
-    _interleave(decode_batches, after_step, at_once=model.groups.pipeline.size)
+    _interleave([DecodeBatch(call, number) for number in range(call.batches)], after_step)
     model.pipeline.wait_sends()
     if not model.shard.last:
         return batch
-    rows: list[tuple[Tensor, Tensor, bool] | None] = [None] * len(batch)
-    for positions, decode_batch in zip(chunks, decode_batches, strict=True):
-        for position, row in zip(positions, decode_batch.results(), strict=True):
-            rows[position] = row
-    results = [row for row in rows if row is not None]
+    rows.sort(key=lambda row: row.number)
+    for row, item in zip(rows, batch.ids, strict=True):
+        _check_finite(row, seed.first_sequence + item)
+    sequences = [torch.cat([given.row(row.number).cpu(), as_tensor(row.tokens, torch.int64)]) for row in rows]
+    logprobs = [
+        torch.cat([torch.zeros(row.prompt.length), as_tensor(row.logprobs, torch.float32)]) for row in rows
+    ]
+    finished = torch.tensor([float(row.tokens[-1] in call.stop_token_ids) for row in rows])
     return batch.with_fields(
-        sequences=Ragged.of([tokens for tokens, _, _ in results], dtype=torch.int64),
-        logprobs=Ragged.of([logprobs for _, logprobs, _ in results], dtype=torch.float32),
+        sequences=Ragged.of(sequences, dtype=torch.int64),
+        logprobs=Ragged.of(logprobs, dtype=torch.float32),
         prompt_length=Ragged.scalars(torch.tensor(given.lengths, dtype=torch.int64)),
-        finished=Ragged.scalars(torch.tensor([float(f) for _, _, f in results], dtype=torch.float32)),
+        finished=Ragged.scalars(finished),
     )
 
 
-def _interleave(
-    decode_batches: Sequence[DecodeBatch], after_step: Callable[[], None], *, at_once: int
-) -> None:
-    """Advance several decode batches step by step, `at_once` at a time.
+def list_rows(groups: Sequence[Sequence[int]], prompts: Ragged) -> list[DecodeRow]:
+    """Make the rows of a call, those of a prompt next to each other."""
+    rows = []
+    for number, group in enumerate(groups):
+        prompt = Prompt(number, prompts.lengths[group[0]])
+        rows += [DecodeRow(position, prompt) for position in group]
+    return rows
+
+
+def _interleave(batches: Sequence[DecodeBatch], after_step: Callable[[], None]) -> None:
+    """Advance decode batches step by step.
 
     While one is on another stage of the pipeline, this stage works on the next. Every stage takes the same steps in
     the same order.
     """
-    waiting = deque(decode_batches)
-    active = deque[Iterator[None]]()
-    while waiting or active:
-        while waiting and len(active) < at_once:
-            waiting[0].post_prompt_recv()
-            active.append(waiting.popleft().run())
+    active = deque[Iterator[None]](batch.run() for batch in batches)
+    for steps in active:
+        next(steps)
+    while active:
         steps = active.popleft()
         if next(steps, _ENDED) is not _ENDED:
             active.append(steps)
-        after_step()
+            after_step()
 
 
 _ENDED = object()
+
+
+def _check_finite(row: DecodeRow, item: int) -> None:
+    """Raise NotFiniteLogitsError where a log-probability is not finite.
+
+    Only at the end, since looking at each token makes a GPU wait.
+    """
+    logprobs = as_tensor(row.logprobs, torch.float32)
+    if not all_finite(logprobs):
+        raise NotFiniteLogitsError(int((~logprobs.isfinite()).nonzero()[0]), item)

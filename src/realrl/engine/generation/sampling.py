@@ -1,13 +1,9 @@
-"""Token sampling with counter-based noise: a function of what is sampled, not of a generator's history."""
+"""Counter-based sampling noise: a function of what is sampled, not of a generator's history."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from realrl.recipe.settings import GenerationConfig
-
-_MASK53 = (1 << 53) - 1
 
 
 @dataclass(frozen=True)
@@ -28,59 +24,41 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
+def _shift_right(value: Tensor, bits: int) -> Tensor:
+    """Shift without regard to the sign."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
 def _mix(x: Tensor) -> Tensor:
     """Apply the finaliser of SplitMix64 (Steele, Lea and Flood 2014) to int64 tensors, with wrap-around."""
-
-    def shift_right(value: Tensor, bits: int) -> Tensor:
-        return (value >> bits) & ((1 << (64 - bits)) - 1)
-
-    x = (x ^ shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ shift_right(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ shift_right(x, 31)
+    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift_right(x, 31)
 
 
-def compute_uniform(seed: int, step: int, sequences: Tensor, positions: Tensor, *, call: int = 0) -> Tensor:
-    """Compute uniform numbers in [0, 1), float64, of the shape of `sequences` and `positions` (int64).
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
 
-    A function of (seed, step, sequence, position, call) alone: the same under every plan, batch split and restart.
+
+class SamplingNoise:
+    """Uniform numbers in [0, 1) for the tokens of a generate call.
+
+    A function of (seed, step, sequence, position, call) alone: the same under every plan, batch and restart.
     """
-    golden = _signed(0x9E3779B97F4A7C15)
-    key = _mix(torch.tensor([seed], dtype=torch.int64, device=sequences.device) + golden)
-    parts = [torch.full_like(sequences, step), sequences, positions]
-    if call:
-        parts.append(torch.full_like(sequences, call))
-    for part in parts:
-        key = _mix((key ^ part) + golden)
-    return ((key >> 11) & _MASK53).double() * 2.0**-53
 
+    def __init__(self, seed: SamplingSeed) -> None:
+        self.seed = seed
 
-def sample(logits: Tensor, sampling: GenerationConfig, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample a token per row. logits: [B, V] float32, noise: [B] in [0, 1).
+    def make_keys(self, items: Tensor) -> Tensor:
+        """Compute what the noise of each sequence follows from. items: int64 -> int64, of the same shape"""
+        seed = self.seed
+        key = _mix(torch.full_like(items, _signed(seed.seed)) + _GOLDEN)
+        for part in (torch.full_like(items, seed.step), items + seed.first_sequence):
+            key = _mix((key ^ part) + _GOLDEN)
+        return key
 
-    Returns tokens [B] and their log-probabilities [B] at the temperature, over the whole vocabulary: top-k
-    and top-p choose among tokens, but the trainer's log-probabilities do not depend on them.
-    """
-    logprobs = (logits / sampling.temperature).log_softmax(-1)
-    if sampling.greedy:
-        tokens = logits.argmax(-1)
-    else:
-        probabilities = _restrict(logprobs.exp(), sampling)
-        cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-        threshold = noise.unsqueeze(-1) * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
-        tokens = tokens.clamp_max(logits.shape[-1] - 1)
-    return tokens, logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-
-
-def _restrict(probabilities: Tensor, sampling: GenerationConfig) -> Tensor:
-    """Zero the probabilities that top-k and then top-p exclude. probabilities: [B, V]"""
-    vocabulary = probabilities.shape[-1]
-    if 0 < sampling.top_k < vocabulary:
-        lowest = probabilities.topk(sampling.top_k, dim=-1).values[:, -1:]
-        probabilities = probabilities.masked_fill(probabilities < lowest, 0.0)
-    if sampling.top_p < 1:
-        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        preceding = ordered.cumsum(-1, dtype=torch.float64) - ordered
-        keep = preceding < sampling.top_p * ordered.sum(-1, keepdim=True)
-        probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered * keep)
-    return probabilities
+    def draw(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Compute the noise of tokens at positions of sequences with these keys. int64 -> float64"""
+        key = _mix((keys ^ positions) + _GOLDEN)
+        if self.seed.call:
+            key = _mix((key ^ self.seed.call) + _GOLDEN)
+        return _shift_right(key, 11).double() * 2.0**-53

@@ -1,5 +1,10 @@
 """Overlap of gradient reduction over data-parallel ranks with the backward pass."""
 
+from collections import deque
+from collections.abc import Collection, Sequence
+
+from torch.autograd.graph import Node, get_gradient_edge
+
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.model import Model
 from realrl.engine.training.optimizer import ShardedAdamW
@@ -11,35 +16,47 @@ class OverlappedGradReduce:
     Megatron's DDP calls this `overlap_grad_reduce`.
 
     Buckets start from the end of the buffer, where the gradients that come first lie, and always in that
-    order, which is therefore the same on every rank.
+    order, which is therefore the same on every rank. Those with late tensors are left to the optimizer's step.
     """
 
-    def __init__(self, model: Model, gradients: FlatBuffer, optimizer: ShardedAdamW) -> None:
+    def __init__(
+        self, model: Model, gradients: FlatBuffer, optimizer: ShardedAdamW, *, late: Collection[str] = ()
+    ) -> None:
+        """`late`: tensors whose gradients still change after the backward pass."""
         self._optimizer = optimizer
         self._parameters = [0] * optimizer.buckets
         """Number of parameters with elements in each bucket."""
         self._missing: list[int] | None = None
         """Number of those whose gradients are not complete; None before the last backward pass of a mini-batch."""
-        self._next = 0
-        """Bucket that is reduced next."""
-        sizes = {tensor.name: tensor.numel for tensor in gradients.tensors}
+        self._waiting: deque[int] = deque()
+        """Buckets that have not started, in the order in which they do."""
+        self._nodes: list[Node] = []
+        """Autograd's nodes of the parameters, which would lose their hooks if nothing referred to them."""
+        self._late = {bucket for name in late for bucket in self._find_buckets(gradients, (name,))}
         for name, parameter in model.transformer.named_parameters():
             if not parameter.requires_grad:
                 continue
-            sources = model.transformer.sources[name]
-            first = gradients.offset(sources[0])
-            end = first + sum(sizes[source] for source in sources)
-            touched = range(first // optimizer.bucket_size, (end - 1) // optimizer.bucket_size + 1)
+            touched = self._find_buckets(gradients, model.transformer.sources[name])
             for bucket in touched:
                 self._parameters[bucket] += 1
-            parameter.register_post_accumulate_grad_hook(
-                lambda _, touched=touched: self._count_gradient(touched)
-            )
+            # The node runs once all uses of the parameter have run backward, also where these have added to its
+            # gradient themselves and have none for autograd; hooks on the parameter would not be called then.
+            node = get_gradient_edge(parameter).node
+            node.register_hook(lambda *_, touched=touched: self._count_gradient(touched))
+            self._nodes.append(node)
+
+    def _find_buckets(self, gradients: FlatBuffer, names: Sequence[str]) -> range:
+        """Find the buckets that neighbouring tensors have elements in."""
+        size = self._optimizer.bucket_size
+        first = gradients.offset(names[0])
+        last = gradients.offset(names[-1]) + gradients[names[-1]].numel() - 1
+        return range(first // size, last // size + 1)
 
     def start_last_backward(self) -> None:
         """Announce that the next backward pass is the last one of the mini-batch."""
         self._missing = list(self._parameters)
-        self._next = len(self._parameters) - 1
+        buckets = reversed(range(self._optimizer.buckets))
+        self._waiting = deque(bucket for bucket in buckets if bucket not in self._late)
 
     def _count_gradient(self, touched: range) -> None:
         """Count a parameter's gradient, in these buckets, as complete if the pass is the last one."""
@@ -47,8 +64,7 @@ class OverlappedGradReduce:
             return
         for bucket in touched:
             self._missing[bucket] -= 1
-        while self._next >= 0 and self._missing[self._next] == 0:
-            self._optimizer.start_reduce(self._next)
-            self._next -= 1
-        if self._next < 0:
+        while self._waiting and self._missing[self._waiting[0]] == 0:
+            self._optimizer.start_reduce(self._waiting.popleft())
+        if not self._waiting:
             self._missing = None

@@ -10,29 +10,24 @@ from realrl.families.tensors import Axis, Partial, Place, TensorSpec
 from realrl.layout.ranges import kv_heads
 
 
-def needs_finalization(model: Model, trained: LocalSet) -> bool:
-    """Check whether `finalize_model_grads` has anything to do for gradients of a parameter set of the model."""
-    specs = trained.buffer.tensors
-    is_tied = model.groups.pipeline.size > 1 and any(
-        spec.place is Place.BOTH_ENDS for spec in trained.layout.specs
-    )
-    shares_heads = model.shard.shares_keys and any(map(_holds_kv_heads, specs))
-    return is_tied or shares_heads or any(_is_partial(model, spec) for spec in specs)
+def list_late_tensors(model: Model, trained: LocalSet) -> set[str]:
+    """List the tensors of a parameter set whose gradients `finalize_model_grads` changes in place."""
+    tied = model.groups.pipeline.size > 1
+    return {
+        spec.name
+        for spec in trained.buffer.tensors
+        if (tied and spec.place is Place.BOTH_ENDS) or (model.shard.shares_keys and _holds_kv_heads(spec))
+    }
 
 
-def finalize_model_grads(model: Model, gradients: FlatBuffer) -> None:
-    """All-reduce, in place, gradients of parameters that several ranks hold and each computed in part:
+def finalize_model_grads(model: Model, gradients: FlatBuffer) -> dict[str, Tensor]:
+    """All-reduce gradients of parameters that several ranks hold and each computed in part.
 
-    what every tensor-parallel rank applied to tokens or heads of its own (`TensorSpec.partial_gradient`), key/value
-    heads that neighbouring ranks share (each served its own query heads), and an embedding table tied to the head
-    of another stage.
+    In place: key/value heads that neighbouring TP ranks share (each served its own query heads), and an embedding
+    table tied to the head of another stage. Returned, by name, and summed over data-parallel ranks, too: what every
+    TP rank applied to tokens or heads of its own (`TensorSpec.partial_gradient`). These are small, and lie between
+    large ones whose reduction has started long before.
     """
-    parts = [gradients[spec.name] for spec in gradients.tensors if _is_partial(model, spec)]
-    if parts:
-        # Together, because each of them is small.
-        total = model.groups.tensor.sum(torch.cat([part.flatten() for part in parts]))
-        for part, added in zip(parts, total.split([part.numel() for part in parts]), strict=True):
-            part.copy_(added.view_as(part))
     if model.shard.shares_keys:
         for spec in gradients.tensors:
             if _holds_kv_heads(spec):
@@ -41,6 +36,12 @@ def finalize_model_grads(model: Model, gradients: FlatBuffer) -> None:
         for spec in gradients.tensors:
             if spec.place is Place.BOTH_ENDS:
                 model.groups.embedding.sum(gradients[spec.name])
+    parts = {spec.name: gradients[spec.name] for spec in gradients.tensors if _is_partial(model, spec)}
+    if not parts:
+        return {}
+    total = model.groups.tensor.sum(torch.cat([part.flatten() for part in parts.values()]))
+    model.groups.data.sum(total)
+    return dict(zip(parts, total.split([part.numel() for part in parts.values()]), strict=True))
 
 
 def _is_partial(model: Model, spec: TensorSpec) -> bool:

@@ -1,7 +1,8 @@
 """AdamW with state sharded over data-parallel ranks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import isfinite
 
 import torch
@@ -9,9 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realrl.engine.flat import FlatBuffer
+from realrl.engine.training.grad_norm import sum_squares
 from realrl.families.tensors import TensorSpec
 from realrl.model.group import Group, all_gather, reduce_scatter
 from realrl.recipe.model import OptimizerConfig
+
+GATHER_STAGES = 4
+"""Groups of buckets that are updated and all-gathered one after the other, each all-gather during the next update.
+
+An update reads and writes 34 bytes of device memory per parameter of a rank's part; an all-gather brings 2 bytes
+per parameter of all parts, over links that are several times slower. With four groups at most a quarter of the
+shorter one is not hidden, and the host steps four optimizers, not one per bucket."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +43,9 @@ class ShardedAdamW:
 
     The buffers are cut into buckets, and every bucket into equal parts, one per rank. A step adds the gradients
     of each bucket up over the ranks (reduce-scatter, which can start while others are still being computed),
-    updates this rank's part in float32, and collects the parameters (all-gather, while the next bucket is
-    updated). Parameters of a lower precision have float32 masters, which exist only as this rank's parts.
+    updates this rank's parts in float32, and collects the parameters (all-gather, while further buckets are
+    updated). Parameters of a lower precision have float32 masters, which exist only as this rank's parts. A rank
+    that is alone in its group has all parts, and updates with the gradients where they are.
     """
 
     def __init__(
@@ -64,14 +74,22 @@ class ShardedAdamW:
         self.bucket_size = parameters.data.numel() // max(1, self.buckets)
         self._part_size = self.bucket_size // group.size
         local = parameters.data.new_empty(self.buckets * self._part_size, dtype=torch.float32)
-        self._local_gradient, *self._moments = (torch.zeros_like(local) for _ in range(3))
+        self._local_gradient = self._gradients if group.size == 1 else torch.zeros_like(local)
+        self._moments = [torch.zeros_like(local) for _ in range(2)]
         self._master: Tensor | None = None
+        everything = range(self.buckets)
         if parameters.data.dtype != torch.float32:
             self._master = local
-            for bucket in range(self.buckets):
-                self._local_part(local, bucket).copy_(self._local_parameters(bucket))
-        self._norm_parts = list(self._counted_parts(counted))
-        self._optimizers = [self._make_bucket_optimizer(bucket, config) for bucket in range(self.buckets)]
+            self._select_state(local, everything).copy_(self._select_parameters(everything))
+        self._norm_parts = list(self._view_counted(counted))
+        stages = 1 if group.size == 1 else min(GATHER_STAGES, self.buckets)
+        bounds = [self.buckets * i // max(1, stages) for i in range(stages + 1)]
+        self._stages = {
+            buckets: self._make_optimizer(buckets, config)
+            for buckets in (range(first, end) for first, end in pairwise(bounds))
+            if buckets
+        }
+        """Optimizers by the buckets that they update, in the order of their updates."""
         self._reducing: dict[int, dist.Work | None] = {}
 
     @property
@@ -91,7 +109,7 @@ class ShardedAdamW:
             state["step"].fill_(count)
 
     def _iter_states(self) -> Iterator[dict[str, Tensor]]:
-        for optimizer in self._optimizers:
+        for optimizer in self._stages.values():
             yield from optimizer.state.values()
 
     @property
@@ -104,89 +122,140 @@ class ShardedAdamW:
         """First and second moments of this rank's parts, flat, by the names that torch's AdamW has for them."""
         return dict(zip(("exp_avg", "exp_avg_sq"), self._moments, strict=True))
 
-    def list_parts(self) -> Iterator["OptimizerPart"]:
+    @property
+    def workspace(self) -> list[Tensor]:
+        """Tensors that are used only during a step, and overwritten then."""
+        return [] if self._group.size == 1 else [self._local_gradient]
+
+    def list_parts(self) -> Iterator[OptimizerPart]:
         """List the parts of tensors that this rank updates."""
-        for bucket in range(self.buckets):
-            begin = self._find_start(bucket)
-            for tensor, low, high in self._tensors_in(bucket):
-                start = self._parameters.offset(tensor.name)
-                yield OptimizerPart(
-                    tensor=tensor.name,
-                    first=low - start,
-                    end=high - start,
-                    in_parameters=low,
-                    in_state=bucket * self._part_size + low - begin,
-                )
+        for tensor, low, high in self._cut_tensors(range(self.buckets)):
+            start = self._parameters.offset(tensor.name)
+            yield OptimizerPart(
+                tensor=tensor.name,
+                first=low - start,
+                end=high - start,
+                in_parameters=low,
+                in_state=self._find_in_state(low),
+            )
 
     @torch.no_grad()
     def publish(self) -> None:
         """Make the parameters, on all ranks, what this rank's parts of them say: the master where there is one."""
-        gathering = [self._gather(bucket) for bucket in range(self.buckets)]
-        for work in gathering:
-            if work is not None:
-                work.wait()
+        _wait_for(self._gather(range(self.buckets)))
 
-    @property
-    def workspace(self) -> list[Tensor]:
-        """Tensors that are used only during a step, and overwritten then."""
-        return [self._local_gradient]
+    def start_reduce(self, bucket: int) -> None:
+        """Start the reduce-scatter of a bucket, whose gradients must be complete.
 
-    def _local_part(self, flat: Tensor, bucket: int) -> Tensor:
-        """A bucket's part of a flat tensor that holds all of this rank's parts."""
-        return flat[bucket * self._part_size : (bucket + 1) * self._part_size]
+        Every rank of the group starts the buckets in the same order.
+        """
+        self._reducing[bucket] = None
+        if self._group.size > 1:
+            whole = self._view_bucket(self._gradients, bucket)
+            local = self._local_gradient[bucket * self._part_size : (bucket + 1) * self._part_size]
+            self._reducing[bucket] = reduce_scatter(local, whole, self._group, async_op=True)
 
-    def _find_start(self, bucket: int) -> int:
-        """Find the start of this rank's part of a bucket in the buffers."""
-        return bucket * self.bucket_size + self._group.index * self._part_size
+    def _finish_reduce(self) -> None:
+        for bucket in reversed(range(self.buckets)):
+            if bucket not in self._reducing:
+                self.start_reduce(bucket)
+        _wait_for(self._reducing.values())
+        self._reducing.clear()
 
-    def _local_parameters(self, bucket: int) -> Tensor:
-        """This rank's part of a bucket of the parameters."""
-        begin = self._find_start(bucket)
-        return self._parameters.data[begin : begin + self._part_size]
+    @torch.no_grad()
+    def step(
+        self, lr: float, *, head_scale: float = 1.0, summed: Mapping[str, Tensor] | None = None
+    ) -> float:
+        """Apply the accumulated gradients at learning rate `lr` and set them to zero.
 
-    def _tensors_in(self, bucket: int) -> Iterator[tuple[TensorSpec, int, int]]:
-        """Tensors, or parts of them, in this rank's part of a bucket: which, first element and end in the
-        buffers."""
-        begin = self._find_start(bucket)
-        for tensor in self._parameters.tensors:
-            start = self._parameters.offset(tensor.name)
-            low, high = max(start, begin), min(start + tensor.numel, begin + self._part_size)
-            if low < high:
-                yield tensor, low, high
+        A scalar head's rate is `lr * head_scale`, and its decay per step that of `lr`: it is trained as if it were
+        stored divided by `head_scale`, and so its gradient counts times `head_scale` in the norm.
+        `summed`: gradients of tensors that are summed over the ranks already, in place of the accumulated ones.
+        Returns the global gradient norm before clipping. Where it is not finite, parameters and gradients are left
+        as they were: look at the gradients, and `discard` them.
+        """
+        self._finish_reduce()
+        self._replace_gradients(summed or {})
+        squares = [sum_squares(part) * (head_scale**2 if head else 1.0) for part, head in self._norm_parts]
+        total = self._local_gradient.new_zeros((), dtype=torch.float64)
+        if squares:
+            total = torch.stack(squares).sum()
+        norm: float = self._norm_group.sum(total).sqrt().item()
+        if not isfinite(norm):
+            return norm
+        divisor = None
+        if self._clip is not None and norm > self._clip:
+            divisor = torch.full((), norm / self._clip, device=self._gradients.device)
+        gathering = [
+            work
+            for buckets, optimizer in self._stages.items()
+            for work in self._update(buckets, optimizer, lr, head_scale, divisor)
+        ]
+        self._gradients.zero_()
+        _wait_for(gathering)
+        return norm
 
-    def _counted_parts(self, counted: Mapping[str, tuple[int, int]] | None) -> Iterator[tuple[Tensor, bool]]:
-        """Views of this rank's gradient whose elements it counts in the norm, and whether they are the head's."""
-        for bucket in range(self.buckets):
-            gradient = self._local_part(self._local_gradient, bucket)
-            begin = self._find_start(bucket)
-            for tensor, low, high in self._tensors_in(bucket):
-                if counted is not None:
-                    start = self._parameters.offset(tensor.name)
-                    first, end = counted[tensor.name]
-                    low, high = max(low, start + first), min(high, start + end)
-                if low < high:
-                    yield gradient[low - begin : high - begin], _is_scalar_head(tensor)
+    @torch.no_grad()
+    def discard(self) -> None:
+        """Discard the accumulated gradients."""
+        if self._reducing:
+            self._finish_reduce()
+        self._gradients.zero_()
 
-    def _make_bucket_optimizer(self, bucket: int, config: OptimizerConfig) -> torch.optim.AdamW:
-        """AdamW over this rank's part of a bucket: pieces with weight decay, pieces without, and the scalar head,
+    def _replace_gradients(self, summed: Mapping[str, Tensor]) -> None:
+        """Replace this rank's parts of gradients by those of these tensors."""
+        for part in self.list_parts() if summed else ():
+            if part.tensor in summed:
+                local = self._local_gradient[part.in_state : part.in_state + part.end - part.first]
+                local.copy_(summed[part.tensor].flatten()[part.first : part.end])
+
+    def _update(
+        self,
+        buckets: range,
+        optimizer: torch.optim.AdamW,
+        lr: float,
+        head_scale: float,
+        divisor: Tensor | None,
+    ) -> list[dist.Work | None]:
+        """Update buckets with their gradients divided by a number, and start their all-gathers."""
+        *rest, head = optimizer.param_groups
+        for settings in rest:
+            settings["lr"] = lr
+        head |= {"lr": lr * head_scale, "weight_decay": self._decay / head_scale}
+        optimizer.grad_scale = divisor  # type: ignore[attr-defined] # what GradScaler uses: no pass of its own
+        optimizer.step()
+        return self._gather(buckets)
+
+    def _gather(self, buckets: range) -> list[dist.Work | None]:
+        """Start the all-gathers of buckets of the parameters."""
+        stored = self._select_parameters(buckets)
+        if self._master is not None:
+            stored.copy_(self._select_state(self._master, buckets))
+        if self._group.size == 1:
+            return []
+        return [
+            all_gather(self._view_bucket(self._parameters.data, bucket), part, self._group, async_op=True)
+            for bucket, part in zip(buckets, stored, strict=True)
+        ]
+
+    def _make_optimizer(self, buckets: range, config: OptimizerConfig) -> torch.optim.AdamW:
+        """AdamW over this rank's parts of buckets: pieces with weight decay, pieces without, and the scalar head,
         whose learning rate is its own. The moments of all pieces are views of two flat tensors, which can be
         offloaded in one copy."""
-        begin = self._find_start(bucket)
-        values = self._local_parameters(bucket)
-        if self._master is not None:
-            values = self._local_part(self._master, bucket)
         pieces: dict[str, list[Tensor]] = {"decay": [], "no decay": [], "head": []}
         state: dict[Tensor, dict[str, Tensor]] = {}
         for kind, low, high in _merge_runs(
-            (_find_kind(tensor), low, high) for tensor, low, high in self._tensors_in(bucket)
+            (_find_kind(tensor), low, high) for tensor, low, high in self._cut_tensors(buckets)
         ):
-            window = slice(low - begin, high - begin)
-            piece = torch.nn.Parameter(values[window])
-            piece.grad = self._local_part(self._local_gradient, bucket)[window]
+            first = self._find_in_state(low)
+            window = slice(first, first + high - low)
+            values = self._parameters.data[low:high] if self._master is None else self._master[window]
+            piece = torch.nn.Parameter(values)
+            piece.grad = self._local_gradient[window]
             pieces[kind].append(piece)
-            first, second = (self._local_part(moment, bucket)[window] for moment in self._moments)
             step = torch.zeros((), dtype=torch.float32, device=piece.device)
-            state[piece] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+            average, average_square = (moment[window] for moment in self._moments)
+            state[piece] = {"step": step, "exp_avg": average, "exp_avg_sq": average_square}
         optimizer = torch.optim.AdamW(
             [
                 {"params": pieces["decay"], "weight_decay": config.weight_decay},
@@ -201,78 +270,54 @@ class ShardedAdamW:
         optimizer.state.update(state)
         return optimizer
 
-    def start_reduce(self, bucket: int) -> None:
-        """Start the reduce-scatter of a bucket, whose gradients must be complete.
+    def _view_counted(self, counted: Mapping[str, tuple[int, int]] | None) -> Iterator[tuple[Tensor, bool]]:
+        """Views of this rank's gradient whose elements it counts in the norm, and whether they are the head's."""
+        runs: list[tuple[str, int, int]] = []
+        for tensor, low, high in self._cut_tensors(range(self.buckets)):
+            if counted is not None:
+                start = self._parameters.offset(tensor.name)
+                first, end = counted[tensor.name]
+                low, high = max(low, start + first), min(high, start + end)
+            if low < high:
+                first = self._find_in_state(low)
+                kind = "head" if _is_scalar_head(tensor) else "other"
+                runs.append((kind, first, first + high - low))
+        for kind, low, high in _merge_runs(runs):
+            yield self._local_gradient[low:high], kind == "head"
 
-        Every rank of the group starts the buckets in the same order.
-        """
-        whole = self._gradients[bucket * self.bucket_size : (bucket + 1) * self.bucket_size]
-        self._reducing[bucket] = reduce_scatter(
-            self._local_part(self._local_gradient, bucket), whole, self._group, async_op=True
-        )
+    def _cut_tensors(self, buckets: range) -> Iterator[tuple[TensorSpec, int, int]]:
+        """Cut tensors into this rank's parts of buckets: which tensor, first element and end in the buffers."""
+        for bucket in buckets:
+            begin = bucket * self.bucket_size + self._group.index * self._part_size
+            for tensor in self._parameters.tensors:
+                start = self._parameters.offset(tensor.name)
+                low, high = max(start, begin), min(start + tensor.numel, begin + self._part_size)
+                if low < high:
+                    yield tensor, low, high
 
-    def _finish_reduce(self) -> None:
-        for bucket in reversed(range(self.buckets)):
-            if bucket not in self._reducing:
-                self.start_reduce(bucket)
-        for work in self._reducing.values():
-            if work is not None:
-                work.wait()
-        self._reducing.clear()
+    def _find_in_state(self, element: int) -> int:
+        """Find an element of this rank's parts of the buffers in the flat tensors that hold only these parts."""
+        bucket, offset = divmod(element, self.bucket_size)
+        return bucket * self._part_size + offset - self._group.index * self._part_size
 
-    @torch.no_grad()
-    def step(self, lr: float, *, head_scale: float = 1.0) -> float:
-        """Apply the accumulated gradients at learning rate `lr` and set them to zero.
+    def _view_bucket(self, flat: Tensor, bucket: int) -> Tensor:
+        """A bucket of a flat buffer."""
+        return flat[bucket * self.bucket_size : (bucket + 1) * self.bucket_size]
 
-        A scalar head's rate is `lr * head_scale`, and its decay per step that of `lr`: it is trained as if it were
-        stored divided by `head_scale`, and so its gradient counts times `head_scale` in the norm.
-        Returns the global gradient norm before clipping. Where it is not finite, parameters and gradients are left
-        as they were: look at the gradients, and `discard` them.
-        """
-        self._finish_reduce()
-        squares = [
-            part.square().sum(dtype=torch.float64) * (head_scale**2 if head else 1.0)
-            for part, head in self._norm_parts
-        ]
-        total = self._local_gradient.new_zeros((), dtype=torch.float64)
-        if squares:
-            total = torch.stack(squares).sum()
-        norm: float = self._norm_group.sum(total).sqrt().item()
-        if not isfinite(norm):
-            return norm
-        self._gradients.zero_()
-        if self._clip is not None and norm > self._clip:
-            self._local_gradient.mul_(self._clip / norm)
-        gathering = [self._update(bucket, lr, head_scale) for bucket in range(self.buckets)]
-        for work in gathering:
-            if work is not None:
-                work.wait()
-        return norm
+    def _select_parameters(self, buckets: range) -> Tensor:
+        """This rank's parts of buckets in the buffer of parameters. -> [buckets, part]"""
+        by_rank = self._parameters.data.view(self.buckets, self._group.size, self._part_size)
+        return by_rank[buckets.start : buckets.stop, self._group.index]
 
-    def _update(self, bucket: int, lr: float, head_scale: float) -> dist.Work | None:
-        """Update a bucket and start its all-gather."""
-        optimizer = self._optimizers[bucket]
-        *rest, head = optimizer.param_groups
-        for settings in rest:
-            settings["lr"] = lr
-        head |= {"lr": lr * head_scale, "weight_decay": self._decay / head_scale}
-        optimizer.step()
-        return self._gather(bucket)
+    def _select_state(self, flat: Tensor, buckets: range) -> Tensor:
+        """The same parts in a flat tensor that holds only this rank's. -> [buckets, part]"""
+        return flat.view(self.buckets, self._part_size)[buckets.start : buckets.stop]
 
-    def _gather(self, bucket: int) -> dist.Work | None:
-        """Start the all-gather of a bucket of the parameters."""
-        stored = self._local_parameters(bucket)
-        if self._master is not None:
-            stored.copy_(self._local_part(self._master, bucket))
-        whole = self._parameters.data[bucket * self.bucket_size : (bucket + 1) * self.bucket_size]
-        return all_gather(whole, stored, self._group, async_op=True)
 
-    @torch.no_grad()
-    def discard(self) -> None:
-        """Discard the accumulated gradients."""
-        if self._reducing:
-            self._finish_reduce()
-        self._gradients.zero_()
+def _wait_for(works: Iterable[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
 
 
 def _find_kind(tensor: TensorSpec) -> str:
@@ -285,7 +330,7 @@ def _is_scalar_head(tensor: TensorSpec) -> bool:
     return tensor.parameter == "scalar_head"
 
 
-def _merge_runs(runs: Iterator[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+def _merge_runs(runs: Iterable[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     """Join neighbouring runs (kind, first, end) of the same kind."""
     joined: list[tuple[str, int, int]] = []
     for kind, low, high in runs:

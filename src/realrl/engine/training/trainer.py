@@ -17,7 +17,11 @@ from realrl.engine.offload import Offloadable
 from realrl.engine.pipeline.schedule import make_1f1b_schedule
 from realrl.engine.reduced_metrics import reduce_metrics
 from realrl.engine.training.grad_reduce import OverlappedGradReduce
-from realrl.engine.training.gradients import finalize_model_grads, find_counted_elements, needs_finalization
+from realrl.engine.training.gradients import (
+    finalize_model_grads,
+    find_counted_elements,
+    list_late_tensors,
+)
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.engine.training.skipped_steps import SkippedSteps, find_first_not_finite
 from realrl.model.packing import Packing
@@ -63,10 +67,8 @@ class Trainer:
             norm_group=groups.mesh,
             counted={tensor.name: find_counted_elements(model, tensor) for tensor in parameters.tensors},
         )
-        self._grad_reduce = (
-            None
-            if needs_finalization(model, trained)
-            else OverlappedGradReduce(model, self.gradients, self.optimizer)
+        self._grad_reduce = OverlappedGradReduce(
+            model, self.gradients, self.optimizer, late=list_late_tensors(model, trained)
         )
         self.memory = Offloadable(self.optimizer.persistent, [self.gradients.data, *self.optimizer.workspace])
         """Memory that training needs besides the parameters."""
@@ -121,9 +123,9 @@ class Trainer:
             if method.stop(minibatch_metrics.result()):
                 self.optimizer.discard()
                 break
-            finalize_model_grads(model, self.gradients)
+            summed = finalize_model_grads(model, self.gradients)
             before_update()
-            norm = self.optimizer.step(lr, head_scale=method.head_scale)
+            norm = self.optimizer.step(lr, head_scale=method.head_scale, summed=summed)
             if isfinite(norm):
                 self._skipped.count_applied()
                 metrics.mean("grad_norm", torch.tensor(norm), 1)
@@ -171,7 +173,7 @@ class Trainer:
         Its metrics over data-parallel ranks, and whether it has any weight, on every stage.
         """
         model = self.model
-        weight = torch.tensor(float(method.weight(batch)), device=model.device)
+        weight = torch.full((), float(method.weight(batch)), device=model.device)
         weight = model.groups.data.sum(weight)
         learns = bool(weight != 0)
         weight = torch.where(weight > 0, weight, 1.0)  # without weight, all losses are 0
@@ -186,7 +188,7 @@ class Trainer:
         passes: dict[int, _Pass] = {}
         actions = make_1f1b_schedule(stages, len(parts))[stage]
         for action in actions:
-            if action is actions[-1] and self._grad_reduce is not None:
+            if action is actions[-1]:
                 self._grad_reduce.start_last_backward()
             if action.kind == "F":
                 part = batch.select(parts[action.micro_batch])

@@ -2,18 +2,14 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from realrl.layout.layout import Layout, LocalTensor, local_tensor
+from realrl.layout.limits import CPU_MESSAGES, MessageLimits
 from realrl.layout.region import Region
 from realrl.layout.routing.routes import Reallocation
-
-CHUNK_BYTES = 8 << 20
-"""Maximum bytes of one message, unless a single row has more."""
-ALONE_BYTES = 1 << 20
-"""Bytes from which a contiguous run gets a message of its own, because it need not be packed."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +41,8 @@ class PackedTransfer:
     """One send or one receive of a rank. Several spans are packed in their order."""
 
     stage: int
+    number: int
+    """Place among the messages from sender to receiver in the stage."""
     peer: int
     sends: bool
     numel: int
@@ -91,7 +89,12 @@ class Storage:
 
 
 def schedule_rank(
-    reallocation: Reallocation, rank: int, element_bytes: int, tensors: Collection[str] | None = None
+    reallocation: Reallocation,
+    rank: int,
+    element_bytes: int,
+    tensors: Collection[str] | None = None,
+    *,
+    limits: MessageLimits = CPU_MESSAGES,
 ) -> RankSchedule:
     """List the messages and copies of a rank in a reallocation, by default of all tensors.
 
@@ -118,7 +121,7 @@ def schedule_rank(
     ranks = reallocation.cluster.size
     for (stage, sender, receiver), regions in sorted(exchanged.items()):
         ends = storage(sender, stage), storage(receiver, 1)
-        chunks = list(_chunks(regions, *ends, element_bytes))
+        chunks = list(_chunks(regions, *ends, element_bytes, limits))
         hashes[f"{sender}-{receiver}"].append(repr((stage, chunks)))
         for number, chunk in enumerate(chunks):
             peer = receiver if sender == rank else sender
@@ -127,6 +130,7 @@ def schedule_rank(
             numel = sum(span.numel for span in spans)
             message = PackedTransfer(
                 stage=stage,
+                number=number,
                 peer=peer,
                 sends=sender == rank,
                 numel=numel,
@@ -141,6 +145,23 @@ def schedule_rank(
         messages=tuple(message for _, message in ordered),
         digests={pair: hashlib.sha256("".join(h).encode()).hexdigest() for pair, h in hashes.items()},
     )
+
+
+def group_messages(
+    messages: Iterable[PackedTransfer], limits: MessageLimits
+) -> Iterator[list[PackedTransfer]]:
+    """Group messages that are posted at a time. None is of two stages: what is sent may be what arrived before."""
+    group: list[PackedTransfer] = []
+    for message in messages:
+        if group:
+            first = group[0]
+            later = limits.one_per_peer and message.number != first.number
+            if len(group) == limits.posted_messages or message.stage != first.stage or later:
+                yield group
+                group = []
+        group.append(message)
+    if group:
+        yield group
 
 
 def _contiguous_span(start: int, numel: int) -> Span:
@@ -179,7 +200,11 @@ def _copies(regions: Sequence[Region], before: Storage, after: Storage) -> Itera
 
 
 def _chunks(
-    regions: Sequence[Region], sender: Storage, receiver: Storage, element_bytes: int
+    regions: Sequence[Region],
+    sender: Storage,
+    receiver: Storage,
+    element_bytes: int,
+    limits: MessageLimits,
 ) -> Iterator[list[Region]]:
     """Divide regions into messages.
 
@@ -189,12 +214,12 @@ def _chunks(
     for storages in ((sender, receiver), (sender,), (receiver,)):
         loose: list[Region] = []
         for run in _runs(regions, storages):
-            if sum(region.numel for region in run) * element_bytes >= ALONE_BYTES:
-                yield from _cut(run, CHUNK_BYTES // element_bytes)
+            if sum(region.numel for region in run) * element_bytes >= limits.alone_bytes:
+                yield from _cut(run, limits.message_bytes // element_bytes)
             else:
                 loose += run
         regions = loose
-    yield from _cut(regions, CHUNK_BYTES // element_bytes)
+    yield from _cut(regions, limits.message_bytes // element_bytes)
 
 
 def _cut(regions: Sequence[Region], limit: int) -> Iterator[list[Region]]:

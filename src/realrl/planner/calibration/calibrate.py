@@ -24,8 +24,13 @@ def calibrate_profile(profile: Profile | None, run: Comparison) -> Profile:
         )
     kinds = [group.device.name for group in run.spec.groups]
     if profile is None:
-        per_node = run.spec.groups[0].devices_per_node
-        profile = Profile(device=kinds[0], processes=per_node, software=run.software)
+        first = run.spec.groups[0]
+        profile = Profile(
+            device=kinds[0],
+            processes=first.devices_per_node,
+            threads=first.device.threads if first.device.cpu else None,
+            software=run.software,
+        )
     if profile.device not in kinds:
         raise UserError(f"the profile is of {profile.device}, but the run was on {', '.join(kinds)}")
     cost = CostModel(run.spec, profile.model_copy(update={"corrections": ()}))

@@ -90,6 +90,10 @@ def _doubts(profile: Profile, spec: ClusterSpec) -> list[str]:
     group = next(group for group in spec.groups if group.device.name == profile.device)
     if group.device.cpu and profile.layers and profile.processes != group.devices_per_node:
         doubts.append(f"measured by {profile.processes} processes on a node, not {group.devices_per_node}")
+    if group.device.cpu and profile.layers and profile.threads not in (None, group.device.threads):
+        doubts.append(
+            f"measured with {profile.threads} threads in a process, and scaled to {group.device.threads}"
+        )
     here = read_versions()
     for name in ("realrl", "torch"):
         then = profile.software.get(name)

@@ -34,6 +34,8 @@ class NodeGroup:
     node_bytes_per_s: float
     """Bandwidth between one node and the others, per direction, in bytes per second."""
     price_per_device_hour: float | None = None
+    host_memory_bytes: int | None = None
+    """Memory of each node's host; None for what is usual with such devices."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.devices_per_node < 1:
@@ -43,6 +45,13 @@ class NodeGroup:
     def size(self) -> int:
         """Number of devices."""
         return self.nodes * self.devices_per_node
+
+    @property
+    def host_memory(self) -> int:
+        """Bytes of memory of each node's host."""
+        if self.host_memory_bytes is not None:
+            return self.host_memory_bytes
+        return self.devices_per_node * self.device.host_memory_bytes
 
     def __str__(self) -> str:
         return f"{self.device.name}:{self.nodes}x{self.devices_per_node}"
@@ -83,17 +92,18 @@ class ClusterSpec:
         return Cluster(self.nodes, per_node)
 
     @cached_property
-    def _ends(self) -> list[int]:
+    def ends(self) -> list[int]:
+        """First rank after each group."""
         return list(accumulate(group.size for group in self.groups))
 
     def group_index(self, rank: int) -> int:
         """Return the index of the group that a rank belongs to."""
-        return bisect_right(self._ends, rank)
+        return bisect_right(self.ends, rank)
 
     def group(self, mesh: Mesh) -> NodeGroup:
         """Return the group that contains a mesh; UserError if no single group does."""
         index = self.group_index(mesh.first)
-        if index >= len(self.groups) or mesh.first + mesh.size > self._ends[index]:
+        if index >= len(self.groups) or mesh.first + mesh.size > self.ends[index]:
             raise UserError(f"mesh {mesh} does not lie inside one group of cluster {self.name}")
         return self.groups[index]
 
@@ -105,7 +115,7 @@ class ClusterSpec:
         """Return the index of a rank's node in the whole cluster."""
         index = self.group_index(rank)
         group = self.groups[index]
-        first_rank = self._ends[index] - group.size
+        first_rank = self.ends[index] - group.size
         first_node = sum(g.nodes for g in self.groups[:index])
         return first_node + (rank - first_rank) // group.devices_per_node
 
@@ -197,6 +207,8 @@ class _Device(Settings):
     """Bandwidth to the other devices of the node, each direction, in 10^9 bytes per second."""
     host_gb_per_s: PositiveFloat | None = None
     """Bandwidth to host memory, each direction, in 10^9 bytes per second."""
+    threads: PositiveInt | None = None
+    """Threads of a process on a CPU, for all of which the figures are; those that are not given grow with them."""
 
     @field_validator("memory", mode="before")
     @classmethod
@@ -215,7 +227,12 @@ class _Device(Settings):
             "host_bytes_per_s": _times(self.host_gb_per_s, 1e9),
         }
         changes = {name: value for name, value in given.items() if value is not None}
-        return replace(find_device_kind(self.like), **changes)
+        kind = find_device_kind(self.like)
+        if self.threads is not None:
+            if not kind.cpu:
+                raise UserError(f"threads: {self.like} is a GPU; only processes on a CPU have threads")
+            kind = kind.with_threads(self.threads)
+        return replace(kind, **changes, guessed=kind.guessed - changes.keys())
 
 
 class _Group(Settings):
@@ -231,6 +248,13 @@ class _Group(Settings):
     """Bandwidth between a node and the others, each direction, in 10^9 bits per second."""
     price_per_device_hour: NonNegativeFloat | None = None
     """Price of one device for an hour, in any currency."""
+    host_memory: str | None = None
+    """Memory of a node's host, for example `2TB`; by default what is usual with such devices."""
+
+    @field_validator("host_memory", mode="before")
+    @classmethod
+    def _size(cls, value: Any) -> Any:
+        return check_size(value)
 
     def group(self) -> NodeGroup:
         """Build the node group; UserError if `device` is neither a name nor a section."""
@@ -247,6 +271,7 @@ class _Group(Settings):
             device=kind,
             node_bytes_per_s=network,
             price_per_device_hour=self.price_per_device_hour,
+            host_memory_bytes=None if self.host_memory is None else parse_bytes(self.host_memory),
         )
 
 

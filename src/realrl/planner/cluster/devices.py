@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from realrl.config.errors import UserError
 from realrl.config.explain import nearest
 
-_GIB = 1 << 30
+_GIB, _GB = 1 << 30, 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,8 @@ class DeviceKind:
     """Latency of one hop of a collective inside a node, in seconds."""
     host_bytes_per_s: float
     """Bandwidth between device and host memory, per direction, in bytes per second."""
+    host_memory_bytes: int
+    """Default memory of a node's host for each such device, in bytes."""
     node_bytes_per_s: float
     """Default network bandwidth of a node of such devices, per direction, in bytes per second."""
     node_latency_s: float = 10e-6
@@ -39,11 +41,43 @@ class DeviceKind:
     cpu: bool = False
     """Whether the device is a process on a CPU, which has no driver and computes logits in smaller chunks."""
 
+    threads: int = 1
+    """Threads of the process, of a CPU; the figures are those of all of them together."""
+    guessed: frozenset[str] = frozenset()
+    """Names of figures that stand for any such device, so that nothing can be a share of them."""
+
     def flops(self, element_bytes: int) -> float:
         """Peak matmul FLOP/s for operands of this width."""
         return self.bf16_flops if element_bytes == 2 else self.fp32_flops
 
+    def with_threads(self, threads: int) -> "DeviceKind":
+        """Describe a process of the same CPU with another number of threads."""
+        faster = compute_thread_speedup(threads) / compute_thread_speedup(self.threads)
+        return replace(
+            self,
+            threads=threads,
+            bf16_flops=faster * self.bf16_flops,
+            fp32_flops=faster * self.fp32_flops,
+            memory_bytes_per_s=faster * self.memory_bytes_per_s,
+        )
 
+
+_LOST_PER_THREAD = 0.05
+"""Share of its own time that each further thread of a process costs: what is not divided among threads, and waiting
+for the last of them after every operation."""
+
+
+def compute_thread_speedup(threads: int) -> float:
+    """Compute how much faster a process on a CPU is with so many threads, on as many cores, than with one.
+
+    The demo's PPO step, of which one thread is predicted to take 3.4 s, takes 1.7 to 1.9 s with two (2-core AMD
+    EPYC, torch 2.13); more than two have not been measured.
+    """
+    return threads / (1 + _LOST_PER_THREAD * (threads - 1))
+
+
+# Host memory is that of the vendors' own systems of eight devices: 1 TB in a DGX A100 of 320 GB, 2 TB in one of
+# 640 GB, in a DGX H100, H200 and B200. Servers with L40S or RTX 4090 differ; theirs is usual, at the lower end.
 # The latency of a hop inside a node is of the order that NCCL's own tuning model assumes for its ring protocols
 # over NVLink (NCCL 2.18, src/graph/tuning.cc: 6.6 µs base for LL, 14 µs for simple, 0.6 to 1 µs per NVLink hop);
 # over PCIe it is that of a copy through host memory. Networks are those of the vendors' own eight-device systems
@@ -65,6 +99,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 link_bytes_per_s=300e9,
                 link_latency_s=_NVLINK_HOP,
                 host_bytes_per_s=_PCIE4,
+                host_memory_bytes=128 * _GB,
                 node_bytes_per_s=25e9,
             ),
             DeviceKind(
@@ -76,6 +111,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 link_bytes_per_s=300e9,
                 link_latency_s=_NVLINK_HOP,
                 host_bytes_per_s=_PCIE4,
+                host_memory_bytes=256 * _GB,
                 node_bytes_per_s=25e9,
             ),
             # The A100 with NVLink reduced to 400 GB/s both ways.
@@ -88,6 +124,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 link_bytes_per_s=200e9,
                 link_latency_s=_NVLINK_HOP,
                 host_bytes_per_s=_PCIE4,
+                host_memory_bytes=256 * _GB,
                 node_bytes_per_s=25e9,
             ),
             # NVIDIA H100 data sheet (SXM5): 989 / 67 TFLOP/s, 3.35 TB/s, NVLink 900 GB/s; DGX: 8 x 400 Gbit/s.
@@ -100,6 +137,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 link_bytes_per_s=450e9,
                 link_latency_s=_NVLINK_HOP,
                 host_bytes_per_s=_PCIE5,
+                host_memory_bytes=256 * _GB,
                 node_bytes_per_s=400e9,
             ),
             # NVIDIA H200 data sheet: as the H100, with 141 GB at 4.8 TB/s.
@@ -112,6 +150,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 link_bytes_per_s=450e9,
                 link_latency_s=_NVLINK_HOP,
                 host_bytes_per_s=_PCIE5,
+                host_memory_bytes=256 * _GB,
                 node_bytes_per_s=400e9,
             ),
             # NVIDIA HGX B200 data sheet, per device: 2.25 PFLOP/s dense, 75 TFLOP/s, 8 TB/s, NVLink 1.8 TB/s.
@@ -124,6 +163,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 link_bytes_per_s=900e9,
                 link_latency_s=_NVLINK_HOP,
                 host_bytes_per_s=_PCIE5,
+                host_memory_bytes=256 * _GB,
                 node_bytes_per_s=400e9,
             ),
             # NVIDIA L40S data sheet: 362 / 91.6 TFLOP/s, 48 GB at 864 GB/s, PCIe 4 and no NVLink.
@@ -136,6 +176,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 link_bytes_per_s=32e9,
                 link_latency_s=_PCIE_HOP,
                 host_bytes_per_s=_PCIE4,
+                host_memory_bytes=96 * _GB,
                 node_bytes_per_s=25e9,
             ),
             # NVIDIA Ada white paper: 165 / 82.6 TFLOP/s, 24 GB at 1,008 GB/s; without peer-to-peer access, so that
@@ -149,10 +190,12 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 link_bytes_per_s=16e9,
                 link_latency_s=_PCIE_HOP,
                 host_bytes_per_s=_PCIE4,
+                host_memory_bytes=32 * _GB,
                 node_bytes_per_s=1.25e9,
             ),
-            # One process on one core of a 2-core AMD EPYC virtual machine, torch 2.13: about 105 and 325 GFLOP/s;
-            # gloo over loopback, a small all-reduce about 1 ms. `realrl profile` replaces these rough numbers.
+            # A process with one thread, on a core of a 2-core AMD EPYC virtual machine, torch 2.13: about 105 and
+            # 325 GFLOP/s; gloo over loopback, a small all-reduce about 1 ms. `realrl profile` replaces these rough
+            # numbers.
             DeviceKind(
                 name="cpu",
                 memory_bytes=8 * _GIB,
@@ -162,10 +205,12 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 link_bytes_per_s=3.5e9,
                 link_latency_s=0.5e-3,
                 host_bytes_per_s=10e9,
+                host_memory_bytes=8 * _GB,
                 node_bytes_per_s=1.25e9,
                 node_latency_s=1e-3,
                 kernel_s=10e-6,
                 cpu=True,
+                guessed=frozenset({"bf16_flops", "fp32_flops", "memory_bytes_per_s"}),
             ),
         )
     }

@@ -52,9 +52,9 @@ class Efficiency:
     passes."""
     logit_backward_bytes: float = 50.0
     """Bytes of traffic per logit backward: those of forward again, and exponential, scaling and cast."""
-    sampled_logit_bytes: float = 60.0
-    """Bytes of traffic per logit of a sampled token: softmax and probabilities in float32, cumulative sum in
-    float64."""
+    sampled_logit_bytes: float = 36.0
+    """Bytes of traffic per logit of a sampled token, all in float32: its cast, log-probabilities in two passes,
+    probabilities, and their sums by block."""
     likeliest_bytes: float = 24.0
     """Bytes of traffic per logit to select the likeliest tokens: a radix select reads float32 numbers four times,
     and collects what it has found in two further passes."""
@@ -68,16 +68,17 @@ class Efficiency:
 
     forward_operations: int = 20
     """Kernels launched for a layer forward; backward launches twice as many."""
-    decode_operations: int = 28
-    """Kernels launched for a layer of one decode step, which also writes the KV cache."""
-    sampling_operations: int = 30
-    """Kernels launched for head and sampling of one decode step, finished-sequence bookkeeping included."""
+    decode_operations: int = 24
+    """Kernels of a layer in a decode step."""
+    sampling_operations: int = 25
+    """Kernels of head and sampling in a decode step, bookkeeping included."""
+    decode_graphs: bool = True
+    """Whether a GPU launches a decode step as one CUDA graph, instead of kernel by kernel."""
+    graph_kernel_s: float = 0.5e-6
+    """Seconds between two kernels of a CUDA graph: 3.4 instead of 2.9 µs per kernel on a V100 (A. Gray, "Getting
+    started with CUDA graphs", NVIDIA technical blog, 2019)."""
     collective_host_s: float = 40e-6
     """Host seconds per collective: enqueueing it from Python, and the skew between the hosts."""
 
-    generation_chunks_per_stage: int = 1
-    """Approximate number of decode batches per pipeline stage (`engine.model.Model.split`).
-
-    One per stage is in flight at a time; further ones run after those."""
     pass_chunks_per_stage: int = 2
     """Approximate number of micro-batches per pipeline stage of train and inference calls."""

@@ -9,11 +9,13 @@ from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import build_layout
+from realrl.layout.limits import message_limits
 from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import reallocate
 from realrl.layout.sets import BASE, TrainablePart
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.call_context import CallContext
 from realrl.planner.cost.generation import cost_generation
@@ -167,10 +169,17 @@ class CostModel:
         """Achieved bandwidths inside and between nodes, by node."""
         fraction = self.efficiency.link
         return tuple(
-            Links(group.device.link_bytes_per_s * fraction, group.node_bytes_per_s * fraction)
+            Links(
+                min(group.device.link_bytes_per_s * fraction, self._most_posted(group.device)),
+                group.node_bytes_per_s * fraction,
+            )
             for group in self.spec.groups
             for _ in range(group.nodes)
         )
+
+    def _most_posted(self, device: DeviceKind) -> float:
+        """Bytes per second of a rank whose host does nothing but post messages of a reallocation."""
+        return message_limits(cpu=device.cpu).message_bytes / self.efficiency.collective_host_s
 
     def _call_context(
         self, call: Call, model: StoredModel, placement: Placement, workload: Workload

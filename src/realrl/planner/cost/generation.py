@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import log
 
-from realrl.layout.limits import COMPACTION_SHARE
 from realrl.planner.cost.call_context import CallContext
 from realrl.planner.cost.passes import OutsideLayers, cost_forward_pass
 from realrl.planner.memory.kv_cache import kv_cache_bytes
-from realrl.planner.workload.batching import Chunks, split_work
+from realrl.planner.workload.generation import GenerationWork, split_generation
 from realrl.planner.workload.workload import CallWork
 
 _SEGMENTS = 8
@@ -19,39 +17,42 @@ _SEGMENTS = 8
 class DecodeSegment:
     """Decode steps with a constant number of rows and context length.
 
-    `rows`: unfinished sequences; `context`: tokens in the KV cache per row, to which a shared prompt adds its part;
-    `drops`: how often the cache is compacted to unfinished rows.
+    `rows`: unfinished sequences, in all decode batches; `context`: tokens in the KV cache that attention reads per
+    row.
     """
 
     steps: float
     rows: float
     context: float
-    drops: float
 
 
-def split_decode_steps(work: CallWork, rows: float, prompts: float) -> Iterator[DecodeSegment]:
-    """Split the decode steps of `rows` sequences after the first token, until the longest of them ends.
+def split_decode_steps(work: CallWork, sizes: GenerationWork, *, shares: bool) -> Iterator[DecodeSegment]:
+    """Split the decode steps of a call, until its longest sequence ends.
 
-    Attention reads up to the longest unfinished row. It reads each of `prompts` once for all its unfinished rows,
-    of which any number may be left.
+    While rows wait, the cache is full: that takes as long as the tokens of the rows that waited. The last rows are
+    taken to be decoded from their first token on, fewer and fewer of them. Attention reads what a row has in the
+    cache; where it `shares`, it reads a prompt once for all of its rows.
     """
     answers = sorted(work.answers)
-    lengths = sorted(work.lengths)
-    together = rows / prompts
+    count = len(answers)
+    together = sizes.rows / sizes.prompts
+    most = sizes.cache.rows
+    mean = sum(answers) / count
+    if sizes.rows > most:
+        # A row is met at a random one of its tokens: longer ones more often.
+        own = sum(n * n for n in answers) / (2 * count * mean)
+        read = 1 / together if shares else 1.0
+        yield DecodeSegment((sizes.rows - most) * mean / most, most, read * work.mean + own)
     # Of n draws the largest is at the quantile n / (n + 1), on average.
-    steps = answers[min(len(answers) - 1, int(len(answers) * rows / (rows + 1)))] - 1
-    prompt = lengths[min(len(lengths) - 1, int(len(lengths) * prompts / (prompts + 1)))]
+    steps = answers[min(count - 1, int(count * most / (most + 1)))]
     for i in range(_SEGMENTS):
         begin = steps * i / _SEGMENTS
         end = steps * (i + 1) / _SEGMENTS
-        alive, left = (max(1 / rows, sum(a > n for a in answers) / len(answers)) for n in (begin, end))
-        read = (1 - (1 - alive) ** together) / (
-            alive * together
-        )  # prompts that are left, per row that is left
-        context = read * prompt + (begin + end + 1) / 2
-        yield DecodeSegment(
-            end - begin, max(1.0, rows * alive), context, log(alive / left) / -log(COMPACTION_SHARE)
-        )
+        alive = max(1 / most, sum(n > begin for n in answers) / count)
+        # Prompts that are left, per row that is left.
+        read = (1 - (1 - alive) ** together) / (alive * together) if shares else 1.0
+        context = read * work.mean + (begin + end + 1) / 2
+        yield DecodeSegment(end - begin, max(1.0, most * alive), context)
 
 
 def cost_generation(context: CallContext) -> Mapping[str, float]:
@@ -61,40 +62,33 @@ def cost_generation(context: CallContext) -> Mapping[str, float]:
     sent back to the first.
     """
     timing = context.timing
-    strategy = context.strategy
     work = context.work
-    chunks = split_work(work, strategy, timing.efficiency.generation_chunks_per_stage)
-    size = context.size(chunks)
-    capacity = chunks.sequences * max(work.lengths) + chunks.rows * work.room
+    cpu = timing.device.cpu
+    sizes = split_generation(work, context.strategy, cpu=cpu)
+    passes = sizes.passes
+    size = context.size(passes)
     embedding = timing.embed(size)
-    # Prompts that are shared have several first tokens.
-    more = timing.sample(chunks.rows).device - timing.sample(chunks.sequences).device
-    outside = OutsideLayers(
-        every=embedding + timing.allocate(_cache_bytes(context, capacity)),
-        last=timing.start(size, chunks.sequences) + more - embedding,
-        comm_first=context.layer_communication(chunks.tokens).device / 2,
-        comm_last=context.sample_communication(chunks.rows),
+    cache = kv_cache_bytes(
+        timing.sizes,
+        tokens=sizes.cache.tokens,
+        layers=max(context.layers),
+        element_bytes=timing.element_bytes,
     )
-    terms = cost_forward_pass(context, chunks, timing.prefill(size), outside)
-    rounds = -(-chunks.count // strategy.pp)
+    outside = OutsideLayers(
+        every=embedding + timing.allocate(cache) / passes.count,
+        # The last layer's keys and values end the pass; what follows is not computed.
+        last=timing.start(size) - embedding - timing.prefill(size).device,
+        comm_first=context.layer_communication(passes.tokens).device / 2,
+    )
+    terms = cost_forward_pass(context, passes, timing.prefill(size), outside)
     terms["decode"] = 0.0
-    for segment in split_decode_steps(work, chunks.rows, chunks.sequences):
-        compaction = timing.copy(_cache_bytes(context, segment.rows * segment.context))
-        terms["decode"] += chunks.count * segment.drops * compaction
-        for name, seconds in _cost_decode_step(context, chunks, segment).items():
-            terms[name] += rounds * segment.steps * seconds
+    for segment in split_decode_steps(work, sizes, shares=cpu):
+        for name, seconds in _cost_decode_step(context, sizes.batches, segment).items():
+            terms[name] += segment.steps * seconds
     return terms
 
 
-def _cache_bytes(context: CallContext, tokens: float) -> int:
-    """KV-cache bytes of `tokens`, on the stage with most layers."""
-    timing = context.timing
-    return kv_cache_bytes(
-        timing.sizes, tokens=tokens, layers=max(context.layers), element_bytes=timing.element_bytes
-    )
-
-
-def _cost_decode_step(context: CallContext, chunks: Chunks, segment: DecodeSegment) -> dict[str, float]:
+def _cost_decode_step(context: CallContext, batches: int, segment: DecodeSegment) -> dict[str, float]:
     """Cost one decode step of all decode batches in flight, in seconds by term.
 
     A token passes all stages before the next one starts, and each stage works on one decode batch at a time; the
@@ -102,7 +96,7 @@ def _cost_decode_step(context: CallContext, chunks: Chunks, segment: DecodeSegme
     """
     timing = context.timing
     layers = context.layers
-    rows = segment.rows
+    rows = max(1.0, segment.rows / batches)
     layer = timing.decode(rows, segment.context)
     sample = timing.sample(rows)
     layer_communication = context.layer_communication(rows)
@@ -124,11 +118,10 @@ def _cost_decode_step(context: CallContext, chunks: Chunks, segment: DecodeSegme
     hop = context.hop(rows)
     stages = [sum(parts) + hop for parts in zip(own, communication, waits, strict=True)]
     slowest = stages.index(max(stages))
-    in_flight = min(chunks.count, len(layers))
     return {
-        "decode": in_flight * own[slowest],
-        "tensor": in_flight * communication[slowest],
-        "launch": in_flight * waits[slowest],
-        "pipeline": in_flight * hop,
-        "bubble": max(0.0, sum(stages) - in_flight * stages[slowest]),
+        "decode": batches * own[slowest],
+        "tensor": batches * communication[slowest],
+        "launch": batches * waits[slowest],
+        "pipeline": batches * hop,
+        "bubble": max(0.0, sum(stages) - batches * stages[slowest]),
     }

@@ -104,17 +104,27 @@ def cost_training(context: CallContext) -> Mapping[str, float]:
 def _cost_gradient_reduction(context: CallContext, elements: int, last_pass: float) -> float:
     """Exposed seconds of gradient reduction.
 
-    It overlaps backward of the last micro-batch, but for the last bucket. Partial gradients of TP ranks or
-    stages are summed before it, and then nothing overlaps.
+    It overlaps backward of the last micro-batch, but for the last bucket, and buckets with late gradients: those
+    that several TP ranks or stages sum first. Partial gradients of small tensors are summed apart.
     """
     network = context.network
     num_buckets = bucket_count(elements)
     seconds = num_buckets * network.dp_group.reduce_scatter(4 * elements / num_buckets)
     small = 3 * network.dp_group.all_reduce(_SMALL)
-    completion = _cost_partial_gradients(context)
-    if completion:
-        return small + completion + seconds
-    return small + max(seconds - last_pass * context.overlap, seconds / num_buckets)
+    late = seconds * _find_late_share(context, elements)
+    early = seconds - late
+    exposed = max(early - last_pass * context.overlap, seconds / num_buckets if early else 0.0)
+    return small + _cost_partial_gradients(context) + late + exposed
+
+
+def _find_late_share(context: CallContext, elements: int) -> float:
+    """Find the share of the gradients in buckets that start after the backward pass."""
+    sizes = context.timing.sizes
+    if sizes.shares_kv_heads:
+        return 1.0  # heads lie in nearly every bucket
+    if sizes.trained.tied and any(sizes.trained.embedding) and context.strategy.pp > 1:
+        return min(1.0, sizes.padded_vocab * sizes.shape.hidden_size / elements)
+    return 0.0
 
 
 def _cost_partial_gradients(context: CallContext) -> float:
@@ -124,9 +134,9 @@ def _cost_partial_gradients(context: CallContext) -> float:
     shape = context.timing.sizes.shape
     most = max(sizes.trained.stage_layers(context.strategy.pp))
     seconds = 0.0
-    partial = sizes.partial_elements(sequence_parallel=context.strategy.sequence_parallel)
-    if most * partial:
-        seconds += network.tp_group.all_reduce(4 * most * partial)
+    partial = 4 * most * sizes.partial_elements(sequence_parallel=context.strategy.sequence_parallel)
+    if partial:
+        seconds += network.tp_group.all_reduce(partial) + network.dp_group.all_reduce(partial)
     if sizes.shares_kv_heads:
         keys = 4 * shape.kv_heads * shape.head_dim * shape.hidden_size
         seconds += 2 * most * network.tp_group.all_reduce(keys)

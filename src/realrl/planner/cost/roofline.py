@@ -74,6 +74,10 @@ class Roofline:
         products = sum(self.matmul(rows, *matrix) for matrix in self.sizes.matmul_shapes)
         return products + self.traffic(cache) + self._elementwise(rows)
 
+    def qkv(self, tokens: float) -> float:
+        """Time the queries, keys and values of a layer."""
+        return self.matmul(tokens, self.sizes.q_dim + 2 * self.sizes.kv_dim, self.sizes.shape.hidden_size)
+
     def sample(self, rows: float) -> float:
         """Time logits and sampling of the next token of `rows` sequences."""
         logits = self.matmul(rows, self.sizes.padded_vocab, self.sizes.shape.hidden_size)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from realrl.planner.cluster.devices import DeviceKind
+from realrl.planner.cluster.devices import DeviceKind, compute_thread_speedup
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.roofline import Roofline
 from realrl.planner.profile.profile import WHOLE, CollectiveKind, LayerKind, Profile
@@ -109,19 +109,23 @@ class Timing:
             self.forward(size) if measured is None else DeviceHostTime(measured + self._more("bucket", size))
         )
 
-    def start(self, size: BatchSize, sequences: float) -> float:
-        """Time all of a generate call but its layers, up to the first token of each sequence."""
+    def start(self, size: BatchSize) -> float:
+        """Time all of a pass that prefills but its layers, with the last layer's keys and values.
+
+        The roofline knows of nothing but these.
+        """
         measured = self._measured_of("start", size)
-        return (
-            self.sample(sequences).device if measured is None else measured + self._more("bucket_embed", size)
-        )
+        if measured is not None:
+            return measured + self._more("bucket_embed", size)
+        return self.roofline.qkv(size.tokens)
 
     def decode(self, rows: float, context: float) -> DeviceHostTime:
         """Time a layer of a decode step of `rows` sequences."""
         measured = self._measured("decode", rows, context)
         if measured is not None:
             return DeviceHostTime(measured)
-        return self._device_host_time(self.roofline.decode(rows, context), self.efficiency.decode_operations)
+        device = self.roofline.decode(rows, context)
+        return self._launched(device, self.efficiency.decode_operations)
 
     def decode_step_overhead(self, rows: float) -> float:
         """Time the work of a decode step on every stage outside its layers; 0 in the roofline."""
@@ -132,7 +136,7 @@ class Timing:
         measured = self._measured("sample", rows)
         if measured is not None:
             return DeviceHostTime(measured)
-        return self._device_host_time(self.roofline.sample(rows), self.efficiency.sampling_operations)
+        return self._launched(self.roofline.sample(rows), self.efficiency.sampling_operations)
 
     def prepare_experience(self, sequences: float, answer: float) -> float:
         """Time what a train call computes of all its experience before the first mini-batch; 0 in the roofline."""
@@ -159,6 +163,12 @@ class Timing:
     def _scalar(self) -> bool:
         return self.sizes.head == "scalar"
 
+    def _launched(self, device: float, operations: int) -> DeviceHostTime:
+        """Device and host seconds of operations of a decode step, which a GPU launches as one graph."""
+        if self.device.cpu or not self.efficiency.decode_graphs:
+            return self._device_host_time(device, operations)
+        return DeviceHostTime(device + operations * self.efficiency.graph_kernel_s)
+
     def _device_host_time(self, device: float, operations: int) -> DeviceHostTime:
         """Device seconds with those of the host to launch `operations`; on a CPU both run on the same cores."""
         host = operations * self.device.kernel_s
@@ -166,7 +176,15 @@ class Timing:
 
     def _moved(self, kind: CollectiveKind, number_bytes: float, traffic: float) -> float:
         measured = self.profile.collective(kind, 1, 1, number_bytes) if self.profile else None
-        return self.roofline.traffic(traffic) if measured is None else measured
+        return self.roofline.traffic(traffic) if measured is None else measured * self._slower
+
+    @cached_property
+    def _slower(self) -> float:
+        """Seconds with this device's number of threads, relative to those with the profile's."""
+        then = None if self.profile is None else self.profile.threads
+        if then is None or not self.device.cpu:
+            return 1.0
+        return compute_thread_speedup(then) / compute_thread_speedup(self.device.threads)
 
     def _measured_of(self, kind: LayerKind, size: BatchSize) -> float | None:
         return self._measured(kind, size.tokens, size.context)
@@ -180,4 +198,5 @@ class Timing:
             return None
         shape = self.sizes.shape
         tp = 1 if kind in WHOLE else self.sizes.tp
-        return self.profile.seconds(kind, shape, self.element_bytes, tp, size, context)
+        seconds = self.profile.seconds(kind, shape, self.element_bytes, tp, size, context)
+        return None if seconds is None else seconds * self._slower

@@ -9,9 +9,10 @@ from realrl.planner.space.problem import Assignment, Candidate, Problem
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """Memory shortage on one device under the plan nearest to fitting."""
+    """Memory shortage on one device, or on the host of one node, under the plan nearest to fitting."""
 
     rank: int
+    """Rank of the device, or of one on the node."""
     limit_bytes: float
     needed_bytes: float
     call: str
@@ -22,12 +23,14 @@ class Shortage:
     """Resident bytes on the device, by role."""
     assignment: Assignment | None
     """Assignment of the plan; None if the call alone does not fit on any device."""
+    node: int | None = None
+    """Node whose host has too little memory for what is offloaded; None where it is the device."""
     proven: bool = True
     """Whether it is proven that no plan fits; otherwise none was found in time."""
 
     @property
     def factor(self) -> float:
-        """Needed over usable memory of the device."""
+        """Needed over usable memory of the device or host."""
         return self.needed_bytes / self.limit_bytes
 
 
@@ -36,9 +39,8 @@ class DoesNotFit(Exception):
 
     def __init__(self, shortage: Shortage) -> None:
         self.shortage = shortage
-        super().__init__(
-            f"{shortage.call} needs {shortage.factor:.3g} times the memory of device {shortage.rank}"
-        )
+        where = f"device {shortage.rank}" if shortage.node is None else f"the host of node {shortage.node}"
+        super().__init__(f"{shortage.call} needs {shortage.factor:.3g} times the memory of {where}")
 
 
 def explain_call_shortage(problem: Problem, call: Call, number: int) -> Shortage:
@@ -67,10 +69,12 @@ def explain_plan_shortage(problem: Problem, assignment: Assignment, evaluation: 
     resident = {role: o.resident_bytes for role, o in homes.items() if rank in o.placement.ranks}
     models = {call.name: candidates[call.name] for call in problem.graph.calls if not call.is_function}
     here = {name: o for name, o in models.items() if rank in o.placement.ranks}
+    node = problem.cluster.node(rank)
     biggest = max(here, key=lambda name: here[name].working_bytes + _copy(problem, candidates, name))
     return Shortage(
         rank=rank,
-        limit_bytes=problem.limit(candidates[biggest].placement),
+        node=node if evaluation.by_host else None,
+        limit_bytes=problem.host_memory_bytes[node] if evaluation.by_host else problem.memory_bytes[node],
         needed_bytes=evaluation.peak_bytes,
         call=biggest,
         candidate=candidates[biggest],

@@ -31,12 +31,16 @@ class Columns:
     weights: Floats
     resident: Floats
     working: Floats
+    communicators: Floats
+    host: Floats
     sequence_parallel: Bools
     """Whether sequence parallelism is on; replicas can only be shared by calls that agree."""
     offloaded: Bools
     """Whether parameters are offloaded to host memory between uses."""
     limit: Floats
     """Usable bytes of a device."""
+    host_limit: Floats
+    """Bytes of host memory for offloaded state, on the first node of the mesh."""
 
     def __getitem__(self, index: Ints) -> "Columns":
         return Columns(**{name: column[index] for name, column in vars(self).items()})
@@ -123,12 +127,19 @@ class Tables:
             weights=np.array([candidate.weights_bytes for candidate in candidates], dtype=np.float64),
             resident=np.array([candidate.resident_bytes for candidate in candidates], dtype=np.float64),
             working=np.array([candidate.working_bytes for candidate in candidates], dtype=np.float64),
+            communicators=np.array(
+                [candidate.communicator_bytes for candidate in candidates], dtype=np.float64
+            ),
+            host=np.array([candidate.host_bytes for candidate in candidates], dtype=np.float64),
             sequence_parallel=np.array(
                 [candidate.placement.strategy.sequence_parallel for candidate in candidates]
             ),
             offloaded=np.array([candidate.offload for candidate in candidates]),
             limit=np.array(
                 [self.problem.limit(candidate.placement) for candidate in candidates], dtype=np.float64
+            ),
+            host_limit=np.array(
+                [self.problem.host_limit(candidate.placement) for candidate in candidates], dtype=np.float64
             ),
         )
 

@@ -40,6 +40,8 @@ class PlanEvaluation:
     """Used fraction of that device's memory; more than 1 does not fit."""
     peak_rank: int
     """Rank of that device, or of the first of several."""
+    by_host: bool
+    """Whether these are of host memory, on that device's node, of which most is used."""
     start: dict[str, float]
     """Start of each call, in seconds after the start of the step."""
     end: dict[str, float]
@@ -64,6 +66,8 @@ class _Steps:
     """End of the step at points."""
     fill: Floats
     """Largest fraction of its memory that a point uses."""
+    host_fill: Floats
+    """Fraction of host memory that offloaded state takes on the node of a point."""
 
 
 class Timeline:
@@ -76,8 +80,9 @@ class Timeline:
     other, for which its devices must be free. Functions run on hosts beside that, on each rank by itself, until
     calls that need their outputs are next. Steps do not overlap.
 
-    A device always holds the resident bytes of its roles, and temporarily the replicas in use, the working
-    memory of a running call, and parameters loaded from host memory. Infeasible plans use infinite memory:
+    A device always holds the resident bytes of its roles and its communicators, and temporarily the replicas in
+    use, the working memory of a running call, and parameters loaded from host memory; what is offloaded takes
+    memory of its node's host. Infeasible plans use infinite memory:
     those that train a role outside its primary placement, and those whose calls share parameters but differ in
     sequence parallelism.
     """
@@ -108,15 +113,18 @@ class Timeline:
         parts = (assignment[:, i : i + _AT_ONCE] for i in range(0, assignment.shape[1], _AT_ONCE))
         steps = [self._schedule(self.tables.gather(part)) for part in parts]
         seconds = [step.clock.max(axis=0) for step in steps]
-        return np.concatenate(seconds), np.concatenate([step.fill.max(axis=0) for step in steps])
+        fills = [np.maximum(step.fill, step.host_fill).max(axis=0) for step in steps]
+        return np.concatenate(seconds), np.concatenate(fills)
 
     def evaluate(self, assignment: Assignment) -> PlanEvaluation:
         """Evaluate one plan in detail."""
         names = [call.name for call in self.tables.calls]
         columns = self.tables.gather(np.array([[assignment[name]] for name in names]))
         steps = self._schedule(columns)
-        fill = steps.fill[:, 0]
+        by_host = bool(steps.host_fill.max() > steps.fill.max())
+        fill = (steps.host_fill if by_host else steps.fill)[:, 0]
         peak = int(fill.argmax())
+        limit = (columns.host_limit if by_host else columns.limit)[peak, 0]
         reallocation: dict[str, float] = {}
         for a, kind in enumerate(self._kinds):
             if kind.phase in (WavePhase.LOAD, WavePhase.REALLOCATE) and steps.activities.where[a].any():
@@ -124,9 +132,10 @@ class Timeline:
                 reallocation[name] = reallocation.get(name, 0.0) + float(steps.activities.seconds[a, 0])
         return PlanEvaluation(
             seconds=float(steps.clock.max()),
-            peak_bytes=float(fill[peak] * columns.limit[peak, 0]),
+            peak_bytes=float(fill[peak] * limit),
             fill=float(fill[peak]),
             peak_rank=int(columns.first[peak, 0]),
+            by_host=by_host,
             start={name: float(steps.start[c, 0]) for c, name in enumerate(names)},
             end={name: float(steps.end[c, 0]) for c, name in enumerate(names)},
             reallocation_seconds={name: seconds for name, seconds in reallocation.items() if seconds > 0},
@@ -138,7 +147,15 @@ class Timeline:
         key = facts.waves_of(self._kinds) * len(self._kinds) + self._place
         end, clock = self._times(facts, activities, _ordered(key, self._timed))
         fill = self._peak_bytes(facts, activities, _ordered(key, self._storing)) / columns.limit
-        return _Steps(activities=activities, start=end - columns.seconds, end=end, clock=clock, fill=fill)
+        host_fill = self._host_bytes(columns) / columns.host_limit
+        return _Steps(
+            activities=activities,
+            start=end - columns.seconds,
+            end=end,
+            clock=clock,
+            fill=fill,
+            host_fill=host_fill,
+        )
 
     def _times(self, facts: Facts, activities: Activities, order: Ints) -> tuple[Floats, Floats]:
         """End of calls, [calls, plans], and end of the step at points, [points, plans].
@@ -186,6 +203,7 @@ class Timeline:
         held = np.zeros(facts.inside.shape[1:])
         for home in dict.fromkeys(tables.home):
             held += facts.inside[home] * columns.resident[home]
+        held += self._communicator_bytes(facts)
         peak = held.copy()
         change = _along(activities.bytes, order)
         needs = _along(activities.needs, order)
@@ -204,6 +222,25 @@ class Timeline:
                     alike & (columns.sequence_parallel[p] != columns.sequence_parallel[c]), np.inf, 0.0
                 )
         return peak[: len(tables.calls)]
+
+    def _communicator_bytes(self, facts: Facts) -> Floats:
+        """Bytes of the NCCL communicators of points, [points, plans]: those of each layout once."""
+        columns, found = facts.columns, np.zeros(facts.inside.shape[1:])
+        models = [c for c, call in enumerate(self.tables.calls) if not call.is_function]
+        for i, c in enumerate(models):
+            known = (columns.code[models[:i]] == columns.code[c]).any(axis=0)
+            found += facts.inside[c] * np.where(known, 0.0, columns.communicators[c])
+        return found
+
+    def _host_bytes(self, columns: Columns) -> Floats:
+        """Bytes of offloaded state on the nodes of points, [points, plans]."""
+        per_node = self.problem.cluster.devices_per_node
+        node, found = columns.first // per_node, np.zeros(columns.host.shape)
+        for home in dict.fromkeys(self.tables.home):
+            first, last = columns.first[home] // per_node, (columns.end[home] - 1) // per_node
+            ranks = np.minimum(columns.end[home] - columns.first[home], per_node)
+            found += ((first <= node) & (node <= last)) * (ranks * columns.host[home])
+        return found
 
     def _receiving(self, columns: Columns) -> tuple[Floats, Floats]:
         """Delays from receiving inputs.

@@ -26,7 +26,7 @@ class Activations:
     """Activation memory of a model under a strategy, in bytes per rank.
 
     `lengths` are a sample of sequence lengths. In methods, `tokens` are those of the largest micro-batch and
-    `chunks` is the number of micro-batches, or of decode batches.
+    `chunks` is the number of micro-batches.
     """
 
     sizes: LocalSizes
@@ -49,27 +49,26 @@ class Activations:
         return _peak(layer, {"activations": states + expected, "logits": self.logits.scored(tokens)})
 
     def generating(
-        self, tokens: float, *, rows: float, cached: float, layers: int, stage: int, chunks: int
+        self, tokens: float, *, rows: float, cached: int, batches: int, layers: int, stage: int
     ) -> Parts:
-        """Compute the peak of a generate call: in a layer during prefill, or while a token is sampled.
+        """Compute the peak of a generate call: in a layer during prefill, or while tokens are sampled.
 
-        Of one decode batch, `tokens` count its prompts, `rows` its sequences, and `cached` the tokens that its KV
-        cache has room for.
+        `tokens` count the prompts of a forward pass, `rows` the sequences of one of the `batches` of rows that are
+        decoded, and `cached` the tokens that the KV cache has room for.
         """
-        active = min(self.strategy.pp, chunks)
-        cache = active * self.cache(cached, layers)
-        forward = self._forward(max(tokens, rows), stage, active)
+        cache = {"cache": self.cache(cached, layers)}
+        # The receives of other batches are posted.
+        expected = (batches - 1) * self._expected(tokens, stage, batches - 1)
+        prefill = {"activations": self._forward(tokens, stage, batches) + expected}
+        if stage == self._last and layers == 1:
+            # Of its only layer nothing is computed but queries, keys and values.
+            received = self.layer.stream if stage else 0
+            prefill["activations"] = expected + self.layer.rotation_bytes(tokens)
+            prefill["activations"] += self.layer.bytes(tokens, received + self.layer.projected)
+        decode = {"activations": self._forward(rows, stage, batches)}
         if stage < self._last:
-            return {"activations": forward, "cache": cache}
-        # While the first decode batch samples, receives of the other prompts are posted; they have no cache yet.
-        expected = (active - 1) * self._expected(tokens, stage, active - 1)
-        logits = self.logits.sampled(rows)
-        return _peak(
-            {"activations": forward + expected, "cache": cache // active},
-            {"activations": forward, "cache": cache},
-            {"activations": expected, "cache": cache // active, "logits": logits},
-            {"cache": cache, "logits": logits},
-        )
+            return _peak(cache | prefill, cache | decode)
+        return _peak(cache | prefill, cache | decode, cache | {"logits": self.logits.sampled(rows)})
 
     def training(
         self, tokens: float, *, layers: int, stage: int, chunks: int, frozen_layers: int = 0
@@ -95,34 +94,30 @@ class Activations:
         if self.strategy.recompute:
             # All of the layer, recomputed. Its input was kept anyway, but its output is held needlessly.
             inside += layer.bytes(tokens, layer.kept)
-        waiting = 0
         moments = []
         if stage == self._last:
             # Input of the final norm, its output at predicted tokens, and the gradient of that output.
             states = layer.bytes(tokens, layer.stream + 2 * layer.hidden)
             kept = sent + flying * each + states
             moments.append({"activations": kept, "logits": self.logits.backward(tokens)})
-            if stage == 0 and self.sizes.trained.tied and trains_embedding:
-                # The head's contribution to the tied embedding gradient is held until the embedding adds its own.
-                waiting = self.logits.table_bytes
         if layers:
-            moments.append({"activations": sent + flying * each + inside, "logits": waiting})
+            moments.append({"activations": sent + flying * each + inside, "logits": 0})
         if frozen_layers:
             # A later micro-batch, in the layers that keep nothing.
             kept = sent + (flying - 1) * each + self._shared(tokens)
             moments.append({"activations": kept + layer.bytes(tokens, layer.stream + layer.computed)})
         if stage == 0 and trains_embedding:
-            table = layer.matrix_bytes(self.sizes.padded_vocab * layer.hidden)
-            moments.append({"activations": sent + (flying - 1) * each + table, "logits": waiting})
+            embedded = layer.bytes(tokens, layer.stream) + 4 * int(tokens * layer.hidden)
+            moments.append({"activations": sent + (flying - 1) * each + embedded, "logits": 0})
         return _peak(*moments)
 
     def kept(self, tokens: float, layers: int) -> int:
         """Compute the bytes kept for backward by one micro-batch; with checkpointing, the input of each layer."""
         each = self.layer.stream if self.strategy.recompute else self.layer.kept
-        return self.layer.bytes(tokens, layers * each) + self._shared(tokens)
+        return self.layer.bytes(tokens, layers * each) + (self._shared(tokens) if layers else 0)
 
     def cache(self, tokens: float, layers: int) -> int:
-        """Compute the KV-cache bytes of one decode batch."""
+        """Compute the bytes of a KV cache."""
         return kv_cache_bytes(self.sizes, tokens=tokens, layers=layers, element_bytes=self.element_bytes)
 
     @cached_property

@@ -7,6 +7,7 @@ gradient save. Unless stated otherwise, sizes are elements per token in the mode
 from dataclasses import dataclass
 from functools import cached_property
 
+from realrl.layout.limits import ADDED_ELEMENTS
 from realrl.plan.placement import Strategy
 from realrl.planner.workload.padding import Padding
 from realrl.planner.workload.shard_sizes import LocalSizes
@@ -36,9 +37,8 @@ class LayerMemory:
         return self.hidden / (self.sizes.tp if self.strategy.sequence_parallel else 1)
 
     def rotation_bytes(self, tokens: float) -> int:
-        """Compute the bytes of the rotary tables, shared by all layers; on a CPU expanded to every head."""
-        dims = self.sizes.q_dim + self.sizes.kv_dim if self.cpu else self.sizes.shape.head_dim
-        return self.bytes(tokens, 2 * dims)
+        """Compute the bytes of the rotary tables, shared by all layers: cosines and sines of pairs in float32."""
+        return int(tokens * 4 * self.sizes.shape.head_dim)
 
     def index_bytes(self, tokens: float) -> int:
         """Compute the bytes of padding indices and attention masks, shared by all layers.
@@ -97,6 +97,11 @@ class LayerMemory:
             attention += self._padding.long * self.sizes.q_dim
         return norms + attention + 3 * self.sizes.ffn_dim
 
+    @property
+    def projected(self) -> float:
+        """Elements per token of a layer that ends with keys and values: its input, that normalized, and these."""
+        return self.stream + self.hidden + self._qkv
+
     def backward_bytes(self, tokens: float) -> int:
         """Compute the peak bytes of gradients in backward, less saved tensors that have been freed by then."""
         s = self.stream
@@ -105,8 +110,8 @@ class LayerMemory:
         gathered = hidden if self.strategy.sequence_parallel else 0
         copied = hidden if self.cpu else 0  # oneDNN copies an operand of the matmul for the weight gradient
         moments = [
-            # The gradients of the product, of gate and up, and one temporary.
-            self.bytes(tokens, s + 3 * inner),
+            # The gradients of the product, of gate and up; the product itself has been freed.
+            self.bytes(tokens, s + 2 * inner),
             # The gradients of a matrix and of its input, when saved tensors of later operations are freed.
             self.bytes(tokens, s + gathered + copied + inner) + self.matrix_bytes(inner * hidden),
             self.bytes(tokens, s + hidden + copied - inner) + self.matrix_bytes(2 * inner * hidden),
@@ -119,8 +124,12 @@ class LayerMemory:
         return max(moments)
 
     def matrix_bytes(self, elements: int) -> int:
-        """Compute the bytes of a parameter gradient before accumulation: as computed, and cast to float32."""
-        return elements * (self.element_bytes + (4 if self.element_bytes < 4 else 0))
+        """Compute the bytes of a matrix's gradient apart from the float32 gradients that it is added to.
+
+        Products add to them, but those of narrow numbers on a CPU, which are computed part by part.
+        """
+        narrow = self.cpu and self.element_bytes < 4
+        return min(elements, ADDED_ELEMENTS) * self.element_bytes if narrow else 0
 
     def bytes(self, tokens: float, numbers: float) -> int:
         """Compute the bytes of `numbers` elements per token."""

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from realrl.dataflow.call import Candidates
-from realrl.layout.limits import max_logits
+from realrl.layout.limits import ADDED_ELEMENTS, max_logits
 from realrl.planner.workload.shard_sizes import LocalSizes
 
-SAMPLED_LOGIT_BYTES = 28
-"""Bytes per logit of a sampled token without top-k and top-p (`engine.generation.sampling`).
+SAMPLED_LOGIT_BYTES = 16
+"""Bytes per logit of a sampled token without top-k and top-p (`engine.generation.sampler`).
 
-Logits, log-probabilities and probabilities in float32; probabilities and their cumulative sums in float64."""
+Logits, log-probabilities, probabilities, and probabilities padded to whole blocks, in float32."""
 _FOUND_BYTES = 12
 """Bytes per likeliest token: its id in int64, and its log-probability in float32."""
 _GIVEN_BYTES = 16
@@ -29,11 +29,6 @@ class Logits:
     cpu: bool
     candidates: Candidates | None = None
     """Those of the call."""
-
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of the float32 gradient of the head, or of the embedding table."""
-        return 4 * self.sizes.padded_vocab * self.sizes.shape.hidden_size
 
     def sampled(self, rows: float) -> int:
         """Compute the bytes of the next tokens' logits, which every TP rank holds in full."""
@@ -59,19 +54,26 @@ class Logits:
         return int(computed + _GIVEN_BYTES * numbers)
 
     def backward(self, tokens: float) -> int:
-        """Compute the bytes of one logit chunk in the backward pass, with the gradient of the head.
+        """Compute the bytes of one logit chunk in the backward pass.
 
         A micro-batch of a single chunk keeps its log-probabilities. The peak is either at the log-probabilities,
-        which turn into the gradient of logits, beside the accumulated gradient of the head; or at the gradient of
-        logits, beside that accumulated gradient and the term added to it. A frozen head has no gradient.
+        which turn into the gradient of logits; or at that gradient, beside the head's where it is computed before
+        it is added to those of other passes (see `LayerMemory.matrix_bytes`). A frozen head has none.
         """
         if self._scalar:
             return int(2 * self._float32 * tokens * self.sizes.shape.hidden_size)
         chunk = self._chunk(tokens)
-        table = self.table_bytes if self.sizes.trains_head else 0
         kept = 4 * chunk if chunk == tokens * self.sizes.padded_vocab else 0
-        added = table * self.element_bytes / 4 + (table if self.cpu and self._narrow else 0)
-        inside = max(self._log_softmax * chunk, self.element_bytes * chunk + added) + table
+        product = 0
+        if self.sizes.trains_head and self.cpu:
+            product = self._narrow * min(
+                self.sizes.padded_vocab * self.sizes.shape.hidden_size, ADDED_ELEMENTS
+            )
+        if self.cpu:
+            computed = 4 + self._narrow if kept else self._log_softmax
+            inside = max(computed * chunk, self.element_bytes * chunk + product)
+        else:  # logits, and their gradient, which in float32 takes their place
+            inside = (self._narrow if kept else 4 + self._narrow) * chunk
         if self.candidates is None:
             return int(kept + inside)
         numbers = self.candidates.count * tokens
@@ -81,8 +83,13 @@ class Logits:
 
     @property
     def _log_softmax(self) -> int:
-        """Bytes per logit: the matmul output and its float32 cast, or that cast and its exponential under TP."""
-        return max(4 + self._narrow, 8 if self.sizes.tp > 1 else 0)
+        """Bytes per logit: the matmul output and its float32 cast, or that cast and its exponential under TP.
+
+        On a GPU products are float32, and of their softmax only sums are kept, but where tokens are selected by it.
+        """
+        selects = self.candidates is not None and self.candidates.ids is None
+        exponential = 8 if self.sizes.tp > 1 and (self.cpu or selects) else 0
+        return max(4 + (self._narrow if self.cpu else 0), exponential)
 
     @property
     def _narrow(self) -> int:

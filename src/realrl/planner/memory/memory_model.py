@@ -1,33 +1,37 @@
 """Device memory of calls, by named parts."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 
 from realrl.config.errors import UserError
 from realrl.config.units import format_bytes
 from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import Head, ModelShape
-from realrl.layout.limits import STAGING_BUFFERS, bucket_count
+from realrl.layout.limits import bucket_count, message_limits
 from realrl.layout.ranges import stage_layers
-from realrl.layout.routing.chunks import CHUNK_BYTES
 from realrl.layout.sets import TrainablePart
 from realrl.plan.placement import Placement
-from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.memory.activations import Activations, Parts
 from realrl.planner.memory.candidates import add_candidates
+from realrl.planner.memory.communicators import count_layout_bytes, world_bytes
 from realrl.planner.workload.batching import split_work
+from realrl.planner.workload.generation import split_generation
 from realrl.planner.workload.shard_sizes import LocalSizes, SetSizes
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
 
 _FLOAT32 = 4
 _GIB = 1 << 30
-DRIVER_BYTES = int(1.6 * _GIB)
-"""Memory reserved by driver and libraries on a GPU.
-
-About 0.6 GiB for the CUDA context and the libraries' kernels, and 1 GiB for a few NCCL communicators."""
+DRIVER_BYTES = int(0.6 * _GIB)
+"""Memory reserved by driver and libraries on a GPU: the CUDA context and the kernels that are used."""
+PROCESS_BYTES = 4 * _GIB
+"""Host memory reserved for a device's process: torch, CUDA, and a file of weights while a model is saved."""
 FRAGMENTATION = 0.1
 """Fraction of dynamic memory that the caching allocator holds but cannot use.
 
@@ -60,13 +64,14 @@ class MemoryModel:
 
     def __init__(self, spec: ClusterSpec, efficiency: Efficiency | None = None) -> None:
         """Raise UserError if a device kind has no memory left for a plan."""
-        for kind in (group.device for group in spec.groups):
-            if _usable(kind) <= 0:
+        self.spec = spec
+        for rank in (end - group.size for end, group in zip(spec.ends, spec.groups, strict=True)):
+            kind = spec.device(rank)
+            if self.capacity(rank) <= 0:
                 raise UserError(
                     f"{kind.name}: {format_bytes(kind.memory_bytes)} are less than what drivers and the buffers of"
                     " messages take"
                 )
-        self.spec = spec
         self.efficiency = efficiency or Efficiency()
         self._sizes: dict[tuple[ModelShape, Head, int, TrainablePart], LocalSizes] = {}
         self._needs: dict[object, tuple[MemoryNeed, ...]] = {}
@@ -74,9 +79,22 @@ class MemoryModel:
     def capacity(self, rank: int) -> int:
         """Return the bytes that a plan may use on a rank's device.
 
-        Driver, communication libraries and reallocation buffers are subtracted from its memory.
+        Driver, the communicator of all ranks and reallocation buffers are subtracted from its memory.
         """
-        return _usable(self.spec.device(rank))
+        kind = self.spec.device(rank)
+        return _usable(kind) - (0 if kind.cpu else world_bytes(self.spec.size, self._per_node(rank)))
+
+    def host_capacity(self, node: int) -> float:
+        """Return the bytes of host memory that offloaded state may use on a node; no limit where hosts compute."""
+        group = next(g for first, g in self._groups_by_node if node < first)
+        if group.device.cpu:
+            return math.inf
+        return float(group.host_memory - group.devices_per_node * PROCESS_BYTES)
+
+    def communicators(self, placements: Iterable[Placement]) -> int:
+        """Compute the bytes of NCCL communicators of a device that is part of these placements of models."""
+        on_gpus = [p for p in placements if not self.spec.device(p.mesh.first).cpu]
+        return count_layout_bytes(on_gpus, self._per_node(on_gpus[0].mesh.first)) if on_gpus else 0
 
     def parameters(self, model: StoredModel, placement: Placement) -> int:
         """Compute the bytes of a copy of the parameters on the peak device of a placement."""
@@ -142,8 +160,10 @@ class MemoryModel:
         work = workload.work(call)
         width = model.width(strategy)
         cpu = self.spec.device(placement.mesh.first).cpu
+        generation = None
         if call.kind is Kind.GENERATE:
-            chunks = split_work(work, strategy, self.efficiency.generation_chunks_per_stage)
+            generation = split_generation(work, strategy, cpu=cpu)
+            chunks = generation.passes
             strategy = replace(strategy, sequence_parallel=False)  # it pays for long sequences
         else:
             chunks = split_work(work, strategy, self.efficiency.pass_chunks_per_stage)
@@ -171,18 +191,26 @@ class MemoryModel:
             elif call.kind is Kind.INFERENCE:
                 parts = activations.inferring(tokens, stage=stage, chunks=chunks.count)
             else:
-                assert call.kind is Kind.GENERATE, f"{call.name} is a function, which uses no device memory"
+                assert generation is not None, f"{call.name} is a function, which uses no device memory"
                 parts = activations.generating(
                     tokens,
-                    rows=chunks.peak.rows,
-                    # All prompts have room for the longest, all rows for the longest answer.
-                    cached=chunks.peak.sequences * max(lengths) + chunks.peak.rows * work.room,
+                    rows=generation.rows_per_batch,
+                    cached=generation.cache.tokens,
+                    batches=generation.batches,
                     layers=layers,
                     stage=stage,
-                    chunks=chunks.count,
                 )
             last = stage == strategy.pp - 1
             yield add_candidates(parts, call, work, strategy, tokens, cpu=cpu, last=last)
+
+    def _per_node(self, rank: int) -> int:
+        return self.spec.groups[self.spec.group_index(rank)].devices_per_node
+
+    @cached_property
+    def _groups_by_node(self) -> list[tuple[int, NodeGroup]]:
+        """Groups, each with the first node after it."""
+        ends = accumulate(group.nodes for group in self.spec.groups)
+        return list(zip(ends, self.spec.groups, strict=True))
 
     def _elements(self, model: StoredModel, placement: Placement) -> dict[str, list[int]]:
         """Elements that each stage stores of each parameter set."""
@@ -206,10 +234,11 @@ def _padded(sizes: SetSizes, placement: Placement) -> list[int]:
 
 
 def _usable(kind: DeviceKind) -> int:
-    return kind.memory_bytes - STAGING_BUFFERS * CHUNK_BYTES - (0 if kind.cpu else DRIVER_BYTES)
+    return kind.memory_bytes - message_limits(cpu=kind.cpu).staging_bytes - (0 if kind.cpu else DRIVER_BYTES)
 
 
 def _state(elements: int, dp: int, element_bytes: int) -> dict[str, int]:
-    """Bytes of full gradients, and of optimizer shards: gradient, two moments, master weights if below float32."""
-    parts = 3 + (element_bytes < _FLOAT32)
+    """Bytes of full gradients, and of optimizer shards: gradient unless it is the full one, two moments, master
+    weights if below float32."""
+    parts = 2 + (dp > 1) + (element_bytes < _FLOAT32)
     return {"gradients": _FLOAT32 * elements, "optimizer": _FLOAT32 * parts * elements // dp}

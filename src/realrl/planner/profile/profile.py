@@ -1,6 +1,7 @@
 """Profile file: measured times of model parts, collectives and copies on one kind of device.
 
-A profile belongs to one kind of device, one number of processes per node, and one set of software versions. It
+A profile belongs to one kind of device, one number of processes per node, and one set of software versions;
+processes of a CPU with another number of threads are taken to be faster or slower by their expected speedup. It
 holds times of parts of calls for any number of model shapes, as one TP rank computes them without communication,
 and times that depend on bytes alone: collectives, point-to-point messages and copies.
 
@@ -29,7 +30,7 @@ from realrl.planner.profile.corrections import Correction
 from realrl.planner.profile.curves import Curve, Surface
 
 FORMAT: Literal["realrl profile"] = "realrl profile"
-VERSION: Literal[2] = 2
+VERSION: Literal[3] = 3
 """Version of the file format; files of other versions are rejected."""
 
 LayerKind = Literal[
@@ -51,6 +52,7 @@ LayerKind = Literal[
     "sample",
     "prepare",
     "optimizer",
+    "product",
 ]
 """Parts of calls that are measured. Unless stated otherwise, of a micro-batch of `tokens` in sequences of
 `context`.
@@ -60,14 +62,16 @@ after the last layer, and what the method of the call computes from them. These 
 embed_backward, backward, head_backward and scalar_backward are what train calls add to them, so that both together
 are forward, loss and backward. bucket_embed, bucket, bucket_backward: increments of embed, forward and backward per
 further bucket of sequences of similar length, which attention on a CPU computes one by one. prefill: one layer that
-stores its keys and values. start: all of a generate call up to the first token of each sequence, but for its
-layers. decode: one layer of a decode step of `sequences` with `context` tokens each in the KV cache.
+stores its keys and values. start: what a generate call takes besides, but for the layers of its decode
+steps: the last layer computes only keys and values of prompts, and counts here. decode: one layer of a decode step
+of `sequences` with `context` tokens each in the KV cache.
 decode_overhead: what a decode step takes besides on every pipeline stage. sample: head and sampling of a decode
 step, on the last stage. prepare: experience of a train call, made of `sequences` before its first mini-batch, for
 answers of `context` tokens. optimizer: update of `tokens` parameters, after gradient reduction and without zeroing
-gradients."""
+gradients. product: a product of two square matrices with `tokens` rows, which is no part of a call but what
+arithmetic reaches at most."""
 
-WHOLE: tuple[LayerKind, ...] = ("prepare", "optimizer")
+WHOLE: tuple[LayerKind, ...] = ("prepare", "optimizer", "product")
 """Kinds that do not depend on tensor parallelism and are measured without it."""
 
 CollectiveKind = Literal[
@@ -183,11 +187,13 @@ class Profile(Settings):
     """Measured times of one kind of device; written by `save`, read by `load`."""
 
     format: Literal["realrl profile"] = FORMAT
-    version: Literal[2] = VERSION
+    version: Literal[3] = VERSION
     device: str
     """Name of the device kind, as in a cluster description."""
     processes: PositiveInt = 1
     """Processes per node that measured at the same time."""
+    threads: PositiveInt | None = None
+    """Threads of each of them, on a CPU; of profiles that do not say it, those of the processes to plan for."""
     software: dict[str, str]
     """Versions by package; a profile of other versions is used with a note."""
     layers: tuple[LayerTimes, ...] = Field(default=(), strict=False)
@@ -216,6 +222,22 @@ class Profile(Settings):
         """
         surface = self._surfaces.get((_key(shape), element_bytes, kind, tp))
         return None if surface is None else surface(context, size)
+
+    def peak_flops(self, dtype: Dtype) -> float | None:
+        """Find the largest FLOP/s of any measured product in a data type; None where none was measured."""
+        rates = [
+            2 * m.tokens**3 / m.seconds
+            for part in self.layers
+            for m in part.measurements
+            if m.kind == "product" and part.dtype == dtype
+        ]
+        return max(rates, default=None)
+
+    def memory_bytes_per_s(self) -> float | None:
+        """Find the bandwidth at which the largest measured copy reads and writes; None where none was measured."""
+        copies = [c for c in self.collectives if c.kind == "copy"]
+        largest = max(copies, key=lambda c: c.bytes, default=None)
+        return None if largest is None else 2 * largest.bytes / largest.seconds
 
     def collective(self, kind: CollectiveKind, ranks: int, nodes: int, number_bytes: float) -> float | None:
         """Interpolate a measured time; None if it was not measured for this number of ranks and nodes."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from realrl.config.units import format_bytes
 from realrl.dataflow.call import Kind
-from realrl.planner.simulate.estimate import DeviceMemory
+from realrl.planner.simulate.estimate import DeviceMemory, Estimate, NodeMemory
 from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 def describe_shortage(scenario: "Scenario", shortage: "Shortage") -> str:
     """Describe a shortage that a search has met; for the wording see `_describe`."""
+    if shortage.node is not None:
+        return _describe_host(shortage.node, shortage.needed_bytes, shortage.limit_bytes)
     graph = scenario.graph
     call = graph.call(shortage.call)
     strategy = shortage.candidate.placement
@@ -46,6 +48,24 @@ def describe_full_device(memory: DeviceMemory) -> str:
         capacity=memory.capacity,
         during=peak.during,
         parts=peak.parts,
+    )
+
+
+def describe_misfit(estimate: Estimate) -> str:
+    """Describe why an estimated plan does not fit: a host, else the peak device."""
+    full = estimate.full_host
+    return describe_full_device(estimate.peak_device) if full is None else describe_full_host(full)
+
+
+def describe_full_host(memory: NodeMemory) -> str:
+    """Describe the shortage of a node's host under an estimated plan."""
+    return _describe_host(memory.node, memory.bytes, memory.capacity)
+
+
+def _describe_host(node: int, needed: float, capacity: float) -> str:
+    return (
+        f"the host of node {node} needs {format_bytes(needed)} of {format_bytes(max(0, capacity))} for what is"
+        " offloaded"
     )
 
 

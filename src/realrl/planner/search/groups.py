@@ -43,6 +43,7 @@ class CandidateGroups:
     weights: Floats
     resident: Floats
     working: Floats
+    """What the call needs while it runs, and its communicators."""
     limit: Floats
     """Largest usable bytes of a device."""
     layouts: Layouts
@@ -95,7 +96,7 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
         load=least(columns.load),
         weights=least(columns.weights),
         resident=least(columns.resident),
-        working=least(columns.working),
+        working=least(columns.working + columns.communicators),
         limit=-least(-columns.limit),
         layouts=layouts[order[starts[KIND]]],
         kind_starts=(

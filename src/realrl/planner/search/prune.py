@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from realrl.planner.evaluate.shortage import DoesNotFit, explain_call_shortage
-from realrl.planner.moves.transfers import Ints
+from realrl.planner.moves.transfers import Floats, Ints
 from realrl.planner.space.problem import Candidate, Problem
 
 
@@ -42,12 +42,24 @@ def _undominated(candidates: Sequence[Candidate], *, by_mesh: bool) -> Ints:
     stay = []
     for members in groups.values():
         costs = np.array([_costs(candidates[i]) for i in members])
-        better = (costs[:, None] <= costs[None]).all(axis=2)
+        better = (costs[:, None] <= costs[None] + _shared(candidates, members)).all(axis=2)
         equal = better & better.T
         # Of equal candidates the first stays.
         beaten = (better & ~equal) | (equal & np.tri(len(members), k=-1, dtype=bool).T)
         stay += [i for i, lost in zip(members, np.any(beaten, axis=0).tolist(), strict=True) if not lost]
     return np.array(sorted(stay))
+
+
+def _shared(candidates: Sequence[Candidate], members: Sequence[int]) -> Floats:
+    """Resident bytes that a candidate must take less than another, [better, other, costs].
+
+    Communicators of the other one's layout may be those of another call, too, and cost nothing; its own may not.
+    """
+    codes = np.array([hash(candidates[i].layout) for i in members])
+    own = np.array([candidates[i].communicator_bytes for i in members])
+    extra = np.zeros((len(members), len(members), len(_costs(candidates[members[0]]))))
+    extra[:, :, _RESIDENT] = -np.where(codes[:, None] == codes, 0.0, own[:, None])
+    return extra
 
 
 def _rows(candidate: Candidate) -> tuple[int, ...]:
@@ -60,6 +72,10 @@ def _layout(candidate: Candidate) -> tuple[int, ...]:
     return *candidate.layout, candidate.placement.strategy.sequence_parallel
 
 
+_RESIDENT = 1
+"""Place of resident bytes among costs."""
+
+
 def _costs(candidate: Candidate) -> tuple[float, ...]:
     loaded = candidate.weights_bytes * candidate.offload
     moves = candidate.load_seconds * candidate.offload, candidate.unload_seconds * candidate.offload
@@ -68,6 +84,7 @@ def _costs(candidate: Candidate) -> tuple[float, ...]:
         candidate.resident_bytes,
         candidate.working_bytes,
         candidate.weights_bytes,
+        candidate.host_bytes,
         loaded,
         *moves,
     )

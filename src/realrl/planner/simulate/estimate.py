@@ -1,7 +1,8 @@
 """Predicted timeline and memory of a plan."""
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -98,6 +99,21 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeMemory:
+    """Memory that offloaded state takes on the host of a node."""
+
+    node: int
+    capacity: int
+    """Bytes that it may take."""
+    bytes: int
+
+    @property
+    def fill(self) -> float:
+        """Used fraction; infinite where processes leave none."""
+        return self.bytes / self.capacity if self.capacity > 0 else math.inf if self.bytes else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Predicted step of a plan; times are in seconds."""
 
@@ -117,6 +133,8 @@ class Estimate:
     """Timeline of one step, by rank."""
     memory: tuple[DeviceMemory, ...]
     """Device memory, by rank."""
+    hosts: tuple[NodeMemory, ...]
+    """Host memory, by node; none of hosts without a limit."""
 
     @cached_property
     def peak_device(self) -> DeviceMemory:
@@ -130,8 +148,13 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether every device has enough memory."""
-        return self.peak_bytes <= self.peak_device.capacity
+        """Whether every device and every host has enough memory."""
+        return self.peak_bytes <= self.peak_device.capacity and self.full_host is None
+
+    @property
+    def full_host(self) -> NodeMemory | None:
+        """Host whose memory is exceeded most; None where all suffice."""
+        return find_full_host(self.hosts)
 
     @property
     def tokens_per_second(self) -> float:
@@ -179,3 +202,8 @@ class Estimate:
                 total[moving[type(slice_.instruction)]] += slice_.seconds - slice_.waiting
         total["idle"] = self.step_seconds * len(self.slices) - sum(total.values())
         return dict(total)
+
+
+def find_full_host(hosts: Sequence[NodeMemory]) -> NodeMemory | None:
+    """Find the host whose memory is exceeded most; None where all suffice."""
+    return max((host for host in hosts if host.fill > 1), key=lambda host: host.fill, default=None)

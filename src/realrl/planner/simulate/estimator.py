@@ -6,7 +6,7 @@ from realrl.dataflow.periods import share_steps
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.durations import Durations
 from realrl.planner.simulate.estimate import CallEstimate, Estimate, MoveEstimate, Slice
-from realrl.planner.simulate.footprints import compute_footprints
+from realrl.planner.simulate.footprints import compute_footprints, compute_host_memory
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.simulate.simulator import Simulation, simulate
 from realrl.planner.workload.flops import count_flops
@@ -42,6 +42,7 @@ def estimate_plan(scenario: Scenario, plan: Plan) -> Estimate:
         moves=tuple(_moves(scenario, programs, simulation)),
         slices=simulation.slices(0),
         memory=compute_footprints(scenario, memory, programs),
+        hosts=compute_host_memory(scenario, memory),
     )
 
 

@@ -1,10 +1,11 @@
 """Memory footprints of devices by call and part."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from realrl.plan.placement import Placement
-from realrl.planner.simulate.estimate import DeviceMemory, Footprint
+from realrl.planner.simulate.estimate import DeviceMemory, Footprint, NodeMemory
 from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 from realrl.planner.simulate.scenario import Scenario
 from realrl.program.instructions import Load, Program, Reallocate, Run
@@ -23,6 +24,19 @@ def compute_footprints(
     return tuple(devices.device(program) for program in programs)
 
 
+def compute_host_memory(scenario: Scenario, held: Memory) -> tuple[NodeMemory, ...]:
+    """Compute the memory that offloaded state takes on the host of every node that has a limit."""
+    cluster, found = scenario.spec.cluster, []
+    for node in range(cluster.nodes):
+        capacity = scenario.memory.host_capacity(node)
+        if capacity < math.inf:
+            first = node * cluster.devices_per_node
+            ranks = range(first, first + cluster.devices_per_node)
+            number = sum(sum(held.in_host(rank).values()) for rank in ranks)
+            found.append(NodeMemory(node=node, capacity=int(capacity), bytes=number))
+    return tuple(found)
+
+
 class _Devices:
     def __init__(self, scenario: Scenario, held: Memory) -> None:
         self._scenario = scenario
@@ -35,9 +49,17 @@ class _Devices:
         positions = {place: _position(place, program.rank) for place in (*self._held.resting, *runs)}
         alike = (tuple(map(id, program.instructions)), *positions.values())
         if alike not in self._known:
-            resting = self._parts(self._held.at_rest(program.rank))
-            self._known[alike] = resting, self._footprints(program)
+            shared = self._communicators(program)
+            resting = self._parts(self._held.at_rest(program.rank)) | shared
+            footprints = [Footprint(f.during, {**f.parts, **shared}) for f in self._footprints(program)]
+            self._known[alike] = resting, tuple(footprints)
         return DeviceMemory(program.rank, self._scenario.memory.capacity(program.rank), *self._known[alike])
+
+    def _communicators(self, program: Program) -> dict[MemoryPart, int]:
+        """NCCL communicators of a rank, which it always has."""
+        places = [i.placement for i in program.instructions if isinstance(i, Run) and i.role is not None]
+        size = self._scenario.memory.communicators(places)
+        return {MemoryPart(PartKind.COMMUNICATORS): size} if size else {}
 
     def _footprints(self, program: Program) -> tuple[Footprint, ...]:
         """Footprint of each call of a model: the peak while it runs or while parameters are moved before it.

@@ -5,7 +5,8 @@ from enum import StrEnum
 
 
 class PartKind(StrEnum):
-    """Kind of a part; the value is its text in reports. Those of a call (`planner.memory`) belong to no role."""
+    """Kind of a part; the value is its text in reports. Communicators, and what a call needs while it runs
+    (`planner.memory`), belong to no role."""
 
     PARAMETERS = "parameters"
     OPTIMIZER = "gradients and optimizer"
@@ -14,6 +15,7 @@ class PartKind(StrEnum):
     CACHE = "cache"
     LOGITS = "logits"
     FRAGMENTATION = "fragmentation"
+    COMMUNICATORS = "NCCL communicators"
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ def build_problem(
         transfers=scenario.cost.transfers(graph, scenario.models),
         memory_bytes=tuple(float(scenario.memory.capacity(rank)) for rank in first_ranks),
         exchange=scenario.cost.exchange(graph, scenario.workload),
+        host_memory_bytes=tuple(map(scenario.memory.host_capacity, range(spec.cluster.nodes))),
     )
 
 
@@ -155,6 +156,7 @@ class _Builder:
             resident_bytes=resident,
             # Resident and total bytes may peak on different stages.
             working_bytes=max(need.bytes for need in needs) - resident,
+            communicator_bytes=scenario.memory.communicators([placement]),
         )
 
     def _variants(self, call: Call, candidate: Candidate, limit: float) -> list[Candidate]:
@@ -170,7 +172,8 @@ class _Builder:
         # Parameters and state may be largest on different stages, where a model is trained in part.
         state = memory.state(model, candidate.placement) if call.kind is Kind.TRAIN else 0
         if state > _WORTH_OFFLOADING * limit:
-            moved = cost.offload(memory.kept_state(model, candidate.placement), rank)
+            kept = memory.kept_state(model, candidate.placement)
+            moved = cost.offload(kept, rank)
             variants.append(
                 replace(
                     candidate,
@@ -179,14 +182,13 @@ class _Builder:
                     working_bytes=candidate.working_bytes
                     + candidate.resident_bytes
                     - candidate.weights_bytes,
+                    host_bytes=kept,
                     offload_optimizer=True,
                 )
             )
         if candidate.weights_bytes > _WORTH_OFFLOADING * limit:
-            copies = {
-                name: cost.offload(size, rank)
-                for name, size in memory.set_bytes(model, candidate.placement).items()
-            }
+            sizes = memory.set_bytes(model, candidate.placement)
+            copies = {name: cost.offload(size, rank) for name, size in sizes.items()}
             changing = {
                 name
                 for other in graph.calls
@@ -196,6 +198,7 @@ class _Builder:
                 replace(
                     o,
                     resident_bytes=0 if o.offload_optimizer else state,
+                    host_bytes=o.host_bytes + sum(sizes.values()),
                     offload=True,
                     load_seconds=sum(copies.values()),
                     unload_seconds=sum(s for name, s in copies.items() if name in changing),

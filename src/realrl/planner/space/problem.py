@@ -1,5 +1,6 @@
 """Search problem: candidates of every call of a step, one of which an assignment selects."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,10 @@ class Candidate:
     """Bytes that the role keeps in device memory between calls if this is its primary placement."""
     working_bytes: float
     """Bytes that the call needs while it runs, besides resident bytes and a copy of the parameters."""
+    communicator_bytes: float = 0.0
+    """Bytes of the NCCL communicators of this layout; calls of equal layouts share them."""
+    host_bytes: float = 0.0
+    """Bytes of host memory for what is offloaded, per device; only at the role's primary placement."""
     offload: bool = False
     """Whether the role's parameters are offloaded between uses; only at the role's primary placement."""
     offload_optimizer: bool = False
@@ -41,8 +46,9 @@ class Candidate:
         `is_home`: whether this is the role's primary placement.
         """
         if not is_home:
-            return self.working_bytes + self.weights_bytes
-        return self.resident_bytes + self.working_bytes + self.weights_bytes * self.offload
+            return self.working_bytes + self.weights_bytes + self.communicator_bytes
+        held = self.resident_bytes + self.communicator_bytes
+        return held + self.working_bytes + self.weights_bytes * self.offload
 
     @property
     def layout(self) -> tuple[int, int, int, int]:
@@ -72,6 +78,8 @@ class Problem:
     """Usable bytes per device, by node; equal on all nodes of a mesh."""
     exchange: ExchangeModel
     """Time model of data exchange between calls."""
+    host_memory_bytes: tuple[float, ...] = ()
+    """Bytes of host memory for offloaded state, by node; nothing for no limit."""
 
     def __post_init__(self) -> None:
         if len(self.memory_bytes) != self.cluster.nodes:
@@ -94,6 +102,11 @@ class Problem:
     def home(self, role: str) -> Call:
         """Return the call whose candidate decides the primary placement of a role."""
         return self.graph.home(role)
+
+    def host_limit(self, placement: Placement) -> float:
+        """Return the bytes of host memory for offloaded state on the first node of a placement."""
+        node = self.cluster.node(placement.mesh.first)
+        return max(1.0, self.host_memory_bytes[node]) if self.host_memory_bytes else math.inf
 
     def is_home(self, call: Call) -> bool:
         """Tell whether a role lives where the call runs; never where a function does."""
@@ -139,7 +152,13 @@ class Problem:
         }
         if not all(candidates.values()):
             return None
-        return replace(self, cluster=cluster, candidates=candidates, memory_bytes=self.memory_bytes[:nodes])
+        return replace(
+            self,
+            cluster=cluster,
+            candidates=candidates,
+            memory_bytes=self.memory_bytes[:nodes],
+            host_memory_bytes=self.host_memory_bytes[:nodes],
+        )
 
     def plan(self, assignment: Assignment) -> Plan:
         """Build the plan of an assignment."""

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 
 from realrl.config.errors import UserError
-from realrl.layout.sharing import count_rows_per_piece
 from realrl.plan.placement import Strategy
 from realrl.planner.workload.workload import CallWork
 
@@ -15,9 +14,7 @@ class PeakChunk:
 
     sequences: float
     lengths: tuple[int, ...]
-    """Sample of the tokens per sequence of a forward pass: whole sequences, or prompts."""
-    rows: float
-    """Sequences that are generated."""
+    """Sample of the tokens per sequence of a forward pass."""
 
     @property
     def tokens(self) -> float:
@@ -27,13 +24,11 @@ class PeakChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """Micro-batches, or decode batches, of one DP rank; of equal size except for their peak memory."""
+    """Micro-batches of one DP rank; of equal size except for their peak memory."""
 
     count: int
     sequences: float
-    """Sequences of a forward pass of one chunk, on the busiest rank: whole sequences, or prompts."""
-    rows: float
-    """Sequences that are generated, several where samples share a prompt; else `sequences`."""
+    """Sequences of one chunk, on the busiest rank."""
     tokens: float
     squares: float
     """Sum of squared lengths."""
@@ -41,23 +36,16 @@ class Chunks:
 
 
 def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
-    """Split one mini-batch into micro-batches, or prompts into decode batches, as `engine.model.Model.split` does.
+    """Split one mini-batch into micro-batches, as `engine.model.Model.split_micro_batches` does.
 
-    A chunk has at most `micro_batch_tokens` tokens; for generation these count the capacity of the KV cache.
-    `tokens` and `squares` are those of a forward pass: of the prompts, for generation. UserError if a rank
-    would get no record.
+    A chunk has at most `micro_batch_tokens` tokens. UserError if a rank would get no record.
 
-    The sequences of a record stay together, and so do samples that share a prompt, but for prompts that are cut
-    (`layout.sharing`). The longest records come first. Records of one length fill chunks evenly; short ones fill
-    the gaps that long ones leave, so that all chunks but the last are nearly full. In a pipeline chunks are equally
-    full, and there are about `per_stage` per stage, or a larger equal number per stage.
+    The sequences of a record stay together. The longest records come first. Records of one length fill chunks
+    evenly; short ones fill the gaps that long ones leave, so that all chunks but the last are nearly full. In a
+    pipeline chunks are equally full, and there are about `per_stage` per stage, or a larger equal number per stage.
     """
     records = records_per_rank(work, strategy)
-    together = _count_samples_together(work, strategy, records)
-    room = together * work.room
-    rows = records * work.per_item
-    records = -(-records // together)
-    costs = sorted((work.per_item * (length + room) for length in work.lengths), reverse=True)
+    costs = sorted((work.per_item * length for length in work.lengths), reverse=True)
     mean = sum(costs) / len(costs)
     longest = costs[0]
     total = mean * records
@@ -80,30 +68,14 @@ def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
         most: float = min(records, max(1, budget // longest))
     else:
         most = max(longest, min(total, budget)) * len(first) / sum(first)
-    long = tuple(cost // work.per_item - room for cost in first)
+    long = tuple(cost // work.per_item for cost in first)
     sequences = records * work.per_item / count
-    peak = PeakChunk(most * work.per_item, long, min(rows, most * work.per_item * together))
     return Chunks(
         count=count,
         sequences=sequences,
-        rows=rows / count,
         tokens=sequences * work.mean,
         squares=sequences * work.mean_square,
-        peak=peak,
-    )
-
-
-def _count_samples_together(work: CallWork, strategy: Strategy, items: int) -> int:
-    """Samples of a prompt in one decode batch; 1 where nothing is shared."""
-    if work.samples == 1:
-        return 1
-    return count_rows_per_piece(
-        min(work.samples, items),
-        longest=max(work.lengths),
-        room=work.room,
-        budget=strategy.micro_batch_tokens,
-        prompts=-(-items // work.samples),
-        stages=strategy.pp,
+        peak=PeakChunk(most * work.per_item, long),
     )
 
 

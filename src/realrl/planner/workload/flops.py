@@ -7,12 +7,9 @@ from realrl.program.memory import StoredModel
 
 
 def count_flops(call: Call, model: StoredModel | None, workload: Workload) -> float:
-    """Count the FLOPs of a call in a step; a function, which has no model, has none.
+    """Count the FLOPs of a call in a step, see `count_pass_flops`; a function, which has no model, has none.
 
-    Matmuls take 2 per parameter and token, causal attention 2 * s² per layer and element of the query
-    dimension, and the backward pass of what is trained twice as much. Embedding look-ups and recomputation do not
-    count. As in PaLM (arXiv 2204.02311, appendix B), which does not halve attention. In generation, the head counts
-    only sampled tokens.
+    In generation, the head counts only sampled tokens.
     """
     if model is None:
         return 0.0
@@ -20,12 +17,25 @@ def count_flops(call: Call, model: StoredModel | None, workload: Workload) -> fl
     if call.kind is Kind.GENERATE:
         return work.sequences * _generated(model, work)
     tokens = work.mean
-    squares = work.mean_square
-    operations = _forward(model, tokens, tokens, squares)
-    if call.kind is Kind.TRAIN:
-        last = model.part.last_layers
-        operations += 2 * _forward(model, tokens, tokens, squares, layers=last)
-    return work.passes * work.sequences * operations
+    each = count_pass_flops(model, call.kind, tokens=tokens, scored=tokens, squares=work.mean_square)
+    return work.passes * work.sequences * each
+
+
+def count_pass_flops(
+    model: StoredModel, kind: Kind, *, tokens: float, scored: float, squares: float
+) -> float:
+    """Count the FLOPs of `tokens` that a call of this kind passes through a model.
+
+    The head computes outputs of `scored` of them; `squares` is the sum of squared sequence lengths.
+    Matmuls take 2 per parameter and token, causal attention 2 * s² per layer and element of the query
+    dimension, and the backward pass of what is trained twice as much: 6 * N * T and attention, where all of a model
+    is trained. Embedding look-ups and recomputation do not count. As in PaLM (arXiv 2204.02311, appendix B), which
+    does not halve attention.
+    """
+    operations = _forward(model, tokens, scored, squares)
+    if kind is Kind.TRAIN:
+        operations += 2 * _forward(model, tokens, scored, squares, layers=model.part.last_layers)
+    return operations
 
 
 def _generated(model: StoredModel, work: CallWork) -> float:
@@ -35,7 +45,7 @@ def _generated(model: StoredModel, work: CallWork) -> float:
     drawn = sum(work.answers) / len(pairs)
     tokens = sum(prompt + answer - spared * prompt for prompt, answer in pairs) / len(pairs)
     squares = sum((prompt + answer) ** 2 - spared * prompt**2 for prompt, answer in pairs) / len(pairs)
-    return _forward(model, tokens, drawn, squares)
+    return count_pass_flops(model, Kind.GENERATE, tokens=tokens, scored=drawn, squares=squares)
 
 
 def _forward(
@@ -45,7 +55,7 @@ def _forward(
     shape = model.shape
     attention = 2 * squares * shape.heads * shape.head_dim
     each = 2 * tokens * count_layer_weights(shape) + attention
-    outputs = 2 * scored * shape.hidden_size * _outputs(shape, model.head)
+    outputs = 2 * scored * count_head_weights(shape, model.head)
     return (shape.layers if layers is None else layers) * each + outputs
 
 
@@ -55,5 +65,6 @@ def count_layer_weights(shape: ModelShape) -> int:
     return shape.hidden_size * (rotated + 3 * shape.intermediate_size)
 
 
-def _outputs(shape: ModelShape, head: Head) -> int:
-    return shape.vocab_size if head == "lm" else 1
+def count_head_weights(shape: ModelShape, head: Head) -> int:
+    """Count the parameters of the matrix after the layers."""
+    return shape.hidden_size * (shape.vocab_size if head == "lm" else 1)

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.layout.kv_blocks import BLOCK_TOKENS, count_blocks, count_prompt_blocks
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.forms import FORMS
@@ -50,15 +51,21 @@ class CallWork:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest item, with room for what is generated: the least that a micro-batch holds."""
-        return self.per_item * (max(self.lengths) + self.room)
+        """Tokens of the longest item, as the cache holds it where it is generated: the least that is processed."""
+        if not self.answers:
+            return self.per_item * max(self.lengths)
+        return (
+            self.per_item * BLOCK_TOKENS * (count_prompt_blocks(max(self.lengths)) + count_blocks(self.room))
+        )
 
     @property
     def capacity(self) -> int:
-        """Most tokens of a mini-batch, with room for what is generated: the most that a micro-batch holds."""
+        """Most tokens of a mini-batch, as the cache holds them where they are generated."""
         items = -(-self.items // self.minibatches)
-        prompts = -(-items // self.samples)
-        return self.per_item * (prompts * max(self.lengths) + items * self.room)
+        if not self.answers:
+            return self.per_item * items * max(self.lengths)
+        shared = -(-items // self.samples) * count_prompt_blocks(max(self.lengths))
+        return self.per_item * BLOCK_TOKENS * (shared + items * count_blocks(self.room))
 
     @property
     def mean(self) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from realrl.config.units import format_bytes
 from realrl.runtime.doctor.finding import Finding, ok, problem, warning
-from realrl.runtime.prepare.host import free_group_memory, host_memory
+from realrl.runtime.prepare.host import cpu_quota, free_group_memory, host_memory
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _PER_RANK = 512 * _MIB
@@ -45,7 +45,7 @@ def check_cores(
     """
     if cores is None:
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    quota = _read_quota(host)
+    quota = cpu_quota(host.cgroup, host.proc / "self" / "cgroup")
     usable = cores if quota is None else min(cores, quota)
     few = threads is not None and threads.isdecimal() and int(threads) * ranks <= usable
     if quota is not None and quota < cores and not few:
@@ -194,17 +194,3 @@ def _read_processes(host: Host) -> int | None:
         if most and used and most.isdigit() and used.isdigit():
             left.append(int(most) - int(used))
     return min(left, default=None)
-
-
-def _read_quota(host: Host) -> float | None:
-    """Read the smallest number of cores that control groups allow; None without a limit."""
-    quotas = []
-    for group in _own_groups(host):
-        parts = (host.read(group / "cpu.max") or "").split()
-        if len(parts) == 2 and all(part.isdigit() for part in parts):
-            quotas.append(int(parts[0]) / int(parts[1]))
-    old = host.cgroup / "cpu"
-    quota, period = host.read(old / "cpu.cfs_quota_us"), host.read(old / "cpu.cfs_period_us")
-    if quota and period and quota.isdigit() and period.isdigit():
-        quotas.append(int(quota) / int(period))
-    return min(quotas, default=None)

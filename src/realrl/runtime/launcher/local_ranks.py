@@ -18,6 +18,7 @@ from realrl.runtime.monitor.sign import FileBoard, Sign
 from realrl.runtime.monitor.watch import SignWatch, Verdict, WatchLimits
 from realrl.runtime.monitor.work_probe import WorkProbe
 from realrl.runtime.network.interfaces import INTERFACE_VARIABLES, find_loopback
+from realrl.runtime.prepare.host import count_threads
 from realrl.runtime.processes.environment import (
     LAUNCHER_VARIABLE,
     PLAN_VARIABLE,
@@ -80,7 +81,7 @@ class RanksEnd:
 
     @property
     def progressed(self) -> bool:
-        """Whether any process of a start has finished a step."""
+        """True if any process of this start has finished a training step."""
         return any(sign.finished for sign in self.signs.values())
 
 
@@ -208,9 +209,8 @@ def _start(
 
 
 def _environment(rank: int, world: int, scratch: Path) -> dict[str, str]:
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return {
-        "OMP_NUM_THREADS": str(max(1, cores // world)),
+        "OMP_NUM_THREADS": str(count_threads(world)),
         **dict.fromkeys(INTERFACE_VARIABLES, find_loopback()),
         **os.environ,
         "RANK": str(rank),

@@ -49,7 +49,7 @@ class Slots:
 
     @property
     def may_shrink(self) -> bool:
-        """Whether a run may go on with fewer devices."""
+        """True if the run may go on with fewer devices."""
         return self._settings.shrink
 
     def count(self, cause: Failure, *, progressed: bool) -> list[int]:

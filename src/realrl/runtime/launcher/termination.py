@@ -16,7 +16,7 @@ class Termination:
 
     @property
     def asked(self) -> bool:
-        """Whether ranks have been asked to end."""
+        """True once SIGTERM has been sent to the ranks."""
         return self._asked is not None
 
     def forward(self, now: float) -> None:

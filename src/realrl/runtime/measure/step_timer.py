@@ -12,6 +12,7 @@ from realrl.planner.calibration.comparison import waiting_for
 from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Run
 from realrl.program.text import format_instruction
 from realrl.runtime.measure.allocations import Allocations, count_allocations
+from realrl.runtime.measure.work_done import WorkDone
 from realrl.runtime.processes.process import Process
 
 _ROUNDS = 10
@@ -30,6 +31,8 @@ class TimedSpan:
     """Peak bytes of tensors during the call and while parameters were moved before it."""
     alone: bool = False
     """Whether the rank did not wait for others to begin, as with a function."""
+    work: WorkDone | None = None
+    """What the rank has done in a call of a model; None where it does not know, and of all else."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,10 @@ class StepTimes:
     start: float
     end: float
     spans: tuple[TimedSpan, ...]
+    copying: float = 0.0
+    """Seconds of copies between device and host memory, outside calls."""
+    tokens: int | None = None
+    """Tokens of all prompts and answers of the step, on one of the ranks that know it."""
 
 
 def wait_for(device: torch.device) -> None:
@@ -74,6 +81,8 @@ class StepTimer:
         self._steps: list[StepTimes] = []
         self._begun = 0
         self._moving_peak = 0
+        self._copying = 0.0
+        self._read_work: Callable[[], WorkDone] | None = None
         self._allocations: Allocations | None = None
         self.reserved = 0
         """Peak bytes that torch's allocator reserved on a GPU."""
@@ -83,13 +92,14 @@ class StepTimer:
         """Measure the block as one step."""
         self._spans = []
         self._moving_peak = 0
+        self._copying = 0.0
         self._begun += 1
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
         start = time.monotonic()
         yield
         wait_for(self._device)
-        self._steps.append(StepTimes(start, time.monotonic(), tuple(self._spans)))
+        self._steps.append(StepTimes(start, time.monotonic(), tuple(self._spans), copying=self._copying))
 
     def take(self) -> list[StepTimes]:
         """Remove and return the steps since the last call."""
@@ -108,8 +118,10 @@ class StepTimer:
                 yield
                 wait_for(self._device)
                 end = time.monotonic()
-            self._spans.append(TimedSpan(instruction.call, start, end, self._peak(self._allocations)))
-            self._allocations = None
+            peak, self._allocations = self._peak(self._allocations), None
+            read_work, self._read_work = self._read_work, None
+            work = None if read_work is None else read_work()
+            self._spans.append(TimedSpan(instruction.call, start, end, peak, work=work))
         elif isinstance(instruction, Reallocate):
             yield
             wait_for(self._device)
@@ -119,7 +131,12 @@ class StepTimer:
             yield
             if isinstance(instruction, Load | Offload):
                 wait_for(self._device)
+                self._copying += time.monotonic() - start
                 self._moving_peak = max(self._moving_peak, self._held())
+
+    def worked(self, read_work: Callable[[], WorkDone]) -> None:
+        """Register what the call under way has done, read when the device has done it."""
+        self._read_work = read_work
 
     def function(self, call: str, start: float, end: float, *, waited: tuple[float, float]) -> None:
         """Register a function that ran beside other instructions, and from when until when the rank `waited`."""

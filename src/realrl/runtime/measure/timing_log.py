@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from realrl.runtime.measure.step_timer import StepTimes, TimedSpan
+from realrl.runtime.measure.aligned_spans import AlignedSpan, align_spans
+from realrl.runtime.measure.step_timer import StepTimes
 
 KEPT_STEPS = 10_000
 """Maximum number of steps kept; of a longer run, the first and the latest, so that memory stays bounded."""
@@ -28,6 +29,14 @@ class Times:
         del self.seconds[1 : 1 - KEPT_STEPS]
 
 
+@dataclass(frozen=True)
+class StepSpans:
+    """A step on all ranks: its seconds, as `TimingLog` counts them, and what ranks did in it."""
+
+    seconds: float
+    spans: Sequence[AlignedSpan]
+
+
 class TimingLog:
     """Measured times of a run so far."""
 
@@ -43,33 +52,19 @@ class TimingLog:
         them, on the rank where it took longest."""
         self._ended = float("-inf")
 
-    def add(self, ranks: Sequence[Sequence[StepTimes]], offsets: Sequence[float]) -> None:
-        """Add the steps of all ranks, by rank. offsets: seconds by which the clock of each rank is ahead."""
-        for step in zip(*ranks, strict=True):
-            end = max(times.end - ahead for times, ahead in zip(step, offsets, strict=True))
-            start = min(times.start - ahead for times, ahead in zip(step, offsets, strict=True))
-            self.step.add(end - max(start, self._ended))
-            self._ended = end
-            self._add_spans(step, offsets)
-
-    def _add_spans(self, step: Sequence[StepTimes], offsets: Sequence[float]) -> None:
-        found: defaultdict[tuple[str, int], list[tuple[TimedSpan, float]]] = defaultdict(list)
-        for times, ahead in zip(step, offsets, strict=True):
-            # A reallocation may be done several times in a step.
-            seen: defaultdict[str, int] = defaultdict(int)
-            for span in times.spans:
-                found[span.name, seen[span.name]].append((span, ahead))
-                seen[span.name] += 1
+    def add(self, step: Sequence[StepTimes], offsets: Sequence[float]) -> StepSpans:
+        """Add the times of a step by rank. offsets: seconds by which the clock of each rank is ahead."""
+        end = max(times.end - ahead for times, ahead in zip(step, offsets, strict=True))
+        start = min(times.start - ahead for times, ahead in zip(step, offsets, strict=True))
+        found = StepSpans(end - max(start, self._ended), align_spans(step, offsets))
+        self._ended = end
+        self.step.add(found.seconds)
         taken: defaultdict[str, float] = defaultdict(float)
-        for (name, _), spans in found.items():
-            if all(span.alone for span, _ in spans):
-                taken[name] += max(span.end - span.start for span, _ in spans)
-                continue
-            begun = max(s.start - a for s, a in spans)
-            ended = max(s.end - a for s, a in spans)
-            taken[name] += max(0.0, ended - begun)
-            sizes = [span.bytes for span, _ in spans if span.bytes is not None]
-            known = self.spans[name]
+        for span in found.spans:
+            taken[span.name] += span.seconds
+            sizes = [part.bytes for part in span.parts.values() if part.bytes is not None]
+            known = self.spans[span.name]
             known.bytes = max([*sizes, known.bytes or 0]) or None
         for name, seconds in taken.items():
             self.spans[name].add(seconds)
+        return found

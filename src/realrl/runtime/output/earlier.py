@@ -23,6 +23,7 @@ FREE = _OF_START | {
     "cluster",
     "device",
     "device_memory",
+    "host_memory",
     "plan",
     "profile",
     "micro_batch_tokens",

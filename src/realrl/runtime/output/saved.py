@@ -13,7 +13,6 @@ from realrl.config.files import PARTIAL
 from realrl.config.json_file import parse_rows, read_tail
 
 CONFIG, METRICS, CHECKPOINTS, SUMMARY = "config.yaml", "metrics.jsonl", "checkpoints", "summary.json"
-
 _TAIL = 1 << 20
 """Bytes at the end of the metrics that are read for the last step."""
 _NAME = r"step-(\d{6,12})"

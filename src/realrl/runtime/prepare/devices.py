@@ -11,9 +11,9 @@ from realrl.planner.memory.memory_model import MemoryModel
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.cluster import named_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu, Here
-from realrl.runtime.prepare.host import host_memory
+from realrl.runtime.prepare.host import count_threads, host_memory
 
-_ANY_GPU = replace(DEVICES["a100-80g"], name="gpu", memory_bytes=1 << 60)
+_ANY_GPU = replace(DEVICES["a100-80g"], name="gpu", memory_bytes=1 << 60, host_memory_bytes=1 << 60)
 """Stand-in for an unknown GPU, where only memory counts."""
 
 
@@ -23,7 +23,7 @@ def spec_of(experiment: Experiment, cluster: Cluster, here: Here | None = None) 
     Their kind is what the recipe's `cluster` names; else `cpu` where it computes on CPUs; else that of `here`,
     which is what the machine computes with. None where none of them says it. Their memory is the recipe's
     `device_memory`; else, if devices here may be of the kind, that of the GPU or a process's part of the
-    machine's; else that of the kind.
+    machine's; else that of the kind. Memory of hosts: `with_host_memory`.
     """
     spec = named_cluster(experiment.cluster)
     if spec is None:
@@ -31,6 +31,9 @@ def spec_of(experiment: Experiment, cluster: Cluster, here: Here | None = None) 
         if kind is None:
             return None
         spec = _spec(cluster, kind)
+    elif here == "cpu":
+        spec = _with_threads(spec)
+    spec = with_host_memory(spec, experiment, here)
     if experiment.device_memory is not None:
         return with_memory(spec, parse_bytes(experiment.device_memory))
     if here is None or len(spec.groups) > 1 or not _may_be(here, spec.groups[0].device):
@@ -56,9 +59,10 @@ def memory_spec(experiment: Experiment, cluster: Cluster, here: Here | None = No
     if spec is not None:
         return spec
     if experiment.device_memory is not None:
-        return with_memory(_spec(cluster, _ANY_GPU), parse_bytes(experiment.device_memory))
+        spec = with_host_memory(_spec(cluster, _ANY_GPU), experiment, here)
+        return with_memory(spec, parse_bytes(experiment.device_memory))
     size = here.memory_bytes if isinstance(here, Gpu) else _ANY_GPU.memory_bytes
-    return with_memory(_spec(cluster, _ANY_GPU), size)
+    return with_memory(with_host_memory(_spec(cluster, _ANY_GPU), experiment, here), size)
 
 
 def check_kind(experiment: Experiment, cluster: Cluster, here: Here) -> None:
@@ -96,11 +100,25 @@ def search_spec(experiment: Experiment, cluster: Cluster, here: Here) -> Cluster
     return spec
 
 
+def _with_threads(spec: ClusterSpec) -> ClusterSpec:
+    """Give processes of the built-in kind of CPU the threads that they have on this machine."""
+    plain = DEVICES["cpu"]
+    groups = (
+        replace(group, device=group.device.with_threads(count_threads(group.devices_per_node)))
+        if group.device == plain
+        else group
+        for group in spec.groups
+    )
+    return replace(spec, groups=tuple(groups))
+
+
 def _cpu(experiment: Experiment, cluster: Cluster, here: Here | None) -> DeviceKind | None:
     """Find the CPU process as a device, if CPUs compute."""
     if here is None and experiment.device != "cpu":
         return None
-    return replace(DEVICES["cpu"], memory_bytes=max(1, host_memory() // cluster.devices_per_node))
+    each = cluster.devices_per_node
+    kind = DEVICES["cpu"].with_threads(count_threads(each))
+    return replace(kind, memory_bytes=max(1, host_memory() // each))
 
 
 def _spec(cluster: Cluster, kind: DeviceKind) -> ClusterSpec:
@@ -111,6 +129,18 @@ def _spec(cluster: Cluster, kind: DeviceKind) -> ClusterSpec:
         node_bytes_per_s=kind.node_bytes_per_s,
     )
     return ClusterSpec(str(group), (group,))
+
+
+def with_host_memory(spec: ClusterSpec, experiment: Experiment, here: Here | None = None) -> ClusterSpec:
+    """Copy devices with the memory of hosts that the recipe names; else that of this machine, if its devices are of
+    the kind; else what there is."""
+    if experiment.host_memory is not None:
+        size = parse_bytes(experiment.host_memory)
+    elif isinstance(here, Gpu) and len(spec.groups) == 1 and _may_be(here, spec.groups[0].device):
+        size = host_memory()
+    else:
+        return spec
+    return replace(spec, groups=tuple(replace(group, host_memory_bytes=size) for group in spec.groups))
 
 
 def with_memory(spec: ClusterSpec, size: int) -> ClusterSpec:

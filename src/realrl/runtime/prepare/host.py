@@ -1,6 +1,7 @@
-"""Memory of this machine that its processes may use. No torch."""
+"""Memory and cores of this machine that its processes may use. No torch."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,10 +22,61 @@ def free_group_memory(groups: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -
     return min((max(0, limit - used) for limit, used in _limits(groups, own)), default=None)
 
 
+def cpu_quota(groups: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> float | None:
+    """Find how many cores' time control groups leave to this process and its peers; None where none has a limit."""
+    quotas = []
+    for group, controllers in _own_groups(groups, own):
+        if controllers == "":
+            quota, _, period = _read(group / "cpu.max").partition(" ")
+        elif "cpu" in controllers.split(","):
+            quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+        else:
+            continue
+        if quota.isdigit() and period.isdigit():
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def count_cores() -> int:
+    """Count the cores that this process and its peers may keep busy, at least one."""
+    seen = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    quota = cpu_quota()
+    return seen if quota is None else max(1, min(seen, int(quota)))
+
+
+def count_threads(processes: int) -> int:
+    """Count the threads that each of so many processes of this machine computes with.
+
+    They share the cores evenly, unless OMP_NUM_THREADS says otherwise, from which torch takes the number.
+    """
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdecimal() and int(given) > 0 else max(1, count_cores() // processes)
+
+
 def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
-    """List (limit, used) of every control group of this process that has a limit, parents included.
+    """List (limit, used) bytes of every control group of this process that has a limit.
 
     Pages of files that were read once are not counted as used: they are given up when memory is needed.
+    """
+    for group, controllers in _own_groups(groups, own):
+        if controllers == "":
+            names = ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        limit = _read(group / names[0])
+        if limit.isdigit():
+            counts = dict(line.split(" ", 1) for line in _read(group / "memory.stat").splitlines())
+            used = int(_read(group / names[1]) or 0) - int(counts.get(names[2], 0))
+            yield int(limit), max(0, used)
+
+
+def _own_groups(groups: Path, own: Path) -> Iterator[tuple[Path, str]]:
+    """List the control groups of this process, parents included, each with its controllers.
+
+    The unified hierarchy, whose groups have all controllers, names none; older ones lie in a directory of their
+    controllers' names, or of one of them.
     """
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
@@ -32,20 +84,10 @@ def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top, names = groups, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            top = groups / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
         inside = Path(path.lstrip("/"))
-        for group in (inside, *inside.parents):
-            limit = _read(top / group / names[0])
-            if limit.isdigit():
-                counts = dict(line.split(" ", 1) for line in _read(top / group / "memory.stat").splitlines())
-                used = int(_read(top / group / names[1]) or 0) - int(counts.get(names[2], 0))
-                yield int(limit), max(0, used)
+        for top in [groups] if controllers == "" else [groups / name for name in controllers.split(",")]:
+            for group in (inside, *inside.parents):
+                yield top / group, controllers
 
 
 def _read(file: Path) -> str:

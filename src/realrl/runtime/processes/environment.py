@@ -47,9 +47,27 @@ def has_abandoned_threads() -> bool:
     return any(thread.name.startswith(ABANDONED) for thread in threading.enumerate())
 
 
-def quiet_profiler() -> None:
-    """Silence torch's profiler, which counts allocations on a CPU. Call before torch is loaded."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Settings of torch's allocator on GPUs; the second one is deprecated, and still read."""
+
+_DEFAULTS = {
+    "KINETO_LOG_LEVEL": "6",
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+}
+"""Variables that libraries read when they are loaded: torch's profiler, which counts allocations on a CPU, is
+silent; NCCL (from 2.26 on) starts kernels of different communicators in the order in which the host posts them."""
+
+
+def set_library_defaults() -> None:
+    """Set environment variables that libraries read, unless the user has. Call before torch is loaded.
+
+    torch's allocator maps memory into segments that grow: what one call has freed in blocks of tens of gigabytes
+    then serves another one, whatever the sizes of its own.
+    """
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def under_launcher() -> bool:

@@ -3,7 +3,7 @@
 import os
 import secrets
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.model.group import Group
 from realrl.plan.cluster import Cluster
+from realrl.plan.communicators import RankSet, RankSets
 from realrl.recipe.sections.launch import LaunchConfig
 from realrl.runtime.monitor.activity import Activity
 from realrl.runtime.monitor.host_memory import steady_memory
@@ -24,18 +25,20 @@ from realrl.runtime.network.interfaces import limited_silence
 from realrl.runtime.network.meeting import TIMEOUT, meet
 from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu
+from realrl.runtime.prepare.host import count_threads
 from realrl.runtime.processes.environment import STORE_VARIABLE, under_launcher
+from realrl.runtime.processes.groups import (
+    WAIT,
+    RankPlace,
+    make_gloo_groups,
+    make_nccl_groups,
+    make_nccl_options,
+)
 from realrl.runtime.processes.logs import LOGS, move_log
 from realrl.runtime.processes.messages import gather_values
 from realrl.runtime.processes.supervision import Supervision
 
 Device = Literal["auto", "cpu", "cuda"]
-
-_WAIT = timedelta(days=20)
-"""Longest that ranks which have met wait for each other: one may compute for hours what another one waits for.
-
-Whoever watches them ends what is stuck (`launch.stall_minutes`). Gloo counts milliseconds in 32 bits in places.
-"""
 
 
 @dataclass
@@ -65,15 +68,19 @@ class Process:
         properties = torch.cuda.get_device_properties(self.device)
         return Gpu(properties.name, properties.total_memory)
 
-    def groups(self, rank_sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Group]:
-        """Make the groups this rank is in, out of `rank_sets`, the same sets in the same order on every rank."""
-        found: dict[tuple[int, ...], Group] = {}
+    def groups(self, rank_sets: RankSets, *, moves: bool = False) -> dict[RankSet, Group]:
+        """Make the groups of these that this rank is in; `moves`: parameters are reallocated between ranks.
+
+        All ranks call this together, with the same sets in the same order, before weights take memory.
+        """
+        if self.world == 1:
+            return {}
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        place = RankPlace(rank=self.rank, world=self.world, per_node=per_node, device=self.device)
         with limited_silence():
-            for ranks in dict.fromkeys(rank_sets):
-                handle = dist.new_group(sorted(ranks), timeout=_WAIT) if len(ranks) > 1 else None
-                if self.rank in ranks:
-                    found[ranks] = Group(ranks, ranks.index(self.rank), handle)
-        return found
+            if self.device.type == "cuda":
+                return make_nccl_groups(place, rank_sets, with_node_pairs=moves)
+            return make_gloo_groups(place, rank_sets)
 
     def make_control_group(self) -> dist.ProcessGroup | None:
         """Make another group of all ranks for small CPU tensors, for a thread of its own; None where there is one
@@ -81,7 +88,7 @@ class Process:
         if self.control is None:
             return None
         with limited_silence():
-            return dist.new_group(backend="gloo", timeout=_WAIT)
+            return dist.new_group(backend="gloo", timeout=WAIT)
 
     def gather(self, value: Any) -> list[Any]:
         """All-gather one plain value or record per rank: the list in the order of ranks, on every rank."""
@@ -177,34 +184,47 @@ def connect(device: Device, launch: LaunchConfig | None = None) -> Process:
     place = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(place)
+        # It builds a plan for every shape, and is wrong on some devices for few key heads (pytorch#193893).
+        torch.backends.cuda.enable_cudnn_sdp(False)
     rank = int(os.environ.get("RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
     supervision = Supervision(rank, place)
+    if not cuda:
+        # Torch counts cores that the quota of a container may withhold.
+        torch.set_num_threads(min(torch.get_num_threads(), count_threads(here)))
     if not under_launcher() or world == 1:
         return Process(0, 1, place, activity=supervision.activity, supervision=supervision)
     if not cuda:
         wait_to_be_scheduled()
     store = os.environ.get(STORE_VARIABLE)
     with limited_silence():
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=dist.FileStore(store, world) if store else meet(rank, world),
-            rank=rank,
-            world_size=world,
-            timeout=TIMEOUT,
-        )
-        control = dist.new_group(backend="gloo", timeout=_WAIT)
+        _join(store, rank, world, place)
+        control = dist.new_group(backend="gloo", timeout=WAIT)
         process = Process(rank, world, place, control, activity=supervision.activity, supervision=supervision)
         if store is None:
             supervision.watch_others(world, process.gather(secrets.token_hex(8))[0], launch or LaunchConfig())
             dist.barrier(group=control)
             supervision.start_watch()
-    if cuda:
-        # NCCL wants every rank at a group's first operation; later ones may be between some of them.
-        dist.all_reduce(torch.zeros((), device=place))
     # That group of all ranks has had the time for a meeting.
-    set_timeout(_WAIT)
+    set_timeout(WAIT)
     return process
+
+
+def _join(store: str | None, rank: int, world: int, place: torch.device) -> None:
+    """Join the default group of all ranks: gloo between CPUs, NCCL between GPUs, bound to this rank's device.
+
+    Bound to a device, its communicator is made at once, and others are split from it.
+    """
+    cuda = place.type == "cuda"
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        store=dist.FileStore(store, world) if store else meet(rank, world),
+        rank=rank,
+        world_size=world,
+        timeout=TIMEOUT,
+        device_id=place if cuda else None,
+        pg_options=make_nccl_options() if cuda else None,
+    )
 
 
 def wait_to_be_scheduled() -> None:

@@ -131,6 +131,7 @@ def _load_results(request: Request, process: Process, observer: MeasurementObser
     fresh = Profile(
         device=_device_name(request, process.device),
         processes=count_local_processes(process.world),
+        threads=torch.get_num_threads() if process.device.type == "cpu" else None,
         software=software,
     )
     if not request.out.exists():
@@ -140,15 +141,14 @@ def _load_results(request: Request, process: Process, observer: MeasurementObser
         raise UserError(
             f"{request.out} is of device {old.device}, and this one is {fresh.device}; give another file with --out"
         )
-    cpu = process.device.type == "cpu"
-    if cpu and old.processes != fresh.processes and not request.again:
+    measured_by, here = _processes(old), _processes(fresh)
+    if process.device.type == "cpu" and measured_by != here:
+        if request.again:
+            return ResultsStore(fresh)
         raise UserError(
-            f"{request.out} was measured by {_processes(old.processes)}, and what each of"
-            f" {_processes(fresh.processes)} reaches is another thing; give another file with --out, or --again to"
-            " replace this one"
+            f"{request.out} was measured by {measured_by}, and what each of {here} reaches is another thing; give"
+            " another file with --out, or --again to replace this one"
         )
-    if cpu and old.processes != fresh.processes:
-        return ResultsStore(fresh)
     if old.software != fresh.software:
         if observer is not None:
             changed = ", ".join(n for n, v in software.items() if old.software.get(n) != v)
@@ -162,8 +162,11 @@ def _load_results(request: Request, process: Process, observer: MeasurementObser
     return ResultsStore(old, again=request.again)
 
 
-def _processes(number: int) -> str:
-    return f"{number} process{'es' if number > 1 else ''}"
+def _processes(profile: Profile) -> str:
+    """Describe the processes of a node that measured."""
+    number, threads = profile.processes, profile.threads
+    each = "" if threads is None else f" with {threads} thread{'s' * (threads > 1)} each"
+    return f"{number} process{'es' * (number > 1)}{each}"
 
 
 def _device_name(request: Request, device: torch.device) -> str:

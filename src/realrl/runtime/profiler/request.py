@@ -119,5 +119,5 @@ def _shape(name: str) -> ModelShape:
 
 def _dtype(name: str) -> Dtype:
     if name not in DTYPES:
-        raise UserError(f"--dtype: {name!r} is neither float32 nor bfloat16")
+        raise UserError(f"--dtype: {name!r} is none of {', '.join(DTYPES)}")
     return DTYPES[name]

@@ -2,17 +2,16 @@
 
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from realrl.engine.flat import FlatBuffer
-from realrl.layout.limits import POSTED_BATCHES, POSTED_MESSAGES, STAGED_MESSAGES
-from realrl.layout.routing.chunks import CHUNK_BYTES, PackedTransfer, RankSchedule, Span, schedule_rank
+from realrl.layout.limits import MessageLimits, message_limits
+from realrl.layout.routing.chunks import PackedTransfer, RankSchedule, Span, group_messages, schedule_rank
 from realrl.layout.routing.routes import Reallocation
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.agreement import CHECKSUM_TAG, ReallocationError, agree, swap
@@ -32,7 +31,9 @@ class _Flight:
 class Staging:
     """Buffers of packed messages, one per message in flight; kept, because fresh memory is slow."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, limits: MessageLimits | None = None) -> None:
+        """`limits`: sizes of messages, by default those of the device."""
+        self.limits = limits or message_limits(cpu=device.type == "cpu")
         self._device = device
         self._free: list[Tensor] = []
         self.used = 0
@@ -41,24 +42,24 @@ class Staging:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers that are kept and not in use."""
-        return CHUNK_BYTES * len(self._free)
+        return self.limits.message_bytes * len(self._free)
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Take a buffer: (the part of it that the elements fill, the buffer)."""
         self.used += 1
         size = numel * dtype.itemsize
-        if size > CHUNK_BYTES:
+        if size > self.limits.message_bytes:
             buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         elif self._free:
             buffer = self._free.pop()
         else:
-            buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=self._device)
+            buffer = torch.empty(self.limits.message_bytes, dtype=torch.uint8, device=self._device)
         return buffer[:size].view(dtype), buffer
 
     def give_back(self, buffer: Tensor) -> None:
         """Return a buffer that is not in use any more."""
         self.used -= 1
-        if len(buffer) == CHUNK_BYTES:
+        if len(buffer) == self.limits.message_bytes:
             self._free.append(buffer)
 
 
@@ -77,8 +78,8 @@ class Reallocator:
         verify: bool = False,
     ) -> None:
         """`dtypes`: of the source and of the target; the narrower one is sent. `groups`: tensors that are
-        moved at a time, by default all at once. `staging` may be shared. `verify`: prove that what arrives is
-        what was sent. `label` says in errors what this is.
+        moved at a time, by default all at once. `staging`, which says how large messages are, may be shared.
+        `verify`: prove that what arrives is what was sent. `label` says in errors what this is.
 
         All ranks of either layout must construct it together; ReallocationError if they would not do the same.
         """
@@ -88,7 +89,8 @@ class Reallocator:
         everything = [spec.name for spec in reallocation.source.specs]
         self.groups = [everything] if groups is None else list(groups)
         self._schedules = [
-            schedule_rank(reallocation, process.rank, self._wire.itemsize, group) for group in self.groups
+            schedule_rank(reallocation, process.rank, self._wire.itemsize, group, limits=self._staging.limits)
+            for group in self.groups
         ]
         ranks = {*reallocation.source.placement.ranks, *reallocation.target.placement.ranks}
         if len(ranks) > 1:
@@ -109,20 +111,21 @@ class Reallocator:
         checksums: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
         under_way: deque[tuple[list[dist.Work], list[_Flight]]] = deque()
 
-        def finish(batches: int, staged: int) -> None:
-            while len(under_way) > batches or self._staging.used > staged:
+        def finish(groups: int, staged: int) -> None:
+            while len(under_way) > groups or self._staging.used > staged:
                 works, flights = under_way.popleft()
                 for work in works:
                     work.wait()
                 for flight in flights:
                     self._finish(flight, checksums)
 
-        stage = 0
-        for batch in _batches(schedule.messages):
+        stage, limits = 0, self._staging.limits
+        for messages in group_messages(schedule.messages, limits):
             # What is sent in a stage may be what arrives in the one before.
-            finish(*(POSTED_BATCHES - 1, STAGED_MESSAGES) if batch[0].stage == stage else (0, 0))
-            stage = batch[0].stage
-            under_way.append(self._post(batch, before, after, checksums))
+            same = messages[0].stage == stage
+            finish(*(limits.posted_groups - 1, limits.staged_messages) if same else (0, 0))
+            stage = messages[0].stage
+            under_way.append(self._post(messages, before, after, checksums))
         for a, b in schedule.copies:
             assert before is not None and after is not None, "only ranks of both layouts copy"
             rows = max(a.rows, b.rows)
@@ -152,7 +155,7 @@ class Reallocator:
         after: Tensor | None,
         checksums: defaultdict[tuple[int, bool], list[int]],
     ) -> tuple[list[dist.Work], list[_Flight]]:
-        """Post some messages."""
+        """Post a group of messages."""
         flights, operations = [], []
         for message in messages:
             data = before if message.sends and message.stage == 0 else after
@@ -207,12 +210,6 @@ class Reallocator:
                     f" was sent: {regions[0].tensor} at {list(regions[0].offset)}, size"
                     f" {list(regions[0].size)}{more}"
                 )
-
-
-def _batches(messages: Sequence[PackedTransfer]) -> Iterator[list[PackedTransfer]]:
-    for _, of_stage in groupby(messages, key=lambda message: message.stage):
-        while batch := list(islice(of_stage, POSTED_MESSAGES)):
-            yield batch
 
 
 def _view(data: Tensor, span: Span, rows: int) -> Tensor:

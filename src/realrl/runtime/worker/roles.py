@@ -10,6 +10,7 @@ from realrl.checkpoint.directory import find_model_shape
 from realrl.checkpoint.origin import read_origin
 from realrl.config.errors import UserError
 from realrl.dataflow.call import MovingAverage
+from realrl.engine.dtypes import find_products, find_torch_dtype
 from realrl.engine.finite import NotFiniteError
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.local_set import LocalSet, Parameters
@@ -26,7 +27,7 @@ from realrl.layout.routing.routes import reallocate
 from realrl.layout.sets import build_parameter_sets
 from realrl.model.group import Group
 from realrl.model.init import initialise
-from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.plan.placement import DTYPES, Dtype, Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Load, Offload, Reallocate, Release
 from realrl.program.order import following_sets, trained_sets
@@ -158,6 +159,7 @@ class Roles:
             device=self._process.device,
             temperature=self._temperature,
             part=self._parts[role],
+            products=find_products(self._named_dtype(role, placement), self._process.device),
         )
         self._models[role, placement.layout] = model
         return model
@@ -171,8 +173,10 @@ class Roles:
         return build_layout(shape, head, placement, sets[parameter_set].tensors)
 
     def _dtype(self, role: str, placement: Placement) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, placement.strategy.dtype or self._configs[role].dtype)
-        return dtype
+        return find_torch_dtype(self._named_dtype(role, placement))
+
+    def _named_dtype(self, role: str, placement: Placement) -> Dtype:
+        return placement.strategy.dtype or DTYPES[self._configs[role].dtype]
 
     def _specs(self, role: str) -> tuple[TensorSpec, ...]:
         return model_tensors(self.shapes[role], self._heads[role])
@@ -257,6 +261,10 @@ class Roles:
         self.before_change()
         changed = (instruction.role, instruction.parameter_set) in self._changing
         self._memory(instruction).offload(changed=changed)
+
+    def prefetch(self, instruction: Load) -> None:
+        """Begin to load offloaded state, which `load` completes."""
+        self._memory(instruction).prefetch()
 
     def load(self, instruction: Load) -> None:
         """Load offloaded state back."""

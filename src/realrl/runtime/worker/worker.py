@@ -20,6 +20,7 @@ from realrl.data.batch import Batch
 from realrl.dataflow.call import Call, Kind
 from realrl.engine.finite import NotFiniteError, NotFiniteLogitsError
 from realrl.engine.generation.generator import generate
+from realrl.engine.generation.prompts import group_samples
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.reduced_metrics import DifferentMetricsError
 from realrl.program.instructions import (
@@ -38,7 +39,9 @@ from realrl.program.instructions import (
 )
 from realrl.program.text import format_instruction
 from realrl.runtime.measure.step_timer import StepTimer
+from realrl.runtime.measure.work_done import WorkDone, count_generation, read_passes
 from realrl.runtime.processes.process import Process
+from realrl.runtime.worker.early_loads import EarlyLoads
 from realrl.runtime.worker.exchange import Exchange
 from realrl.runtime.worker.functions import Functions
 from realrl.runtime.worker.roles import Roles
@@ -83,6 +86,11 @@ class _Step:
         if self.timer is not None:
             self.timer.fold_allocations()
 
+    def worked(self, read_work: Callable[[], WorkDone]) -> None:
+        """Note what a call has done."""
+        if self.timer is not None:
+            self.timer.worked(read_work)
+
 
 class Worker:
     """Executor of this rank's program, step after step."""
@@ -95,13 +103,16 @@ class Worker:
         stop_token_ids: tuple[int, ...],
         trace: Trace,
         tokenizer: Any = None,
+        early_loads: Sequence[tuple[Program, EarlyLoads]] = (),
     ) -> None:
-        """`stop_token_ids` are the tokens that end generation; `tokenizer` is for functions."""
+        """`stop_token_ids` are the tokens that end generation; `tokenizer` is for functions. `early_loads`: what is
+        loaded beside calls, by program."""
         self._process, self._roles, self._algorithm = process, roles, algorithm
         self._stop_token_ids, self._trace, self._tokenizer = stop_token_ids, trace, tokenizer
         self._exchange = Exchange(process)
         self._activity = process.activity
         self._functions = Functions(trace, process.activity)
+        self._early_loads = early_loads
         self._movers: dict[type[Instruction], Callable[..., None]] = {
             Reallocate: roles.reallocate,
             Release: roles.release,
@@ -142,6 +153,7 @@ class Worker:
         }
         orders = {call.name: i for i, call in enumerate(store.graph.order)}
         reached = 0
+        early = next((loads for of, loads in self._early_loads if of is program), {})
         for position, instruction in enumerate(program.instructions):
             text, of = format_instruction(instruction), _call_of(instruction)
             reached = max(reached, orders.get(of or "", 0))
@@ -154,6 +166,8 @@ class Worker:
                 function = self._needed(instruction)
                 if function is not None:
                     details["waiting"] = self._collect(function, now)
+                for load in early.get(position, ()):
+                    self._roles.prefetch(load)
                 handlers[type(instruction)](instruction)
             self._activity.advance()
         for function in self._functions.running:
@@ -216,6 +230,7 @@ class Worker:
         dp = run.placement.dp_index(self._process.rank)
         batch = store.batch(call, dp)
         model = self._roles.model(run.role, run.placement)
+        model.counts.reset()
         max_tokens = run.placement.strategy.micro_batch_tokens
         method = self._algorithm.method(call.name)
         if call.kind is Kind.GENERATE:
@@ -235,6 +250,11 @@ class Worker:
                 )
             except NotFiniteLogitsError as error:
                 raise NotFiniteError(f"{call.name}: {_describe_logits(error, step)}") from None
+            if model.shard.last:
+                given = batch[method.prompts]
+                groups = group_samples(batch.ids, given, store.samples)
+                lengths = given.lengths, batch["sequences"].lengths
+                now.worked(lambda: count_generation(model.counts, groups, *lengths))
         elif call.kind is Kind.INFERENCE:
             metrics: Metrics
             batch, metrics = model.infer(
@@ -244,6 +264,8 @@ class Worker:
         else:
             assert call.kind is Kind.TRAIN, f"{call.name} is a function"
             now.metrics[call.name] = self._train(run, call, batch, now)
+        if call.kind is not Kind.GENERATE:
+            now.worked(lambda: read_passes(model.counts))
         for key in call.outputs if self._process.rank in run.placement.output_ranks else ():
             store.put(key, batch.ids, batch[key.removeprefix(call.prefix)])
 

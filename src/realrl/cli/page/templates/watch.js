@@ -119,6 +119,18 @@ function figure(name, value, unit, note) {
     make("dd", { className: "note", textContent: note }));
 }
 
+function percent(share) { return `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`; }
+
+function speedFigure(speed) {
+  const ranks = Object.entries(speed).filter(([name]) => name.startsWith("idle/rank-"));
+  const idlest = ranks.find(([, share]) => share === speed.idle_max)?.[0].replace("idle/rank-", "rank ") ?? "the idlest rank";
+  const note = [
+    "mfu" in speed ? `MFU ${percent(speed.mfu)}` : "",
+    "idle_max" in speed ? `ranks idle for ${percent(speed.idle)}, ${idlest} for ${percent(speed.idle_max)}` : "",
+  ].filter(Boolean).join("; ");
+  return figure("Speed", Math.round(speed.tokens_per_s).toLocaleString("en"), "tokens/s", note);
+}
+
 function split(text) { return text.includes(" ") && !/ .* /.test(text) ? text.split(" ") : [text, ""]; }
 
 function showStatus({ status }) {
@@ -145,6 +157,7 @@ function showStatus({ status }) {
   byId("figures").replaceChildren(
     figure("Step", String(step), steps ? `of ${steps}` : "", `started ${status.started ? clock(status.started) : "–"}${status.restarts ? `; ${status.restarts} restarts` : ""}`),
     figure("Step time", ...split(rates ? seconds(rates.recent) : "–"), rate ?? "no step yet"),
+    ..."tokens_per_s" in status.speed ? [speedFigure(status.speed)] : [],
     figure(ends, left, status.end === null ? "" : going ? "from now" : "ago", status.end === null ? "" : `${clock(status.end)}${late}`),
     figure("Memory", ...split(bytes(most?.resident_bytes)), most ? `of rank ${most.rank}, the fullest process` : "no rank reports"),
     figure("Checkpoint", last ? duration(status.time - last.time) : "–", last ? "old" : "", last ? last.path : "none yet"),
@@ -203,9 +216,10 @@ function showRanks({ status, memory }) {
       limit(r) ? `limit\t${bytes(limit(r))}` : "", limit(r) ? `its process\t${bytes(r.resident_bytes)}` : ""].filter(Boolean).join("\n");
     const bar = memoryBar([["peak", peak(r)], ["held", held(r)], ["expected", device?.peak_bytes], ["limit", limit(r)]], whole);
     bar.dataset.tip = tip;
+    const idle = status.speed[`idle/rank-${r.rank}`];
     const doing = silent.has(r.rank) ? `silent for ${duration(status.time - r.time)}, last: ${r.does}` : r.does;
     return row(silent.has(r.rank) ? "silent" : "", [String(r.rank), "word"], [r.host, "word"], [doing, "word does"],
-      [going && r.since ? duration(r.time - r.since) : ""], [bar, "word meter"], [bytes(held(r))], [bytes(device?.peak_bytes)]);
+      [idle === undefined ? "" : percent(idle)], [going && r.since ? duration(r.time - r.since) : ""], [bar, "word meter"], [bytes(held(r))], [bytes(device?.peak_bytes)]);
   }));
 }
 

@@ -7,11 +7,12 @@ from realrl.config.errors import UserError
 from realrl.config.units import format_bytes
 from realrl.plan.presets import PRESETS, SEARCH
 from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.report.shortage_text import describe_full_host
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.compile import Compiled, compile_recipe
 from realrl.runtime.prepare.devices import host_is_device, memory_spec, spec_of
 from realrl.runtime.prepare.fit.change import Attempts, Draft, in_order, set_fields
-from realrl.runtime.prepare.fit.footprint import PeakDevice, find_peak_device
+from realrl.runtime.prepare.fit.footprint import PeakDevice, find_peak_device, find_short_host
 from realrl.runtime.prepare.fit.plan_changes import list_plan_changes
 from realrl.runtime.prepare.fit.remedies import Outcome, Remedy, Trials, describe_remedies
 from realrl.runtime.prepare.fit.search import search_plan
@@ -29,13 +30,19 @@ Each assessment takes seconds where there are a thousand devices.
 
 
 def check_fit(experiment: Experiment, compiled: Compiled, here: Here | None = None) -> None:
-    """Check that no device runs over; else UserError with the peak, its parts, and a change that helps.
+    """Check that no device and no host runs over; else UserError with the peak, its parts, and a change that helps.
 
     `here`: what the machine computes with, if that is known.
     """
     cluster = compiled.train.plan.cluster
     known = spec_of(experiment, cluster, here)
     spec = known or memory_spec(experiment, cluster, here)
+    full = find_short_host(experiment, compiled, spec)
+    if full is not None:
+        raise UserError(
+            f"plan {experiment.plan}: {describe_full_host(full)}; offload less, or set host_memory if a node's host"
+            " has more"
+        )
     worst = find_peak_device(experiment, compiled, spec)
     if worst.shortfall <= 0:
         return

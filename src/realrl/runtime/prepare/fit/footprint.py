@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.simulate.estimate import DeviceMemory
-from realrl.planner.simulate.footprints import compute_footprints
+from realrl.planner.simulate.estimate import DeviceMemory, NodeMemory, find_full_host
+from realrl.planner.simulate.footprints import compute_footprints, compute_host_memory
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.compile import Compiled
 from realrl.runtime.prepare.devices import host_is_device
@@ -39,6 +39,12 @@ def compute_device_memory(
         name: compute_footprints(scenarios[name], memory, phase.programs)
         for name, phase in compiled.phases.items()
     }
+
+
+def find_short_host(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> NodeMemory | None:
+    """Find the host whose memory what is offloaded exceeds most; None where all suffice."""
+    scenario = next(iter(phase_scenarios(experiment, compiled, spec).values()))
+    return find_full_host(compute_host_memory(scenario, compiled.memory))
 
 
 def find_peak_device(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> PeakDevice:

@@ -126,4 +126,4 @@ def _more_parts(place: Placement, devices_per_node: int) -> list[Strategy]:
 
 
 def _wide(config: ModelConfig) -> bool:
-    return config.dtype == "float32"
+    return config.dtype != "bfloat16"

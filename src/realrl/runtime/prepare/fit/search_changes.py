@@ -42,7 +42,7 @@ def _narrower_types(experiment: Experiment) -> Iterator[Change]:
     graph = build_graph(experiment)
     # A moving average needs all digits of float32.
     averages = {average.role for average in graph.averages}
-    wide = [role for role, config in models(experiment).items() if config.dtype == "float32"]
+    wide = [role for role, config in models(experiment).items() if config.dtype != "bfloat16"]
     wide = [role for role in wide if role not in averages]
     frozen = [role for role in wide if not graph.trained(role)]
     for roles in dict.fromkeys((tuple(frozen), tuple(wide))):

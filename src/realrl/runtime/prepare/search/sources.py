@@ -47,13 +47,13 @@ def _user_files(package: Path) -> list[Path]:
 
 
 def _is_installed(source: str) -> bool:
-    """Whether a file is one of Python's or of a package, in this environment or in one that it adds to its path."""
+    """Check whether a source file belongs to Python or to an installed package, of any environment on the path."""
     prefixes = tuple(str(Path(prefix)) + os.sep for prefix in (sys.prefix, sys.base_prefix))
     return source.startswith(prefixes) or not _PACKAGES.isdisjoint(Path(source).parts)
 
 
 def _extends(module: ModuleType) -> bool:
-    """Whether a module names a class or a function of ours."""
+    """Check whether a module names a class or a function of this package."""
     # Not `isinstance`, which asks objects that only warn or load something when they are asked.
     definitions = [
         value for value in list(vars(module).values()) if issubclass(type(value), (type, FunctionType))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from realrl.engine.pipeline.messages import Pipeline, prefetch_receives
 from realrl.model.group import Group, all_gather, reduce_scatter
+from realrl.plan.communicators import RankSets
 from realrl.planner.profile.profile import CollectiveKind
 from realrl.runtime.processes.process import Process
 from realrl.runtime.profiler.points.clock import Clock
@@ -135,12 +136,14 @@ def connect_pairs(process: Process, distance: int, clock: Clock) -> GroupLinks |
 
 def _links(process: Process, rank_sets: list[tuple[int, ...]], clock: Clock) -> GroupLinks | None:
     products = _moment(process)
-    groups = process.groups(rank_sets)
+    forward: RankSets = {ranks: frozenset({"tensor", "data", "pipeline"}) for ranks in rank_sets}
     # A connection of its own for what flows back.
-    reverse_groups = process.groups([ranks[::-1] for ranks in rank_sets])
-    if not groups:
+    backward: RankSets = {ranks[::-1]: frozenset({"reverse_pipeline"}) for ranks in rank_sets}
+    groups = process.groups({**forward, **backward})
+    own = next((ranks for ranks in rank_sets if ranks in groups), None)
+    if own is None:
         return None
-    return GroupLinks(next(iter(groups.values())), next(iter(reverse_groups.values())), clock, products)
+    return GroupLinks(groups[own], groups[own[::-1]], clock, products)
 
 
 def measure_message(links: GroupLinks | None, number_bytes: int) -> Mapping[CollectiveKind, float]:

@@ -1,19 +1,19 @@
 """Times of generation: prefill, then decode steps."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 import torch
 from torch import Tensor
 
 from realrl.data.batch import Ragged
+from realrl.engine.generation.call import GenerateCall
 from realrl.engine.generation.decode_batch import DecodeBatch
-from realrl.engine.generation.generator import generate
-from realrl.engine.generation.prompts import DistinctPrompts
+from realrl.engine.generation.generator import generate, list_rows
 from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.scheduler import RowPrefill
 from realrl.engine.model import Model
-from realrl.model.cache import KVCache
-from realrl.model.packing import Packing
+from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.planner.profile.profile import LayerKind
 from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.profiler.models.passes import find_first_extra, find_typical
@@ -38,12 +38,15 @@ class Decoding:
         self._layer_timer = LayerTimer(model, clock)
 
     def start(self, tokens: int, context: int) -> Mapping[LayerKind, float]:
-        """Measure the seconds until `tokens // context` prompts of `context` tokens have their first new token."""
+        """Measure the seconds until `tokens // context` prompts of `context` tokens have their first new token.
+
+        The time of that token's decode step counts only where it is outside the layers.
+        """
         clock = self._clock
         sampling = self._limited(1)
         vocabulary = self._model.shape.vocab_size
-        device = self._model.device
-        batch = make_records([2 * context] * (tokens // context), vocabulary, device)
+        rows = tokens // context
+        batch = make_records([2 * context] * rows, vocabulary, self._model.device)
         self._layer_timer.clear()
         begin = clock.now()
         generate(
@@ -53,38 +56,56 @@ class Decoding:
             sampling=sampling,
             stop_token_ids=_NO_ENDS,
             seed=_SEED,
-            kv_capacity=2 * tokens,
+            kv_capacity=rows * (context + 2 * BLOCK_TOKENS),
         )
         end = clock.now()
-        ((*marks,),) = self._layer_timer.passes
-        before, *layers, after = clock.between(begin, *marks, end)
-        return {"start": before + find_first_extra(layers) + after, "prefill": find_typical(layers)}
+        # Prefill ends with the keys and values of the last layer, which are computed between the two passes.
+        (*prefill, last), (first, *_, token) = self._layer_timer.passes
+        before, *layers, between, _, after = clock.between(begin, *prefill, last, first, token, end)
+        return {
+            "start": before + find_first_extra(layers) + between + after,
+            "prefill": find_typical(layers),
+        }
 
     def measure_step(self, rows: int, context: int) -> Mapping[LayerKind, float]:
         """Measure the seconds of one decode step of `rows` sequences, which have about `context` tokens each."""
         clock = self._clock
-        prompts = DistinctPrompts(
-            Ragged(torch.zeros(rows, dtype=torch.int64), (1,) * rows), tuple(range(rows))
-        )
-        ids = torch.arange(rows, device=self._model.device)
         cached = max(1, context - DECODE_STEPS // 2)
-        running = _CachedDecodeBatch(
-            self._model, prompts, ids, self._limited(DECODE_STEPS + 1), cached, clock
+        prompts = Ragged(torch.zeros(rows * cached, dtype=torch.int64), (cached,) * rows)
+        steps = DECODE_STEPS + 1
+        call = GenerateCall.of(
+            self._model,
+            list_rows([[i] for i in range(rows)], prompts),
+            prompts,
+            ids=range(rows),
+            sampling=self._limited(steps),
+            stop_token_ids=_NO_ENDS,
+            seed=_SEED,
+            kv_capacity=rows * (cached + steps + 2 * BLOCK_TOKENS),
+            pass_tokens=rows * cached,
         )
+        call.cache.k.zero_()  # uninitialised memory may hold numbers with which arithmetic is slow
+        call.cache.v.zero_()
+        running = _CachedDecodeBatch(call, clock)
         self._layer_timer.clear()
         for _ in running.run():
             pass
-        passes = self._layer_timer.passes
+        passes, sampled = self._layer_timer.passes, running.sampled
+        if call.on_gpu:
+            # The second step was captured in a graph; its moments are those of the last replay.
+            passes, sampled = passes[-1:], sampled[-2:]
+        else:
+            # What the first step does besides is not typical: its rows have just been admitted.
+            passes = passes[1:]
         layers = [clock.between(*marks) for marks in passes]
-        # The first pass has no gap before it: its tokens are sampled from the pretended prefill.
         gaps = [
-            clock.between(before[-1], sampled, after[0])
-            for before, sampled, after in zip(passes, running.sampled[1:], passes[1:], strict=False)
+            clock.between(before, marks[0]) + clock.between(marks[-1], after)
+            for before, marks, after in zip(sampled, passes, sampled[1:], strict=False)
         ]
         return {
             "decode": median(sum(times) / len(times) for times in layers),
-            "sample": median(sample for sample, _ in gaps),
-            "decode_overhead": median(rest for _, rest in gaps),
+            "sample": median(sample for _, sample in gaps),
+            "decode_overhead": median(rest for rest, _ in gaps),
         }
 
     def _limited(self, tokens: int) -> GenerationConfig:
@@ -95,40 +116,18 @@ class Decoding:
 
 
 class _CachedDecodeBatch(DecodeBatch):
-    """Decode batch of sequences that are in the KV cache already."""
+    """Decode batch of sequences that are in the KV cache already, as it pretends."""
 
-    def __init__(
-        self,
-        model: Model,
-        prompts: DistinctPrompts,
-        ids: Tensor,
-        sampling: GenerationConfig,
-        cached: int,
-        clock: Clock,
-    ) -> None:
-        super().__init__(model, prompts, ids, sampling=sampling, stop_token_ids=_NO_ENDS, seed=_SEED)
-        self._cached = cached
+    def __init__(self, call: GenerateCall, clock: Clock) -> None:
+        super().__init__(call, 0)
         self._clock = clock
         self.sampled: list[Moment] = []
         """Moments at which the tokens of each decode step had been sampled."""
 
-    def _record(self, tokens: Tensor, rows: Tensor, position: int) -> None:
-        self.sampled.append(self._clock.now())
-        super()._record(tokens, rows, position)
+    def _prefill(self, prefills: Sequence[RowPrefill]) -> None:
+        """Compute nothing."""
 
-    def prefill(self) -> tuple[Tensor, KVCache]:
-        """Make a KV cache that claims to hold the sequences."""
-        model = self.model
-        rows = len(self.prompts)
-        cache = KVCache(
-            layers=len(model.shard.layers),
-            kv_heads=model.transformer.cache_kv_heads,
-            head_dim=model.shape.head_dim,
-            rows=rows,
-            max_tokens=self._cached + self.sampling.max_new_tokens,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        cache.start(Packing.of([self._cached] * rows, model.device))
-        hidden = torch.ones(rows, model.shape.hidden_size, dtype=cache.k.dtype, device=model.device)
-        return hidden, cache
+    def _decode(self) -> Tensor:
+        tokens = super()._decode()
+        self.sampled.append(self._clock.now())
+        return tokens

@@ -119,8 +119,6 @@ class _Trainer(Trainer):
     def __init__(self, model: Model, clock: Clock) -> None:
         super().__init__(model, OptimizerConfig())
         self._clock = clock
-        # Without other ranks, overlapped gradient reduction would only add copies to the timed backward pass.
-        self._grad_reduce = None
         self.begun: Moment = 0.0
         self.left: Moment = 0.0
         """Moment at which the last backward pass had ended."""

@@ -8,6 +8,7 @@ from operator import itemgetter
 
 import torch
 
+from realrl.engine.dtypes import find_products, find_torch_dtype
 from realrl.engine.model import Model
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
@@ -33,6 +34,8 @@ from realrl.runtime.profiler.points.point import UNKNOWN, Point
 
 _LAYERS = 2
 """Layers of the models that sequences pass through: the first prepares for all, the second is typical."""
+_STARTED_LAYERS = 3
+"""Layers of the models that prompts are prefilled by, which compute but a part of the last one."""
 _DECODED_BYTES = 256 << 20
 """Bytes of the layers that tokens pass through: more than caches hold, where the model has as much."""
 _LARGEST_UPDATE = 1 << 27
@@ -42,6 +45,9 @@ _PASSES: Mapping[Head, tuple[LayerKind, ...]] = {
     "scalar": ("embed", "embed_backward", "forward", "backward", "scalar", "scalar_backward"),
 }
 """Parts measured with each head; shared parts with the scalar one, which no vocabulary delays."""
+
+_PRODUCTS = {"cpu": (1 << 9, 1 << 11), "cuda": (1 << 12, 1 << 13)}
+"""Rows of square matrices whose products are measured, by type of device: the larger ones reach its peak."""
 
 _BUCKETS: tuple[LayerKind, ...] = ("bucket_embed", "bucket", "bucket_backward")
 
@@ -67,6 +73,7 @@ class ShapeMeasurements:
         for answer, sizes in _by_length(self.sizes.preparations()):
             yield [self._preparation(rows, answer) for rows in sizes]
         yield [self._update(layers) for layers in self.sizes.layers(self.shape.layers)]
+        yield [self._product(rows) for rows in _PRODUCTS[self.clock.device.type]]
         for alike in zip_longest(*map(self._calls, self.degrees)):
             yield from (row for row in alike if row is not None)
 
@@ -88,6 +95,21 @@ class ShapeMeasurements:
         update = cache(lambda: Update(tensors, self._torch_dtype, self.clock))
         blank = Measurement(kind="optimizer", tokens=elements, seconds=UNKNOWN)
         return Point((blank,), lambda: {"optimizer": update().seconds()}, elements)
+
+    def _product(self, rows: int) -> Point[Measurement]:
+        products = find_products(self.dtype, self.clock.device)
+        factors = cache(lambda: torch.randn(2, rows, rows, dtype=self._torch_dtype, device=self.clock.device))
+
+        products = find_products(self.dtype, self.clock.device)
+
+        def multiply() -> Mapping[LayerKind, float]:
+            x, weight = factors()
+            begin = self.clock.now()
+            products.matmul_nt(x, weight)
+            (seconds,) = self.clock.between(begin, self.clock.now())
+            return {"product": seconds}
+
+        return Point((Measurement(kind="product", tokens=rows, seconds=UNKNOWN),), multiply, rows**3)
 
     def _passes(self, head: Head, tp: int, sizes: Iterable[tuple[int, int]]) -> Iterator[ShapeRow]:
         passes = cache(lambda: Passes(self._model(head, tp, _LAYERS), self.clock))
@@ -111,11 +133,11 @@ class ShapeMeasurements:
             ]
 
     def _starts(self, tp: int) -> Iterator[ShapeRow]:
-        decoding = cache(lambda: Decoding(self._model("lm", tp, _LAYERS), self.sampling, self.clock))
+        decoding = cache(lambda: Decoding(self._model("lm", tp, _STARTED_LAYERS), self.sampling, self.clock))
 
         def point(tokens: int, context: int) -> Point[Measurement]:
             blanks = _blanks(("prefill", "start"), tp=tp, tokens=tokens, context=context)
-            return Point(blanks, lambda: decoding().start(tokens, context), tokens, _LAYERS)
+            return Point(blanks, lambda: decoding().start(tokens, context), tokens, _STARTED_LAYERS)
 
         for context, group in _by_length(self.sizes.starts()):
             yield [point(tokens, context) for tokens in group]
@@ -140,15 +162,15 @@ class ShapeMeasurements:
             self.shape,
             head,
             tp,
-            layers=min(layers, self.shape.layers),
+            layers=layers,
             dtype=self._torch_dtype,
             device=self.clock.device,
+            products=find_products(self.dtype, self.clock.device),
         )
 
     @property
     def _torch_dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        return find_torch_dtype(self.dtype)
 
 
 def _by_length(sizes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:

@@ -12,6 +12,7 @@ from realrl.families.tensors import Init
 from realrl.layout.layout import build_layout
 from realrl.layout.shard import Shard
 from realrl.model.group import Group, make_single_rank_group
+from realrl.model.ops import Products
 from realrl.plan.placement import Mesh, Placement, Strategy
 
 
@@ -26,7 +27,14 @@ class _Silent(Group):
 
 
 def make_tensor_rank(
-    shape: ModelShape, head: Head, tp: int, *, layers: int, dtype: torch.dtype, device: torch.device
+    shape: ModelShape,
+    head: Head,
+    tp: int,
+    *,
+    layers: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    products: Products,
 ) -> Model:
     """Make a model of `layers` layers with fresh weights of the largest of `tp` TP ranks.
 
@@ -42,7 +50,7 @@ def make_tensor_rank(
         data=single, tensor=tensor, pipeline=single, reverse_pipeline=single, mesh=single, embedding=None
     )
     layout = build_layout(shape, head, placement)
-    model = Model(layout, rank, groups, dtype=dtype, device=device)
+    model = Model(layout, rank, groups, dtype=dtype, device=device, products=products)
     # Numbers like those of a model, drawn where they are needed: on a CPU it would take minutes for a large one.
     for part in model.sets.values():
         part.buffer.data.normal_(0.0, shape.init_std)

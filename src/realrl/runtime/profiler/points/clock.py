@@ -19,7 +19,8 @@ class Clock:
         """Record the present moment."""
         if self.device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        # Captured in a graph, an event is recorded at every replay.
+        event = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
         event.record()
         return event
 

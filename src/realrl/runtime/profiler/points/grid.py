@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
+from realrl.layout.kv_blocks import CPU_PREFILL_TOKENS, MAX_DECODE_ROWS
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
@@ -39,7 +40,7 @@ class Sizes:
         if spec.generation is None:
             return cls(most, data.max_tokens, 0, 0, 0, thin)
         answer = spec.generation(experiment).max_new_tokens
-        rows = min(items, max(1, most // (answer + 1)))
+        rows = min(items, max(1, most // (answer + 1)), MAX_DECODE_ROWS)
         return cls(most, data.max_prompt_tokens + answer, data.max_prompt_tokens, answer, rows, thin)
 
     @classmethod
@@ -65,7 +66,7 @@ class Sizes:
     def starts(self) -> Iterator[tuple[int, int]]:
         """List the sizes of prefill, likewise."""
         if self.prompt:
-            most = max(self.prompt, min(self.micro_batch, self.rows * self.prompt))
+            most = max(self.prompt, min(self.micro_batch, self.rows * self.prompt, CPU_PREFILL_TOKENS))
             for length in self._lengths(LEAST_LENGTH // 2, self.prompt):
                 yield from self._batches(length, most)
 

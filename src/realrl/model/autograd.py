@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep the input of a computation and recompute it in the backward pass."""
+"""Autograd functions without a backward pass, and activation checkpointing: recomputation in the backward pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,29 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+
+
+class _Forgetful:
+    """Context of a forward pass that no backward pass follows."""
+
+    def save_for_backward(self, *_: Any) -> None:
+        """Save nothing."""
+
+    def mark_dirty(self, *_: Any) -> None:
+        """Note nothing."""
+
+    def mark_non_differentiable(self, *_: Any) -> None:
+        """Note nothing."""
+
+
+def apply_function(function: type[Function], *arguments: Any) -> Any:
+    """Apply an autograd function; where gradients are disabled, its forward pass alone.
+
+    Of a decode step of few rows, autograd's bookkeeping would be a tenth.
+    """
+    if torch.is_grad_enabled():
+        return function.apply(*arguments)
+    return function.forward(_Forgetful(), *arguments)
 
 
 class _Checkpoint(Function):

@@ -5,14 +5,11 @@ import torch
 
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.generator import generate
-from realrl.engine.generation.prompts import group_samples, split_into_decode_batches
+from realrl.engine.generation.prompts import group_samples
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.shape import ModelShape
 from realrl.model.init import initialise
-from realrl.plan.placement import Strategy
-from realrl.planner.workload.batching import split_work
-from realrl.planner.workload.workload import CallWork
 from realrl.recipe.settings import GenerationConfig
 
 SAMPLES = 6
@@ -133,28 +130,3 @@ def test_only_equal_rows_of_one_prompts_samples_are_grouped() -> None:
     assert group_samples((0, 1, 2, 3, 4, 5), rows, 3) == [[0, 1], [2], [3, 4, 5]]
     assert group_samples((5, 0, 4, 1, 2, 3), rows, 3) == [[0, 5], [1, 3, 4], [2]]
     assert group_samples((0, 1, 2, 3, 4, 5), rows, 1) == [[0], [1], [2], [3], [4], [5]]
-
-
-@pytest.mark.parametrize("budget", [50, 160, 500, 1 << 20])
-@pytest.mark.parametrize(("prompts", "samples"), [(12, 8), (3, 16), (1, 8)])
-def test_the_planner_predicts_the_decode_batches_of_shared_prompts(
-    prompts: int, samples: int, budget: int
-) -> None:
-    model, items = make_model("grouped-queries"), make_items((30,) * prompts, samples)
-    groups = group_samples(items.ids, items["prompts"], samples)
-    made = split_into_decode_batches(model, items["prompts"], groups, new_tokens=20, kv_capacity=budget)
-    work = CallWork(
-        items=prompts * samples,
-        lengths=(30,),
-        answers=(20,),
-        room=20,
-        minibatches=1,
-        passes=1,
-        samples=samples,
-    )
-    found = split_work(work, Strategy(1, micro_batch_tokens=budget), 1)
-    rows = [sum(map(len, batch)) for batch in made]
-    assert abs(found.count - len(made)) <= max(1, len(made) // 8)
-    assert sum(rows) == pytest.approx(found.rows * found.count)
-    assert found.peak.rows >= 0.8 * max(rows)
-    assert all(30 * len(batch) + 20 * n <= budget or n == 1 for batch, n in zip(made, rows, strict=True))

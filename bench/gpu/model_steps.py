@@ -1,0 +1,108 @@
+"""Steps of one model: training against peak arithmetic, decoding against peak bandwidth."""
+
+from typing import Any
+
+import torch
+from device import Device
+
+from realrl.algorithms.sft.method import SFTTrain
+from realrl.data.batch import Batch, Ragged
+from realrl.engine.generation.generator import generate
+from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.model import Model, make_unsharded_model
+from realrl.engine.training.trainer import Trainer
+from realrl.families.shape import ModelShape
+from realrl.model.init import initialise
+from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.settings import GenerationConfig
+
+BATCHES = (1, 16, 64, 256)
+
+
+def make_model(device: Device, shape: ModelShape) -> Model:
+    """Make a bfloat16 model with random weights."""
+    model = make_unsharded_model(shape, "lm", dtype=torch.bfloat16, device=device.place)
+    initialise(model.parameters, model.layout.specs, shape, 1)
+    return model
+
+
+def count_parameters(model: Model) -> int:
+    """Count the parameters, of which a tied table is one."""
+    return sum(tensor.numel for tensor in model.parameters.tensors)
+
+
+def measure_training(device: Device, size: str, *, layers: int | None = None) -> dict[str, Any]:
+    """Measure forward, backward and update on packed sequences of 2,048 tokens.
+
+    Counted are 6 operations per parameter of a product and token, and those of attention (Chowdhery et al. 2022,
+    appendix B, with causal attention counted as half). What recomputation adds is not counted. With `layers`, a
+    model of fewer layers, whose optimizer state fits, stands for the whole one.
+    """
+    shape = device.shape(size)
+    if layers is not None and not device.tiny:
+        shape = shape.model_copy(update={"layers": layers})
+    tokens, length = (256, 64) if device.tiny else (16384 if layers is None else 8192, 2048)
+    model = make_model(device, shape)
+    trainer = Trainer(model, OptimizerConfig())
+    count = tokens // length
+    rows = Ragged(torch.randint(0, shape.vocab_size, (tokens,)), (length,) * count)
+    masks = Ragged.of([(torch.arange(n) > 0).long() for n in rows.lengths])
+    batch = Batch(tuple(range(count)), {"tokens": rows, "loss_mask": masks}).to(device.place)
+
+    def step() -> None:
+        trainer.train(batch, SFTTrain(), [list(range(count))], lr=1e-6, max_tokens=tokens)
+
+    seconds = device.seconds(step)
+    products = count_parameters(model)
+    if not shape.tied_embeddings:
+        products -= shape.vocab_size * shape.hidden_size  # a table that is only looked up
+    attention = 6 * shape.layers * shape.heads * shape.head_dim * length * tokens
+    achieved = (6 * products * tokens + attention) / seconds
+    return {
+        "parameters": count_parameters(model),
+        "layers": shape.layers,
+        "tokens": tokens,
+        "seconds": seconds,
+        "tflops": achieved / 1e12,
+        "share_of_product_peak": achieved / device.flops,
+    }
+
+
+def measure_decoding(device: Device, size: str, rows: int) -> dict[str, Any]:
+    """Measure a decode step: the difference of two lengths of generation, sampling and bookkeeping included.
+
+    Counted are the bytes of the weights that are multiplied with, and of the keys and values that are read.
+    """
+    shape = device.shape(size)
+    context, short, long = (16, 4, 12) if device.tiny else (1024, 32, 160)
+    model = make_model(device, shape)
+    prompts = Ragged(torch.randint(4, shape.vocab_size, (rows * context,)), (context,) * rows)
+    batch = Batch(tuple(range(rows)), {"prompts": prompts})
+
+    def run(new_tokens: int) -> float:
+        return device.seconds(lambda: sample(model, batch, new_tokens), 3)
+
+    seconds = (run(long) - run(short)) / (long - short)
+    weights = count_parameters(model)
+    if not shape.tied_embeddings:
+        weights -= shape.vocab_size * shape.hidden_size
+    cached = rows * (context + (short + long) / 2) * 2 * shape.layers * shape.kv_heads * shape.head_dim
+    moved = 2 * (weights + cached) / seconds
+    return {
+        "rows": rows,
+        "context": context,
+        "seconds_per_token": seconds,
+        "tokens_per_second": rows / seconds,
+        "gb_per_s": moved / 1e9,
+        "share_of_copy_bandwidth": moved / device.bandwidth,
+    }
+
+
+def sample(model: Model, batch: Batch, new_tokens: int) -> Batch:
+    """Continue prompts by exactly so many tokens."""
+    sampling = GenerationConfig(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
+    rooms = sum(batch["prompts"].lengths) + len(batch) * new_tokens
+    return generate(
+        model, batch, "prompts", sampling=sampling, stop_token_ids=(3,), seed=SamplingSeed(1, 1),
+        kv_capacity=2 * rooms,
+    )  # fmt: skip

@@ -1,0 +1,95 @@
+"""Fastest float32 matrix products of this machine's processor, measured when first asked for and kept. No torch."""
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from realrl.config.files import write_whole
+
+_MEASUREMENT = "realrl.runtime.profiler.hardware.products"
+"""Module that measures, in a process of its own, and prints a choice as JSON."""
+
+
+@dataclass(frozen=True)
+class ProductChoice:
+    """Fastest way to multiply float32 matrices on a processor."""
+
+    onednn: bool = False
+    """Whether oneDNN is clearly faster than what torch takes by itself."""
+    bfloat16: bool = False
+    """Whether rounding operands to bfloat16 is clearly faster than either, as with AMX."""
+
+
+def find_processor_name() -> str:
+    """Find the name of this machine's processor, such as `AMD EPYC 7763 64-Core Processor`."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
+    # Some virtual machines hide the name: the family and features tell kinds of processors apart.
+    fields = [
+        line.partition(":")[2].strip()
+        for line in dict.fromkeys(lines)
+        if line.startswith(("model name", "cpu family", "model\t", "flags", "Features"))
+    ]
+    return " ".join(fields) or platform.processor() or platform.machine()
+
+
+def choose_products() -> ProductChoice:
+    """Find the fastest products of this processor: those kept from an earlier measurement, or measured now.
+
+    A measurement takes seconds, of which torch's import is the most; other processes wait for it. Where the user's
+    cache directory cannot be written each process measures for itself. Where it fails, products are torch's own.
+    """
+    file = _kept_file()
+    kept = _read(file)
+    if kept is not None:
+        return kept
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            kept = _read(file)
+            if kept is None and (kept := _measure()) is not None:
+                keep_choice(kept)
+    except OSError:
+        kept = kept or _measure()
+    return kept or ProductChoice()
+
+
+def keep_choice(choice: ProductChoice) -> None:
+    """Keep a choice for this processor and torch, in `~/.cache/realrl/processors` (`$XDG_CACHE_HOME`). OSError."""
+    file = _kept_file()
+    content = {**asdict(choice), "processor": find_processor_name()[:80], "torch": version("torch")}
+    write_whole(file, json.dumps(content, indent=2) + "\n")
+
+
+def _kept_file() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    key = hashlib.sha256(f"{find_processor_name()} {version('torch')}".encode()).hexdigest()[:16]
+    return Path(base).expanduser() / "realrl" / "processors" / f"{key}.json"
+
+
+def _read(file: Path) -> ProductChoice | None:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return ProductChoice(onednn=content["onednn"] is True, bfloat16=content["bfloat16"] is True)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _measure() -> ProductChoice | None:
+    """Measure in a process of its own; None without a result, which is said."""
+    command = [sys.executable, "-m", _MEASUREMENT]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    answer = done.stdout.strip().rpartition("\n")[2]
+    try:
+        return ProductChoice(**json.loads(answer))
+    except (ValueError, TypeError):
+        print(f"matrix products could not be measured ({done.stderr.strip()[-200:]})", file=sys.stderr)
+        return None

@@ -1,0 +1,22 @@
+"""Data types of models as torch sees them: how parameters are stored, and how matrices are multiplied."""
+
+import torch
+
+from realrl.config.errors import UserError
+from realrl.config.machine.processor import choose_products
+from realrl.model.ops import PLAIN, Products
+from realrl.plan.placement import Dtype
+
+
+def find_torch_dtype(dtype: Dtype) -> torch.dtype:
+    """Find the type that parameters are stored in."""
+    return torch.bfloat16 if dtype == "bfloat16" else torch.float32
+
+
+def find_products(dtype: Dtype, device: torch.device) -> Products:
+    """Find how matrices of a model are multiplied; UserError for `mixed` on a GPU."""
+    if device.type != "cpu":
+        if dtype == "mixed":
+            raise UserError("dtype=mixed is for CPUs; on a GPU, choose bfloat16 or float32")
+        return PLAIN
+    return Products(onednn=choose_products().onednn, bfloat16=dtype == "mixed")

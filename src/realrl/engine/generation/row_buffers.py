@@ -1,0 +1,163 @@
+"""Buffers of a decode batch: what decode steps read of its rows, and what they write."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realrl.engine.generation.blocks import SCRATCH
+from realrl.engine.generation.sampling import SamplingNoise
+from realrl.engine.generation.scheduler import DecodeRow, DecodeTurn
+from realrl.layout.kv_blocks import count_blocks, count_prompt_blocks
+from realrl.model.paged_attention import CachedRows
+
+
+@dataclass(frozen=True, eq=False)
+class BufferedRows:
+    """First B rows of the buffers, as views: all that a decode step works on, at addresses that stay."""
+
+    cached: CachedRows
+    tokens: Tensor
+    """Input of the next step. [B] int64"""
+    keys: Tensor
+    """Keys of the sampling noise. [B] int64"""
+    step: Tensor
+    """Number of the next step in the turn. [1] int64"""
+    steps: Tensor
+    """Numbers of all steps of a turn. [steps, 1] int64"""
+    noise: Tensor
+    """Sampling noise of the steps of a turn. [steps, B] float64"""
+    sampled: Tensor
+    """Tokens that the steps of a turn have sampled. [steps, B] int64"""
+    logprobs: Tensor
+    """Their log-probabilities, on the last stage of a pipeline. [steps, B] float32"""
+
+    def begin_turn(self, noise: SamplingNoise | None) -> None:
+        """Count steps from 0 again, and compute the noise of all of them where they sample."""
+        self.step.zero_()
+        if noise is not None:
+            self.noise.copy_(noise.draw(self.keys, self.steps + self.cached.own_lengths))
+
+    def advance(self, tokens: Tensor, logprobs: Tensor | None = None) -> None:
+        """Record the tokens of a step and make them the input of the next. [B]"""
+        self.sampled.index_copy_(0, self.step, tokens.unsqueeze(0))
+        if logprobs is not None:
+            self.logprobs.index_copy_(0, self.step, logprobs.unsqueeze(0))
+        self.tokens.copy_(tokens)
+        self.cached.own_lengths.add_(1)
+        self.step.add_(1)
+
+
+class RowBuffers:
+    """Buffers of `size` rows, which the host fills as rows come and go, and decode steps advance by themselves.
+
+    On a CPU both work on the same memory. For a GPU the host has a mirror in pinned memory, which it sends without
+    waiting, and writes again only when it has seen the tokens of the turn.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        longest_prompt: int,
+        new_tokens: int,
+        steps: int,
+        device: torch.device,
+        mirrored: bool,
+    ) -> None:
+        """`steps`: decode steps of a turn."""
+        # Rows that are done go on until the end of a turn: their surplus tokens go to the scratch block.
+        own = count_blocks(new_tokens + steps - 1)
+        shared = max(1, count_prompt_blocks(longest_prompt))
+        self._host = {
+            "tokens": torch.zeros(size, dtype=torch.int64),
+            "keys": torch.zeros(size, dtype=torch.int64),
+            "prompt_tables": torch.full((size, shared), SCRATCH, dtype=torch.int64),
+            "prompt_lengths": torch.zeros(size, dtype=torch.int64),
+            "own_tables": torch.full((size, own), SCRATCH, dtype=torch.int64),
+            "own_lengths": torch.zeros(size, dtype=torch.int64),
+        }
+        self._mirrored = mirrored
+        self._device = self._host
+        if mirrored:
+            self._host = {name: tensor.pin_memory() for name, tensor in self._host.items()}
+            self._device = {name: torch.empty_like(x, device=device) for name, x in self._host.items()}
+        self._arrays = {name: tensor.numpy() for name, tensor in self._host.items()}
+        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._steps = torch.arange(steps, device=device).unsqueeze(-1)
+        self._noise = torch.zeros(steps, size, dtype=torch.float64, device=device)
+        self._sampled = torch.zeros(steps, size, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(steps, size, dtype=torch.float32, device=device)
+        self._prompt_starts = torch.zeros(1, dtype=torch.int64)
+        self._most = 1
+
+    def arrange(self, turn: DecodeTurn, last_tokens: Sequence[int], keys: Sequence[int]) -> None:
+        """Write what a turn changes. `last_tokens`: by prompt; `keys`: of the sampling noise, by row."""
+        arrays = self._arrays
+        rows = turn.rows
+        if turn.rearranged:
+            slots = np.fromiter((row.slot for row in rows), np.int64, len(rows))
+            for array in arrays.values():
+                array[: len(rows)] = array[slots]
+            for slot, row in enumerate(rows):
+                if row.slot < 0:
+                    self._place(slot, row, last_tokens[row.prompt.number], keys[row.number])
+                row.slot = slot
+            for name in ("own_tables", "own_lengths", "prompt_lengths"):
+                arrays[name][len(rows) :] = 0  # rows that only fill a bucket write to the scratch block
+            self._find_prompts(rows)
+        for row in turn.grown:
+            arrays["own_tables"][row.slot, : len(row.blocks)] = row.blocks
+        if self._mirrored:
+            for name, tensor in self._device.items():
+                tensor.copy_(self._host[name], non_blocking=True)
+
+    def _place(self, slot: int, row: DecodeRow, last_token: int, key: int) -> None:
+        """Write a row that has just been admitted."""
+        arrays = self._arrays
+        arrays["tokens"][slot] = row.tokens[-1] if row.tokens else last_token
+        arrays["keys"][slot] = key
+        arrays["prompt_lengths"][slot] = row.prompt.length - 1
+        arrays["own_lengths"][slot] = len(row.tokens)
+        for name, blocks in (("prompt_tables", row.prompt.blocks), ("own_tables", row.blocks)):
+            arrays[name][slot] = SCRATCH
+            arrays[name][slot, : len(blocks)] = blocks
+
+    def _find_prompts(self, rows: Sequence[DecodeRow]) -> None:
+        """Find where the rows of each prompt start."""
+        prompts = np.fromiter((row.prompt.number for row in rows), np.int64, len(rows))
+        changes = np.flatnonzero(np.diff(prompts, prepend=-1, append=-1))
+        self._prompt_starts = torch.from_numpy(changes)
+        self._most = int(np.diff(changes).max(initial=1))
+
+    def view(self, rows: int) -> BufferedRows:
+        """View the first `rows` rows."""
+        device = self._device
+        return BufferedRows(
+            cached=CachedRows(
+                prompt_tables=device["prompt_tables"][:rows],
+                prompt_lengths=device["prompt_lengths"][:rows],
+                own_tables=device["own_tables"][:rows],
+                own_lengths=device["own_lengths"][:rows],
+                prompt_starts=self._prompt_starts,
+                most=self._most,
+            ),
+            tokens=device["tokens"][:rows],
+            keys=device["keys"][:rows],
+            step=self._step,
+            steps=self._steps,
+            noise=self._noise[:, :rows],
+            sampled=self._sampled[:, :rows],
+            logprobs=self._logprobs[:, :rows],
+        )
+
+    def read(self, rows: int, steps: int) -> tuple[list[list[int]], list[list[float]]]:
+        """Wait for the tokens of the steps of a turn; return them and their log-probabilities, by row."""
+        tokens = self._sampled[:steps, :rows].cpu()
+        logprobs = self._logprobs[:steps, :rows].cpu()
+        if self._mirrored:
+            self._arrays["tokens"][:rows] = tokens[-1].numpy()
+            self._arrays["own_lengths"][:rows] += steps
+        return tokens.T.tolist(), logprobs.T.tolist()

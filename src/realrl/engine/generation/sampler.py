@@ -1,0 +1,83 @@
+"""Token sampling: logits and noise in, tokens and their log-probabilities out."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from realrl.engine.generation.nucleus import keep_top_k, keep_top_p
+from realrl.recipe.settings import GenerationConfig
+
+_BLOCK = 128
+"""Neighbouring tokens whose probabilities are summed before cumulative sums are computed."""
+
+
+class Sampler:
+    """Sampling of the next token of rows, with everything that does not depend on them made once."""
+
+    def __init__(
+        self,
+        sampling: GenerationConfig,
+        *,
+        temperature: float,
+        stop_token_ids: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        """`temperature`: that of recorded log-probabilities, which training computes."""
+        self._sampling = sampling
+        self._temperature = temperature
+        self._stop_token_ids = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
+        self._forbids = sampling.min_new_tokens > 0 and len(stop_token_ids) > 0
+
+    def sample(self, logits: Tensor, positions: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample a token per row, a function of its logits and its noise alone.
+
+        logits: [B, V] float32, positions: [B], of the tokens in their continuations; noise: [B] in [0, 1), float64.
+
+        Returns tokens [B] and their log-probabilities [B] over the whole vocabulary: top-k, top-p, and minimum
+        lengths choose among tokens, but the trainer's log-probabilities do not depend on them.
+        """
+        sampling = self._sampling
+        logprobs = _scale(logits, self._temperature).log_softmax(-1)
+        if self._forbids:
+            logits = self._forbid_ends(logits, positions)
+        if sampling.greedy:
+            tokens = logits.argmax(-1)
+        else:
+            as_recorded = not self._forbids and sampling.temperature == self._temperature
+            probabilities = (
+                logprobs.exp() if as_recorded else _scale(logits, sampling.temperature).softmax(-1)
+            )
+            probabilities = keep_top_p(keep_top_k(probabilities, sampling.top_k), sampling.top_p)
+            tokens = choose_tokens(probabilities, noise)
+        return tokens, logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+    def _forbid_ends(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Set the logits of stop tokens to -inf where a continuation must not end yet."""
+        ids = self._stop_token_ids
+        too_early = (positions < self._sampling.min_new_tokens).unsqueeze(-1)
+        return logits.index_copy(-1, ids, logits.index_select(-1, ids).masked_fill(too_early, -torch.inf))
+
+
+def _scale(logits: Tensor, temperature: float) -> Tensor:
+    return logits if temperature == 1 else logits / temperature
+
+
+def choose_tokens(probabilities: Tensor, noise: Tensor) -> Tensor:
+    """Choose the token at which the cumulative sum of probabilities exceeds noise times their sum.
+
+    probabilities: [B, V], not normalised, noise: [B] in [0, 1), float64 -> [B] int64
+
+    Sums are those of blocks of tokens, and then those within one block, so that few numbers are in float64.
+    """
+    rows, vocabulary = probabilities.shape
+    padded = F.pad(probabilities, (0, -vocabulary % _BLOCK)).view(rows, -1, _BLOCK)
+    until = padded.sum(-1, dtype=torch.float64).cumsum(-1)
+    threshold = noise.unsqueeze(-1) * until[:, -1:]
+    block = torch.searchsorted(until, threshold, right=True).clamp_max_(until.shape[-1] - 1)
+    before = F.pad(until, (1, 0)).gather(-1, block)
+    inside = padded.gather(1, block.unsqueeze(-1).expand(-1, -1, _BLOCK)).squeeze(1)
+    inside = inside.cumsum(-1, dtype=torch.float64)
+    # Rounding must not lead beyond the last token of the block that has a probability.
+    rest = torch.minimum(threshold - before, inside[:, -1:] * (1 - 2.0**-52))
+    place = torch.searchsorted(inside, rest, right=True)
+    return (block * _BLOCK + place).squeeze(-1).clamp_max_(vocabulary - 1)

@@ -1,0 +1,221 @@
+"""Scheduler of continuous batching: which rows are decoded, and where their keys and values lie.
+
+Rows wait in one queue, rows of a prompt next to each other, and run in as many decode batches as a pipeline has
+stages. `plan` is called once per turn of a decode batch: it retires the rows that are done, gives the others the
+blocks of the coming steps, and admits waiting rows while blocks are free. Where the pool runs dry the youngest row
+of the batch is preempted: it gives its blocks back, returns to the head of the queue, and is prefilled again with
+what it has generated.
+
+Nothing here depends on anything but the order of calls and the lengths of rows, so that every rank of a pipeline
+and of a tensor-parallel group decides the same from the tokens that all of them know.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from realrl.engine.generation.blocks import BlockPool
+from realrl.layout.kv_blocks import CacheSize, count_blocks, count_prompt_blocks
+
+_REPLACED_TOGETHER = 8
+"""Rows are replaced when one in so many of a decode batch has ended: to prefill fewer costs nearly as much."""
+
+
+@dataclass(eq=False)
+class Prompt:
+    """Prompt of one or more rows, and the blocks that they share while any of them runs."""
+
+    number: int
+    length: int
+    blocks: list[int] = field(default_factory=list)
+    running: int = 0
+    """Rows that run."""
+
+
+@dataclass(eq=False)
+class DecodeRow:
+    """Prompt with its continuation; `number` identifies it in its generate call."""
+
+    number: int
+    prompt: Prompt
+    tokens: "array[int]" = field(default_factory=lambda: array("q"))
+    """Continuation so far."""
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    blocks: list[int] = field(default_factory=list)
+    done: bool = False
+    """Whether the continuation is complete."""
+    slot: int = -1
+    """Place in the buffers of the decode batch; -1 where it has none yet."""
+
+
+@dataclass(frozen=True)
+class RowPrefill:
+    """Sequence whose keys and values are computed before `row` is decoded: its prompt, but for the last token, and
+    what it had generated before it was preempted, but for the newest token.
+
+    Those of positions `first` to `length` - 1 are stored; rows that run hold the others.
+    """
+
+    row: DecodeRow
+    first: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are computed: none where none is stored."""
+        return self.length if self.first < self.length else 0
+
+
+@dataclass(frozen=True)
+class DecodeTurn:
+    """Work of a decode batch until the host looks at its tokens again."""
+
+    rows: Sequence[DecodeRow] = ()
+    """Rows that are decoded, by prompt."""
+    rearranged: bool = False
+    """Whether they are others than before."""
+    grown: Sequence[DecodeRow] = ()
+    """Rows with further blocks."""
+    prefills: Sequence[RowPrefill] = ()
+    """Sequences that are prefilled before, in one forward pass."""
+    steps: int = 0
+    """Decode steps."""
+
+
+class Scheduler:
+    """Rows of a generate call: those that wait, and those that run in each decode batch."""
+
+    def __init__(
+        self,
+        rows: Iterable[DecodeRow],
+        size: CacheSize,
+        *,
+        batches: int,
+        new_tokens: int,
+        steps: int,
+        prefill_tokens: int,
+    ) -> None:
+        """`batches`: number of decode batches. `new_tokens`: most tokens of a continuation. `steps`: decode steps
+        of a turn, but one while prompts are still to be prefilled. `prefill_tokens`: tokens of a forward pass, but
+        for a longer sequence alone."""
+        self._queue = deque(rows)
+        self._pool = BlockPool(size.blocks)
+        self._running: list[list[DecodeRow]] = [[] for _ in range(batches)]
+        """Rows by decode batch, in the order in which they were admitted."""
+        self._turns = [DecodeTurn()] * batches
+        self._limit = -(-size.rows // batches)
+        self._new_tokens = new_tokens
+        self._steps = steps
+        self._prefill_tokens = prefill_tokens
+
+    @property
+    def done(self) -> bool:
+        """Whether no row waits or runs."""
+        return not self._queue and not any(self._running)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that no row holds."""
+        return self._pool.free
+
+    def plan(self, batch: int) -> DecodeTurn:
+        """Plan the next turn of a decode batch."""
+        running = self._running[batch]
+        before = len(running)
+        retired = [row for row in running if row.done]
+        if retired:
+            running[:] = [row for row in running if not row.done]
+            for row in retired:
+                self._release(row)
+        kept = len(running)
+        grown = self._grow(running)
+        preempted = kept - len(running)
+        # Rows that are admitted beside preempted ones would be preempted next.
+        prefills, more = ([], False) if preempted else self._admit(running)
+        rearranged = before != kept or preempted > 0 or len(running) > kept
+        rows = self._turns[batch].rows
+        if rearranged:
+            rows = sorted(running, key=lambda row: (row.prompt.number, row.number))
+        self._turns[batch] = DecodeTurn(
+            rows=rows,
+            rearranged=rearranged,
+            grown=[row for row in grown if row.blocks],
+            prefills=prefills,
+            steps=1 if more else self._steps if rows else 0,
+        )
+        return self._turns[batch]
+
+    def _grow(self, running: list[DecodeRow]) -> list[DecodeRow]:
+        """Give rows the blocks of the coming steps, the oldest first; preempt the youngest where there are none."""
+        grown = []
+        for row in list(running):
+            missing = self._count_own_blocks(row) - len(row.blocks)
+            # A row that is preempted has no blocks.
+            while row.blocks and missing > self._pool.free:
+                self._preempt(running)
+            if row.blocks and missing > 0:
+                row.blocks += self._pool.take(missing)
+                grown.append(row)
+        return grown
+
+    def _preempt(self, running: list[DecodeRow]) -> None:
+        row = running.pop()
+        self._release(row)
+        self._queue.appendleft(row)
+
+    def _release(self, row: DecodeRow) -> None:
+        """Give the blocks of a row back, and those of its prompt with its last row."""
+        self._pool.give_back(row.blocks)
+        row.blocks = []
+        row.slot = -1
+        row.prompt.running -= 1
+        if not row.prompt.running:
+            self._pool.give_back(row.prompt.blocks)
+            row.prompt.blocks = []
+
+    def _admit(self, running: list[DecodeRow]) -> tuple[list[RowPrefill], bool]:
+        """Admit waiting rows while there are slots and blocks, as far as one forward pass prefills them.
+
+        Returns what is prefilled, and whether more rows could be admitted.
+        """
+        queue = self._queue
+        slots = self._limit - len(running)
+        if not queue or (running and slots < min(len(queue), -(-self._limit // _REPLACED_TOGETHER))):
+            return [], False
+        prefills: list[RowPrefill] = []
+        tokens = 0
+        most = count_blocks(self._new_tokens)
+        growing = sum(len(row.blocks) < most for rows in self._running for row in rows)
+        while queue and len(running) < self._limit:
+            row = queue[0]
+            resident = row.prompt.running > 0
+            own = self._count_own_blocks(row)
+            shared = 0 if resident else count_prompt_blocks(row.prompt.length)
+            # A block is left for each row that will need one, so that the next turns preempt none.
+            if own + shared + growing > self._pool.free:
+                break
+            prefill = _make_prefill(row, resident)
+            if tokens and tokens + prefill.tokens > self._prefill_tokens:
+                return prefills, True
+            if prefill.tokens:
+                prefills.append(prefill)
+                tokens += prefill.tokens
+            queue.popleft()
+            row.blocks = self._pool.take(own)
+            if not resident:
+                row.prompt.blocks = self._pool.take(shared)
+            row.prompt.running += 1
+            running.append(row)
+            growing += own < most
+        return prefills, False
+
+    def _count_own_blocks(self, row: DecodeRow) -> int:
+        return count_blocks(min(len(row.tokens) + self._steps, self._new_tokens))
+
+
+def _make_prefill(row: DecodeRow, resident: bool) -> RowPrefill:
+    """Make the prefill of a row that is admitted. `resident`: its prompt is in the cache."""
+    shared = row.prompt.length - 1
+    # The row's own segment holds the prompt's last token and what was generated before the newest token.
+    return RowPrefill(row, shared if resident else 0, shared + len(row.tokens))

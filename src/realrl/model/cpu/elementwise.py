@@ -1,0 +1,124 @@
+"""Norm, activation and rotary embedding on a CPU, forward and backward."""
+
+import numpy as np
+
+from realrl.model.cpu.arithmetic import sigmoid
+from realrl.model.cpu.rows import Work, claim, number, number_of_claim, row, row_kernel
+
+ONE = np.float32(1.0)
+
+
+@row_kernel(outputs=2)
+def rms_norm_forward(work: Work) -> None:
+    """Normalize rows: x [N, H], weight [H], eps -> out [N, H], scales [N, 1]."""
+    eps = number(work, 2)
+    first, last = claim(work)
+    while first < last:
+        for i in range(first, last):
+            x, weight, out = row(work, 0, i), row(work, 1, i), row(work, 3, i)
+            squares = np.float32(0.0)
+            for j in range(len(x)):
+                squares += x[j] * x[j]
+            scale = ONE / np.sqrt(squares / np.float32(len(x)) + eps)
+            row(work, 4, i)[0] = scale
+            for j in range(len(x)):
+                out[j] = x[j] * scale * weight[j]
+        first, last = claim(work)
+
+
+@row_kernel(outputs=3)
+def add_rms_norm_forward(work: Work) -> None:
+    """Add and normalize: x [N, H], block [N, H], weight [H], eps -> total [N, H], out [N, H], scales [N, 1]."""
+    eps = number(work, 3)
+    first, last = claim(work)
+    while first < last:
+        for i in range(first, last):
+            x, block, weight = row(work, 0, i), row(work, 1, i), row(work, 2, i)
+            total, out = row(work, 4, i), row(work, 5, i)
+            squares = np.float32(0.0)
+            for j in range(len(x)):
+                both = x[j] + block[j]
+                total[j] = both
+                squares += both * both
+            scale = ONE / np.sqrt(squares / np.float32(len(x)) + eps)
+            row(work, 6, i)[0] = scale
+            for j in range(len(x)):
+                out[j] = total[j] * scale * weight[j]
+        first, last = claim(work)
+
+
+@row_kernel(outputs=2)
+def rms_norm_backward(work: Work) -> None:
+    """Differentiate: x [N, H], grad [N, H], weight [H], scales [N, 1], what flows back to x besides [N, H] or [H]
+    -> grad_x [N, H], and of the weight a sum for the rows of each claim [claims, H], which is zero before."""
+    first, last = claim(work)
+    while first < last:
+        sums = row(work, 6, number_of_claim(work, first))
+        for i in range(first, last):
+            x, grad, weight = row(work, 0, i), row(work, 1, i), row(work, 2, i)
+            besides, grad_x = row(work, 4, i), row(work, 5, i)
+            scale = row(work, 3, i)[0]
+            mean = np.float32(0.0)
+            for j in range(len(x)):
+                along = grad[j] * x[j] * scale
+                sums[j] += along
+                mean += along * weight[j]
+            mean = mean * scale / np.float32(len(x))
+            for j in range(len(x)):
+                grad_x[j] = besides[j] + scale * (grad[j] * weight[j] - x[j] * mean)
+        first, last = claim(work)
+
+
+@row_kernel(outputs=1)
+def swiglu_forward(work: Work) -> None:
+    """Compute silu(gate) * up: gate_up [N, 2 I] -> out [N, I]."""
+    first, last = claim(work)
+    while first < last:
+        for i in range(first, last):
+            gate_up, out = row(work, 0, i), row(work, 1, i)
+            width = len(out)
+            gate, up = gate_up[:width], gate_up[width:]
+            for j in range(width):
+                out[j] = gate[j] * sigmoid(gate[j]) * up[j]
+        first, last = claim(work)
+
+
+@row_kernel(outputs=1)
+def swiglu_backward(work: Work) -> None:
+    """Differentiate: gate_up [N, 2 I], grad [N, I] -> grad_gate_up [N, 2 I]."""
+    first, last = claim(work)
+    while first < last:
+        for i in range(first, last):
+            gate_up, grad, out = row(work, 0, i), row(work, 1, i), row(work, 2, i)
+            width = len(grad)
+            gate, up = gate_up[:width], gate_up[width:]
+            grad_gate, grad_up = out[:width], out[width:]
+            for j in range(width):
+                share = sigmoid(gate[j])
+                grad_up[j] = grad[j] * gate[j] * share
+                grad_gate[j] = grad[j] * up[j] * share * (ONE + gate[j] * (ONE - share))
+        first, last = claim(work)
+
+
+@row_kernel(outputs=1)
+def rotate(work: Work) -> None:
+    """Rotate heads: x [T, any number of heads * D] whose first `heads` are rotated, angles' cosines and sines
+    [T, D / 2], heads, 1 or -1 for the inverse -> out [T, the same], which may be x."""
+    heads, sign = int(number(work, 3)), number(work, 4)
+    first, last = claim(work)
+    while first < last:
+        for i in range(first, last):
+            x, cos, sin, out = row(work, 0, i), row(work, 1, i), row(work, 2, i), row(work, 5, i)
+            half = len(cos)
+            for head in range(heads):
+                start = 2 * half * head
+                a, b = x[start : start + half], x[start + half : start + 2 * half]
+                out_a, out_b = out[start : start + half], out[start + half : start + 2 * half]
+                for j in range(half):
+                    s = sin[j] * sign
+                    low, high = a[j], b[j]
+                    out_a[j] = low * cos[j] - high * s
+                    out_b[j] = high * cos[j] + low * s
+            for j in range(2 * half * heads, len(x)):
+                out[j] = x[j]
+        first, last = claim(work)

@@ -1,0 +1,174 @@
+"""Attention of a decode step over the paged KV cache, on a CPU.
+
+A piece of work is a key/value head of a prompt: its keys are read once for all query heads that share it, and for
+all rows that continue the prompt. Then each row attends to its own keys. Softmax is computed in tiles, which are
+combined as they come (Milakov and Gimelshein, arXiv 1805.02867); a row's result does not depend on other rows.
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from realrl.layout.kv_blocks import BLOCK_TOKENS
+from realrl.model.cpu import vectors
+from realrl.model.cpu.rows import (
+    Work,
+    bfloat16_pointer,
+    claim,
+    float_pointer,
+    int_row,
+    number,
+    row,
+    row_kernel,
+)
+from realrl.model.cpu.vectors import LANES, add, fill, load_vector, multiply_add, repeat, store_vector
+
+assert BLOCK_TOKENS == LANES, "the scores of a block are a vector"
+
+_TILE = 8
+"""Blocks of a tile: few enough that keys, values and scores stay in the nearest caches."""
+_WIDTH = _TILE * LANES
+_LOG2_E = np.float32(1.44269504)
+
+
+@numba.njit(inline="always")
+def _compute_scores(q: Any, a: int, b: int, dim: int, k: Any, block: int, scores: Any, place: int) -> None:
+    """Compute the scores of the keys of a block for queries a and b, which may be the same."""
+    a_even, a_odd, b_even, b_odd = vectors.zeros(), vectors.zeros(), vectors.zeros(), vectors.zeros()
+    for d in range(0, dim, 2):
+        even, odd = load_vector(k, block + d * LANES), load_vector(k, block + d * LANES + LANES)
+        a_even = multiply_add(repeat(q, a * dim + d), even, a_even)
+        b_even = multiply_add(repeat(q, b * dim + d), even, b_even)
+        a_odd = multiply_add(repeat(q, a * dim + d + 1), odd, a_odd)
+        b_odd = multiply_add(repeat(q, b * dim + d + 1), odd, b_odd)
+    store_vector(scores, a * _WIDTH + place, add(a_even, a_odd))
+    store_vector(scores, b * _WIDTH + place, add(b_even, b_odd))
+
+
+@numba.njit(inline="always")
+def _add_values(
+    scores: Any, a: int, b: int, place: int, v: Any, block: int, count: int, outputs: Any, padded: int
+) -> None:
+    """Add the values of a block to the outputs of queries a and b, by their weights."""
+    a_weights, b_weights = a * _WIDTH + place, b * _WIDTH + place
+    for c in range(0, padded, LANES):
+        a_sum, b_sum = load_vector(outputs, a * padded + c), load_vector(outputs, b * padded + c)
+        for t in range(count):
+            value = load_vector(v, block + t * padded + c)
+            a_sum = multiply_add(repeat(scores, a_weights + t), value, a_sum)
+            b_sum = multiply_add(repeat(scores, b_weights + t), value, b_sum)
+        store_vector(outputs, a * padded + c, a_sum)
+        store_vector(outputs, b * padded + c, b_sum)
+
+
+@numba.njit(inline="always")
+def _weigh(scores: Any, query: int, keys: int, tops: Any, totals: Any, outputs: Any, padded: int) -> None:
+    """Turn a query's scores in a tile into weights, relative to the largest score so far."""
+    first = query * _WIDTH
+    blocks = (keys + LANES - 1) // LANES
+    last = first + (blocks - 1) * LANES
+    store_vector(scores, last, vectors.keep_first(load_vector(scores, last), keys - (blocks - 1) * LANES))
+    best = load_vector(scores, first)
+    for j in range(1, blocks):
+        best = vectors.larger(best, load_vector(scores, first + j * LANES))
+    top = max(tops[query], vectors.find_maximum(best))
+    # No branch on whether the largest score is new: it could not be predicted.
+    factor = vectors.exp2(fill(tops[query] - top))
+    for c in range(query * padded, (query + 1) * padded, LANES):
+        store_vector(outputs, c, vectors.multiply(load_vector(outputs, c), factor))
+    total = vectors.zeros()
+    for j in range(blocks):
+        weights = vectors.exp2(vectors.subtract(load_vector(scores, first + j * LANES), fill(top)))
+        store_vector(scores, first + j * LANES, weights)
+        total = add(total, weights)
+    tops[query] = top
+    totals[query] = totals[query] * vectors.find_first(factor) + vectors.add_up(total)
+
+
+@numba.njit(inline="always")
+def _attend(work: Work, k: Any, v: Any) -> None:
+    """Compute what `attend_float32` says, with keys and values of either type."""
+    starts, prompt_lengths, own_lengths = int_row(work, 7, 0), int_row(work, 4, 0), int_row(work, 6, 0)
+    heads, kv_heads, dim, most = (
+        int(number(work, 8)),
+        int(number(work, 9)),
+        int(number(work, 10)),
+        int(number(work, 11)),
+    )
+    group = heads // kv_heads
+    padded = (dim + LANES - 1) // LANES * LANES
+    q = np.empty(most * group * dim, np.float32)
+    outputs = np.empty(most * group * padded, np.float32)
+    scores = np.empty(most * group * _WIDTH, np.float32)
+    tops, totals = np.empty(most * group, np.float32), np.empty(most * group, np.float32)
+    scale = _LOG2_E / np.sqrt(np.float32(dim))
+    first, last = claim(work)
+    while first < last:
+        for item in range(first, last):
+            prompt, head = item // kv_heads, item % kv_heads
+            begin, end = starts[prompt], starts[prompt + 1]
+            queries = (end - begin) * group
+            tops[:queries] = -np.inf
+            totals[:queries] = 0.0
+            outputs[: queries * padded] = 0.0
+            for r in range(begin, end):
+                qkv = row(work, 0, r)
+                block = (int_row(work, 5, r)[own_lengths[r] // LANES] * kv_heads + head) * LANES
+                slot = own_lengths[r] % LANES
+                for d in range(dim):
+                    vectors.store_number(k, block * dim + d * LANES + slot, qkv[(heads + head) * dim + d])
+                    vectors.store_number(
+                        v, (block + slot) * padded + d, qkv[(heads + kv_heads + head) * dim + d]
+                    )
+                at = (r - begin) * group * dim
+                for d in range(group * dim):
+                    q[at + d] = qkv[head * group * dim + d] * scale
+            for segment in range(1 + end - begin):
+                # The prompt for all queries, then each row's own tokens for its queries.
+                r = begin if segment == 0 else begin + segment - 1
+                table = int_row(work, 3, r) if segment == 0 else int_row(work, 5, r)
+                length = prompt_lengths[r] if segment == 0 else own_lengths[r] + 1
+                here = 0 if segment == 0 else (r - begin) * group
+                until = queries if segment == 0 else here + group
+                for tile in range(0, length, _WIDTH):
+                    keys = min(_WIDTH, length - tile)
+                    for t in range(0, keys, LANES):
+                        block = (table[(tile + t) // LANES] * kv_heads + head) * LANES
+                        for line in range(0, padded * LANES, LANES):
+                            vectors.prefetch(v, block * padded + line)  # for the second loop over the tile
+                        for a in range(here, until, 2):
+                            _compute_scores(q, a, min(a + 1, until - 1), dim, k, block * dim, scores, t)
+                    for a in range(here, until):
+                        _weigh(scores, a, keys, tops, totals, outputs, padded)
+                    for t in range(0, keys, LANES):
+                        block = (table[(tile + t) // LANES] * kv_heads + head) * LANES
+                        count = min(LANES, keys - t)
+                        for a in range(here, until, 2):
+                            b = min(a + 1, until - 1)
+                            _add_values(scores, a, b, t, v, block * padded, count, outputs, padded)
+            for a in range(queries):
+                out = row(work, 12, begin + a // group)
+                at = (head * group + a % group) * dim
+                share = np.float32(1.0) / totals[a]
+                for d in range(dim):
+                    out[at + d] = outputs[a * padded + d] * share
+        first, last = claim(work)
+
+
+@row_kernel(outputs=1)
+def attend_float32(work: Work) -> None:
+    """Store new keys and values of rows, and attend from them to all keys of their rows.
+
+    Rows of work are the key/value heads of prompts. Arguments: qkv [B, (heads + 2 kv_heads) * D], all keys and all
+    values of a layer, prompt tables [B, blocks] and lengths [B], own tables [B, blocks] and lengths [B] without the
+    new token, first row of each prompt and B [prompts + 1], heads, kv_heads, D, most rows of a prompt
+    -> out [B, heads * D].
+    """
+    _attend(work, float_pointer(work, 1), float_pointer(work, 2))
+
+
+@row_kernel(outputs=1)
+def attend_bfloat16(work: Work) -> None:
+    """Compute the same with keys and values in bfloat16; qkv and out are float32."""
+    _attend(work, bfloat16_pointer(work, 1), bfloat16_pointer(work, 2))

@@ -1,0 +1,110 @@
+"""Norm and activation of the transformer, with gradients that save memory traffic."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from realrl.model.autograd import apply_function
+from realrl.model.cpu import elementwise as cpu
+from realrl.model.cpu.rows import count_claims
+from realrl.model.gpu.path import load_kernels, on_gpu
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """Make a matrix of the last dim, without a copy where x is one already. [..., H] -> [N, H]"""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+class _RMSNorm(Function):
+    """RMS norm on a CPU, of which torch derives the gradients of its many parts one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = _as_rows(x)
+        out = torch.empty_like(rows)
+        scales = torch.empty(len(rows), 1)
+        cpu.rms_norm_forward(len(rows), rows, weight.float(), eps, out, scales)
+        ctx.save_for_backward(x, weight, scales)
+        return out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, scales = ctx.saved_tensors
+        grad_x, grad_weight = _differentiate_norm(_as_rows(grad), None, x, weight, scales)
+        return grad_x.view(x.shape), grad_weight if ctx.needs_input_grad[1] else None, None
+
+
+class _AddRMSNorm(Function):
+    """Sum of two tensors, and its RMS norm, on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = torch.empty_like(x)
+        out = torch.empty_like(x)
+        scales = torch.empty(len(x), 1)
+        cpu.add_rms_norm_forward(
+            len(x), _as_rows(x), _as_rows(block), weight.float(), eps, total, out, scales
+        )
+        ctx.save_for_backward(total, weight, scales)
+        return total, out
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        total, weight, scales = ctx.saved_tensors
+        grad_x, grad_weight = _differentiate_norm(_as_rows(grad), _as_rows(grad_total), total, weight, scales)
+        return grad_x, grad_x, grad_weight if ctx.needs_input_grad[2] else None, None
+
+
+def _differentiate_norm(
+    grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Differentiate the norm of the rows of x, and add what flows back to x besides, if anything.
+
+    -> [N, H] and, of the weight, [H] float32
+    """
+    rows = _as_rows(x)
+    grad_x = torch.empty_like(rows)
+    sums = torch.zeros(count_claims(rows), rows.shape[1])
+    besides = torch.zeros(rows.shape[1]) if grad_total is None else grad_total
+    cpu.rms_norm_backward(len(rows), rows, grad, weight.float(), scales, besides, grad_x, sums)
+    return grad_x, sums.sum(0)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalize: x / sqrt(mean(x²) + eps) * weight over the last dim (Zhang and Sennrich 2019).
+
+    x: [..., H], weight: [H] -> [..., H]; computed in float32
+    """
+    function = load_kernels().RMSNorm if on_gpu(x) else _RMSNorm
+    return apply_function(function, x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, block: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add a block's output to the residual stream, and normalize the sum. x, block: [N, H] -> two of [N, H]"""
+    function = load_kernels().AddRMSNorm if on_gpu(x) else _AddRMSNorm
+    return apply_function(function, x, block, weight, eps)
+
+
+class _SwiGLU(Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        cpu.swiglu_forward(len(gate_up), _as_rows(gate_up), out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        out = torch.empty_like(gate_up)
+        cpu.swiglu_backward(len(gate_up), _as_rows(gate_up), _as_rows(grad), out)
+        return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Compute silu(gate) * up (Shazeer 2020). gate_up: [N, 2 I], gate first -> [N, I]"""
+    function = load_kernels().SwiGLU if on_gpu(gate_up) else _SwiGLU
+    return apply_function(function, gate_up)

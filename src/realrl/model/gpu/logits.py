@@ -1,0 +1,77 @@
+"""Softmax over logits on a GPU: sums of a chunk in one pass, its gradient in another."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from realrl.model.gpu.library import register_kernel
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _sums_kernel(logits, log_sum, mean, columns, scale, MEAN: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    # Of each lane, until the end: its highest logit, and sums of exponentials relative to that.
+    highest = tl.full([BLOCK], -float("inf"), tl.float32)
+    exponentials = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, columns, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < columns
+        value = tl.load(logits + row * columns + column, inside, other=-float("inf")) * scale
+        above = tl.maximum(highest, value)
+        # A lane that has nothing yet, or gets nothing, would subtract infinity from infinity.
+        before = tl.where(highest == -float("inf"), 0.0, tl.exp(highest - above))
+        added = tl.where(value == -float("inf"), 0.0, tl.exp(value - above))
+        exponentials = exponentials * before + added
+        if MEAN:
+            weighted = weighted * before + tl.where(added > 0, added * value, 0.0)
+        highest = above
+    most = tl.max(highest, 0)
+    share = tl.where(highest == -float("inf"), 0.0, tl.exp(highest - most))
+    total = tl.sum(exponentials * share, 0)
+    tl.store(log_sum + row, most + tl.log(total))
+    if MEAN:
+        tl.store(mean + row, tl.sum(weighted * share, 0) / total)
+
+
+@triton.jit
+def _gradient_kernel(logits, log_sum, factor, gradient, columns, scale, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    value = tl.load(logits + row * columns + column, inside, other=0.0) * scale
+    result = -tl.load(factor + row) * tl.exp(value - tl.load(log_sum + row))
+    tl.store(gradient + row * columns + column, result.to(gradient.dtype.element_ty), inside)
+
+
+@register_kernel("logit_sums(Tensor logits, float scale, Tensor(a!) log_sum, Tensor(b!)? mean)")
+def compute_logit_sums(logits: Tensor, scale: float, log_sum: Tensor, mean: Tensor | None) -> None:
+    """Compute log(sum(exp(z))) of each row of z = logits * scale, and the mean of z under softmax(z) if asked.
+
+    logits: [n, V] float32 -> [n] float32 each; -inf where there are no columns, NaN where a logit is NaN or inf
+    """
+    if not logits.shape[1]:
+        log_sum.fill_(-float("inf"))
+        if mean is not None:
+            mean.zero_()
+        return
+    _sums_kernel[(len(logits),)](
+        logits, log_sum, log_sum if mean is None else mean, logits.shape[1], scale,
+        MEAN=mean is not None, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+@register_kernel(
+    "softmax_gradient(Tensor logits, Tensor log_sum, Tensor factor, float scale, Tensor(a!) gradient)"
+)
+def compute_softmax_gradient(
+    logits: Tensor, log_sum: Tensor, factor: Tensor, scale: float, gradient: Tensor
+) -> None:
+    """Compute -factor * exp(logits * scale - log_sum). logits: [n, V] float32; log_sum, factor: [n] -> [n, V]"""
+    grid = (len(logits), triton.cdiv(logits.shape[1], _BLOCK))
+    if grid[1]:
+        _gradient_kernel[grid](
+            logits, log_sum, factor, gradient, logits.shape[1], scale, BLOCK=_BLOCK, num_warps=8
+        )

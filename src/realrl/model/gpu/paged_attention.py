@@ -1,0 +1,207 @@
+"""Attention of a decode step over the paged KV cache on a GPU, in Triton: split-KV, as in FlashDecoding.
+
+A program attends from the query heads that share a key/value head of a row to a part of the row's keys; a second
+kernel combines the parts by their log-sum-exps. How a row is cut into parts follows from its lengths alone, so that
+its result does not depend on other rows.
+"""
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from realrl.layout.kv_blocks import BLOCK_TOKENS
+
+PARTS = 16
+"""Most parts of a row: with few rows, enough programs for all processors of a GPU."""
+PART_KEYS = 256
+"""Keys of a part, unless a row has more than so many for each part: smaller parts cost more than they gain."""
+_TILE_BYTES = 1 << 14
+"""Bytes of the keys, or values, that a program reads at a time: several of them fit into shared memory."""
+_QUERIES = 16
+"""Queries of a product, the least that tensor cores multiply; heads that share a key are fewer."""
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels run on a CPU, in Triton's interpreter, which knows no products of bfloat16."""
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _count_tiles(prompt, own, TILE: tl.constexpr, PARTS: tl.constexpr, PART_TILES: tl.constexpr):
+    """Count the tiles of a prompt's segment, of both segments, and of a part."""
+    of_prompt = tl.cdiv(prompt, TILE)
+    tiles = of_prompt + tl.cdiv(own + 1, TILE)
+    return of_prompt, tiles, tl.maximum(PART_TILES, tl.cdiv(tiles, PARTS))
+
+
+@triton.jit
+def attend_part(
+    qkv,
+    k_pool,
+    v_pool,
+    prompt_tables,
+    prompt_lengths,
+    own_tables,
+    own_lengths,
+    outputs,
+    tops,
+    totals,
+    prompt_width,
+    own_width,
+    scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART_TILES: tl.constexpr,
+    PRODUCT: tl.constexpr,
+):
+    """Store the newest key and value of a row, and attend to a part of its keys.
+
+    qkv: [B, (heads + 2 kv_heads) * D]; pools: [blocks, kv_heads, BLOCK, D]; outputs: [B, heads, PARTS, D] float32,
+    not divided by totals; tops, totals: [B, heads, PARTS] float32. PRODUCT: type of the factors of products.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    part = tl.program_id(2)
+    prompt = tl.load(prompt_lengths + row).to(tl.int32)
+    own = tl.load(own_lengths + row).to(tl.int32)
+    prompt_tiles, tiles, each = _count_tiles(prompt, own, TILE, PARTS, PART_TILES)
+    first = part * each
+    if first >= tiles:
+        return
+    group: tl.constexpr = HEADS // KV_HEADS
+    dims = tl.arange(0, PADDED)
+    queries = tl.arange(0, QUERIES)
+    here = qkv + row * (HEADS + 2 * KV_HEADS) * DIM
+    is_dim = dims < DIM
+    is_query = (queries < group)[:, None] & is_dim[None, :]
+    q = tl.load(here + (head * group + queries[:, None]) * DIM + dims[None, :], mask=is_query, other=0.0)
+    new_k = tl.load(here + (HEADS + head) * DIM + dims, mask=is_dim, other=0.0)
+    new_v = tl.load(here + (HEADS + KV_HEADS + head) * DIM + dims, mask=is_dim, other=0.0)
+    if part == 0:
+        block = tl.load(own_tables + row * own_width + own // BLOCK)
+        place = ((block * KV_HEADS + head) * BLOCK + own % BLOCK) * DIM + dims
+        tl.store(k_pool + place, new_k, mask=is_dim)
+        tl.store(v_pool + place, new_v, mask=is_dim)
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    output = tl.zeros([QUERIES, PADDED], tl.float32)
+    for tile in range(first, tl.minimum(first + each, tiles)):
+        in_own = tile >= prompt_tiles
+        keys = (tile - tl.where(in_own, prompt_tiles, 0)) * TILE + tl.arange(0, TILE)
+        is_own = keys < tl.where(in_own, own + 1, 0)
+        is_prompt = keys < tl.where(in_own, 0, prompt)
+        is_key = is_own | is_prompt
+        of_own = tl.load(own_tables + row * own_width + keys // BLOCK, mask=is_own, other=0)
+        of_prompt = tl.load(prompt_tables + row * prompt_width + keys // BLOCK, mask=is_prompt, other=0)
+        places = (((of_own + of_prompt) * KV_HEADS + head) * BLOCK + keys % BLOCK) * DIM
+        # The newest token's program may not have stored it yet.
+        is_new = is_own & (keys == own)
+        k = tl.load(
+            k_pool + places[None, :] + dims[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0
+        )
+        k = tl.where(is_new[None, :], new_k[:, None], k)
+        scores = tl.dot(q.to(PRODUCT), k.to(PRODUCT), input_precision="ieee") * scale
+        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        factor = tl.exp2(top - higher)
+        weights = tl.exp2(scores - higher[:, None])
+        total = total * factor + tl.sum(weights, 1)
+        v = tl.load(
+            v_pool + places[:, None] + dims[None, :], mask=is_key[:, None] & is_dim[None, :], other=0.0
+        )
+        v = tl.where(is_new[:, None], new_v[None, :], v)
+        output = output * factor[:, None] + tl.dot(weights.to(PRODUCT), v.to(PRODUCT), input_precision="ieee")
+        top = higher
+    at = (row * HEADS + head * group + queries) * PARTS + part
+    tl.store(tops + at, top, mask=queries < group)
+    tl.store(totals + at, total, mask=queries < group)
+    tl.store(outputs + at[:, None] * DIM + dims[None, :], output, mask=is_query)
+
+
+@triton.jit
+def combine_parts(
+    outputs,
+    tops,
+    totals,
+    prompt_lengths,
+    own_lengths,
+    out,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART_TILES: tl.constexpr,
+):
+    """Combine the parts of a query head. -> out [B, heads * D]"""
+    row = tl.program_id(0).to(tl.int64)
+    query = row * HEADS + tl.program_id(1)
+    prompt = tl.load(prompt_lengths + row).to(tl.int32)
+    own = tl.load(own_lengths + row).to(tl.int32)
+    _, tiles, each = _count_tiles(prompt, own, TILE, PARTS, PART_TILES)
+    parts = tl.arange(0, PARTS)
+    exists = parts * each < tiles
+    dims = tl.arange(0, PADDED)
+    top = tl.load(tops + query * PARTS + parts, mask=exists, other=float("-inf"))
+    factors = tl.exp2(top - tl.max(top, 0))
+    total = tl.sum(tl.load(totals + query * PARTS + parts, mask=exists, other=0.0) * factors, 0)
+    each_output = tl.load(
+        outputs + (query * PARTS + parts[:, None]) * DIM + dims[None, :],
+        mask=exists[:, None] & (dims < DIM)[None, :],
+        other=0.0,
+    )
+    output = tl.sum(each_output * factors[:, None], 0) / total
+    tl.store(out + query * DIM + dims, output.to(out.dtype.element_ty), mask=dims < DIM)
+
+
+def launch_attention(
+    qkv: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prompt_tables: Tensor,
+    prompt_lengths: Tensor,
+    own_tables: Tensor,
+    own_lengths: Tensor,
+    heads: int,
+) -> Tensor:
+    """Launch the kernels of `paged_operator.attend_to_blocks`; all tensors are contiguous."""
+    _, kv_heads, _, dim = k.shape
+    count = len(qkv)
+    sizes = {"HEADS": heads, "DIM": dim, "PADDED": max(16, triton.next_power_of_2(dim))}
+    tile = min(64, max(16, _TILE_BYTES // (sizes["PADDED"] * k.itemsize)))
+    parts = {"TILE": tile, "PARTS": PARTS, "PART_TILES": PART_KEYS // tile}
+    outputs = torch.empty(count, heads, PARTS, dim, dtype=torch.float32, device=qkv.device)
+    tops = torch.empty(count, heads, PARTS, dtype=torch.float32, device=qkv.device)
+    totals = torch.empty_like(tops)
+    attend_part[(count, kv_heads, PARTS)](
+        qkv,
+        k,
+        v,
+        prompt_tables,
+        prompt_lengths,
+        own_tables,
+        own_lengths,
+        outputs,
+        tops,
+        totals,
+        prompt_tables.shape[1],
+        own_tables.shape[1],
+        _LOG2_E * dim**-0.5,
+        KV_HEADS=kv_heads,
+        QUERIES=max(_QUERIES, triton.next_power_of_2(heads // kv_heads)),
+        BLOCK=BLOCK_TOKENS,
+        PRODUCT=tl.float32 if _INTERPRETED else _TYPES[k.dtype],
+        **sizes,
+        **parts,
+    )
+    out = torch.empty(count, heads * dim, dtype=qkv.dtype, device=qkv.device)
+    combine_parts[(count, heads)](outputs, tops, totals, prompt_lengths, own_lengths, out, **sizes, **parts)
+    return out

@@ -1,0 +1,37 @@
+"""Choice of the path of GPUs, and the kernels for it."""
+
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from realrl.config.errors import UserError
+
+FLASH_CAPABILITY = (8, 0)
+"""Compute capability from which on there is a flash kernel (Ampere)."""
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Check whether a tensor is on a GPU, where kernels of Triton and of vendors' libraries compute."""
+    return tensor.device.type != "cpu"
+
+
+@cache
+def has_flash_attention(device: torch.device) -> bool:
+    """Check whether a GPU has a flash kernel for packed sequences."""
+    return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+
+
+@cache
+def load_kernels() -> ModuleType:
+    """Import the kernels; UserError where Triton is missing, which they are written in."""
+    if find_spec("triton") is None:
+        raise UserError(
+            "device=cuda needs the package triton, which PyTorch for CUDA brings on Linux; on Windows, install"
+            " triton-windows, or set device=cpu"
+        )
+    from realrl.model.gpu import functions
+
+    return functions

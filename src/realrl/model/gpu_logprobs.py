@@ -1,0 +1,132 @@
+"""Log-probabilities of tokens on a GPU, in chunks of which only sums are kept."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from realrl.model.gpu.logits import compute_logit_sums, compute_softmax_gradient
+from realrl.model.group import Group
+from realrl.model.ops import PLAIN, find_gradient
+
+
+class TokenLogprobs(Function):
+    """Log-probabilities at the targets, and entropies; arguments as those of `logprobs.compute_token_logprobs`.
+
+    The backward pass computes the logits once more: a fourth product beside the three that cannot be spared
+    (logits, gradient of the hidden states, gradient of the table). By what the gradient of each token's logits is
+    weighted, only the loss tells, after all of them; logits that waited for it would be [N, V].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        table: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        group: Group,
+        rows: int,
+        size: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute both; `size` rows of logits at a time."""
+        scale = 1 / temperature
+        chosen = hidden.new_empty(targets.shape, dtype=torch.float32)
+        log_sums = chosen.new_empty(len(hidden))
+        means = chosen.new_empty(len(hidden)) if with_entropy else None
+        logits: Tensor | None = None
+        for start in range(0, len(hidden), size):
+            part = slice(start, start + size)
+            logits = None  # frees the previous chunk first, so that there is one at a time
+            logits = _compute_logits(hidden[part], table, bias, rows)
+            compute_logit_sums(logits, scale, log_sums[part], None if means is None else means[part])
+            torch.mul(_select(logits, targets[part], rows), scale, out=chosen[part])
+        log_sums, means = _merge_ranks(log_sums, means, group)
+        group.sum(chosen)
+        chosen -= log_sums[:, None]
+        entropy = None if means is None else log_sums - means
+        if entropy is not None:
+            ctx.mark_non_differentiable(entropy)
+        ctx.scale, ctx.rows, ctx.size = scale, rows, size
+        # A single chunk is saved; several are recomputed, which costs less than the memory.
+        ctx.save_for_backward(hidden, table, bias, targets, log_sums, logits if len(hidden) <= size else None)
+        return chosen, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of hidden states and bias, and add the table's to `table.grad`."""
+        hidden, table, bias, targets, log_sums, saved = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_table = find_gradient(table)[: ctx.rows] if ctx.needs_input_grad[1] else None
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        scaled = grad * ctx.scale
+        for start in range(0, len(hidden), ctx.size):
+            part = slice(start, start + ctx.size)
+            logits = _compute_logits(hidden[part], table, bias, ctx.rows) if saved is None else saved
+            gradient = _differentiate(
+                logits, log_sums[part], targets[part], scaled[part], ctx.scale, ctx.rows, hidden.dtype
+            )
+            del logits
+            if grad_bias is not None:
+                grad_bias[: ctx.rows] += gradient.sum(0, dtype=torch.float32)
+            grad_hidden[part] = PLAIN.matmul_nt(gradient, table[: ctx.rows].T)
+            if grad_table is not None:
+                PLAIN.add_weight_gradient(gradient, hidden[part], grad_table)
+            del gradient  # freed before the next chunk's is allocated
+        return grad_hidden, None, grad_bias, None, None, None, None, None, None
+
+
+def _compute_logits(hidden: Tensor, table: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    logits = PLAIN.matmul_nt_float32(hidden, table[:rows])
+    return logits if bias is None else logits.add_(bias[:rows])
+
+
+def _select(values: Tensor, targets: Tensor, rows: int) -> Tensor:
+    """Select values at the targets, 0 where another rank has the target. [n, rows], [n, m] -> [n, m]"""
+    if not rows:
+        return values.new_zeros(targets.shape)
+    is_local = (targets >= 0) & (targets < rows)
+    return values.gather(1, targets.clamp(0, rows - 1)).masked_fill_(~is_local, 0.0)
+
+
+def _merge_ranks(log_sums: Tensor, means: Tensor | None, group: Group) -> tuple[Tensor, Tensor | None]:
+    """Merge sums over this rank's columns into those over all ranks' columns. [N] each"""
+    if group.size == 1:
+        return log_sums, means
+    highest = group.max(log_sums.clone())
+    total = group.sum((log_sums - highest).exp_()).log_().add_(highest)
+    if means is not None:
+        means = group.sum(means * (log_sums - total).exp_())
+    return total, means
+
+
+def _differentiate(
+    logits: Tensor,
+    log_sums: Tensor,
+    targets: Tensor,
+    factors: Tensor,
+    scale: float,
+    rows: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Compute the gradient of a chunk of logits in the type of products.
+
+    factors: gradients of the log-probabilities [n, m] -> [n, rows]
+    """
+    total = factors.sum(1)
+    is_local = (targets >= 0) & (targets < rows)
+    index = targets.clamp(0, max(0, rows - 1))
+    if targets.shape[1] > 1 or not rows:
+        # Targets may recur in a row, and are added in float32: beside a likely one, what is left is small.
+        compute_softmax_gradient(logits, log_sums, total, scale, logits)
+        if rows:
+            logits.scatter_add_(1, index, factors * is_local)
+        return logits.to(dtype)
+    probability = (logits.gather(1, index) * scale - log_sums[:, None]).exp_()
+    at_target = factors * is_local - total[:, None] * probability
+    gradient = logits if dtype == torch.float32 else torch.empty_like(logits, dtype=dtype)
+    compute_softmax_gradient(logits, log_sums, total, scale, gradient)
+    return gradient.scatter_(1, index, at_target.to(dtype))

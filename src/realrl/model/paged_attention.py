@@ -1,0 +1,71 @@
+"""Attention of a decode step over a layer of the paged KV cache, by the kernel of the device."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from realrl.model.cpu.paged_attention import attend_bfloat16, attend_float32
+from realrl.model.gpu.paged_operator import attend_to_blocks
+
+
+@dataclass(frozen=True, eq=False)
+class CachedRows:
+    """Block tables of B rows that are decoded, as attention reads them.
+
+    Blocks of a table beyond a row's length are any that exist. Rows that share a prompt are neighbours.
+    """
+
+    prompt_tables: Tensor
+    """[B, blocks of the longest prompt] int64"""
+    prompt_lengths: Tensor
+    """Tokens in the prompt's segment. [B] int64"""
+    own_tables: Tensor
+    """[B, blocks of the longest continuation] int64"""
+    own_lengths: Tensor
+    """Tokens in the row's own segment, without the one that is decoded now. [B] int64"""
+    prompt_starts: Tensor | None = None
+    """First row of each prompt, and B; known on a CPU. [prompts + 1] int64"""
+    most: int = 0
+    """Most rows of a prompt; known on a CPU."""
+
+
+def attend_to_cache(qkv: Tensor, k: Tensor, v: Tensor, rows: CachedRows, heads: int) -> Tensor:
+    """Store each row's newest token, and attend from it to all tokens of its row.
+
+    qkv: [B, (heads + 2 kv_heads) * D], rotated; k, v: [blocks, kv_heads, BLOCK_TOKENS, D] -> [B, heads * D]
+    """
+    if qkv.device.type == "cpu":
+        return _attend_on_cpu(qkv, k, v, rows, heads)
+    return attend_to_blocks(
+        qkv, k, v, rows.prompt_tables, rows.prompt_lengths, rows.own_tables, rows.own_lengths, heads
+    )
+
+
+def _attend_on_cpu(qkv: Tensor, k: Tensor, v: Tensor, rows: CachedRows, heads: int) -> Tensor:
+    assert rows.prompt_starts is not None, "kernels on a CPU work prompt by prompt"
+    kv_heads, dim = k.shape[1], k.shape[3]
+    out = torch.empty(len(qkv), heads * dim)
+    kernel = attend_float32
+    # Kernels know where keys and values lie; they get their addresses.
+    pools = [pool.as_strided((1,), (1,)) for pool in (k, v)]
+    if k.dtype == torch.bfloat16:
+        kernel = attend_bfloat16
+        pools = [pool.view(torch.int16) for pool in pools]
+    kernel(
+        (len(rows.prompt_starts) - 1) * kv_heads,
+        qkv.float(),
+        *pools,
+        rows.prompt_tables,
+        rows.prompt_lengths,
+        rows.own_tables,
+        rows.own_lengths,
+        rows.prompt_starts,
+        heads,
+        kv_heads,
+        dim,
+        rows.most,
+        out,
+        claim=1,
+    )
+    return out.to(qkv.dtype)

@@ -1,0 +1,117 @@
+"""Work of a generate call on one rank: cache, rows at a time, forward passes of prompts."""
+
+import math
+from dataclasses import dataclass, replace
+
+from realrl.layout.kv_blocks import (
+    EXPECTED_SHARE,
+    CacheSize,
+    count_blocks,
+    count_prefill_tokens,
+    count_prompt_blocks,
+    size_cache,
+)
+from realrl.plan.placement import Strategy
+from realrl.planner.workload.batching import Chunks, PeakChunk, records_per_rank
+from realrl.planner.workload.workload import CallWork
+
+_REPLACED_TOGETHER = 8
+"""Part of the rows, one in so many, that are prefilled at a time once others have ended (`engine.generation`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationWork:
+    """Rows of a generate call on the busiest rank, and how they are processed."""
+
+    rows: int
+    prompts: int
+    """Prompts of these rows, each once."""
+    cache: CacheSize
+    batches: int
+    """Decode batches in flight, which share the rows that are decoded at a time: one per pipeline stage."""
+    passes: Chunks
+    """Forward passes that prefill the prompts."""
+
+    @property
+    def rows_per_batch(self) -> int:
+        """Rows of a decode batch."""
+        return math.ceil(self.cache.rows / self.batches)
+
+
+def split_generation(work: CallWork, strategy: Strategy, *, cpu: bool) -> GenerationWork:
+    """Split a generate call as `engine.generation` does. UserError if a rank would get no record.
+
+    Times expect no preemption: the cache has room for the rows that are admitted if their continuations are as long
+    as is expected of them on average. Where they may be longer, memory is that of a row that is prefilled again.
+    """
+    items = records_per_rank(work, strategy)
+    rows = items * work.per_item
+    prompts = math.ceil(items / work.samples) * work.per_item
+    blocks = sum(map(count_prompt_blocks, work.lengths)) / len(work.lengths)
+    cache = size_cache(
+        strategy.pp * strategy.micro_batch_tokens,
+        prompt_blocks=prompts * blocks,
+        longest_prompt=max(work.lengths),
+        rows=rows,
+        new_tokens=work.room,
+    )
+    sizes = GenerationWork(
+        rows=rows,
+        prompts=prompts,
+        cache=cache,
+        batches=min(strategy.pp, cache.rows),
+        passes=Chunks(count=0, sequences=0, tokens=0, squares=0, peak=PeakChunk(0, (1,))),
+    )
+    return replace(sizes, passes=_split_prompts(work, sizes, count_prefill_tokens(cpu=cpu)))
+
+
+def _split_prompts(work: CallWork, sizes: GenerationWork, budget: int) -> Chunks:
+    """Split prompts into forward passes of at most `budget` tokens, the longest prompts first."""
+    lengths = sorted((length - 1 for length in work.lengths), reverse=True)  # the last token is decoded
+    mean = sum(lengths) / len(lengths)
+    prompts = sizes.prompts
+    each = prompts / sizes.rows
+    # As many as all decode batches begin with, and those of the first one, which takes what it has slots for.
+    begun = _count_first_prompts(work, sizes)
+    first = max(1.0, min(begun, sizes.rows_per_batch * each))
+    later = max(1.0, first / _REPLACED_TOGETHER)
+    rest = max(0.0, prompts - begun)
+    passes = max(sizes.batches, begun * mean / budget) + max(rest / later, rest * mean / budget)
+    passes = max(1, math.ceil(passes))
+    longest = lengths[: max(1, math.ceil(len(lengths) * first / prompts))]
+    together = max(1.0, min(math.ceil(first), budget * len(longest) / max(1, sum(longest))))
+    blocks = sum(map(count_prompt_blocks, work.lengths)) / len(work.lengths)
+    peak = PeakChunk(together, tuple(max(1, n) for n in longest))
+    again = longest[0] + math.ceil(EXPECTED_SHARE * work.room)
+    preempts = sizes.cache.rows * (each * blocks + count_blocks(work.room)) > sizes.cache.blocks
+    own = min(2, count_blocks(work.room))
+    fits = (together + 1) * (count_prompt_blocks(longest[0] + 1) + own) <= sizes.cache.blocks / sizes.batches
+    if preempts and work.samples > 1 and fits:
+        # A row that was preempted is prefilled together with new ones, of which some share their prompts.
+        peak = PeakChunk(together + again * together / max(1.0, peak.tokens), peak.lengths)
+    elif preempts and peak.tokens < again:
+        peak = PeakChunk(1, (again,))
+    return Chunks(
+        count=passes,
+        sequences=prompts / passes,
+        tokens=prompts * mean / passes,
+        squares=prompts * sum(n * n for n in lengths) / len(lengths) / passes,
+        peak=peak,
+    )
+
+
+def _count_first_prompts(work: CallWork, sizes: GenerationWork) -> float:
+    """Count the prompts with which all decode batches begin, the longest: those that slots and blocks allow."""
+    lengths = sorted(work.lengths, reverse=True)
+    together = sizes.rows / sizes.prompts
+    # A row begins with a block, and another one is kept free for it.
+    own = together * min(2, count_blocks(work.room))
+    found, needed = 0.0, 0.0
+    for length in lengths:
+        each = sizes.prompts / len(lengths)
+        room = (sizes.cache.blocks - needed) / (count_prompt_blocks(length) + own)
+        found += min(each, max(0.0, room))
+        needed += each * (count_prompt_blocks(length) + own)
+        if room < each:
+            break
+    return max(1.0, min(found, sizes.cache.rows / together))

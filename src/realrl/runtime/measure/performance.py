@@ -1,0 +1,180 @@
+"""Performance metrics of training steps: throughput, MFU, bandwidth, packing, and idle time of ranks."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from realrl.dataflow.call import Call, Kind
+from realrl.dataflow.graph import DataflowGraph
+from realrl.plan.placement import Dtype, Placement
+from realrl.plan.plan import Plan
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cluster.devices import DeviceKind
+from realrl.planner.cost.peaks import find_peak_bandwidth, find_peak_flops
+from realrl.planner.profile.profile import Profile
+from realrl.planner.workload.flops import count_head_weights, count_layer_weights, count_pass_flops
+from realrl.program.memory import StoredModel
+from realrl.runtime.measure.aligned_spans import AlignedSpan
+from realrl.runtime.measure.metric_names import IDLE_RANK, PERFORMANCE
+from realrl.runtime.measure.step_timer import StepTimes
+from realrl.runtime.measure.timing_log import StepSpans
+from realrl.runtime.measure.work_done import WorkDone
+
+MOST_RANKS = 64
+"""Ranks up to which each one's idle share is a metric of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Performance:
+    """Computer of the performance metrics of a run's steps, from what all ranks have measured.
+
+    `perf/NAME` is of the whole step and `perf/CALL/NAME` of one of its calls; docs/runs.md says what each counts.
+    """
+
+    graph: DataflowGraph
+    plan: Plan
+    models: Mapping[str, StoredModel]
+    """By role."""
+    dtypes: Mapping[str, Dtype]
+    """Data types of models by role, where their placement does not say another one."""
+    spec: ClusterSpec | None
+    """Devices of the run; None where their kind is unknown, so that nothing can be a share of their peak."""
+    profile: Profile | None
+
+    @property
+    def missing(self) -> str | None:
+        """Sentence on the metrics that are left out, and why; None where all are there."""
+        if self.spec is None:
+            return "MFU and decode bandwidth are left out: the kind of these devices, and so their peak, is unknown"
+        calls = [call for call in self.graph.calls if not call.is_function]
+        if all(self._peak_flops(call, self.plan[call.name].ranks) is not None for call in calls):
+            return None
+        return (
+            "MFU and decode bandwidth are left out: the peak of a CPU is not known; realrl profile measures it for"
+            " `profile`, and a cluster file may give it"
+        )
+
+    def compute(self, ranks: Sequence[StepTimes], step: StepSpans) -> dict[str, float]:
+        """Compute the metrics of a step, given the times of all ranks and how they lie on one clock."""
+        spans: defaultdict[str, list[AlignedSpan]] = defaultdict(list)
+        for span in step.spans:
+            spans[span.name].append(span)
+        found: dict[str, float] = {}
+        shares: list[float | None] = []
+        for call in self.graph.order:
+            if call.is_function or call.name not in spans:
+                continue
+            done = _CallDone.of(call, self.plan[call.name], spans[call.name])
+            found |= {f"{call.name}/{name}": value for name, value in self._of_call(done)}
+            peak = self._peak_flops(call, range(self.plan.cluster.size))
+            shares.append(None if peak is None else self._flops(done) / peak)
+        tokens = [times.tokens for times in ranks if times.tokens is not None]
+        whole = dict(self._of_step(step, sum(tokens), shares, self._idle(ranks, step)))
+        return {f"{PERFORMANCE}{name}": float(f"{value:.5g}") for name, value in (whole | found).items()}
+
+    def _of_step(
+        self, step: StepSpans, tokens: int, shares: Sequence[float | None], idle: Sequence[float]
+    ) -> Iterator[tuple[str, float]]:
+        yield "tokens_per_s", tokens / step.seconds
+        known = [share for share in shares if share is not None]
+        if len(known) == len(shares) > 0:
+            yield "mfu", sum(known) / step.seconds
+        yield "idle", sum(idle) / len(idle)
+        if len(idle) > 1:
+            yield "idle_max", max(idle)
+        if 1 < len(idle) <= MOST_RANKS:
+            yield from ((f"{IDLE_RANK}{rank}", share) for rank, share in enumerate(idle))
+
+    def _of_call(self, done: "_CallDone") -> Iterator[tuple[str, float]]:
+        call, seconds, strategy = done.call, done.seconds, done.place.strategy
+        yield "seconds", seconds
+        if not done.work:
+            return
+        generates = call.kind is Kind.GENERATE
+        tokens, scored = done.sum("tokens"), done.sum("scored")
+        yield "tokens_per_s", (scored if generates else tokens) / seconds
+        if generates:
+            yield "prompt_tokens_per_s", (tokens - scored) / seconds
+        peak = self._peak_flops(call, done.place.ranks)
+        if peak is not None:
+            yield "mfu", self._flops(done) / (seconds * peak)
+        if generates:
+            yield from self._of_decoding(done)
+            return
+        yield "packing", tokens / max(tokens, done.sum("micro_batches") * strategy.micro_batch_tokens)
+        if done.sum("padded_tokens"):
+            yield "padding", tokens / done.sum("padded_tokens")
+
+    def _of_decoding(self, done: "_CallDone") -> Iterator[tuple[str, float]]:
+        rows, steps = done.sum("decode_rows"), done.sum("decode_steps")
+        if not rows:
+            return
+        yield "decode_rows", done.sum("decoded") / rows
+        prefill = sum(work.prefill_seconds for work in done.work) / len(done.work)
+        bandwidth = self._bandwidth(done.place.ranks)
+        if bandwidth is None or prefill >= done.seconds:
+            return
+        model = self.models[done.call.model_role]
+        shape, width = model.shape, model.width(done.place.strategy)
+        weights = shape.layers * count_layer_weights(shape) + count_head_weights(shape, model.head)
+        cache = 2 * shape.layers * shape.kv_heads * shape.head_dim
+        read = width * (steps * weights + done.sum("cached") * cache)
+        yield "decode_bandwidth", read / (bandwidth * (done.seconds - prefill))
+
+    def _flops(self, done: "_CallDone") -> float:
+        sums = {name: done.sum(name) for name in ("tokens", "scored", "squares")}
+        return count_pass_flops(self.models[done.call.model_role], done.call.kind, **sums)
+
+    def _peak_flops(self, call: Call, ranks: Sequence[int]) -> float | None:
+        """Peak FLOP/s of devices, together, in the type that a call computes in."""
+        dtype = self.plan[call.name].strategy.dtype or self.dtypes[call.model_role]
+        return self._sum_devices(ranks, lambda device: find_peak_flops(device, dtype, self.profile))
+
+    def _bandwidth(self, ranks: Sequence[int]) -> float | None:
+        """Memory bandwidth of devices, together."""
+        return self._sum_devices(ranks, lambda device: find_peak_bandwidth(device, self.profile))
+
+    def _sum_devices(self, ranks: Sequence[int], find: Callable[[DeviceKind], float | None]) -> float | None:
+        """Sum of a figure of devices; None where that of any is not known."""
+        if self.spec is None:
+            return None
+        total = 0.0
+        for index, count in Counter(map(self.spec.group_index, ranks)).items():
+            figure = find(self.spec.groups[index].device)
+            if figure is None:
+                return None
+            total += count * figure
+        return total
+
+    def _idle(self, ranks: Sequence[StepTimes], step: StepSpans) -> list[float]:
+        """Share of the step in which each rank executes no call, no reallocation and no copy."""
+        busy = [times.copying for times in ranks]
+        generates = {call.name for call in self.graph.calls if call.kind is Kind.GENERATE}
+        for span in step.spans:
+            if span.alone:
+                continue  # a function, beside which its rank does other things, or waiting for one
+            # Replicas generate each for itself; other ranks meet.
+            group_of = self.plan[span.name].dp_index if span.name in generates else lambda _: 0
+            for rank, seconds in span.measure_busy(group_of).items():
+                busy[rank] += seconds
+        return [min(1.0, max(0.0, 1 - seconds / step.seconds)) for seconds in busy]
+
+
+@dataclass(frozen=True)
+class _CallDone:
+    """A call of a step, all times that it ran: where, how long, and the work of each replica."""
+
+    call: Call
+    place: Placement
+    seconds: float
+    work: Sequence[WorkDone]
+
+    @classmethod
+    def of(cls, call: Call, place: Placement, spans: Sequence[AlignedSpan]) -> "_CallDone":
+        found = [span.parts[rank].work for span in spans for rank in place.output_ranks if rank in span.parts]
+        work = [of for of in found if of is not None]
+        return cls(call, place, max(1e-9, sum(span.seconds for span in spans)), work)
+
+    def sum(self, name: str) -> int:
+        """Sum of a count over replicas."""
+        return sum(getattr(work, name) for work in self.work)

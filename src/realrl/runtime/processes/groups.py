@@ -1,0 +1,114 @@
+"""Process groups of a run: connections of gloo, or communicators of NCCL split from that of all ranks.
+
+All ranks make the same groups in the same order.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from realrl.model.group import Group
+from realrl.plan.communicators import (
+    WORLD_CTAS,
+    RankSet,
+    RankSets,
+    group_splits,
+    list_communicators,
+    list_node_pairs,
+    list_stage_pairs,
+)
+
+WAIT = timedelta(days=20)
+"""Longest that ranks which have met wait for each other: one may compute for hours what another one waits for.
+
+Whoever watches them ends what is stuck (`launch.stall_minutes`). Gloo counts milliseconds in 32 bits in places.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """Place of a rank among all ranks."""
+
+    rank: int
+    world: int
+    per_node: int
+    device: torch.device
+
+
+def make_gloo_groups(place: RankPlace, rank_sets: RankSets) -> dict[RankSet, Group]:
+    """Make the groups that a rank is in, each with connections between all its ranks.
+
+    That of all ranks in order is the default group, whose connections there are already.
+    """
+    found: dict[RankSet, Group] = {}
+    everyone = tuple(range(place.world))
+    for ranks in rank_sets:
+        handle = dist.group.WORLD if ranks == everyone else dist.new_group(sorted(ranks), timeout=WAIT)
+        if place.rank in ranks:
+            found[ranks] = Group(ranks, ranks.index(place.rank), handle)
+    return found
+
+
+def make_nccl_groups(
+    place: RankPlace, rank_sets: RankSets, *, with_node_pairs: bool = False
+) -> dict[RankSet, Group]:
+    """Make the groups that a rank is in; groups of equal ranks have the same communicator.
+
+    Communicators are split from that of all ranks, disjoint ones together, and everything that a run uses is
+    connected at once, in a fixed order: each communicator by a collective, stages of pipelines and,
+    `with_node_pairs`, all pairs of a node by messages. Later, a connection would take memory that is planned for
+    something else, and make the host wait while operations of other communicators are under way.
+    """
+    world, *others = list_communicators(rank_sets, place.world)
+    handles: dict[RankSet, dist.ProcessGroup | None] = {world.ranks: dist.group.WORLD}
+    _reduce(place, dist.group.WORLD)
+    for split in group_splits(others):
+        handle = dist.split_group(
+            split_ranks=[list(communicator.ranks) for communicator in split],
+            timeout=WAIT,
+            pg_options=make_nccl_options(split[0].ctas),
+        )
+        own = next((one for one in split if place.rank in one.ranks), None)
+        if own is not None:
+            handles[own.ranks] = handle
+            _reduce(place, handle)
+    for ranks, roles in rank_sets.items():
+        if "pipeline" in roles and place.rank in ranks:
+            _connect(place, list_stage_pairs(ranks), handles[tuple(sorted(ranks))])
+    if with_node_pairs:
+        _connect(place, list_node_pairs(place.world, place.per_node), dist.group.WORLD)
+    torch.cuda.synchronize(place.device)
+    return {
+        ranks: Group(ranks, ranks.index(place.rank), handles[tuple(sorted(ranks))])
+        for ranks in rank_sets
+        if place.rank in ranks
+    }
+
+
+def make_nccl_options(ctas: int = WORLD_CTAS) -> "dist.ProcessGroupNCCL.Options":
+    """Make options of a communicator with at most `ctas` thread blocks; `NCCL_MAX_CTAS` overrides them all."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = ctas
+    return options
+
+
+def _reduce(place: RankPlace, handle: dist.ProcessGroup | None) -> None:
+    """Connect the ranks of a communicator by a collective."""
+    dist.all_reduce(torch.zeros(1, device=place.device), group=handle)
+
+
+def _connect(place: RankPlace, pairs: Iterable[tuple[int, int]], handle: dist.ProcessGroup | None) -> None:
+    """Exchange a message between the ranks of each pair, one pair after the other."""
+    for pair in pairs:
+        if place.rank in pair:
+            peer = sum(pair) - place.rank
+            sent, received = torch.zeros(1, device=place.device), torch.zeros(1, device=place.device)
+            operations = [
+                dist.P2POp(dist.isend, sent, peer, group=handle),
+                dist.P2POp(dist.irecv, received, peer, group=handle),
+            ]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()

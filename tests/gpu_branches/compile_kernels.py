@@ -1,0 +1,71 @@
+"""Compiles the kernels of training for a compute capability, without a GPU; called as a program of its own.
+
+python compile_kernels.py 90
+"""
+
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from realrl.model.gpu import logits, norm, rotary, swiglu
+
+COMPILED: dict[str, Any] = {}
+
+
+class NoDevice:
+    """Driver of a device that is not there."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only(kernel: Any, grid: Any) -> Any:
+    """In place of a launch."""
+
+    def run(*arguments: Any, **options: Any) -> None:
+        compiled = kernel.run(*arguments, grid=grid, warmup=True, **options)
+        COMPILED[f"{kernel.__module__}.{kernel.__name__}"] = compiled
+
+    return run
+
+
+def main(capability: int) -> None:
+    driver.set_active(NoDevice(capability))
+    JITFunction.__getitem__ = compile_only  # type: ignore[method-assign]
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows, width in ((64, 3584), (64, 128), (3, 129)):
+            x, weight = torch.zeros(rows, width, dtype=dtype), torch.ones(width, dtype=dtype)
+            for function, inputs in ((norm.RMSNorm, (x,)), (norm.AddRMSNorm, (x, x.clone()))):
+                leaves = [value.clone().requires_grad_() for value in inputs]
+                out = function.apply(*leaves, weight.requires_grad_(), 1e-6)
+                torch.autograd.backward(out, [torch.zeros_like(x)] * (2 if isinstance(out, tuple) else 1))
+        swiglu.SwiGLU.apply(torch.zeros(4, 2 * 3001, dtype=dtype, requires_grad=True)).sum().backward()
+        table = torch.ones(5, 64)
+        qkv = torch.zeros(5, 11 * 128, dtype=dtype, requires_grad=True)
+        rotary.RotateHeads.apply(qkv * 1, table, table, 9).sum().backward()
+        chunk, sums = torch.zeros(4, 152064), torch.zeros(4)
+        logits.compute_logit_sums(chunk, 1.0, sums, sums.clone())
+        logits.compute_logit_sums(chunk, 1.0, sums, None)
+        logits.compute_softmax_gradient(chunk, sums, sums, 1.0, torch.empty_like(chunk, dtype=dtype))
+    assert len(COMPILED) == 7, COMPILED
+    for name, kernel in COMPILED.items():
+        print(name, kernel.metadata.shared, len(kernel.asm["cubin"]))
+
+
+if __name__ == "__main__":
+    assert not triton.knobs.runtime.interpret
+    main(int(sys.argv[1]))

@@ -1,0 +1,60 @@
+"""Models of every kind of layer, and mini-batches for them."""
+
+import torch
+
+from realrl.algorithms.distillation.config import OfflineDistillationConfig
+from realrl.algorithms.distillation.distributions import DivergenceTrain
+from realrl.algorithms.method import TrainMethod
+from realrl.algorithms.reward.method import RewardTrain
+from realrl.algorithms.sft.method import SFTTrain
+from realrl.data.batch import Batch, Ragged
+from realrl.dataflow.call import Candidates
+from realrl.families.shape import Head, ModelShape
+
+SHAPES = {
+    "llama, grouped": ModelShape(
+        vocab_size=61, hidden_size=32, intermediate_size=50, layers=2, heads=4, kv_heads=2, head_dim=8
+    ),
+    "qwen2, tied": ModelShape(
+        family="qwen2", vocab_size=67, hidden_size=24, intermediate_size=40, layers=2, heads=3, kv_heads=1,
+        head_dim=16, tied_embeddings=True,
+    ),
+    "qwen3, heads of 12": ModelShape(
+        family="qwen3", vocab_size=53, hidden_size=24, intermediate_size=33, layers=2, heads=2, kv_heads=2,
+        head_dim=12,
+    ),
+}  # fmt: skip
+SHORT = (5, 9, 3, 12)
+LONG = (5, 17, 3, 140)
+"""Of which one is too long for scores to be computed whole."""
+CANDIDATES = 3
+
+
+def make_batch(head: Head, shape: ModelShape, lengths: tuple[int, ...]) -> Batch:
+    """Rows of these lengths, with what the methods of the head ask for."""
+    generator = torch.Generator().manual_seed(5)
+
+    def rows() -> Ragged:
+        return Ragged.of([torch.randint(1, shape.vocab_size, (n,), generator=generator) for n in lengths])
+
+    ids = tuple(range(len(lengths)))
+    if head == "scalar":
+        pairs = Ragged.scalars(torch.ones(len(lengths), dtype=torch.int64))
+        return Batch(ids, {"chosen": rows(), "rejected": rows(), "pairs_of_prompt": pairs})
+    tokens = rows()
+    places = (len(tokens.values), shape.vocab_size)
+    teacher = torch.randn(places, generator=generator).log_softmax(1).topk(CANDIDATES)
+    mask = Ragged.of([(torch.arange(n) > 0).long() for n in lengths])
+    fields = {"teacher_ids": teacher.indices.int(), "teacher_top_logprobs": teacher.values}
+    return Batch(
+        ids,
+        {"tokens": tokens, "loss_mask": mask, **{k: Ragged(v, tokens.lengths) for k, v in fields.items()}},
+    )
+
+
+def list_methods(head: Head) -> list[tuple[TrainMethod, Candidates | None]]:
+    """Train methods of a head, with their candidates."""
+    if head == "scalar":
+        return [(RewardTrain(), None)]
+    divergence = DivergenceTrain(OfflineDistillationConfig(divergence="jsd"))
+    return [(SFTTrain(), None), (divergence, Candidates(CANDIDATES, "teacher_ids"))]

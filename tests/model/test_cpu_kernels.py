@@ -1,0 +1,99 @@
+"""Compiled kernels keep what is not finite, and do not depend on threads or strides."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from realrl.model.cpu.arithmetic import exp
+from realrl.model.cpu.rows import claim, row, row_kernel
+from realrl.model.elementwise import add_rms_norm, rms_norm, swiglu
+
+
+@row_kernel(outputs=1)
+def exponentials(work):
+    """x [N, W] -> out [N, W]"""
+    first, last = claim(work)
+    while first < last:
+        for i in range(first, last):
+            x, out = row(work, 0, i), row(work, 1, i)
+            for j in range(len(x)):
+                out[j] = exp(x[j])
+        first, last = claim(work)
+
+
+@pytest.fixture
+def set_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_exponentials_match_torch_at_all_magnitudes() -> None:
+    x = torch.linspace(-87, 88, 100_000).view(10, -1)
+    out = torch.empty_like(x)
+    exponentials(len(x), x, out)
+    torch.testing.assert_close(out, x.double().exp().float(), rtol=5e-7, atol=0)
+
+
+def test_exponentials_of_what_is_not_finite() -> None:
+    x = torch.tensor([[torch.nan, torch.inf, -torch.inf, 200.0, -200.0, 0.0]])
+    out = torch.empty_like(x)
+    exponentials(1, x, out)
+    assert out[0, 0].isnan() and out[0, 1].isinf() and out[0, 3].isinf()
+    assert (out[0, [2, 4]] < 1e-37).all() and out[0, 5] == 1
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_so(value: float) -> None:
+    x = torch.randn(8, 64)
+    x[3, 5] = value
+    assert not swiglu(x)[3].isfinite().all()
+    normed = rms_norm(x, torch.ones(64), 1e-6)
+    assert normed[3, 5].isnan() and normed[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
+
+
+def run_all(x: Tensor) -> list[Tensor]:
+    """Values and gradients of the kernels. x: [N, 256]"""
+    x = x.clone().requires_grad_()
+    weight = torch.linspace(0.5, 2, 256, requires_grad=True)
+    total, normed = add_rms_norm(x, x.sin(), weight, 1e-6)
+    out = swiglu(rms_norm(normed, weight, 1e-6) + total)
+    return [out, *torch.autograd.grad(out.square().sum(), (x, weight))]
+
+
+@pytest.mark.usefixtures("set_threads")
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    x = torch.randn(1000, 256)
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(run_all(x))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=0, atol=0)
+
+
+def test_rows_may_lie_apart_and_gradients_be_expanded() -> None:
+    wide = torch.randn(6, 40)
+    torch.testing.assert_close(swiglu(wide[:, 8:24]), swiglu(wide[:, 8:24].contiguous()), rtol=0, atol=0)
+    x = torch.randn(6, 40, requires_grad=True)
+    (grad,) = torch.autograd.grad(swiglu(x).sum(), x)  # the gradient of a sum is one number in memory
+    (expected,) = torch.autograd.grad(swiglu(x), x, torch.ones(6, 20))
+    torch.testing.assert_close(grad, expected, rtol=0, atol=0)
+
+
+def test_no_rows_are_no_error() -> None:
+    assert swiglu(torch.empty(0, 8)).shape == (0, 4)
+
+
+def test_bfloat16_is_computed_in_float32() -> None:
+    x, weight = torch.randn(3000, 48).bfloat16(), torch.linspace(0.5, 2, 48)
+    torch.testing.assert_close(swiglu(x), swiglu(x.float()).bfloat16(), rtol=0, atol=0)
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float32):
+        inputs = [x.to(dtype).requires_grad_(), weight.clone().requires_grad_()]
+        normed = rms_norm(*inputs, 1e-6)
+        gradients.append(torch.autograd.grad(normed, inputs, x.flip(0).to(dtype)))
+    torch.testing.assert_close(gradients[0][0], gradients[1][0].bfloat16(), rtol=0, atol=0)
+    torch.testing.assert_close(gradients[0][1], gradients[1][1], rtol=1e-4, atol=1e-4)

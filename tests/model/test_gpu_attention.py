@@ -1,0 +1,82 @@
+"""Attention of a decode step over block tables, by the kernels for GPUs, in Triton's interpreter."""
+
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("these tensors are on the CPU, for the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+from paged_reference import Case, attend_by_row, make_case
+
+from realrl.model.gpu.paged_attention import PART_KEYS, PARTS, launch_attention
+
+ROWS = {
+    "no prompts": ([0, 0], [[0], [17]]),
+    "own prompts": ([15, 16, 1], [[15], [16], [40]]),
+    "shared prompts": ([300, 5], [[3, 0, 33], [15, 140]]),
+}
+
+
+def attend(case: Case) -> torch.Tensor:
+    k, v = (pool[0].contiguous() for pool in (case.cache.k, case.cache.v))
+    rows = case.rows
+    out = launch_attention(
+        case.qkv,
+        k,
+        v,
+        rows.prompt_tables,
+        rows.prompt_lengths,
+        rows.own_tables,
+        rows.own_lengths,
+        case.heads,
+    )
+    case.cache.k[0], case.cache.v[0] = k, v
+    return out
+
+
+@pytest.mark.parametrize("lengths", ROWS.values(), ids=list(ROWS))
+@pytest.mark.parametrize(("dim", "heads", "kv_heads"), [(32, 3, 3), (80, 8, 4), (256, 8, 1)])
+def test_attention_in_parts_matches_attention_row_by_row(
+    dim: int, heads: int, kv_heads: int, lengths: tuple[list[int], list[list[int]]]
+) -> None:
+    case = make_case(*lengths, heads=heads, kv_heads=kv_heads, dim=dim)
+    expected = attend_by_row(case)
+    torch.testing.assert_close(attend(case).double(), expected, atol=2e-6, rtol=2e-5)
+
+
+def test_long_rows_are_cut_into_parts_of_more_keys() -> None:
+    most = PARTS * PART_KEYS + 100
+    case = make_case([most, 10], [[5], [most]], heads=2, kv_heads=1, dim=16)
+    expected = attend_by_row(case)
+    torch.testing.assert_close(attend(case).double(), expected, atol=2e-6, rtol=2e-5)
+
+
+def test_bfloat16_is_rounded_where_it_is_stored_and_returned() -> None:
+    case = make_case(*ROWS["shared prompts"], heads=6, kv_heads=2, dim=64, dtype=torch.bfloat16)
+    expected = attend_by_row(case)
+    got = attend(case)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), expected, atol=4e-3, rtol=2**-7)
+
+
+def test_the_newest_tokens_are_stored_and_nothing_else_changes() -> None:
+    case = make_case(*ROWS["shared prompts"], heads=4, kv_heads=2, dim=32)
+    before = case.cache.k.clone(), case.cache.v.clone()
+    attend(case)
+    stored = case.qkv.view(len(case.qkv), -1, 32).split((4, 2, 2), 1)[1:]
+    for pool, old, new in zip((case.cache.k, case.cache.v), before, stored, strict=True):
+        for i, length in enumerate(case.rows.own_lengths.tolist()):
+            old[0, case.rows.own_tables[i, length // 16], :, length % 16] = new[i]
+        assert torch.equal(pool.nan_to_num(7.0), old.nan_to_num(7.0))
+
+
+def test_a_row_attends_bit_for_bit_as_it_would_alone() -> None:
+    case = make_case(*ROWS["own prompts"], heads=6, kv_heads=2, dim=32)
+    together, rows = attend(case), case.rows
+    k, v = (pool[0].contiguous() for pool in (case.cache.k, case.cache.v))
+    for i in range(len(case.qkv)):
+        one = slice(i, i + 1)
+        segments = (rows.prompt_tables, rows.prompt_lengths, rows.own_tables, rows.own_lengths)
+        alone = launch_attention(case.qkv[one], k, v, *(part[one] for part in segments), 6)
+        assert torch.equal(alone[0], together[i])

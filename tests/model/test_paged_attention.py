@@ -1,0 +1,60 @@
+"""Attention of a decode step over block tables, by the kernel for CPUs."""
+
+import pytest
+import torch
+from paged_reference import attend_by_row, make_case
+
+HEADS = {"one each": (3, 3), "pairs": (8, 4), "threes": (6, 2), "eights": (8, 1)}
+ROWS = {
+    "no prompts": ([0, 0], [[0], [17]]),
+    "own prompts": ([15, 16, 17, 1], [[0], [15], [16], [40]]),
+    "shared prompts": ([300, 5, 128], [[3, 0, 33], [129], [2, 15, 16, 31, 140]]),
+}
+
+
+@pytest.mark.parametrize("lengths", ROWS.values(), ids=list(ROWS))
+@pytest.mark.parametrize("heads", HEADS.values(), ids=list(HEADS))
+@pytest.mark.parametrize("dim", [6, 16, 32, 80, 128, 256])
+def test_attention_over_blocks_matches_attention_row_by_row(
+    dim: int, heads: tuple[int, int], lengths: tuple[list[int], list[list[int]]]
+) -> None:
+    case = make_case(*lengths, heads=heads[0], kv_heads=heads[1], dim=dim)
+    expected = attend_by_row(case)
+    got = case.cache.attend(0, case.qkv, case.rows, case.heads)
+    torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=2e-5)
+
+
+def test_attention_in_bfloat16_rounds_only_what_is_stored_and_returned() -> None:
+    case = make_case(*ROWS["shared prompts"], heads=6, kv_heads=2, dim=64, dtype=torch.bfloat16)
+    expected = attend_by_row(case)
+    got = case.cache.attend(0, case.qkv, case.rows, case.heads)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), expected, atol=1e-3, rtol=2**-8)
+
+
+def test_the_newest_tokens_are_stored_and_nothing_else_changes() -> None:
+    case = make_case(*ROWS["shared prompts"], heads=4, kv_heads=2, dim=32, dtype=torch.bfloat16)
+    before = case.cache.k.clone(), case.cache.v.clone()
+    case.cache.attend(0, case.qkv, case.rows, case.heads)
+    stored = case.qkv.view(len(case.qkv), -1, 32).split((4, 2, 2), 1)[1:]
+    for pool, old, new in zip((case.cache.k, case.cache.v), before, stored, strict=True):
+        for i, length in enumerate(case.rows.own_lengths.tolist()):
+            old[0, case.rows.own_tables[i, length // 16], :, length % 16] = new[i]
+        assert torch.equal(pool.nan_to_num(7.0), old.nan_to_num(7.0))
+
+
+def test_a_row_attends_bit_for_bit_as_it_would_alone() -> None:
+    """Neither neighbours nor rows of the same prompt change the order of sums."""
+    case = make_case(*ROWS["shared prompts"], heads=6, kv_heads=2, dim=32)
+    together = case.cache.attend(0, case.qkv, case.rows, case.heads)
+    for i in range(len(case.qkv)):
+        rows = case.rows
+        alone = type(rows)(
+            prompt_tables=rows.prompt_tables[i : i + 1],
+            prompt_lengths=rows.prompt_lengths[i : i + 1],
+            own_tables=rows.own_tables[i : i + 1],
+            own_lengths=rows.own_lengths[i : i + 1],
+            prompt_starts=torch.tensor([0, 1]),
+            most=1,
+        )
+        assert torch.equal(case.cache.attend(0, case.qkv[i : i + 1], alone, case.heads)[0], together[i])
