@@ -47,7 +47,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
             "data.batch=63 is not divisible by the 2 mini-batches of actor.train",
         ),
         (["show", DEMO, "plan=symetric"], "did you mean symmetric?"),
-        (["show", DEMO, "plan=disjoint"], "plan disjoint needs at least 4 devices"),
+        (["show", DEMO, "cluster=1x2", "plan=disjoint"], "plan disjoint needs at least 4 devices"),
         (["show", DEMO, "cluster=two"], "cluster='two' is not understood"),
         (["config", "pppo"], "'pppo' is not one of "),
         (["generate", "somewhere"], "give --prompt TEXT or --prompts FILE"),
@@ -90,7 +90,7 @@ def test_show_prints_recipe_graph_and_plan_and_programs_if_asked(capsys: pytest.
     assert run_app(["show", DEMO, "data.batch=32"]) == 0
     brief = capsys.readouterr().out
     assert "batch: 32" in brief and "1. actor.generate" in brief and "# rank 1" not in brief
-    assert run_app(["show", DEMO, "data.batch=32", "--programs"]) == 0
+    assert run_app(["show", DEMO, "data.batch=32", "cluster=1x2", "--programs"]) == 0
     assert "# rank 1" in capsys.readouterr().out
 
 

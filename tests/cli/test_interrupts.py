@@ -65,7 +65,7 @@ class Interrupt(MetaPathFinder):
         return None
 
 sys.meta_path.insert(0, Interrupt())
-sys.argv = ["realrl", "show", DEMO]
+sys.argv = ["realrl", "show", DEMO, "cluster=1x2"]
 from realrl.__main__ import main
 main()
 """
@@ -160,7 +160,7 @@ def test_a_signal_to_a_forked_child_is_not_the_parents() -> None:
 
 
 def test_a_closed_output_pipe_ends_the_command_quietly() -> None:
-    process = start("show", DEMO, "--programs")
+    process = start("show", DEMO, "cluster=1x2", "--programs")
     assert process.stdout is not None
     process.stdout.close()
     error = process.stderr.read() if process.stderr is not None else ""
@@ -183,7 +183,7 @@ main()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="writes to /dev/full")
-@pytest.mark.parametrize("command", [["-m", "realrl", "show", DEMO], ["-c", FLUSHED]])
+@pytest.mark.parametrize("command", [["-m", "realrl", "show", DEMO, "cluster=1x2"], ["-c", FLUSHED]])
 def test_output_on_a_full_disk_is_one_error_message(command: list[str]) -> None:
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:

@@ -99,7 +99,7 @@ def test_models_that_are_not_on_this_machine_are_named(capsys: pytest.CaptureFix
 
 
 def test_programs_of_the_start_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(capsys, "--plan", "separate", "--programs")
+    text = shown(capsys, "cluster=1x2", "--plan", "separate", "--programs")
     start = text[text.index("── Programs: start") : text.index("── Programs: train")]
     assert "reallocate actor: d1 t1 p1 @0" in start and "run " not in start
 

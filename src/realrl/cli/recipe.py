@@ -43,10 +43,11 @@ def find_training_cluster(experiment: "Experiment") -> "Cluster":
 
     if under_launcher() or written_cluster(experiment.cluster) is not None:
         return find_cluster(experiment)
-    from realrl.runtime.processes.process import use_cuda
+    if experiment.device != "cpu":
+        from realrl.runtime.processes.process import use_cuda
 
-    if use_cuda(experiment.device):
-        return find_cluster(experiment)
+        if use_cuda(experiment.device):
+            return find_cluster(experiment)
     from realrl.runtime.prepare.processes import choose_processes
 
     choice = choose_processes(experiment)

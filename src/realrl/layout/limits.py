@@ -76,14 +76,6 @@ go through large groups by the distance of peers; with the n-th message of each 
 order of messages anyway."""
 
 
-KERNEL_ELEMENTS = 2**13
-"""Elements of one operand that a thread of a CPU takes at a time in an elementwise kernel: they stay in its first
-cache, together with the other operands, and work is divided well among threads."""
-
-ADDED_ELEMENTS = 2**20
-"""Elements of a matrix's gradient that are computed at a time where the product cannot add to what is there."""
-
-
 def bucket_count(elements: int) -> int:
     """Count the buckets of equal size that a flat buffer is divided into."""
     return max(1, round(elements / BUCKET_ELEMENTS))

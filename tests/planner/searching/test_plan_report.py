@@ -109,9 +109,9 @@ def test_alternatives_run_one_call_otherwise_and_are_slower_or_do_not_fit(report
 
 def test_no_alternative_offloads_if_offloading_frees_nothing() -> None:
     constraints = UserConstraints(search_space=SearchSpace(offload=False))
-    tight = make_report(scenario("a100-40g:1x2", 14 << 30), seconds=0.5, constraints=constraints)
+    tight = make_report(scenario("a100-40g:1x2", 12 << 30), seconds=2, constraints=constraints)
     assert tight.alternatives and not any(other.offload for other in tight.alternatives)
-    free = make_report(scenario("a100-40g:1x2", 14 << 30), seconds=0.5)
+    free = make_report(scenario("a100-40g:1x2", 12 << 30), seconds=2)
     assert any(other.offload or other.on_device for other in free.alternatives)
 
 

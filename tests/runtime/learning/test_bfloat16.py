@@ -34,6 +34,6 @@ def test_losses_of_narrow_types_follow_float32(
 
 # Logits of this world reach 5, where bfloat16 numbers lie 1/32 apart.
 @pytest.mark.parametrize("dtype", ["bfloat16", "mixed"])
-def test_sampler_and_trainer_agree_to_rounding(world: World, tmp_path: Path, dtype: str, most: float) -> None:
+def test_sampler_and_trainer_agree_to_rounding(world: World, tmp_path: Path, dtype: str) -> None:
     for step in run(world, "ppo", tmp_path / "ppo", dtype):
         assert step["actor.train/sampler_trainer_mismatch"] < 2 / 32

@@ -1,7 +1,7 @@
 """Runs that train a part of a model: under plans that move it, with a reference that follows, and saved whole."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from realrl.program.instructions import Instruction, Load, Reallocate
 from realrl.program.memory import StoredModel
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
+from realrl.runtime.measure.step_timer import StepTimer
 from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.training_run import TrainingRun
 from tests.conftest import PPO_CALLS, World, read_metrics
@@ -97,22 +98,19 @@ def test_only_what_is_trained_moves_after_an_update(runs: tuple[Path, Path]) -> 
     assert len(mixed) == 1 and mixed[0].startswith("reallocate actor/tuned")
 
 
-class Watch:
-    """In place of a step timer: what roles hold before each instruction that brings nothing."""
+class Watch(StepTimer):
+    """A step timer that also notes what roles hold before each instruction that brings nothing."""
 
     def __init__(self, run: TrainingRun) -> None:
-        self.run, self.held = run, list[int]()
-
-    def fold_allocations(self) -> None: ...
-
-    def step(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        super().__init__(torch.device("cpu"), held=run.roles.held, staged=lambda: 0)
+        self.holds, self.held = run.roles.held, list[int]()
 
     @contextmanager
     def instruction(self, instruction: Instruction) -> Iterator[None]:
         if not isinstance(instruction, Reallocate | Load):
-            self.held.append(self.run.roles.held())
-        yield
+            self.held.append(self.holds())
+        with super().instruction(instruction):
+            yield
 
 
 @pytest.mark.parametrize("keep", [[], ["actor"]])
@@ -137,7 +135,7 @@ def test_bytes_in_device_memory_are_those_that_are_predicted(
         if not isinstance(instruction, Reallocate | Load)
     ]
     for step in range(2):
-        run.costs.timer = watch = Watch(run)  # type: ignore[assignment]
+        run.costs.timer = watch = Watch(run)
         run._train_step(step)
         assert watch.held == expected
 

@@ -104,7 +104,7 @@ class DecodeBatch:
         if turn.rows and not call.model.pipeline.first:
             if turn.prefills:
                 tokens = sum(prefill.tokens for prefill in turn.prefills)
-                self._prefill_recv = call.model.pipeline.post_recv(tokens)
+                self._prefill_recv = call.model.pipeline.post_recv(tokens, followed=True)
             self._post_hidden_recv()
 
     def _pad(self, rows: int) -> int:
@@ -132,7 +132,7 @@ class DecodeBatch:
         with model.counts.prefill():
             hidden = model.transformer.prefill(x, part.packing, call.cache, part.places)
         if hidden is not None:
-            model.pipeline.send(hidden)
+            model.pipeline.send(hidden, followed=True)
 
     def _decode(self) -> Tensor:
         """Run this stage's part of a decode step; return hidden states, or on the last stage tokens."""

@@ -54,13 +54,19 @@ class Pipeline:
         """True on the last stage of the pipeline."""
         return self.group.index == self.group.size - 1
 
-    def post_recv(self, rows: int) -> PendingRecv:
-        """Post the receive of activations of the stage before. [rows, H]"""
-        return self._transport.post_recv(lambda: self._empty_hidden(rows), self.group.index - 1, _FORWARD)
+    def post_recv(self, rows: int, *, followed: bool = False) -> PendingRecv:
+        """Post the receive of activations of the stage before. [rows, H]
 
-    def send(self, hidden: Tensor) -> None:
-        """Send activations to the next stage."""
-        self._transport.send(hidden.detach().contiguous(), self.group.index + 1, _FORWARD)
+        `followed`: others follow before that stage receives tokens.
+        """
+        return self._transport.post_recv(
+            lambda: self._empty_hidden(rows), self.group.index - 1, _FORWARD, followed=followed
+        )
+
+    def send(self, hidden: Tensor, *, followed: bool = False) -> None:
+        """Send activations to the next stage. `followed`: others follow before this stage receives tokens."""
+        activations = hidden.detach().contiguous()
+        self._transport.send(activations, self.group.index + 1, _FORWARD, followed=followed)
 
     def post_recv_gradient(self, rows: int) -> PendingRecv:
         """Post the receive of the gradient of what is sent to the next stage. [rows, H]"""
@@ -85,7 +91,7 @@ class Pipeline:
         def pass_on() -> Tensor:
             tokens = pending.wait()
             if index + 1 < last:
-                ordered.send_along(tokens, index + 1)
+                ordered.send(tokens, index + 1, _TOKENS, followed=True)
             return tokens
 
         return PendingRecv(pass_on)

@@ -63,8 +63,10 @@ class TaggedTransport:
         self._group, self._reverse = group, reverse_group
         self._sends = Sends(group.size)
 
-    def post_recv(self, make_buffer: Callable[[], Tensor], stage: int, tag: int) -> PendingRecv:
-        """Post a receive now."""
+    def post_recv(
+        self, make_buffer: Callable[[], Tensor], stage: int, tag: int, *, followed: bool = False
+    ) -> PendingRecv:
+        """Post a receive now, whatever it is followed by."""
         buffer = make_buffer()
         work = dist.irecv(
             buffer, self._group.ranks[stage], group=self._handle(stage < self._group.index), tag=tag
@@ -77,8 +79,8 @@ class TaggedTransport:
 
         return PendingRecv(finish)
 
-    def send(self, tensor: Tensor, stage: int, tag: int) -> None:
-        """Send now, without waiting."""
+    def send(self, tensor: Tensor, stage: int, tag: int, *, followed: bool = False) -> None:
+        """Send now, without waiting, whatever it is followed by."""
         work = dist.isend(
             tensor, self._group.ranks[stage], group=self._handle(stage > self._group.index), tag=tag
         )
@@ -114,11 +116,18 @@ class OrderedTransport:
         self._along: list[tuple[Tensor, int]] = []
         """What goes on with the next send."""
 
-    def post_recv(self, make_buffer: Callable[[], Tensor], stage: int, tag: int) -> PendingRecv:
-        """Prepare a receive, which is posted when it is waited for."""
+    def post_recv(
+        self, make_buffer: Callable[[], Tensor], stage: int, tag: int, *, followed: bool = False
+    ) -> PendingRecv:
+        """Prepare a receive, which is posted when it is waited for.
+
+        `followed`: that stage sends another message before it receives, and what goes back is posted with that one.
+        """
 
         def finish() -> Tensor:
-            held, self._held = self._held, []
+            held: list[tuple[Tensor, int]] = []
+            if not followed:
+                held, self._held = self._held, held
             buffer = make_buffer()
             sends = [self._operation(dist.isend, *sent) for sent in held]
             for work in self._post([*sends, self._operation(dist.irecv, buffer, stage)]):
@@ -127,14 +136,11 @@ class OrderedTransport:
 
         return PendingRecv(finish)
 
-    def send(self, tensor: Tensor, stage: int, tag: int) -> None:
-        """Send to a later stage now, without waiting."""
+    def send(self, tensor: Tensor, stage: int, tag: int, *, followed: bool = False) -> None:
+        """Send to a later stage, without waiting: now, or with the next message to it if there is one (`followed`)."""
         self._along.append((tensor, stage))
-        self._flush()
-
-    def send_along(self, tensor: Tensor, stage: int) -> None:
-        """Send to a later stage with the next message to it, or at the end."""
-        self._along.append((tensor, stage))
+        if not followed:
+            self._flush()
 
     def send_back(self, tensor: Tensor, stage: int, tag: int) -> None:
         """Send to an earlier stage with the next receive, or at the end."""
