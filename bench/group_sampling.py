@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from realrl.data.batch import Batch, Ragged
+from realrl.engine.dtypes import find_products
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
@@ -172,7 +173,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     shape, dtype = SHAPES[arguments.shape], getattr(torch, arguments.dtype)
-    model = make_unsharded_model(shape, "lm", dtype=dtype, device=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    products = find_products(arguments.dtype, cpu)
+    model = make_unsharded_model(shape, "lm", dtype=dtype, device=cpu, products=products)
     initialise(model.parameters, model.layout.specs, shape, 1)
     rows = arguments.prompts * arguments.samples
     results = []

@@ -26,6 +26,7 @@ from realrl.data.batch import Batch
 from realrl.data.dataset import Dataset
 from realrl.data.order import Order
 from realrl.data.tokenizer import load_tokenizer, train_tokenizer
+from realrl.engine.dtypes import find_products
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.model.init import initialise
@@ -94,7 +95,8 @@ def main() -> None:
     order = Order(len(records), recipe.data.batch, recipe.seed)
 
     cpu = torch.device("cpu")
-    model = make_unsharded_model(shape, "lm", dtype=torch.float32, device=cpu)
+    products = find_products("float32", cpu)
+    model = make_unsharded_model(shape, "lm", dtype=torch.float32, device=cpu, products=products)
     initialise(model.parameters, model.layout.specs, shape, recipe.seed)
     with tempfile.TemporaryDirectory() as directory:
         huggingface.save(Path(directory) / "model", shape, "lm", model.parameters, tokenizer, torch.float32)
