@@ -19,8 +19,8 @@ from realrl.planner.calibration.comparison import Comparison
 from realrl.program.instructions import Instruction, Load, Reallocate
 from realrl.program.memory import StoredModel
 from realrl.recipe.load import load_experiment
-from realrl.runtime.prepare.compile import compile_recipe
 from realrl.runtime.measure.step_timer import StepTimer
+from realrl.runtime.prepare.compile import compile_recipe
 from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.training_run import TrainingRun
 from tests.conftest import PPO_CALLS, World, read_metrics
