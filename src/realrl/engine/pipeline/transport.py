@@ -137,7 +137,7 @@ class OrderedTransport:
         return PendingRecv(finish)
 
     def send(self, tensor: Tensor, stage: int, tag: int, *, followed: bool = False) -> None:
-        """Send to a later stage, without waiting: now, or with the next message to it if there is one (`followed`)."""
+        """Send to a later stage, without waiting: now, or where it is `followed`, with the next message to it."""
         self._along.append((tensor, stage))
         if not followed:
             self._flush()
