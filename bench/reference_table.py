@@ -97,7 +97,7 @@ class Setting:
         experiment = load_experiment(str(RECIPE), overrides)
         graph, spec = build_graph(experiment), ClusterSpec.parse(f"a800-80g:{self.nodes}x{PER_NODE}")
         models = {
-            role: StoredModel(SHAPES[NAMES[r[role]]], head, 2, graph.trained(role))
+            role: StoredModel(SHAPES[NAMES[r[role]]], head, "bfloat16", graph.trained(role))
             for role, head in PPO_SPEC.heads.items()
         }
         cost, memory = CostModel(spec, efficiency=efficiency), MemoryModel(spec, efficiency)

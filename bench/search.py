@@ -97,7 +97,7 @@ def build(setting: Setting) -> Problem:
     workload = Workload(setting.sequences, length, length, setting.tokens)
     preset = make_plan("heuristic", GRAPH, spec.cluster, 8192, shapes) if spec.cluster.nodes <= 80 else None
     models = {
-        role: StoredModel(shape, PPO_SPEC.heads[role], 2, GRAPH.trained(role))
+        role: StoredModel(shape, PPO_SPEC.heads[role], "bfloat16", GRAPH.trained(role))
         for role, shape in shapes.items()
     }
     scenario = Scenario(

@@ -150,7 +150,7 @@ def learn(case: str, placement: Placement, process: Process, groups: object) -> 
             recompute=strategy.recompute,
         ).result()  # fmt: skip
         norms.append(metrics["grad_norm"])
-    memory = Memory({"actor": StoredModel(shape, "lm", 4, True, part)}, {"actor": placement}, (), {})
+    memory = Memory({"actor": StoredModel(shape, "lm", "float32", True, part)}, {"actor": placement}, (), {})
     return {
         "norms": norms,
         "tensors": {

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from realrl.engine.dtypes import find_torch_dtype
 from realrl.engine.model import Model
 from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import build_layout
 from realrl.model.group import Group, make_single_rank_group
-from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.plan.placement import Dtype, Mesh, Placement, Strategy
 from realrl.program.memory import HeldState, Memory, StoredModel
 from realrl.recipe.model import OptimizerConfig
 
@@ -20,15 +21,15 @@ SHAPE = ModelShape(
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 @pytest.mark.parametrize("strategy", [(1, 1, 1), (5, 1, 1), (2, 2, 1), (1, 1, 2), (4, 3, 2)])
 def test_a_rank_allocates_the_estimated_bytes(
-    dtype: torch.dtype, head: Head, strategy: tuple[int, int, int]
+    dtype: Dtype, head: Head, strategy: tuple[int, int, int]
 ) -> None:
     dp, tp, pp = strategy
     placement = Placement(Mesh(0, dp * tp * pp), Strategy(dp, tp, pp))
-    memory = Memory({"actor": StoredModel(SHAPE, head, dtype.itemsize, True)}, {"actor": placement}, (), {})
+    memory = Memory({"actor": StoredModel(SHAPE, head, dtype, True)}, {"actor": placement}, (), {})
     for rank in {0, placement.mesh.size - 1}:
         # Groups that are never used for communication, so that one process can stand for any rank.
         group = replace(make_single_rank_group(), ranks=tuple(range(dp)), index=placement.dp_index(rank))
@@ -42,7 +43,11 @@ def test_a_rank_allocates_the_estimated_bytes(
             embedding=None,
         )
         model = Model(
-            build_layout(SHAPE, head, placement), rank, groups, dtype=dtype, device=torch.device("cpu")
+            build_layout(SHAPE, head, placement),
+            rank,
+            groups,
+            dtype=find_torch_dtype(dtype),
+            device=torch.device("cpu"),
         )
         trainer = Trainer(model, OptimizerConfig())
         state = [*trainer.optimizer.persistent, *trainer.optimizer.workspace, trainer.gradients.data]

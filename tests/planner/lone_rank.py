@@ -16,6 +16,7 @@ from realrl.algorithms.reward.method import PairInference, RewardTrain
 from realrl.algorithms.sft.method import SFTInference, SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Candidates
+from realrl.engine.dtypes import find_torch_dtype
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model
@@ -33,7 +34,6 @@ from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.measure.allocations import count_allocations
 
 CPU = torch.device("cpu")
-DTYPES = {4: torch.float32, 2: torch.bfloat16}
 
 
 class Sent:
@@ -126,7 +126,7 @@ class LoneRank:
                 mesh=single,
                 embedding=pipeline if strategy.pp > 1 else None,
             ),
-            dtype=DTYPES[model.element_bytes],
+            dtype=find_torch_dtype(model.dtype),
             device=CPU,
             part=model.part,
         )

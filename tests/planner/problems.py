@@ -6,7 +6,7 @@ from realrl.algorithms.ppo.graph import train_graph
 from realrl.dataflow.call import Call
 from realrl.families.published import SHAPES
 from realrl.families.shape import Head, ModelShape
-from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.plan.placement import Dtype, Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
@@ -28,9 +28,9 @@ def call(name: str) -> Call:
     return GRAPH.call(name)
 
 
-def stored(shape: ModelShape, head: Head = "lm", element_bytes: int = 2) -> StoredModel:
+def stored(shape: ModelShape, head: Head = "lm", dtype: Dtype = "bfloat16") -> StoredModel:
     """A role's model."""
-    return StoredModel(shape, head, element_bytes, trained=True)
+    return StoredModel(shape, head, dtype, trained=True)
 
 
 def recomputing(placement: Placement) -> Placement:

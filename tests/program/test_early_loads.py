@@ -33,7 +33,7 @@ HEADS: dict[str, Head] = {"actor": "lm", "ref": "lm", "critic": "scalar", "rewar
 def lowered() -> tuple[list[Program], Memory]:
     homes = home_placements(GRAPH, PLAN)
     kept = kept_copies(GRAPH, PLAN, homes)
-    stored = {role: StoredModel(SHAPE, HEADS[role], 2, GRAPH.trained(role)) for role in GRAPH.roles}
+    stored = {role: StoredModel(SHAPE, HEADS[role], "bfloat16", GRAPH.trained(role)) for role in GRAPH.roles}
     return lower(GRAPH, PLAN, homes, kept), Memory(stored, homes, offloaded(PLAN), kept)
 
 

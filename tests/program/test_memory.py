@@ -8,7 +8,7 @@ from realrl.families.registry import model_tensors
 from realrl.families.shape import Head
 from realrl.layout import limits
 from realrl.plan.cluster import Cluster
-from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.plan.placement import ELEMENT_BYTES, Dtype, Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.plan.presets import make_plan
 from realrl.program.instructions import Run
@@ -24,9 +24,9 @@ def number(role: str) -> int:
     return sum(tensor.numel for tensor in model_tensors(SHAPE, HEADS[role]))
 
 
-def memory(plan: Plan, element_bytes: int = 2) -> Memory:
+def memory(plan: Plan, dtype: Dtype = "bfloat16") -> Memory:
     homes = home_placements(PPO, plan)
-    stored = {role: StoredModel(SHAPE, HEADS[role], element_bytes, PPO.trained(role)) for role in PPO.roles}
+    stored = {role: StoredModel(SHAPE, HEADS[role], dtype, PPO.trained(role)) for role in PPO.roles}
     return Memory(stored, homes, offloaded(plan), kept_copies(PPO, plan, homes))
 
 
@@ -62,12 +62,12 @@ def test_a_single_device_holds_all_state_once() -> None:
     )
 
 
-@pytest.mark.parametrize(("element_bytes", "shard"), [(4, 12), (2, 16)])
-def test_optimizer_state_is_sharded_over_data_parallel_ranks(element_bytes: int, shard: int) -> None:
+@pytest.mark.parametrize(("dtype", "shard"), [("float32", 12), ("bfloat16", 16)])
+def test_optimizer_state_is_sharded_over_data_parallel_ranks(dtype: Dtype, shard: int) -> None:
     plan = make_plan("symmetric", PPO, Cluster(1, 8), 10)
-    held = memory(plan, element_bytes).at_rest(3)
+    held = memory(plan, dtype).at_rest(3)
     n = number("actor")
-    assert held[HeldState("actor", "d8 t1 p1 @0-7", "parameters")] == element_bytes * n
+    assert held[HeldState("actor", "d8 t1 p1 @0-7", "parameters")] == ELEMENT_BYTES[dtype] * n
     assert held[HeldState("actor", "d8 t1 p1 @0-7", "optimizer")] == 4 * n + shard * n // 8
 
 

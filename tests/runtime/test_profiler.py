@@ -116,7 +116,7 @@ def test_predictions_rest_on_nothing_but_measurements(profiles: Mapping[int, Pat
     graph, workload = train_graph(minibatches=2), Workload(16, (4, 6), (6, 12), 12)
     workload = replace(workload, experience_calls=("actor.train", "critic.train"))
     for call in graph.calls:
-        model = StoredModel(TINY, PPO_SPEC.heads[call.role], 4, graph.trained(call.role))
+        model = StoredModel(TINY, PPO_SPEC.heads[call.role], "float32", graph.trained(call.role))
         for strategy in strategies(processes):
             found = cost.call(call, model, Placement(Mesh(0, processes), strategy), workload)
             assert 0 < found.seconds < 1000, (call.name, strategy, found)

@@ -11,7 +11,7 @@ from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.limits import bucket_count
 from realrl.layout.sets import BASE, WHOLE, ParameterSet, TrainablePart, build_parameter_sets
-from realrl.plan.placement import ELEMENT_BYTES, Placement, Strategy
+from realrl.plan.placement import ELEMENT_BYTES, Dtype, Placement, Strategy
 from realrl.program.instructions import Instruction, Load, Offload, Program, Reallocate, Release, StateKind
 from realrl.program.text import name_parameters
 
@@ -20,12 +20,12 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class StoredModel:
-    """Storage of a role: the sizes of its model, the bytes of a parameter, whether it is trained, and which part of
-    it training updates."""
+    """Storage of a role: the sizes of its model, the type of its parameters, whether it is trained, and which part
+    of it training updates."""
 
     shape: ModelShape
     head: Head
-    element_bytes: int
+    dtype: Dtype
     trained: bool
     part: TrainablePart = WHOLE
 
@@ -34,9 +34,18 @@ class StoredModel:
         """Parameter sets by name, in storage order."""
         return build_parameter_sets(self.shape, self.head, self.part, trained=self.trained)
 
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a parameter."""
+        return ELEMENT_BYTES[self.dtype]
+
+    def dtype_under(self, strategy: Strategy) -> Dtype:
+        """Find the type of the parameters, and of activations, under a strategy."""
+        return self.dtype if strategy.dtype is None else strategy.dtype
+
     def width(self, strategy: Strategy) -> int:
         """Compute the bytes of a parameter, and of an activation, under a strategy."""
-        return self.element_bytes if strategy.dtype is None else ELEMENT_BYTES[strategy.dtype]
+        return ELEMENT_BYTES[self.dtype_under(strategy)]
 
 
 @dataclass(frozen=True)

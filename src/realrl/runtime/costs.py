@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.plan.placement import DTYPES
 from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.calibration.coverage import describe_times
 from realrl.planner.profile.profile import Profile
@@ -22,7 +21,7 @@ from realrl.runtime.measure.step_reports import StepReports
 from realrl.runtime.measure.step_timer import StepTimer, measure_clock_offsets
 from realrl.runtime.measure.timing_log import TimingLog
 from realrl.runtime.monitor.host_memory import HostMemory, read_memory
-from realrl.runtime.prepare.compile import Compiled, models, stored_models
+from realrl.runtime.prepare.compile import Compiled, stored_models
 from realrl.runtime.prepare.devices import spec_of
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.roles import Roles
@@ -64,7 +63,6 @@ class Costs:
             graph=phase.graph,
             plan=phase.plan,
             models=stored_models(experiment, phase.graph, roles.shapes),
-            dtypes={role: DTYPES[config.dtype] for role, config in models(experiment).items()},
             spec=self.spec,
             profile=profile,
         )

@@ -50,7 +50,10 @@ def make_scenario(cluster: str, graph: DataflowGraph = PPO, shape: str = "llama-
     spec = ClusterSpec.parse(cluster)
     models = {
         role: StoredModel(
-            SHAPES[shape], "scalar" if role in ("critic", "reward") else "lm", 2, trained=graph.trained(role)
+            SHAPES[shape],
+            "scalar" if role in ("critic", "reward") else "lm",
+            "bfloat16",
+            trained=graph.trained(role),
         )
         for role in graph.roles
     }

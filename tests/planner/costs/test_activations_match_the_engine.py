@@ -89,7 +89,7 @@ def check(
 def test_finished_rows_keep_no_memory() -> None:
     """Twenty-four rows, of which a pipeline of two stages decodes two at a time."""
     tokens = 2 * (96 + NEW_TOKENS)
-    check("generate", StoredModel(GROUPED, "lm", 4, False), place(["1 1 2"], tokens), (96,) * 24)
+    check("generate", StoredModel(GROUPED, "lm", "float32", False), place(["1 1 2"], tokens), (96,) * 24)
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,17 @@ def test_finished_rows_keep_no_memory() -> None:
 )
 def test_samples_that_share_prompts_allocate_the_predicted_bytes(strategy: str, budget: int) -> None:
     """Of eight prompts, whole groups of eight samples are cached at once, or parts of one."""
-    check("generate", StoredModel(GROUPED, "lm", 4, False), place([strategy], budget), (96,) * 8, samples=8)
+    check(
+        "generate",
+        StoredModel(GROUPED, "lm", "float32", False),
+        place([strategy], budget),
+        (96,) * 8,
+        samples=8,
+    )
 
 
 def test_samples_that_share_prompts_of_unequal_lengths_allocate_the_predicted_bytes() -> None:
-    check("generate", StoredModel(WIDE, "lm", 2, False), place(["1 1 1"], 1200), SHORT, samples=4)
+    check("generate", StoredModel(WIDE, "lm", "bfloat16", False), place(["1 1 1"], 1200), SHORT, samples=4)
 
 
 EVEN, SHORT, LONG = (96,) * 8, tuple(range(20, 116, 4)), (40, 200, 150, 180, 256, 100)
@@ -110,29 +116,29 @@ EVEN, SHORT, LONG = (96,) * 8, tuple(range(20, 116, 4)), (40, 200, 150, 180, 256
 
 KINDS = ("train", "train r", "inference", "generate")
 ONE_RANK = {
-    "grouped-even": (GROUPED, 4, EVEN),
-    "grouped-long": (GROUPED, 4, LONG),
-    "grouped-long-bfloat16": (GROUPED, 2, LONG),
-    "tied": (TIED, 4, EVEN),
-    "tied-bfloat16": (TIED, 2, EVEN),
-    "norms-of-heads": (NORMED, 4, EVEN),
-    "norms-of-heads-bfloat16": (NORMED, 2, LONG),
-    "wide-short": (WIDE, 4, SHORT),
-    "wide-short-bfloat16": (WIDE, 2, SHORT),
+    "grouped-even": (GROUPED, "float32", EVEN),
+    "grouped-long": (GROUPED, "float32", LONG),
+    "grouped-long-bfloat16": (GROUPED, "bfloat16", LONG),
+    "tied": (TIED, "float32", EVEN),
+    "tied-bfloat16": (TIED, "bfloat16", EVEN),
+    "norms-of-heads": (NORMED, "float32", EVEN),
+    "norms-of-heads-bfloat16": (NORMED, "bfloat16", LONG),
+    "wide-short": (WIDE, "float32", SHORT),
+    "wide-short-bfloat16": (WIDE, "bfloat16", SHORT),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ONE_RANK)
 def test_one_rank_allocates_the_predicted_bytes(case: str, kind: str) -> None:
-    (shape, element_bytes, lengths), (name, *flags) = ONE_RANK[case], kind.split()
-    check(name, StoredModel(shape, "lm", element_bytes, True), place(["1 1 1", *flags]), lengths)
+    (shape, dtype, lengths), (name, *flags) = ONE_RANK[case], kind.split()
+    check(name, StoredModel(shape, "lm", dtype, True), place(["1 1 1", *flags]), lengths)
 
 
 @pytest.mark.parametrize("kind", ["train", "train r", "inference"])
 def test_a_scalar_head_allocates_the_predicted_bytes(kind: str) -> None:
     name, *flags = kind.split()
-    check(name, StoredModel(GROUPED, "scalar", 4, True), place(["1 1 1", *flags]), EVEN)
+    check(name, StoredModel(GROUPED, "scalar", "float32", True), place(["1 1 1", *flags]), EVEN)
 
 
 @pytest.mark.parametrize("strategy", ["1 1 1", "1 2 1", "1 1 2"])
@@ -140,7 +146,7 @@ def test_a_scalar_head_allocates_the_predicted_bytes(kind: str) -> None:
 def test_candidates_allocate_the_predicted_bytes(kind: str, strategy: str) -> None:
     kind, _, given = kind.partition(" ")
     candidates = Candidates(1000, "teacher_ids" if given else None)
-    check(kind, StoredModel(GROUPED, "lm", 4, True), place([strategy]), EVEN, candidates=candidates)
+    check(kind, StoredModel(GROUPED, "lm", "float32", True), place([strategy]), EVEN, candidates=candidates)
 
 
 PARTS = {
@@ -156,7 +162,7 @@ PARTS = {
 @pytest.mark.parametrize("part", PARTS)
 def test_training_a_part_allocates_what_is_predicted(part: str, strategy: str) -> None:
     shape, trained = PARTS[part]
-    check("train", StoredModel(shape, "lm", 4, True, trained), place([strategy], 400), EVEN)
+    check("train", StoredModel(shape, "lm", "float32", True, trained), place([strategy], 400), EVEN)
 
 
 UNEVEN = GROUPED.model_copy(update={"heads": 9, "kv_heads": 3})
@@ -167,19 +173,19 @@ UNEVEN = GROUPED.model_copy(update={"heads": 9, "kv_heads": 3})
 @pytest.mark.parametrize("strategy", ["1 2 1", "1 2 1 s", "1 4 1 s", "1 1 2", "1 1 4", "1 2 2 s"])
 def test_parallel_ranks_allocate_the_predicted_bytes(strategy: str, kind: str) -> None:
     name, *flags = kind.split()
-    check(name, StoredModel(GROUPED, "lm", 4, True), place([strategy, *flags], 400), EVEN)
+    check(name, StoredModel(GROUPED, "lm", "float32", True), place([strategy, *flags], 400), EVEN)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_with_uneven_query_groups_allocate_the_predicted_bytes(kind: str) -> None:
     name, *flags = kind.split()
-    check(name, StoredModel(UNEVEN, "lm", 4, True), place(["1 2 1", *flags]), EVEN)
+    check(name, StoredModel(UNEVEN, "lm", "float32", True), place(["1 2 1", *flags]), EVEN)
 
 
 @pytest.mark.parametrize(("budget", "kind"), product([100, 1000], KINDS))
 def test_the_largest_micro_batch_determines_peak_memory(budget: int, kind: str) -> None:
     name, *flags = kind.split()
-    check(name, StoredModel(GROUPED, "lm", 4, True), place(["1 1 1", *flags], budget), SHORT)
+    check(name, StoredModel(GROUPED, "lm", "float32", True), place(["1 1 1", *flags], budget), SHORT)
 
 
 @pytest.mark.parametrize("lengths", [SHORT, LONG, EVEN, (1,), (500, 130, 129, 128, 127, 3, 3)])

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from realrl.config.errors import UserError
-from realrl.plan.placement import Mesh, Placement
+from realrl.plan.placement import Dtype, Mesh, Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.cost_model import CallCost, CostModel
@@ -37,9 +37,9 @@ IDEAL = Efficiency(
 
 
 def cost(
-    name: str, placement: Placement, *, shape=SMALL, step=STEP, model=MODEL, element_bytes=2
+    name: str, placement: Placement, *, shape=SMALL, step=STEP, model=MODEL, dtype: Dtype = "bfloat16"
 ) -> CallCost:
-    return model.call(call(name), stored(shape, "lm", element_bytes), placement, step)
+    return model.call(call(name), stored(shape, "lm", dtype), placement, step)
 
 
 STRATEGIES = [
@@ -113,7 +113,9 @@ def test_narrow_matmuls_are_less_efficient() -> None:
 
 def test_float32_takes_as_much_longer_as_its_peak_is_lower() -> None:
     model = CostModel(NODES, efficiency=IDEAL)
-    half, full = (cost("ref.inference", place(1), model=model, element_bytes=b).seconds for b in (2, 4))
+    half, full = (
+        cost("ref.inference", place(1), model=model, dtype=dtype).seconds for dtype in ("bfloat16", "float32")
+    )
     assert full / half == pytest.approx(312 / 19.5, rel=1e-6)
 
 

@@ -8,7 +8,7 @@ from realrl.families.shape import Head, ModelShape
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.layout.layout import build_layout
 from realrl.layout.sets import WHOLE, TrainablePart
-from realrl.plan.placement import Placement
+from realrl.plan.placement import Dtype, Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.memory.kv_cache import kv_cache_bytes
 from realrl.planner.memory.memory_model import MemoryModel, MemoryNeed
@@ -79,17 +79,18 @@ def test_parameter_sets_are_those_that_layouts_store(
     assert [n.static["optimizer"] for n in needs] == [width * n // strategy.dp for n in trained]
 
 
-def need(name: str, placement: Placement, *, shape=SMALL, step=STEP, element_bytes=2) -> MemoryNeed:
-    return MODEL.call(call(name), stored(shape, "lm", element_bytes), placement, step)
+def need(name: str, placement: Placement, *, shape=SMALL, step=STEP, dtype: Dtype = "bfloat16") -> MemoryNeed:
+    return MODEL.call(call(name), stored(shape, "lm", dtype), placement, step)
 
 
-@pytest.mark.parametrize(("element_bytes", "per_parameter"), [(2, 2 + 4 + 12), (4, 4 + 4 + 8)])
-def test_one_rank_that_trains_holds_everything(element_bytes: int, per_parameter: int) -> None:
-    found = need("actor.train", place(1), element_bytes=element_bytes)
+@pytest.mark.parametrize(
+    ("dtype", "per_parameter"), [("bfloat16", 2 + 4 + 12), ("float32", 4 + 4 + 8), ("mixed", 4 + 4 + 8)]
+)
+def test_one_rank_that_trains_holds_everything(dtype: Dtype, per_parameter: int) -> None:
+    found = need("actor.train", place(1), dtype=dtype)
     assert found.static_bytes == pytest.approx(per_parameter * TOTALS["llama-2-7b"], rel=1e-5)
     assert (
-        MODEL.state(stored(SMALL, "lm", element_bytes), place(1))
-        == found.static_bytes - found.static["parameters"]
+        MODEL.state(stored(SMALL, "lm", dtype), place(1)) == found.static_bytes - found.static["parameters"]
     )
 
 

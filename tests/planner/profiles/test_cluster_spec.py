@@ -22,7 +22,8 @@ def test_built_in_devices_are_found_by_name_with_plausible_figures(name: str) ->
     kind = group.device
     assert (group.nodes, group.devices_per_node, kind.name) == (2, 8, name)
     assert kind.bf16_flops > kind.fp32_flops > kind.memory_bytes_per_s > kind.host_bytes_per_s / 2
-    assert kind.flops(2) == kind.bf16_flops and kind.flops(4) == kind.fp32_flops
+    assert kind.flops("bfloat16") == kind.flops("mixed") == kind.bf16_flops
+    assert kind.flops("float32") == kind.fp32_flops
 
 
 def test_a_homogeneous_spec_is_a_cluster() -> None:

@@ -27,11 +27,11 @@ def profile(kinds: tuple[str, ...] = ("forward",)) -> Profile:
 
 @pytest.mark.parametrize(("context", "size", "seconds"), MEASURED)
 def test_interpolation_is_exact_at_measured_points(context: int, size: int, seconds: float) -> None:
-    assert profile().seconds("forward", SMALL, 2, 1, size, context) == seconds
+    assert profile().seconds("forward", SMALL, "bfloat16", 1, size, context) == seconds
 
 
 def test_interpolated_times_lie_between_measured_ones() -> None:
-    found = profile().seconds("forward", SMALL, 2, 1, 1024, 512)
+    found = profile().seconds("forward", SMALL, "bfloat16", 1, 1024, 512)
     assert found is not None and 1e-3 < found < 9e-3
 
 
@@ -60,9 +60,9 @@ def test_extrapolation_to_long_contexts_is_linear() -> None:
 
 def test_unmeasured_times_are_none() -> None:
     found = profile()
-    assert found.seconds("forward", SMALL, 2, 2, 512, 256) is None
-    assert found.seconds("forward", SMALL, 4, 1, 512, 256) is None
-    assert found.seconds("decode", SMALL, 2, 1, 512, 256) is None
+    assert found.seconds("forward", SMALL, "bfloat16", 2, 512, 256) is None
+    assert found.seconds("forward", SMALL, "float32", 1, 512, 256) is None
+    assert found.seconds("decode", SMALL, "bfloat16", 1, 512, 256) is None
     assert found.collective("all_reduce", 8, 1, 100) is None
 
 
@@ -75,12 +75,12 @@ def test_profile_files_round_trip(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("{}", "this is no file that `realrl profile` has written"),
-        ('{"format": "realrl profile"}', "has version null, not 3"),
-        ('{"format": "realrl profile", "version": 1}', "has version 1, not 3; measure again"),
+        ('{"format": "realrl profile"}', "has version null, not 4"),
+        ('{"format": "realrl profile", "version": 1}', "has version 1, not 4; measure again"),
         ("no", "not valid JSON"),
         ("[" * 100000, "nested too deep"),
         ('{"version": 1, "version": 1}', "key 'version' twice"),
-        ('{"format": "realrl profile", "version": 3}', "device"),
+        ('{"format": "realrl profile", "version": 4}', "device"),
     ],
 )
 def test_invalid_profile_files_are_rejected_by_name(tmp_path: Path, text: str, words: str) -> None:
@@ -113,7 +113,21 @@ def test_newer_measurements_of_a_shape_replace_older_ones() -> None:
     layers = LayerTimes(shape=ShapeKey.of(SMALL), dtype="bfloat16", measurements=(slower,))
     merged = profile().merged([layers])
     assert len(merged.layers) == 1 and merged.collectives == profile().collectives
-    assert merged.seconds("forward", SMALL, 2, 1, 512, 256) == 5.0
+    assert merged.seconds("forward", SMALL, "bfloat16", 1, 512, 256) == 5.0
+
+
+def test_products_of_rounded_operands_have_times_of_their_own() -> None:
+    slow, fast = (
+        LayerTimes(
+            shape=ShapeKey.of(SMALL),
+            dtype=dtype,
+            measurements=(Measurement(kind="forward", tokens=512, context=256, seconds=seconds),),
+        )
+        for dtype, seconds in (("float32", 4.0), ("mixed", 1.0))
+    )
+    merged = profile().merged([slow, fast])
+    assert merged.seconds("forward", SMALL, "float32", 1, 512, 256) == 4.0
+    assert merged.seconds("forward", SMALL, "mixed", 1, 512, 256) == 1.0
 
 
 def test_measurements_replace_the_roofline_on_their_device() -> None:

@@ -49,7 +49,7 @@ def sampled_scenario(rng: random.Random, graph: DataflowGraph) -> Scenario:
         role: StoredModel(
             shapes[source.get(role, role)],
             "scalar" if role in ("critic", "reward") else "lm",
-            4 if role in source else rng.choice([2, 4]),
+            "float32" if role in source else rng.choice(["bfloat16", "float32"]),
             graph.trained(role),
             parts[source.get(role, role)],
         )

@@ -28,7 +28,7 @@ from realrl.program.memory import StoredModel
 GRAPH = train_graph(minibatches=2)
 SHAPE = SHAPES["qwen2.5-0.5b"]
 MODELS = {
-    role: StoredModel(SHAPE, "lm" if role in ("actor", "ref") else "scalar", 2, GRAPH.trained(role))
+    role: StoredModel(SHAPE, "lm" if role in ("actor", "ref") else "scalar", "bfloat16", GRAPH.trained(role))
     for role in GRAPH.roles
 }
 STEP = Workload(64, (256,), (256,), 256)

@@ -35,7 +35,10 @@ PRESETS = ("heuristic", "symmetric")
 
 def problem(spec: ClusterSpec, **search_space: object) -> Problem:
     plans = [make_plan(name, GRAPH, spec.cluster, 8192, MODELS) for name in PRESETS]
-    models = {role: StoredModel(SHAPE, PPO_SPEC.heads[role], 2, GRAPH.trained(role)) for role in GRAPH.roles}
+    models = {
+        role: StoredModel(SHAPE, PPO_SPEC.heads[role], "bfloat16", GRAPH.trained(role))
+        for role in GRAPH.roles
+    }
     workload = Workload(256, (512,), (512,), 512)
     scenario = Scenario(
         graph=GRAPH,
@@ -119,7 +122,7 @@ def test_micro_batches_range_from_one_sequence_to_the_whole_mini_batch(name: str
 def test_small_micro_batches_are_tried_where_nothing_else_fits() -> None:
     given = ClusterSpec.parse("a100-80g:1x1")
     graph = sft_graph()
-    call, model = graph.calls[0], StoredModel(SHAPES["llama-2-7b"], "lm", 2, True)
+    call, model = graph.calls[0], StoredModel(SHAPES["llama-2-7b"], "lm", "bfloat16", True)
     workload = Workload(64, (128,))
     needs = {}
     for tokens in (128, 4096):

@@ -20,7 +20,7 @@ from realrl.program.memory import StoredModel
 SHAPE = ModelShape(
     vocab_size=512, hidden_size=256, intermediate_size=704, layers=16, heads=8, kv_heads=8, head_dim=32
 )
-WEIGHTS = {"actor": (ParameterBytes.of(StoredModel(SHAPE, "lm", 2, trained=True), 2),)}
+WEIGHTS = {"actor": (ParameterBytes.of(StoredModel(SHAPE, "lm", "bfloat16", trained=True), 2),)}
 LINKS = Links(170e6, 20e6, 0.0)
 
 

@@ -38,10 +38,10 @@ def scenario(cluster: str = "a100-80g:1x4", *, ref_ema: float | None = None, ref
     """PPO with a critic that is smaller than the actor, and embeddings that are tied."""
     spec = ClusterSpec.parse(cluster)
     models = {
-        "actor": StoredModel(LARGE, "lm", 2, True),
-        "ref": StoredModel(LARGE, "lm", 4 if ref_ema else 2, False),
-        "critic": StoredModel(SMALL, "scalar", 2, True),
-        "reward": StoredModel(SMALL, "scalar", 2, False),
+        "actor": StoredModel(LARGE, "lm", "bfloat16", True),
+        "ref": StoredModel(LARGE, "lm", "float32" if ref_ema else "bfloat16", False),
+        "critic": StoredModel(SMALL, "scalar", "bfloat16", True),
+        "reward": StoredModel(SMALL, "scalar", "bfloat16", False),
     }
     averages = [] if ref_ema is None else [MovingAverage("ref", "actor", ref_ema, period=ref_every)]
     graph = train_graph(minibatches=2, averages=averages)
@@ -103,7 +103,10 @@ def test_device_time_is_accounted_for(found: Estimate) -> None:
 @pytest.mark.parametrize(("slow", "factor"), [("actor", 16), ("ref", 1)])
 def test_mfu_relates_each_call_to_the_peak_of_its_own_type(slow: str, factor: float) -> None:
     of = scenario()
-    wide = {role: replace(model, element_bytes=4 if role == slow else 2) for role, model in of.models.items()}
+    wide = {
+        role: replace(model, dtype="float32" if role == slow else "bfloat16")
+        for role, model in of.models.items()
+    }
     of = replace(of, models=wide)
     calls = estimate_plan(of, preset("symmetric", of)).calls
     ratio = calls["critic.train"].peak_flops / calls["actor.train"].peak_flops

@@ -165,7 +165,7 @@ TIED = "the head is tied to the frozen embeddings"
     ],
 )
 def test_the_part_that_is_trained_is_named(model: str, part: TrainablePart, line: str) -> None:
-    stored = StoredModel(SHAPES[model], "lm", 4, trained=True, part=part)
+    stored = StoredModel(SHAPES[model], "lm", "float32", trained=True, part=part)
     whole = replace(stored, part=TrainablePart())
     models = {"actor": stored, "critic": whole, "ref": replace(stored, trained=False)}
     assert list(list_trained_parts(models)) == [f"models.actor trains {line}"]

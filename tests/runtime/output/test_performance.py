@@ -53,7 +53,7 @@ PLAN = Plan(
         "actor.train": Placement.parse("d1 t2 p1 @0-1 mb=64"),
     },
 )
-MODEL = StoredModel(shape=SHAPE, head="lm", element_bytes=4, trained=True)
+MODEL = StoredModel(shape=SHAPE, head="lm", dtype="float32", trained=True)
 
 
 def make_performance(
@@ -64,16 +64,14 @@ def make_performance(
     dtype: Dtype = "float32",
 ) -> Performance:
     return Performance(
-        graph=GRAPH, plan=PLAN, models={"actor": model}, dtypes={"actor": dtype}, spec=spec, profile=profile
+        graph=GRAPH, plan=PLAN, models={"actor": replace(model, dtype=dtype)}, spec=spec, profile=profile
     )
 
 
 def compute(
     *ranks: StepTimes, spec: ClusterSpec | None = SPEC, model: StoredModel = MODEL
 ) -> dict[str, float]:
-    performance = Performance(
-        graph=GRAPH, plan=PLAN, models={"actor": model}, dtypes={"actor": "float32"}, spec=spec, profile=None
-    )
+    performance = Performance(graph=GRAPH, plan=PLAN, models={"actor": model}, spec=spec, profile=None)
     found = performance.compute(ranks, TimingLog().add(ranks, [0.0] * len(ranks)))
     assert all(name.startswith(PERFORMANCE) for name in found)
     return {name.removeprefix(PERFORMANCE): value for name, value in found.items()}
@@ -163,9 +161,7 @@ def test_shares_of_an_unknown_peak_are_left_out(spec: ClusterSpec | None) -> Non
     missing = {"mfu", "actor.train/mfu", "actor.generate/mfu", "actor.generate/decode_bandwidth"}
     found = compute(*STEP, spec=spec)
     assert set(compute(*STEP)) - set(found) == missing
-    performance = Performance(
-        graph=GRAPH, plan=PLAN, models={"actor": MODEL}, dtypes={"actor": "float32"}, spec=spec, profile=None
-    )
+    performance = Performance(graph=GRAPH, plan=PLAN, models={"actor": MODEL}, spec=spec, profile=None)
     assert performance.missing is not None and "MFU and decode bandwidth are left out" in performance.missing
 
 
@@ -189,7 +185,6 @@ def test_peaks_of_a_cpu_come_from_a_profile_or_a_cluster_file(tmp_path: Path) ->
             graph=GRAPH,
             plan=PLAN,
             models={"actor": MODEL},
-            dtypes={"actor": "float32"},
             spec=spec,
             profile=of,
         )

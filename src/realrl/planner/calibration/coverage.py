@@ -66,7 +66,7 @@ def _model_times(
 
 def _missing(profile: Profile, models: Mapping[str, StoredModel]) -> list[str]:
     """Roles whose models have no measurements."""
-    return [role for role, model in models.items() if not profile.degrees(model.shape, model.element_bytes)]
+    return [role for role, model in models.items() if not profile.degrees(model.shape, model.dtype)]
 
 
 def _degrees(profile: Profile, spec: ClusterSpec, models: Mapping[str, StoredModel]) -> list[int]:
@@ -77,7 +77,7 @@ def _degrees(profile: Profile, spec: ClusterSpec, models: Mapping[str, StoredMod
             per = group.devices_per_node
             for model in models.values():
                 possible = {n for n in range(1, min(per, model.shape.heads) + 1) if per % n == 0}
-                lacking |= possible - profile.degrees(model.shape, model.element_bytes)
+                lacking |= possible - profile.degrees(model.shape, model.dtype)
     return sorted(lacking)
 
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from realrl.config.errors import UserError
 from realrl.config.explain import nearest
+from realrl.plan.placement import Dtype
 
 _GIB, _GB = 1 << 30, 10**9
 
@@ -46,9 +47,9 @@ class DeviceKind:
     guessed: frozenset[str] = frozenset()
     """Names of figures that stand for any such device, so that nothing can be a share of them."""
 
-    def flops(self, element_bytes: int) -> float:
-        """Peak matmul FLOP/s for operands of this width."""
-        return self.bf16_flops if element_bytes == 2 else self.fp32_flops
+    def flops(self, dtype: Dtype) -> float:
+        """Peak FLOP/s of matmuls of models in a data type; those of `mixed` ones have bfloat16 operands."""
+        return self.fp32_flops if dtype == "float32" else self.bf16_flops
 
     def with_threads(self, threads: int) -> "DeviceKind":
         """Describe a process of the same CPU with another number of threads."""

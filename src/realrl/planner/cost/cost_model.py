@@ -189,12 +189,11 @@ class CostModel:
         key = (model.shape, model.head, strategy.tp, model.part)
         sizes = self._sizes.setdefault(key, LocalSizes(*key))
         profile = self._profile_of(placement.mesh.first)
-        width = model.width(strategy)
         timing = Timing(
             device=group.device,
             efficiency=self.efficiency,
             sizes=sizes,
-            element_bytes=width,
+            dtype=model.dtype_under(strategy),
             sequence_parallel=strategy.sequence_parallel,
             profile=profile,
         )

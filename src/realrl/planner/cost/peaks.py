@@ -11,11 +11,8 @@ def find_peak_flops(device: DeviceKind, dtype: Dtype, profile: Profile | None = 
     It is that of the data sheet or the cluster file; else, as for a CPU, the largest that a profile of such devices
     has measured; else None.
     """
-    name = (
-        "fp32_flops" if dtype == "float32" else "bf16_flops"
-    )  # of `mixed` models products are in bfloat16, too
-    if name not in device.guessed:
-        return float(getattr(device, name))
+    if ("fp32_flops" if dtype == "float32" else "bf16_flops") not in device.guessed:
+        return device.flops(dtype)
     return _scale(device, profile, None if profile is None else profile.peak_flops(dtype))
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from realrl.plan.placement import ELEMENT_BYTES, Dtype
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.workload.shard_sizes import LocalSizes
@@ -14,8 +15,13 @@ class Roofline:
     device: DeviceKind
     efficiency: Efficiency
     sizes: LocalSizes
-    element_bytes: int
+    dtype: Dtype
     sequence_parallel: bool = False
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of activations and parameters."""
+        return ELEMENT_BYTES[self.dtype]
 
     def matmul(self, rows: float, outputs: float, inputs: float) -> float:
         """Time a matmul of [rows, inputs] and [inputs, outputs]: arithmetic plus the traffic of three matrices.
@@ -25,7 +31,7 @@ class Roofline:
         """
         arithmetic = 2 * rows * outputs * inputs
         moved = self.element_bytes * (rows * inputs + inputs * outputs + rows * outputs)
-        peak = self.device.flops(self.element_bytes) * self.efficiency.matmul
+        peak = self.device.flops(self.dtype) * self.efficiency.matmul
         return arithmetic / peak + self.traffic(moved)
 
     def traffic(self, number_bytes: float) -> float:
@@ -86,7 +92,9 @@ class Roofline:
     def _attention(self, squares: float) -> float:
         """Seconds of causal attention, 2 * s² * query dimension FLOPs: half of scores and their product with
         values."""
-        peak = self.device.flops(self.element_bytes) * self.efficiency.attention
+        # `mixed` models round no operands of attention.
+        dtype = "float32" if self.dtype == "mixed" else self.dtype
+        peak = self.device.flops(dtype) * self.efficiency.attention
         return 2 * squares * self.sizes.q_dim / peak
 
     def _elementwise(self, tokens: float) -> float:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from realrl.plan.placement import ELEMENT_BYTES, Dtype
 from realrl.planner.cluster.devices import DeviceKind, compute_thread_speedup
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.roofline import Roofline
@@ -46,9 +47,14 @@ class Timing:
     device: DeviceKind
     efficiency: Efficiency
     sizes: LocalSizes
-    element_bytes: int
+    dtype: Dtype
     sequence_parallel: bool = False
     profile: Profile | None = None
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of activations and parameters."""
+        return ELEMENT_BYTES[self.dtype]
 
     @cached_property
     def roofline(self) -> Roofline:
@@ -57,7 +63,7 @@ class Timing:
             device=self.device,
             efficiency=self.efficiency,
             sizes=self.sizes,
-            element_bytes=self.element_bytes,
+            dtype=self.dtype,
             sequence_parallel=self.sequence_parallel,
         )
 
@@ -198,5 +204,5 @@ class Timing:
             return None
         shape = self.sizes.shape
         tp = 1 if kind in WHOLE else self.sizes.tp
-        seconds = self.profile.seconds(kind, shape, self.element_bytes, tp, size, context)
+        seconds = self.profile.seconds(kind, shape, self.dtype, tp, size, context)
         return None if seconds is None else seconds * self._slower

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from realrl.config.base import Settings
 from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import Head, ModelShape
-from realrl.plan.placement import Strategy
+from realrl.plan.placement import Dtype, Strategy
 from realrl.program.memory import StoredModel
 
 _PARALLEL = 8
@@ -31,7 +31,7 @@ class Correction(Settings):
     kind: Kind = Field(strict=False)
     shape: CorrectedShape
     head: Head
-    element_bytes: PositiveInt
+    dtype: Dtype
     dp: PositiveInt
     tp: PositiveInt
     pp: PositiveInt
@@ -51,7 +51,7 @@ class Correction(Settings):
             kind=call.kind,
             shape=CorrectedShape(**model.shape.model_dump()),
             head=model.head,
-            element_bytes=model.width(strategy),
+            dtype=model.dtype_under(strategy),
             dp=strategy.dp,
             tp=strategy.tp,
             pp=strategy.pp,
@@ -69,8 +69,8 @@ class Correction(Settings):
 
     def distance(self, call: Call, model: StoredModel, strategy: Strategy) -> int | None:
         """Rate the distance to another call: 0 for an identical one, None for another kind of call or model."""
-        same = (self.kind, _structure(self.shape), self.head, self.element_bytes)
-        if same != (call.kind, _structure(model.shape), model.head, model.width(strategy)):
+        same = (self.kind, _structure(self.shape), self.head, self.dtype)
+        if same != (call.kind, _structure(model.shape), model.head, model.dtype_under(strategy)):
             return None
         pairs = ((self.dp, strategy.dp), (self.tp, strategy.tp), (self.pp, strategy.pp))
         parallel = sum((mine > 1) != (theirs > 1) for mine, theirs in pairs)

@@ -30,7 +30,7 @@ from realrl.planner.profile.corrections import Correction
 from realrl.planner.profile.curves import Curve, Surface
 
 FORMAT: Literal["realrl profile"] = "realrl profile"
-VERSION: Literal[3] = 3
+VERSION: Literal[4] = 4
 """Version of the file format; files of other versions are rejected."""
 
 LayerKind = Literal[
@@ -134,7 +134,7 @@ _BY_SEQUENCES = ("decode", "decode_overhead", "sample", "prepare")
 
 
 class LayerTimes(Settings):
-    """Measured times of one model shape in one precision."""
+    """Measured times of one model shape in one data type."""
 
     shape: ShapeKey
     dtype: Dtype
@@ -187,7 +187,7 @@ class Profile(Settings):
     """Measured times of one kind of device; written by `save`, read by `load`."""
 
     format: Literal["realrl profile"] = FORMAT
-    version: Literal[3] = VERSION
+    version: Literal[4] = VERSION
     device: str
     """Name of the device kind, as in a cluster description."""
     processes: PositiveInt = 1
@@ -211,16 +211,16 @@ class Profile(Settings):
         self,
         kind: LayerKind,
         shape: ModelShape,
-        element_bytes: int,
+        dtype: Dtype,
         tp: int,
         size: float,
         context: float = 0,
     ) -> float | None:
-        """Interpolate a measured time; None if the kind was not measured for this shape, precision and degree.
+        """Interpolate a measured time; None if the kind was not measured for this shape, data type and degree.
 
         Exact at measured points; between them linear in size and in context.
         """
-        surface = self._surfaces.get((_key(shape), element_bytes, kind, tp))
+        surface = self._surfaces.get((_key(shape), dtype, kind, tp))
         return None if surface is None else surface(context, size)
 
     def peak_flops(self, dtype: Dtype) -> float | None:
@@ -244,9 +244,9 @@ class Profile(Settings):
         curve = self._curves.get((kind, ranks, nodes))
         return None if curve is None else curve(number_bytes)
 
-    def degrees(self, shape: ModelShape, element_bytes: int) -> set[int]:
-        """Return the TP degrees for which layers of a model were measured in a precision."""
-        key = (_key(shape), element_bytes, "forward")
+    def degrees(self, shape: ModelShape, dtype: Dtype) -> set[int]:
+        """Return the TP degrees for which layers of a model were measured in a data type."""
+        key = (_key(shape), dtype, "forward")
         return {tp for *measured, tp in self._surfaces if tuple(measured) == key}
 
     def save(self, path: str | Path) -> None:
@@ -288,9 +288,9 @@ class Profile(Settings):
         return type(self)(**{**{n: getattr(self, n) for n in type(self).model_fields}, **changes})
 
     @cached_property
-    def _surfaces(self) -> Mapping[tuple[object, int, str, int], Surface]:
+    def _surfaces(self) -> Mapping[tuple[object, Dtype, str, int], Surface]:
         return {
-            (tuple(part.shape.model_dump().values()), 2 if part.dtype == "bfloat16" else 4, *key): surface
+            (tuple(part.shape.model_dump().values()), part.dtype, *key): surface
             for part in self.layers
             for key, surface in part.surfaces.items()
         }

@@ -57,8 +57,8 @@ def _calls(
             place = plan[call.name]
             peak = 0.0
             if model is not None:
-                width = model.width(place.strategy)
-                peak = sum(group.size * group.device.flops(width) for group in scenario.spec.groups)
+                dtype = model.dtype_under(place.strategy)
+                peak = sum(group.size * group.device.flops(dtype) for group in scenario.spec.groups)
             calls.append(
                 CallEstimate(
                     call=call,

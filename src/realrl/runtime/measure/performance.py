@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.plan.placement import Dtype, Placement
+from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DeviceKind
@@ -35,8 +35,6 @@ class Performance:
     plan: Plan
     models: Mapping[str, StoredModel]
     """By role."""
-    dtypes: Mapping[str, Dtype]
-    """Data types of models by role, where their placement does not say another one."""
     spec: ClusterSpec | None
     """Devices of the run; None where their kind is unknown, so that nothing can be a share of their peak."""
     profile: Profile | None
@@ -127,7 +125,7 @@ class Performance:
 
     def _peak_flops(self, call: Call, ranks: Sequence[int]) -> float | None:
         """Peak FLOP/s of devices, together, in the type that a call computes in."""
-        dtype = self.plan[call.name].strategy.dtype or self.dtypes[call.model_role]
+        dtype = self.models[call.model_role].dtype_under(self.plan[call.name].strategy)
         return self._sum_devices(ranks, lambda device: find_peak_flops(device, dtype, self.profile))
 
     def _bandwidth(self, ranks: Sequence[int]) -> float | None:

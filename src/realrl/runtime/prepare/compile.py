@@ -11,7 +11,7 @@ from realrl.dataflow.periods import share_steps
 from realrl.families.shape import ModelShape
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.cluster import Cluster
-from realrl.plan.placement import DTYPES, ELEMENT_BYTES, Placement
+from realrl.plan.placement import DTYPES, Placement
 from realrl.plan.plan import Plan
 from realrl.plan.presets import SEARCH, make_plan
 from realrl.program.instructions import Program
@@ -136,7 +136,7 @@ def stored_models(
         role: StoredModel(
             shape=shapes[role],
             head=heads[role],
-            element_bytes=ELEMENT_BYTES[DTYPES[config.dtype]],
+            dtype=DTYPES[config.dtype],
             trained=graph.trained(role),
             part=parts[role],
         )
