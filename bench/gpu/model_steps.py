@@ -13,10 +13,14 @@ from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
 from realrl.model.init import initialise
+from realrl.planner.workload.flops import count_head_weights, count_layer_weights
 from realrl.recipe.model import OptimizerConfig
 from realrl.recipe.settings import GenerationConfig
 
 BATCHES = (1, 16, 64, 256)
+"""Rows that are decoded."""
+LENGTH, CONTEXT, SHORT, LONG = 2048, 1024, 32, 160
+"""Tokens of a sequence that is trained on; of a prompt; of shorter and of longer answers."""
 
 
 def make_model(device: Device, shape: ModelShape) -> Model:
@@ -26,22 +30,38 @@ def make_model(device: Device, shape: ModelShape) -> Model:
     return model
 
 
-def count_parameters(model: Model) -> int:
-    """Count the parameters, of which a tied table is one."""
-    return sum(tensor.numel for tensor in model.parameters.tensors)
+def count_multiplied(shape: ModelShape) -> int:
+    """Count the parameters of matrices that activations are multiplied with, the head's included."""
+    return shape.layers * count_layer_weights(shape) + count_head_weights(shape, "lm")
+
+
+def count_training_tokens(layers: int | None) -> int:
+    """Count the tokens of a training step that fits on one device."""
+    return 16384 if layers is None else 8192
+
+
+def count_training_operations(shape: ModelShape, tokens: int, length: int) -> int:
+    """Count 6 operations per parameter of a product and token, and those of causal attention as half of all."""
+    attention = 6 * shape.layers * shape.heads * shape.head_dim * length * tokens
+    return 6 * count_multiplied(shape) * tokens + attention
+
+
+def count_decoding_bytes(shape: ModelShape, rows: int, cached: float) -> float:
+    """Count the bytes of weights that are multiplied with, and of `cached` tokens' keys and values per row."""
+    keys_and_values = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    return 2 * (count_multiplied(shape) + rows * cached * keys_and_values)
 
 
 def measure_training(device: Device, size: str, *, layers: int | None = None) -> dict[str, Any]:
     """Measure forward, backward and update on packed sequences of 2,048 tokens.
 
-    Counted are 6 operations per parameter of a product and token, and those of attention (Chowdhery et al. 2022,
-    appendix B, with causal attention counted as half). What recomputation adds is not counted. With `layers`, a
-    model of fewer layers, whose optimizer state fits, stands for the whole one.
+    Counted is what Chowdhery et al. 2022, appendix B, count, of causal attention half; not what recomputation adds.
+    With `layers`, a model of fewer layers, whose optimizer state fits, stands for the whole one.
     """
     shape = device.shape(size)
     if layers is not None and not device.tiny:
         shape = shape.model_copy(update={"layers": layers})
-    tokens, length = (256, 64) if device.tiny else (16384 if layers is None else 8192, 2048)
+    tokens, length = (256, 64) if device.tiny else (count_training_tokens(layers), LENGTH)
     model = make_model(device, shape)
     trainer = Trainer(model, OptimizerConfig())
     count = tokens // length
@@ -53,13 +73,9 @@ def measure_training(device: Device, size: str, *, layers: int | None = None) ->
         trainer.train(batch, SFTTrain(), [list(range(count))], lr=1e-6, max_tokens=tokens)
 
     seconds = device.seconds(step)
-    products = count_parameters(model)
-    if not shape.tied_embeddings:
-        products -= shape.vocab_size * shape.hidden_size  # a table that is only looked up
-    attention = 6 * shape.layers * shape.heads * shape.head_dim * length * tokens
-    achieved = (6 * products * tokens + attention) / seconds
+    achieved = count_training_operations(shape, tokens, length) / seconds
     return {
-        "parameters": count_parameters(model),
+        "parameters": sum(tensor.numel for tensor in model.parameters.tensors),
         "layers": shape.layers,
         "tokens": tokens,
         "seconds": seconds,
@@ -74,7 +90,7 @@ def measure_decoding(device: Device, size: str, rows: int) -> dict[str, Any]:
     Counted are the bytes of the weights that are multiplied with, and of the keys and values that are read.
     """
     shape = device.shape(size)
-    context, short, long = (16, 4, 12) if device.tiny else (1024, 32, 160)
+    context, short, long = (16, 4, 12) if device.tiny else (CONTEXT, SHORT, LONG)
     model = make_model(device, shape)
     prompts = Ragged(torch.randint(4, shape.vocab_size, (rows * context,)), (context,) * rows)
     batch = Batch(tuple(range(rows)), {"prompts": prompts})
@@ -83,11 +99,7 @@ def measure_decoding(device: Device, size: str, rows: int) -> dict[str, Any]:
         return device.seconds(lambda: sample(model, batch, new_tokens), 3)
 
     seconds = (run(long) - run(short)) / (long - short)
-    weights = count_parameters(model)
-    if not shape.tied_embeddings:
-        weights -= shape.vocab_size * shape.hidden_size
-    cached = rows * (context + (short + long) / 2) * 2 * shape.layers * shape.kv_heads * shape.head_dim
-    moved = 2 * (weights + cached) / seconds
+    moved = count_decoding_bytes(shape, rows, context + (short + long) / 2) / seconds
     return {
         "rows": rows,
         "context": context,
