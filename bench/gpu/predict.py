@@ -3,7 +3,8 @@
     python bench/gpu/predict.py [--device h100]
 
 Prints a table for docs/gpu.md. Predictions come from data sheets and the planner's efficiencies, which no
-measurement of this code on a GPU has tested. Shares are of the data sheet's peaks, those of run.py of measured ones.
+measurement of this code on a GPU has tested. Shares are of the data sheet's peaks; those of run.py are of measured
+ones.
 """
 
 import argparse
