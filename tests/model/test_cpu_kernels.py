@@ -1,12 +1,22 @@
-"""Compiled kernels keep what is not finite, and do not depend on threads or strides."""
+"""Compiled kernels keep what is not finite, and do not depend on threads, strides or places in memory."""
 
 from collections.abc import Iterator
+from math import prod
+from random import Random
 
 import pytest
 import torch
 from torch import Tensor
 
 from realrl.model.cpu.arithmetic import exp
+from realrl.model.cpu.elementwise import (
+    add_rms_norm_forward,
+    rms_norm_backward,
+    rms_norm_forward,
+    rotate,
+    swiglu_backward,
+    swiglu_forward,
+)
 from realrl.model.cpu.rows import claim, row, row_kernel
 from realrl.model.elementwise import add_rms_norm, rms_norm, swiglu
 
@@ -97,3 +107,37 @@ def test_bfloat16_is_computed_in_float32() -> None:
         gradients.append(torch.autograd.grad(normed, inputs, x.flip(0).to(dtype)))
     torch.testing.assert_close(gradients[0][0], gradients[1][0].bfloat16(), rtol=0, atol=0)
     torch.testing.assert_close(gradients[0][1], gradients[1][1], rtol=1e-4, atol=1e-4)
+
+
+KERNELS = {
+    # Arguments: sizes of tensors in the order of the kernel, and numbers; the last ones are outputs.
+    "norm": (rms_norm_forward, [(3, 40), (40,), 1e-6], [(3, 40), (3, 1)]),
+    "add and norm": (add_rms_norm_forward, [(3, 40), (3, 40), (40,), 1e-6], [(3, 40), (3, 40), (3, 1)]),
+    "norm backward": (rms_norm_backward, [(3, 40), (3, 40), (40,), (3, 1), (3, 40)], [(3, 40), (3, 40)]),
+    "swiglu": (swiglu_forward, [(3, 80)], [(3, 40)]),
+    "swiglu backward": (swiglu_backward, [(3, 80), (3, 40)], [(3, 80)]),
+    "rotate": (rotate, [(3, 48), (3, 4), (3, 4), 4, 1], [(3, 48)]),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_results_do_not_depend_on_where_tensors_lie(name: str) -> None:
+    kernel, inputs, outputs = KERNELS[name]
+    random = Random(1)
+    generator = torch.Generator().manual_seed(2)
+    given = [torch.randn(size, generator=generator) if isinstance(size, tuple) else size for size in inputs]
+    found = set()
+    for _ in range(150):
+        # One after the other, in any order, and at any distance.
+        sizes = [size for size in (*inputs, *outputs) if isinstance(size, tuple)]
+        order = random.sample(range(len(sizes)), len(sizes))
+        pool, places, end = torch.zeros(2000), {}, random.randrange(20)
+        for i in order:
+            places[i] = pool[end : end + prod(sizes[i])].view(sizes[i])
+            end += prod(sizes[i]) + random.choice([0, 0, 1, 3, 8, 16, 40])
+        tensors = iter(places[i] for i in range(len(sizes)))
+        arguments = [next(tensors).copy_(x) if isinstance(x, Tensor) else x for x in given]
+        results = list(tensors)
+        kernel(3, *arguments, *results, claim=3)
+        found.add(tuple(result.numpy().tobytes() for result in results))
+    assert len(found) == 1

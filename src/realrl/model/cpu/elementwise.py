@@ -37,9 +37,9 @@ def add_rms_norm_forward(work: Work) -> None:
             total, out = row(work, 4, i), row(work, 5, i)
             squares = np.float32(0.0)
             for j in range(len(x)):
-                both = x[j] + block[j]
-                total[j] = both
-                squares += both * both
+                total[j] = x[j] + block[j]
+            for j in range(len(x)):
+                squares += total[j] * total[j]
             scale = ONE / np.sqrt(squares / np.float32(len(x)) + eps)
             row(work, 6, i)[0] = scale
             for j in range(len(x)):
@@ -60,10 +60,10 @@ def rms_norm_backward(work: Work) -> None:
             scale = row(work, 3, i)[0]
             mean = np.float32(0.0)
             for j in range(len(x)):
-                along = grad[j] * x[j] * scale
-                sums[j] += along
-                mean += along * weight[j]
-            mean = mean * scale / np.float32(len(x))
+                sums[j] += grad[j] * x[j] * scale
+            for j in range(len(x)):
+                mean += grad[j] * x[j] * weight[j]
+            mean = mean * scale * scale / np.float32(len(x))
             for j in range(len(x)):
                 grad_x[j] = besides[j] + scale * (grad[j] * weight[j] - x[j] * mean)
         first, last = claim(work)

@@ -45,8 +45,11 @@ _CLAIMS_CONVERTED = 4
 
 Work = Any
 """Pointer to the words of a piece of work, as kernels see it."""
-FAST_MATH = {"reassoc", "contract", "arcp", "nsz"}
-"""Liberties of the compiler: sums in another order, as vectors need them; what is not finite stays so."""
+FAST_MATH = {"reassoc", "contract", "nsz"}
+"""Liberties of the compiler: sums in another order, as vectors need them; what is not finite stays so.
+
+Which of its versions of a loop runs, with vectors or without, depends on how close to each other arrays lie. So both
+must compute the same: quotients are no approximations (`arcp`), and a loop that sums stores nothing."""
 
 
 @intrinsic
