@@ -48,8 +48,8 @@ Work = Any
 FAST_MATH = {"reassoc", "contract", "nsz"}
 """Liberties of the compiler: sums in another order, as vectors need them; what is not finite stays so.
 
-Which of its versions of a loop runs, with vectors or without, depends on how close to each other arrays lie. So both
-must compute the same: quotients are no approximations (`arcp`), and a loop that sums stores nothing."""
+Which of its versions of a loop runs, with vectors or without, depends on how close to each other arrays lie. So
+both must compute the same: quotients are no approximations (`arcp`), and a loop that sums stores nothing."""
 
 
 @intrinsic
