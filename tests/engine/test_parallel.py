@@ -194,6 +194,11 @@ def gathered(model: Model, items: list[int], values: list[float]) -> torch.Tenso
     return model.groups.mesh.sum(out.to(model.device)).cpu()
 
 
+def list_models(world: int) -> list[tuple[str, Head]]:
+    """List the models that so many processes compute: not all where each takes long."""
+    return MODELS if world < 6 else MODELS[::2]
+
+
 def build(shape: ModelShape, head: Head, process: Process, placement: Placement, groups: object) -> Model:
     model = Model(
         build_layout(shape, head, placement), process.rank, select_groups(placement, process.rank, groups),  # type: ignore[arg-type]
@@ -223,7 +228,7 @@ def run_rank(rank: int, world: int, store: str, out: str, ordered: bool = False,
         chosen = [placement for placement in chosen if placement.strategy.pp > 1]
     groups = process.groups(list_rank_sets(chosen))
     results = {}
-    for (name, head), placement in product(MODELS, chosen):
+    for (name, head), placement in product(list_models(world), chosen):
         shape = SHAPES[name]
         model = build(shape, head, process, placement, groups)
         results[name, head, str(placement)] = learn(model, batch(head, shape))
@@ -280,7 +285,8 @@ def assert_ranks_agree(
     """Every rank has, under every strategy, the figures of one process."""
     for rank in range(world):
         results = torch.load(f"{tmp_path}/out-{rank}")
-        assert len(results) == len(MODELS) * sum(p.strategy.pp > ordered for p in placements(world))
+        chosen = [p for p in placements(world) if p.strategy.pp > ordered]
+        assert len(results) == len(list_models(world)) * len(chosen)
         for (name, head, placement), metrics in results.items():
             expected = alone[name, head]
             assert metrics.keys() == expected.keys()
