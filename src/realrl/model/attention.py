@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.attention.varlen import varlen_attn
 
+from realrl.model.autograd import apply_function
+from realrl.model.exact_attention import attend_exactly
 from realrl.model.gpu.path import has_flash_attention, on_gpu
 from realrl.model.packing import Packing, PaddedHeads
 
@@ -91,11 +93,35 @@ def _has_varlen_kernel(qkv: Tensor, dim: int) -> bool:
     return has_flash_attention(qkv.device)
 
 
-def varlen_attention(qkv: Tensor, packing: Packing, heads: int, kv_heads: int) -> Tensor:
+class _ExactAttention(Function):
+    """Attention by the exact kernel, whose gradient is that of the fast one: nothing is said of its last bits."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, packing: Packing, heads: int, kv_heads: int) -> Tensor:
+        ctx.save_for_backward(qkv)
+        ctx.arguments = packing, heads, kv_heads
+        return attend_exactly(qkv, packing, heads, kv_heads)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (saved,) = ctx.saved_tensors
+        qkv = saved.detach().requires_grad_(True)
+        with torch.enable_grad():
+            out = varlen_attention(qkv, *ctx.arguments)
+        return torch.autograd.grad(out, qkv, grad)[0], None, None, None
+
+
+def varlen_attention(
+    qkv: Tensor, packing: Packing, heads: int, kv_heads: int, *, exact: bool = False
+) -> Tensor:
     """Compute causal attention: each token attends to itself and those before it in its sequence.
+
+    If `exact`, a token's result is that of a decode step, bit for bit.
 
     qkv: [T, (heads + 2 kv_heads) * D], queries first, then keys, then values -> [T, heads * D]
     """
+    if exact:
+        return apply_function(_ExactAttention, qkv, packing, heads, kv_heads)
     q, k, v = split_heads(qkv, heads, kv_heads)
     if _has_varlen_kernel(qkv, q.shape[-1]):
         cu_seqlens = packing.cu_seqlens

@@ -5,8 +5,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.model.cpu.paged_attention import attend_bfloat16, attend_float32
 from realrl.model.gpu.paged_operator import attend_to_blocks
+from realrl.model.gpu.path import on_gpu
+from realrl.model.key_runs import KeyRuns
+
+
+@dataclass(frozen=True, eq=False)
+class CachePlaces:
+    """Places in the cache for tokens of packed sequences."""
+
+    source: Tensor | None
+    """Tokens that are stored, as indices into the packed ones; None for all of them. [N] int64"""
+    blocks: Tensor
+    """[N] int64"""
+    offsets: Tensor
+    """Place within the block. [N] int64"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +43,34 @@ class CachedRows:
     """First row of each prompt, and B; known on a CPU. [prompts + 1] int64"""
     most: int = 0
     """Most rows of a prompt; known on a CPU."""
+
+    @property
+    def newest(self) -> CachePlaces:
+        """Places of the tokens that are decoded now."""
+        number = (self.own_lengths // BLOCK_TOKENS).unsqueeze(-1)
+        blocks = self.own_tables.gather(1, number).squeeze(-1)
+        return CachePlaces(None, blocks, self.own_lengths % BLOCK_TOKENS)
+
+    @property
+    def runs(self) -> KeyRuns:
+        """Keys that each row sees, the newest included: prompt by prompt on a CPU, row by row on a GPU."""
+        own_lengths = self.own_lengths + 1
+        if self.prompt_starts is None or on_gpu(own_lengths):
+            starts = torch.arange(len(own_lengths) + 1, device=own_lengths.device)
+            tables, longest = self.prompt_tables, 0
+        else:
+            starts = self.prompt_starts
+            tables = self.prompt_tables.index_select(0, starts[:-1])
+            longest = int((self.prompt_lengths + own_lengths).max())
+        return KeyRuns(
+            shared_tables=tables,
+            shared_lengths=self.prompt_lengths,
+            own_tables=self.own_tables,
+            own_lengths=own_lengths,
+            starts=starts,
+            most=self.most,
+            longest=longest,
+        )
 
 
 def attend_to_cache(qkv: Tensor, k: Tensor, v: Tensor, rows: CachedRows, heads: int) -> Tensor:

@@ -24,6 +24,14 @@ def has_flash_attention(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
 
 
+def load_exact_operators() -> ModuleType:
+    """Import the operators of exact products and attention; UserError where Triton is missing."""
+    load_kernels()
+    from realrl.model.gpu import exact_operators
+
+    return exact_operators
+
+
 @cache
 def load_kernels() -> ModuleType:
     """Import the kernels; UserError where Triton is missing, which they are written in."""
