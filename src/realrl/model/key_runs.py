@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from realrl.model.cpu.exact_attention import attend_bfloat16, attend_float32
-from realrl.model.gpu.path import on_gpu
+from realrl.model.gpu.path import load_exact_kernels, on_gpu
 
 RUN_QUERIES = 16
 """Most queries of a run, unless more heads share a key: the least that a GPU's tensor cores multiply."""
@@ -46,10 +46,10 @@ def attend_to_runs(qkv: Tensor, k: Tensor, v: Tensor, runs: KeyRuns, heads: int)
     qkv: [N, (heads + 2 kv_heads) * D], of which queries are read; k, v: [blocks, kv_heads, BLOCK_TOKENS, D], as a
     layer of a `PagedCache` has them -> [N, heads * D]
     """
+    kv_heads, dim = k.shape[1], k.shape[3]
     if on_gpu(qkv):
-        from realrl.model.gpu.exact_operators import attend_exactly
-
-        return attend_exactly(
+        out = qkv.new_empty(len(qkv), heads * dim)
+        load_exact_kernels().attend_to_runs(
             qkv.contiguous(),
             k,
             v,
@@ -59,8 +59,9 @@ def attend_to_runs(qkv: Tensor, k: Tensor, v: Tensor, runs: KeyRuns, heads: int)
             runs.own_lengths,
             runs.starts,
             heads,
+            out,
         )
-    kv_heads, dim = k.shape[1], k.shape[3]
+        return out
     out = torch.empty(len(qkv), heads * dim)
     kernel = attend_float32
     # Kernels know where keys and values lie; they get their addresses.

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from realrl.layout.limits import ADDED_ELEMENTS
 from realrl.model.autograd import apply_function
 from realrl.model.cpu.products import multiply_rows
-from realrl.model.gpu.path import load_exact_operators, on_gpu
+from realrl.model.gpu.path import load_exact_kernels, on_gpu
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,16 @@ class Products:
 
     def forward_nt(self, x: Tensor, weight: Tensor) -> Tensor:
         """Compute x @ weight.T as a forward pass does, without gradient. x: [N, K], weight: [M, K] -> [N, M]"""
-        return self._multiply_exactly(x, weight).to(x.dtype) if self.exact else self.matmul_nt(x, weight)
+        return self._multiply_exactly(x, weight, x.dtype) if self.exact else self.matmul_nt(x, weight)
 
-    def _multiply_exactly(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _multiply_exactly(self, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         if on_gpu(x):
-            return load_exact_operators().multiply_rows(x, weight)
+            out = x.new_empty(len(x), len(weight), dtype=dtype)
+            load_exact_kernels().multiply_rows(x.contiguous(), weight.contiguous(), out)
+            return out
         if self.bfloat16:
             x, weight = x.bfloat16(), weight.bfloat16()
-        return multiply_rows(x, weight)
+        return multiply_rows(x, weight).to(dtype)
 
     def matmul_nt(self, x: Tensor, weight: Tensor) -> Tensor:
         """Compute x @ weight.T without gradient; "nt" as in BLAS: only the second operand is transposed.
@@ -61,7 +63,7 @@ class Products:
         Of bfloat16 numbers a GPU has the sums in float32, which are not rounded to bfloat16; on a CPU they are.
         """
         if self.exact:
-            return self._multiply_exactly(x, weight)
+            return self._multiply_exactly(x, weight, torch.float32)
         if on_gpu(x) and x.shape[-1]:
             return torch.mm(x, weight.T, out_dtype=torch.float32)
         return self.matmul_nt(x, weight).float()
@@ -136,7 +138,7 @@ class _Linear(Function):
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         if need_weight:
             ctx.products.add_weight_gradient(grad, x, find_gradient(weight))
-        grad_x = ctx.products.matmul_nt(grad, weight.T) if need_x else None
+        grad_x = ctx.products.matmul_nt(grad, weight.T.to(grad.dtype)) if need_x else None
         return grad_x, None, grad.sum(0, dtype=torch.float32) if need_bias else None, None
 
 

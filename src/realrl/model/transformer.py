@@ -397,5 +397,5 @@ class Transformer(nn.Module):
         # As a product in float32, whatever the type of others: values are regressed on.
         hidden = tp.gather_from_region(hidden).float()
         if self._products.exact:
-            return linear(hidden, self.scalar_head.float(), products=Products(exact=True)).squeeze(-1)
+            return linear(hidden, self.scalar_head, products=Products(exact=True)).squeeze(-1)
         return (hidden @ self.scalar_head.float().T).squeeze(-1)

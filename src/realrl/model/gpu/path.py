@@ -24,12 +24,12 @@ def has_flash_attention(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
 
 
-def load_exact_operators() -> ModuleType:
-    """Import the operators of exact products and attention; UserError where Triton is missing."""
+def load_exact_kernels() -> ModuleType:
+    """Import the kernels of exact products and attention; UserError where Triton is missing."""
     load_kernels()
-    from realrl.model.gpu import exact_operators
+    from realrl.model.gpu import exact
 
-    return exact_operators
+    return exact
 
 
 @cache
