@@ -9,13 +9,23 @@ from realrl.cli.app import run_app
 from realrl.testing.ranks import run_on_ranks, sampled
 from tests.conftest import World, read_metrics
 
+OTHERS = "  reward.inference: {mesh: 0, dp: 1}\n  ref.inference: {mesh: 0, dp: 1}\n"
 PLANS = {
-    "one": "cluster: 1x1\ncalls:\n  actor.generate: {mesh: 0, dp: 1}\n  reward.inference: {mesh: 0, dp: 1}\n"
-    "  actor.train: {mesh: 0, dp: 1}\n",
-    "dp": "cluster: 1x2\ncalls:\n  actor.generate: {mesh: 0-1, dp: 2, micro_batch_tokens: 90}\n"
-    "  reward.inference: {mesh: 0, dp: 1}\n  actor.train: {mesh: 0-1, pp: 2, micro_batch_tokens: 60}\n",
-    "pp": "cluster: 1x2\ncalls:\n  actor.generate: {mesh: 0-1, pp: 2, micro_batch_tokens: 150}\n"
-    "  reward.inference: {mesh: 0, dp: 1}\n  actor.train: {mesh: 0-1, dp: 2, micro_batch_tokens: 200}\n",
+    "one": f"""cluster: 1x1
+calls:
+  actor.generate: {{mesh: 0, dp: 1}}
+  actor.train: {{mesh: 0, dp: 1}}
+{OTHERS}""",
+    "dp": f"""cluster: 1x2
+calls:
+  actor.generate: {{mesh: 0-1, dp: 2, micro_batch_tokens: 90}}
+  actor.train: {{mesh: 0-1, dp: 1, pp: 2, micro_batch_tokens: 60}}
+{OTHERS}""",
+    "pp": f"""cluster: 1x2
+calls:
+  actor.generate: {{mesh: 0-1, dp: 1, pp: 2, micro_batch_tokens: 150}}
+  actor.train: {{mesh: 0-1, dp: 2, micro_batch_tokens: 200}}
+{OTHERS}""",
 }
 """Plans in which generation and training see batches of other sizes, and the cache holds a few rows."""
 SETTINGS = {
@@ -82,7 +92,7 @@ def test_other_types_on_a_cpu_agree_bit_for_bit_too(world: World, tmp_path: Path
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ("actor.generate: {mesh: 0-1, tp: 2}", "actor.generate: tp=2: exact=true needs tp=1"),
+        ("actor.generate: {mesh: 0-1, dp: 1, tp: 2}", "actor.generate: tp=2: exact=true needs tp=1"),
         ("actor.generate: {mesh: 0-1, dp: 2, dtype: bfloat16}", "exact=true needs one data type for all calls"),
     ],
 )

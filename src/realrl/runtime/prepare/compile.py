@@ -139,6 +139,7 @@ def stored_models(
             dtype=DTYPES[config.dtype],
             trained=graph.trained(role),
             part=parts[role],
+            exact=experiment.exact,
         )
         for role, config in configs.items()
         if role in shapes
@@ -179,7 +180,8 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
         plan = make_written_plan(experiment, cluster)
     else:
         plan.check(graph, {role: of.shape for role, of in stored.items()})
-    _check_exact(experiment, plan)
+    if experiment.exact:
+        plan.check_exact()
     homes = home_placements(graph, plan)
     kept = kept_copies(graph, plan, homes)
     _check_batch(experiment, graph, plan)
@@ -225,29 +227,12 @@ def compile_evaluation(experiment: Experiment, plan: Plan) -> CompiledEvaluation
     if eval_graph is None:
         raise UserError("data.eval: missing; give the records to evaluate on")
     plan.check(graph, {role: of.shape for role, of in _known_models(experiment, graph).items()})
-    _check_exact(experiment, plan)
+    if experiment.exact:
+        plan.check_exact()
     plan = replace(plan.evaluation(eval_graph, graph), offload_optimizer=(), keep=())
     homes = home_placements(eval_graph, plan)
     phase = _phase(eval_graph, plan, homes, {}, dict.fromkeys(eval_graph.roles, WHOLE))
     return CompiledEvaluation(phase, homes)
-
-
-def _check_exact(experiment: Experiment, plan: Plan) -> None:
-    """Raise UserError where calls of a plan cannot agree bit for bit although the recipe asks for it."""
-    if not experiment.exact:
-        return
-    for name, placement in plan.placements.items():
-        strategy = placement.strategy
-        if strategy.tp > 1:
-            raise UserError(
-                f"plan: {name}: tp={strategy.tp}: exact=true needs tp=1, since tensor parallelism adds up parts of"
-                " sums in another order; set tp=1 in the plan, or exact=false"
-            )
-        if strategy.dtype is not None:
-            raise UserError(
-                f"plan: {name}: dtype={strategy.dtype}: exact=true needs one data type for all calls of a role; leave"
-                " dtype to the model, or set exact=false"
-            )
 
 
 def _known_models(experiment: Experiment, graph: DataflowGraph) -> dict[str, StoredModel]:
