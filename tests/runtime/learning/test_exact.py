@@ -31,9 +31,9 @@ calls:
 SETTINGS = {
     "exact": True,
     "plan": "",
-    "data__batch": 8,
-    "training__steps": 3,
-    "generation__max_new_tokens": 40,
+    "data__batch": 4,
+    "training__steps": 2,
+    "generation__max_new_tokens": 24,
     "generation__temperature": 0.8,
     "policy__minibatches": 1,
 }
@@ -63,7 +63,7 @@ def test_log_probabilities_of_sampler_and_trainer_are_the_same_bits(
     recipes: Mapping[str, Path], plan: str
 ) -> None:
     steps = read_metrics(recipes[plan].parent / "run")
-    assert [step[CHECKED] for step in steps] == [0.0] * 3
+    assert [step[CHECKED] for step in steps] == [0.0] * 2
 
 
 @pytest.mark.parametrize("plan", ["dp", "pp"])
@@ -82,11 +82,11 @@ def test_tokens_of_the_first_step_are_the_same_under_every_plan(
 @pytest.mark.parametrize("dtype", ["mixed", "bfloat16"])
 def test_other_types_on_a_cpu_agree_bit_for_bit_too(world: World, tmp_path: Path, dtype: str) -> None:
     recipe = write(
-        world, tmp_path / dtype, "one", models__actor__dtype=dtype, training__steps=2, micro_batch_tokens=90
+        world, tmp_path / dtype, "one", models__actor__dtype=dtype, training__steps=1, micro_batch_tokens=200
     )
     assert run_app(["train", str(recipe)]) == 0
     steps = read_metrics(tmp_path / dtype / "run")
-    assert [step[CHECKED] for step in steps] == [0.0] * 2
+    assert [step[CHECKED] for step in steps] == [0.0]
 
 
 @pytest.mark.parametrize(
