@@ -1,6 +1,7 @@
 """Exact kernels on a CPU: a row's result is the same bits wherever the row is and whatever is beside it."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def test_rows_of_a_product_do_not_depend_on_other_rows(
     x, weight = torch.randn(300, depth).to(dtype), torch.randn(columns, depth).to(dtype)
     whole = products.forward_nt(x, weight)
     bounds = [0, 1, 2, 5, 12, 51, 180, 300]
-    parts = [products.forward_nt(x[a:b].clone(), weight) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [products.forward_nt(x[a:b].clone(), weight) for a, b in pairwise(bounds)]
     assert torch.equal(torch.cat(parts), whole)
     assert torch.equal(products.forward_nt(x.flip(0), weight).flip(0), whole)
     rounds = products.bfloat16 or dtype == torch.bfloat16
@@ -108,7 +109,12 @@ def test_a_decode_step_over_the_cache_is_the_last_row_of_a_forward_pass(
     heads: int, kv_heads: int, dim: int, dtype: torch.dtype, threads: None
 ) -> None:
     case = make_case(
-        [0, 40, 15, 300], [[0], [3, 17, 0], [16], [5, 140]], heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype
+        [0, 40, 15, 300],
+        [[0], [3, 17, 0], [16], [5, 140]],
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        dtype=dtype,
     )
     expected = attend_by_row(case)
     rows = case.rows

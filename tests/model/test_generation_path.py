@@ -10,8 +10,7 @@ from realrl.families.shape import ModelShape
 from realrl.layout.kv_blocks import BLOCK_TOKENS, CacheSize
 from realrl.model.cache import PagedCache
 from realrl.model.packing import Packing
-from realrl.model.paged_attention import CachePlaces
-from realrl.model.paged_attention import CachedRows
+from realrl.model.paged_attention import CachedRows, CachePlaces
 
 BLOCKS = 3
 """Blocks of each segment; segment s has blocks 1 + BLOCKS * s and following."""

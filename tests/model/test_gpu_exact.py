@@ -11,9 +11,9 @@ import numpy as np
 from paged_reference import attend_by_row, make_case
 from torch import Tensor
 
-from realrl.model.gpu.exact import attend_to_runs, multiply_rows
-from realrl.model.key_runs import KeyRuns, count_run_rows
+from realrl.model.gpu.exact import launch_products, launch_run_attention
 from realrl.model.packing import Packing
+from realrl.model.paged_attention import KeyRuns, count_run_rows
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def tile_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
     out = torch.full((len(x), len(weight)), torch.nan, dtype=x.dtype)
-    multiply_rows(x, weight, out)
+    launch_products(x, weight, out)
     return out
 
 
@@ -51,7 +51,7 @@ def test_rows_of_a_product_do_not_depend_on_other_rows(dtype: torch.dtype) -> No
 
 def attend(qkv: Tensor, k: Tensor, v: Tensor, runs: KeyRuns, heads: int) -> Tensor:
     out = torch.full((len(qkv), heads * k.shape[3]), torch.nan, dtype=qkv.dtype)
-    attend_to_runs(
+    launch_run_attention(
         qkv,
         k.contiguous(),
         v.contiguous(),

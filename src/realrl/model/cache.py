@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from realrl.layout.kv_blocks import BLOCK_TOKENS, CacheSize
-from realrl.model.key_runs import attend_to_runs
-from realrl.model.paged_attention import CachedRows, CachePlaces, attend_to_cache
+from realrl.model.paged_attention import CachedRows, CachePlaces, attend_to_cache, attend_to_runs
 
 
 class PagedCache:
@@ -45,9 +44,7 @@ class PagedCache:
         self.k[layer][places.blocks, :, places.offsets] = k
         self.v[layer][places.blocks, :, places.offsets] = v
 
-    def attend(
-        self, layer: int, qkv: Tensor, rows: CachedRows, heads: int, *, exact: bool = False
-    ) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor, rows: CachedRows, heads: int, *, exact: bool = False) -> Tensor:
         """Store each row's newest token and attend from it to all of its row; if `exact`, as training does.
 
         qkv: [B, (heads + 2 kv_heads) * D], rotated -> [B, heads * D]

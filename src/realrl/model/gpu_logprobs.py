@@ -89,7 +89,7 @@ def _compute_logits(
     return logits if bias is None else logits.add_(bias[:rows])
 
 
-def compute_logprobs(logits: Tensor, temperature: float) -> Tensor:
+def compute_logprobs_on_gpu(logits: Tensor, temperature: float) -> Tensor:
     """Compute log softmax(logits / temperature) as `TokenLogprobs` does, bit for bit. [n, V] float32"""
     log_sums = logits.new_empty(len(logits))
     scale = 1 / temperature

@@ -166,9 +166,9 @@ def compute_logprobs(logits: Tensor, temperature: float) -> Tensor:
     logits: [n, V] float32, which stay as they are -> [n, V]
     """
     if on_gpu(logits):
-        from realrl.model.gpu_logprobs import compute_logprobs as compute_on_gpu  # needs Triton
+        from realrl.model.gpu_logprobs import compute_logprobs_on_gpu  # needs Triton
 
-        return compute_on_gpu(logits, temperature)
+        return compute_logprobs_on_gpu(logits, temperature)
     return torch.log_softmax(logits if temperature == 1 else logits / temperature, 1)
 
 

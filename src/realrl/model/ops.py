@@ -35,7 +35,7 @@ class Products:
     def _multiply_exactly(self, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         if on_gpu(x):
             out = x.new_empty(len(x), len(weight), dtype=dtype)
-            load_exact_kernels().multiply_rows(x.contiguous(), weight.contiguous(), out)
+            load_exact_kernels().launch_products(x.contiguous(), weight.contiguous(), out)
             return out
         if self.bfloat16:
             x, weight = x.bfloat16(), weight.bfloat16()
@@ -58,7 +58,7 @@ class Products:
         return F.linear(x, weight)
 
     def matmul_nt_float32(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Compute x @ weight.T in float32 as a forward pass does, without gradient. [N, K], [M, K] -> [N, M] float32
+        """Compute x @ weight.T in float32 as a forward pass does, without gradient. [N, K], [M, K] -> [N, M]
 
         Of bfloat16 numbers a GPU has the sums in float32, which are not rounded to bfloat16; on a CPU they are.
         """

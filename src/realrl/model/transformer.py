@@ -238,9 +238,7 @@ class Transformer(nn.Module):
         heads = len(self.shard.queries)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
-            return cache.attend(
-                layer, self._repeat_kv_heads(qkv), rows, heads, exact=self._products.exact
-            )
+            return cache.attend(layer, self._repeat_kv_heads(qkv), rows, heads, exact=self._products.exact)
 
         positions = rows.prompt_lengths + rows.own_lengths
         return self._run_layers(x, positions, attend, TensorParallel(self.tensor_group, len(x)))

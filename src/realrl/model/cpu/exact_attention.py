@@ -32,7 +32,9 @@ _LOG2_E = np.float32(1.44269504)
 
 
 @numba.njit(inline="always")
-def _compute_scores(q: Any, a: int, b: int, dim: int, k: Any, block: int, scores: Any, at_a: int, at_b: int) -> None:
+def _compute_scores(
+    q: Any, a: int, b: int, dim: int, k: Any, block: int, scores: Any, at_a: int, at_b: int
+) -> None:
     """Compute the scores of the keys of a block for queries a and b, which may be the same."""
     a_even, a_odd, b_even, b_odd = vectors.zeros(), vectors.zeros(), vectors.zeros(), vectors.zeros()
     for d in range(0, dim, 2):
@@ -64,7 +66,16 @@ def _weigh(scores: Any, first: int, keys: int) -> np.float32:
 
 @numba.njit(inline="always")
 def _add_values(
-    scores: Any, at_a: int, at_b: int, v: Any, block: int, count: int, outputs: Any, a: int, b: int, padded: int
+    scores: Any,
+    at_a: int,
+    at_b: int,
+    v: Any,
+    block: int,
+    count: int,
+    outputs: Any,
+    a: int,
+    b: int,
+    padded: int,
 ) -> None:
     """Add the first `count` values of a block to the outputs of queries a and b, by their weights, in order."""
     for c in range(0, padded, LANES):
@@ -79,7 +90,7 @@ def _add_values(
 
 @numba.njit(inline="always")
 def _attend(work: Work, k: Any, v: Any) -> None:
-    """Compute what `attend_float32` says, with keys and values of either type."""
+    """Compute what `attend_runs_float32` says, with keys and values of either type."""
     shared_lengths, own_lengths = int_row(work, 4, 0), int_row(work, 6, 0)
     starts = int_row(work, 7, 0)
     heads, kv_heads, dim = int(number(work, 8)), int(number(work, 9)), int(number(work, 10))
@@ -156,19 +167,19 @@ def _attend(work: Work, k: Any, v: Any) -> None:
 
 
 @row_kernel(outputs=1, strict=True)
-def attend_float32(work: Work) -> None:
+def attend_runs_float32(work: Work) -> None:
     """Attend from rows to keys that a run of rows shares, and then to keys of their own.
 
     Rows of work are the key/value heads of runs. Arguments: q [N, heads * D or more], all keys and all values as
     vectors, tables of blocks that runs share [runs, any], of each row how many of those keys it sees [N], its own
-    table [N, any], how many own keys it has [N], first row of each run and N, heads, kv_heads, D, most rows of a run,
-    most keys of a row -> out [N, heads * D]. Keys of a block are stored dim by dim, each D x 16, and its values
-    token by token, padded to whole vectors.
+    table [N, any], how many own keys it has [N], first row of each run and N, heads, kv_heads, D, most rows of a
+    run, most keys of a row -> out [N, heads * D]. Keys of a block are stored dim by dim, each D x 16, and its
+    values token by token, padded to whole vectors.
     """
     _attend(work, float_pointer(work, 1), float_pointer(work, 2))
 
 
 @row_kernel(outputs=1, strict=True)
-def attend_bfloat16(work: Work) -> None:
+def attend_runs_bfloat16(work: Work) -> None:
     """Compute the same with keys and values in bfloat16; q and out are float32."""
     _attend(work, bfloat16_pointer(work, 1), bfloat16_pointer(work, 2))

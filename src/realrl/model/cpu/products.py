@@ -25,7 +25,7 @@ from realrl.model.cpu.rows import (
 from realrl.model.cpu.vectors import LANES, add_halves, load_number, load_vector, multiply_add
 
 _BLOCK_ELEMENTS = 1 << 15
-"""Elements of the rows of x that are multiplied with one row of the weight after the other: a second-level cache."""
+"""Elements of the rows of x that are multiplied with one weight row after another: they stay in a cache."""
 _BLOCK_COLUMNS = 96
 """Rows of the weight in a piece of work: with few rows of x there are still pieces for every thread."""
 
@@ -85,8 +85,8 @@ def _multiply(work: Work, x: Any, w: Any) -> None:
 
 @row_kernel(outputs=1, strict=True)
 def multiply_float32(work: Work) -> None:
-    """Multiply x [N, K] float32 with weight [M, K] -> out [N, M]. Arguments: x, weight, out, N, M, K, and the rows of
-    x in a piece of work; rows of work are pieces, those of the same rows of x one after the other."""
+    """Multiply x [N, K] float32 with weight [M, K] -> out [N, M]. Arguments: x, weight, out, N, M, K, and the rows
+    of x in a piece of work; rows of work are pieces, those of the same rows of x one after the other."""
     _multiply(work, float_pointer(work, 0), float_pointer(work, 1))
 
 

@@ -240,7 +240,7 @@ def add_up(context, a):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def add_halves(context, a):  # type: ignore[no-untyped-def]
-    """Add the numbers up: one half to the other, until one is left. The order is this one wherever it is compiled."""
+    """Add the numbers up, one half to the other until one is left: in this order wherever it is compiled."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         (a,) = arguments

@@ -1,8 +1,8 @@
 """Exact products and attention on a GPU, in Triton: a row's result is a function of the row and of what it reads.
 
-Tiles have one size whatever the number of rows, every sum goes over all of its terms in one program in one order, and
-decode steps, prefills and training run the same compiled kernel: Triton compiles another one for a number of rows
-that is 1, or divisible by 16, unless it is told not to look.
+Tiles have one size whatever the number of rows, every sum goes over all of its terms in one program in one order,
+and decode steps, prefills and training run the same compiled kernel: Triton compiles another one for a number of
+rows that is 1, or divisible by 16, unless it is told not to look.
 """
 
 import os
@@ -56,7 +56,7 @@ def _multiply_kernel(
 
 
 @register_kernel("multiply_rows(Tensor x, Tensor weight, Tensor(a!) out)")
-def multiply_rows(x: Tensor, weight: Tensor, out: Tensor) -> None:
+def launch_products(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """Compute x @ weight.T with sums in float32. x: [N, K], weight: [M, K] -> out [N, M]; all are contiguous"""
     rows, depth = x.shape
     if out.numel():
@@ -126,10 +126,10 @@ def _attend_kernel(
 
 
 @register_kernel(
-    "attend_to_runs(Tensor qkv, Tensor k, Tensor v, Tensor shared_tables, Tensor shared_lengths, Tensor own_tables, "
-    "Tensor own_lengths, Tensor starts, int heads, Tensor(a!) out)"
+    "attend_to_runs(Tensor qkv, Tensor k, Tensor v, Tensor shared_tables, Tensor shared_lengths, "
+    "Tensor own_tables, Tensor own_lengths, Tensor starts, int heads, Tensor(a!) out)"
 )
-def attend_to_runs(
+def launch_run_attention(
     qkv: Tensor,
     k: Tensor,
     v: Tensor,
@@ -141,7 +141,7 @@ def attend_to_runs(
     heads: int,
     out: Tensor,
 ) -> None:
-    """Attend as `key_runs.attend_to_runs` says. Pools and the rest are contiguous; only runs of one row have own keys.
+    """Attend as `paged_attention.attend_to_runs` says. All are contiguous; only runs of one row have own keys.
 
     qkv: [N, (heads + 2 kv_heads) * D]; k, v: [blocks, kv_heads, BLOCK_TOKENS, D] -> out [N, heads * D]
     """

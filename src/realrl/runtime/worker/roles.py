@@ -62,8 +62,8 @@ class Roles:
     ) -> None:
         """Check everything about the roles but their weights; `load_weights` brings those.
 
-        `max_skipped` is for trainers, `verify` for reallocations, `exact` for forward passes. UserError when a model whose home includes this
-        rank cannot be loaded, or when a role that follows another has other tensors.
+        `max_skipped` is for trainers, `verify` for reallocations, `exact` for forward passes. UserError when a
+        model whose home includes this rank cannot be loaded, or when a role that follows another has other tensors.
         """
         self._configs, self._heads, self._homes, self._groups = configs, heads, homes, groups
         self._process, self._temperature, self._verify = process, temperature, verify
