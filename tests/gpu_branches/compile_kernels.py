@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from realrl.model.gpu import logits, norm, rotary, swiglu
+from realrl.model.gpu import exact, logits, norm, rotary, swiglu
 
 COMPILED: dict[str, Any] = {}
 
@@ -61,7 +61,13 @@ def main(capability: int) -> None:
         logits.compute_logit_sums(chunk, 1.0, sums, sums.clone())
         logits.compute_logit_sums(chunk, 1.0, sums, None)
         logits.compute_softmax_gradient(chunk, sums, sums, 1.0, torch.empty_like(chunk, dtype=dtype))
-    assert len(COMPILED) == 7, COMPILED
+        x, weight = torch.zeros(3, 256, dtype=dtype), torch.zeros(1000, 256, dtype=dtype)
+        exact.launch_products(x, weight, torch.zeros(3, 1000, dtype=dtype))
+        pools, numbers = torch.zeros(2, 4, 2, 16, 128, dtype=dtype), torch.zeros(3, dtype=torch.int64)
+        qkv, out = torch.zeros(3, 12 * 128, dtype=dtype), torch.zeros(3, 8 * 128, dtype=dtype)
+        tables = torch.zeros(3, 5, dtype=torch.int64)
+        exact.launch_run_attention(qkv, *pools, tables, numbers, tables, numbers, torch.arange(4), 8, out)
+    assert len(COMPILED) == 9, COMPILED
     for name, kernel in COMPILED.items():
         print(name, kernel.metadata.shared, len(kernel.asm["cubin"]))
 

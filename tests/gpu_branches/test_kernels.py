@@ -143,11 +143,11 @@ def test_log_probabilities_and_gradients_match_the_cpu(
         draw(20, m, seed=2),
     )
     results = []
-    for function, products in ((TokenLogprobs, ()), (logprobs._TokenLogprobs, (PLAIN,))):
+    for function in (TokenLogprobs, logprobs._TokenLogprobs):
         hidden, table = draw(20, 8).requires_grad_(), draw(34, 8, seed=1).requires_grad_()
         bias = draw(34, seed=3).requires_grad_() if with_bias else None
         chosen, entropy = function.apply(
-            hidden, table, bias, targets, temperature, True, make_single_rank_group(), 31, *products, size
+            hidden, table, bias, targets, temperature, True, make_single_rank_group(), 31, PLAIN, size
         )
         (chosen * factor).sum().backward()
         grads = [hidden.grad, table.grad, *([] if bias is None else [bias.grad])]
@@ -169,6 +169,7 @@ def test_gradients_of_likely_tokens_keep_their_precision_in_bfloat16(cuda_rules:
         False,
         make_single_rank_group(),
         4,
+        PLAIN,
         10,
     )
     chosen.sum().backward()
@@ -203,7 +204,7 @@ def test_tensor_parallel_ranks_have_the_log_probabilities_of_one(cuda_rules: Non
     )
     hidden, table = draw(20, 8).requires_grad_(), draw(31, 8, seed=1).requires_grad_()
     single = make_single_rank_group()
-    expected = TokenLogprobs.apply(hidden, table, None, targets, 0.7, True, single, 31, 7)
+    expected = TokenLogprobs.apply(hidden, table, None, targets, 0.7, True, single, 31, PLAIN, 7)
     (expected[0] * factor).sum().backward()
     results: list[Tensor] = []
 
@@ -215,7 +216,9 @@ def test_tensor_parallel_ranks_have_the_log_probabilities_of_one(cuda_rules: Non
         local[: len(rows)] = table.detach()[rows.start : rows.stop]
         local.requires_grad_()
         shifted = targets - rows.start
-        chosen, entropy = TokenLogprobs.apply(states, local, None, shifted, 0.7, True, group, len(rows), 7)
+        chosen, entropy = TokenLogprobs.apply(
+            states, local, None, shifted, 0.7, True, group, len(rows), PLAIN, 7
+        )
         (chosen * factor).sum().backward()
         return given, (chosen, entropy, states.grad, local.grad[: len(rows)])
 

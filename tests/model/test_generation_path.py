@@ -8,9 +8,9 @@ from small_models import pack, random_rows
 
 from realrl.families.shape import ModelShape
 from realrl.layout.kv_blocks import BLOCK_TOKENS, CacheSize
-from realrl.model.cache import PagedCache, PrefillPlaces
+from realrl.model.cache import PagedCache
 from realrl.model.packing import Packing
-from realrl.model.paged_attention import CachedRows
+from realrl.model.paged_attention import CachedRows, CachePlaces
 
 BLOCKS = 3
 """Blocks of each segment; segment s has blocks 1 + BLOCKS * s and following."""
@@ -38,7 +38,7 @@ def prefilled(model, prompts: list[torch.Tensor], of_row: list[int]) -> tuple[Pa
     )
     tokens, lengths = pack([prompt[:-1] for prompt in prompts])
     positions = torch.cat([torch.arange(n) + BLOCK_TOKENS * table(i)[0] for i, n in enumerate(lengths)])
-    places = PrefillPlaces(None, positions // BLOCK_TOKENS, positions % BLOCK_TOKENS)
+    places = CachePlaces(None, positions // BLOCK_TOKENS, positions % BLOCK_TOKENS)
     assert model.prefill(tokens, Packing.of(lengths, "cpu"), cache, places) is None
     starts = [of_row.index(i) for i in range(len(prompts))]
     rows = CachedRows(

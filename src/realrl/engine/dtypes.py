@@ -13,10 +13,10 @@ def find_torch_dtype(dtype: Dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == "bfloat16" else torch.float32
 
 
-def find_products(dtype: Dtype, device: torch.device) -> Products:
+def find_products(dtype: Dtype, device: torch.device, *, exact: bool = False) -> Products:
     """Find how matrices of a model are multiplied; UserError for `mixed` on a GPU."""
     if device.type != "cpu":
         if dtype == "mixed":
             raise UserError("dtype=mixed is for CPUs; on a GPU, choose bfloat16 or float32")
-        return PLAIN
-    return Products(onednn=choose_products().onednn, bfloat16=dtype == "mixed")
+        return Products(exact=True) if exact else PLAIN
+    return Products(onednn=choose_products().onednn, bfloat16=dtype == "mixed", exact=exact)

@@ -9,8 +9,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.attention.varlen import varlen_attn
 
+from realrl.layout.kv_blocks import CacheSize
+from realrl.model.autograd import apply_function
+from realrl.model.cache import PagedCache
 from realrl.model.gpu.path import has_flash_attention, on_gpu
 from realrl.model.packing import Packing, PaddedHeads
+from realrl.model.paged_attention import attend_to_runs, count_run_rows
 
 # torch 2.11 accepts grouped heads as they are; from 2.12 on they need a flag.
 GQA_OPTION: dict[str, Any] = (
@@ -91,11 +95,56 @@ def _has_varlen_kernel(qkv: Tensor, dim: int) -> bool:
     return has_flash_attention(qkv.device)
 
 
-def varlen_attention(qkv: Tensor, packing: Packing, heads: int, kv_heads: int) -> Tensor:
+def _attend_exactly(qkv: Tensor, packing: Packing, heads: int, kv_heads: int) -> Tensor:
+    """Compute `varlen_attention` without gradient, each row as a decode step would, from keys in blocks.
+
+    qkv: [T, (heads + 2 kv_heads) * D] -> [T, heads * D]
+    """
+    heads_of_rows = qkv.view(len(qkv), heads + 2 * kv_heads, -1)
+    k, v = heads_of_rows[:, heads : heads + kv_heads], heads_of_rows[:, heads + kv_heads :]
+    blocked = packing.arrange_blocks(count_run_rows(heads, kv_heads))
+    cache = PagedCache(
+        CacheSize(blocked.count, 1),
+        layers=1,
+        kv_heads=kv_heads,
+        head_dim=qkv.shape[1] // (heads + 2 * kv_heads),
+        dtype=qkv.dtype,
+        device=qkv.device,
+    )
+    with torch.no_grad():
+        cache.store(0, k, v, blocked.places)
+        return attend_to_runs(qkv, cache.k[0], cache.v[0], blocked.runs, heads)
+
+
+class _ExactAttention(Function):
+    """Attention by the exact kernel, whose gradient is that of the fast one: nothing is said of its last bits."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, packing: Packing, heads: int, kv_heads: int) -> Tensor:
+        ctx.save_for_backward(qkv)
+        ctx.arguments = packing, heads, kv_heads
+        return _attend_exactly(qkv, packing, heads, kv_heads)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (saved,) = ctx.saved_tensors
+        qkv = saved.detach().requires_grad_(True)
+        with torch.enable_grad():
+            out = varlen_attention(qkv, *ctx.arguments)
+        return torch.autograd.grad(out, qkv, grad)[0], None, None, None
+
+
+def varlen_attention(
+    qkv: Tensor, packing: Packing, heads: int, kv_heads: int, *, exact: bool = False
+) -> Tensor:
     """Compute causal attention: each token attends to itself and those before it in its sequence.
+
+    If `exact`, a token's result is that of a decode step, bit for bit.
 
     qkv: [T, (heads + 2 kv_heads) * D], queries first, then keys, then values -> [T, heads * D]
     """
+    if exact:
+        return apply_function(_ExactAttention, qkv, packing, heads, kv_heads)
     q, k, v = split_heads(qkv, heads, kv_heads)
     if _has_varlen_kernel(qkv, q.shape[-1]):
         cu_seqlens = packing.cu_seqlens

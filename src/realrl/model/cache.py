@@ -4,25 +4,11 @@ A row's sequence lies in two segments of blocks (`layout.kv_blocks`): its prompt
 and its own. Block tables say where; the cache itself does not know which rows there are.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from realrl.layout.kv_blocks import BLOCK_TOKENS, CacheSize
-from realrl.model.paged_attention import CachedRows, attend_to_cache
-
-
-@dataclass(frozen=True, eq=False)
-class PrefillPlaces:
-    """Places in the cache for tokens of packed sequences."""
-
-    source: Tensor | None
-    """Tokens that are stored, as indices into the packed ones; None for all of them. [N] int64"""
-    blocks: Tensor
-    """[N] int64"""
-    offsets: Tensor
-    """Place within the block. [N] int64"""
+from realrl.model.paged_attention import CachedRows, CachePlaces, attend_to_cache, attend_to_runs
 
 
 class PagedCache:
@@ -51,16 +37,21 @@ class PagedCache:
             self.k = torch.empty(*pool, BLOCK_TOKENS, head_dim, dtype=dtype, device=device)
             self.v = torch.empty_like(self.k)
 
-    def store(self, layer: int, k: Tensor, v: Tensor, places: PrefillPlaces) -> None:
+    def store(self, layer: int, k: Tensor, v: Tensor, places: CachePlaces) -> None:
         """Store keys and values of packed sequences. k, v: [T, kv_heads, D]"""
         if places.source is not None:
             k, v = k.index_select(0, places.source), v.index_select(0, places.source)
         self.k[layer][places.blocks, :, places.offsets] = k
         self.v[layer][places.blocks, :, places.offsets] = v
 
-    def attend(self, layer: int, qkv: Tensor, rows: CachedRows, heads: int) -> Tensor:
-        """Store each row's newest token and attend from it to all of its row.
+    def attend(self, layer: int, qkv: Tensor, rows: CachedRows, heads: int, *, exact: bool = False) -> Tensor:
+        """Store each row's newest token and attend from it to all of its row; if `exact`, as training does.
 
         qkv: [B, (heads + 2 kv_heads) * D], rotated -> [B, heads * D]
         """
-        return attend_to_cache(qkv, self.k[layer], self.v[layer], rows, heads)
+        if not exact:
+            return attend_to_cache(qkv, self.k[layer], self.v[layer], rows, heads)
+        kv_heads = self.k.shape[2]
+        k, v = qkv.view(len(qkv), heads + 2 * kv_heads, -1)[:, heads:].split(kv_heads, 1)
+        self.store(layer, k, v, rows.newest)
+        return attend_to_runs(qkv, self.k[layer], self.v[layer], rows.runs, heads)

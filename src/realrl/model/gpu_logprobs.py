@@ -8,7 +8,7 @@ from torch.autograd import Function
 
 from realrl.model.gpu.logits import compute_logit_sums, compute_softmax_gradient
 from realrl.model.group import Group
-from realrl.model.ops import PLAIN, find_gradient
+from realrl.model.ops import PLAIN, Products, find_gradient
 
 
 class TokenLogprobs(Function):
@@ -30,6 +30,7 @@ class TokenLogprobs(Function):
         with_entropy: bool,
         group: Group,
         rows: int,
+        products: Products,
         size: int,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute both; `size` rows of logits at a time."""
@@ -41,7 +42,7 @@ class TokenLogprobs(Function):
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
             logits = None  # frees the previous chunk first, so that there is one at a time
-            logits = _compute_logits(hidden[part], table, bias, rows)
+            logits = _compute_logits(hidden[part], table, bias, rows, products)
             compute_logit_sums(logits, scale, log_sums[part], None if means is None else means[part])
             torch.mul(_select(logits, targets[part], rows), scale, out=chosen[part])
         log_sums, means = _merge_ranks(log_sums, means, group)
@@ -50,7 +51,7 @@ class TokenLogprobs(Function):
         entropy = None if means is None else log_sums - means
         if entropy is not None:
             ctx.mark_non_differentiable(entropy)
-        ctx.scale, ctx.rows, ctx.size = scale, rows, size
+        ctx.scale, ctx.rows, ctx.products, ctx.size = scale, rows, products, size
         # A single chunk is saved; several are recomputed, which costs less than the memory.
         ctx.save_for_backward(hidden, table, bias, targets, log_sums, logits if len(hidden) <= size else None)
         return chosen, entropy
@@ -65,7 +66,9 @@ class TokenLogprobs(Function):
         scaled = grad * ctx.scale
         for start in range(0, len(hidden), ctx.size):
             part = slice(start, start + ctx.size)
-            logits = _compute_logits(hidden[part], table, bias, ctx.rows) if saved is None else saved
+            logits = saved
+            if logits is None:
+                logits = _compute_logits(hidden[part], table, bias, ctx.rows, ctx.products)
             gradient = _differentiate(
                 logits, log_sums[part], targets[part], scaled[part], ctx.scale, ctx.rows, hidden.dtype
             )
@@ -76,12 +79,22 @@ class TokenLogprobs(Function):
             if grad_table is not None:
                 PLAIN.add_weight_gradient(gradient, hidden[part], grad_table)
             del gradient  # freed before the next chunk's is allocated
-        return grad_hidden, None, grad_bias, None, None, None, None, None, None
+        return grad_hidden, None, grad_bias, None, None, None, None, None, None, None
 
 
-def _compute_logits(hidden: Tensor, table: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    logits = PLAIN.matmul_nt_float32(hidden, table[:rows])
+def _compute_logits(
+    hidden: Tensor, table: Tensor, bias: Tensor | None, rows: int, products: Products
+) -> Tensor:
+    logits = products.matmul_nt_float32(hidden, table[:rows])
     return logits if bias is None else logits.add_(bias[:rows])
+
+
+def compute_logprobs_on_gpu(logits: Tensor, temperature: float) -> Tensor:
+    """Compute log softmax(logits / temperature) as `TokenLogprobs` does, bit for bit. [n, V] float32"""
+    log_sums = logits.new_empty(len(logits))
+    scale = 1 / temperature
+    compute_logit_sums(logits, scale, log_sums, None)
+    return (logits * scale).sub_(log_sums[:, None])
 
 
 def _select(values: Tensor, targets: Tensor, rows: int) -> Tensor:

@@ -156,8 +156,20 @@ def compute_token_logprobs(
     if on_gpu(hidden):
         from realrl.model.gpu_logprobs import TokenLogprobs  # needs Triton
 
-        return TokenLogprobs.apply(*arguments, size)
+        return TokenLogprobs.apply(*arguments, products, size)
     return _TokenLogprobs.apply(*arguments, products, size)
+
+
+def compute_logprobs(logits: Tensor, temperature: float) -> Tensor:
+    """Compute log softmax(logits / temperature) with the arithmetic of `compute_token_logprobs` on one rank.
+
+    logits: [n, V] float32, which stay as they are -> [n, V]
+    """
+    if on_gpu(logits):
+        from realrl.model.gpu_logprobs import compute_logprobs_on_gpu  # needs Triton
+
+        return compute_logprobs_on_gpu(logits, temperature)
+    return torch.log_softmax(logits if temperature == 1 else logits / temperature, 1)
 
 
 @torch.no_grad()

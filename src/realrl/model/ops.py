@@ -12,7 +12,8 @@ from torch.autograd import Function
 
 from realrl.layout.limits import ADDED_ELEMENTS
 from realrl.model.autograd import apply_function
-from realrl.model.gpu.path import on_gpu
+from realrl.model.cpu.products import multiply_rows
+from realrl.model.gpu.path import load_exact_kernels, on_gpu
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,22 @@ class Products:
     """Whether oneDNN multiplies float32 matrices, and not what torch takes by itself, on x86 MKL."""
     bfloat16: bool = False
     """Whether operands of float32 products are rounded to bfloat16; sums are float32. Attention is left alone."""
+    exact: bool = False
+    """Whether what a forward pass computes of a row is a function of the row and of weights alone, bit for bit:
+    products, and attention with them. Backward passes multiply as they do otherwise."""
+
+    def forward_nt(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Compute x @ weight.T as a forward pass does, without gradient. x: [N, K], weight: [M, K] -> [N, M]"""
+        return self._multiply_exactly(x, weight, x.dtype) if self.exact else self.matmul_nt(x, weight)
+
+    def _multiply_exactly(self, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        if on_gpu(x):
+            out = x.new_empty(len(x), len(weight), dtype=dtype)
+            load_exact_kernels().launch_products(x.contiguous(), weight.contiguous(), out)
+            return out
+        if self.bfloat16:
+            x, weight = x.bfloat16(), weight.bfloat16()
+        return multiply_rows(x, weight).to(dtype)
 
     def matmul_nt(self, x: Tensor, weight: Tensor) -> Tensor:
         """Compute x @ weight.T without gradient; "nt" as in BLAS: only the second operand is transposed.
@@ -41,10 +58,12 @@ class Products:
         return F.linear(x, weight)
 
     def matmul_nt_float32(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Compute x @ weight.T in float32 without gradient. x: [N, K], weight: [M, K] -> [N, M] float32
+        """Compute x @ weight.T in float32 as a forward pass does, without gradient. [N, K], [M, K] -> [N, M]
 
         Of bfloat16 numbers a GPU has the sums in float32, which are not rounded to bfloat16; on a CPU they are.
         """
+        if self.exact:
+            return self._multiply_exactly(x, weight, torch.float32)
         if on_gpu(x) and x.shape[-1]:
             return torch.mm(x, weight.T, out_dtype=torch.float32)
         return self.matmul_nt(x, weight).float()
@@ -108,9 +127,9 @@ class _Linear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.products = products
-        if on_gpu(x):
+        if on_gpu(x) and not products.exact:
             return F.linear(x, weight, bias)
-        out = products.matmul_nt(x, weight)
+        out = products.forward_nt(x, weight)
         return out if bias is None else out.add_(bias)
 
     @staticmethod
@@ -119,7 +138,7 @@ class _Linear(Function):
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         if need_weight:
             ctx.products.add_weight_gradient(grad, x, find_gradient(weight))
-        grad_x = ctx.products.matmul_nt(grad, weight.T) if need_x else None
+        grad_x = ctx.products.matmul_nt(grad, weight.T.to(grad.dtype)) if need_x else None
         return grad_x, None, grad.sum(0, dtype=torch.float32) if need_bias else None, None
 
 

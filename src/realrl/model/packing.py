@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from realrl.data.batch import copy_to_device
+from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.layout.padding import Bucket, bucket_lengths
+from realrl.model.paged_attention import CachePlaces, KeyRuns
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +52,16 @@ class PaddedHeads:
 
 
 @dataclass(frozen=True, eq=False)
+class BlockedKeys:
+    """Places of packed tokens in blocks of their sequences, as in a cache, and the keys that each token sees."""
+
+    count: int
+    """Number of blocks."""
+    places: CachePlaces
+    runs: KeyRuns
+
+
+@dataclass(frozen=True, eq=False)
 class Packing:
     """B sequences stored back to back, T tokens in all.
 
@@ -62,6 +74,7 @@ class Packing:
     cu_seqlens: Tensor
     target_indices: Tensor
     _padded: dict[tuple[int, int], PaddedHeads] = field(default_factory=dict)
+    _blocked: dict[int, BlockedKeys] = field(default_factory=dict)
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str) -> "Packing":
@@ -104,6 +117,48 @@ class Packing:
         if key not in self._padded:
             self._padded[key] = _compute_padded_heads(self, heads, kv_heads)
         return self._padded[key]
+
+    def arrange_blocks(self, run_rows: int) -> BlockedKeys:
+        """Arrange keys in blocks, once; at most `run_rows` neighbouring tokens of a sequence read them together."""
+        if run_rows not in self._blocked:
+            self._blocked[run_rows] = _arrange_blocks(self, run_rows)
+        return self._blocked[run_rows]
+
+
+def _arrange_blocks(packing: Packing, run_rows: int) -> BlockedKeys:
+    lengths = torch.tensor(packing.lengths)
+    sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
+    starts = _find_starts(lengths)
+    positions = torch.arange(int(starts[-1])) - starts[sequences]
+    counts = -(-lengths // BLOCK_TOKENS)
+    first_blocks = _find_starts(counts)
+    first_rows = (positions % run_rows == 0).nonzero().squeeze(-1)
+    tables = first_blocks[sequences[first_rows], None] + torch.arange(int(counts.max()))
+    blocks, offsets, tables, seen, no_table, none, runs = copy_to_device(
+        [
+            first_blocks[sequences] + positions // BLOCK_TOKENS,
+            positions % BLOCK_TOKENS,
+            tables,
+            positions + 1,
+            torch.zeros(1, dtype=torch.int64),
+            torch.zeros_like(positions),
+            torch.cat((first_rows, starts[-1:])),
+        ],
+        packing.positions.device,
+    )
+    return BlockedKeys(
+        count=int(first_blocks[-1]),
+        places=CachePlaces(None, blocks, offsets),
+        runs=KeyRuns(
+            shared_tables=tables,
+            shared_lengths=seen,
+            own_tables=no_table,
+            own_lengths=none,
+            starts=runs,
+            most=run_rows,
+            longest=packing.max_length,
+        ),
+    )
 
 
 def _compute_padded_heads(packing: Packing, heads: int, kv_heads: int) -> PaddedHeads:

@@ -15,13 +15,13 @@ from realrl.families.tensors import Parameter
 from realrl.layout.shard import Shard
 from realrl.model.attention import split_heads, varlen_attention
 from realrl.model.autograd import checkpoint_activations
-from realrl.model.cache import PagedCache, PrefillPlaces
+from realrl.model.cache import PagedCache
 from realrl.model.elementwise import add_rms_norm, rms_norm, swiglu
 from realrl.model.group import Group
 from realrl.model.logprobs import compute_token_logprobs, find_likeliest_tokens
 from realrl.model.ops import PLAIN, Products, embed, linear
 from realrl.model.packing import Packing
-from realrl.model.paged_attention import CachedRows
+from realrl.model.paged_attention import CachedRows, CachePlaces
 from realrl.model.rotary import apply_rotary_emb, build_rotary_tables, compute_inverse_frequencies
 from realrl.model.tensor_parallel import TensorParallel
 
@@ -196,12 +196,14 @@ class Transformer(nn.Module):
         kv_heads = self.cache_kv_heads
 
         def attend(_: int, qkv: Tensor) -> Tensor:
-            return varlen_attention(self._repeat_kv_heads(qkv), packing, heads, kv_heads)
+            return varlen_attention(
+                self._repeat_kv_heads(qkv), packing, heads, kv_heads, exact=self._products.exact
+            )
 
         tp = TensorParallel(self.tensor_group, len(packing.positions), sequence_parallel)
         return self._run_layers(x, packing.positions, attend, tp, recompute=recompute)
 
-    def prefill(self, x: Tensor, packing: Packing, cache: PagedCache, places: PrefillPlaces) -> Tensor | None:
+    def prefill(self, x: Tensor, packing: Packing, cache: PagedCache, places: CachePlaces) -> Tensor | None:
         """Compute keys and values of packed sequences, and store them at their places in the cache.
 
         x: as for `forward`. Returns hidden states for the next stage [T, H]; None on the last stage, where nothing
@@ -214,7 +216,7 @@ class Transformer(nn.Module):
             qkv = self._repeat_kv_heads(qkv)
             _, k, v = split_heads(qkv, heads, kv_heads)
             cache.store(layer, k, v, places)
-            return varlen_attention(qkv, packing, heads, kv_heads)
+            return varlen_attention(qkv, packing, heads, kv_heads, exact=self._products.exact)
 
         tp = TensorParallel(self.tensor_group, len(packing.positions))
         x, cos, sin = self._enter(x, packing.positions, tp)
@@ -236,7 +238,7 @@ class Transformer(nn.Module):
         heads = len(self.shard.queries)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
-            return cache.attend(layer, self._repeat_kv_heads(qkv), rows, heads)
+            return cache.attend(layer, self._repeat_kv_heads(qkv), rows, heads, exact=self._products.exact)
 
         positions = rows.prompt_lengths + rows.own_lengths
         return self._run_layers(x, positions, attend, TensorParallel(self.tensor_group, len(x)))
@@ -390,4 +392,8 @@ class Transformer(nn.Module):
         """Compute the scalar head's output at every position, equal on every TP rank. [T, H] -> [T] float32"""
         assert self.scalar_head is not None, "only the last stage of a model with a scalar head has values"
         tp = TensorParallel(self.tensor_group, len(packing.positions), sequence_parallel)
-        return (tp.gather_from_region(hidden).float() @ self.scalar_head.float().T).squeeze(-1)
+        # As a product in float32, whatever the type of others: values are regressed on.
+        hidden = tp.gather_from_region(hidden).float()
+        if self._products.exact:
+            return linear(hidden, self.scalar_head, products=Products(exact=True)).squeeze(-1)
+        return (hidden @ self.scalar_head.float().T).squeeze(-1)

@@ -134,6 +134,21 @@ class Plan:
                 if role not in roles:
                     raise UserError(f"plan: {key}: {role} is none of {', '.join(roles)}")
 
+    def check_exact(self) -> None:
+        """Check that calls of a role can agree bit for bit, as `exact` of a recipe asks; else UserError."""
+        for name, placement in self.placements.items():
+            strategy = placement.strategy
+            if strategy.tp > 1:
+                raise UserError(
+                    f"plan: {name}: tp={strategy.tp}: exact=true needs tp=1, since tensor parallelism adds up parts"
+                    " of sums in another order; set tp=1 in the plan, or exact=false"
+                )
+            if strategy.dtype is not None:
+                raise UserError(
+                    f"plan: {name}: dtype={strategy.dtype}: exact=true needs one data type for all calls of a role;"
+                    " leave dtype to the model, or set exact=false"
+                )
+
     def _check_placement(self, name: str, placement: Placement, shape: ModelShape | None) -> None:
         try:
             placement.mesh.check(self.cluster)

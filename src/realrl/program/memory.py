@@ -28,6 +28,8 @@ class StoredModel:
     dtype: Dtype
     trained: bool
     part: TrainablePart = WHOLE
+    exact: bool = False
+    """Whether forward passes are the same arithmetic for a token wherever it is (`exact` of a recipe)."""
 
     @property
     def sets(self) -> Mapping[str, ParameterSet]:

@@ -89,6 +89,12 @@ class Experiment(Settings):
     recompute: bool = False
     """Whether presets train with recomputed activations: less memory for about a third more arithmetic. A plan
     file, or a search, says it for each call."""
+    exact: bool = False
+    """Whether a token's forward pass is the same arithmetic in the same order wherever it runs: in a decode step, a
+    prefill or training, whatever else is in the batch. Sampled tokens are then the same whatever the batch, the
+    size of the cache and the degrees of data and pipeline parallelism, and log-probabilities of the sampler and of
+    the trainer agree bit for bit. It takes more time (docs/exact.md), plans without tensor parallelism, and one
+    data type for all calls of a role."""
     data: DataConfig
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

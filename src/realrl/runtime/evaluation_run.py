@@ -71,6 +71,7 @@ class EvaluationRun:
             temperature=algorithm.temperature,
             seed=experiment.seed,
             verify=experiment.debug.verify_reallocation,
+            exact=experiment.exact,
         )
         functions = load_functions(algorithm, [phase], process.rank)
         self.records = RecordLoader(experiment, tokenizer, stop_token_ids, functions, read).load_eval(phase)

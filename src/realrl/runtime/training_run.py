@@ -105,6 +105,7 @@ class TrainingRun:
             seed=experiment.seed,
             max_skipped=experiment.training.max_skipped,
             verify=experiment.debug.verify_reallocation,
+            exact=experiment.exact,
         )
         # Also what saving would stumble over, hours later.
         self.saving_notes = [

@@ -35,7 +35,8 @@ def generate(
     At most `kv_capacity` tokens are in the KV cache at a time; in a pipeline, so many for each of its stages.
     Adds sequences (prompt and continuation, end-of-sequence included), logprobs (aligned with them, 0 on the
     prompt), prompt_length, and finished (1.0 where the sequence ends with one of `stop_token_ids`). Items are
-    identified by their ids: the same ids, seed and parameters give the same tokens whatever else is in the batch.
+    identified by their ids: the same ids, seed and parameters give the same tokens whatever else is in the batch,
+    always where the model's products are exact, and else but where rounding turns a choice (docs/exact.md).
     Items i * `samples` to (i + 1) * `samples` - 1 are samples of one prompt: those that run at the same time share
     its prefill and its part of the KV cache, which holds at least one row.
     `after_step` is called after each decode step. NotFiniteLogitsError if the model's logits are not finite.

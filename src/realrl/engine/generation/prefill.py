@@ -11,8 +11,8 @@ from torch import Tensor
 from realrl.data.batch import Ragged
 from realrl.engine.generation.scheduler import RowPrefill
 from realrl.layout.kv_blocks import BLOCK_TOKENS
-from realrl.model.cache import PrefillPlaces
 from realrl.model.packing import Packing
+from realrl.model.paged_attention import CachePlaces
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +22,7 @@ class PrefillPass:
     tokens: Tensor
     """[T] int64"""
     packing: Packing
-    places: PrefillPlaces
+    places: CachePlaces
 
     @classmethod
     def of(cls, prefills: Sequence[RowPrefill], prompts: Ragged, device: torch.device) -> "PrefillPass":
@@ -37,7 +37,7 @@ class PrefillPass:
                 np.concatenate([starts[i] + np.arange(p.first, p.length) for i, p in enumerate(prefills)])
             ).to(device)
         blocks, offsets = (torch.from_numpy(part).to(device) for part in np.divmod(places, BLOCK_TOKENS))
-        return cls(tokens.to(device), Packing.of(lengths, device), PrefillPlaces(source, blocks, offsets))
+        return cls(tokens.to(device), Packing.of(lengths, device), CachePlaces(source, blocks, offsets))
 
 
 def _read_tokens(prefill: RowPrefill, prompts: Ragged) -> Tensor:

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realrl.engine.generation.nucleus import keep_top_k, keep_top_p
+from realrl.model.logprobs import compute_logprobs
 from realrl.recipe.settings import GenerationConfig
 
 _BLOCK = 128
@@ -37,7 +38,7 @@ class Sampler:
         lengths choose among tokens, but the trainer's log-probabilities do not depend on them.
         """
         sampling = self._sampling
-        logprobs = _scale(logits, self._temperature).log_softmax(-1)
+        logprobs = compute_logprobs(logits, self._temperature)
         if self._forbids:
             logits = self._forbid_ends(logits, positions)
         if sampling.greedy:

@@ -124,6 +124,12 @@ def int_row(work: Work, argument: int, index: int) -> np.ndarray:
 
 
 @numba.njit(inline="always")
+def row_stride(work: Work, argument: int) -> int:
+    """Read how many elements lie from one row of an argument to the next."""
+    return work[_ARGUMENTS + _WORDS * argument + 1]
+
+
+@numba.njit(inline="always")
 def float_pointer(work: Work, argument: int) -> Any:
     """Point to the first element of a float32 argument."""
     return _float_pointer(work[_ARGUMENTS + _WORDS * argument])
@@ -203,17 +209,20 @@ def _call_in_float32(
                 narrow.copy_(converted)
 
 
-def row_kernel(*, outputs: int) -> Callable[[Callable[[Work], None]], Callable[..., None]]:
+def row_kernel(
+    *, outputs: int, strict: bool = False
+) -> Callable[[Callable[[Work], None]], Callable[..., None]]:
     """Compile a kernel when it is first called; the last `outputs` of its arguments are written.
 
     It is called with the number of rows, and arguments: tensors on the CPU of float32 or int64, whose rows may lie
     apart ([N, width]; [width] is the same row for all), and numbers. Rows are taken `claim` at a time, by default
     some thousand elements of the first argument. Matrices may be bfloat16, too: they are converted to float32 and
-    back, some rows at a time. What a kernel reads as it is, by its address, may also be int16.
+    back, some rows at a time. What a kernel reads as it is, by its address, may also be int16. With `strict` the
+    compiler changes no order of operations.
     """
 
     def decorate(body: Callable[[Work], None]) -> Callable[..., None]:
-        compiled = cache(partial(_compile, body))
+        compiled = cache(partial(_compile, body, strict))
 
         @wraps(body)
         def call(rows: int, *arguments: Tensor | float, claim: int | None = None) -> None:
@@ -231,12 +240,12 @@ def row_kernel(*, outputs: int) -> Callable[[Callable[[Work], None]], Callable[.
     return decorate
 
 
-def _compile(body: Callable[[Work], None]) -> Any:
+def _compile(body: Callable[[Work], None], strict: bool) -> Any:
     compile_kernel = numba.cfunc(
         types.void(types.CPointer(types.int64)),
         cache=True,
         nopython=True,
-        fastmath=FAST_MATH,
+        fastmath=False if strict else FAST_MATH,
         error_model="numpy",  # a check of every divisor would keep loops from being vectorised
     )
     return compile_kernel(body)

@@ -118,6 +118,19 @@ def store_number(context, pointer, index, number):  # type: ignore[no-untyped-de
 
 
 @intrinsic
+def load_number(context, pointer, index):  # type: ignore[no-untyped-def]
+    """Load a float32 number, or a bfloat16 one where `pointer` is one to uint16."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        value = builder.load(builder.gep(arguments[0], [arguments[1]]))
+        if pointer.dtype == types.uint16:
+            value = builder.bitcast(builder.shl(builder.zext(value, _INT), ir.Constant(_INT, 16)), _FLOAT)
+        return value
+
+    return types.float32(pointer, index), generate
+
+
+@intrinsic
 def prefetch(context, pointer, index):  # type: ignore[no-untyped-def]
     """Fetch the cache line of pointer[index], which need not exist."""
 
@@ -221,6 +234,28 @@ def add_up(context, a):  # type: ignore[no-untyped-def]
         zero = ir.Constant(_FLOAT, 0.0)
         name = "llvm.vector.reduce.fadd.v16f32"
         return _call(builder, name, _FLOAT, zero, *arguments, fastmath=_REORDER)
+
+    return types.float32(vector), generate
+
+
+@intrinsic
+def add_halves(context, a):  # type: ignore[no-untyped-def]
+    """Add the numbers up, one half to the other until one is left: in this order wherever it is compiled."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        (a,) = arguments
+        lanes = LANES
+        while lanes > 1:
+            lanes //= 2
+            undefined = ir.Constant(a.type, ir.Undefined)
+            low, high = (
+                ir.Constant(ir.VectorType(_INT, lanes), list(range(first, first + lanes)))
+                for first in (0, lanes)
+            )
+            a = builder.fadd(
+                builder.shuffle_vector(a, undefined, low), builder.shuffle_vector(a, undefined, high)
+            )
+        return builder.extract_element(a, ir.Constant(_INT, 0))
 
     return types.float32(vector), generate
 

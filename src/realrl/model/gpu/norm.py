@@ -69,10 +69,10 @@ def _backward_kernel(
     tl.store(grad_weights + program * width + column, tl.sum(total, 0), column < width)
 
 
-def _tile(rows: int, width: int) -> dict[str, int]:
+def _tile(width: int) -> dict[str, int]:
+    """Size the tile, whatever the number of rows: sums of a row have one order."""
     columns = triton.next_power_of_2(width)
-    most = max(1, _TILE // columns)
-    return {"ROWS": min(most, triton.next_power_of_2(rows)), "COLUMNS": columns}
+    return {"ROWS": max(1, _TILE // columns), "COLUMNS": columns}
 
 
 def _warps(tile: dict[str, int]) -> int:
@@ -89,7 +89,7 @@ def _address(x: Tensor) -> tuple[int, int, int, int, int]:
 @register_kernel("rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!) out, Tensor(b!) inverse_rms)")
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, inverse_rms: Tensor) -> None:
     rows, *address = _address(x)
-    tile = _tile(rows, x.shape[-1])
+    tile = _tile(x.shape[-1])
     grid = (triton.cdiv(rows, tile["ROWS"]),)
     _forward_kernel[grid](
         x, x, weight, out, out, inverse_rms, rows, *address, eps, ADD=False, num_warps=_warps(tile), **tile
@@ -104,7 +104,7 @@ def _add_rms_norm(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float, total: Tensor, out: Tensor, inverse_rms: Tensor
 ) -> None:
     rows, *address = _address(x)
-    tile = _tile(rows, x.shape[-1])
+    tile = _tile(x.shape[-1])
     grid = (triton.cdiv(rows, tile["ROWS"]),)
     _forward_kernel[grid](
         x, delta, weight, total, out, inverse_rms, rows, *address, eps,
@@ -126,7 +126,7 @@ def _rms_norm_backward(
     grad_weights: Tensor,
 ) -> None:
     rows, *address = _address(x)
-    tile = _tile(rows, x.shape[-1])
+    tile = _tile(x.shape[-1])
     _backward_kernel[(len(grad_weights),)](
         grad, grad if grad_total is None else grad_total, x, weight, inverse_rms, grad_x, grad_weights,
         rows, *address, ADD=grad_total is not None, num_warps=_warps(tile), **tile,

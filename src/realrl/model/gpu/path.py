@@ -24,6 +24,14 @@ def has_flash_attention(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
 
 
+def load_exact_kernels() -> ModuleType:
+    """Import the kernels of exact products and attention; UserError where Triton is missing."""
+    load_kernels()
+    from realrl.model.gpu import exact
+
+    return exact
+
+
 @cache
 def load_kernels() -> ModuleType:
     """Import the kernels; UserError where Triton is missing, which they are written in."""

@@ -196,6 +196,7 @@ class CostModel:
             dtype=model.dtype_under(strategy),
             sequence_parallel=strategy.sequence_parallel,
             profile=profile,
+            exact=model.exact,
         )
         where = (self.spec.group_index(placement.mesh.first), strategy.dp, strategy.tp, strategy.pp)
         if (network := self._networks.get(where)) is None:

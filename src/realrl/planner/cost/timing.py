@@ -50,6 +50,8 @@ class Timing:
     dtype: Dtype
     sequence_parallel: bool = False
     profile: Profile | None = None
+    exact: bool = False
+    """Whether forward passes are exact, which no profile has measured."""
 
     @property
     def element_bytes(self) -> int:
@@ -79,10 +81,9 @@ class Timing:
         """Time a layer forward."""
         measured = self._measured_of("forward", size)
         if measured is not None:
-            return DeviceHostTime(measured + self._more("bucket", size))
-        return self._device_host_time(
-            self.roofline.layer(size.tokens, size.squares), self.efficiency.forward_operations
-        )
+            return DeviceHostTime(self._exact * measured + self._more("bucket", size))
+        layer = self._exact * self.roofline.layer(size.tokens, size.squares)
+        return self._device_host_time(layer, self.efficiency.forward_operations)
 
     def backward(self, size: BatchSize) -> DeviceHostTime:
         """Time a layer backward without recomputation, gradient accumulation included."""
@@ -97,7 +98,7 @@ class Timing:
     def head(self, size: BatchSize) -> float:
         """Time the head forward."""
         measured = self._measured_of("scalar" if self._scalar else "head", size)
-        return self.roofline.head(size.tokens) if measured is None else measured
+        return self._exact * (self.roofline.head(size.tokens) if measured is None else measured)
 
     def likeliest(self, size: BatchSize) -> float:
         """Time the selection of the likeliest tokens after the head, which no profile has."""
@@ -111,9 +112,9 @@ class Timing:
     def prefill(self, size: BatchSize) -> DeviceHostTime:
         """Time a layer forward that fills the KV cache; the roofline ignores the cache."""
         measured = self._measured_of("prefill", size)
-        return (
-            self.forward(size) if measured is None else DeviceHostTime(measured + self._more("bucket", size))
-        )
+        if measured is None:
+            return self.forward(size)
+        return DeviceHostTime(self._exact * measured + self._more("bucket", size))
 
     def start(self, size: BatchSize) -> float:
         """Time all of a pass that prefills but its layers, with the last layer's keys and values.
@@ -123,14 +124,14 @@ class Timing:
         measured = self._measured_of("start", size)
         if measured is not None:
             return measured + self._more("bucket_embed", size)
-        return self.roofline.qkv(size.tokens)
+        return self._exact * self.roofline.qkv(size.tokens)
 
     def decode(self, rows: float, context: float) -> DeviceHostTime:
         """Time a layer of a decode step of `rows` sequences."""
         measured = self._measured("decode", rows, context)
         if measured is not None:
-            return DeviceHostTime(measured)
-        device = self.roofline.decode(rows, context)
+            return DeviceHostTime(self._exact * measured)
+        device = self._exact * self.roofline.decode(rows, context)
         return self._launched(device, self.efficiency.decode_operations)
 
     def decode_step_overhead(self, rows: float) -> float:
@@ -141,8 +142,8 @@ class Timing:
         """Time head and sampling of one decode step."""
         measured = self._measured("sample", rows)
         if measured is not None:
-            return DeviceHostTime(measured)
-        return self._launched(self.roofline.sample(rows), self.efficiency.sampling_operations)
+            return DeviceHostTime(self._exact * measured)
+        return self._launched(self._exact * self.roofline.sample(rows), self.efficiency.sampling_operations)
 
     def prepare_experience(self, sequences: float, answer: float) -> float:
         """Time what a train call computes of all its experience before the first mini-batch; 0 in the roofline."""
@@ -164,6 +165,11 @@ class Timing:
     def allocate(self, number_bytes: float) -> float:
         """Time an allocation of memory from the system, zeroing included."""
         return self._moved("allocate", number_bytes, number_bytes)
+
+    @property
+    def _exact(self) -> float:
+        """Seconds of a forward pass relative to one that is not exact."""
+        return self.efficiency.exact_forward if self.exact else 1.0
 
     @property
     def _scalar(self) -> bool:

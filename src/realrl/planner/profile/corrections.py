@@ -38,6 +38,7 @@ class Correction(Settings):
     micro_batch_tokens: PositiveInt
     sequence_parallel: bool
     recompute: bool
+    exact: bool = False
     ratio: PositiveFloat
     """Measured over predicted seconds."""
     steps: PositiveInt
@@ -58,6 +59,7 @@ class Correction(Settings):
             micro_batch_tokens=strategy.micro_batch_tokens,
             sequence_parallel=strategy.sequence_parallel,
             recompute=strategy.recompute,
+            exact=model.exact,
             ratio=ratio,
             steps=steps,
         )
@@ -69,8 +71,9 @@ class Correction(Settings):
 
     def distance(self, call: Call, model: StoredModel, strategy: Strategy) -> int | None:
         """Rate the distance to another call: 0 for an identical one, None for another kind of call or model."""
-        same = (self.kind, _structure(self.shape), self.head, self.dtype)
-        if same != (call.kind, _structure(model.shape), model.head, model.dtype_under(strategy)):
+        same = (self.kind, _structure(self.shape), self.head, self.dtype, self.exact)
+        theirs = (call.kind, _structure(model.shape), model.head, model.dtype_under(strategy), model.exact)
+        if same != theirs:
             return None
         pairs = ((self.dp, strategy.dp), (self.tp, strategy.tp), (self.pp, strategy.pp))
         parallel = sum((mine > 1) != (theirs > 1) for mine, theirs in pairs)

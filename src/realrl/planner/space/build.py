@@ -123,12 +123,15 @@ class _Builder:
 
     def _candidates_of_size(self, call: Call, mesh: Mesh, tokens: tuple[int, ...]) -> list[Candidate]:
         spec = self.scenario.spec
-        shape = self.scenario.models[call.model_role].shape
+        model = self.scenario.models[call.model_role]
+        shape = model.shape
         per_node = spec.groups[spec.group_index(mesh.first)].devices_per_node
         limit = self.scenario.memory.capacity(mesh.first)
         recompute = self.search_space.recompute if call.kind is Kind.TRAIN else (False,)
         candidates = []
         for strategy in list_strategies(mesh.size, per_node, shape.layers, shape.heads, tokens, recompute):
+            if model.exact and strategy.tp > 1:
+                continue
             try:
                 candidate = self._cost_candidate(call, Placement(mesh, strategy))
             except UserError:  # fewer records than data-parallel ranks

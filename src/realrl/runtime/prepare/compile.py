@@ -139,6 +139,7 @@ def stored_models(
             dtype=DTYPES[config.dtype],
             trained=graph.trained(role),
             part=parts[role],
+            exact=experiment.exact,
         )
         for role, config in configs.items()
         if role in shapes
@@ -179,6 +180,8 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
         plan = make_written_plan(experiment, cluster)
     else:
         plan.check(graph, {role: of.shape for role, of in stored.items()})
+    if experiment.exact:
+        plan.check_exact()
     homes = home_placements(graph, plan)
     kept = kept_copies(graph, plan, homes)
     _check_batch(experiment, graph, plan)
@@ -224,6 +227,8 @@ def compile_evaluation(experiment: Experiment, plan: Plan) -> CompiledEvaluation
     if eval_graph is None:
         raise UserError("data.eval: missing; give the records to evaluate on")
     plan.check(graph, {role: of.shape for role, of in _known_models(experiment, graph).items()})
+    if experiment.exact:
+        plan.check_exact()
     plan = replace(plan.evaluation(eval_graph, graph), offload_optimizer=(), keep=())
     homes = home_placements(eval_graph, plan)
     phase = _phase(eval_graph, plan, homes, {}, dict.fromkeys(eval_graph.roles, WHOLE))

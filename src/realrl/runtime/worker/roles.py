@@ -58,16 +58,18 @@ class Roles:
         seed: int,
         max_skipped: int | None = None,
         verify: bool = False,
+        exact: bool = False,
     ) -> None:
         """Check everything about the roles but their weights; `load_weights` brings those.
 
-        `max_skipped` is for trainers, `verify` for reallocations. UserError when a model whose home includes this
-        rank cannot be loaded, or when a role that follows another has other tensors.
+        `max_skipped` is for trainers, `verify` for reallocations, `exact` for forward passes. UserError when a
+        model whose home includes this rank cannot be loaded, or when a role that follows another has other tensors.
         """
         self._configs, self._heads, self._homes, self._groups = configs, heads, homes, groups
         self._process, self._temperature, self._verify = process, temperature, verify
         self._plan, self._cluster, self._seed = plan, plan.cluster, seed
         self._max_skipped = max_skipped
+        self._exact = exact
         self.shapes = {role: find_model_shape(config) for role, config in configs.items()}
         for average in averages:
             if self._specs(average.role) != self._specs(average.source):
@@ -159,7 +161,9 @@ class Roles:
             device=self._process.device,
             temperature=self._temperature,
             part=self._parts[role],
-            products=find_products(self._named_dtype(role, placement), self._process.device),
+            products=find_products(
+                self._named_dtype(role, placement), self._process.device, exact=self._exact
+            ),
         )
         self._models[role, placement.layout] = model
         return model

@@ -1,0 +1,185 @@
+"""Attention of which a query's result is a function of the query, its keys and its values alone, on a CPU.
+
+One kernel serves decode steps, prefills and training. All scores of a query are computed before its softmax, whose
+sum goes over its keys by their position, as that of the values does; where keys lie, how many a neighbour has, and
+which queries share a read of them makes no difference.
+
+A piece of work is a key/value head of a run: neighbouring rows that have keys in common.
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from realrl.layout.kv_blocks import BLOCK_TOKENS
+from realrl.model.cpu import vectors
+from realrl.model.cpu.rows import (
+    Work,
+    bfloat16_pointer,
+    claim,
+    float_pointer,
+    int_row,
+    number,
+    row,
+    row_kernel,
+)
+from realrl.model.cpu.vectors import LANES, add, fill, load_vector, multiply_add, repeat, store_vector
+
+assert BLOCK_TOKENS == LANES, "the scores of a block are a vector"
+
+_LOG2_E = np.float32(1.44269504)
+
+
+@numba.njit(inline="always")
+def _compute_scores(
+    q: Any, a: int, b: int, dim: int, k: Any, block: int, scores: Any, at_a: int, at_b: int
+) -> None:
+    """Compute the scores of the keys of a block for queries a and b, which may be the same."""
+    a_even, a_odd, b_even, b_odd = vectors.zeros(), vectors.zeros(), vectors.zeros(), vectors.zeros()
+    for d in range(0, dim, 2):
+        even, odd = load_vector(k, block + d * LANES), load_vector(k, block + d * LANES + LANES)
+        a_even = multiply_add(repeat(q, a * dim + d), even, a_even)
+        b_even = multiply_add(repeat(q, b * dim + d), even, b_even)
+        a_odd = multiply_add(repeat(q, a * dim + d + 1), odd, a_odd)
+        b_odd = multiply_add(repeat(q, b * dim + d + 1), odd, b_odd)
+    store_vector(scores, at_a, add(a_even, a_odd))
+    store_vector(scores, at_b, add(b_even, b_odd))
+
+
+@numba.njit(inline="always")
+def _weigh(scores: Any, first: int, keys: int) -> np.float32:
+    """Turn a query's scores into weights, relative to the largest; return their sum."""
+    last = first + (keys - 1) // LANES * LANES
+    store_vector(scores, last, vectors.keep_first(load_vector(scores, last), first + keys - last))
+    best = load_vector(scores, first)
+    for place in range(first + LANES, last + LANES, LANES):
+        best = vectors.larger(best, load_vector(scores, place))
+    top = fill(vectors.find_maximum(best))
+    total = vectors.zeros()
+    for place in range(first, last + LANES, LANES):
+        weights = vectors.exp2(vectors.subtract(load_vector(scores, place), top))
+        store_vector(scores, place, weights)
+        total = add(total, weights)
+    return vectors.add_halves(total)
+
+
+@numba.njit(inline="always")
+def _add_values(
+    scores: Any,
+    at_a: int,
+    at_b: int,
+    v: Any,
+    block: int,
+    count: int,
+    outputs: Any,
+    a: int,
+    b: int,
+    padded: int,
+) -> None:
+    """Add the first `count` values of a block to the outputs of queries a and b, by their weights, in order."""
+    for c in range(0, padded, LANES):
+        a_sum, b_sum = load_vector(outputs, a * padded + c), load_vector(outputs, b * padded + c)
+        for t in range(count):
+            value = load_vector(v, block + t * padded + c)
+            a_sum = multiply_add(repeat(scores, at_a + t), value, a_sum)
+            b_sum = multiply_add(repeat(scores, at_b + t), value, b_sum)
+        store_vector(outputs, a * padded + c, a_sum)
+        store_vector(outputs, b * padded + c, b_sum)
+
+
+@numba.njit(inline="always")
+def _attend(work: Work, k: Any, v: Any) -> None:
+    """Compute what `attend_runs_float32` says, with keys and values of either type."""
+    shared_lengths, own_lengths = int_row(work, 4, 0), int_row(work, 6, 0)
+    starts = int_row(work, 7, 0)
+    heads, kv_heads, dim = int(number(work, 8)), int(number(work, 9)), int(number(work, 10))
+    most, longest = int(number(work, 11)), int(number(work, 12))
+    group = heads // kv_heads
+    padded = (dim + LANES - 1) // LANES * LANES
+    # Scores of a block may lie across the last one of a query's keys.
+    width = (longest + 2 * LANES - 1) // LANES * LANES
+    q = np.empty(most * group * dim, np.float32)
+    outputs = np.empty(most * group * padded, np.float32)
+    scores = np.empty(most * group * width, np.float32)
+    scale = _LOG2_E / np.sqrt(np.float32(dim))
+    first, last = claim(work)
+    while first < last:
+        for item in range(first, last):
+            run, head = item // kv_heads, item % kv_heads
+            begin, end = starts[run], starts[run + 1]
+            queries = (end - begin) * group
+            outputs[: queries * padded] = 0.0
+            shared = 0
+            for r in range(begin, end):
+                shared = max(shared, shared_lengths[r])
+                of_row = row(work, 0, r)
+                at = (r - begin) * group * dim
+                for d in range(group * dim):
+                    q[at + d] = of_row[head * group * dim + d] * scale
+            table = int_row(work, 3, run)
+            for t in range(0, shared, LANES):
+                block = (table[t // LANES] * kv_heads + head) * LANES * dim
+                for a in range(0, queries, 2):
+                    b = min(a + 1, queries - 1)
+                    _compute_scores(q, a, b, dim, k, block, scores, a * width + t, b * width + t)
+            for r in range(begin, end):
+                own = int_row(work, 5, r)
+                here = (r - begin) * group
+                for t in range(0, own_lengths[r], LANES):
+                    block = (own[t // LANES] * kv_heads + head) * LANES * dim
+                    place = shared_lengths[r] + t
+                    for a in range(here, here + group, 2):
+                        b = min(a + 1, here + group - 1)
+                        _compute_scores(q, a, b, dim, k, block, scores, a * width + place, b * width + place)
+            for a in range(queries):
+                r = begin + a // group
+                share = np.float32(1.0) / _weigh(scores, a * width, shared_lengths[r] + own_lengths[r])
+                q[a * dim] = share  # no longer needed as a query
+            for t in range(0, shared, LANES):
+                block = (table[t // LANES] * kv_heads + head) * LANES * padded
+                for a in range(0, queries, 2):
+                    b = min(a + 1, queries - 1)
+                    a_count = min(LANES, shared_lengths[begin + a // group] - t)
+                    b_count = min(LANES, shared_lengths[begin + b // group] - t)
+                    a_place, b_place = a * width + t, b * width + t
+                    if a_count == b_count:
+                        _add_values(scores, a_place, b_place, v, block, a_count, outputs, a, b, padded)
+                    else:
+                        _add_values(scores, a_place, a_place, v, block, a_count, outputs, a, a, padded)
+                        _add_values(scores, b_place, b_place, v, block, b_count, outputs, b, b, padded)
+            for r in range(begin, end):
+                own = int_row(work, 5, r)
+                here = (r - begin) * group
+                for t in range(0, own_lengths[r], LANES):
+                    block = (own[t // LANES] * kv_heads + head) * LANES * padded
+                    place, count = shared_lengths[r] + t, min(LANES, own_lengths[r] - t)
+                    for a in range(here, here + group, 2):
+                        b = min(a + 1, here + group - 1)
+                        a_place, b_place = a * width + place, b * width + place
+                        _add_values(scores, a_place, b_place, v, block, count, outputs, a, b, padded)
+            for a in range(queries):
+                out = row(work, 13, begin + a // group)
+                at = (head * group + a % group) * dim
+                for d in range(dim):
+                    out[at + d] = outputs[a * padded + d] * q[a * dim]
+        first, last = claim(work)
+
+
+@row_kernel(outputs=1, strict=True)
+def attend_runs_float32(work: Work) -> None:
+    """Attend from rows to keys that a run of rows shares, and then to keys of their own.
+
+    Rows of work are the key/value heads of runs. Arguments: q [N, heads * D or more], all keys and all values as
+    vectors, tables of blocks that runs share [runs, any], of each row how many of those keys it sees [N], its own
+    table [N, any], how many own keys it has [N], first row of each run and N, heads, kv_heads, D, most rows of a
+    run, most keys of a row -> out [N, heads * D]. Keys of a block are stored dim by dim, each D x 16, and its
+    values token by token, padded to whole vectors.
+    """
+    _attend(work, float_pointer(work, 1), float_pointer(work, 2))
+
+
+@row_kernel(outputs=1, strict=True)
+def attend_runs_bfloat16(work: Work) -> None:
+    """Compute the same with keys and values in bfloat16; q and out are float32."""
+    _attend(work, bfloat16_pointer(work, 1), bfloat16_pointer(work, 2))

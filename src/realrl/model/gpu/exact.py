@@ -1,0 +1,155 @@
+"""Exact products and attention on a GPU, in Triton: a row's result is a function of the row and of what it reads.
+
+Tiles have one size whatever the number of rows, every sum goes over all of its terms in one program in one order,
+and decode steps, prefills and training run the same compiled kernel: Triton compiles another one for a number of
+rows that is 1, or divisible by 16, unless it is told not to look.
+"""
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from realrl.layout.kv_blocks import BLOCK_TOKENS
+from realrl.model.gpu.library import register_kernel
+
+_ROWS, _COLUMNS, _DEPTH = 64, 64, 32
+"""Tile of a product, the same for all: small enough for decode steps of few rows."""
+_QUERIES = 16
+"""Queries of a program, the least that tensor cores multiply; no fewer than heads that share a key."""
+_TILE = 32
+"""Keys that a program reads at a time."""
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels run on a CPU, in Triton's interpreter, which knows no products of bfloat16."""
+_LOG2_E = 1.4426950408889634
+
+
+def _product_type(dtype: torch.dtype) -> tl.dtype:
+    return tl.float32 if _INTERPRETED else _TYPES[dtype]
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _multiply_kernel(
+    x, weight, out, rows, columns, depth,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRODUCT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    is_row, is_column = row < rows, column < columns
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, depth, DEPTH):
+        place = first + tl.arange(0, DEPTH)
+        inside = place < depth
+        a = tl.load(x + row[:, None] * depth + place[None, :], is_row[:, None] & inside[None, :], other=0.0)
+        b = tl.load(
+            weight + column[None, :] * depth + place[:, None], is_column[None, :] & inside[:, None], other=0.0
+        )
+        total = tl.dot(a.to(PRODUCT), b.to(PRODUCT), total, input_precision="ieee")
+    tl.store(
+        out + row[:, None] * columns + column[None, :],
+        total.to(out.dtype.element_ty),
+        is_row[:, None] & is_column[None, :],
+    )
+
+
+@register_kernel("multiply_rows(Tensor x, Tensor weight, Tensor(a!) out)")
+def launch_products(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Compute x @ weight.T with sums in float32. x: [N, K], weight: [M, K] -> out [N, M]; all are contiguous"""
+    rows, depth = x.shape
+    if out.numel():
+        grid = (triton.cdiv(rows, _ROWS), triton.cdiv(len(weight), _COLUMNS))
+        _multiply_kernel[grid](
+            x, weight, out, rows, len(weight), depth,
+            ROWS=_ROWS, COLUMNS=_COLUMNS, DEPTH=_DEPTH, PRODUCT=_product_type(x.dtype), num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["shared_width", "own_width"])
+def _attend_kernel(
+    qkv, k_pool, v_pool, shared_tables, shared_lengths, own_tables, own_lengths, starts, out,
+    shared_width, own_width, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, PRODUCT: tl.constexpr,
+):  # fmt: skip
+    """Attend from the rows of a run, with the query heads of a key/value head, to all keys, tile after tile."""
+    run = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    group: tl.constexpr = HEADS // KV_HEADS
+    begin = tl.load(starts + run)
+    end = tl.load(starts + run + 1)
+    queries = tl.arange(0, QUERIES)
+    row = begin + queries // group
+    is_query = row < end
+    dims = tl.arange(0, PADDED)
+    is_dim = dims < DIM
+    number = head * group + queries % group
+    inside = is_query[:, None] & is_dim[None, :]
+    q = tl.load(
+        qkv + row[:, None] * ((HEADS + 2 * KV_HEADS) * DIM) + number[:, None] * DIM + dims[None, :],
+        inside,
+        other=0.0,
+    )
+    seen = tl.load(shared_lengths + row, is_query, other=0) + tl.load(own_lengths + row, is_query, other=0)
+    # A run of several rows has no own keys; its last row sees most.
+    shared = tl.load(shared_lengths + end - 1)
+    keys = shared + tl.load(own_lengths + end - 1)
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    output = tl.zeros([QUERIES, PADDED], tl.float32)
+    for first in range(0, keys, TILE):
+        position = first + tl.arange(0, TILE)
+        is_shared = position < shared
+        is_own = (position >= shared) & (position < keys)
+        own = tl.where(is_own, position - shared, 0)
+        of_shared = tl.load(shared_tables + run * shared_width + position // BLOCK, is_shared, other=0)
+        of_own = tl.load(own_tables + begin * own_width + own // BLOCK, is_own, other=0)
+        offset = tl.where(is_own, own, position) % BLOCK
+        place = (((of_shared + of_own) * KV_HEADS + head) * BLOCK + offset) * DIM
+        is_key = position < keys
+        k = tl.load(k_pool + place[None, :] + dims[:, None], is_key[None, :] & is_dim[:, None], other=0.0)
+        scores = tl.dot(q.to(PRODUCT), k.to(PRODUCT), input_precision="ieee") * scale
+        scores = tl.where(position[None, :] < seen[:, None], scores, float("-inf"))
+        # Queries that do not exist see nothing, and would subtract infinity from infinity.
+        higher = tl.where(is_query, tl.maximum(top, tl.max(scores, 1)), 0.0)
+        factor = tl.exp2(top - higher)
+        weights = tl.exp2(scores - higher[:, None])
+        total = total * factor + tl.sum(weights, 1)
+        v = tl.load(v_pool + place[:, None] + dims[None, :], is_key[:, None] & is_dim[None, :], other=0.0)
+        output = output * factor[:, None] + tl.dot(weights.to(PRODUCT), v.to(PRODUCT), input_precision="ieee")
+        top = higher
+    output = output / tl.where(is_query, total, 1.0)[:, None]
+    target = out + row[:, None] * (HEADS * DIM) + number[:, None] * DIM + dims[None, :]
+    tl.store(target, output.to(out.dtype.element_ty), inside)
+
+
+@register_kernel(
+    "attend_to_runs(Tensor qkv, Tensor k, Tensor v, Tensor shared_tables, Tensor shared_lengths, "
+    "Tensor own_tables, Tensor own_lengths, Tensor starts, int heads, Tensor(a!) out)"
+)
+def launch_run_attention(
+    qkv: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shared_tables: Tensor,
+    shared_lengths: Tensor,
+    own_tables: Tensor,
+    own_lengths: Tensor,
+    starts: Tensor,
+    heads: int,
+    out: Tensor,
+) -> None:
+    """Attend as `paged_attention.attend_to_runs` says. All are contiguous; only runs of one row have own keys.
+
+    qkv: [N, (heads + 2 kv_heads) * D]; k, v: [blocks, kv_heads, BLOCK_TOKENS, D] -> out [N, heads * D]
+    """
+    _, kv_heads, _, dim = k.shape
+    _attend_kernel[(len(starts) - 1, kv_heads)](
+        qkv, k, v, shared_tables, shared_lengths, own_tables, own_lengths, starts, out,
+        shared_tables.shape[-1], own_tables.shape[-1] if own_tables.dim() == 2 else 0, _LOG2_E * dim**-0.5,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)),
+        QUERIES=max(_QUERIES, triton.next_power_of_2(heads // kv_heads)),
+        BLOCK=BLOCK_TOKENS, TILE=_TILE, PRODUCT=_product_type(k.dtype), num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,169 @@
+"""Exact kernels on a CPU: a row's result is the same bits wherever the row is and whatever is beside it."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from paged_reference import attend_by_row, make_case
+from torch import Tensor
+
+from realrl.model.attention import varlen_attention
+from realrl.model.elementwise import add_rms_norm, rms_norm, swiglu
+from realrl.model.logprobs import compute_logprobs
+from realrl.model.ops import Products, linear
+from realrl.model.packing import Packing
+from realrl.model.rotary import apply_rotary_emb, build_rotary_tables
+
+EXACT = Products(exact=True)
+HEADS = [(4, 2, 32), (3, 3, 16), (5, 1, 20)]
+LENGTHS = [1, 17, 150, 16, 33, 2]
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("products", [EXACT, Products(exact=True, bfloat16=True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("columns", "depth"), [(40, 64), (97, 37), (200, 15), (1, 300)])
+def test_rows_of_a_product_do_not_depend_on_other_rows(
+    columns: int, depth: int, dtype: torch.dtype, products: Products, threads: None
+) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(300, depth).to(dtype), torch.randn(columns, depth).to(dtype)
+    whole = products.forward_nt(x, weight)
+    bounds = [0, 1, 2, 5, 12, 51, 180, 300]
+    parts = [products.forward_nt(x[a:b].clone(), weight) for a, b in pairwise(bounds)]
+    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(products.forward_nt(x.flip(0), weight).flip(0), whole)
+    rounds = products.bfloat16 or dtype == torch.bfloat16
+    tolerance = {"rtol": 2e-2, "atol": 0.1} if rounds else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(whole.double(), x.double() @ weight.double().T, **tolerance)
+
+
+def test_nothing_is_multiplied_where_there_are_no_rows_columns_or_depth() -> None:
+    for rows, columns, depth in ((0, 3, 4), (3, 0, 4), (3, 4, 0)):
+        out = EXACT.forward_nt(torch.ones(rows, depth), torch.ones(columns, depth))
+        assert torch.equal(out, torch.zeros(rows, columns))
+
+
+def test_values_that_are_not_finite_reach_the_result() -> None:
+    x = torch.ones(2, 33)
+    x[1, 32] = torch.nan
+    out = EXACT.forward_nt(x, torch.ones(4, 33))
+    assert torch.equal(out[0], torch.full((4,), 33.0))
+    assert out[1].isnan().all()
+
+
+def test_gradients_are_those_of_other_products() -> None:
+    torch.manual_seed(0)
+    upstream = torch.randn(7, 5)
+    grads = []
+    for products in (EXACT, Products()):
+        torch.manual_seed(1)
+        x, weight = torch.randn(7, 12, requires_grad=True), torch.nn.Parameter(torch.randn(5, 12))
+        linear(x, weight, products=products).backward(upstream)
+        grads.append((x.grad, weight.grad))
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_of_a_sequence_does_not_depend_on_others_or_on_what_follows(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, threads: None
+) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(sum(LENGTHS), (heads + 2 * kv_heads) * dim).to(dtype)
+    whole = varlen_attention(qkv, Packing.of(LENGTHS, "cpu"), heads, kv_heads, exact=True)
+    start = 0
+    for length in LENGTHS:
+        for part in {length, max(1, length // 2)}:
+            rows = slice(start, start + part)
+            alone = varlen_attention(qkv[rows], Packing.of([part], "cpu"), heads, kv_heads, exact=True)
+            assert torch.equal(alone, whole[rows])
+        start += length
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+def test_attention_and_its_gradient_match_the_fast_path(heads: int, kv_heads: int, dim: int) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(sum(LENGTHS), (heads + 2 * kv_heads) * dim)
+    upstream = torch.randn(len(qkv), heads * dim)
+    found = []
+    for exact in (True, False):
+        x = qkv.clone().requires_grad_()
+        out = varlen_attention(x, Packing.of(LENGTHS, "cpu"), heads, kv_heads, exact=exact)
+        out.backward(upstream)
+        found.append((out, x.grad))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decode_step_over_the_cache_is_the_last_row_of_a_forward_pass(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, threads: None
+) -> None:
+    case = make_case(
+        [0, 40, 15, 300],
+        [[0], [3, 17, 0], [16], [5, 140]],
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        dtype=dtype,
+    )
+    expected = attend_by_row(case)
+    rows = case.rows
+    got = case.cache.attend(0, case.qkv, rows, heads, exact=True)
+    tolerance = {"rtol": 2e-5, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-2}
+    torch.testing.assert_close(got.double(), expected, **tolerance)
+    for i in range(len(got)):
+        # Keys and values where the cache has them, the newest included, as one packed sequence.
+        pools = [
+            torch.cat(
+                [
+                    pool[0][table[i]].transpose(1, 2).flatten(0, 1)[: lengths[i] + newest]
+                    for table, lengths, newest in (
+                        (rows.prompt_tables, rows.prompt_lengths, 0),
+                        (rows.own_tables, rows.own_lengths, 1),
+                    )
+                ]
+            ).flatten(1)
+            for pool in (case.cache.k, case.cache.v)
+        ]
+        q = case.qkv[i : i + 1, : heads * dim].expand(len(pools[0]), -1)
+        packed = torch.cat([q, *pools], 1)
+        alone = varlen_attention(packed, Packing.of([len(packed)], "cpu"), heads, kv_heads, exact=True)
+        assert torch.equal(alone[-1], got[i])
+
+
+def test_other_functions_work_row_by_row(threads: None) -> None:
+    """Those that are the same with and without `exact`."""
+    torch.manual_seed(0)
+    x, gate_up, qkv, logits = (torch.randn(500, n) for n in (48, 70, 4 * 20, 1003))
+    weight, positions = torch.randn(48), torch.arange(500) * 7 % 499
+    frequencies = torch.rand(10)
+
+    def rotate(rows: slice) -> Tensor:
+        cos, sin = build_rotary_tables(positions[rows], frequencies)
+        return apply_rotary_emb(qkv[rows].clone(), cos, sin, 3)
+
+    functions = [
+        lambda rows: rms_norm(x[rows], weight, 1e-5),
+        lambda rows: add_rms_norm(x[rows], x[rows] * 0.3, weight, 1e-5)[1],
+        lambda rows: swiglu(gate_up[rows]),
+        lambda rows: compute_logprobs(logits[rows], 0.7),
+        lambda rows: compute_logprobs(logits[rows], 0.7).exp(),
+        lambda rows: torch.nn.functional.layer_norm(x[rows], (48,), weight),
+        rotate,
+    ]
+    with torch.no_grad():
+        for function in functions:
+            whole = function(slice(None))
+            for start in range(0, 500, 17):
+                rows = slice(start, start + 1 + start % 5)
+                assert torch.equal(function(rows), whole[rows])

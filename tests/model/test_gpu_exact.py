@@ -1,0 +1,116 @@
+"""Exact products and attention by the kernels for GPUs, in Triton's interpreter."""
+
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("these tensors are on the CPU, for the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+import numpy as np
+from paged_reference import attend_by_row, make_case
+from torch import Tensor
+
+from realrl.model.gpu.exact import launch_products, launch_run_attention
+from realrl.model.packing import Packing
+from realrl.model.paged_attention import KeyRuns, count_run_rows
+
+
+@pytest.fixture(autouse=True)
+def tile_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have rows of a tile's product not depend on their place in the tile, as on tensor cores.
+
+    The interpreter calls numpy, whose library computes rows at the edge of a tile otherwise.
+    """
+
+    def multiply_in_order(a: np.ndarray, b: np.ndarray, dtype: object = None) -> np.ndarray:
+        total = np.zeros((len(a), b.shape[1]), np.float32)
+        for k in range(len(b)):
+            total += a[:, k, None] * b[k]
+        return total
+
+    monkeypatch.setattr(np, "matmul", multiply_in_order)
+
+
+def multiply(x: Tensor, weight: Tensor) -> Tensor:
+    out = torch.full((len(x), len(weight)), torch.nan, dtype=x.dtype)
+    launch_products(x, weight, out)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_product_do_not_depend_on_other_rows(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(130, 70).to(dtype), torch.randn(97, 70).to(dtype)
+    whole = multiply(x, weight)
+    assert torch.equal(torch.cat([multiply(x[a : a + 1], weight) for a in range(0, 130, 43)]), whole[::43])
+    assert torch.equal(multiply(x[:64], weight), whole[:64])
+    tolerance = 1e-5 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(whole.double(), x.double() @ weight.double().T, rtol=2e-2, atol=tolerance)
+
+
+def attend(qkv: Tensor, k: Tensor, v: Tensor, runs: KeyRuns, heads: int) -> Tensor:
+    out = torch.full((len(qkv), heads * k.shape[3]), torch.nan, dtype=qkv.dtype)
+    launch_run_attention(
+        qkv,
+        k.contiguous(),
+        v.contiguous(),
+        runs.shared_tables,
+        runs.shared_lengths,
+        runs.own_tables,
+        runs.own_lengths,
+        runs.starts,
+        heads,
+        out,
+    )
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 20), (5, 1, 16)])
+def test_a_decode_step_over_the_cache_is_the_last_row_of_a_packed_sequence(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> None:
+    case = make_case([0, 40], [[20], [3]], heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
+    expected = attend_by_row(case)
+    rows, cache = case.rows, case.cache
+    newest = case.qkv.view(len(case.qkv), -1, dim)[:, heads:].split(kv_heads, 1)
+    cache.store(0, *newest, rows.newest)
+    by_row = KeyRuns(
+        shared_tables=rows.prompt_tables,
+        shared_lengths=rows.prompt_lengths,
+        own_tables=rows.own_tables,
+        own_lengths=rows.own_lengths + 1,
+        starts=torch.arange(len(case.qkv) + 1),
+        most=1,
+        longest=0,
+    )
+    got = attend(case.qkv, cache.k[0], cache.v[0], by_row, heads)
+    tolerance = {"rtol": 2e-5, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-2}
+    torch.testing.assert_close(got.double(), expected, **tolerance)
+    for i in range(len(got)):
+        keys, values = (
+            torch.cat(
+                [
+                    pool[0][table[i]].transpose(1, 2).flatten(0, 1)[:length]
+                    for table, length in (
+                        (rows.prompt_tables, int(rows.prompt_lengths[i])),
+                        (rows.own_tables, int(rows.own_lengths[i]) + 1),
+                    )
+                ]
+            )
+            for pool in (cache.k, cache.v)
+        )
+        packing = Packing.of([5, len(keys)], "cpu")
+        blocked = packing.arrange_blocks(count_run_rows(heads, kv_heads))
+        pools = []
+        for values_of in (keys, values):
+            pool = torch.zeros(blocked.count, kv_heads, 16, dim, dtype=dtype)
+            filled = torch.cat([torch.randn(5, kv_heads, dim).to(dtype), values_of])
+            pool[blocked.places.blocks, :, blocked.places.offsets] = filled
+            pools.append(pool)
+        qkv = torch.randn(5 + len(keys), (heads + 2 * kv_heads) * dim).to(dtype)
+        qkv[-1] = case.qkv[i]
+        alone = attend(qkv, *pools, blocked.runs, heads)
+        assert not alone.isnan().any()
+        assert torch.equal(alone[-1], got[i])
