@@ -163,14 +163,17 @@ def make_generation(case: str, model: Model, theirs: Any) -> tuple[Side, Side]:
     lengths = draw_lengths(ROWS, median=64, sigma=1.0, most=most) if case == "tails" else [most] * ROWS
     batch = Batch(tuple(range(ROWS)), {"prompts": Ragged.of(list(prompts))})
 
+    # Ending answers takes either side time that is not its own.
+    ends = case == "tails"
+
     def ours() -> Batch:
-        undo = end_answers(lengths)
+        undo = end_answers(lengths) if ends else lambda: None
         drawn = generate(
             model,
             batch,
             "prompts",
             sampling=GenerationConfig(max_new_tokens=most),
-            stop_token_ids=(END,),
+            stop_token_ids=(END,) if ends else (),
             seed=SamplingSeed(1, 1),
             kv_capacity=1 << 30,
             samples=samples,
@@ -181,9 +184,14 @@ def make_generation(case: str, model: Model, theirs: Any) -> tuple[Side, Side]:
 
     # Temperature 1, and neither top-k nor top-p.
     config = transformers.GenerationConfig(
-        do_sample=True, top_k=0, max_new_tokens=most, eos_token_id=END, pad_token_id=0, use_cache=True
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=most,
+        eos_token_id=END if ends else None,
+        pad_token_id=0,
+        use_cache=True,
     )
-    processors = transformers.LogitsProcessorList([EndAnswers(lengths, length)])
+    processors = transformers.LogitsProcessorList([EndAnswers(lengths, length)] if ends else [])
     mask = torch.ones_like(prompts)
 
     def other() -> Tensor:
