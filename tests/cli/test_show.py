@@ -94,7 +94,7 @@ def test_a_long_picture_is_folded(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_models_that_are_not_on_this_machine_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(capsys, "models.actor.path=nowhere/model", "models.reward.path=./nothing")
+    text = shown(capsys, "cluster=1x2", "models.actor.path=nowhere/model", "models.reward.path=./nothing")
     assert "the model of actor, reward, ref, critic is not on this machine" in text
 
 
