@@ -20,7 +20,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]
 
     def run(command, **_):
         commands.append(command)
-        answer = "a warning\n" + json.dumps({"onednn": True, "bfloat16": True}) + "\n"
+        answer = "a warning\n" + json.dumps({"onednn": True, "bfloat16": True, "packed": True}) + "\n"
         return subprocess.CompletedProcess(command, 0, answer, "")
 
     monkeypatch.setattr(processor.subprocess, "run", run)
@@ -28,7 +28,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]
 
 
 def test_a_measurement_is_kept_for_the_next_process(measured: list[list[str]]) -> None:
-    assert choose_products() == ProductChoice(onednn=True, bfloat16=True) == choose_products()
+    assert choose_products() == ProductChoice(onednn=True, bfloat16=True, packed=True) == choose_products()
     assert len(measured) == 1 and measured[0][0] == sys.executable
 
 
@@ -69,7 +69,7 @@ def test_a_failed_measurement_says_so_and_leaves_full_precision(
 def test_the_measurement_prints_a_choice() -> None:
     command = [sys.executable, "-m", "realrl.runtime.profiler.hardware.products"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert set(json.loads(done.stdout)) == {"onednn", "bfloat16"}
+    assert set(json.loads(done.stdout)) == {"onednn", "bfloat16", "packed"}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from paged_reference import attend_by_row, make_case
 from torch import Tensor
 
 from realrl.model.attention import varlen_attention
+from realrl.model.cpu.products import Panels
+from realrl.model.decode_weights import DecodeWeights
 from realrl.model.elementwise import add_rms_norm, rms_norm, swiglu
 from realrl.model.logprobs import compute_logprobs
 from realrl.model.ops import Products, linear
@@ -44,6 +46,36 @@ def test_rows_of_a_product_do_not_depend_on_other_rows(
     rounds = products.bfloat16 or dtype == torch.bfloat16
     tolerance = {"rtol": 2e-2, "atol": 0.1} if rounds else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(whole.double(), x.double() @ weight.double().T, **tolerance)
+
+
+@pytest.mark.parametrize("products", [Products(packed=True), EXACT, Products(packed=True, bfloat16=True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("columns", "depth"), [(40, 64), (97, 37), (16, 300)])
+def test_decode_steps_multiply_with_packed_weights(
+    columns: int, depth: int, dtype: torch.dtype, products: Products, threads: None
+) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(columns, depth).to(dtype), torch.randn(columns).to(dtype)
+    weights = DecodeWeights([weight], weight, products)
+    for rows in (1, 3, 7, 30, 64, 200):
+        x = torch.randn(rows, depth).to(dtype)
+        rounds = dtype == torch.bfloat16 or products.bfloat16
+        tolerance = {"rtol": 2e-2, "atol": 0.2} if rounds else {"rtol": 1e-5, "atol": 1e-4}
+        expected = x.double() @ weight.double().T
+        out = weights.multiply(x, weight, bias)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), expected + bias.double(), **tolerance)
+        assert torch.equal(
+            weights.multiply(x, weight),
+            products.multiply_packed(x, Panels.of(weight.bfloat16() if products.bfloat16 else weight)).to(
+                dtype
+            ),
+        )
+        logits = weights.multiply_by_head(x)
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits.double(), expected, **tolerance)
+        if products.exact:
+            assert torch.equal(weights.multiply(x, weight), products.forward_nt(x, weight))
 
 
 def test_nothing_is_multiplied_where_there_are_no_rows_columns_or_depth() -> None:

@@ -63,9 +63,10 @@ def test_prefill_and_decode_give_the_logits_of_one_forward_pass(
     rows = [torch.cat([prompts[i], more]) for i, more in zip(of_row, continuations, strict=True)]
     expected = forward_logits(model, rows)
     cache, cached = prefilled(model, prompts, of_row)
+    weights = model.prepare_decoding()
     for step in range(21):
         last = [row[len(prompts[i]) - 1 + step] for i, row in zip(of_row, rows, strict=True)]
-        logits = model.compute_logits(model.decode(torch.stack(last), cache, cached))
+        logits = model.compute_logits(model.decode(torch.stack(last), weights, cache, cached), weights)
         cached.own_lengths.add_(1)
         for i, prompt in enumerate(of_row):
             position = len(prompts[prompt]) - 1 + step

@@ -19,4 +19,11 @@ def find_products(dtype: Dtype, device: torch.device, *, exact: bool = False) ->
         if dtype == "mixed":
             raise UserError("dtype=mixed is for CPUs; on a GPU, choose bfloat16 or float32")
         return Products(exact=True) if exact else PLAIN
-    return Products(onednn=choose_products().onednn, bfloat16=dtype == "mixed", exact=exact)
+    choice = choose_products()
+    return Products(
+        onednn=choice.onednn,
+        bfloat16=dtype == "mixed",
+        # Where the processor multiplies bfloat16 numbers itself, a library does so, too.
+        packed=choice.packed and not (choice.bfloat16 and dtype != "float32"),
+        exact=exact,
+    )

@@ -3,10 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-DENSE_LENGTH = 128
-"""Longest padded length whose float32 scores are computed whole: for short sequences twice as fast on a CPU as the
-flash kernel, whose blocks they do not fill."""
-
 _MULTIPLE = 8
 """Lengths are rounded up to multiples of it, on which small matrix products are up to a third faster."""
 
@@ -18,11 +14,6 @@ class Bucket:
     sequences: tuple[int, ...]
     """Indices of the sequences."""
     length: int
-
-    @property
-    def dense(self) -> bool:
-        """Whether float32 scores are computed whole."""
-        return self.length <= DENSE_LENGTH
 
 
 def bucket_lengths(lengths: Sequence[int]) -> tuple[Bucket, ...]:

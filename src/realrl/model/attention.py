@@ -12,6 +12,7 @@ from torch.nn.attention.varlen import varlen_attn
 from realrl.layout.kv_blocks import CacheSize
 from realrl.model.autograd import apply_function
 from realrl.model.cache import PagedCache
+from realrl.model.cpu.sequence_attention import attend_backward, attend_forward
 from realrl.model.gpu.path import has_flash_attention, on_gpu
 from realrl.model.packing import Packing, PaddedHeads
 from realrl.model.paged_attention import attend_to_runs, count_run_rows
@@ -57,40 +58,53 @@ class _Unpad(Function):
 def _padded_attention(qkv: Tensor, padded: PaddedHeads) -> Tensor:
     parts = iter(_Pad.apply(qkv, padded))
     outputs = []
-    for bucket, mask in zip(padded.buckets, padded.masks, strict=True):
-        batch = len(bucket.sequences)
-        length = bucket.length
+    group = padded.heads // padded.kv_heads
+    for bucket in padded.buckets:
+        shape = (
+            len(bucket.sequences),
+            -1,
+            bucket.length,
+            qkv.shape[1] // (padded.heads + 2 * padded.kv_heads),
+        )
+        # In float32 only the kernel that keeps all scores in memory takes grouped heads.
         q, k, v = next(parts), next(parts), next(parts)
-        dim = q.shape[-1]
-        if mask is not None and q.dtype == torch.float32:
-            k = k.view(-1, length, dim)
-            v = v.view(-1, length, dim)
-            q = q.view(k.shape[0], -1, dim)
-            # Scores are not bound to a name, so they are freed once their softmax is computed.
-            output = torch.bmm(torch.baddbmm(mask, q, k.transpose(1, 2), alpha=dim**-0.5).softmax(-1), v)
-        else:
-            q, k, v = (x.view(batch, -1, length, dim) for x in (q, k, v))
-            output = _causal_attention(q, k, v)
-        outputs.append(output.reshape(-1, dim))
+        q, k, v = q.view(shape), *(x.view(shape).repeat_interleave(group, 1) for x in (k, v))
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        outputs.append(output.reshape(-1, shape[-1]))
     return _Unpad.apply(padded, *outputs)
 
 
-def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention with grouped heads. q: [B, heads, L, D]; k, v: [B, kv_heads, L, D] -> [B, heads, L, D]"""
-    group = q.shape[1] // k.shape[1]
-    if group > 1 and on_gpu(q):
-        # In float32 only the kernel that keeps all scores in memory takes grouped heads.
-        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1)
+class _SequenceAttention(Function):
+    """Attention on a CPU, which saves its output and a number for each query."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, packing: Packing, heads: int, kv_heads: int) -> Tensor:
+        ctx.sizes = heads, kv_heads, qkv.shape[1] // (heads + 2 * kv_heads), packing.max_length
+        ctx.starts = packing.starts
+        wide = qkv.float()
+        out, sums = torch.empty(len(qkv), heads * ctx.sizes[2]), torch.empty(len(qkv), heads)
+        attend_forward(len(packing.lengths) * kv_heads, wide, ctx.starts, *ctx.sizes, out, sums, claim=1)
+        out = out.to(qkv.dtype)
+        ctx.save_for_backward(qkv, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        qkv, out, sums = ctx.saved_tensors
+        grad_qkv = torch.empty(qkv.shape)
+        wide = (of.float().contiguous() for of in (qkv, out, sums, grad))
+        qkv, *others = wide
+        pieces = (len(ctx.starts) - 1) * ctx.sizes[1]
+        attend_backward(pieces, qkv, ctx.starts, *ctx.sizes, *others, grad_qkv, claim=1)
+        return grad_qkv.to(grad.dtype), None, None, None
 
 
 def _has_varlen_kernel(qkv: Tensor, dim: int) -> bool:
     """Check whether the flash kernel for packed sequences takes these heads: half precision, a multiple of 8 dims.
 
-    It needs compute capability 8.0 (Ampere); what it does not take is padded, as on a CPU.
+    It needs compute capability 8.0 (Ampere); what it does not take is padded.
     """
-    if not on_gpu(qkv) or qkv.dtype == torch.float32 or dim % 8 or dim > 256:
+    if qkv.dtype == torch.float32 or dim % 8 or dim > 256:
         return False
     return has_flash_attention(qkv.device)
 
@@ -145,6 +159,8 @@ def varlen_attention(
     """
     if exact:
         return apply_function(_ExactAttention, qkv, packing, heads, kv_heads)
+    if not on_gpu(qkv):
+        return apply_function(_SequenceAttention, qkv, packing, heads, kv_heads)
     q, k, v = split_heads(qkv, heads, kv_heads)
     if _has_varlen_kernel(qkv, q.shape[-1]):
         cu_seqlens = packing.cu_seqlens

@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from realrl.layout.limits import ADDED_ELEMENTS
 from realrl.model.autograd import apply_function
-from realrl.model.cpu.products import multiply_rows
+from realrl.model.cpu.products import Panels, multiply_rows
 from realrl.model.gpu.path import load_exact_kernels, on_gpu
 
 
@@ -24,6 +24,8 @@ class Products:
     """Whether oneDNN multiplies float32 matrices, and not what torch takes by itself, on x86 MKL."""
     bfloat16: bool = False
     """Whether operands of float32 products are rounded to bfloat16; sums are float32. Attention is left alone."""
+    packed: bool = False
+    """Whether a generate call packs weights for its decode steps, which multiply few rows."""
     exact: bool = False
     """Whether what a forward pass computes of a row is a function of the row and of weights alone, bit for bit:
     products, and attention with them. Backward passes multiply as they do otherwise."""
@@ -37,9 +39,20 @@ class Products:
             out = x.new_empty(len(x), len(weight), dtype=dtype)
             load_exact_kernels().launch_products(x.contiguous(), weight.contiguous(), out)
             return out
-        if self.bfloat16:
-            x, weight = x.bfloat16(), weight.bfloat16()
-        return multiply_rows(x, weight).to(dtype)
+        return self.multiply_packed(x, self.pack(weight)).to(dtype)
+
+    @property
+    def packs(self) -> bool:
+        """Whether decode steps on a CPU multiply with packed weights: the kernel for them is the exact one, too."""
+        return self.packed or self.exact
+
+    def pack(self, weight: Tensor) -> Panels:
+        """Pack a weight on a CPU. [M, K]"""
+        return Panels.of(weight.bfloat16() if self.bfloat16 else weight)
+
+    def multiply_packed(self, x: Tensor, panels: Panels) -> Tensor:
+        """Compute x @ weight.T as a forward pass does, without gradient. x: [N, K] -> [N, M] float32"""
+        return multiply_rows(x.bfloat16() if self.bfloat16 else x, panels)
 
     def matmul_nt(self, x: Tensor, weight: Tensor) -> Tensor:
         """Compute x @ weight.T without gradient; "nt" as in BLAS: only the second operand is transposed.

@@ -33,11 +33,6 @@ class PaddedHeads:
     pad_output_index: Tensor
     output_padding: Tensor
     unpad_output_index: Tensor
-    masks: tuple[Tensor | None, ...]
-    """Masks of the buckets whose scores may be computed whole: 0 where a query sees a key and -inf where not.
-    
-    None for longer buckets. [heads / kv_heads * L, L], float32
-    """
 
     @property
     def output_rows(self) -> list[int]:
@@ -105,6 +100,11 @@ class Packing:
         return 0 if layout is None else sum(len(b.sequences) * b.length for b in layout.buckets)
 
     @cached_property
+    def starts(self) -> Tensor:
+        """First token of each sequence, and T. [B + 1] int64"""
+        return self.cu_seqlens.long()
+
+    @cached_property
     def rows(self) -> Tensor:
         """Sequence of each token. [T]"""
         sizes = torch.tensor(self.lengths)
@@ -170,7 +170,6 @@ def _compute_padded_heads(packing: Packing, heads: int, kv_heads: int) -> Padded
     input_valid: list[Tensor] = []
     output_rows: list[Tensor] = []
     output_valid: list[Tensor] = []
-    masks: list[Tensor | None] = []
     for bucket in buckets:
         sequences = torch.tensor(bucket.sequences)
         steps = torch.arange(bucket.length)
@@ -182,10 +181,6 @@ def _compute_padded_heads(packing: Packing, heads: int, kv_heads: int) -> Padded
             input_valid.append(inside.expand(-1, count, -1).flatten())
         output_rows.append((token * heads + torch.arange(heads)[:, None]).flatten())
         output_valid.append(input_valid[-3])  # as for the queries
-        masks.append(None)
-        if bucket.dense:
-            causal = torch.full((bucket.length, bucket.length), float("-inf")).triu(1)
-            masks[-1] = causal.repeat(heads // kv_heads, 1)
 
     def invert(index: Tensor, valid: Tensor, size: int) -> Tensor:
         where = valid.nonzero().squeeze(-1)
@@ -201,11 +196,8 @@ def _compute_padded_heads(packing: Packing, heads: int, kv_heads: int) -> Padded
         "output_padding": (~is_output).nonzero().squeeze(-1),
         "unpad_output_index": invert(pad_output, is_output, tokens * heads),
     }
-    made = [mask for mask in masks if mask is not None]
-    copies = iter(copy_to_device([*index.values(), *made], packing.positions.device))
-    on_device = {name: next(copies) for name in index}
-    there = tuple(None if mask is None else next(copies) for mask in masks)
-    return PaddedHeads(heads, kv_heads, buckets, masks=there, **on_device)
+    copies = copy_to_device([*index.values()], packing.positions.device)
+    return PaddedHeads(heads, kv_heads, buckets, **dict(zip(index, copies, strict=True)))
 
 
 def _find_starts(lengths: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from realrl.layout.shard import Shard
 from realrl.model.attention import split_heads, varlen_attention
 from realrl.model.autograd import checkpoint_activations
 from realrl.model.cache import PagedCache
+from realrl.model.decode_weights import DecodeWeights
 from realrl.model.elementwise import add_rms_norm, rms_norm, swiglu
 from realrl.model.group import Group
 from realrl.model.logprobs import compute_token_logprobs, find_likeliest_tokens
@@ -25,6 +26,8 @@ from realrl.model.paged_attention import CachedRows, CachePlaces
 from realrl.model.rotary import apply_rotary_emb, build_rotary_tables, compute_inverse_frequencies
 from realrl.model.tensor_parallel import TensorParallel
 
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Function that multiplies: (x [N, K], weight [M, K], bias [M] or None) -> x @ weight.T + bias [N, M]."""
 AttentionFunction = Callable[[int, Tensor], Tensor]
 """Attention function: (layer of the stage, rotated qkv [T, C]) -> output [T, query heads * D]."""
 
@@ -53,9 +56,7 @@ class Norm:
 class Layer(nn.Module):
     """Pre-norm attention and feed-forward blocks, each added to the residual stream."""
 
-    def __init__(
-        self, shard: Shard, parameter: Callable[[Parameter], nn.Parameter | None], products: Products
-    ) -> None:
+    def __init__(self, shard: Shard, parameter: Callable[[Parameter], nn.Parameter | None]) -> None:
         """`parameter` gives the layer's parameters; None for biases and norms of heads that the family has not."""
         super().__init__()
 
@@ -68,7 +69,6 @@ class Layer(nn.Module):
         self._kv_heads = len(shard.keys)
         self._eps = shard.shape.norm_eps
         self._norm = Norm(shard.shape)
-        self._linear = partial(linear, products=products)
         self.attention_norm = require("attention_norm")
         self.attention_norm_bias = parameter("attention_norm_bias")
         self.qkv = require("qkv")
@@ -84,29 +84,45 @@ class Layer(nn.Module):
         self.down = require("down")
         self.down_bias = parameter("down_bias")
 
+    @property
+    def matrices(self) -> tuple[Tensor, ...]:
+        """Weights that rows are multiplied by."""
+        return self.qkv, self.out, self.gate_up, self.down
+
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor], Tensor], tp: TensorParallel
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Callable[[Tensor], Tensor],
+        tp: TensorParallel,
+        multiply: Multiply,
     ) -> Tensor:
         """Apply the layer. x: [T, H] -> [T, H]; cos, sin: [T, D / 2]
 
         With sequence parallelism a rank holds a part of the rows of x.
         """
         # Each intermediate result is freed once the next is computed.
-        block = tp.reduce_from_region(self._linear(attend(self.compute_qkv(x, cos, sin, tp)), self.out))
+        attended = attend(self.compute_qkv(x, cos, sin, tp, multiply))
+        block = multiply(attended, self.out, None)
+        del attended
+        block = tp.reduce_from_region(block)
         x, normed = self._norm.add(x, _add_bias(block, self.out_bias), self.mlp_norm, self.mlp_norm_bias)
         del block
-        gate_up = self._linear(tp.copy_to_region(normed), self.gate_up, self.gate_up_bias)
+        gate_up = multiply(tp.copy_to_region(normed), self.gate_up, self.gate_up_bias)
         del normed
         inner = swiglu(gate_up)
         del gate_up
-        return x + _add_bias(tp.reduce_from_region(self._linear(inner, self.down)), self.down_bias)
+        return x + _add_bias(tp.reduce_from_region(multiply(inner, self.down, None)), self.down_bias)
 
-    def compute_qkv(self, x: Tensor, cos: Tensor, sin: Tensor, tp: TensorParallel) -> Tensor:
+    def compute_qkv(
+        self, x: Tensor, cos: Tensor, sin: Tensor, tp: TensorParallel, multiply: Multiply
+    ) -> Tensor:
         """Compute queries, keys and values, heads normalised where the family does so, queries and keys rotated.
 
         -> [T, (heads + 2 kv_heads) * D]
         """
-        qkv = self._linear(
+        qkv = multiply(
             tp.copy_to_region(self._norm.normalize(x, self.attention_norm, self.attention_norm_bias)),
             self.qkv,
             self.qkv_bias,
@@ -145,6 +161,7 @@ class Transformer(nn.Module):
         self.shape = shape
         self.tensor_group = tensor_group
         self._products = products
+        self._multiply = partial(linear, products=products)
         self._norm = Norm(shape)
         self.sources: dict[str, tuple[str, ...]] = {}
         tensors: defaultdict[tuple[int | None, Parameter], list[str]] = defaultdict(list)
@@ -161,7 +178,7 @@ class Transformer(nn.Module):
             return nn.Parameter(weights(*names))
 
         self.embedding = parameter(None, "embedding")
-        self.layers = nn.ModuleList(Layer(shard, partial(parameter, i), products) for i in shard.layers)
+        self.layers = nn.ModuleList(Layer(shard, partial(parameter, i)) for i in shard.layers)
         self.norm = parameter(None, "norm")
         self.norm_bias = parameter(None, "norm_bias")
         self.lm_head = parameter(None, "lm_head")
@@ -201,7 +218,7 @@ class Transformer(nn.Module):
             )
 
         tp = TensorParallel(self.tensor_group, len(packing.positions), sequence_parallel)
-        return self._run_layers(x, packing.positions, attend, tp, recompute=recompute)
+        return self._run_layers(x, packing.positions, attend, tp, self._multiply, recompute=recompute)
 
     def prefill(self, x: Tensor, packing: Packing, cache: PagedCache, places: CachePlaces) -> Tensor | None:
         """Compute keys and values of packed sequences, and store them at their places in the cache.
@@ -222,15 +239,21 @@ class Transformer(nn.Module):
         x, cos, sin = self._enter(x, packing.positions, tp)
         count = len(self.layers) - self.shard.last
         for i, layer in enumerate(self.layers[:count]):
-            x = layer(x, cos=cos, sin=sin, attend=partial(attend, i), tp=tp)
+            x = layer(x, cos, sin, partial(attend, i), tp, self._multiply)
         if not self.shard.last:
             return x
         last = cast(Layer, self.layers[count])
-        qkv = self._repeat_kv_heads(last.compute_qkv(x, cos, sin, tp))
+        qkv = self._repeat_kv_heads(last.compute_qkv(x, cos, sin, tp, self._multiply))
         cache.store(count, *split_heads(qkv, heads, kv_heads)[1:], places)
         return None
 
-    def decode(self, x: Tensor, cache: PagedCache, rows: CachedRows) -> Tensor:
+    def prepare_decoding(self) -> DecodeWeights:
+        """Make the matrices of decode steps, which are valid until parameters change."""
+        matrices = [matrix for layer in self.layers for matrix in cast(Layer, layer).matrices]
+        head = self._head if self.shard.last else None
+        return DecodeWeights(matrices, head, self._products)
+
+    def decode(self, x: Tensor, weights: DecodeWeights, cache: PagedCache, rows: CachedRows) -> Tensor:
         """Decode the next token of every row, whose keys and values are added to the cache.
 
         x: [B] tokens on the first stage, else [B, H] -> [B, H], after the final norm on the last stage
@@ -241,7 +264,8 @@ class Transformer(nn.Module):
             return cache.attend(layer, self._repeat_kv_heads(qkv), rows, heads, exact=self._products.exact)
 
         positions = rows.prompt_lengths + rows.own_lengths
-        return self._run_layers(x, positions, attend, TensorParallel(self.tensor_group, len(x)))
+        tp = TensorParallel(self.tensor_group, len(x))
+        return self._run_layers(x, positions, attend, tp, weights.multiply)
 
     def _repeat_kv_heads(self, qkv: Tensor) -> Tensor:
         """Repeat key/value heads to one per query head where groups are uneven."""
@@ -256,6 +280,7 @@ class Transformer(nn.Module):
         positions: Tensor,
         attend: AttentionFunction,
         tp: TensorParallel,
+        multiply: Multiply,
         *,
         recompute: bool = False,
     ) -> Tensor:
@@ -264,7 +289,7 @@ class Transformer(nn.Module):
             if recompute and not x.requires_grad and layer.qkv.requires_grad:
                 # Everything before is frozen; checkpointing computes gradients only if its input requires one.
                 x = x.detach().requires_grad_(True)
-            run_layer = partial(layer, cos=cos, sin=sin, attend=partial(attend, i), tp=tp)
+            run_layer = partial(layer, cos=cos, sin=sin, attend=partial(attend, i), tp=tp, multiply=multiply)
             x = checkpoint_activations(run_layer, x) if recompute else run_layer(x)
         return x if self.norm is None else self._norm.normalize(x, self.norm, self.norm_bias)
 
@@ -294,12 +319,22 @@ class Transformer(nn.Module):
         assert table is not None, "a tied head is an embedding"
         return table
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute unscaled logits over the whole vocabulary, without gradient. hidden: [N, H] -> [N, V] float32"""
-        rows = len(self.shard.vocabulary)
-        local = self._products.matmul_nt_float32(hidden, self._table[:rows])
+    @property
+    def _head(self) -> Tensor:
+        """Matrix of the head without padding: this TP rank's rows of the vocabulary. [rows, H]"""
+        return self._table[: len(self.shard.vocabulary)]
+
+    def compute_logits(self, hidden: Tensor, weights: DecodeWeights | None = None) -> Tensor:
+        """Compute unscaled logits over the whole vocabulary, without gradient. hidden: [N, H] -> [N, V] float32
+
+        `weights`: those of decode steps, in which the head's matrix may be packed.
+        """
+        if weights is not None:
+            local = weights.multiply_by_head(hidden)
+        else:
+            local = self._products.matmul_nt_float32(hidden, self._head)
         if self.lm_head_bias is not None:
-            local += self.lm_head_bias[:rows]
+            local += self.lm_head_bias[: local.shape[1]]
         if self.shard.tp == 1:
             return local
         return self.tensor_group.gather_columns(local, self.shape.vocab_size)

@@ -91,7 +91,7 @@ def make_step(device: torch.device, **sampling: object) -> tuple[DecodeStep, Row
     settings = GenerationConfig.model_validate(sampling)
     sampler = Sampler(settings, temperature=1.0, stop_token_ids=(3, 4), device=device)
     buffers = RowBuffers(16, longest_prompt=40, new_tokens=50, steps=GPU_STEPS, device=device, mirrored=True)
-    return DecodeStep(model, cache, sampler), buffers
+    return DecodeStep(model, model.transformer.prepare_decoding(), cache, sampler), buffers
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,6 +25,8 @@ class ProductChoice:
     """Whether oneDNN is clearly faster than what torch takes by itself."""
     bfloat16: bool = False
     """Whether rounding operands to bfloat16 is clearly faster than either, as with AMX."""
+    packed: bool = False
+    """Whether our own kernel is clearly faster in decode steps, with weights packed before."""
 
 
 def find_processor_name() -> str:
@@ -78,7 +80,7 @@ def _kept_file() -> Path:
 def _read(file: Path) -> ProductChoice | None:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        return ProductChoice(onednn=content["onednn"] is True, bfloat16=content["bfloat16"] is True)
+        return ProductChoice(**{field.name: content[field.name] is True for field in fields(ProductChoice)})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

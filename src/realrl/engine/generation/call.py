@@ -17,6 +17,7 @@ from realrl.layout.kv_blocks import (
     size_cache,
 )
 from realrl.model.cache import PagedCache
+from realrl.model.decode_weights import DecodeWeights
 from realrl.recipe.settings import GenerationConfig
 
 
@@ -25,6 +26,8 @@ class GenerateCall:
     """Rows, cache and sampling of a generate call on one rank."""
 
     model: Model
+    weights: DecodeWeights
+    """Matrices of decode steps."""
     prompts: Ragged
     """Prompts by number, on the CPU."""
     keys: Sequence[int]
@@ -78,6 +81,7 @@ class GenerateCall:
         noise = SamplingNoise(seed)
         return cls(
             model=model,
+            weights=model.transformer.prepare_decoding(),
             prompts=prompts.to(torch.device("cpu")),
             keys=noise.make_keys(torch.tensor(ids)).tolist(),
             noise=noise,

@@ -36,7 +36,7 @@ class DecodeBatch:
             device=call.model.device,
             mirrored=call.on_gpu,
         )
-        step = DecodeStep(call.model, call.cache, call.sampler)
+        step = DecodeStep(call.model, call.weights, call.cache, call.sampler)
         self._step: DecodeStep | StepGraphs = StepGraphs(step) if call.on_gpu else step
         self._width = 0
         self._rows = self._buffers.view(0)

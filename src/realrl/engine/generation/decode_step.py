@@ -6,6 +6,7 @@ from realrl.engine.generation.row_buffers import BufferedRows
 from realrl.engine.generation.sampler import Sampler
 from realrl.engine.model import Model
 from realrl.model.cache import PagedCache
+from realrl.model.decode_weights import DecodeWeights
 
 
 class DecodeStep:
@@ -14,8 +15,9 @@ class DecodeStep:
     Shapes depend on the number of rows alone, and nothing waits for the device.
     """
 
-    def __init__(self, model: Model, cache: PagedCache, sampler: Sampler) -> None:
+    def __init__(self, model: Model, weights: DecodeWeights, cache: PagedCache, sampler: Sampler) -> None:
         self._model = model
+        self._weights = weights
         self._cache = cache
         self._sampler = sampler
 
@@ -26,10 +28,11 @@ class DecodeStep:
         """
         transformer = self._model.transformer
         x = rows.tokens if hidden is None else hidden
-        x = transformer.decode(x, self._cache, rows.cached)
+        x = transformer.decode(x, self._weights, self._cache, rows.cached)
         if not self._model.shard.last:
             return x
         noise = rows.noise.index_select(0, rows.step).squeeze(0)
-        tokens, logprobs = self._sampler.sample(transformer.compute_logits(x), rows.cached.own_lengths, noise)
+        logits = transformer.compute_logits(x, self._weights)
+        tokens, logprobs = self._sampler.sample(logits, rows.cached.own_lengths, noise)
         rows.advance(tokens, logprobs)
         return tokens

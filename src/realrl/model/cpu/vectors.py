@@ -64,16 +64,20 @@ def _find(context: Any, builder: Any, kind: Any, where: Any, index: Any) -> Any:
     return builder.gep(where, [index])
 
 
+def _load(builder: Any, kind: Any, place: Any) -> Any:
+    """Load a vector of float32, or of bfloat16 as uint16, from an address."""
+    if kind == types.float32:
+        return builder.load(builder.bitcast(place, _VECTOR.as_pointer()), align=4)
+    narrow = builder.load(builder.bitcast(place, _SHORTS.as_pointer()), align=2)
+    return builder.bitcast(builder.shl(builder.zext(narrow, _INTS), _repeat(_INT, 16)), _VECTOR)
+
+
 @intrinsic
 def load_vector(context, where, index):  # type: ignore[no-untyped-def]
     """Load the numbers from where[index] on: float32, or bfloat16 as uint16. `where`: array or pointer."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        place = _find(context, builder, where, *arguments)
-        if where.dtype == types.float32:
-            return builder.load(builder.bitcast(place, _VECTOR.as_pointer()), align=4)
-        narrow = builder.load(builder.bitcast(place, _SHORTS.as_pointer()), align=2)
-        return builder.bitcast(builder.shl(builder.zext(narrow, _INTS), _repeat(_INT, 16)), _VECTOR)
+        return _load(builder, where.dtype, _find(context, builder, where, *arguments))
 
     return vector(where, index), generate
 
@@ -205,6 +209,17 @@ def larger(context, a, b):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def smaller(context, a, b):  # type: ignore[no-untyped-def]
+    """Choose the smaller of a and b in each lane; a where one is NaN."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        a, b = arguments
+        return builder.select(builder.fcmp_ordered("<", b, a), b, a)
+
+    return vector(vector, vector), generate
+
+
+@intrinsic
 def keep_first(context, a, count):  # type: ignore[no-untyped-def]
     """Set all but the first `count` numbers to -inf."""
 
@@ -295,3 +310,45 @@ def exp2(context, a):  # type: ignore[no-untyped-def]
 def zeros() -> Any:
     """Make a vector of zeros."""
     return fill(np.float32(0.0))
+
+
+def make_panel_product(rows: int, *, adds: bool = False) -> Any:
+    """Make a function for kernels: the product of so many rows with a panel, whose sums stay in registers.
+
+    multiply(x, at_x, x_stride, x_step, panel, at_panel, depth, out, at_out, out_stride) computes, for each row r,
+    out[at_out + r * out_stride + lane] = sum over k of x[at_x + r * x_stride + k * x_step] * panel[at_panel +
+    k * LANES + lane], in the order of k, each step fused; if it `adds`, the sum begins with what is in `out`. x and
+    out: pointers to float32 or arrays, panel: the same, or pointer to uint16 as bfloat16.
+    """
+
+    @intrinsic
+    def multiply(  # type: ignore[no-untyped-def]
+        context, x, at_x, x_stride, x_step, panel, at_panel, depth, out, at_out, out_stride
+    ):
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            values, at_x, x_stride, x_step, weights, at_panel, depth, results, at_out, out_stride = arguments
+            places = []
+            sums = []
+            for r in range(rows):
+                at = builder.add(at_out, builder.mul(out_stride, out_stride.type(r)))
+                place = builder.bitcast(_find(context, builder, out, results, at), _VECTOR.as_pointer())
+                begin = builder.load(place, align=4) if adds else _repeat(_FLOAT, 0.0)
+                places.append(place)
+                sums.append(cgutils.alloca_once_value(builder, begin))
+            starts = [builder.add(at_x, builder.mul(x_stride, x_stride.type(r))) for r in range(rows)]
+            with cgutils.for_range(builder, depth) as loop:
+                at = builder.add(at_panel, builder.mul(loop.index, at_panel.type(LANES)))
+                weight = _load(builder, panel.dtype, _find(context, builder, panel, weights, at))
+                ahead = builder.mul(loop.index, x_step)
+                for start, total in zip(starts, sums, strict=True):
+                    number = builder.load(_find(context, builder, x, values, builder.add(start, ahead)))
+                    step = (_fill(builder, number), weight, builder.load(total))
+                    builder.store(_call(builder, "llvm.fma.v16f32", _VECTOR, *step), total)
+            for place, total in zip(places, sums, strict=True):
+                builder.store(builder.load(total), place, align=4)
+            return context.get_dummy_value()
+
+        arguments = (x, at_x, x_stride, x_step, panel, at_panel, depth, out, at_out, out_stride)
+        return types.void(*arguments), generate
+
+    return multiply

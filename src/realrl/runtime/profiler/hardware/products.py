@@ -8,51 +8,86 @@ prints the fastest as JSON, for `realrl.config.machine.processor`.
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 
 import torch
+from torch import Tensor
 
 from realrl.config.machine.processor import ProductChoice
 from realrl.model.ops import Products
 
 _SHAPES = ((1024, 256, 1024), (2048, 768, 2048), (64, 512, 2048))
 """Rows, inputs and outputs: micro-batches of small models, and a decode step."""
+_FEW_ROWS = ((64, 256, 1024), (64, 768, 2048), (16, 512, 2048))
+"""The same of decode steps."""
+_WEIGHTS = 1 << 21
+"""Elements of the weights that take turns, at least: decode steps do not find theirs in a cache."""
 _CLEARLY = 1.2
 """Ratio from which a way counts as faster: less is within what machines vary by."""
+_PACKED = 1.1
+"""The same of packed weights, whose advantage grows with threads: each takes the next panel when one is done."""
 _SECONDS = 0.08
 """Time per way and shape."""
+
+Multiply = Callable[[Tensor], Tensor]
+"""Product with a weight that it knows. [N, K] -> [N, M]"""
 
 
 def compare_products() -> ProductChoice:
     """Measure each way in turns, and choose."""
-    if not torch.backends.mkldnn.is_available():
-        return ProductChoice()
     # One thread's processor time is what it is on a busy machine, too.
     torch.set_num_threads(1)
-    plain, other, rounded = Products(), Products(onednn=True), Products(bfloat16=True)
-    onednn = _compare(other, plain) > _CLEARLY
-    return ProductChoice(onednn=onednn, bfloat16=_compare(rounded, other if onednn else plain) > _CLEARLY)
+    if not torch.backends.mkldnn.is_available():
+        return ProductChoice(packed=_compare(_pack, _use(Products()), _FEW_ROWS) > _PACKED)
+    plain, other, rounded = (
+        _use(products) for products in (Products(), Products(onednn=True), Products(bfloat16=True))
+    )
+    onednn = _compare(other, plain, _SHAPES) > _CLEARLY
+    fastest = other if onednn else plain
+    return ProductChoice(
+        onednn=onednn,
+        bfloat16=_compare(rounded, fastest, _SHAPES) > _CLEARLY,
+        packed=_compare(_pack, fastest, _FEW_ROWS) > _PACKED,
+    )
 
 
-def _compare(way: Products, beside: Products) -> float:
+def _use(products: Products) -> Callable[[Tensor], Multiply]:
+    return lambda weight: lambda x: products.matmul_nt(x, weight)
+
+
+def _pack(weight: Tensor) -> Multiply:
+    products = Products(packed=True)
+    panels = products.pack(weight)
+    return lambda x: products.multiply_packed(x, panels)
+
+
+def _compare(
+    way: Callable[[Tensor], Multiply],
+    beside: Callable[[Tensor], Multiply],
+    shapes: Sequence[tuple[int, int, int]],
+) -> float:
     """Measure how many times as fast a way is, as the geometric mean over shapes."""
     logs = []
-    for rows, inputs, outputs in _SHAPES:
-        x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
+    for rows, inputs, outputs in shapes:
+        x = torch.randn(rows, inputs)
+        weights = [torch.randn(outputs, inputs) for _ in range(-(-_WEIGHTS // (inputs * outputs)))]
+        sides = [[make(weight) for weight in weights] for make in (way, beside)]
+        for products in sides:  # what is loaded or compiled at the first call
+            products[0](x)
         fastest = [math.inf, math.inf]
         end = time.thread_time() + 2 * _SECONDS
         while time.thread_time() < end or math.inf in fastest:
-            for i, products in enumerate((way, beside)):
-                fastest[i] = min(fastest[i], _time(partial(products.matmul_nt, x, weight)))
+            for i, products in enumerate(sides):
+                fastest[i] = min(fastest[i], _time(products, x))
         logs.append(math.log(fastest[1] / fastest[0]))
     return math.exp(sum(logs) / len(logs))
 
 
-def _time(run: Callable[[], object]) -> float:
+def _time(products: Sequence[Multiply], x: Tensor) -> float:
     start = time.thread_time()
-    run()
+    for multiply in products:
+        multiply(x)
     return time.thread_time() - start
 
 

@@ -13,7 +13,6 @@ from realrl.engine.model import Model
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import TensorSpec
-from realrl.layout.padding import DENSE_LENGTH
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
 from realrl.planner.profile.profile import LayerKind, Measurement
 from realrl.planner.workload.shard_sizes import LocalSizes
@@ -78,7 +77,7 @@ class ShapeMeasurements:
             yield from (row for row in alike if row is not None)
 
     def _calls(self, tp: int) -> Iterator[ShapeRow]:
-        yield from self._passes("scalar", tp, self.sizes.passes(DENSE_LENGTH))
+        yield from self._passes("scalar", tp, self.sizes.passes(128))
         yield from self._passes("lm", tp, self.sizes.few_passes())
         yield from self._starts(tp)
         yield from self._turns(tp)

@@ -1,0 +1,321 @@
+"""Causal attention within packed sequences and its gradient, on a CPU, without padding and without whole scores.
+
+A piece of work is a key/value head of a sequence, for all query heads that read it. Scores are computed for some
+queries and some keys at a time, and their softmax is combined as they come, as in FlashAttention (Dao et al., arXiv
+2205.14135; backward pass: section B.2 there), so that they stay in a cache. All sums of products go through one
+kernel of matrix products (`vectors.make_panel_product`), for which keys and values are packed once per piece.
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from realrl.model.cpu import vectors
+from realrl.model.cpu.products import REGISTER_ROWS
+from realrl.model.cpu.rows import Work, claim, float_pointer, int_row, number, row_kernel, row_stride
+from realrl.model.cpu.vectors import LANES, fill, load_vector, make_panel_product, store_vector
+
+_QUERIES = 48
+"""Queries of a tile of scores: a multiple of the rows that are multiplied at a time."""
+_KEYS = 256
+"""Keys of a tile: it takes 48 KiB, and another one in backward passes."""
+_LOG2_E = np.float32(1.44269504)
+
+_multiply_most = make_panel_product(REGISTER_ROWS)
+_multiply_two = make_panel_product(2)
+_multiply_one = make_panel_product(1)
+_add_most = make_panel_product(REGISTER_ROWS, adds=True)
+_add_two = make_panel_product(2, adds=True)
+_add_one = make_panel_product(1, adds=True)
+
+
+@numba.njit(inline="always")
+def _multiply(
+    rows: int,
+    x: Any,
+    at_x: int,
+    stride: int,
+    panel: Any,
+    at_panel: int,
+    depth: int,
+    out: Any,
+    at_out: int,
+    out_stride: int,
+) -> None:
+    """Multiply any number of rows, whose numbers are neighbours, with a panel."""
+    i = 0
+    while rows - i >= REGISTER_ROWS:
+        to = at_out + i * out_stride
+        _multiply_most(x, at_x + i * stride, stride, 1, panel, at_panel, depth, out, to, out_stride)
+        i += REGISTER_ROWS
+    while rows - i >= 2:
+        to = at_out + i * out_stride
+        _multiply_two(x, at_x + i * stride, stride, 1, panel, at_panel, depth, out, to, out_stride)
+        i += 2
+    if i < rows:
+        to = at_out + i * out_stride
+        _multiply_one(x, at_x + i * stride, stride, 1, panel, at_panel, depth, out, to, out_stride)
+
+
+@numba.njit(inline="always")
+def _add(
+    rows: int,
+    x: Any,
+    at_x: int,
+    stride: int,
+    step: int,
+    panel: Any,
+    at_panel: int,
+    depth: int,
+    out: Any,
+    at_out: int,
+    out_stride: int,
+) -> None:
+    """Add the product of rows with a panel to `out`."""
+    i = 0
+    while rows - i >= REGISTER_ROWS:
+        to = at_out + i * out_stride
+        _add_most(x, at_x + i * stride, stride, step, panel, at_panel, depth, out, to, out_stride)
+        i += REGISTER_ROWS
+    while rows - i >= 2:
+        to = at_out + i * out_stride
+        _add_two(x, at_x + i * stride, stride, step, panel, at_panel, depth, out, to, out_stride)
+        i += 2
+    if i < rows:
+        to = at_out + i * out_stride
+        _add_one(x, at_x + i * stride, stride, step, panel, at_panel, depth, out, to, out_stride)
+
+
+@numba.njit(inline="always")
+def _pack_by_dim(x: Any, at: int, stride: int, length: int, dim: int, panels: Any) -> None:
+    """Pack rows as panels for products over dims. -> [blocks of 16 rows, dim, 16], 0 beyond the last row"""
+    for t in range(0, length, LANES):
+        count = min(LANES, length - t)
+        for lane in range(LANES):
+            begin = t * dim + lane
+            if lane < count:
+                start = at + (t + lane) * stride
+                for d in range(dim):
+                    panels[begin + d * LANES] = x[start + d]
+            else:
+                for d in range(dim):
+                    panels[begin + d * LANES] = np.float32(0.0)
+
+
+@numba.njit(inline="always")
+def _pack_by_row(x: Any, at: int, stride: int, length: int, dim: int, height: int, panels: Any) -> None:
+    """Pack rows as panels for products over rows. -> [blocks of 16 dims, height, 16], 0 beyond rows and dims"""
+    for c in range(0, dim, LANES):
+        count = min(LANES, dim - c)
+        for t in range((length + LANES - 1) // LANES * LANES):
+            place = c * height + t * LANES
+            start = at + t * stride + c
+            for lane in range(LANES):
+                panels[place + lane] = x[start + lane] if t < length and lane < count else np.float32(0.0)
+
+
+@numba.njit(inline="always")
+def _weigh(
+    scores: Any, first: int, seen: int, keys: int, scale: np.float32, query: int, tops: Any, totals: Any
+) -> Any:
+    """Turn a query's scores in a tile into weights, relative to the largest so far; 0 beyond the keys that it sees.
+
+    Returns the factor for what was summed with weights before.
+    """
+    blocks = (seen + LANES - 1) // LANES
+    last = first + (blocks - 1) * LANES
+    store_vector(scores, last, vectors.keep_first(load_vector(scores, last), seen - (blocks - 1) * LANES))
+    best = load_vector(scores, first)
+    for j in range(1, blocks):
+        best = vectors.larger(best, load_vector(scores, first + j * LANES))
+    top = max(tops[query], vectors.find_maximum(best) * scale)
+    factor = vectors.exp2(fill(tops[query] - top))
+    total = vectors.zeros()
+    steep, shift = fill(scale), fill(-top)
+    for j in range(blocks):
+        exponents = vectors.multiply_add(load_vector(scores, first + j * LANES), steep, shift)
+        # Rounding may lead above 0, where powers are not computed.
+        weights = vectors.exp2(vectors.smaller(exponents, vectors.zeros()))
+        store_vector(scores, first + j * LANES, weights)
+        total = vectors.add(total, weights)
+    for j in range(blocks, (keys + LANES - 1) // LANES):
+        store_vector(scores, first + j * LANES, vectors.zeros())
+    tops[query] = top
+    totals[query] = totals[query] * vectors.find_first(factor) + vectors.add_up(total)
+    return factor
+
+
+@row_kernel(outputs=2)
+def attend_forward(work: Work) -> None:
+    """Attend from each token to itself and those before it in its sequence.
+
+    Rows of work are the key/value heads of sequences. Arguments: qkv [T, (heads + 2 kv_heads) * D], first token of
+    each sequence and T, heads, kv_heads, D, tokens of the longest sequence -> out [T, heads * D], and the logarithm
+    to base 2 of each query's sum of exponentials [T, heads].
+    """
+    qkv, out, sums = float_pointer(work, 0), float_pointer(work, 6), float_pointer(work, 7)
+    starts = int_row(work, 1, 0)
+    heads, kv_heads, dim = int(number(work, 2)), int(number(work, 3)), int(number(work, 4))
+    height = (int(number(work, 5)) + LANES - 1) // LANES * LANES
+    stride, out_stride, sums_stride = row_stride(work, 0), row_stride(work, 6), row_stride(work, 7)
+    group = heads // kv_heads
+    padded = (dim + LANES - 1) // LANES * LANES
+    scale = _LOG2_E / np.sqrt(np.float32(dim))
+    keys_by_dim = np.empty(height * dim, np.float32)
+    values_by_row = np.empty(height * padded, np.float32)
+    scores = np.empty(_QUERIES * _KEYS, np.float32)
+    outputs = np.empty(_QUERIES * padded, np.float32)
+    tops, totals = np.empty(_QUERIES, np.float32), np.empty(_QUERIES, np.float32)
+    first, last = claim(work)
+    while first < last:
+        for item in range(first, last):
+            begin, kv_head = starts[item // kv_heads], item % kv_heads
+            length = starts[item // kv_heads + 1] - begin
+            at_k = begin * stride + (heads + kv_head) * dim
+            _pack_by_dim(qkv, at_k, stride, length, dim, keys_by_dim)
+            _pack_by_row(qkv, at_k + kv_heads * dim, stride, length, dim, height, values_by_row)
+            for head in range(kv_head * group, (kv_head + 1) * group):
+                for i in range(0, length, _QUERIES):
+                    rows = min(_QUERIES, length - i)
+                    at_q = (begin + i) * stride + head * dim
+                    outputs[: rows * padded] = np.float32(0.0)
+                    tops[:rows] = -np.inf
+                    totals[:rows] = np.float32(0.0)
+                    for j in range(0, i + rows, _KEYS):
+                        keys = min(_KEYS, i + rows - j)
+                        for t in range(0, keys, LANES):
+                            _multiply(
+                                rows, qkv, at_q, stride, keys_by_dim, (j + t) * dim, dim, scores, t, _KEYS
+                            )
+                        for r in range(rows):
+                            seen = min(keys, i + r + 1 - j)
+                            if seen > 0:
+                                factor = _weigh(scores, r * _KEYS, seen, keys, scale, r, tops, totals)
+                                for c in range(r * padded, (r + 1) * padded, LANES):
+                                    store_vector(
+                                        outputs, c, vectors.multiply(load_vector(outputs, c), factor)
+                                    )
+                            else:
+                                for t in range(0, keys, LANES):
+                                    store_vector(scores, r * _KEYS + t, vectors.zeros())
+                        for c in range(0, padded, LANES):
+                            at_v = c * height + j * LANES
+                            _add(rows, scores, 0, _KEYS, 1, values_by_row, at_v, keys, outputs, c, padded)
+                    for r in range(rows):
+                        token = begin + i + r
+                        share = np.float32(1.0) / totals[r]
+                        to = token * out_stride + head * dim
+                        for d in range(dim):
+                            out[to + d] = outputs[r * padded + d] * share
+                        sums[token * sums_stride + head] = tops[r] + np.float32(np.log2(totals[r]))
+        first, last = claim(work)
+
+
+@row_kernel(outputs=1)
+def attend_backward(work: Work) -> None:
+    """Compute the gradient of `attend_forward`.
+
+    Rows of work are the same. Arguments: qkv, first token of each sequence and T, heads, kv_heads, D, tokens of the
+    longest sequence, what was returned as out and sums, gradient of out [T, heads * D] -> gradient of qkv.
+    """
+    qkv, starts = float_pointer(work, 0), int_row(work, 1, 0)
+    heads, kv_heads, dim = int(number(work, 2)), int(number(work, 3)), int(number(work, 4))
+    longest = int(number(work, 5))
+    out, sums, grad_out, grad = (
+        float_pointer(work, 6),
+        float_pointer(work, 7),
+        float_pointer(work, 8),
+        float_pointer(work, 9),
+    )
+    stride, out_stride, sums_stride = row_stride(work, 0), row_stride(work, 6), row_stride(work, 7)
+    grad_out_stride, grad_stride = row_stride(work, 8), row_stride(work, 9)
+    group = heads // kv_heads
+    height = (longest + LANES - 1) // LANES * LANES
+    padded = (dim + LANES - 1) // LANES * LANES
+    share = np.float32(1.0) / np.sqrt(np.float32(dim))
+    scale = _LOG2_E * share
+    keys_by_dim, values_by_dim = np.empty(height * dim, np.float32), np.empty(height * dim, np.float32)
+    keys_by_row = np.empty(height * padded, np.float32)
+    queries_by_row, grads_by_row = (
+        np.empty(height * padded, np.float32),
+        np.empty(height * padded, np.float32),
+    )
+    grad_k, grad_v = np.empty(height * padded, np.float32), np.empty(height * padded, np.float32)
+    grad_q = np.empty(_QUERIES * padded, np.float32)
+    weights, changes = np.empty(_QUERIES * _KEYS, np.float32), np.empty(_QUERIES * _KEYS, np.float32)
+    first, last = claim(work)
+    while first < last:
+        for item in range(first, last):
+            begin, kv_head = starts[item // kv_heads], item % kv_heads
+            length = starts[item // kv_heads + 1] - begin
+            at_k = begin * stride + (heads + kv_head) * dim
+            at_v = at_k + kv_heads * dim
+            _pack_by_dim(qkv, at_k, stride, length, dim, keys_by_dim)
+            _pack_by_dim(qkv, at_v, stride, length, dim, values_by_dim)
+            _pack_by_row(qkv, at_k, stride, length, dim, height, keys_by_row)
+            grad_k[: length * padded] = np.float32(0.0)
+            grad_v[: length * padded] = np.float32(0.0)
+            for head in range(kv_head * group, (kv_head + 1) * group):
+                at_head = begin * grad_out_stride + head * dim
+                _pack_by_row(qkv, begin * stride + head * dim, stride, length, dim, height, queries_by_row)
+                _pack_by_row(grad_out, at_head, grad_out_stride, length, dim, height, grads_by_row)
+                for i in range(0, length, _QUERIES):
+                    rows = min(_QUERIES, length - i)
+                    at_q = (begin + i) * stride + head * dim
+                    at_grad = at_head + i * grad_out_stride
+                    grad_q[: rows * padded] = np.float32(0.0)
+                    for j in range(0, i + rows, _KEYS):
+                        keys = min(_KEYS, i + rows - j)
+                        for t in range(0, keys, LANES):
+                            at = (j + t) * dim
+                            _multiply(rows, qkv, at_q, stride, keys_by_dim, at, dim, weights, t, _KEYS)
+                            _multiply(
+                                rows,
+                                grad_out,
+                                at_grad,
+                                grad_out_stride,
+                                values_by_dim,
+                                at,
+                                dim,
+                                changes,
+                                t,
+                                _KEYS,
+                            )
+                        for r in range(rows):
+                            token = begin + i + r
+                            at_out, at_given = token * out_stride + head * dim, at_grad + r * grad_out_stride
+                            mean = np.float32(0.0)
+                            for d in range(dim):
+                                mean += out[at_out + d] * grad_out[at_given + d]
+                            shift = fill(-sums[token * sums_stride + head])
+                            seen = i + r + 1 - j
+                            for t in range(0, keys, LANES):
+                                at = r * _KEYS + t
+                                scores = vectors.keep_first(load_vector(weights, at), max(0, seen - t))
+                                exponents = vectors.multiply_add(scores, fill(scale), shift)
+                                weight = vectors.exp2(vectors.smaller(exponents, vectors.zeros()))
+                                change = vectors.subtract(load_vector(changes, at), fill(mean))
+                                store_vector(weights, at, weight)
+                                store_vector(
+                                    changes,
+                                    at,
+                                    vectors.multiply(weight, vectors.multiply(change, fill(share))),
+                                )
+                        for c in range(0, padded, LANES):
+                            at = c * height + i * LANES
+                            to = j * padded + c
+                            _add(keys, weights, 0, 1, _KEYS, grads_by_row, at, rows, grad_v, to, padded)
+                            _add(keys, changes, 0, 1, _KEYS, queries_by_row, at, rows, grad_k, to, padded)
+                            at = c * height + j * LANES
+                            _add(rows, changes, 0, _KEYS, 1, keys_by_row, at, keys, grad_q, c, padded)
+                    for r in range(rows):
+                        to = (begin + i + r) * grad_stride + head * dim
+                        for d in range(dim):
+                            grad[to + d] = grad_q[r * padded + d]
+            for t in range(length):
+                to = (begin + t) * grad_stride + (heads + kv_head) * dim
+                for d in range(dim):
+                    grad[to + d] = grad_k[t * padded + d]
+                    grad[to + kv_heads * dim + d] = grad_v[t * padded + d]
+        first, last = claim(work)

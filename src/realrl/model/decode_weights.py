@@ -1,0 +1,37 @@
+"""Matrices of a shard as decode steps multiply by them."""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from realrl.model.ops import Products, linear
+
+
+class DecodeWeights:
+    """Matrices of a shard while a generate call runs: packed where products of few rows are faster so, or exact.
+
+    They do not follow changes of the parameters.
+    """
+
+    def __init__(self, weights: Iterable[Tensor], head: Tensor | None, products: Products) -> None:
+        """`weights`: matrices of layers, as `multiply` gets them; `head`: that of the logits, on the last stage."""
+        self._products = products
+        self._head = head
+        packs = products.packs and (head is None or head.device.type == "cpu")
+        self._panels = {id(weight): products.pack(weight) for weight in weights} if packs else {}
+        self._packed_head = products.pack(head) if packs and head is not None else None
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute x @ weight.T + bias. x: [N, K], weight: [M, K], bias: [M] -> [N, M]"""
+        panels = self._panels.get(id(weight))
+        if panels is None:
+            return linear(x, weight, bias, self._products)
+        out = self._products.multiply_packed(x, panels)
+        return (out if bias is None else out.add_(bias)).to(x.dtype)
+
+    def multiply_by_head(self, hidden: Tensor) -> Tensor:
+        """Compute logits without bias: hidden @ head.T. [N, H] -> [N, rows of the head] float32"""
+        assert self._head is not None, "only a language model's last stage has a vocabulary"
+        if self._packed_head is None:
+            return self._products.matmul_nt_float32(hidden, self._head)
+        return self._products.multiply_packed(hidden, self._packed_head)
