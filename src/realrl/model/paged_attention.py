@@ -18,6 +18,9 @@ from realrl.model.gpu.path import load_exact_kernels, on_gpu
 RUN_QUERIES = 16
 """Most queries of a run, unless more heads share a key: the least that a GPU's tensor cores multiply."""
 
+_PROMPTS_PER_THREAD = 4
+"""Prompts per thread from which on a thread takes whole ones: the last one that is left does not take long then."""
+
 
 @dataclass(frozen=True, eq=False)
 class CachePlaces:
@@ -122,8 +125,9 @@ def _attend_on_cpu(qkv: Tensor, k: Tensor, v: Tensor, rows: CachedRows, heads: i
     if k.dtype == torch.bfloat16:
         kernel = attend_bfloat16
         pools = [pool.view(torch.int16) for pool in pools]
+    prompts = len(rows.prompt_starts) - 1
     kernel(
-        (len(rows.prompt_starts) - 1) * kv_heads,
+        prompts * kv_heads,
         qkv.float(),
         *pools,
         rows.prompt_tables,
@@ -136,9 +140,15 @@ def _attend_on_cpu(qkv: Tensor, k: Tensor, v: Tensor, rows: CachedRows, heads: i
         dim,
         rows.most,
         out,
-        claim=1,
+        claim=_claim_heads(prompts, kv_heads),
     )
     return out.to(qkv.dtype)
+
+
+def _claim_heads(prompts: int, kv_heads: int) -> int:
+    """Count the heads of prompts that a thread takes at a time: all of a prompt, whose keys lie side by side, but
+    where that leaves threads without work."""
+    return kv_heads if prompts >= _PROMPTS_PER_THREAD * torch.get_num_threads() else 1
 
 
 def count_run_rows(heads: int, kv_heads: int) -> int:

@@ -1,10 +1,12 @@
 """Sampling: noise that depends on what is drawn, and the distribution it draws from."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from realrl.engine.generation.nucleus import keep_top_p
-from realrl.engine.generation.sampler import Sampler, choose_tokens
+from realrl.engine.generation.sampler import Sampler, choose_tokens, choose_tokens_on_gpu
 from realrl.engine.generation.sampling import SamplingNoise, SamplingSeed
 from realrl.recipe.settings import GenerationConfig
 
@@ -132,15 +134,20 @@ def test_top_p_keeps_what_sorting_keeps(vocabulary: int, share: float) -> None:
         assert torch.equal(keep_top_p(probabilities, share), restrict_by_sorting(probabilities, share))
 
 
-def test_tokens_are_those_at_which_the_cumulative_sum_exceeds_the_noise() -> None:
+@pytest.mark.parametrize("choose", [choose_tokens, choose_tokens_on_gpu])
+@pytest.mark.parametrize(("vocabulary", "last"), [(700, 690), (640, 640), (640, 500), (7, 6)])
+def test_tokens_are_those_at_which_the_cumulative_sum_exceeds_the_noise(
+    vocabulary: int, last: int, choose: Callable
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    weights = torch.randint(0, 4, (400, 700), generator=generator).float()  # with sums that are exact
-    weights[:, 690:] = 0
+    weights = torch.randint(0, 4, (400, vocabulary), generator=generator).float()  # with sums that are exact
+    weights[:, 0] = 1
+    weights[:, last:] = 0
     noise = torch.randint(0, 1024, (400,), generator=generator).double() / 1024
     until = weights.double().cumsum(-1)
     expected = (until <= noise[:, None] * until[:, -1:]).sum(-1)
-    assert torch.equal(choose_tokens(weights, noise), expected)
-    highest = choose_tokens(weights, torch.full((400,), 1 - 2.0**-53, dtype=torch.float64))
+    assert torch.equal(choose(weights, noise), expected)
+    highest = choose(weights, torch.full((400,), 1 - 2.0**-53, dtype=torch.float64))
     assert (weights.gather(1, highest[:, None]) > 0).all()
 
 

@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realrl.engine.generation.nucleus import keep_top_k, keep_top_p
+from realrl.model.cpu.choice import choose_tokens_on_cpu
+from realrl.model.gpu.path import on_gpu
 from realrl.model.logprobs import compute_logprobs
 from realrl.recipe.settings import GenerationConfig
 
@@ -66,7 +68,14 @@ def _scale(logits: Tensor, temperature: float) -> Tensor:
 def choose_tokens(probabilities: Tensor, noise: Tensor) -> Tensor:
     """Choose the token at which the cumulative sum of probabilities exceeds noise times their sum.
 
-    probabilities: [B, V], not normalised, noise: [B] in [0, 1), float64 -> [B] int64
+    probabilities: [B, V] float32, not normalised, noise: [B] in [0, 1), float64 -> [B] int64
+    """
+    choose = choose_tokens_on_gpu if on_gpu(probabilities) else choose_tokens_on_cpu
+    return choose(probabilities, noise)
+
+
+def choose_tokens_on_gpu(probabilities: Tensor, noise: Tensor) -> Tensor:
+    """Compute `choose_tokens` without waiting for the device.
 
     Sums are those of blocks of tokens, and then those within one block, so that few numbers are in float64.
     """

@@ -142,6 +142,12 @@ def bfloat16_pointer(work: Work, argument: int) -> Any:
 
 
 @numba.njit(inline="always")
+def as_float64(word: int) -> float:
+    """Read the bits of a float64 number, which is how kernels get rows of them."""
+    return _as_float64(word)
+
+
+@numba.njit(inline="always")
 def number(work: Work, argument: int) -> np.float32:
     """Read an argument that is a number."""
     return np.float32(_as_float64(work[_ARGUMENTS + _WORDS * argument]))
@@ -177,18 +183,18 @@ def count_claims(rows: Tensor) -> int:
 
 
 _DTYPES = (torch.float32, torch.int64, torch.int16)
+_TENSOR, _NUMBER, _HEADER = struct.Struct("3q"), struct.Struct("d2q"), struct.Struct("3q")
 
 
 def _pack(argument: Tensor | float) -> bytes:
-    if isinstance(argument, Tensor):
-        assert argument.dtype in _DTYPES and argument.device.type == "cpu", argument
-        if argument.dim() == 1:  # one row, the same for every index
-            assert argument.stride(0) == 1 or len(argument) < 2, "elements of a row lie side by side"
-            return struct.pack("3q", argument.data_ptr(), 0, len(argument))
-        rows, width = argument.shape
-        assert width < 2 or argument.stride(1) == 1, "elements of a row lie side by side"
-        return struct.pack("3q", argument.data_ptr(), argument.stride(0) if rows > 1 else 0, width)
-    return struct.pack("d2q", argument, 0, 0)
+    if not isinstance(argument, Tensor):
+        return _NUMBER.pack(argument, 0, 0)
+    assert argument.dtype in _DTYPES and argument.device.type == "cpu", argument
+    shape, strides = argument.shape, argument.stride()
+    width = shape[-1]
+    assert width < 2 or strides[-1] == 1, "elements of a row lie side by side"
+    # One row is the same for every index.
+    return _TENSOR.pack(argument.data_ptr(), strides[0] if len(shape) == 2 and shape[0] > 1 else 0, width)
 
 
 def _call_in_float32(
@@ -253,7 +259,7 @@ def _compile(body: Callable[[Work], None], strict: bool) -> Any:
 
 def _run(kernel: Any, rows: int, arguments: Sequence[Tensor | float], claim: int) -> None:
     """Run a compiled kernel on as many of torch's threads as there is work for."""
-    work = struct.pack("3q", 0, rows, claim) + b"".join(map(_pack, arguments))
+    work = _HEADER.pack(0, rows, claim) + b"".join(map(_pack, arguments))
     buffer = ctypes.create_string_buffer(work, len(work))
     threads = min(torch.get_num_threads(), -(-rows // claim))
     run = _load_openmp() if threads > 1 else None
