@@ -8,6 +8,9 @@ several buckets can overlap with computation."""
 
 CPU_LOGITS = 2**20
 """Logits computed at a time on a CPU: what its caches hold."""
+CPU_KEPT_LOGITS = 2**24
+"""Log-probabilities of a micro-batch that are kept for the backward pass on a CPU, 64 MiB; of more, logits are
+computed again."""
 GPU_LOGITS = 2**26
 """Logits computed at a time on a GPU: 256 MiB of float32."""
 
@@ -84,6 +87,11 @@ def bucket_count(elements: int) -> int:
 def max_logits(*, cpu: bool) -> int:
     """Logits computed at a time on a kind of device."""
     return CPU_LOGITS if cpu else GPU_LOGITS
+
+
+def max_kept_logits(*, cpu: bool) -> int:
+    """Log-probabilities of a micro-batch that are kept for the backward pass: on a GPU those of one chunk."""
+    return CPU_KEPT_LOGITS if cpu else GPU_LOGITS
 
 
 def message_limits(*, cpu: bool) -> MessageLimits:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from realrl.layout.limits import max_logits
+from realrl.layout.limits import max_kept_logits, max_logits
 from realrl.model.gpu.path import on_gpu
 from realrl.model.group import Group
 from realrl.model.ops import PLAIN, Products, find_gradient
@@ -27,6 +27,7 @@ class _TokenLogprobs(Function):
         rows: int,
         products: Products,
         size: int,
+        keeps: bool,
     ) -> tuple[Tensor, Tensor | None]:
         weight, local_bias = _cut_padding(table, bias, rows)
         chosen = hidden.new_empty(targets.shape, dtype=torch.float32)
@@ -37,10 +38,12 @@ class _TokenLogprobs(Function):
         ctx.temperature = temperature
         ctx.group = group
         logp: Tensor | None = None
+        kept = hidden.new_empty(len(hidden), rows, dtype=torch.float32) if keeps else None
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
             logp = None  # frees the previous chunk first, so that there is one at a time
-            logp = _log_softmax(hidden[part], weight, local_bias, temperature, group, products)
+            out = None if kept is None else kept[part]
+            logp = _log_softmax(hidden[part], weight, local_bias, temperature, group, products, out)
             chosen[part] = _select_targets(logp, targets[part])
             if entropy is not None:
                 entropy[part] = -logp.exp().mul_(logp).sum(1)
@@ -48,13 +51,12 @@ class _TokenLogprobs(Function):
         if entropy is not None:
             group.sum(entropy)
             ctx.mark_non_differentiable(entropy)
-        # A single chunk is saved; several are recomputed, which costs less than the memory.
-        ctx.save_for_backward(hidden, table, bias, targets, logp if len(hidden) <= size else None)
+        ctx.save_for_backward(hidden, table, bias, targets, kept)
         return chosen, entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        hidden, table, bias, targets, saved_logp = ctx.saved_tensors
+        hidden, table, bias, targets, kept = ctx.saved_tensors
         weight, local_bias = _cut_padding(table, bias, ctx.rows)
         scaled = grad / ctx.temperature
         grad_hidden = torch.empty_like(hidden)
@@ -63,12 +65,12 @@ class _TokenLogprobs(Function):
         for start in range(0, len(hidden), ctx.size):
             part = slice(start, start + ctx.size)
             factor = scaled[part]
-            if saved_logp is None:
+            if kept is None:
                 grad_logits = _log_softmax(
                     hidden[part], weight, local_bias, ctx.temperature, ctx.group, ctx.products
                 ).exp_()
             else:
-                grad_logits = saved_logp.exp()
+                grad_logits = kept[part].exp()
             grad_logits.mul_(-factor.sum(1, keepdim=True))
             is_local, index = _localise_targets(targets[part], ctx.rows)
             if ctx.rows:
@@ -80,7 +82,7 @@ class _TokenLogprobs(Function):
             if grad_weight is not None:
                 ctx.products.add_weight_gradient(grad_logits, hidden[part], grad_weight)
             del grad_logits  # freed before the next chunk's is allocated
-        return grad_hidden, None, grad_bias, None, None, None, None, None, None, None
+        return grad_hidden, None, grad_bias, *([None] * 8)
 
 
 def _chunk_size(hidden: Tensor, table: Tensor) -> int:
@@ -103,19 +105,25 @@ def _log_softmax(
     temperature: float,
     group: Group,
     products: Products,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Compute this rank's columns of the log-softmax over all ranks' columns. -> [n, rows of weight] float32"""
+    """Compute this rank's columns of the log-softmax over all ranks' columns. -> [n, rows of weight] float32
+
+    The result is `out`, where given.
+    """
     logits = products.matmul_nt_float32(hidden, weight)
     if bias is not None:
         logits += bias
     if temperature != 1.0:
         logits.div_(temperature)
     if group.size == 1:
-        return torch.log_softmax(logits, 1, out=logits)
+        return torch.log_softmax(logits, 1, out=logits if out is None else out)
     nothing = logits.new_full((len(logits), 1), -torch.inf)
     highest = logits.amax(1, keepdim=True) if len(weight) else nothing
     logits.sub_(group.max(highest))
-    return logits.sub_(group.sum(logits.exp().sum(1, keepdim=True)).log_())
+    return torch.sub(
+        logits, group.sum(logits.exp().sum(1, keepdim=True)).log_(), out=logits if out is None else out
+    )
 
 
 def _localise_targets(targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -157,7 +165,9 @@ def compute_token_logprobs(
         from realrl.model.gpu_logprobs import TokenLogprobs  # needs Triton
 
         return TokenLogprobs.apply(*arguments, products, size)
-    return _TokenLogprobs.apply(*arguments, products, size)
+    # What is not kept is computed again: for large vocabularies that costs less than the memory.
+    keeps = torch.is_grad_enabled() and len(hidden) * len(table) <= max_kept_logits(cpu=True)
+    return _TokenLogprobs.apply(*arguments, products, size, keeps)
 
 
 def compute_logprobs(logits: Tensor, temperature: float) -> Tensor:
