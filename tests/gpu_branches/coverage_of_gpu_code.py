@@ -1,4 +1,4 @@
-"""Lists the lines that run on GPUs alone, and those of them that no test of this folder executes.
+"""Lists the lines that run on GPUs alone, and those of them that no test without a GPU executes.
 
 python tests/gpu_branches/coverage_of_gpu_code.py
 """
@@ -14,10 +14,27 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src" / "realrl"
-ROOMS = ("data", "model", "engine/training", "engine/model.py")
-WHOLE = ("model/gpu/", "model/gpu_logprobs.py")
+ROOMS = ("checkpoint", "config", "data", "engine", "model", "runtime")
+WHOLE = ("model/gpu/", "model/gpu_logprobs.py", "engine/generation/step_graphs.py", "runtime/prepare/gpu.py")
 """Files that only GPUs need."""
-MARKS = ("on_gpu(", "torch.cuda.", '== "cuda"', "is_cuda")
+MARKS = ("on_gpu(", "on_gpu:", "torch.cuda.", '== "cuda"', '!= "cpu"', "is_cuda", "mirrored:")
+TESTS = (
+    "gpu_branches",
+    "nccl",
+    "config/test_processor.py",
+    "engine/generation/test_generation_on_a_gpu.py",
+    "engine/generation/test_sampling.py",
+    "engine/test_host_copies.py",
+    "model/test_gpu_attention.py",
+    "model/test_gpu_exact.py",
+    "runtime/doctor",
+    "runtime/launching/test_process.py",
+    "runtime/output/test_costs.py",
+    "runtime/output/test_performance.py",
+    "runtime/preparing/test_devices.py",
+    "runtime/test_profiler.py",
+)
+"""Tests of fake devices, of interpreted kernels, and of rules that machines with GPUs follow."""
 
 
 def find_gpu_lines(file: Path) -> set[int]:
@@ -38,7 +55,7 @@ def find_gpu_lines(file: Path) -> set[int]:
 
 
 def list_files() -> Iterator[Path]:
-    """List the modules of the rooms that compute."""
+    """List the modules of the rooms that know of devices."""
     for room in ROOMS:
         place = SOURCES / room
         yield from [place] if place.is_file() else sorted(place.rglob("*.py"))
@@ -54,7 +71,8 @@ def main() -> int:
     )
     measured = coverage.Coverage(config_file=str(scratch / "coveragerc"))
     measured.start()
-    status = pytest.main([str(Path(__file__).parent), "-q", "-p", "no:cacheprovider"])
+    tests = [str(ROOT / "tests" / test) for test in TESTS]
+    status = pytest.main([*tests, "-q", "-p", "no:cacheprovider"])
     measured.stop()
     measured.save()
     measured.combine()
