@@ -1,4 +1,4 @@
-"""Layout of sequences side by side, for attention on devices without a kernel for packed ones."""
+"""Layout of sequences side by side, for attention on a GPU whose kernel for packed ones does not take them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +14,11 @@ class Bucket:
     sequences: tuple[int, ...]
     """Indices of the sequences."""
     length: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens, padding included."""
+        return len(self.sequences) * self.length
 
 
 def bucket_lengths(lengths: Sequence[int]) -> tuple[Bucket, ...]:

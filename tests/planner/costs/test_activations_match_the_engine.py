@@ -9,12 +9,10 @@ import pytest
 from realrl.dataflow.call import Call, Candidates, Kind
 from realrl.families.shape import ModelShape
 from realrl.layout.sets import TrainablePart
-from realrl.model.packing import Packing
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.memory.activations import Activations
 from realrl.planner.memory.memory_model import MemoryModel
-from realrl.planner.workload import padding
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
@@ -188,21 +186,11 @@ def test_the_largest_micro_batch_determines_peak_memory(budget: int, kind: str) 
     check(name, StoredModel(GROUPED, "lm", "float32", True), place(["1 1 1", *flags], budget), SHORT)
 
 
-@pytest.mark.parametrize("lengths", [SHORT, LONG, EVEN, (1,), (500, 130, 129, 128, 127, 3, 3)])
-def test_length_buckets_match_those_of_attention(lengths: tuple[int, ...]) -> None:
-    heads = Packing.of(lengths, "cpu").pad_heads(1, 1)
-    said = padding.Padding.of(lengths, dense=True)
-    dense = [b for b, mask in zip(heads.buckets, heads.masks, strict=True) if mask is not None]
-    assert said.rows * sum(lengths) == pytest.approx(sum(heads.output_rows))
-    assert said.scores * sum(lengths) == pytest.approx(sum(len(b.sequences) * b.length**2 for b in dense))
-    assert said.masks == sum(mask.numel() for mask in heads.masks if mask is not None)
-
-
 def test_recomputation_keeps_the_input_of_each_layer() -> None:
     sizes = LocalSizes(GROUPED, "lm", 1)
     plain, again = (
         Activations(
-            sizes=sizes, strategy=Strategy(1, recompute=r), element_bytes=2, cpu=False, lengths=(512,)
+            sizes=sizes, strategy=Strategy(1, recompute=r), dtype="bfloat16", cpu=False, lengths=(512,)
         )
         for r in (False, True)
     )
