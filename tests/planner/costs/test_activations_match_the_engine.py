@@ -106,23 +106,26 @@ def test_samples_that_share_prompts_allocate_the_predicted_bytes(strategy: str, 
 
 
 def test_samples_that_share_prompts_of_unequal_lengths_allocate_the_predicted_bytes() -> None:
-    check("generate", StoredModel(WIDE, "lm", "bfloat16", False), place(["1 1 1"], 1200), SHORT, samples=4)
+    check(
+        "generate", StoredModel(WIDE, "lm", "bfloat16", False), place(["1 1 1"], 600), SHORT[::2], samples=4
+    )
 
 
 EVEN, SHORT, LONG = (96,) * 8, tuple(range(20, 116, 4)), (40, 200, 150, 180, 256, 100)
-
+FEW = (40, 200, 150)
+"""For bfloat16, whose products take long on a processor that has none."""
 
 KINDS = ("train", "train r", "inference", "generate")
 ONE_RANK = {
     "grouped-even": (GROUPED, "float32", EVEN),
     "grouped-long": (GROUPED, "float32", LONG),
-    "grouped-long-bfloat16": (GROUPED, "bfloat16", LONG),
+    "grouped-bfloat16": (GROUPED, "bfloat16", FEW),
     "tied": (TIED, "float32", EVEN),
-    "tied-bfloat16": (TIED, "bfloat16", EVEN),
+    "tied-bfloat16": (TIED, "bfloat16", FEW[::2]),
     "norms-of-heads": (NORMED, "float32", EVEN),
-    "norms-of-heads-bfloat16": (NORMED, "bfloat16", LONG),
+    "norms-of-heads-bfloat16": (NORMED, "bfloat16", FEW),
     "wide-short": (WIDE, "float32", SHORT),
-    "wide-short-bfloat16": (WIDE, "bfloat16", SHORT),
+    "wide-short-bfloat16": (WIDE, "bfloat16", SHORT[::4]),
 }
 
 

@@ -7,9 +7,9 @@ gradient save. Unless stated otherwise, sizes are elements per token in the mode
 from dataclasses import dataclass
 from functools import cached_property
 
-from realrl.layout.limits import ADDED_ELEMENTS
 from realrl.layout.padding import bucket_lengths
 from realrl.plan.placement import Strategy
+from realrl.planner.memory.matrix_gradients import added_bytes
 from realrl.planner.workload.shard_sizes import LocalSizes
 
 
@@ -106,12 +106,16 @@ class LayerMemory:
         inner = self.sizes.ffn_dim
         gathered = hidden if self.strategy.sequence_parallel else 0
         copied = hidden if self.cpu else 0  # oneDNN copies an operand of the matmul for the weight gradient
+
+        def added(elements: int) -> int:
+            return added_bytes(elements, self.element_bytes) if self.cpu else 0
+
         moments = [
             # The gradients of the product, of gate and up; the product itself has been freed.
             self.bytes(tokens, s + 2 * inner),
             # The gradients of a matrix and of its input, when saved tensors of later operations are freed.
-            self.bytes(tokens, s + gathered + copied + inner) + self.matrix_bytes(inner * hidden),
-            self.bytes(tokens, s + hidden + copied - inner) + self.matrix_bytes(2 * inner * hidden),
+            self.bytes(tokens, s + gathered + copied + inner) + added(inner * hidden),
+            self.bytes(tokens, s + hidden + copied - inner) + added(2 * inner * hidden),
         ]
         queries = self.sizes.q_dim
         if self._pads:
@@ -124,14 +128,6 @@ class LayerMemory:
         # What the feed-forward block saved, which is done, has been freed.
         moments.append(self.bytes(tokens, attention - 3 * inner - hidden))
         return max(moments)
-
-    def matrix_bytes(self, elements: int) -> int:
-        """Compute the bytes of a matrix's gradient apart from the float32 gradients that it is added to.
-
-        Products add to them, but those of narrow numbers on a CPU, which are computed part by part.
-        """
-        narrow = self.cpu and self.element_bytes < 4
-        return min(elements, ADDED_ELEMENTS) * self.element_bytes if narrow else 0
 
     def bytes(self, tokens: float, numbers: float) -> int:
         """Compute the bytes of `numbers` elements per token."""
