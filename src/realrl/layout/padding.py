@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _MULTIPLE = 8
-"""Lengths are rounded up to multiples of it, on which small matrix products are up to a third faster."""
+"""Lengths are rounded up to multiples of it, so that there are few buckets."""
 
 
 @dataclass(frozen=True)

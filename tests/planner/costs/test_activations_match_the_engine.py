@@ -8,11 +8,13 @@ import pytest
 
 from realrl.dataflow.call import Call, Candidates, Kind
 from realrl.families.shape import ModelShape
+from realrl.layout.ranges import stage_layers
 from realrl.layout.sets import TrainablePart
-from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.plan.placement import Dtype, Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.memory.activations import Activations
 from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.packed_weights import packed_weight_bytes, packing_bytes
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
@@ -187,6 +189,18 @@ def test_ranks_with_uneven_query_groups_allocate_the_predicted_bytes(kind: str) 
 def test_the_largest_micro_batch_determines_peak_memory(budget: int, kind: str) -> None:
     name, *flags = kind.split()
     check(name, StoredModel(GROUPED, "lm", "float32", True), place(["1 1 1", *flags], budget), SHORT)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed", "bfloat16"])
+@pytest.mark.parametrize(("shape", "strategy"), [(GROUPED, "1 1 1"), (TIED, "1 1 2"), (UNEVEN, "1 2 1")])
+def test_packed_weights_allocate_the_predicted_bytes(shape: ModelShape, strategy: str, dtype: Dtype) -> None:
+    placement, model = place([strategy]), StoredModel(shape, "lm", dtype, False)
+    sizes, pp = LocalSizes(shape, "lm", placement.strategy.tp), placement.strategy.pp
+    for stage, layers in enumerate(stage_layers(shape.layers, pp)):
+        rank = LoneRank(model, placement, placement.rank(dp=0, tp=placement.strategy.tp - 1, pp=stage))
+        packed = packed_weight_bytes(sizes, dtype, layers=len(layers), head=stage == pp - 1)
+        packing = packing_bytes(sizes, dtype, head=stage == pp - 1)
+        assert packed <= rank.peak(rank.model.transformer.prepare_decoding) <= packed + packing
 
 
 def test_recomputation_keeps_the_input_of_each_layer() -> None:

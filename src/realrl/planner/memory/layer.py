@@ -119,8 +119,9 @@ class LayerMemory:
         ]
         queries = self.sizes.q_dim
         if self._pads:
-            # The gradients of padded outputs, queries, and keys and values for every query head.
-            attention = self._padded_rows * 4 * queries - queries
+            # The gradients of padded outputs, queries, and keys and values for every query head, and the product of
+            # outputs with their gradients.
+            attention = self._padded_rows * 5 * queries - queries
         else:
             attention = queries + self._read
             if self.cpu:
