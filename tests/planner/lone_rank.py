@@ -27,6 +27,7 @@ from realrl.layout.layout import build_layout
 from realrl.model import group as collectives
 from realrl.model.group import Group, make_single_rank_group
 from realrl.model.init import initialise
+from realrl.model.ops import Products
 from realrl.plan.placement import Placement
 from realrl.program.memory import StoredModel
 from realrl.recipe.model import OptimizerConfig
@@ -129,6 +130,7 @@ class LoneRank:
             dtype=find_torch_dtype(model.dtype),
             device=CPU,
             part=model.part,
+            products=Products(bfloat16=model.dtype == "mixed", packed=True),
         )
         regions = {local.region.tensor: local.region for local in self.model.layout.tensors(rank)}
         specs = [spec for spec in self.model.layout.specs if spec.name in regions]

@@ -40,18 +40,7 @@ CPU = torch.device("cpu")
 SHARED = {"prepare", "optimizer", "product"}
 BY_DEGREE = {
     *("embed", "embed_backward", "forward", "backward", "head", "head_backward"),
-    *(
-        "bucket_embed",
-        "bucket",
-        "bucket_backward",
-        "scalar",
-        "scalar_backward",
-        "prefill",
-        "start",
-        "decode",
-        "decode_overhead",
-        "sample",
-    ),
+    *("scalar", "scalar_backward", "prefill", "start", "decode", "decode_overhead", "sample"),
 }
 COPIES, LINKS = {"copy", "clear", "allocate", "host"}, {"all_reduce", "all_gather", "reduce_scatter", "send"}
 
@@ -314,7 +303,7 @@ def test_the_largest_micro_batch_holds_a_pair(world: World, tmp_path: Path) -> N
 )
 def test_measured_sizes_end_at_the_largest(sizes: Sizes) -> None:
     sizes = replace(sizes, micro_batch=max(sizes.micro_batch, sizes.length))
-    passes = list(sizes.passes(128))
+    passes = list(sizes.passes())
     assert max(length for _, length in passes) == sizes.length
     assert all(tokens % length == 0 and 0 < tokens <= sizes.micro_batch for tokens, length in passes)
     assert max(tokens + length for tokens, length in passes) > sizes.micro_batch

@@ -18,6 +18,9 @@ KERNEL_ELEMENTS = 2**13
 """Elements of one operand that a thread of a CPU takes at a time in an elementwise kernel: they stay in its first
 cache, together with the other operands, and work is divided well among threads."""
 
+LANES = 16
+"""Numbers of a vector in compiled kernels of a CPU; weights that they multiply by are packed in as many rows."""
+
 ADDED_ELEMENTS = 2**20
 """Elements of a matrix's gradient that are computed at a time where the product cannot add to what is there."""
 

@@ -1,10 +1,10 @@
-"""Layout of sequences side by side, for attention on devices without a kernel for packed ones."""
+"""Layout of sequences side by side, for attention on a GPU whose kernel for packed ones does not take them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 _MULTIPLE = 8
-"""Lengths are rounded up to multiples of it, on which small matrix products are up to a third faster."""
+"""Lengths are rounded up to multiples of it, so that there are few buckets."""
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,11 @@ class Bucket:
     sequences: tuple[int, ...]
     """Indices of the sequences."""
     length: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens, padding included."""
+        return len(self.sequences) * self.length
 
 
 def bucket_lengths(lengths: Sequence[int]) -> tuple[Bucket, ...]:

@@ -1,4 +1,4 @@
-"""Packed batches: positions of sequences, and their padded layout where attention needs it."""
+"""Packed batches: positions of sequences, and their layout for attention that does not take packed ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,13 +37,13 @@ class PaddedHeads:
     @property
     def output_rows(self) -> list[int]:
         """Number of padded rows of attention's output, by bucket."""
-        return [len(b.sequences) * b.length * self.heads for b in self.buckets]
+        return [b.tokens * self.heads for b in self.buckets]
 
     @property
     def input_rows(self) -> list[int]:
         """Numbers of padded query, key and value rows of all buckets, in one list."""
         counts = (self.heads, self.kv_heads, self.kv_heads)
-        return [len(b.sequences) * b.length * n for b in self.buckets for n in counts]
+        return [b.tokens * n for b in self.buckets for n in counts]
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ class Packing:
     def padded_tokens(self) -> int:
         """Tokens of the padded layout, padding included; 0 where no layout has been computed."""
         layout = next(iter(self._padded.values()), None)
-        return 0 if layout is None else sum(len(b.sequences) * b.length for b in layout.buckets)
+        return 0 if layout is None else sum(bucket.tokens for bucket in layout.buckets)
 
     @cached_property
     def starts(self) -> Tensor:

@@ -130,6 +130,20 @@ def test_the_cache_has_room_for_every_token() -> None:
     assert found == (32 * 512 + BLOCK_TOKENS) * 2 * SMALL.layers * SMALL.kv_heads * SMALL.head_dim * 2
 
 
+@pytest.mark.parametrize(("dtype", "element_bytes"), [("float32", 4), ("mixed", 2), ("bfloat16", 2)])
+def test_generation_on_cpus_holds_a_packed_copy_of_the_weights(dtype: Dtype, element_bytes: int) -> None:
+    on_cpus = MemoryModel(ClusterSpec.parse("cpu:1x2"))
+    placement, model = place(1, 1, 2), stored(SMALL, "lm", dtype)
+    first, last = on_cpus.stages(call("actor.generate"), model, placement, STEP)
+    layers = (
+        SMALL.layers // 2 * sum(rows * columns for rows, columns in LocalSizes(SMALL, "lm", 1).matmul_shapes)
+    )
+    head = SMALL.vocab_size * SMALL.hidden_size
+    assert first.dynamic["packed weights"] == element_bytes * layers
+    assert last.dynamic["packed weights"] == element_bytes * (layers + head)
+    assert "packed weights" not in need("actor.generate", placement).dynamic
+
+
 def test_shared_key_heads_are_cached_once_per_rank() -> None:
     two, eight, sixteen = (
         need("actor.generate", place(1, tp, tokens=1 << 20), shape=LARGE).dynamic["cache"]

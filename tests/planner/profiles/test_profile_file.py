@@ -75,12 +75,12 @@ def test_profile_files_round_trip(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("{}", "this is no file that `realrl profile` has written"),
-        ('{"format": "realrl profile"}', "has version null, not 4"),
-        ('{"format": "realrl profile", "version": 1}', "has version 1, not 4; measure again"),
+        ('{"format": "realrl profile"}', "has version null, not 5"),
+        ('{"format": "realrl profile", "version": 1}', "has version 1, not 5; measure again"),
         ("no", "not valid JSON"),
         ("[" * 100000, "nested too deep"),
         ('{"version": 1, "version": 1}', "key 'version' twice"),
-        ('{"format": "realrl profile", "version": 4}', "device"),
+        ('{"format": "realrl profile", "version": 5}', "device"),
     ],
 )
 def test_invalid_profile_files_are_rejected_by_name(tmp_path: Path, text: str, words: str) -> None:

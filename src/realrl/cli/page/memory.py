@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _OF_CALLS = (
     PartKind.CACHE,
+    PartKind.PACKED_WEIGHTS,
     PartKind.ACTIVATIONS,
     PartKind.LOGITS,
     PartKind.FRAGMENTATION,

@@ -57,7 +57,8 @@ def write_notes(report: "PlanReport", source: str) -> list[tuple[str, str]]:
         (
             "Bytes.",
             "Parameters, gradients and optimizer follow from the layout of each role; activations, logits and"
-            f" caches from the largest micro-batch. {format_share(FRAGMENTATION)} of what comes and goes is added"
+            " caches from the largest micro-batch. On CPUs generation may multiply by a packed copy of weights,"
+            f" which always counts. {format_share(FRAGMENTATION)} of what comes and goes is added"
             " for fragmentation, and NCCL's buffers for each group of ranks. What drivers and message buffers take"
             " is not part of the capacity.",
         ),

@@ -175,7 +175,7 @@ def _most(peak: Footprint) -> tuple[str, str]:
     return f"{format_bytes(peak.bytes)} ({peak.during})", parts
 
 
-_TEMPORARY = (PartKind.ACTIVATIONS, PartKind.LOGITS, PartKind.CACHE)
+_TEMPORARY = (PartKind.ACTIVATIONS, PartKind.LOGITS, PartKind.CACHE, PartKind.PACKED_WEIGHTS)
 
 
 def _is_state(part: MemoryPart) -> bool:

@@ -43,7 +43,7 @@ def generate(
     """
     given = batch[prompts]
     groups = group_samples(batch.ids, given, samples)
-    # Prompts that are prefilled together are of similar length, to which attention on a CPU pads them.
+    # Prompts that are prefilled together are of similar length, to which attention pads them where it does.
     groups.sort(key=lambda group: -given.lengths[group[0]])
     rows = list_rows(groups, given)
     call = GenerateCall.of(

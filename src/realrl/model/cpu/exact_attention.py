@@ -13,6 +13,7 @@ import numba
 import numpy as np
 
 from realrl.layout.kv_blocks import BLOCK_TOKENS
+from realrl.layout.limits import LANES
 from realrl.model.cpu import vectors
 from realrl.model.cpu.rows import (
     Work,
@@ -24,7 +25,7 @@ from realrl.model.cpu.rows import (
     row,
     row_kernel,
 )
-from realrl.model.cpu.vectors import LANES, add, fill, load_vector, multiply_add, repeat, store_vector
+from realrl.model.cpu.vectors import add, fill, load_vector, multiply_add, repeat, store_vector
 
 assert BLOCK_TOKENS == LANES, "the scores of a block are a vector"
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from llvmlite import binding
 from torch import Tensor
 
+from realrl.layout.limits import LANES
 from realrl.model.cpu.rows import (
     Work,
     bfloat16_pointer,
@@ -23,7 +24,7 @@ from realrl.model.cpu.rows import (
     row_kernel,
     row_stride,
 )
-from realrl.model.cpu.vectors import LANES, make_panel_product
+from realrl.model.cpu.vectors import make_panel_product
 
 REGISTER_ROWS = 12 if binding.get_host_cpu_features().get("avx512f") else 6
 """Rows that are multiplied with a panel at a time: a sum is one register of AVX-512, or two of the 16 of AVX2."""

@@ -11,10 +11,11 @@ from typing import Any
 import numba
 import numpy as np
 
+from realrl.layout.limits import LANES
 from realrl.model.cpu import vectors
 from realrl.model.cpu.products import REGISTER_ROWS
 from realrl.model.cpu.rows import Work, claim, float_pointer, int_row, number, row_kernel, row_stride
-from realrl.model.cpu.vectors import LANES, fill, load_vector, make_panel_product, store_vector
+from realrl.model.cpu.vectors import fill, load_vector, make_panel_product, store_vector
 
 _QUERIES = 48
 """Queries of a tile of scores: a multiple of the rows that are multiplied at a time."""

@@ -5,12 +5,10 @@ from math import ceil
 
 from realrl.dataflow.call import Candidates
 from realrl.layout.limits import max_logits
-from realrl.layout.padding import bucket_lengths
 from realrl.layout.ranges import stage_layers
 from realrl.plan.placement import Strategy
 from realrl.planner.cost.network import Network
-from realrl.planner.cost.timing import BatchSize, DeviceHostTime, Timing
-from realrl.planner.workload.batching import Chunks
+from realrl.planner.cost.timing import DeviceHostTime, Timing
 from realrl.planner.workload.workload import CallWork
 
 
@@ -34,29 +32,6 @@ class CallContext:
     def overlap(self) -> float:
         """Fraction of compute that can overlap communication; 0 on a CPU, where the same cores do both."""
         return 0.0 if self.timing.device.cpu else self.timing.efficiency.overlap
-
-    def size(self, chunks: Chunks) -> BatchSize:
-        """Compute the size of a chunk.
-
-        On a CPU attention pads sequences to buckets of similar length (`model.packing`); sequences of a chunk are
-        similar, since the longest are packed first.
-        """
-        lengths = self.work.lengths
-        if not self.timing.device.cpu or lengths[0] == lengths[-1]:
-            return BatchSize(chunks.tokens, chunks.squares)
-        each = max(1, round(chunks.sequences))
-        squares = 0
-        groups = 0
-        tokens = 0
-        for i in range(chunks.count):
-            in_chunk = lengths[len(lengths) * i // chunks.count : len(lengths) * (i + 1) // chunks.count]
-            in_chunk = in_chunk or lengths[i * len(lengths) // chunks.count :][:1]
-            held = [in_chunk[(2 * j + 1) * len(in_chunk) // (2 * each)] for j in range(each)]
-            buckets = bucket_lengths(held)
-            squares += sum(len(bucket.sequences) * bucket.length**2 for bucket in buckets)
-            groups += len(buckets)
-            tokens += sum(held)
-        return BatchSize(chunks.tokens, chunks.tokens * squares / tokens, groups / chunks.count)
 
     def layer_communication(self, tokens: float) -> DeviceHostTime:
         """Time the TP communication of a layer, forward or backward: two all-reduces of the hidden states.

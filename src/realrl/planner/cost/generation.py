@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from realrl.planner.cost.call_context import CallContext
 from realrl.planner.cost.passes import OutsideLayers, cost_forward_pass
+from realrl.planner.cost.timing import BatchSize
 from realrl.planner.memory.kv_cache import kv_cache_bytes
 from realrl.planner.workload.generation import GenerationWork, split_generation
 from realrl.planner.workload.workload import CallWork
@@ -66,7 +67,7 @@ def cost_generation(context: CallContext) -> Mapping[str, float]:
     cpu = timing.device.cpu
     sizes = split_generation(work, context.strategy, cpu=cpu)
     passes = sizes.passes
-    size = context.size(passes)
+    size = BatchSize.of(passes)
     embedding = timing.embed(size)
     cache = kv_cache_bytes(
         timing.sizes,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from realrl.layout.limits import bucket_count
 from realrl.planner.cost.call_context import CallContext
-from realrl.planner.cost.timing import DeviceHostTime
+from realrl.planner.cost.timing import BatchSize, DeviceHostTime
 from realrl.planner.workload.batching import Chunks, split_work
 
 _SMALL = 64
@@ -52,7 +52,7 @@ def cost_training(context: CallContext) -> Mapping[str, float]:
     strategy = context.strategy
     work = context.work
     chunks = split_work(work, strategy, timing.efficiency.pass_chunks_per_stage)
-    size = context.size(chunks)
+    size = BatchSize.of(chunks)
     forward = timing.forward(size)
     backward = timing.backward(size)
     layer_communication = context.layer_communication(chunks.tokens)
@@ -158,7 +158,7 @@ def cost_inference(context: CallContext) -> Mapping[str, float]:
     timing = context.timing
     strategy = context.strategy
     chunks = split_work(context.work, strategy, timing.efficiency.pass_chunks_per_stage)
-    size = context.size(chunks)
+    size = BatchSize.of(chunks)
     selects = context.candidates is not None and context.candidates.ids is None
     outside = OutsideLayers(
         every=timing.embed(size),

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
 from realrl.planner.cluster.devices import DeviceKind, compute_thread_speedup
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.roofline import Roofline
 from realrl.planner.profile.profile import WHOLE, CollectiveKind, LayerKind, Profile
+from realrl.planner.workload.batching import Chunks
 from realrl.planner.workload.shard_sizes import LocalSizes
 
 
@@ -31,8 +33,11 @@ class BatchSize:
     tokens: float
     squares: float
     """Sum of squared sequence lengths."""
-    buckets: float = 1.0
-    """Buckets of sequences of similar length, which attention on a CPU computes one by one."""
+
+    @classmethod
+    def of(cls, chunks: Chunks) -> Self:
+        """Return the size of each chunk."""
+        return cls(chunks.tokens, chunks.squares)
 
     @property
     def context(self) -> float:
@@ -71,7 +76,7 @@ class Timing:
 
     def embed(self, size: BatchSize) -> float:
         """Time packing and embedding before the first layer; 0 in the roofline."""
-        return (self._measured_of("embed", size) or 0.0) + self._more("bucket_embed", size)
+        return self._measured_of("embed", size) or 0.0
 
     def embed_backward(self, size: BatchSize) -> float:
         """Time the gradient of the embedding table; 0 in the roofline."""
@@ -81,7 +86,7 @@ class Timing:
         """Time a layer forward."""
         measured = self._measured_of("forward", size)
         if measured is not None:
-            return DeviceHostTime(self._exact * measured + self._more("bucket", size))
+            return DeviceHostTime(self._exact * measured)
         layer = self._exact * self.roofline.layer(size.tokens, size.squares)
         return self._device_host_time(layer, self.efficiency.forward_operations)
 
@@ -89,7 +94,7 @@ class Timing:
         """Time a layer backward without recomputation, gradient accumulation included."""
         measured = self._measured_of("backward", size)
         if measured is not None:
-            return DeviceHostTime(measured + self._more("bucket_backward", size))
+            return DeviceHostTime(measured)
         elements = sum(outputs * inputs for outputs, inputs in self.sizes.matmul_shapes)
         adding = self.roofline.traffic(self.efficiency.gradient_bytes * elements)
         device = self.roofline.layer_backward(size.tokens, size.squares) + adding
@@ -114,7 +119,7 @@ class Timing:
         measured = self._measured_of("prefill", size)
         if measured is None:
             return self.forward(size)
-        return DeviceHostTime(self._exact * measured + self._more("bucket", size))
+        return DeviceHostTime(self._exact * measured)
 
     def start(self, size: BatchSize) -> float:
         """Time all of a pass that prefills but its layers, with the last layer's keys and values.
@@ -123,7 +128,7 @@ class Timing:
         """
         measured = self._measured_of("start", size)
         if measured is not None:
-            return measured + self._more("bucket_embed", size)
+            return measured
         return self._exact * self.roofline.qkv(size.tokens)
 
     def decode(self, rows: float, context: float) -> DeviceHostTime:
@@ -200,10 +205,6 @@ class Timing:
 
     def _measured_of(self, kind: LayerKind, size: BatchSize) -> float | None:
         return self._measured(kind, size.tokens, size.context)
-
-    def _more(self, kind: LayerKind, size: BatchSize) -> float:
-        """Seconds that buckets after the first one add; 0 in the roofline."""
-        return (size.buckets - 1) * (self._measured(kind, size.tokens) or 0.0)
 
     def _measured(self, kind: LayerKind, size: float, context: float = 0) -> float | None:
         if self.profile is None:

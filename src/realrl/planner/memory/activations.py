@@ -1,4 +1,4 @@
-"""Activation memory of calls on one rank: layers, logits, KV cache, pipeline messages.
+"""Activation memory of calls on one rank: layers, logits, KV cache, packed weights, pipeline messages.
 
 Counted are the tensors that the engine allocates, at the moment of their peak. Not counted are a few numbers per
 token (tokens, positions, log-probabilities and what a loss computes from them), and what libraries allocate outside
@@ -11,14 +11,15 @@ from functools import cached_property
 
 from realrl.dataflow.call import Candidates
 from realrl.layout.limits import SENDS_PER_STAGE
-from realrl.plan.placement import Strategy
+from realrl.plan.placement import ELEMENT_BYTES, Dtype, Strategy
 from realrl.planner.memory.kv_cache import kv_cache_bytes
 from realrl.planner.memory.layer import LayerMemory
 from realrl.planner.memory.logits import Logits
+from realrl.planner.memory.packed_weights import packed_weight_bytes, packing_bytes
 from realrl.planner.workload.shard_sizes import LocalSizes
 
 Parts = Mapping[str, int]
-"""Bytes of `activations`, `logits` and `cache` at one moment."""
+"""Bytes of `activations`, `logits`, `cache` and `packed weights` at one moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Activations:
 
     sizes: LocalSizes
     strategy: Strategy
-    element_bytes: int
+    dtype: Dtype
     cpu: bool
     lengths: tuple[int, ...]
     candidates: Candidates | None = None
@@ -51,24 +52,31 @@ class Activations:
     def generating(
         self, tokens: float, *, rows: float, cached: int, batches: int, layers: int, stage: int
     ) -> Parts:
-        """Compute the peak of a generate call: in a layer during prefill, or while tokens are sampled.
+        """Compute the peak of a generate call: as weights are packed, in a layer, or while tokens are sampled.
 
         `tokens` count the prompts of a forward pass, `rows` the sequences of one of the `batches` of rows that are
         decoded, and `cached` the tokens that the KV cache has room for.
         """
-        cache = {"cache": self.cache(cached, layers)}
+        last = stage == self._last
+        held = {"cache": self.cache(cached, layers)}
+        moments: list[Parts] = []
+        if self.cpu:
+            packed = packed_weight_bytes(self.sizes, self.dtype, layers=layers, head=last)
+            packing = packing_bytes(self.sizes, self.dtype, head=last)
+            moments.append({"packed weights": packed + packing})
+            held["packed weights"] = packed
         # The receives of other batches are posted.
         expected = (batches - 1) * self._expected(tokens, stage, batches - 1)
         prefill = {"activations": self._forward(tokens, stage, batches) + expected}
-        if stage == self._last and layers == 1:
+        if last and layers == 1:
             # Of its only layer nothing is computed but queries, keys and values.
             received = self.layer.stream if stage else 0
             prefill["activations"] = expected + self.layer.rotation_bytes(tokens)
             prefill["activations"] += self.layer.bytes(tokens, received + self.layer.projected)
-        decode = {"activations": self._forward(rows, stage, batches)}
-        if stage < self._last:
-            return _peak(cache | prefill, cache | decode)
-        return _peak(cache | prefill, cache | decode, cache | {"logits": self.logits.sampled(rows)})
+        moments += [held | prefill, held | {"activations": self._forward(rows, stage, batches)}]
+        if last:
+            moments.append(held | {"logits": self.logits.sampled(rows)})
+        return _peak(*moments)
 
     def training(
         self, tokens: float, *, layers: int, stage: int, chunks: int, frozen_layers: int = 0
@@ -120,6 +128,11 @@ class Activations:
         """Compute the bytes of a KV cache."""
         return kv_cache_bytes(self.sizes, tokens=tokens, layers=layers, element_bytes=self.element_bytes)
 
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element."""
+        return ELEMENT_BYTES[self.dtype]
+
     @cached_property
     def layer(self) -> LayerMemory:
         """Activation sizes of one layer."""
@@ -147,7 +160,7 @@ class Activations:
         return self.layer.bytes(tokens, self.layer.stream) if stage and later > 0 else 0
 
     def _shared(self, tokens: float) -> int:
-        """Bytes shared by all layers: rotary tables and padding indices."""
+        """Bytes shared by all layers: rotary tables, and indices of padded heads."""
         return self.layer.rotation_bytes(tokens) + self.layer.index_bytes(tokens)
 
     def _sent(self, tokens: float, sends: int) -> int:

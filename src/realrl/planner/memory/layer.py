@@ -7,9 +7,9 @@ gradient save. Unless stated otherwise, sizes are elements per token in the mode
 from dataclasses import dataclass
 from functools import cached_property
 
-from realrl.layout.limits import ADDED_ELEMENTS
+from realrl.layout.padding import bucket_lengths
 from realrl.plan.placement import Strategy
-from realrl.planner.workload.padding import Padding
+from realrl.planner.memory.matrix_gradients import added_bytes
 from realrl.planner.workload.shard_sizes import LocalSizes
 
 
@@ -17,7 +17,7 @@ from realrl.planner.workload.shard_sizes import LocalSizes
 class LayerMemory:
     """Activation sizes of a layer.
 
-    `lengths` are a sample of sequence lengths; they matter where attention pads sequences, on a CPU and in float32.
+    `lengths` are a sample of sequence lengths; they matter where attention pads sequences, on a GPU in float32.
     """
 
     sizes: LocalSizes
@@ -41,38 +41,34 @@ class LayerMemory:
         return int(tokens * 4 * self.sizes.shape.head_dim)
 
     def index_bytes(self, tokens: float) -> int:
-        """Compute the bytes of padding indices and attention masks, shared by all layers.
-
-        Indices to padded heads and back are two int64 each per head; masks are repeated per query head of a group.
-        """
+        """Compute the bytes of indices to padded heads and back, shared by all layers: of inputs and outputs, in
+        int64."""
         if not self._pads:
             return 0
-        heads = (self.sizes.q_dim + self.sizes.cache_dim) / self.sizes.shape.head_dim
-        return int(4 * 8 * heads * tokens + 4 * self._padding.masks * self.sizes.q_dim / self.sizes.cache_dim)
+        heads = 2 * (self.sizes.q_dim + self.sizes.cache_dim) / self.sizes.shape.head_dim
+        return int(8 * heads * (self._padded_rows + 1) * tokens)
 
     @cached_property
     def computed(self) -> float:
         """Peak elements per token without gradients: in attention or in the feed-forward block.
 
-        Attention holds the residual stream, queries, keys and values, and its output; where it pads, padded copies
-        of queries, keys and values too, and scores with their softmax, or two padded outputs and a packed one. The
-        feed-forward block holds the stream before and after attention, and gate, up and their product, or the
-        tensors that these are computed from or projected to. Norms of heads hold the stream, queries, keys and
-        values, and the normalised ones before and after they are put together.
+        Attention holds the residual stream, queries, keys and values, and its output. On a CPU it also holds a
+        log-sum-exp per head, and copies of what it reads and computes in float32 where that is not their type.
+        Where it pads, it also holds padded copies of queries, keys and values, keys and values once more for every
+        query head, and three padded outputs. The feed-forward block holds the stream before and after attention,
+        and gate, up and their product, or the tensors that these are computed from or projected to. Norms of heads
+        hold the stream, queries, keys and values, and the normalised ones before and after they are put together.
         """
         s = self.stream
         inner = self.sizes.ffn_dim
         queries = self.sizes.q_dim
-        attention = s + queries + 2 * self.sizes.kv_dim
+        attention = s + self._qkv + queries
         if self.sizes.cache_dim != self.sizes.kv_dim:
             attention += self._read
+        if self.cpu:
+            attention += self._float32 * self._heads + self._widened(self._read + queries)
         if self._pads:
-            scores = self._heads * self._padding.scored_at_once
-            output = self._padding.rows * queries
-            attention += self._padding.rows * self._read
-            attention += max(2 * scores, scores + output, 2 * output + queries)
-        else:
-            attention += queries
+            attention += self._padded_rows * (self._read + 5 * queries)
         entering = self.hidden + (s if self.strategy.sequence_parallel else 0)
         block = max(entering + 2 * inner, 3 * inner, inner + self.hidden, 2 * self.hidden)
         joined = 2 * self._qkv + self.sizes.q_dim + self.sizes.kv_dim if self.sizes.qk_norm else 0
@@ -84,17 +80,18 @@ class LayerMemory:
 
         These are inputs of the two norms, their outputs and their scales in float32; queries, keys and values as
         attention reads them; its output; gate, up and their product. Attention also saves a log-sum-exp per head in
-        float32, and where it pads its padded output, or scores instead of both. Norms of heads save what they
-        normalise, and a scale for each head in float32.
+        float32. Where it pads, it saves what it reads and computes in padded copies, keys and values once more for
+        every query head. Norms of heads save what they normalise, and a scale for each head in float32.
         """
         norms = 2 * self.stream + 2 * self.hidden + 2 * self._float32
         if self.sizes.qk_norm:
             heads = (self.sizes.q_dim + self.sizes.kv_dim) / self.sizes.shape.head_dim
             norms += self._qkv + heads * self._float32
-        attention = self._padding.rows * self._read + self._scores + self.sizes.q_dim
-        attention += self._padding.long * self._heads * self._float32
+        sums = self._heads * self._float32
         if self._pads:
-            attention += self._padding.long * self.sizes.q_dim
+            attention = self._padded_rows * (self._read + 3 * self.sizes.q_dim + sums) + self.sizes.q_dim
+        else:
+            attention = self._read + self.sizes.q_dim + sums
         return norms + attention + 3 * self.sizes.ffn_dim
 
     @property
@@ -109,48 +106,51 @@ class LayerMemory:
         inner = self.sizes.ffn_dim
         gathered = hidden if self.strategy.sequence_parallel else 0
         copied = hidden if self.cpu else 0  # oneDNN copies an operand of the matmul for the weight gradient
+
+        def added(elements: int) -> int:
+            return added_bytes(elements, self.element_bytes) if self.cpu else 0
+
         moments = [
             # The gradients of the product, of gate and up; the product itself has been freed.
             self.bytes(tokens, s + 2 * inner),
             # The gradients of a matrix and of its input, when saved tensors of later operations are freed.
-            self.bytes(tokens, s + gathered + copied + inner) + self.matrix_bytes(inner * hidden),
-            self.bytes(tokens, s + hidden + copied - inner) + self.matrix_bytes(2 * inner * hidden),
+            self.bytes(tokens, s + gathered + copied + inner) + added(inner * hidden),
+            self.bytes(tokens, s + hidden + copied - inner) + added(2 * inner * hidden),
         ]
-        if self._scores:
-            # The gradients of scores and of their softmax, when the feed-forward block is done.
-            padded = self._padding.rows * (self.sizes.q_dim + self.sizes.cache_dim)
-            done = 3 * inner + hidden + self.sizes.q_dim
-            moments.append(self.bytes(tokens, padded + 2 * self._scores - done))
+        queries = self.sizes.q_dim
+        if self._pads:
+            # The gradients of padded outputs, queries, and keys and values for every query head, and the product of
+            # outputs with their gradients.
+            attention = self._padded_rows * 5 * queries - queries
+        else:
+            attention = queries + self._read
+            if self.cpu:
+                attention += self._widened(2 * self._read + 2 * queries)
+        # What the feed-forward block saved, which is done, has been freed.
+        moments.append(self.bytes(tokens, attention - 3 * inner - hidden))
         return max(moments)
-
-    def matrix_bytes(self, elements: int) -> int:
-        """Compute the bytes of a matrix's gradient apart from the float32 gradients that it is added to.
-
-        Products add to them, but those of narrow numbers on a CPU, which are computed part by part.
-        """
-        narrow = self.cpu and self.element_bytes < 4
-        return min(elements, ADDED_ELEMENTS) * self.element_bytes if narrow else 0
 
     def bytes(self, tokens: float, numbers: float) -> int:
         """Compute the bytes of `numbers` elements per token."""
         return int(tokens * numbers * self.element_bytes)
 
     @cached_property
-    def _padding(self) -> Padding:
-        return Padding.of(self.lengths, dense=self.element_bytes == 4) if self._pads else Padding()
+    def _padded_rows(self) -> float:
+        """Tokens with attention's padding, per token."""
+        return sum(bucket.tokens for bucket in bucket_lengths(self.lengths)) / sum(self.lengths)
 
     @property
     def _pads(self) -> bool:
         """Whether attention pads sequences into a dense batch."""
-        return self.cpu or self.element_bytes == 4
+        return not self.cpu and self.element_bytes == 4
+
+    def _widened(self, numbers: float) -> float:
+        """Elements that float32 copies of so many elements take; none where they are float32."""
+        return numbers * self._float32 if self.element_bytes < 4 else 0
 
     @property
     def _heads(self) -> float:
         return self.sizes.q_dim / self.sizes.shape.head_dim
-
-    @property
-    def _scores(self) -> float:
-        return self._heads * self._padding.scores
 
     @property
     def _qkv(self) -> int:

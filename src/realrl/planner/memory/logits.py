@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from realrl.dataflow.call import Candidates
-from realrl.layout.limits import ADDED_ELEMENTS, max_logits
+from realrl.layout.limits import max_logits
+from realrl.planner.memory.matrix_gradients import added_bytes
 from realrl.planner.workload.shard_sizes import LocalSizes
 
 SAMPLED_LOGIT_BYTES = 16
@@ -57,20 +58,19 @@ class Logits:
         """Compute the bytes of one logit chunk in the backward pass.
 
         A micro-batch of a single chunk keeps its log-probabilities. The peak is either at the log-probabilities,
-        which turn into the gradient of logits; or at that gradient, beside the head's where it is computed before
-        it is added to those of other passes (see `LayerMemory.matrix_bytes`). A frozen head has none.
+        which turn into the gradient of logits; or at that gradient, beside that of hidden states, or the head's
+        where it is computed before it is added to those of other passes. A frozen head has none.
         """
         if self._scalar:
             return int(2 * self._float32 * tokens * self.sizes.shape.hidden_size)
         chunk = self._chunk(tokens)
         kept = 4 * chunk if chunk == tokens * self.sizes.padded_vocab else 0
-        product = 0
-        if self.sizes.trains_head and self.cpu:
-            product = self._narrow * min(
-                self.sizes.padded_vocab * self.sizes.shape.hidden_size, ADDED_ELEMENTS
-            )
         if self.cpu:
             computed = 4 + self._narrow if kept else self._log_softmax
+            hidden = self.sizes.shape.hidden_size
+            product = self.element_bytes * hidden * chunk / self.sizes.padded_vocab
+            if self.sizes.trains_head:
+                product = max(product, added_bytes(self.sizes.padded_vocab * hidden, self.element_bytes))
             inside = max(computed * chunk, self.element_bytes * chunk + product)
         else:  # logits, and their gradient, which in float32 takes their place
             inside = (self._narrow if kept else 4 + self._narrow) * chunk

@@ -35,14 +35,16 @@ PROCESS_BYTES = 4 * _GIB
 FRAGMENTATION = 0.1
 """Fraction of dynamic memory that the caching allocator holds but cannot use.
 
-Static memory consists of a few flat buffers and does not fragment."""
+Static memory consists of a few flat buffers and does not fragment; nor do the cache and packed weights, which a
+call holds from its beginning to its end."""
+_LASTING = ("cache", "packed weights")
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
     """Bytes on one device: `static` while it holds a role, `dynamic` while a call runs.
 
-    static: parameters, gradients, optimizer. dynamic: activations, logits, cache, fragmentation.
+    static: parameters, gradients, optimizer. dynamic: activations, logits, cache, packed weights, fragmentation.
     """
 
     static: Mapping[str, int]
@@ -143,7 +145,8 @@ class MemoryModel:
                 static = {"parameters": elements * width}
                 if call.kind is Kind.TRAIN:
                     static |= _state(updated, strategy.dp, width)
-                fragmentation = int(FRAGMENTATION * (sum(dynamic.values()) - dynamic.get("cache", 0)))
+                passing = sum(size for name, size in dynamic.items() if name not in _LASTING)
+                fragmentation = int(FRAGMENTATION * passing)
                 needs.append(MemoryNeed(static, {**dynamic, "fragmentation": fragmentation}))
             self._needs[key] = tuple(needs)
         return self._needs[key]
@@ -158,7 +161,6 @@ class MemoryModel:
         """Peak dynamic memory of each stage."""
         strategy = placement.strategy
         work = workload.work(call)
-        width = model.width(strategy)
         cpu = self.spec.device(placement.mesh.first).cpu
         generation = None
         if call.kind is Kind.GENERATE:
@@ -173,7 +175,7 @@ class MemoryModel:
         activations = Activations(
             sizes=sizes,
             strategy=strategy,
-            element_bytes=width,
+            dtype=model.dtype_under(strategy),
             cpu=cpu,
             lengths=lengths,
             candidates=call.candidates,

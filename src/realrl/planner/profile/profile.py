@@ -30,7 +30,7 @@ from realrl.planner.profile.corrections import Correction
 from realrl.planner.profile.curves import Curve, Surface
 
 FORMAT: Literal["realrl profile"] = "realrl profile"
-VERSION: Literal[4] = 4
+VERSION: Literal[5] = 5
 """Version of the file format; files of other versions are rejected."""
 
 LayerKind = Literal[
@@ -42,9 +42,6 @@ LayerKind = Literal[
     "head_backward",
     "scalar",
     "scalar_backward",
-    "bucket_embed",
-    "bucket",
-    "bucket_backward",
     "prefill",
     "start",
     "decode",
@@ -60,11 +57,9 @@ LayerKind = Literal[
 embed: packing and embedding, before the first layer. forward: one layer. head, scalar: log-probabilities or values
 after the last layer, and what the method of the call computes from them. These are the times of inference calls;
 embed_backward, backward, head_backward and scalar_backward are what train calls add to them, so that both together
-are forward, loss and backward. bucket_embed, bucket, bucket_backward: increments of embed, forward and backward per
-further bucket of sequences of similar length, which attention on a CPU computes one by one. prefill: one layer that
-stores its keys and values. start: what a generate call takes besides, but for the layers of its decode
-steps: the last layer computes only keys and values of prompts, and counts here. decode: one layer of a decode step
-of `sequences` with `context` tokens each in the KV cache.
+are forward, loss and backward. prefill: one layer that stores its keys and values. start: what a generate call
+takes besides, but for the layers of its decode steps: the last layer computes only keys and values of prompts, and
+counts here. decode: one layer of a decode step of `sequences` with `context` tokens each in the KV cache.
 decode_overhead: what a decode step takes besides on every pipeline stage. sample: head and sampling of a decode
 step, on the last stage. prepare: experience of a train call, made of `sequences` before its first mini-batch, for
 answers of `context` tokens. optimizer: update of `tokens` parameters, after gradient reduction and without zeroing
@@ -187,7 +182,7 @@ class Profile(Settings):
     """Measured times of one kind of device; written by `save`, read by `load`."""
 
     format: Literal["realrl profile"] = FORMAT
-    version: Literal[4] = VERSION
+    version: Literal[5] = VERSION
     device: str
     """Name of the device kind, as in a cluster description."""
     processes: PositiveInt = 1

@@ -13,6 +13,7 @@ class PartKind(StrEnum):
     TRAINING = "parameters, gradients and optimizer"
     ACTIVATIONS = "activations"
     CACHE = "cache"
+    PACKED_WEIGHTS = "packed weights"
     LOGITS = "logits"
     FRAGMENTATION = "fragmentation"
     COMMUNICATORS = "NCCL communicators"

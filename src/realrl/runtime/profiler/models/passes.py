@@ -22,9 +22,6 @@ from realrl.runtime.profiler.points.records import make_records
 
 PPO = PPOConfig()
 
-ALIKE, UNLIKE = (72, 72, 72, 72), (120, 80, 56, 32)
-"""Lengths of sequences that attention computes in one group, and in a group for each."""
-
 
 class Passes:
     """Calls of a model, measured with the methods of PPO.
@@ -48,14 +45,6 @@ class Passes:
         """
         batch = make_records(lengths, self._model.shape.vocab_size, self._model.device)
         return self._infer(batch) | self._train(batch)
-
-    def measure_buckets(self) -> dict[str, float]:
-        """Measure the same for sequences of equal length and of unequal lengths."""
-        return {
-            f"{name} {part}": seconds
-            for name, lengths in (("alike", ALIKE), ("unlike", UNLIKE))
-            for part, seconds in self.measure(lengths).items()
-        }
 
     def _infer(self, batch: Batch) -> dict[str, float]:
         """Measure inference: before the layers, one layer, and after them."""
@@ -100,17 +89,6 @@ def convert_parts(seconds: Mapping[str, float], head: Head) -> dict[LayerKind, f
     for part, (plain, added) in kinds.items():
         found |= {plain: seconds[part], added: seconds[f"trained {part}"] - seconds[part]}
     return found
-
-
-def convert_bucket_parts(seconds: Mapping[str, float]) -> dict[LayerKind, float]:
-    """Convert the results of `measure_buckets` to entries of a profile: the cost of each further length."""
-    kinds: Mapping[str, LayerKind] = {"embed": "bucket_embed", "layer": "bucket"}
-
-    def added(part: str) -> float:
-        return (seconds[f"unlike {part}"] - seconds[f"alike {part}"]) / (len(UNLIKE) - 1)
-
-    found = {kind: added(part) for part, kind in kinds.items()}
-    return found | {"bucket_backward": added("trained layer") - added("layer")}
 
 
 class _Trainer(Trainer):

@@ -19,13 +19,7 @@ from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.profiler.hardware.memory import Update
 from realrl.runtime.profiler.models.decoding import DECODE_STEPS, Decoding
-from realrl.runtime.profiler.models.passes import (
-    UNLIKE,
-    Passes,
-    convert_bucket_parts,
-    convert_parts,
-    measure_preparation,
-)
+from realrl.runtime.profiler.models.passes import Passes, convert_parts, measure_preparation
 from realrl.runtime.profiler.models.shard import make_tensor_rank
 from realrl.runtime.profiler.points.clock import Clock
 from realrl.runtime.profiler.points.grid import Sizes
@@ -47,8 +41,6 @@ _PASSES: Mapping[Head, tuple[LayerKind, ...]] = {
 
 _PRODUCTS = {"cpu": (1 << 9, 1 << 11), "cuda": (1 << 12, 1 << 13)}
 """Rows of square matrices whose products are measured, by type of device: the larger ones reach its peak."""
-
-_BUCKETS: tuple[LayerKind, ...] = ("bucket_embed", "bucket", "bucket_backward")
 
 ShapeRow = list[Point[Measurement]]
 
@@ -77,7 +69,7 @@ class ShapeMeasurements:
             yield from (row for row in alike if row is not None)
 
     def _calls(self, tp: int) -> Iterator[ShapeRow]:
-        yield from self._passes("scalar", tp, self.sizes.passes(128))
+        yield from self._passes("scalar", tp, self.sizes.passes())
         yield from self._passes("lm", tp, self.sizes.few_passes())
         yield from self._starts(tp)
         yield from self._turns(tp)
@@ -125,11 +117,6 @@ class ShapeMeasurements:
 
         for context, group in _by_length(sizes):
             yield [point(tokens, context) for tokens in group]
-        if head == "scalar":
-            blanks = _blanks(_BUCKETS, tp=tp, tokens=sum(UNLIKE))
-            yield [
-                Point(blanks, lambda: passes().measure_buckets(), sum(UNLIKE), derive=convert_bucket_parts)
-            ]
 
     def _starts(self, tp: int) -> Iterator[ShapeRow]:
         decoding = cache(lambda: Decoding(self._model("lm", tp, _STARTED_LAYERS), self.sampling, self.clock))

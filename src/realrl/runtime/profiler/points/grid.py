@@ -48,15 +48,9 @@ class Sizes:
         """Make sizes for no recipe in particular."""
         return cls(8192, 1024, 512, 512, 64, thin)
 
-    def passes(self, jump: int) -> Iterator[tuple[int, int]]:
-        """List (tokens of a micro-batch, tokens of each sequence) for training and inference.
-
-        Attention to sequences of more than `jump` tokens is computed in another way.
-        """
-        lengths = {*self._lengths(LEAST_LENGTH, self.length)}
-        if not self.thin and LEAST_LENGTH < jump < jump + 8 < self.length:
-            lengths |= {jump, jump + 8}
-        for length in sorted(lengths):
+    def passes(self) -> Iterator[tuple[int, int]]:
+        """List (tokens of a micro-batch, tokens of each sequence) for training and inference."""
+        for length in self._lengths(LEAST_LENGTH, self.length):
             yield from self._batches(length, self.micro_batch)
 
     def few_passes(self) -> Iterator[tuple[int, int]]:

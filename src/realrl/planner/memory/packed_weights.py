@@ -1,0 +1,38 @@
+"""Memory of the packed weights that decode steps on a CPU may multiply by (`model.decode_weights`), on one TP rank.
+
+Whether a generate call packs weights is a choice of the machine that it runs on: what is counted is an upper bound.
+"""
+
+from realrl.layout.limits import LANES
+from realrl.plan.placement import Dtype
+from realrl.planner.workload.shard_sizes import LocalSizes
+
+
+def packed_weight_bytes(sizes: LocalSizes, dtype: Dtype, *, layers: int, head: bool) -> int:
+    """Compute the bytes of a packed copy of the matrices of `layers` and, if `head`, of the head's."""
+    shapes = layers * sizes.matmul_shapes + (_head_shape(sizes) if head else ())
+    return _element_bytes(dtype) * sum(_add_rows(rows) * columns for rows, columns in shapes)
+
+
+def packing_bytes(sizes: LocalSizes, dtype: Dtype, *, head: bool) -> int:
+    """Compute the bytes held beside it while a matrix is packed: what is rounded, and what has rows added."""
+    shapes = sizes.matmul_shapes + (_head_shape(sizes) if head else ())
+    copies = (
+        (dtype == "mixed") * rows * columns + (_add_rows(rows) != rows) * _add_rows(rows) * columns
+        for rows, columns in shapes
+    )
+    return _element_bytes(dtype) * max(copies)
+
+
+def _head_shape(sizes: LocalSizes) -> tuple[tuple[int, int]]:
+    return ((sizes.padded_vocab, sizes.shape.hidden_size),)
+
+
+def _add_rows(rows: int) -> int:
+    """Round up to whole vectors."""
+    return -(-rows // LANES) * LANES
+
+
+def _element_bytes(dtype: Dtype) -> int:
+    """Bytes of a packed element: `mixed` products round operands to bfloat16."""
+    return 4 if dtype == "float32" else 2
