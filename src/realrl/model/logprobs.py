@@ -38,7 +38,8 @@ class _TokenLogprobs(Function):
         ctx.temperature = temperature
         ctx.group = group
         logp: Tensor | None = None
-        kept = hidden.new_empty(len(hidden), rows, dtype=torch.float32) if keeps else None
+        several = len(hidden) > size
+        kept = hidden.new_empty(len(hidden), rows, dtype=torch.float32) if keeps and several else None
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
             logp = None  # frees the previous chunk first, so that there is one at a time
@@ -51,7 +52,7 @@ class _TokenLogprobs(Function):
         if entropy is not None:
             group.sum(entropy)
             ctx.mark_non_differentiable(entropy)
-        ctx.save_for_backward(hidden, table, bias, targets, kept)
+        ctx.save_for_backward(hidden, table, bias, targets, kept if several or not keeps else logp)
         return chosen, entropy
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from realrl.layout.limits import max_kept_logits
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
@@ -67,12 +68,13 @@ class Roofline:
         return self.traffic(self.efficiency.likeliest_bytes * tokens * self.sizes.padded_vocab)
 
     def head_backward(self, tokens: float) -> float:
-        """Time the gradients of log-probabilities, or values; logits are recomputed."""
+        """Time the gradients of log-probabilities, or values; logits that are not kept are computed again."""
         if self.sizes.head == "scalar":
             return 2 * self.head(tokens)
         rows = self.sizes.padded_vocab
         logits = self.traffic(self.efficiency.logit_backward_bytes * tokens * rows)
-        return 3 * self.matmul(tokens, rows, self.sizes.shape.hidden_size) + logits
+        products = 2 if tokens * rows <= max_kept_logits(cpu=self.device.cpu) else 3
+        return products * self.matmul(tokens, rows, self.sizes.shape.hidden_size) + logits
 
     def decode(self, rows: float, context: float) -> float:
         """Time a layer of a decode step of `rows` sequences with `context` tokens each in the KV cache."""

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from realrl.dataflow.call import Candidates
-from realrl.layout.limits import max_logits
+from realrl.layout.limits import max_kept_logits, max_logits
 from realrl.planner.memory.matrix_gradients import added_bytes
 from realrl.planner.workload.shard_sizes import LocalSizes
 
-SAMPLED_LOGIT_BYTES = 16
+_SAMPLED_BYTES = 12
 """Bytes per logit of a sampled token without top-k and top-p (`engine.generation.sampler`).
 
-Logits, log-probabilities, probabilities, and probabilities padded to whole blocks, in float32."""
+Logits, log-probabilities and probabilities in float32; on a GPU, probabilities padded to whole blocks, too."""
 _FOUND_BYTES = 12
 """Bytes per likeliest token: its id in int64, and its log-probability in float32."""
 _GIVEN_BYTES = 16
@@ -33,7 +33,8 @@ class Logits:
 
     def sampled(self, rows: float) -> int:
         """Compute the bytes of the next tokens' logits, which every TP rank holds in full."""
-        return 0 if self._scalar else int(SAMPLED_LOGIT_BYTES * rows * self.sizes.shape.vocab_size)
+        each = _SAMPLED_BYTES + (0 if self.cpu else 4)
+        return 0 if self._scalar else int(each * rows * self.sizes.shape.vocab_size)
 
     def scored(self, tokens: float) -> int:
         """Compute the bytes of one logit chunk in inference; for a scalar head, of hidden states cast to
@@ -57,16 +58,17 @@ class Logits:
     def backward(self, tokens: float) -> int:
         """Compute the bytes of one logit chunk in the backward pass.
 
-        A micro-batch of a single chunk keeps its log-probabilities. The peak is either at the log-probabilities,
+        Up to a number of log-probabilities, a micro-batch keeps them. The peak is either at the log-probabilities,
         which turn into the gradient of logits; or at that gradient, beside that of hidden states, or the head's
         where it is computed before it is added to those of other passes. A frozen head has none.
         """
         if self._scalar:
             return int(2 * self._float32 * tokens * self.sizes.shape.hidden_size)
         chunk = self._chunk(tokens)
-        kept = 4 * chunk if chunk == tokens * self.sizes.padded_vocab else 0
+        logits = tokens * self.sizes.padded_vocab
+        kept = 4 * logits if logits <= max_kept_logits(cpu=self.cpu) else 0
         if self.cpu:
-            computed = 4 + self._narrow if kept else self._log_softmax
+            computed = 4 + self._narrow if chunk == logits else self._log_softmax
             hidden = self.sizes.shape.hidden_size
             product = self.element_bytes * hidden * chunk / self.sizes.padded_vocab
             if self.sizes.trains_head:
