@@ -13,6 +13,7 @@ import numpy as np
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.layout.limits import LANES
 from realrl.model.cpu import vectors
+from realrl.model.cpu.products import REGISTER_ROWS
 from realrl.model.cpu.rows import (
     Work,
     bfloat16_pointer,
@@ -23,7 +24,15 @@ from realrl.model.cpu.rows import (
     row,
     row_kernel,
 )
-from realrl.model.cpu.vectors import add, fill, load_vector, multiply_add, repeat, store_vector
+from realrl.model.cpu.vectors import (
+    add,
+    fill,
+    load_vector,
+    make_panel_product,
+    multiply_add,
+    repeat,
+    store_vector,
+)
 
 assert BLOCK_TOKENS == LANES, "the scores of a block are a vector"
 
@@ -32,19 +41,33 @@ _TILE = 8
 _WIDTH = _TILE * LANES
 _LOG2_E = np.float32(1.44269504)
 
+_multiply_most, _add_most = make_panel_product(REGISTER_ROWS), make_panel_product(REGISTER_ROWS, adds=True)
+
 
 @numba.njit(inline="always")
-def _compute_scores(q: Any, a: int, b: int, dim: int, k: Any, block: int, scores: Any, place: int) -> None:
-    """Compute the scores of the keys of a block for queries a and b, which may be the same."""
-    a_even, a_odd, b_even, b_odd = vectors.zeros(), vectors.zeros(), vectors.zeros(), vectors.zeros()
-    for d in range(0, dim, 2):
-        even, odd = load_vector(k, block + d * LANES), load_vector(k, block + d * LANES + LANES)
-        a_even = multiply_add(repeat(q, a * dim + d), even, a_even)
-        b_even = multiply_add(repeat(q, b * dim + d), even, b_even)
-        a_odd = multiply_add(repeat(q, a * dim + d + 1), odd, a_odd)
-        b_odd = multiply_add(repeat(q, b * dim + d + 1), odd, b_odd)
-    store_vector(scores, a * _WIDTH + place, add(a_even, a_odd))
-    store_vector(scores, b * _WIDTH + place, add(b_even, b_odd))
+def _compute_scores(
+    q: Any,
+    a: int,
+    b: int,
+    dim: int,
+    k: Any,
+    block: int,
+    next_block: int,
+    scores: Any,
+    place: int,
+    following: int,
+) -> None:
+    """Compute the scores of the keys of two blocks for queries a and b; both of either may be the same."""
+    a_here, b_here, a_next, b_next = vectors.zeros(), vectors.zeros(), vectors.zeros(), vectors.zeros()
+    for d in range(dim):
+        here, then = load_vector(k, block + d * LANES), load_vector(k, next_block + d * LANES)
+        of_a, of_b = repeat(q, a * dim + d), repeat(q, b * dim + d)
+        a_here, b_here = multiply_add(of_a, here, a_here), multiply_add(of_b, here, b_here)
+        a_next, b_next = multiply_add(of_a, then, a_next), multiply_add(of_b, then, b_next)
+    store_vector(scores, a * _WIDTH + place, a_here)
+    store_vector(scores, b * _WIDTH + place, b_here)
+    store_vector(scores, a * _WIDTH + following, a_next)
+    store_vector(scores, b * _WIDTH + following, b_next)
 
 
 @numba.njit(inline="always")
@@ -53,14 +76,20 @@ def _add_values(
 ) -> None:
     """Add the values of a block to the outputs of queries a and b, by their weights."""
     a_weights, b_weights = a * _WIDTH + place, b * _WIDTH + place
-    for c in range(0, padded, LANES):
+    for c in range(0, padded, 2 * LANES):
+        then = min(c + LANES, padded - LANES)  # the same vector again where their number is odd
         a_sum, b_sum = load_vector(outputs, a * padded + c), load_vector(outputs, b * padded + c)
+        a_next, b_next = load_vector(outputs, a * padded + then), load_vector(outputs, b * padded + then)
         for t in range(count):
-            value = load_vector(v, block + t * padded + c)
-            a_sum = multiply_add(repeat(scores, a_weights + t), value, a_sum)
-            b_sum = multiply_add(repeat(scores, b_weights + t), value, b_sum)
+            at = block + t * padded
+            value, following = load_vector(v, at + c), load_vector(v, at + then)
+            of_a, of_b = repeat(scores, a_weights + t), repeat(scores, b_weights + t)
+            a_sum, b_sum = multiply_add(of_a, value, a_sum), multiply_add(of_b, value, b_sum)
+            a_next, b_next = multiply_add(of_a, following, a_next), multiply_add(of_b, following, b_next)
         store_vector(outputs, a * padded + c, a_sum)
         store_vector(outputs, b * padded + c, b_sum)
+        store_vector(outputs, a * padded + then, a_next)
+        store_vector(outputs, b * padded + then, b_next)
 
 
 @numba.njit(inline="always")
@@ -134,20 +163,54 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                 until = queries if segment == 0 else here + group
                 for tile in range(0, length, _WIDTH):
                     keys = min(_WIDTH, length - tile)
-                    for t in range(0, keys, LANES):
+                    for t in range(0, keys, 2 * LANES):
+                        # The same block again where their number is odd.
+                        then = t + LANES if t + LANES < keys else t
                         block = (table[(tile + t) // LANES] * kv_heads + head) * LANES
+                        next_block = (table[(tile + then) // LANES] * kv_heads + head) * LANES
                         for line in range(0, padded * LANES, LANES):
                             vectors.prefetch(v, block * padded + line)  # for the second loop over the tile
-                        for a in range(here, until, 2):
-                            _compute_scores(q, a, min(a + 1, until - 1), dim, k, block * dim, scores, t)
+                            vectors.prefetch(v, next_block * padded + line)
+                        a = here
+                        while until - a >= REGISTER_ROWS:
+                            at = a * _WIDTH + t
+                            _multiply_most(q, a * dim, dim, 1, k, block * dim, LANES, dim, scores, at, _WIDTH)
+                            at = a * _WIDTH + then
+                            _multiply_most(
+                                q, a * dim, dim, 1, k, next_block * dim, LANES, dim, scores, at, _WIDTH
+                            )
+                            a += REGISTER_ROWS
+                        while a < until:
+                            b = min(a + 1, until - 1)
+                            _compute_scores(q, a, b, dim, k, block * dim, next_block * dim, scores, t, then)
+                            a += 2
                     for a in range(here, until):
                         _weigh(scores, a, keys, tops, totals, outputs, padded)
                     for t in range(0, keys, LANES):
                         block = (table[(tile + t) // LANES] * kv_heads + head) * LANES
                         count = min(LANES, keys - t)
-                        for a in range(here, until, 2):
+                        a = here
+                        while until - a >= REGISTER_ROWS:
+                            for c in range(0, padded, LANES):
+                                at, to = a * _WIDTH + t, a * padded + c
+                                _add_most(
+                                    scores,
+                                    at,
+                                    _WIDTH,
+                                    1,
+                                    v,
+                                    block * padded + c,
+                                    padded,
+                                    count,
+                                    outputs,
+                                    to,
+                                    padded,
+                                )
+                            a += REGISTER_ROWS
+                        while a < until:
                             b = min(a + 1, until - 1)
                             _add_values(scores, a, b, t, v, block * padded, count, outputs, padded)
+                            a += 2
             for a in range(queries):
                 out = row(work, 12, begin + a // group)
                 at = (head * group + a % group) * dim

@@ -76,19 +76,19 @@ def _multiply(work: Work, x: Any, weight: Any) -> None:
             at = panel * depth * LANES
             while end - i >= REGISTER_ROWS:
                 to = i * out_stride + panel * LANES
-                _multiply_most(x, i * x_stride, x_stride, 1, weight, at, depth, out, to, out_stride)
+                _multiply_most(x, i * x_stride, x_stride, 1, weight, at, LANES, depth, out, to, out_stride)
                 i += REGISTER_ROWS
             while end - i >= 4:
                 to = i * out_stride + panel * LANES
-                _multiply_four(x, i * x_stride, x_stride, 1, weight, at, depth, out, to, out_stride)
+                _multiply_four(x, i * x_stride, x_stride, 1, weight, at, LANES, depth, out, to, out_stride)
                 i += 4
             while end - i >= 2:
                 to = i * out_stride + panel * LANES
-                _multiply_two(x, i * x_stride, x_stride, 1, weight, at, depth, out, to, out_stride)
+                _multiply_two(x, i * x_stride, x_stride, 1, weight, at, LANES, depth, out, to, out_stride)
                 i += 2
             if i < end:
                 to = i * out_stride + panel * LANES
-                _multiply_one(x, i * x_stride, x_stride, 1, weight, at, depth, out, to, out_stride)
+                _multiply_one(x, i * x_stride, x_stride, 1, weight, at, LANES, depth, out, to, out_stride)
         first, last = claim(work)
 
 

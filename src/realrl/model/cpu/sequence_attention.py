@@ -48,15 +48,15 @@ def _multiply(
     i = 0
     while rows - i >= REGISTER_ROWS:
         to = at_out + i * out_stride
-        _multiply_most(x, at_x + i * stride, stride, 1, panel, at_panel, depth, out, to, out_stride)
+        _multiply_most(x, at_x + i * stride, stride, 1, panel, at_panel, LANES, depth, out, to, out_stride)
         i += REGISTER_ROWS
     while rows - i >= 2:
         to = at_out + i * out_stride
-        _multiply_two(x, at_x + i * stride, stride, 1, panel, at_panel, depth, out, to, out_stride)
+        _multiply_two(x, at_x + i * stride, stride, 1, panel, at_panel, LANES, depth, out, to, out_stride)
         i += 2
     if i < rows:
         to = at_out + i * out_stride
-        _multiply_one(x, at_x + i * stride, stride, 1, panel, at_panel, depth, out, to, out_stride)
+        _multiply_one(x, at_x + i * stride, stride, 1, panel, at_panel, LANES, depth, out, to, out_stride)
 
 
 @numba.njit(inline="always")
@@ -77,15 +77,15 @@ def _add(
     i = 0
     while rows - i >= REGISTER_ROWS:
         to = at_out + i * out_stride
-        _add_most(x, at_x + i * stride, stride, step, panel, at_panel, depth, out, to, out_stride)
+        _add_most(x, at_x + i * stride, stride, step, panel, at_panel, LANES, depth, out, to, out_stride)
         i += REGISTER_ROWS
     while rows - i >= 2:
         to = at_out + i * out_stride
-        _add_two(x, at_x + i * stride, stride, step, panel, at_panel, depth, out, to, out_stride)
+        _add_two(x, at_x + i * stride, stride, step, panel, at_panel, LANES, depth, out, to, out_stride)
         i += 2
     if i < rows:
         to = at_out + i * out_stride
-        _add_one(x, at_x + i * stride, stride, step, panel, at_panel, depth, out, to, out_stride)
+        _add_one(x, at_x + i * stride, stride, step, panel, at_panel, LANES, depth, out, to, out_stride)
 
 
 @numba.njit(inline="always")

@@ -314,18 +314,19 @@ def zeros() -> Any:
 def make_panel_product(rows: int, *, adds: bool = False) -> Any:
     """Make a function for kernels: the product of so many rows with a panel, whose sums stay in registers.
 
-    multiply(x, at_x, x_stride, x_step, panel, at_panel, depth, out, at_out, out_stride) computes, for each row r,
-    out[at_out + r * out_stride + lane] = sum over k of x[at_x + r * x_stride + k * x_step] * panel[at_panel +
-    k * LANES + lane], in the order of k, each step fused; if it `adds`, the sum begins with what is in `out`. x and
-    out: pointers to float32 or arrays, panel: the same, or pointer to uint16 as bfloat16.
+    multiply(x, at_x, x_stride, x_step, panel, at_panel, panel_step, depth, out, at_out, out_stride) computes, for
+    each row r, out[at_out + r * out_stride + lane] = sum over k of x[at_x + r * x_stride + k * x_step] *
+    panel[at_panel + k * panel_step + lane], in the order of k, each step fused; if it `adds`, the sum begins with
+    what is in `out`. x and out: pointers to float32 or arrays, panel: the same, or pointer to uint16 as bfloat16.
     """
 
     @intrinsic
     def multiply(  # type: ignore[no-untyped-def]
-        context, x, at_x, x_stride, x_step, panel, at_panel, depth, out, at_out, out_stride
+        context, x, at_x, x_stride, x_step, panel, at_panel, panel_step, depth, out, at_out, out_stride
     ):
         def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-            values, at_x, x_stride, x_step, weights, at_panel, depth, results, at_out, out_stride = arguments
+            values, at_x, x_stride, x_step, weights, at_panel, panel_step, depth, *to = arguments
+            results, at_out, out_stride = to
             places = []
             sums = []
             for r in range(rows):
@@ -336,7 +337,7 @@ def make_panel_product(rows: int, *, adds: bool = False) -> Any:
                 sums.append(cgutils.alloca_once_value(builder, begin))
             starts = [builder.add(at_x, builder.mul(x_stride, x_stride.type(r))) for r in range(rows)]
             with cgutils.for_range(builder, depth) as loop:
-                at = builder.add(at_panel, builder.mul(loop.index, at_panel.type(LANES)))
+                at = builder.add(at_panel, builder.mul(loop.index, panel_step))
                 weight = _load(builder, panel.dtype, _find(context, builder, panel, weights, at))
                 ahead = builder.mul(loop.index, x_step)
                 for start, total in zip(starts, sums, strict=True):
@@ -347,7 +348,7 @@ def make_panel_product(rows: int, *, adds: bool = False) -> Any:
                 builder.store(builder.load(total), place, align=4)
             return context.get_dummy_value()
 
-        arguments = (x, at_x, x_stride, x_step, panel, at_panel, depth, out, at_out, out_stride)
-        return types.void(*arguments), generate
+        of_x, of_panel = (x, at_x, x_stride, x_step), (panel, at_panel, panel_step, depth)
+        return types.void(*of_x, *of_panel, out, at_out, out_stride), generate
 
     return multiply
