@@ -7,7 +7,6 @@ from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head
 from realrl.layout import limits
-from realrl.model import attention
 from realrl.model.init import initialise
 from realrl.recipe.model import OptimizerConfig
 from tests.gpu_branches.training_cases import SHAPES, SHORT, list_methods, make_batch
@@ -58,10 +57,3 @@ def test_training_by_the_kernels_of_gpus_matches_the_cpu_in_float32(
     for tensor, gradient in gradients.items():
         difference = torch.linalg.vector_norm(ours[tensor] - gradient)
         assert difference <= tolerance * torch.linalg.vector_norm(gradient), tensor
-
-
-@pytest.mark.usefixtures("gpu_path")
-def test_long_sequences_in_float32_repeat_key_heads_for_their_queries() -> None:
-    q, k, v = (torch.randn(2, heads, 140, 16) for heads in (6, 2, 2))
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(attention._causal_attention(q, k, v), expected)

@@ -225,8 +225,8 @@ def test_offloading_is_no_help_where_host_and_device_share_their_memory(
     plan = plan_file(tmp_path, **{"actor__generate": WIDE})
     more = ("cluster=1x8", "device=cpu", plan)
     monkeypatch.setattr("realrl.runtime.prepare.fit.check._SECONDS", 1.0)
-    assert "with actor in offload_optimizer" in refusal(*more, "device_memory=40GiB")
-    monkeypatch.setattr("realrl.runtime.prepare.devices.host_memory", lambda: 8 * 40 << 30)
+    assert "with actor in offload_optimizer" in refusal(*more, "device_memory=50GiB")
+    monkeypatch.setattr("realrl.runtime.prepare.devices.host_memory", lambda: 8 * 50 << 30)
     assert "offload" not in refusal(*more).rpartition(";")[2]
 
 

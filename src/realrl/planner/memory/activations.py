@@ -1,8 +1,8 @@
 """Activation memory of calls on one rank: layers, logits, KV cache, packed weights, pipeline messages.
 
 Counted are the tensors that the engine allocates, at the moment of their peak. Not counted are a few numbers per
-token (tokens, positions, log-probabilities and what a loss computes from them), and what libraries allocate outside
-torch.
+token (tokens, positions, log-probabilities and what a loss computes from them), and what libraries and kernels
+allocate outside torch.
 """
 
 from collections.abc import Mapping

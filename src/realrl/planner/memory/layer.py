@@ -41,8 +41,7 @@ class LayerMemory:
         return int(tokens * 4 * self.sizes.shape.head_dim)
 
     def index_bytes(self, tokens: float) -> int:
-        """Compute the bytes of indices to padded heads and back, shared by all layers: of inputs and outputs, in
-        int64."""
+        """Compute the bytes of int64 indices to padded heads and back, shared by all layers."""
         if not self._pads:
             return 0
         heads = 2 * (self.sizes.q_dim + self.sizes.cache_dim) / self.sizes.shape.head_dim
