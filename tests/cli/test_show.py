@@ -70,7 +70,7 @@ def test_a_large_plan_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert all(line.count("iB") == 3 for line in moves[1:])
     memory = section(text, "devices  parameters")
     assert memory[0].endswith(" of it") and memory[1].split()[0] == "0-7"
-    assert re.search(r"GiB \(actor\.\w+\) +\w+ [\d.]+ [MG]iB, \w+ [\d.]+ [MG]iB$", memory[1])
+    assert re.search(r"GiB \(actor\.\w+\) +[\w ]+ [\d.]+ [MG]iB, [\w ]+ [\d.]+ [MG]iB$", memory[1])
     assert len(memory) < 12
 
 

@@ -110,4 +110,4 @@ def test_recomputation_keeps_only_inputs_of_layers() -> None:
     once = tokens * (SHAPE.hidden_size + 2)  # input of the final norm with its scale, and the tokens
     kept = saved_elements(model, True)
     assert kept == SHAPE.layers * tokens * SHAPE.hidden_size + once
-    assert saved_elements(model, False) > 10 * kept
+    assert saved_elements(model, False) > 9 * kept

@@ -143,16 +143,19 @@ def test_log_probabilities_and_gradients_match_the_cpu(
         draw(20, m, seed=2),
     )
     results = []
-    for function in (TokenLogprobs, logprobs._TokenLogprobs):
+    on_cpu = ((logprobs._TokenLogprobs, keeps) for keeps in (False, True))
+    for function, *keeps in ((TokenLogprobs,), *on_cpu):
         hidden, table = draw(20, 8).requires_grad_(), draw(34, 8, seed=1).requires_grad_()
         bias = draw(34, seed=3).requires_grad_() if with_bias else None
+        group = make_single_rank_group()
         chosen, entropy = function.apply(
-            hidden, table, bias, targets, temperature, True, make_single_rank_group(), 31, PLAIN, size
+            hidden, table, bias, targets, temperature, True, group, 31, PLAIN, size, *keeps
         )
         (chosen * factor).sum().backward()
         grads = [hidden.grad, table.grad, *([] if bias is None else [bias.grad])]
         results.append([chosen, entropy, *grads])
-    torch.testing.assert_close(*results)
+    for on_cpu_too in results[1:]:
+        torch.testing.assert_close(results[0], on_cpu_too)
 
 
 def test_gradients_of_likely_tokens_keep_their_precision_in_bfloat16(cuda_rules: None) -> None:

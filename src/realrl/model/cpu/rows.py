@@ -193,8 +193,8 @@ def _pack(argument: Tensor | float) -> bytes:
     shape, strides = argument.shape, argument.stride()
     width = shape[-1]
     assert width < 2 or strides[-1] == 1, "elements of a row lie side by side"
-    # One row is the same for every index.
-    return _TENSOR.pack(argument.data_ptr(), strides[0] if len(shape) == 2 and shape[0] > 1 else 0, width)
+    rows = shape[0] if shape[1:] else 1  # one row is the same for every index
+    return _TENSOR.pack(argument.data_ptr(), strides[0] if rows > 1 else 0, width)
 
 
 def _call_in_float32(
