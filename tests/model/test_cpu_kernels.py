@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from math import prod
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from realrl.model.cpu.elementwise import (
     swiglu_backward,
     swiglu_forward,
 )
-from realrl.model.cpu.rows import claim, row, row_kernel
+from realrl.model.cpu.rows import claim, number, row, row_kernel
 from realrl.model.elementwise import add_rms_norm, rms_norm, swiglu
 
 
@@ -141,3 +142,26 @@ def test_results_do_not_depend_on_where_tensors_lie(name: str) -> None:
         kernel(3, *arguments, *results, claim=3)
         found.add(tuple(result.numpy().tobytes() for result in results))
     assert len(found) == 1
+
+
+@row_kernel(outputs=1)
+def fails(work):
+    """x [N, W], elements to allocate -> out [N, W]"""
+    first, last = claim(work)
+    while first < last:
+        scratch = np.empty(int(number(work, 1)), np.float32)
+        for i in range(first, last):
+            row(work, 2, i)[0] = scratch[0] * 0
+        first, last = claim(work)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_kernel_without_memory_stops_instead_of_leaving_its_output_as_it_is(
+    threads: int, set_threads: None
+) -> None:
+    torch.set_num_threads(threads)
+    x = torch.ones(40, 3)
+    fails(len(x), x, 10.0, torch.empty_like(x), claim=1)
+    with pytest.raises(MemoryError, match="scratch memory"):
+        fails(len(x), x, 2.0**50, torch.empty_like(x), claim=1)

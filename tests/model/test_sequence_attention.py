@@ -69,7 +69,7 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_reaches_what_sees_it_and_nothing_else(value: float) -> None:
+def test_what_is_not_finite_reaches_what_sees_it_and_no_other_sequence(value: float) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(60 + 20, 4 * 16)
     qkv[30, 2 * 16 : 3 * 16] = value  # a key of the first sequence
@@ -79,6 +79,7 @@ def test_what_is_not_finite_reaches_what_sees_it_and_nothing_else(value: float) 
     qkv[30, 2 * 16 :] = 0.0
     qkv[30, 3 * 16 :] = value  # a value
     out = varlen_attention(qkv, Packing.of([60, 20], "cpu"), 2, 1)
+    # Earlier tokens of its tile have it with a weight of 0.
     assert out[60:].isfinite().all()
     assert not out[30:60].isfinite()[:, : 2 * 16].any()
 

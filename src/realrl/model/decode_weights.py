@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from realrl.model.gpu.path import on_gpu
 from realrl.model.ops import Products, linear
 
 
@@ -17,21 +18,26 @@ class DecodeWeights:
         """`weights`: matrices of layers, as `multiply` gets them; `head`: that of the logits, on the last stage."""
         self._products = products
         self._head = head
-        packs = products.packs and (head is None or head.device.type == "cpu")
-        self._panels = {id(weight): products.pack(weight) for weight in weights} if packs else {}
-        self._packed_head = products.pack(head) if packs and head is not None else None
+        self._panels = {
+            id(weight): products.pack(weight) for weight in weights if products.packs and not on_gpu(weight)
+        }
+        packs_head = products.packs and head is not None and not on_gpu(head)
+        self._packed_head = products.pack(head) if head is not None and packs_head else None
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute x @ weight.T + bias. x: [N, K], weight: [M, K], bias: [M] -> [N, M]"""
         panels = self._panels.get(id(weight))
         if panels is None:
             return linear(x, weight, bias, self._products)
-        out = self._products.multiply_packed(x, panels)
-        return (out if bias is None else out.add_(bias)).to(x.dtype)
+        # Rounded before the bias is added, as training does.
+        out = self._products.multiply_packed(x, panels).to(x.dtype)
+        return out if bias is None else out.add_(bias)
 
     def multiply_by_head(self, hidden: Tensor) -> Tensor:
         """Compute logits without bias: hidden @ head.T. [N, H] -> [N, rows of the head] float32"""
         assert self._head is not None, "only a language model's last stage has a vocabulary"
         if self._packed_head is None:
             return self._products.matmul_nt_float32(hidden, self._head)
-        return self._products.multiply_packed(hidden, self._packed_head)
+        logits = self._products.multiply_packed(hidden, self._packed_head)
+        # Training rounds them on a CPU, but for exact products.
+        return logits if self._products.exact else logits.to(hidden.dtype).float()

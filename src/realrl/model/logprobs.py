@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from realrl.layout.limits import max_kept_logits, max_logits
+from realrl.model.cpu.products import Panels
 from realrl.model.gpu.path import on_gpu
 from realrl.model.group import Group
 from realrl.model.ops import PLAIN, Products, find_gradient
@@ -39,12 +40,13 @@ class _TokenLogprobs(Function):
         ctx.group = group
         logp: Tensor | None = None
         several = len(hidden) > size
+        prepared = products.prepare(weight)
         kept = hidden.new_empty(len(hidden), rows, dtype=torch.float32) if keeps and several else None
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
             logp = None  # frees the previous chunk first, so that there is one at a time
             out = None if kept is None else kept[part]
-            logp = _log_softmax(hidden[part], weight, local_bias, temperature, group, products, out)
+            logp = _log_softmax(hidden[part], prepared, local_bias, temperature, group, products, out)
             chosen[part] = _select_targets(logp, targets[part])
             if entropy is not None:
                 entropy[part] = -logp.exp().mul_(logp).sum(1)
@@ -63,12 +65,13 @@ class _TokenLogprobs(Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = find_gradient(table)[: ctx.rows] if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        prepared = ctx.products.prepare(weight) if kept is None else weight
         for start in range(0, len(hidden), ctx.size):
             part = slice(start, start + ctx.size)
             factor = scaled[part]
             if kept is None:
                 grad_logits = _log_softmax(
-                    hidden[part], weight, local_bias, ctx.temperature, ctx.group, ctx.products
+                    hidden[part], prepared, local_bias, ctx.temperature, ctx.group, ctx.products
                 ).exp_()
             else:
                 grad_logits = kept[part].exp()
@@ -101,7 +104,7 @@ def _cut_padding(table: Tensor, bias: Tensor | None, rows: int) -> tuple[Tensor,
 
 def _log_softmax(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | Panels,
     bias: Tensor | None,
     temperature: float,
     group: Group,
@@ -120,7 +123,7 @@ def _log_softmax(
     if group.size == 1:
         return torch.log_softmax(logits, 1, out=logits if out is None else out)
     nothing = logits.new_full((len(logits), 1), -torch.inf)
-    highest = logits.amax(1, keepdim=True) if len(weight) else nothing
+    highest = logits.amax(1, keepdim=True) if logits.shape[1] else nothing
     logits.sub_(group.max(highest))
     return torch.sub(
         logits, group.sum(logits.exp().sum(1, keepdim=True)).log_(), out=logits if out is None else out
@@ -204,6 +207,7 @@ def find_likeliest_tokens(
     """
     size = _chunk_size(hidden, table)
     weight, bias = _cut_padding(table, bias, rows)
+    prepared = products.prepare(weight)
     chosen = hidden.new_empty(targets.shape, dtype=torch.float32)
     tokens = targets.new_empty(len(hidden), count)
     best = chosen.new_empty(len(hidden), count)
@@ -211,7 +215,7 @@ def find_likeliest_tokens(
     for start in range(0, len(hidden), size):
         part = slice(start, start + size)
         logp = None  # frees the previous chunk first, so that there is one at a time
-        logp = _log_softmax(hidden[part], weight, bias, temperature, group, products)
+        logp = _log_softmax(hidden[part], prepared, bias, temperature, group, products)
         chosen[part] = _select_targets(logp, targets[part])
         tokens[part], best[part] = _select_likeliest(logp, count, group, len(table), first)
     return group.sum(chosen), tokens, best

@@ -18,7 +18,7 @@ from realrl.model.gpu.path import load_exact_kernels, on_gpu
 
 @dataclass(frozen=True)
 class Products:
-    """Multiplication of matrices on a CPU, by one of torch's two libraries; a GPU has one way."""
+    """Multiplication of matrices on a CPU, by one of torch's two libraries or our own kernel; a GPU has one way."""
 
     onednn: bool = False
     """Whether oneDNN multiplies float32 matrices, and not what torch takes by itself, on x86 MKL."""
@@ -70,11 +70,17 @@ class Products:
             return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
         return F.linear(x, weight)
 
-    def matmul_nt_float32(self, x: Tensor, weight: Tensor) -> Tensor:
+    def prepare(self, weight: Tensor) -> Tensor | Panels:
+        """Prepare a weight for many calls of `matmul_nt_float32`. [M, K]"""
+        return self.pack(weight) if self.exact and not on_gpu(weight) else weight
+
+    def matmul_nt_float32(self, x: Tensor, weight: Tensor | Panels) -> Tensor:
         """Compute x @ weight.T in float32 as a forward pass does, without gradient. [N, K], [M, K] -> [N, M]
 
         Of bfloat16 numbers a GPU has the sums in float32, which are not rounded to bfloat16; on a CPU they are.
         """
+        if isinstance(weight, Panels):
+            return self.multiply_packed(x, weight)
         if self.exact:
             return self._multiply_exactly(x, weight, torch.float32)
         if on_gpu(x) and x.shape[-1]:

@@ -13,7 +13,7 @@ import numpy as np
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.layout.limits import LANES
 from realrl.model.cpu import vectors
-from realrl.model.cpu.products import REGISTER_ROWS
+from realrl.model.cpu.panels import REGISTER_ROWS
 from realrl.model.cpu.rows import (
     Work,
     bfloat16_pointer,
@@ -57,7 +57,10 @@ def _compute_scores(
     place: int,
     following: int,
 ) -> None:
-    """Compute the scores of the keys of two blocks for queries a and b; both of either may be the same."""
+    """Compute the scores of the keys of two blocks for queries a and b; both of either may be the same.
+
+    scores: [queries * _WIDTH]
+    """
     a_here, b_here, a_next, b_next = vectors.zeros(), vectors.zeros(), vectors.zeros(), vectors.zeros()
     for d in range(dim):
         here, then = load_vector(k, block + d * LANES), load_vector(k, next_block + d * LANES)
@@ -74,18 +77,29 @@ def _compute_scores(
 def _add_values(
     scores: Any, a: int, b: int, place: int, v: Any, block: int, count: int, outputs: Any, padded: int
 ) -> None:
-    """Add the values of a block to the outputs of queries a and b, by their weights."""
+    """Add the values of a block to the outputs of queries a and b, by their weights; a and b may be the same.
+
+    scores: [queries * _WIDTH], outputs: [queries * padded]
+    """
     a_weights, b_weights = a * _WIDTH + place, b * _WIDTH + place
     for c in range(0, padded, 2 * LANES):
         then = min(c + LANES, padded - LANES)  # the same vector again where their number is odd
-        a_sum, b_sum = load_vector(outputs, a * padded + c), load_vector(outputs, b * padded + c)
-        a_next, b_next = load_vector(outputs, a * padded + then), load_vector(outputs, b * padded + then)
+        a_sum, b_sum, a_next, b_next = vectors.zeros(), vectors.zeros(), vectors.zeros(), vectors.zeros()
         for t in range(count):
             at = block + t * padded
             value, following = load_vector(v, at + c), load_vector(v, at + then)
             of_a, of_b = repeat(scores, a_weights + t), repeat(scores, b_weights + t)
             a_sum, b_sum = multiply_add(of_a, value, a_sum), multiply_add(of_b, value, b_sum)
             a_next, b_next = multiply_add(of_a, following, a_next), multiply_add(of_b, following, b_next)
+        # What b shares with a, and `then` with c, is stored twice, not added twice.
+        a_sum, b_sum = (
+            add(load_vector(outputs, a * padded + c), a_sum),
+            add(load_vector(outputs, b * padded + c), b_sum),
+        )
+        a_next, b_next = (
+            add(load_vector(outputs, a * padded + then), a_next),
+            add(load_vector(outputs, b * padded + then), b_next),
+        )
         store_vector(outputs, a * padded + c, a_sum)
         store_vector(outputs, b * padded + c, b_sum)
         store_vector(outputs, a * padded + then, a_next)

@@ -2,7 +2,7 @@
 
 Libraries choose the order of a sum by the number of rows and of threads, and bring the weight into their order at
 every product, which costs about as much as the product of few rows. Here a weight is packed once, and a number is
-one chain of fused multiplications and additions, wherever in the matrix it is and whatever is computed beside it.
+a sum of chains of fused multiplications and additions, wherever in the matrix it is and whatever is beside it.
 """
 
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from typing import Any
 import numba
 import torch
 import torch.nn.functional as F
-from llvmlite import binding
 from torch import Tensor
 
 from realrl.layout.limits import LANES
+from realrl.model.cpu.panels import add_rows_by_panel, multiply_rows_by_panel
 from realrl.model.cpu.rows import (
     Work,
     bfloat16_pointer,
@@ -24,19 +24,14 @@ from realrl.model.cpu.rows import (
     row_kernel,
     row_stride,
 )
-from realrl.model.cpu.vectors import make_panel_product
 
-REGISTER_ROWS = 12 if binding.get_host_cpu_features().get("avx512f") else 6
-"""Rows that are multiplied with a panel at a time: a sum is one register of AVX-512, or two of the 16 of AVX2."""
 _BLOCK_ROWS = 192
 """Rows that are multiplied with one panel after another: few enough to stay in a cache."""
 _CLAIMED_ROWS = 32
 """Products of a row with a panel that a thread takes at a time, at least."""
-
-_multiply_most = make_panel_product(REGISTER_ROWS)
-_multiply_four = make_panel_product(4)
-_multiply_two = make_panel_product(2)
-_multiply_one = make_panel_product(1)
+_BLOCK_DEPTH = 512
+"""Numbers whose products are summed in one chain, before they are added to the others: rounding errors of a chain
+grow with its length."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,23 +67,20 @@ def _multiply(work: Work, x: Any, weight: Any) -> None:
         for item in range(first, last):
             panel = item % panels
             i = item // panels * _BLOCK_ROWS
-            end = min(i + _BLOCK_ROWS, rows)
+            count = min(_BLOCK_ROWS, rows - i)
             at = panel * depth * LANES
-            while end - i >= REGISTER_ROWS:
-                to = i * out_stride + panel * LANES
-                _multiply_most(x, i * x_stride, x_stride, 1, weight, at, LANES, depth, out, to, out_stride)
-                i += REGISTER_ROWS
-            while end - i >= 4:
-                to = i * out_stride + panel * LANES
-                _multiply_four(x, i * x_stride, x_stride, 1, weight, at, LANES, depth, out, to, out_stride)
-                i += 4
-            while end - i >= 2:
-                to = i * out_stride + panel * LANES
-                _multiply_two(x, i * x_stride, x_stride, 1, weight, at, LANES, depth, out, to, out_stride)
-                i += 2
-            if i < end:
-                to = i * out_stride + panel * LANES
-                _multiply_one(x, i * x_stride, x_stride, 1, weight, at, LANES, depth, out, to, out_stride)
+            to = i * out_stride + panel * LANES
+            for k in range(0, max(1, depth), _BLOCK_DEPTH):
+                chain = min(_BLOCK_DEPTH, depth - k)
+                at_x, at_weight = i * x_stride + k, at + k * LANES
+                if k:
+                    add_rows_by_panel(
+                        count, x, at_x, x_stride, 1, weight, at_weight, LANES, chain, out, to, out_stride
+                    )
+                else:
+                    multiply_rows_by_panel(
+                        count, x, at_x, x_stride, 1, weight, at_weight, LANES, chain, out, to, out_stride
+                    )
         first, last = claim(work)
 
 

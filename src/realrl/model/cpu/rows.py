@@ -183,7 +183,8 @@ def count_claims(rows: Tensor) -> int:
 
 
 _DTYPES = (torch.float32, torch.int64, torch.int16)
-_TENSOR, _NUMBER, _HEADER = struct.Struct("3q"), struct.Struct("d2q"), struct.Struct("3q")
+_TENSOR, _NUMBER = struct.Struct("3q"), struct.Struct("d2q")
+_HEADER, _FIRST = struct.Struct("3q"), struct.Struct("q")
 
 
 def _pack(argument: Tensor | float) -> bytes:
@@ -264,6 +265,12 @@ def _run(kernel: Any, rows: int, arguments: Sequence[Tensor | float], claim: int
     threads = min(torch.get_num_threads(), -(-rows // claim))
     run = _load_openmp() if threads > 1 else None
     if run is None:
+        threads = 1
         kernel.ctypes(ctypes.cast(buffer, ctypes.POINTER(ctypes.c_int64)))
     else:
         run(kernel.address, ctypes.addressof(buffer), threads, 0)
+    # A thread that has come to its end has asked for rows once more than it was given any. One that could not
+    # allocate memory has not; Numba prints an exception of compiled functions, and goes on.
+    claims = _FIRST.unpack_from(buffer)[0] // claim
+    if claims < -(-rows // claim) + threads:
+        raise MemoryError("a compiled kernel could not allocate its scratch memory")

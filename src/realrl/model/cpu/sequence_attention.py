@@ -3,7 +3,9 @@
 A piece of work is a key/value head of a sequence, for all query heads that read it. Scores are computed for some
 queries and some keys at a time, and their softmax is combined as they come, as in FlashAttention (Dao et al., arXiv
 2205.14135; backward pass: section B.2 there), so that they stay in a cache. All sums of products go through one
-kernel of matrix products (`vectors.make_panel_product`), for which keys and values are packed once per piece.
+kernel of matrix products (`model.cpu.panels`), for which keys and values are packed once per piece.
+
+A sequence is computed by no more threads than it has key/value heads.
 """
 
 from typing import Any
@@ -13,79 +15,15 @@ import numpy as np
 
 from realrl.layout.limits import LANES
 from realrl.model.cpu import vectors
-from realrl.model.cpu.products import REGISTER_ROWS
+from realrl.model.cpu.panels import add_rows_by_panel, multiply_rows_by_panel
 from realrl.model.cpu.rows import Work, claim, float_pointer, int_row, number, row_kernel, row_stride
-from realrl.model.cpu.vectors import fill, load_vector, make_panel_product, store_vector
+from realrl.model.cpu.vectors import fill, load_vector, store_vector
 
 _QUERIES = 48
 """Queries of a tile of scores: a multiple of the rows that are multiplied at a time."""
 _KEYS = 256
 """Keys of a tile: it takes 48 KiB, and another one in backward passes."""
 _LOG2_E = np.float32(1.44269504)
-
-_multiply_most = make_panel_product(REGISTER_ROWS)
-_multiply_two = make_panel_product(2)
-_multiply_one = make_panel_product(1)
-_add_most = make_panel_product(REGISTER_ROWS, adds=True)
-_add_two = make_panel_product(2, adds=True)
-_add_one = make_panel_product(1, adds=True)
-
-
-@numba.njit(inline="always")
-def _multiply(
-    rows: int,
-    x: Any,
-    at_x: int,
-    stride: int,
-    panel: Any,
-    at_panel: int,
-    depth: int,
-    out: Any,
-    at_out: int,
-    out_stride: int,
-) -> None:
-    """Multiply any number of rows, whose numbers are neighbours, with a panel."""
-    i = 0
-    while rows - i >= REGISTER_ROWS:
-        to = at_out + i * out_stride
-        _multiply_most(x, at_x + i * stride, stride, 1, panel, at_panel, LANES, depth, out, to, out_stride)
-        i += REGISTER_ROWS
-    while rows - i >= 2:
-        to = at_out + i * out_stride
-        _multiply_two(x, at_x + i * stride, stride, 1, panel, at_panel, LANES, depth, out, to, out_stride)
-        i += 2
-    if i < rows:
-        to = at_out + i * out_stride
-        _multiply_one(x, at_x + i * stride, stride, 1, panel, at_panel, LANES, depth, out, to, out_stride)
-
-
-@numba.njit(inline="always")
-def _add(
-    rows: int,
-    x: Any,
-    at_x: int,
-    stride: int,
-    step: int,
-    panel: Any,
-    at_panel: int,
-    depth: int,
-    out: Any,
-    at_out: int,
-    out_stride: int,
-) -> None:
-    """Add the product of rows with a panel to `out`."""
-    i = 0
-    while rows - i >= REGISTER_ROWS:
-        to = at_out + i * out_stride
-        _add_most(x, at_x + i * stride, stride, step, panel, at_panel, LANES, depth, out, to, out_stride)
-        i += REGISTER_ROWS
-    while rows - i >= 2:
-        to = at_out + i * out_stride
-        _add_two(x, at_x + i * stride, stride, step, panel, at_panel, LANES, depth, out, to, out_stride)
-        i += 2
-    if i < rows:
-        to = at_out + i * out_stride
-        _add_one(x, at_x + i * stride, stride, step, panel, at_panel, LANES, depth, out, to, out_stride)
 
 
 @numba.njit(inline="always")
@@ -122,7 +60,8 @@ def _weigh(
 ) -> Any:
     """Turn a query's scores in a tile into weights, relative to the largest so far; 0 beyond the keys that it sees.
 
-    Returns the factor for what was summed with weights before.
+    scores: [_QUERIES * _KEYS], of which those of the query begin at `first`; tops, totals: [_QUERIES], the largest
+    scaled score so far, and the sum of weights. Returns the factor for what was summed with weights before.
     """
     blocks = (seen + LANES - 1) // LANES
     last = first + (blocks - 1) * LANES
@@ -186,8 +125,19 @@ def attend_forward(work: Work) -> None:
                     for j in range(0, i + rows, _KEYS):
                         keys = min(_KEYS, i + rows - j)
                         for t in range(0, keys, LANES):
-                            _multiply(
-                                rows, qkv, at_q, stride, keys_by_dim, (j + t) * dim, dim, scores, t, _KEYS
+                            multiply_rows_by_panel(
+                                rows,
+                                qkv,
+                                at_q,
+                                stride,
+                                1,
+                                keys_by_dim,
+                                (j + t) * dim,
+                                LANES,
+                                dim,
+                                scores,
+                                t,
+                                _KEYS,
                             )
                         for r in range(rows):
                             seen = min(keys, i + r + 1 - j)
@@ -202,7 +152,20 @@ def attend_forward(work: Work) -> None:
                                     store_vector(scores, r * _KEYS + t, vectors.zeros())
                         for c in range(0, padded, LANES):
                             at_v = c * height + j * LANES
-                            _add(rows, scores, 0, _KEYS, 1, values_by_row, at_v, keys, outputs, c, padded)
+                            add_rows_by_panel(
+                                rows,
+                                scores,
+                                0,
+                                _KEYS,
+                                1,
+                                values_by_row,
+                                at_v,
+                                LANES,
+                                keys,
+                                outputs,
+                                c,
+                                padded,
+                            )
                     for r in range(rows):
                         token = begin + i + r
                         share = np.float32(1.0) / totals[r]
@@ -236,6 +199,7 @@ def attend_backward(work: Work) -> None:
     padded = (dim + LANES - 1) // LANES * LANES
     share = np.float32(1.0) / np.sqrt(np.float32(dim))
     scale = _LOG2_E * share
+    # Panels for sums over dims, [blocks of 16 rows, dim, 16], and over rows, [blocks of 16 dims, height, 16].
     keys_by_dim, values_by_dim = np.empty(height * dim, np.float32), np.empty(height * dim, np.float32)
     keys_by_row = np.empty(height * padded, np.float32)
     queries_by_row, grads_by_row = (
@@ -270,14 +234,18 @@ def attend_backward(work: Work) -> None:
                         keys = min(_KEYS, i + rows - j)
                         for t in range(0, keys, LANES):
                             at = (j + t) * dim
-                            _multiply(rows, qkv, at_q, stride, keys_by_dim, at, dim, weights, t, _KEYS)
-                            _multiply(
+                            multiply_rows_by_panel(
+                                rows, qkv, at_q, stride, 1, keys_by_dim, at, LANES, dim, weights, t, _KEYS
+                            )
+                            multiply_rows_by_panel(
                                 rows,
                                 grad_out,
                                 at_grad,
                                 grad_out_stride,
+                                1,
                                 values_by_dim,
                                 at,
+                                LANES,
                                 dim,
                                 changes,
                                 t,
@@ -306,10 +274,27 @@ def attend_backward(work: Work) -> None:
                         for c in range(0, padded, LANES):
                             at = c * height + i * LANES
                             to = j * padded + c
-                            _add(keys, weights, 0, 1, _KEYS, grads_by_row, at, rows, grad_v, to, padded)
-                            _add(keys, changes, 0, 1, _KEYS, queries_by_row, at, rows, grad_k, to, padded)
+                            add_rows_by_panel(
+                                keys, weights, 0, 1, _KEYS, grads_by_row, at, LANES, rows, grad_v, to, padded
+                            )
+                            add_rows_by_panel(
+                                keys,
+                                changes,
+                                0,
+                                1,
+                                _KEYS,
+                                queries_by_row,
+                                at,
+                                LANES,
+                                rows,
+                                grad_k,
+                                to,
+                                padded,
+                            )
                             at = c * height + j * LANES
-                            _add(rows, changes, 0, _KEYS, 1, keys_by_row, at, keys, grad_q, c, padded)
+                            add_rows_by_panel(
+                                rows, changes, 0, _KEYS, 1, keys_by_row, at, LANES, keys, grad_q, c, padded
+                            )
                     for r in range(rows):
                         to = (begin + i + r) * grad_stride + head * dim
                         for d in range(dim):

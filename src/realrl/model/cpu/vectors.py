@@ -121,19 +121,6 @@ def store_number(context, pointer, index, number):  # type: ignore[no-untyped-de
 
 
 @intrinsic
-def load_number(context, pointer, index):  # type: ignore[no-untyped-def]
-    """Load a float32 number, or a bfloat16 one where `pointer` is one to uint16."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        value = builder.load(builder.gep(arguments[0], [arguments[1]]))
-        if pointer.dtype == types.uint16:
-            value = builder.bitcast(builder.shl(builder.zext(value, _INT), ir.Constant(_INT, 16)), _FLOAT)
-        return value
-
-    return types.float32(pointer, index), generate
-
-
-@intrinsic
 def prefetch(context, pointer, index):  # type: ignore[no-untyped-def]
     """Fetch the cache line of pointer[index], which need not exist."""
 
@@ -316,7 +303,7 @@ def make_panel_product(rows: int, *, adds: bool = False) -> Any:
 
     multiply(x, at_x, x_stride, x_step, panel, at_panel, panel_step, depth, out, at_out, out_stride) computes, for
     each row r, out[at_out + r * out_stride + lane] = sum over k of x[at_x + r * x_stride + k * x_step] *
-    panel[at_panel + k * panel_step + lane], in the order of k, each step fused; if it `adds`, the sum begins with
+    panel[at_panel + k * panel_step + lane], in the order of k, each step fused; if it `adds`, the sum is added to
     what is in `out`. x and out: pointers to float32 or arrays, panel: the same, or pointer to uint16 as bfloat16.
     """
 
@@ -332,9 +319,8 @@ def make_panel_product(rows: int, *, adds: bool = False) -> Any:
             for r in range(rows):
                 at = builder.add(at_out, builder.mul(out_stride, out_stride.type(r)))
                 place = builder.bitcast(_find(context, builder, out, results, at), _VECTOR.as_pointer())
-                begin = builder.load(place, align=4) if adds else _repeat(_FLOAT, 0.0)
                 places.append(place)
-                sums.append(cgutils.alloca_once_value(builder, begin))
+                sums.append(cgutils.alloca_once_value(builder, _repeat(_FLOAT, 0.0)))
             starts = [builder.add(at_x, builder.mul(x_stride, x_stride.type(r))) for r in range(rows)]
             with cgutils.for_range(builder, depth) as loop:
                 at = builder.add(at_panel, builder.mul(loop.index, panel_step))
@@ -345,7 +331,10 @@ def make_panel_product(rows: int, *, adds: bool = False) -> Any:
                     step = (_fill(builder, number), weight, builder.load(total))
                     builder.store(_call(builder, "llvm.fma.v16f32", _VECTOR, *step), total)
             for place, total in zip(places, sums, strict=True):
-                builder.store(builder.load(total), place, align=4)
+                result = builder.load(total)
+                if adds:
+                    result = builder.fadd(builder.load(place, align=4), result)
+                builder.store(result, place, align=4)
             return context.get_dummy_value()
 
         of_x, of_panel = (x, at_x, x_stride, x_step), (panel, at_panel, panel_step, depth)
