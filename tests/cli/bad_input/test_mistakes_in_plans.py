@@ -151,7 +151,7 @@ FILES: list[tuple[str, str, str]] = [
     ("--profile", '{"a": 1, "a": 2}', "key 'a' twice"),
     ("--profile", '[{"prompt": "%s"}]' % ("a" * 20000), "a JSON object is expected"),
     ("--profile", '{"prompt": "%s"}' % ("a" * 20000), "this is no file that `realrl profile` has written"),
-    ("--profile", '{"format": "realrl profile", "version": 9}', "has version 9, not 5; measure again"),
+    ("--profile", '{"format": "realrl profile", "version": 9}', "has version 9, not 5, which"),
     ("--profile", '{"format": "realrl profile", "version": 5}', "device: missing"),
     (
         "--profile",

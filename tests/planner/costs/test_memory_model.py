@@ -130,6 +130,17 @@ def test_the_cache_has_room_for_every_token() -> None:
     assert found == (32 * 512 + BLOCK_TOKENS) * 2 * SMALL.layers * SMALL.kv_heads * SMALL.head_dim * 2
 
 
+def test_exact_calls_on_cpus_hold_the_largest_matrix_packed() -> None:
+    on_cpus = MemoryModel(ClusterSpec.parse("cpu:1x2"))
+    model = stored(SMALL, "lm", "float32")
+    for name in ("actor.train", "actor.generate", "ref.inference"):
+        plain, exact = (
+            on_cpus.stages(call(name), of, place(1, 1, 1), STEP)[0].dynamic.get("packed weights", 0)
+            for of in (model, replace(model, exact=True))
+        )
+        assert exact - plain == 4 * max(SMALL.vocab_size, 2 * SMALL.intermediate_size) * SMALL.hidden_size
+
+
 @pytest.mark.parametrize(("dtype", "element_bytes"), [("float32", 4), ("mixed", 2), ("bfloat16", 2)])
 def test_generation_on_cpus_holds_a_packed_copy_of_the_weights(dtype: Dtype, element_bytes: int) -> None:
     on_cpus = MemoryModel(ClusterSpec.parse("cpu:1x2"))

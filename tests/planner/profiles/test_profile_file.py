@@ -76,7 +76,7 @@ def test_profile_files_round_trip(tmp_path: Path) -> None:
     [
         ("{}", "this is no file that `realrl profile` has written"),
         ('{"format": "realrl profile"}', "has version null, not 5"),
-        ('{"format": "realrl profile", "version": 1}', "has version 1, not 5; measure again"),
+        ('{"format": "realrl profile", "version": 1}', "has version 1, not 5, which"),
         ("no", "not valid JSON"),
         ("[" * 100000, "nested too deep"),
         ('{"version": 1, "version": 1}', "key 'version' twice"),

@@ -20,6 +20,7 @@ from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.memory.activations import Activations, Parts
 from realrl.planner.memory.candidates import add_candidates
 from realrl.planner.memory.communicators import count_layout_bytes, world_bytes
+from realrl.planner.memory.packed_weights import packed_matrix_bytes
 from realrl.planner.workload.batching import split_work
 from realrl.planner.workload.generation import split_generation
 from realrl.planner.workload.shard_sizes import LocalSizes, SetSizes
@@ -203,6 +204,10 @@ class MemoryModel:
                     stage=stage,
                 )
             last = stage == strategy.pp - 1
+            if cpu and model.exact:  # forward passes pack each matrix for its product
+                head = last and model.head == "lm"
+                packed = packed_matrix_bytes(sizes, activations.dtype, head=head)
+                parts = {**parts, "packed weights": parts.get("packed weights", 0) + packed}
             yield add_candidates(parts, call, work, strategy, tokens, cpu=cpu, last=last)
 
     def _per_node(self, rank: int) -> int:

@@ -1,6 +1,7 @@
 """Memory of the packed weights that decode steps on a CPU may multiply by (`model.decode_weights`), on one TP rank.
 
-Whether a generate call packs weights is a choice of the machine that it runs on: what is counted is an upper bound.
+Exact training and inference pack each matrix for its product, and free it after it. Whether a generate call packs
+weights is a choice of the machine that it runs on: what is counted is an upper bound.
 """
 
 from realrl.layout.limits import LANES
@@ -16,12 +17,24 @@ def packed_weight_bytes(sizes: LocalSizes, dtype: Dtype, *, layers: int, head: b
 
 def packing_bytes(sizes: LocalSizes, dtype: Dtype, *, head: bool) -> int:
     """Compute the bytes held beside it while a matrix is packed: what is rounded, and what has rows added."""
-    shapes = sizes.matmul_shapes + (_head_shape(sizes) if head else ())
-    copies = (
-        (dtype == "mixed") * rows * columns + (_add_rows(rows) != rows) * _add_rows(rows) * columns
-        for rows, columns in shapes
+    return _element_bytes(dtype) * max(_copies(shape, dtype) for shape in _shapes(sizes, head))
+
+
+def packed_matrix_bytes(sizes: LocalSizes, dtype: Dtype, *, head: bool) -> int:
+    """Compute the most bytes held while one matrix is packed for a product, as exact forward passes do."""
+    return _element_bytes(dtype) * max(
+        _add_rows(rows) * columns + _copies((rows, columns), dtype) for rows, columns in _shapes(sizes, head)
     )
-    return _element_bytes(dtype) * max(copies)
+
+
+def _copies(shape: tuple[int, int], dtype: Dtype) -> int:
+    """Elements held beside a matrix while it is packed."""
+    rows, columns = shape
+    return (dtype == "mixed") * rows * columns + (_add_rows(rows) != rows) * _add_rows(rows) * columns
+
+
+def _shapes(sizes: LocalSizes, head: bool) -> tuple[tuple[int, int], ...]:
+    return sizes.matmul_shapes + (_head_shape(sizes) if head else ())
 
 
 def _head_shape(sizes: LocalSizes) -> tuple[tuple[int, int]]:

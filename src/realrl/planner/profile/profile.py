@@ -263,7 +263,10 @@ class Profile(Settings):
             raise UserError(f"profile {path}: this is no file that `realrl profile` has written")
         if content.get("version") != VERSION:
             found = brief(content.get("version"))
-            raise UserError(f"profile {path} has version {found}, not {VERSION}; measure again")
+            raise UserError(
+                f"profile {path} has version {found}, not {VERSION}, which this version of realrl reads;"
+                " measure again with `realrl profile`"
+            )
         try:
             return cls.model_validate(content)
         except ValidationError as error:
