@@ -22,6 +22,7 @@ import transformers
 from realrl.algorithms.sft.config import SFTExperiment
 from realrl.algorithms.sft.method import SFTTrain
 from realrl.checkpoint import huggingface
+from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch
 from realrl.data.dataset import Dataset
 from realrl.data.order import Order
@@ -29,7 +30,6 @@ from realrl.data.tokenizer import load_tokenizer, train_tokenizer
 from realrl.engine.dtypes import find_products
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
-from realrl.model.init import initialise
 from realrl.recipe.load import load_experiment
 
 

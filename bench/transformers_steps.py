@@ -39,6 +39,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from realrl.algorithms.sft.method import SFTTrain
 from realrl.checkpoint import huggingface
+from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.dtypes import find_products
 from realrl.engine.generation.decode_step import DecodeStep
@@ -48,7 +49,6 @@ from realrl.engine.generation.sampling import SamplingNoise, SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
-from realrl.model.init import initialise
 from realrl.model.ops import Products
 from realrl.recipe.model import OptimizerConfig
 from realrl.recipe.settings import GenerationConfig

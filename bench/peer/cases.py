@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from realrl.checkpoint import huggingface
+from realrl.checkpoint.initial_weights import initialise
 from realrl.engine.model import make_unsharded_model
 from realrl.families.published import SHAPES as PUBLISHED
 from realrl.families.shape import Head, ModelShape
-from realrl.model.init import initialise
 
 SHAPES = {
     "5M": ModelShape(

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from realrl.algorithms.sft.method import SFTTrain
+from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import assign
 from realrl.engine.model import Model
@@ -24,7 +25,6 @@ from realrl.families.shape import ModelShape
 from realrl.layout import limits
 from realrl.layout.layout import build_layout
 from realrl.layout.sets import TUNED, TrainablePart
-from realrl.model.init import initialise
 from realrl.plan.communicators import list_rank_sets
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.program.memory import Memory, StoredModel

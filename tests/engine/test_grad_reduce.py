@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from realrl.algorithms.sft.method import SFTTrain
+from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.parallel_groups import ParallelGroups
@@ -14,7 +15,6 @@ from realrl.families.shape import ModelShape
 from realrl.layout import limits
 from realrl.layout.layout import build_layout
 from realrl.model.group import Group, make_single_rank_group
-from realrl.model.init import initialise
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.recipe.model import OptimizerConfig
 

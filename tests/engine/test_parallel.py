@@ -13,6 +13,7 @@ from realrl.algorithms.distillation.config import OfflineDistillationConfig
 from realrl.algorithms.distillation.distributions import DivergenceTrain, TopTeacher
 from realrl.algorithms.reward.method import PairInference, RewardTrain
 from realrl.algorithms.sft.method import SFTInference, SFTTrain
+from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import assign, partition_samples
 from realrl.dataflow.call import Candidates
@@ -25,7 +26,6 @@ from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head, ModelShape
 from realrl.layout import limits
 from realrl.layout.layout import build_layout
-from realrl.model.init import initialise
 from realrl.plan.communicators import list_rank_sets
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.recipe.model import OptimizerConfig

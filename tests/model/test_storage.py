@@ -4,12 +4,12 @@ import pytest
 import torch
 from small_models import SHAPES, pack, random_rows
 
+from realrl.checkpoint.initial_weights import initialise
 from realrl.engine.flat import FlatBuffer
 from realrl.families.registry import model_tensors
 from realrl.families.tensors import TensorSpec
 from realrl.layout.shard import Shard
 from realrl.model.group import make_single_rank_group
-from realrl.model.init import initialise
 from realrl.model.packing import Packing
 from realrl.model.transformer import Transformer
 

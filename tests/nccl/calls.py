@@ -5,6 +5,7 @@ from functools import cache
 import torch
 
 from realrl.algorithms.sft.method import SFTInference, SFTTrain
+from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import assign
 from realrl.dataflow.call import Kind
@@ -14,7 +15,6 @@ from realrl.engine.model import Model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
 from realrl.layout.layout import build_layout
-from realrl.model.init import initialise
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.recipe.model import OptimizerConfig
 from realrl.recipe.settings import GenerationConfig

@@ -14,6 +14,7 @@ from realrl.algorithms.distillation.distributions import DivergenceInference, Di
 from realrl.algorithms.method import InferenceMethod, TrainMethod
 from realrl.algorithms.reward.method import PairInference, RewardTrain
 from realrl.algorithms.sft.method import SFTInference, SFTTrain
+from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Candidates
 from realrl.engine.dtypes import find_torch_dtype
@@ -26,7 +27,6 @@ from realrl.engine.training.trainer import Trainer
 from realrl.layout.layout import build_layout
 from realrl.model import group as collectives
 from realrl.model.group import Group, make_single_rank_group
-from realrl.model.init import initialise
 from realrl.model.ops import Products
 from realrl.plan.placement import Placement
 from realrl.program.memory import StoredModel

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from realrl.checkpoint.directory import CONFIG, GENERATION_CONFIG, config_file, local_directory, read_shape
 from realrl.checkpoint.headers import INDEX, SINGLE, Contents, StoredTensor, find_tensors, open_file
+from realrl.checkpoint.initial_weights import Weights
 from realrl.checkpoint.origin import Origin
 from realrl.checkpoint.special_tokens import find_classifier_padding, find_saved_ids, list_stop_token_ids
 from realrl.checkpoint.tokenizer_files import Tokenizer, set_padding, write_tokenizer
@@ -25,7 +26,6 @@ from realrl.families.registry import find_family, model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import TensorSpec
 from realrl.layout.region import Region
-from realrl.model.init import Weights
 
 __all__ = ["Tokenizer", "check", "load", "read_dtype", "read_shape", "save", "shards"]
 

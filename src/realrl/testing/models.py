@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from realrl.checkpoint import huggingface
+from realrl.checkpoint.initial_weights import initialise
 from realrl.engine.flat import FlatBuffer
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
-from realrl.model.init import initialise
 from realrl.testing.shape import SHAPE
 
 

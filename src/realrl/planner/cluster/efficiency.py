@@ -27,7 +27,7 @@ class Efficiency:
     """Fraction of link bandwidth that large messages achieve: all-reduce in nccl-tests has a bus bandwidth of
     230 to 235 of 300 GB/s on 8 A100 and 360 to 380 of 450 on 8 H100; 200 Gbit/s InfiniBand carries 22 to 24 of
     25 GB/s."""
-    exact_forward: float = 1.3
+    exact_forward: float = 1.1
     """Seconds of an exact forward pass relative to another one, products and attention together, in decode steps as
     in training: between a generate call and the forward pass of a train step, as measured on a CPU
     (docs/exact.md). Nothing was measured on a GPU, of which this is a guess."""

@@ -7,6 +7,7 @@ import torch
 
 from realrl.checkpoint import huggingface
 from realrl.checkpoint.directory import find_model_shape
+from realrl.checkpoint.initial_weights import initialise
 from realrl.checkpoint.origin import read_origin
 from realrl.config.errors import UserError
 from realrl.dataflow.call import MovingAverage
@@ -26,7 +27,6 @@ from realrl.layout.routing.chunks import group_tensors
 from realrl.layout.routing.routes import reallocate
 from realrl.layout.sets import build_parameter_sets
 from realrl.model.group import Group
-from realrl.model.init import initialise
 from realrl.plan.placement import DTYPES, Dtype, Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Load, Offload, Reallocate, Release

@@ -30,7 +30,7 @@ _PACKED = 1.1
 _SECONDS = 0.08
 """Time per way and shape."""
 
-Multiply = Callable[[Tensor], Tensor]
+WeightProduct = Callable[[Tensor], Tensor]
 """Product with a weight that it knows. [N, K] -> [N, M]"""
 
 
@@ -52,19 +52,19 @@ def compare_products() -> ProductChoice:
     )
 
 
-def _use(products: Products) -> Callable[[Tensor], Multiply]:
+def _use(products: Products) -> Callable[[Tensor], WeightProduct]:
     return lambda weight: lambda x: products.matmul_nt(x, weight)
 
 
-def _pack(weight: Tensor) -> Multiply:
+def _pack(weight: Tensor) -> WeightProduct:
     products = Products(packed=True)
     panels = products.pack(weight)
     return lambda x: products.multiply_packed(x, panels)
 
 
 def _compare(
-    way: Callable[[Tensor], Multiply],
-    beside: Callable[[Tensor], Multiply],
+    way: Callable[[Tensor], WeightProduct],
+    beside: Callable[[Tensor], WeightProduct],
     shapes: Sequence[tuple[int, int, int]],
 ) -> float:
     """Measure how many times as fast a way is, as the geometric mean over shapes."""
@@ -84,7 +84,7 @@ def _compare(
     return math.exp(sum(logs) / len(logs))
 
 
-def _time(products: Sequence[Multiply], x: Tensor) -> float:
+def _time(products: Sequence[WeightProduct], x: Tensor) -> float:
     start = time.thread_time()
     for multiply in products:
         multiply(x)

@@ -1,4 +1,4 @@
-"""Initialisation of weights."""
+"""Weights that a model begins with where no directory holds any."""
 
 import hashlib
 import math
