@@ -18,11 +18,6 @@ if not torch.cuda.is_available():
 
 from realrl.config.machine.processor import ProductChoice, keep_choice
 from realrl.testing import compare
-
-if not torch.cuda.is_available():
-    # Kernels then run in Triton's interpreter. Read where Triton is first imported, which much of torch does.
-    os.environ["TRITON_INTERPRET"] = "1"
-
 from realrl.testing.records import list_sentences, make_up_records
 from realrl.testing.shape import SHAPE
 

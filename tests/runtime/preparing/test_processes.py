@@ -111,7 +111,7 @@ def test_the_demo_computes_in_one_process_on_two_cores(monkeypatch: pytest.Monke
     assert choice.chosen.cluster == Cluster(1, 1) and choice.chosen.threads == 2
     one, two = (split.seconds for split in choice.compared)
     assert one is not None and two is not None and two < one < 1.1 * two
-    assert str(choice).startswith("1 process with 2 threads, of which a step takes ")
+    assert str(choice).startswith("1 process with 2 threads, of which a step at full lengths takes ")
     assert "with 2×1; more processes would have to save 15 % of it" in str(choice)
 
 
@@ -253,7 +253,7 @@ def test_plan_says_what_was_chosen_and_why(
     recipe = world.recipe("sft", tmp_path, cluster="auto")
     assert run_app(["plan", str(recipe), "--seconds", "1"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "cluster=auto: 1 process with 4 threads, of which a step takes" in text
+    assert "cluster=auto: 1 process with 4 threads, of which a step at full lengths takes" in text
     assert "with 2×2 and " in text and "with 4×1" in text
     assert run_app(["plan", str(recipe), "cluster=1x2", "--seconds", "1"]) == 0
     assert "cpu:1x2, with 2 threads each" in " ".join(capsys.readouterr().out.split())
@@ -281,7 +281,7 @@ def test_a_run_starts_the_processes_and_threads_that_were_chosen(
     assert run_app(["train", str(recipe)]) == 0
     assert set((tmp_path / "seen").read_text().splitlines()) == {"2 2"}
     assert (
-        "note: cluster=auto: 2 processes with 2 threads each, of which a step takes 1 s as predicted"
+        "note: cluster=auto: 2 processes with 2 threads each, of which a step at full lengths takes 1 s as predicted"
         in capfd.readouterr().err
     )
     assert len(read_metrics(tmp_path / "run")) == 1

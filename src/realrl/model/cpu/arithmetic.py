@@ -3,7 +3,7 @@
 import numba
 import numpy as np
 
-_LOG2_E = np.float32(1.44269504088896341)
+LOG2_E = np.float32(1.44269504088896341)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 """The natural logarithm of 2 as a sum of which the first part has few digits."""
 
@@ -14,7 +14,7 @@ def exp(x: np.float32) -> np.float32:
     # Comparisons with NaN are false, so that it stays.
     bounded = np.float32(-88.0) if x < np.float32(-88.0) else x
     bounded = np.float32(89.0) if bounded > np.float32(89.0) else bounded
-    n = np.floor(bounded * _LOG2_E + np.float32(0.5))
+    n = np.floor(bounded * LOG2_E + np.float32(0.5))
     r = bounded - n * _LN2_HIGH - n * _LN2_LOW
     p = np.float32(1.9875691500e-4)
     p = p * r + np.float32(1.3981999507e-3)

@@ -15,6 +15,7 @@ import numpy as np
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.layout.limits import LANES
 from realrl.model.cpu import vectors
+from realrl.model.cpu.arithmetic import LOG2_E
 from realrl.model.cpu.rows import (
     Work,
     bfloat16_pointer,
@@ -28,8 +29,6 @@ from realrl.model.cpu.rows import (
 from realrl.model.cpu.vectors import add, fill, load_vector, multiply_add, repeat, store_vector
 
 assert BLOCK_TOKENS == LANES, "the scores of a block are a vector"
-
-_LOG2_E = np.float32(1.44269504)
 
 
 @numba.njit(inline="always")
@@ -103,7 +102,7 @@ def _attend(work: Work, k: Any, v: Any) -> None:
     q = np.empty(most * group * dim, np.float32)
     outputs = np.empty(most * group * padded, np.float32)
     scores = np.empty(most * group * width, np.float32)
-    scale = _LOG2_E / np.sqrt(np.float32(dim))
+    scale = LOG2_E / np.sqrt(np.float32(dim))
     first, last = claim(work)
     while first < last:
         for item in range(first, last):

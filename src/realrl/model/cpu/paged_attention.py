@@ -13,6 +13,7 @@ import numpy as np
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.layout.limits import LANES
 from realrl.model.cpu import vectors
+from realrl.model.cpu.arithmetic import LOG2_E
 from realrl.model.cpu.panels import REGISTER_ROWS
 from realrl.model.cpu.rows import (
     Work,
@@ -39,7 +40,6 @@ assert BLOCK_TOKENS == LANES, "the scores of a block are a vector"
 _TILE = 8
 """Blocks of a tile: few enough that keys, values and scores stay in the nearest caches."""
 _WIDTH = _TILE * LANES
-_LOG2_E = np.float32(1.44269504)
 
 _multiply_most, _add_most = make_panel_product(REGISTER_ROWS), make_panel_product(REGISTER_ROWS, adds=True)
 
@@ -146,7 +146,7 @@ def _attend(work: Work, k: Any, v: Any) -> None:
     outputs = np.empty(most * group * padded, np.float32)
     scores = np.empty(most * group * _WIDTH, np.float32)
     tops, totals = np.empty(most * group, np.float32), np.empty(most * group, np.float32)
-    scale = _LOG2_E / np.sqrt(np.float32(dim))
+    scale = LOG2_E / np.sqrt(np.float32(dim))
     first, last = claim(work)
     while first < last:
         for item in range(first, last):

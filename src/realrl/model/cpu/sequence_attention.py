@@ -15,6 +15,7 @@ import numpy as np
 
 from realrl.layout.limits import LANES
 from realrl.model.cpu import vectors
+from realrl.model.cpu.arithmetic import LOG2_E
 from realrl.model.cpu.panels import add_rows_by_panel, multiply_rows_by_panel
 from realrl.model.cpu.rows import Work, claim, float_pointer, int_row, number, row_kernel, row_stride
 from realrl.model.cpu.vectors import fill, load_vector, store_vector
@@ -23,7 +24,6 @@ _QUERIES = 48
 """Queries of a tile of scores: a multiple of the rows that are multiplied at a time."""
 _KEYS = 256
 """Keys of a tile: it takes 48 KiB, and another one in backward passes."""
-_LOG2_E = np.float32(1.44269504)
 
 
 @numba.njit(inline="always")
@@ -101,7 +101,7 @@ def attend_forward(work: Work) -> None:
     stride, out_stride, sums_stride = row_stride(work, 0), row_stride(work, 6), row_stride(work, 7)
     group = heads // kv_heads
     padded = (dim + LANES - 1) // LANES * LANES
-    scale = _LOG2_E / np.sqrt(np.float32(dim))
+    scale = LOG2_E / np.sqrt(np.float32(dim))
     keys_by_dim = np.empty(height * dim, np.float32)
     values_by_row = np.empty(height * padded, np.float32)
     scores = np.empty(_QUERIES * _KEYS, np.float32)
@@ -198,7 +198,7 @@ def attend_backward(work: Work) -> None:
     height = (longest + LANES - 1) // LANES * LANES
     padded = (dim + LANES - 1) // LANES * LANES
     share = np.float32(1.0) / np.sqrt(np.float32(dim))
-    scale = _LOG2_E * share
+    scale = LOG2_E * share
     # Panels for sums over dims, [blocks of 16 rows, dim, 16], and over rows, [blocks of 16 dims, height, 16].
     keys_by_dim, values_by_dim = np.empty(height * dim, np.float32), np.empty(height * dim, np.float32)
     keys_by_row = np.empty(height * padded, np.float32)

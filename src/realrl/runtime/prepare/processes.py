@@ -85,7 +85,7 @@ def choose_processes(experiment: Experiment, measured: Measured | None = None) -
         return ProcessChoice(compared[0], compared, "since no step could be predicted")
     best = min(seconds for _, seconds in known)
     chosen = next(split for split, seconds in known if seconds * (1 - WORTH_IT) <= best)
-    return ProcessChoice(chosen, compared, _explain(chosen, compared))
+    return ProcessChoice(chosen, compared, _explain(chosen, compared, measured))
 
 
 def list_splits() -> list[Split]:
@@ -125,13 +125,15 @@ def _estimate(experiment: Experiment, cluster: Cluster, measured: Measured) -> E
     return find_best_plan(scenario, seconds=_SECONDS, constraints=constraints).estimate
 
 
-def _explain(chosen: Split, compared: Sequence[Split]) -> str:
+def _explain(chosen: Split, compared: Sequence[Split], measured: Measured) -> str:
     """Explain a choice by the seconds of a step with it and with the others, as processes × threads."""
     others = [split for split in compared if split.processes != chosen.processes]
     known = [split.seconds for split in compared if split.seconds is not None]
     texts = [f"{_format(split.seconds)} with {split.processes}×{split.threads}" for split in others]
     rule = "" if chosen.seconds == min(known) else f"; more processes would have to save {WORTH_IT:.0%} of it"
-    return f"of which a step takes {_format(chosen.seconds)} as predicted, {join(texts)}{rule.replace('%', ' %')}"
+    assumed = " at full lengths" if measured.prompts is None and measured.answers is None else ""
+    step = f"a step{assumed} takes {_format(chosen.seconds)} as predicted"
+    return f"of which {step}, {join(texts)}{rule.replace('%', ' %')}"
 
 
 def _format(seconds: float | None) -> str:
