@@ -11,9 +11,11 @@ import numpy as np
 from paged_reference import attend_by_row, make_case
 from torch import Tensor
 
-from realrl.model.gpu.exact import launch_products, launch_run_attention
+from realrl.model import ops, paged_attention
+from realrl.model.gpu.exact import launch_products
+from realrl.model.ops import Products
 from realrl.model.packing import Packing
-from realrl.model.paged_attention import KeyRuns, count_run_rows
+from realrl.model.paged_attention import attend_to_runs, count_run_rows
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +32,13 @@ def tile_products(monkeypatch: pytest.MonkeyPatch) -> None:
         return total
 
     monkeypatch.setattr(np, "matmul", multiply_in_order)
+
+
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the branches of GPUs."""
+    for module in (ops, paged_attention):
+        monkeypatch.setattr(module, "on_gpu", lambda _: True)
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
@@ -49,43 +58,25 @@ def test_rows_of_a_product_do_not_depend_on_other_rows(dtype: torch.dtype) -> No
     torch.testing.assert_close(whole.double(), x.double() @ weight.double().T, rtol=2e-2, atol=tolerance)
 
 
-def attend(qkv: Tensor, k: Tensor, v: Tensor, runs: KeyRuns, heads: int) -> Tensor:
-    out = torch.full((len(qkv), heads * k.shape[3]), torch.nan, dtype=qkv.dtype)
-    launch_run_attention(
-        qkv,
-        k.contiguous(),
-        v.contiguous(),
-        runs.shared_tables,
-        runs.shared_lengths,
-        runs.own_tables,
-        runs.own_lengths,
-        runs.starts,
-        heads,
-        out,
-    )
-    return out
+def test_models_on_a_gpu_multiply_by_these_kernels(on_gpus: None) -> None:
+    x, weight = torch.randn(5, 8), torch.randn(3, 8)
+    assert torch.equal(Products(exact=True).forward_nt(x, weight), multiply(x, weight))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 20), (5, 1, 16)])
 def test_a_decode_step_over_the_cache_is_the_last_row_of_a_packed_sequence(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+    on_gpus: None, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
 ) -> None:
     case = make_case([0, 40], [[20], [3]], heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
     expected = attend_by_row(case)
     rows, cache = case.rows, case.cache
     newest = case.qkv.view(len(case.qkv), -1, dim)[:, heads:].split(kv_heads, 1)
     cache.store(0, *newest, rows.newest)
-    by_row = KeyRuns(
-        shared_tables=rows.prompt_tables,
-        shared_lengths=rows.prompt_lengths,
-        own_tables=rows.own_tables,
-        own_lengths=rows.own_lengths + 1,
-        starts=torch.arange(len(case.qkv) + 1),
-        most=1,
-        longest=0,
-    )
-    got = attend(case.qkv, cache.k[0], cache.v[0], by_row, heads)
+    assert torch.equal(rows.runs.starts, torch.arange(len(case.qkv) + 1)), "each row by itself"
+    # On a GPU, pools are contiguous.
+    k, v = (pool[0].contiguous() for pool in (cache.k, cache.v))
+    got = attend_to_runs(case.qkv, k, v, rows.runs, heads)
     tolerance = {"rtol": 2e-5, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-2}
     torch.testing.assert_close(got.double(), expected, **tolerance)
     for i in range(len(got)):
@@ -111,6 +102,6 @@ def test_a_decode_step_over_the_cache_is_the_last_row_of_a_packed_sequence(
             pools.append(pool)
         qkv = torch.randn(5 + len(keys), (heads + 2 * kv_heads) * dim).to(dtype)
         qkv[-1] = case.qkv[i]
-        alone = attend(qkv, *pools, blocked.runs, heads)
+        alone = attend_to_runs(qkv, *pools, blocked.runs, heads)
         assert not alone.isnan().any()
         assert torch.equal(alone[-1], got[i])
