@@ -31,7 +31,7 @@ def test_attention_over_packed_sequences_takes_what_it_is_given() -> None:
     first = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
     assert list(parameters)[:7] == first
     assert parameters["window_size"].default == (-1, -1)
-    assert ("enable_gqa" in parameters) == (VERSION >= (2, 12)) == bool(attention.GQA_OPTION)
+    assert ("enable_gqa" in parameters) == (VERSION >= (2, 12)) == bool(attention.load_packed_attention()[1])
 
 
 def test_parameters_have_gradients_of_another_type_and_nodes_with_hooks() -> None:

@@ -1,13 +1,14 @@
 """Causal attention over packed sequences."""
 
 import inspect
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn.attention.varlen import varlen_attn
 
 from realrl.layout.kv_blocks import CacheSize
 from realrl.model.autograd import apply_function
@@ -16,11 +17,6 @@ from realrl.model.cpu.sequence_attention import attend_backward, attend_forward
 from realrl.model.gpu.path import has_flash_attention, on_gpu
 from realrl.model.packing import Packing, PaddedHeads
 from realrl.model.paged_attention import attend_to_runs, count_run_rows
-
-# torch 2.11 accepts grouped heads as they are; from 2.12 on they need a flag.
-GQA_OPTION: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
 
 
 class _Pad(Function):
@@ -99,6 +95,19 @@ class _SequenceAttention(Function):
         return grad_qkv.to(grad.dtype), None, None, None
 
 
+@cache
+def load_packed_attention() -> tuple[Callable[..., Tensor], dict[str, Any]]:
+    """Import torch's flash kernel for packed sequences; the function, and options it needs for grouped heads.
+
+    Importing it takes two seconds, as long as torch itself: not where a rank on a CPU would wait for it.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    # torch 2.11 accepts grouped heads as they are; from 2.12 on they need a flag.
+    takes_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return cast(Callable[..., Tensor], varlen_attn), {"enable_gqa": True} if takes_flag else {}
+
+
 def _has_varlen_kernel(qkv: Tensor, dim: int) -> bool:
     """Check whether the flash kernel for packed sequences takes these heads: half precision, a multiple of 8 dims.
 
@@ -163,19 +172,18 @@ def varlen_attention(
         return apply_function(_SequenceAttention, qkv, packing, heads, kv_heads)
     q, k, v = split_heads(qkv, heads, kv_heads)
     if _has_varlen_kernel(qkv, q.shape[-1]):
-        cu_seqlens = packing.cu_seqlens
-        output = varlen_attn(
+        attend, options = load_packed_attention()
+        output = attend(
             q,
             k,
             v,
-            cu_seq_q=cu_seqlens,
-            cu_seq_k=cu_seqlens,
+            cu_seq_q=packing.cu_seqlens,
+            cu_seq_k=packing.cu_seqlens,
             max_q=packing.max_length,
             max_k=packing.max_length,
             window_size=(-1, 0),  # causal
-            **GQA_OPTION,
+            **options,
         )
-        assert isinstance(output, Tensor)
         return output.reshape(len(qkv), -1)
     return _padded_attention(qkv, packing.pad_heads(heads, kv_heads))
 

@@ -15,7 +15,6 @@ from realrl.config.errors import UserError
 from realrl.recipe.data import SpikeConfig
 from realrl.recipe.evaluation import BestConfig
 from realrl.recipe.sections.checkpoint import CheckpointConfig
-from realrl.runtime.checkpoints import checkpointer
 from realrl.runtime.checkpoints.retention import choose_kept
 from realrl.runtime.checkpoints.spikes import Spike, SpikeDetector
 from realrl.runtime.output.saved import list_checkpoints
@@ -96,7 +95,7 @@ def test_a_mistake_does_not_lose_the_checkpoint_that_is_being_written(
         time.sleep(1)
         write_state(*arguments, copied=copied, **more)
 
-    monkeypatch.setattr(checkpointer, "write_state", write)
+    monkeypatch.setattr("realrl.checkpoint.state.writer.write_state", write)
     reward = tmp_path / "broken.py"
     reward.write_text(BROKEN)
     more = {"reward__function": f"{reward}:score", "data__eval": None, "evaluation__every": None}

@@ -29,7 +29,8 @@ from torch.futures import Future
 from xxhash import xxh3_64_hexdigest
 
 from realrl.checkpoint.state.manifest import DTYPE_BYTES, CheckpointError, Chunk, Manifest
-from realrl.checkpoint.state.pieces import PiecesLoadPlanner, State
+from realrl.checkpoint.state.pieces import State
+from realrl.checkpoint.state.planners import PiecesLoadPlanner
 from realrl.checkpoint.state.writer import find_cause
 from realrl.config.files import reason_of
 

@@ -18,7 +18,8 @@ from torch.futures import Future
 from xxhash import xxh3_64
 
 from realrl.checkpoint.state.manifest import Chunk, Manifest, StoredState
-from realrl.checkpoint.state.pieces import PiecesSavePlanner, State
+from realrl.checkpoint.state.pieces import State
+from realrl.checkpoint.state.planners import PiecesSavePlanner
 
 BUFFER_BYTES = 8 << 20
 """Bytes that are copied from a GPU at a time."""

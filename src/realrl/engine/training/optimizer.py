@@ -1,13 +1,14 @@
 """AdamW with state sharded over data-parallel ranks."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.training.grad_norm import sum_squares
@@ -20,7 +21,7 @@ GATHER_STAGES = 4
 
 An update reads and writes 34 bytes of device memory per parameter of a rank's part; an all-gather brings 2 bytes
 per parameter of all parts, over links that are several times slower. With four groups at most a quarter of the
-shorter one is not hidden, and the host steps four optimizers, not one per bucket."""
+shorter one is not hidden, and the host launches four updates, not one per bucket."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,42 @@ class OptimizerPart:
     end: int
     in_parameters: int
     in_state: int
+
+
+@dataclass
+class _Pieces:
+    """Pieces of this rank's parts that are updated alike; lists have an entry for each.
+
+    Not an optimizer of torch's: making one imports its compiler, which takes a rank a second and a half.
+    """
+
+    values: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    averages: list[Tensor] = field(default_factory=list)
+    squares: list[Tensor] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+    """Updates so far, as torch's kernel counts them."""
+
+    def update(self, config: OptimizerConfig, *, lr: float, decay: float, divisor: Tensor | None) -> None:
+        """Update the values with the gradients divided by a number, all pieces in one kernel."""
+        beta1, beta2 = config.betas
+        adamw(
+            self.values,
+            self.gradients,
+            self.averages,
+            self.squares,
+            [],
+            self.steps,
+            fused=True,
+            grad_scale=divisor,  # meant for mixed precision: it spares a pass over the gradients
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=lr,
+            weight_decay=decay,
+            eps=config.eps,
+            maximize=False,
+        )
 
 
 class ShardedAdamW:
@@ -68,8 +105,7 @@ class ShardedAdamW:
         self._gradients = gradients.data
         self._group = group
         self._norm_group = norm_group or group
-        self._clip = config.grad_clip
-        self._decay = config.weight_decay
+        self._config = config
         self.buckets = parameters.buckets if parameters.tensors else 0
         self.bucket_size = parameters.data.numel() // max(1, self.buckets)
         self._part_size = self.bucket_size // group.size
@@ -85,11 +121,12 @@ class ShardedAdamW:
         stages = 1 if group.size == 1 else min(GATHER_STAGES, self.buckets)
         bounds = [self.buckets * i // max(1, stages) for i in range(stages + 1)]
         self._stages = {
-            buckets: self._make_optimizer(buckets, config)
+            buckets: self._cut_pieces(buckets)
             for buckets in (range(first, end) for first, end in pairwise(bounds))
             if buckets
         }
-        """Optimizers by the buckets that they update, in the order of their updates."""
+        """Pieces of groups of buckets, in the order of their updates: with weight decay, without, and of the scalar
+        head, whose learning rate is its own."""
         self._reducing: dict[int, dist.Work | None] = {}
 
     @property
@@ -100,17 +137,17 @@ class ShardedAdamW:
     @property
     def steps(self) -> int:
         """Number of steps applied, which the correction of the moments depends on; 0 with nothing to train."""
-        counts = [int(state["step"]) for state in self._iter_states()]
-        return max(counts, default=0)
+        return max((int(step) for step in self._iter_steps()), default=0)
 
     @steps.setter
     def steps(self, count: int) -> None:
-        for state in self._iter_states():
-            state["step"].fill_(count)
+        for step in self._iter_steps():
+            step.fill_(count)
 
-    def _iter_states(self) -> Iterator[dict[str, Tensor]]:
-        for optimizer in self._stages.values():
-            yield from optimizer.state.values()
+    def _iter_steps(self) -> Iterator[Tensor]:
+        for kinds in self._stages.values():
+            for pieces in kinds.values():
+                yield from pieces.steps
 
     @property
     def master(self) -> Tensor | None:
@@ -184,12 +221,11 @@ class ShardedAdamW:
         if not isfinite(norm):
             return norm
         divisor = None
-        if self._clip is not None and norm > self._clip:
-            divisor = torch.full((), norm / self._clip, device=self._gradients.device)
+        clip = self._config.grad_clip
+        if clip is not None and norm > clip:
+            divisor = torch.full((), norm / clip, device=self._gradients.device)
         gathering = [
-            work
-            for buckets, optimizer in self._stages.items()
-            for work in self._update(buckets, optimizer, lr, head_scale, divisor)
+            work for buckets in self._stages for work in self._update(buckets, lr, head_scale, divisor)
         ]
         self._gradients.zero_()
         _wait_for(gathering)
@@ -210,20 +246,18 @@ class ShardedAdamW:
                 local.copy_(summed[part.tensor].flatten()[part.first : part.end])
 
     def _update(
-        self,
-        buckets: range,
-        optimizer: torch.optim.AdamW,
-        lr: float,
-        head_scale: float,
-        divisor: Tensor | None,
+        self, buckets: range, lr: float, head_scale: float, divisor: Tensor | None
     ) -> list[dist.Work | None]:
         """Update buckets with their gradients divided by a number, and start their all-gathers."""
-        *rest, head = optimizer.param_groups
-        for settings in rest:
-            settings["lr"] = lr
-        head |= {"lr": lr * head_scale, "weight_decay": self._decay / head_scale}
-        optimizer.grad_scale = divisor  # type: ignore[attr-defined] # what GradScaler uses: no pass of its own
-        optimizer.step()
+        decay = self._config.weight_decay
+        settings = {
+            "decay": (lr, decay),
+            "no decay": (lr, 0.0),
+            "head": (lr * head_scale, decay / head_scale),
+        }
+        for kind, pieces in self._stages[buckets].items():
+            rate, decay = settings[kind]
+            pieces.update(self._config, lr=rate, decay=decay, divisor=divisor)
         return self._gather(buckets)
 
     def _gather(self, buckets: range) -> list[dist.Work | None]:
@@ -238,37 +272,25 @@ class ShardedAdamW:
             for bucket, part in zip(buckets, stored, strict=True)
         ]
 
-    def _make_optimizer(self, buckets: range, config: OptimizerConfig) -> torch.optim.AdamW:
-        """AdamW over this rank's parts of buckets: pieces with weight decay, pieces without, and the scalar head,
-        whose learning rate is its own. The moments of all pieces are views of two flat tensors, which can be
-        offloaded in one copy."""
-        pieces: dict[str, list[Tensor]] = {"decay": [], "no decay": [], "head": []}
-        state: dict[Tensor, dict[str, Tensor]] = {}
+    def _cut_pieces(self, buckets: range) -> dict[str, _Pieces]:
+        """Cut this rank's parts of buckets into pieces by kind. The moments of all of them are views of two flat
+        tensors, which can be offloaded in one copy."""
+        kinds: dict[str, _Pieces] = {}
         for kind, low, high in _merge_runs(
             (_find_kind(tensor), low, high) for tensor, low, high in self._cut_tensors(buckets)
         ):
             first = self._find_in_state(low)
             window = slice(first, first + high - low)
-            values = self._parameters.data[low:high] if self._master is None else self._master[window]
-            piece = torch.nn.Parameter(values)
-            piece.grad = self._local_gradient[window]
-            pieces[kind].append(piece)
-            step = torch.zeros((), dtype=torch.float32, device=piece.device)
             average, average_square = (moment[window] for moment in self._moments)
-            state[piece] = {"step": step, "exp_avg": average, "exp_avg_sq": average_square}
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": pieces["decay"], "weight_decay": config.weight_decay},
-                {"params": pieces["no decay"], "weight_decay": 0.0},
-                {"params": pieces["head"], "weight_decay": config.weight_decay},
-            ],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-        )
-        optimizer.state.update(state)
-        return optimizer
+            pieces = kinds.setdefault(kind, _Pieces())
+            pieces.values.append(
+                self._parameters.data[low:high] if self._master is None else self._master[window]
+            )
+            pieces.gradients.append(self._local_gradient[window])
+            pieces.averages.append(average)
+            pieces.squares.append(average_square)
+            pieces.steps.append(torch.zeros((), dtype=torch.float32, device=average.device))
+        return kinds
 
     def _view_counted(self, counted: Mapping[str, tuple[int, int]] | None) -> Iterator[tuple[Tensor, bool]]:
         """Views of this rank's gradient whose elements it counts in the norm, and whether they are the head's."""

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from realrl.checkpoint.state.pieces import State
-from realrl.checkpoint.state.writer import write_state
 from realrl.config.files import partial_path
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
@@ -132,6 +131,9 @@ class Checkpointer:
         activity = self._process.activity
         activity.phase = f"writing {path.name}"
         try:
+            # Importing it takes a second, which runs without checkpoints need not wait for.
+            from realrl.checkpoint.state.writer import write_state
+
             write_state(
                 partial_path(path),
                 tensors,

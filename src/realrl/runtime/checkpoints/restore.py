@@ -6,7 +6,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from realrl.checkpoint.state.manifest import CheckpointError, Manifest, read_manifest
-from realrl.checkpoint.state.reader import check_tensors, read_state
 from realrl.config.errors import UserError
 from realrl.runtime.checkpoints.contents import CheckpointContents
 from realrl.runtime.output.run_state import Restored, RunState
@@ -20,6 +19,9 @@ def restore(
 
     UserError, on all ranks, where there is none.
     """
+    # Importing it takes a second, which runs that begin need not wait for.
+    from realrl.checkpoint.state.reader import check_tensors, read_state
+
     problems: list[str] = []
     for path in paths:
         problem, manifest, state = None, None, None
