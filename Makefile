@@ -3,6 +3,8 @@ VENV ?= .venv
 PIP_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+# One more than there are cores, at most 4: many tests wait for processes that wait for each other.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
 
 .PHONY: demo demo-grpo plan-demo test lint format venv gpu-check gpu-bench bench clean
 
@@ -27,7 +29,7 @@ plan-demo: $(STAMP)  ## plans PPO for 70B and 8B models on 128 H100: tables, pla
 		--html runs/plan-demo/plan.html --trace runs/plan-demo/trace.json
 
 test: lint  ## what CI runs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -56,6 +56,8 @@ STEPS = 2
 ITEMS = 16
 CANDIDATES = 20
 """More than a rank has of a vocabulary that many of them share."""
+CACHE = 160
+"""Tokens of the KV cache: some prompts wait for others to end."""
 GROUP = 4
 """Samples of a prompt, where prompts are shared."""
 MODELS: list[tuple[str, Head]] = [
@@ -175,7 +177,7 @@ def sample(model: Model, items: list[int], local: Batch, *, samples: int) -> dic
         sampling=SAMPLING,
         stop_token_ids=(3,),
         seed=SamplingSeed(1, 2),
-        kv_capacity=model.layout.placement.strategy.micro_batch_tokens,
+        kv_capacity=CACHE,
         samples=samples,
     )
     sums: list[float] = []

@@ -17,7 +17,13 @@ Tokens = dict[str, list[list[int]]]
 """`step/item` -> the sequences that were generated for it, and `step/item prompt` -> how many tokens of each are
 its prompt; evaluations share their step's number."""
 
-PRELOADED = ("realrl.runtime.train", "torch.distributed.checkpoint", "transformers", __name__)
+PRELOADED = (
+    "realrl.runtime.train",
+    "realrl.testing.compiled",
+    "torch.distributed.checkpoint",
+    "transformers",
+    __name__,
+)
 """Modules that processes have imported before they start."""
 PATIENCE = 60.0
 """Seconds after which a run that should have ended is taken to hang."""

@@ -1,0 +1,7 @@
+"""Loads a compiled kernel, so that processes forked from the importing one need not load the compiler's tables."""
+
+import torch
+
+from realrl.model.elementwise import rms_norm
+
+rms_norm(torch.ones(1, 1), torch.ones(1), 1e-5)
