@@ -1,17 +1,32 @@
 """Finished runs, for tests that look at what a run leaves behind."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from realrl.cli.app import run_app
+from realrl.runtime.launcher import local_ranks
 from tests.conftest import World
+from tests.forked import ForkedRank
+
+REAL = ("launching", "security")
+"""Packages whose tests look at the processes themselves, which are then started as a user's are."""
+
 
 JUDGE = """
 def longer_is_better(completions):
     return [len(text) for text in completions]
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fork ranks, but in tests of launching."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.parent.name not in REAL:
+            patch.setattr(local_ranks, "_start", ForkedRank)
+        yield
 
 
 def changes(world: World, algorithm: str, directory: Path) -> dict[str, object]:

@@ -18,4 +18,15 @@ def derive_settings(base: type[Settings], name: str, doc: str, defaults: Mapping
         if isinstance(default, Settings):
             info.annotation = type(default)
         fields[field] = (info.annotation, info)
-    return create_model(name, __base__=base, __doc__=doc, __module__=base.__module__, **fields)
+    # Where the fields have their documentation from the base, pydantic would look for it in the sources of all
+    # modules that are loaded, for half a second.
+    derived = create_model(
+        name,
+        __base__=base,
+        __doc__=doc,
+        __module__=base.__module__,
+        __cls_kwargs__={"use_attribute_docstrings": False},
+        **fields,
+    )
+    derived.model_config["use_attribute_docstrings"] = True
+    return derived

@@ -21,7 +21,9 @@ PRELOADED = (
     "realrl.runtime.train",
     "realrl.testing.compiled",
     "torch.distributed.checkpoint",
-    "transformers",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.tokenization_utils_tokenizers",
+    "realrl.algorithms.policy_gradient.spec",
     __name__,
 )
 """Modules that processes have imported before they start."""

@@ -57,14 +57,14 @@ def built() -> Problem:
 
 
 def test_a_searched_plan_is_a_valid_plan(built: Problem) -> None:
-    result = search_plans(built, budget=SearchBudget(chains=64, rounds=50, nodes=100_000))
+    result = search_plans(built, budget=SearchBudget(plans=0, chains=64, rounds=50, nodes=100_000))
     built.plan(result.assignment).check(GRAPH, MODELS)
     assert result.evaluation.fits
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_among_the_candidates_and_no_better_than_the_search(built: Problem, name: str) -> None:
-    result = search_plans(built, budget=SearchBudget(chains=64, rounds=50, nodes=100_000))
+    result = search_plans(built, budget=SearchBudget(plans=0, chains=64, rounds=50, nodes=100_000))
     assignment = built.find_assignment(make_plan(name, GRAPH, built.cluster, 8192, MODELS))
     assert assignment is not None
     preset = Timeline(built).evaluate(assignment)

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import quote
 
@@ -87,7 +87,7 @@ def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
 
 def redact_code(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Replace secrets in the source of a program, see `redact`: of assignments, only text in quotes."""
-    for secret in _list_values(environment):
+    for secret in _list_values(tuple(environment.items())):
         text = text.replace(secret, REDACTED)
     text = _USER.sub(f"://{REDACTED}@", text)
     text = _PARAMETER.sub(_replace_parameter, text)
@@ -136,11 +136,12 @@ def has_credentials(address: str) -> bool:
     return redact(address, {}) != address
 
 
-def _list_values(environment: Mapping[str, str]) -> list[str]:
+@lru_cache(maxsize=4)
+def _list_values(environment: tuple[tuple[str, str], ...]) -> list[str]:
     """List the secrets in the environment, longest first, since one may contain another."""
     found = {
         value
-        for name, value in environment.items()
+        for name, value in environment
         if (is_secret_name(name) or name.upper().endswith("KEY"))
         and len(value) >= _SHORT
         # Names of files are none, but secrets may begin with a slash, too.

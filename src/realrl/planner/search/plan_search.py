@@ -22,7 +22,7 @@ from realrl.planner.workload.workload import Workload
 from realrl.program.lower import home_placements, kept_copies, offloaded
 from realrl.program.memory import Memory
 
-_LITTLE, _SECONDS_FOR_PRESET = SearchBudget(chains=32, rounds=20, nodes=20_000), 1.0
+_LITTLE, _SECONDS_FOR_PRESET = SearchBudget(plans=10_000, chains=32, rounds=20, nodes=20_000), 1.0
 """Search budget and seconds per preset, in which only micro-batches and recomputation vary."""
 _FEW_DEVICES = 128
 

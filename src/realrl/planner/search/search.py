@@ -1,7 +1,8 @@
-"""Search algorithm: annealing, local search, branch and bound."""
+"""Search algorithm: every plan where they are few, else annealing, local search, branch and bound."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 
@@ -9,24 +10,31 @@ from realrl.planner.evaluate.scorer import Improvement, Scorer
 from realrl.planner.evaluate.shortage import DoesNotFit, explain_plan_shortage
 from realrl.planner.evaluate.timeline import PlanEvaluation, Timeline
 from realrl.planner.moves.transfers import Ints
-from realrl.planner.search.branch_and_bound import prove
+from realrl.planner.search.branch_and_bound import Proof, prove
 from realrl.planner.search.local import improve_locally
 from realrl.planner.search.mcmc import anneal
 from realrl.planner.search.prune import prune_candidates
 from realrl.planner.space.problem import Assignment, Candidate, Problem
 
+_AT_ONCE = 2048
+"""Plans that are scored at once."""
 _STARTS, _IMPROVED = 64, 3
 """Number of random initial plans, and of final chains that local search improves."""
 
 
 @dataclass(frozen=True)
 class SearchBudget:
-    """Work limits of a search, which ends earlier once the gap is proven: chains, rounds, branch-and-bound
-    nodes."""
+    """Work limits of a search, which ends earlier once the gap is proven: plans of a problem that are all scored,
+    and, where there are more, chains, rounds, branch-and-bound nodes."""
 
+    plans: int = 100_000
     chains: int = 128
     rounds: int = 1200
     nodes: int = 20_000_000
+
+
+_SHORT = SearchBudget(rounds=60, nodes=20_000)
+"""Limits of a first, short search."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,25 +70,24 @@ def search_plans(
 ) -> SearchResult:
     """Search for the plan with the shortest step within `seconds`, and bound all plans from below.
 
-    Chains start from `starts` (presets, for example) and from random plans; local search improves their
-    results. Then branch and bound searches the rest and stops once the plan is within `tolerance` (relative) of
-    the lower bound. Results are reproducible by seed unless `seconds` run out. Raises DoesNotFit if no plan is
-    found that fits into device memory.
+    Of a problem with few plans all are scored. Else chains start from `starts` (presets, for example) and from
+    random plans; local search improves their results. Then branch and bound searches the rest and stops once the
+    plan is within `tolerance` (relative) of the lower bound; where a short search is not enough for that, both are
+    done again, at length. Results are reproducible by seed unless `seconds` run out. Raises DoesNotFit if no plan
+    is found that fits into device memory.
     """
     budget = budget or SearchBudget()
     pruned, kept = prune_candidates(problem)
     scorer = Scorer(Timeline(pruned), seconds)
-    begin = _initial_plans(scorer, [problem.chosen_candidates(start) for start in starts], seed)
-    scores = scorer(begin)
-    improve_locally(scorer, begin[:, int(scores.argmin())], time_fraction=0.2)
-    if scorer.best is not None:
-        begin = np.concatenate([begin, scorer.best[:, None]], axis=1)
-    ends = anneal(scorer, begin, rounds=budget.rounds, chains=budget.chains, seed=seed, time_fraction=0.5)
-    for i in range(min(_IMPROVED, ends.shape[1])):
-        improve_locally(scorer, ends[:, i], time_fraction=0.55)
-    if scorer.best is not None:
-        improve_locally(scorer, scorer.best, time_fraction=0.6)
-    proof = prove(scorer, tolerance=tolerance, max_nodes=budget.nodes, seed=seed)
+    if _score_all(scorer, budget.plans):
+        proof = Proof(lower_bound=scorer.best_seconds, nodes=0)
+    else:
+        begin = _initial_plans(scorer, [problem.chosen_candidates(start) for start in starts], seed)
+        proof = _search_shortly(scorer, begin, budget, seed, tolerance)
+        if proof.lower_bound < scorer.best_seconds * (1 - tolerance):
+            _improve(scorer, begin, budget, seed)
+            whole = prove(scorer, tolerance=tolerance, max_nodes=budget.nodes, seed=seed)
+            proof = Proof(max(proof.lower_bound, whole.lower_bound), proof.nodes + whole.nodes)
     names = [call.name for call in scorer.timeline.tables.calls]
     best = scorer.best if scorer.best is not None else scorer.nearest_to_fit
     assert best is not None, "plans have been costed"
@@ -98,6 +105,44 @@ def search_plans(
         search_seconds=scorer.elapsed,
         history=tuple(scorer.history),
     )
+
+
+def _score_all(scorer: Scorer, limit: int) -> bool:
+    """Score every plan, if they are at most `limit` and time suffices; returns whether it has."""
+    sizes = scorer.timeline.tables.sizes
+    count = prod(map(int, sizes))
+    if count > limit:
+        return False
+    for start in range(0, count, _AT_ONCE):
+        if scorer.deadline_exceeded():
+            return False
+        scorer(np.stack(np.unravel_index(np.arange(start, min(start + _AT_ONCE, count)), sizes)))
+    return True
+
+
+def _search_shortly(scorer: Scorer, begin: Ints, budget: SearchBudget, seed: int, tolerance: float) -> Proof:
+    """Search and bound with a small part of the budget, which is enough where devices are few."""
+    rounds, nodes = min(budget.rounds, _SHORT.rounds), min(budget.nodes, _SHORT.nodes)
+    _improve(scorer, begin, replace(budget, rounds=rounds), seed, time_fraction=0.2)
+    return prove(scorer, tolerance=tolerance, max_nodes=nodes, seed=seed, time_fraction=0.3)
+
+
+def _improve(
+    scorer: Scorer, begin: Ints, budget: SearchBudget, seed: int, *, time_fraction: float = 0.6
+) -> None:
+    """Improve initial plans, [calls, plans], by local search and annealing until so much of the time is used."""
+    scores = scorer(begin)
+    improve_locally(scorer, begin[:, int(scores.argmin())], time_fraction=time_fraction / 3)
+    if scorer.best is not None:
+        begin = np.concatenate([begin, scorer.best[:, None]], axis=1)
+    fraction = time_fraction * 5 / 6
+    ends = anneal(
+        scorer, begin, rounds=budget.rounds, chains=budget.chains, seed=seed, time_fraction=fraction
+    )
+    for i in range(min(_IMPROVED, ends.shape[1])):
+        improve_locally(scorer, ends[:, i], time_fraction=time_fraction * 11 / 12)
+    if scorer.best is not None:
+        improve_locally(scorer, scorer.best, time_fraction=time_fraction)
 
 
 def _initial_plans(scorer: Scorer, starts: Sequence[Mapping[str, Candidate]], seed: int) -> Ints:

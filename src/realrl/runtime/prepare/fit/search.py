@@ -15,7 +15,7 @@ from realrl.runtime.prepare.fit.change import Draft
 from realrl.runtime.prepare.fit.remedies import Outcome, Remedy, Trials, describe_remedies
 from realrl.runtime.prepare.fit.search_changes import list_search_changes
 
-_BUDGET = SearchBudget(chains=128, rounds=100, nodes=2000)
+_BUDGET = SearchBudget(plans=20_000, chains=128, rounds=100, nodes=2000)
 _SEARCH_SECONDS = 2.0
 """Maximum seconds of one short search."""
 _NAMED = 3
