@@ -12,7 +12,7 @@ from realrl.testing.ranks import Tokens, run_on_ranks, sampled
 from realrl.testing.records import NOUNS
 from tests.conftest import PPO_CALLS, World, build_world, read_metrics, write_jsonl
 
-STEPS = 3
+STEPS = 2
 TOLERANCE = 1e-4
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-5}
 """With the usual `eps`, Adam makes full steps of what is only rounding error in elements without gradient."""
