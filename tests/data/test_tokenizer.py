@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
@@ -31,6 +32,26 @@ def test_a_tokenizer_beside_a_llama_model_keeps_its_tokens(tokenizer, tmp_path):
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load_tokenizer(str(tmp_path))(TEXTS).input_ids == tokenizer(TEXTS).input_ids
+
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", "gpt_neox", "mixtral", "granite")
+CLASSES = ("PreTrainedTokenizerFast", "LlamaTokenizer", "Qwen2TokenizerFast", "GPT2Tokenizer", "Unheard", None)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_tokenizer_is_the_one_that_transformers_chooses(tokenizer, tmp_path, model_type):
+    """Although the class of the model's configuration is not loaded."""
+    save_tokenizer(tokenizer, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    file = tmp_path / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    for name in CLASSES:
+        settings["tokenizer_class"] = name
+        file.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+        ours, expected = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(str(tmp_path))
+        assert type(ours) is type(expected)
+        assert ours.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
+        assert ours.special_tokens_map == expected.special_tokens_map
 
 
 def test_a_saved_tokenizer_has_a_class_that_every_transformers_knows(tokenizer, tmp_path):
