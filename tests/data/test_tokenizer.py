@@ -1,6 +1,8 @@
 """Tokenizers are trained, written and opened again without loss."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,20 @@ def test_a_tokenizer_is_the_one_that_transformers_chooses(tokenizer, tmp_path, m
         assert type(ours) is type(expected)
         assert ours.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
         assert ours.special_tokens_map == expected.special_tokens_map
+
+
+def test_a_rank_opens_its_tokenizer_without_the_compiler_of_torch(tokenizer, tmp_path):
+    """Which takes longer than all else, and which most of transformers loads."""
+    save_tokenizer(tokenizer, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    script = (
+        "import sys, realrl.runtime.train\n"
+        "from realrl.data.tokenizer import load_tokenizer\n"
+        f"load_tokenizer({str(tmp_path)!r})\n"
+        "print(*(name for name in ('torch', 'torch._dynamo') if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["torch"]
 
 
 def test_a_saved_tokenizer_has_a_class_that_every_transformers_knows(tokenizer, tmp_path):
