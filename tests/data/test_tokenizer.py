@@ -36,8 +36,26 @@ def test_a_tokenizer_beside_a_llama_model_keeps_its_tokens(tokenizer, tmp_path):
     assert load_tokenizer(str(tmp_path))(TEXTS).input_ids == tokenizer(TEXTS).input_ids
 
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", "gpt_neox", "mixtral", "granite")
-CLASSES = ("PreTrainedTokenizerFast", "LlamaTokenizer", "Qwen2TokenizerFast", "GPT2Tokenizer", "Unheard", None)
+MODEL_TYPES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+    "mixtral",
+    "granite",
+)
+CLASSES = (
+    "PreTrainedTokenizerFast",
+    "LlamaTokenizer",
+    "Qwen2TokenizerFast",
+    "GPT2Tokenizer",
+    "Unheard",
+    None,
+)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -31,9 +31,8 @@ def train(name: str, head: Head, dtype: torch.dtype, *, max_tokens: int, recompu
 
 def train_everything(_: int) -> None:
     for name, head in CASES:
-        for dtype in (torch.float32, torch.bfloat16):
-            for recompute in (False, True):
-                train(name, head, dtype, max_tokens=150, recompute=recompute)
+        for dtype, recompute in ((torch.float32, False), (torch.bfloat16, True)):
+            train(name, head, dtype, max_tokens=150, recompute=recompute)
 
 
 def compare_waits(_: int) -> None:

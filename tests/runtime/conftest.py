@@ -1,6 +1,6 @@
 """Finished runs, for tests that look at what a run leaves behind."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,8 @@ from realrl.cli.app import run_app
 from realrl.runtime.launcher import local_ranks
 from tests.conftest import World
 from tests.forked import ForkedRank
+
+Command = Callable[..., tuple[int, str]]
 
 REAL = ("launching", "security")
 """Packages whose tests look at the processes themselves, which are then started as a user's are."""
@@ -27,6 +29,18 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.path.parent.name not in REAL:
             patch.setattr(local_ranks, "_start", ForkedRank)
         yield
+
+
+@pytest.fixture
+def realrl(capfd: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command line in this process: its exit status, and what it and its ranks print as errors."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        capfd.readouterr()
+        status = run_app(arguments)
+        return status, capfd.readouterr().err
+
+    return run
 
 
 def changes(world: World, algorithm: str, directory: Path) -> dict[str, object]:

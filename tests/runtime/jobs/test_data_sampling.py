@@ -10,7 +10,7 @@ from realrl.cli.app import run_app
 from realrl.runtime.evaluation.answers import Answer
 from realrl.runtime.sampling import choose_best
 from tests.conftest import World, write_jsonl
-from tests.runtime.processes import end, start
+from tests.runtime.conftest import Command
 
 REWARD = """
 def closeness(prompts, completions, wanted):
@@ -49,13 +49,13 @@ def test_answers_to_a_data_set_are_scored_with_the_fields_of_its_records(place: 
         assert row.keys() == {"prompt", "completion", "tokens", "finished", "score"}
 
 
-def test_two_processes_keep_the_best_answers_of_one(world: World, place: Path) -> None:
+def test_two_processes_keep_the_best_answers_of_one(realrl: Command, world: World, place: Path) -> None:
     plan = place / "plan.yaml"
     plan.write_text(
         "cluster: 1x2\ncalls:\n  actor.generate: {mesh: 0-1, dp: 1, tp: 2}\n  reward.function: {mesh: 1, dp: 1}\n"
     )
     more = ("--best", "--cluster", "1x2", "--plan", str(plan))
-    status, error = end(start(*command(world, place, "best.jsonl", *more)))
+    status, error = realrl(*command(world, place, "best.jsonl", *more))
     assert status == 0, error
     rows = read_rows(place / "all.jsonl")
     groups = [rows[i : i + 4] for i in range(0, len(rows), 4)]

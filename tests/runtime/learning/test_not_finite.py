@@ -18,7 +18,7 @@ from realrl.recipe.load import load_experiment
 from realrl.runtime.train import train
 from realrl.testing.ranks import Silent
 from tests.conftest import World, read_metrics
-from tests.runtime.processes import end, start
+from tests.runtime.conftest import Command
 
 
 class Listener(Silent):
@@ -172,7 +172,7 @@ def test_the_first_quantity_in_the_order_of_computation_is_named(
 
 @pytest.mark.parametrize("strategy", ["{mesh: 0-1, dp: 2}", "{mesh: 0-1, dp: 1, pp: 2}"])
 def test_several_processes_that_stop_learning_print_one_message(
-    world: World, tmp_path: Path, strategy: str
+    realrl: Command, world: World, tmp_path: Path, strategy: str
 ) -> None:
     """Rewards beyond the range of float32."""
     calls = [f"{role}.{kind}" for role in ("actor", "critic") for kind in ("train",)]
@@ -190,7 +190,7 @@ def test_several_processes_that_stop_learning_print_one_message(
     recipe = world.recipe(
         "ppo", tmp_path, ppo=ppo, cluster="1x2", plan=str(tmp_path / "plan.yaml"), training=training
     )
-    status, screen = end(start("train", str(recipe)))
+    status, screen = realrl("train", str(recipe))
     assert status == 1
     messages = [line for line in screen.splitlines() if line.startswith("realrl:")]
     assert len(messages) == 1 and screen.rstrip().endswith(messages[0])

@@ -116,9 +116,11 @@ def takes_part(rank: int, *placements: Placement) -> bool:
     return any(rank in placement.ranks for placement in placements)
 
 
-def every_layout_reaches_every_other(bench: Bench) -> Iterator[str]:
+def every_layout_reaches_half_of_the_others(bench: Bench) -> Iterator[str]:
     tensors = whole()
-    for number, (a, b) in enumerate(product(PLACEMENTS, repeat=2)):
+    # tests/layout computes the parts of all of them, in one process.
+    pairs = [pair for i, a in enumerate(PLACEMENTS) for pair in ((a, b) for b in PLACEMENTS[1 - i % 2 :: 2])]
+    for number, (a, b) in enumerate(pairs):
         if not takes_part(bench.rank, a, b):
             continue
         cluster = CLUSTERS[number % 3]
@@ -264,7 +266,7 @@ def no_more_buffers_are_kept_than_the_planner_counts(bench: Bench) -> Iterator[s
 SCENARIOS: dict[str, Callable[[Bench], Iterator[str]]] = {
     f.__name__: f
     for f in (
-        every_layout_reaches_every_other,
+        every_layout_reaches_half_of_the_others,
         the_narrower_type_is_sent,
         groups_of_tensors_can_go_one_by_one,
         averages_are_elementwise,

@@ -27,7 +27,7 @@ from realrl.runtime.prepare.compile import compile_recipe
 from realrl.runtime.profiler.points.grid import Sizes
 from realrl.testing.records import write_sentence
 from tests.conftest import World, read_metrics, write_jsonl
-from tests.runtime.processes import end, start
+from tests.runtime.conftest import Command
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "online_dpo.py"
@@ -232,14 +232,16 @@ def test_an_algorithm_inside_the_run_directory_is_not_deleted(
         ),
     ],
 )
-def test_a_mistake_in_a_method_on_one_rank_ends_the_run_of_all(place: Path, line: str, message: str) -> None:
+def test_a_mistake_in_a_method_on_one_rank_ends_the_run_of_all(
+    realrl: Command, place: Path, line: str, message: str
+) -> None:
     start_of_loss = "        ref_first, ref_other = (batch[key].values"
     on_one = f"        if __import__('os').environ.get('RANK') == '1':\n            {line}\n"
     file = place / "failing.py"
     file.write_text(EXAMPLE.read_text().replace(start_of_loss, on_one + start_of_loss))
     number = file.read_text().splitlines().index(f"            {line}") + 1
     options = ["algorithm=failing.py", "cluster=1x2", "run_dir=failing", "overwrite=true", "data.eval=null"]
-    status, error = end(start("train", "recipe.yaml", *options))
+    status, error = realrl("train", "recipe.yaml", *options)
     assert status == 2 and error.count("realrl: ") == 1
     assert error.splitlines()[-1].startswith(f"realrl: {message.format(file=file, number=number)}")
 

@@ -16,7 +16,7 @@ from realrl.runtime.train import train
 from realrl.testing.ranks import Silent, run_on_ranks
 from realrl.testing.shape import SHAPE
 from tests.conftest import World, read_metrics, write_jsonl
-from tests.runtime.processes import end, start
+from tests.runtime.conftest import Command
 
 CODE = """
 import math
@@ -277,7 +277,7 @@ def test_a_field_with_the_name_of_the_texts_is_refused(world: World, tmp_path: P
         train(load_experiment(str(written)), Silent())
 
 
-def test_the_error_of_one_rank_ends_the_run_of_all(world: World, tmp_path: Path) -> None:
+def test_the_error_of_one_rank_ends_the_run_of_all(realrl: Command, world: World, tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(
         "import os\n\ndef score(completions):\n"
@@ -285,7 +285,7 @@ def test_the_error_of_one_rank_ends_the_run_of_all(world: World, tmp_path: Path)
         "    return [0.0] * len(completions)\n"
     )
     written = recipe(world, tmp_path, f"{file}:score", cluster="1x2", data__eval=None)
-    status, error = end(start("train", str(written)))
+    status, error = realrl("train", str(written))
     assert status == 2
     record = tmp_path / "records.jsonl"
     message = f"realrl: reward={file}:score raised KeyError: 'mine' ({file}:5); record {record}:"

@@ -11,7 +11,7 @@ from realrl.recipe.load import load_experiment
 from realrl.runtime.train import train
 from realrl.testing.ranks import Silent, run_on_ranks
 from tests.conftest import World, read_metrics, write_jsonl
-from tests.runtime.processes import end, start
+from tests.runtime.conftest import Command
 
 CODE = """
 import os, time
@@ -80,13 +80,13 @@ def test_one_and_two_processes_learn_the_same_from_a_mixture(
 
 @pytest.mark.parametrize("on_error", ["fail", "skip"])
 def test_a_function_that_hangs_on_one_rank_ends_the_run_of_all(
-    world: World, tmp_path: Path, on_error: str
+    realrl: Command, world: World, tmp_path: Path, on_error: str
 ) -> None:
     reward = {"function": f"{tmp_path}/rewards.py:hangs", "timeout": 1.0, "on_error": on_error}
     changes: dict[str, Any] = {"training__steps": 1} if on_error == "skip" else {}
     written = recipe(world, tmp_path, "ppo", reward, cluster="1x2", data__eval=None, **changes)
     started = time.monotonic()
-    status, error = end(start("train", str(written)))
+    status, error = realrl("train", str(written))
     assert time.monotonic() - started < 120
     if on_error == "fail":
         assert status == 2

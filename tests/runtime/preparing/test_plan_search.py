@@ -29,6 +29,7 @@ from realrl.runtime.prepare.scenarios import make_scenario
 from realrl.runtime.prepare.search.cached_plan import cached_plan, make_plan_key, plans_directory
 from realrl.runtime.prepare.search.fingerprint import make_fingerprint
 from tests.conftest import World, keep_full_precision, read_metrics
+from tests.runtime.conftest import Command
 from tests.runtime.processes import end, start
 
 
@@ -65,10 +66,12 @@ def planned(experiment: Experiment) -> tuple[Plan, str]:
     return cached_plan(experiment, spec, said.append), "\n".join(said)
 
 
-def test_two_processes_run_the_searched_plan_and_reuse_it(world: World, tmp_path: Path) -> None:
+def test_two_processes_run_the_searched_plan_and_reuse_it(
+    realrl: Command, world: World, tmp_path: Path
+) -> None:
     more = {"cluster": "1x2", "plan": "search", "overwrite": True, "training__steps": 2}
     file = str(world.recipe("sft", tmp_path, **more))
-    status, first = end(start("train", file))
+    status, first = realrl("train", file)
     assert status == 0, first
     sentence = (
         r"plan: [\d.]+ s a step predicted, proven (within [\d.]+ % of|to be) the best,"
@@ -82,7 +85,7 @@ def test_two_processes_run_the_searched_plan_and_reuse_it(world: World, tmp_path
     used = Plan.load(tmp_path / "run" / "plan.yaml", graph)
     assert used == Plan.load(kept, graph)
     losses = read_metrics(tmp_path / "run")
-    status, second = end(start("train", file))
+    status, second = realrl("train", file)
     assert status == 0, second
     assert f"found earlier, kept in {kept}" in second
     assert first.count("s a step predicted") == second.count("s a step predicted") == 1
