@@ -192,7 +192,8 @@ def test_the_first_cause_is_the_last_line_and_printed_once(
     assert [file.name for file in tmp_path.glob("judged-*")] == ["judged-0"], "where the judge was loaded"
     logs = tmp_path / "run" / "logs"
     assert f"note: the logs of all ranks are in {logs}\n" in error
-    assert "Traceback" in (logs / "rank-0.log").read_text()
+    # Of the rank that failed first: others are ended where they do not notice in time.
+    assert any("Traceback" in log.read_text() for log in logs.iterdir())
     assert not list(temporary.glob("realrl-*")) and not (tmp_path / "run" / "summary.json").exists()
 
 
