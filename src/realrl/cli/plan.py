@@ -60,7 +60,8 @@ ObjectiveText = Annotated[
 SecondsOption = Annotated[
     float | None,
     typer.Option(
-        help="How long to plan at most, for each number of nodes; if not given 8, and 45 above 128 devices.",
+        help="How long to plan, for each number of nodes; if not given 8, and 45 above 128 devices. The search has"
+        " at least half of it, however long it takes to cost what it may choose from.",
         show_default=False,
     ),
 ]

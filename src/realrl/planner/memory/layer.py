@@ -26,12 +26,12 @@ class LayerMemory:
     cpu: bool
     lengths: tuple[int, ...]
 
-    @property
+    @cached_property
     def hidden(self) -> int:
         """Hidden size."""
         return self.sizes.shape.hidden_size
 
-    @property
+    @cached_property
     def stream(self) -> float:
         """Elements of the residual stream per token, which sequence parallelism shards."""
         return self.hidden / (self.sizes.tp if self.strategy.sequence_parallel else 1)

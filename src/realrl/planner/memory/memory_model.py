@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from realrl.config.errors import UserError
@@ -15,7 +15,6 @@ from realrl.layout.ranges import stage_layers
 from realrl.layout.sets import TrainablePart
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
-from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.memory.activations import Activations, Parts
 from realrl.planner.memory.candidates import add_candidates
@@ -68,12 +67,12 @@ class MemoryModel:
     def __init__(self, spec: ClusterSpec, efficiency: Efficiency | None = None) -> None:
         """Raise UserError if a device kind has no memory left for a plan."""
         self.spec = spec
-        for rank in (end - group.size for end, group in zip(spec.ends, spec.groups, strict=True)):
-            kind = spec.device(rank)
-            if self.capacity(rank) <= 0:
+        self._capacities = [_usable(group, spec.size) for group in spec.groups]
+        for group, capacity in zip(spec.groups, self._capacities, strict=True):
+            if capacity <= 0:
                 raise UserError(
-                    f"{kind.name}: {format_bytes(kind.memory_bytes)} are less than what drivers and the buffers of"
-                    " messages take"
+                    f"{group.device.name}: {format_bytes(group.device.memory_bytes)} are less than what drivers and"
+                    " the buffers of messages take"
                 )
         self.efficiency = efficiency or Efficiency()
         self._sizes: dict[tuple[ModelShape, Head, int, TrainablePart], LocalSizes] = {}
@@ -84,8 +83,7 @@ class MemoryModel:
 
         Driver, the communicator of all ranks and reallocation buffers are subtracted from its memory.
         """
-        kind = self.spec.device(rank)
-        return _usable(kind) - (0 if kind.cpu else world_bytes(self.spec.size, self._per_node(rank)))
+        return self._capacities[self.spec.group_index(rank)]
 
     def host_capacity(self, node: int) -> float:
         """Return the bytes of host memory that offloaded state may use on a node; no limit where hosts compute."""
@@ -146,9 +144,7 @@ class MemoryModel:
                 static = {"parameters": elements * width}
                 if call.kind is Kind.TRAIN:
                     static |= _state(updated, strategy.dp, width)
-                passing = sum(size for name, size in dynamic.items() if name not in _LASTING)
-                fragmentation = int(FRAGMENTATION * passing)
-                needs.append(MemoryNeed(static, {**dynamic, "fragmentation": fragmentation}))
+                needs.append(MemoryNeed(static, dynamic))
             self._needs[key] = tuple(needs)
         return self._needs[key]
 
@@ -182,33 +178,41 @@ class MemoryModel:
             candidates=call.candidates,
         )
         updated = sizes.trained.stage_layers(strategy.pp)
-        for stage, layers in enumerate(map(len, stage_layers(model.shape.layers, strategy.pp))):
-            if call.kind is Kind.TRAIN:
-                parts: Parts = activations.training(
-                    tokens,
-                    layers=updated[stage],
-                    stage=stage,
-                    chunks=chunks.count,
-                    frozen_layers=layers - updated[stage],
-                )
-            elif call.kind is Kind.INFERENCE:
-                parts = activations.inferring(tokens, stage=stage, chunks=chunks.count)
-            else:
-                assert generation is not None, f"{call.name} is a function, which uses no device memory"
-                parts = activations.generating(
-                    tokens,
-                    rows=generation.rows_per_batch,
-                    cached=generation.cache.tokens,
-                    batches=generation.batches,
-                    layers=layers,
-                    stage=stage,
-                )
-            last = stage == strategy.pp - 1
-            if cpu and model.exact:  # forward passes pack each matrix for its product
-                head = last and model.head == "lm"
-                packed = packed_matrix_bytes(sizes, activations.dtype, head=head)
-                parts = {**parts, "packed weights": parts.get("packed weights", 0) + packed}
-            yield add_candidates(parts, call, work, strategy, tokens, cpu=cpu, last=last)
+        counts = [len(stage) for stage in stage_layers(model.shape.layers, strategy.pp)]
+        last = strategy.pp - 1
+        found: dict[tuple[int, ...], Parts] = {}
+        for stage, layers in enumerate(counts):
+            # Without gradients, stages between the first and the last one are alike.
+            alike = (stage,) if call.kind is Kind.TRAIN else (min(stage, 1), stage == last, layers)
+            if alike not in found:
+                if call.kind is Kind.TRAIN:
+                    parts: Parts = activations.training(
+                        tokens,
+                        layers=updated[stage],
+                        stage=stage,
+                        chunks=chunks.count,
+                        frozen_layers=layers - updated[stage],
+                    )
+                elif call.kind is Kind.INFERENCE:
+                    parts = activations.inferring(tokens, stage=stage, chunks=chunks.count)
+                else:
+                    assert generation is not None, f"{call.name} is a function, which uses no device memory"
+                    parts = activations.generating(
+                        tokens,
+                        rows=generation.rows_per_batch,
+                        cached=generation.cache.tokens,
+                        batches=generation.batches,
+                        layers=layers,
+                        stage=stage,
+                    )
+                if cpu and model.exact:  # forward passes pack each matrix for its product
+                    head = stage == last and model.head == "lm"
+                    packed = packed_matrix_bytes(sizes, activations.dtype, head=head)
+                    parts = {**parts, "packed weights": parts.get("packed weights", 0) + packed}
+                parts = add_candidates(parts, call, work, strategy, tokens, cpu=cpu, last=stage == last)
+                passing = sum(size for name, size in parts.items() if name not in _LASTING)
+                found[alike] = {**parts, "fragmentation": int(FRAGMENTATION * passing)}
+            yield found[alike]
 
     def _per_node(self, rank: int) -> int:
         return self.spec.groups[self.spec.group_index(rank)].devices_per_node
@@ -219,29 +223,34 @@ class MemoryModel:
         ends = accumulate(group.nodes for group in self.spec.groups)
         return list(zip(ends, self.spec.groups, strict=True))
 
-    def _elements(self, model: StoredModel, placement: Placement) -> dict[str, list[int]]:
+    def _elements(self, model: StoredModel, placement: Placement) -> dict[str, tuple[int, ...]]:
         """Elements that each stage stores of each parameter set."""
         sizes = self._local(model, placement).sets
-        return {name: _padded(of, placement) for name, of in sizes.items()}
+        strategy = placement.strategy
+        return {name: _padded(of, strategy.dp, strategy.pp) for name, of in sizes.items()}
 
-    def _trained(self, model: StoredModel, placement: Placement) -> list[int]:
+    def _trained(self, model: StoredModel, placement: Placement) -> tuple[int, ...]:
         """Elements that each stage stores of what training updates."""
-        return _padded(self._local(model, placement).trained, placement)
+        strategy = placement.strategy
+        return _padded(self._local(model, placement).trained, strategy.dp, strategy.pp)
 
     def _local(self, model: StoredModel, placement: Placement) -> LocalSizes:
         key = (model.shape, model.head, placement.strategy.tp, model.part)
         return self._sizes.setdefault(key, LocalSizes(*key))
 
 
-def _padded(sizes: SetSizes, placement: Placement) -> list[int]:
+@lru_cache(maxsize=4096)
+def _padded(sizes: SetSizes, dp: int, pp: int) -> tuple[int, ...]:
     """Elements that each stage stores, padded so that data-parallel ranks can share out each bucket."""
-    stages = sizes.stage_elements(placement.strategy.pp)
-    multiples = [placement.strategy.dp * bucket_count(elements) for elements in stages]
-    return [-(-n // multiple) * multiple for n, multiple in zip(stages, multiples, strict=True)]
+    stages = sizes.stage_elements(pp)
+    multiples = [dp * bucket_count(elements) for elements in stages]
+    return tuple(-(-n // multiple) * multiple for n, multiple in zip(stages, multiples, strict=True))
 
 
-def _usable(kind: DeviceKind) -> int:
-    return kind.memory_bytes - message_limits(cpu=kind.cpu).staging_bytes - (0 if kind.cpu else DRIVER_BYTES)
+def _usable(group: NodeGroup, world: int) -> int:
+    kind = group.device
+    usable = kind.memory_bytes - message_limits(cpu=kind.cpu).staging_bytes
+    return usable if kind.cpu else usable - DRIVER_BYTES - world_bytes(world, group.devices_per_node)
 
 
 def _state(elements: int, dp: int, element_bytes: int) -> dict[str, int]:

@@ -25,6 +25,9 @@ from realrl.program.memory import Memory
 _LITTLE, _SECONDS_FOR_PRESET = SearchBudget(plans=10_000, chains=32, rounds=20, nodes=20_000), 1.0
 """Search budget and seconds per preset, in which only micro-batches and recomputation vary."""
 _FEW_DEVICES = 128
+_SEARCHING = 0.5
+"""Fraction of the time that is left for the search, however long candidates took: a plan that is searched for too
+short a time is a bad one."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def find_best_plan(
 ) -> BestPlan:
     """Find the best plan by `find_plan`, started from presets and `start`, and among the presets that fit.
 
-    `seconds`: time limit, by default `default_search_seconds`. Raises what `find_plan` raises.
+    `seconds`: time limit (see `find_plan`), by default `default_search_seconds`. Raises what `find_plan` raises.
     """
     begin = time.monotonic()
     if seconds is None:
@@ -117,9 +120,9 @@ def find_plan(
 ) -> FoundPlan:
     """Search for the plan with the shortest step, starting from the presets.
 
-    `seconds` bounds everything, candidates included. `presets`: the result of `make_preset_plans`, if the
-    caller has it already. Raises DoesNotFit if no plan fits into device memory, and UserError if a call cannot
-    run on the cluster at all.
+    `seconds` are for everything, but the search has at least half of them, however long it took to cost candidates.
+    `presets`: the result of `make_preset_plans`, if the caller has it already. Raises DoesNotFit if no plan fits
+    into device memory, and UserError if a call cannot run on the cluster at all.
     """
     begin = time.monotonic()
     constraints = constraints or UserConstraints()
@@ -128,7 +131,7 @@ def find_plan(
     plans = [_as_candidates(plan) for plan in presets.values() if isinstance(plan, Plan)]
     problem = build_problem(scenario, search_space=constraints.search_space, include=plans)
     starts = [assignment for plan in plans if (assignment := problem.find_assignment(plan)) is not None]
-    left = max(0.1 * seconds, seconds - (time.monotonic() - begin))
+    left = max(_SEARCHING * seconds, seconds - (time.monotonic() - begin))
     result = search_plans(problem, seconds=left, seed=seed, starts=starts, budget=budget)
     return FoundPlan(problem.plan(result.assignment), problem, result)
 

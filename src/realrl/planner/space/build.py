@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from realrl.config.errors import UserError
@@ -75,7 +76,8 @@ class _Builder:
             candidates += self._candidates_on_meshes(call, (work.longest,))
         for placement in (plan[call.name] for plan in plans):
             if placement.strategy.dtype is None:  # layouts of a problem have no parameter type
-                candidates += self._variants(call, self._cost_candidate(call, placement), 0.0)
+                sized = self._size_candidate(call, placement)
+                candidates += self._variants(call, self._time_candidate(call, sized), 0.0)
         return tuple(dict.fromkeys(candidates))
 
     def _function_candidates(self, call: Call, plans: Iterable[Plan]) -> tuple[Candidate, ...]:
@@ -128,39 +130,44 @@ class _Builder:
         per_node = spec.groups[spec.group_index(mesh.first)].devices_per_node
         limit = self.scenario.memory.capacity(mesh.first)
         recompute = self.search_space.recompute if call.kind is Kind.TRAIN else (False,)
-        candidates = []
+        untimed = []
         for strategy in list_strategies(mesh.size, per_node, shape.layers, shape.heads, tokens, recompute):
             if model.exact and strategy.tp > 1:
                 continue
-            try:
-                candidate = self._cost_candidate(call, Placement(mesh, strategy))
-            except UserError:  # fewer records than data-parallel ranks
-                continue
-            candidates += self._variants(call, candidate, limit)
-        fitting = list(filter(self._fits, candidates))
-        # If nothing fits, the candidate with the smallest shortage serves the error message.
-        nearest = sorted(candidates, key=lambda candidate: candidate.bytes_alone(is_home=True))[:1]
-        return _worthwhile(fitting, self.search_space.per_size) if fitting else nearest
+            with suppress(UserError):  # fewer records than data-parallel ranks
+                untimed.append(self._size_candidate(call, Placement(mesh, strategy)))
+        fitting = list(filter(self._fits, untimed))
+        if not fitting:
+            # The candidate with the smallest shortage serves the error message.
+            nearest = sorted(untimed, key=lambda candidate: candidate.bytes_alone(is_home=True))[:1]
+            return [self._time_candidate(call, candidate) for candidate in nearest]
+        candidates = []
+        for candidate in fitting:
+            candidates += self._variants(call, self._time_candidate(call, candidate), limit)
+        return _worthwhile(list(filter(self._fits, candidates)), self.search_space.per_size)
 
     def _fits(self, candidate: Candidate) -> bool:
         """Whether the candidate alone fits into its devices."""
         limit = self.scenario.memory.capacity(candidate.placement.mesh.first)
         return candidate.bytes_alone(is_home=True) <= limit
 
-    def _cost_candidate(self, call: Call, placement: Placement) -> Candidate:
+    def _size_candidate(self, call: Call, placement: Placement) -> Candidate:
+        """A candidate's memory; its time is 0."""
         scenario = self.scenario
-        arguments = (call, scenario.models[call.model_role], placement, scenario.workload)
-        needs = scenario.memory.stages(*arguments)
+        needs = scenario.memory.stages(call, scenario.models[call.model_role], placement, scenario.workload)
         resident = max(need.static_bytes for need in needs)
         return Candidate(
             placement=placement,
-            seconds=scenario.cost.call(*arguments).seconds,
+            seconds=0.0,
             weights_bytes=max(need.static["parameters"] for need in needs),
             resident_bytes=resident,
             # Resident and total bytes may peak on different stages.
             working_bytes=max(need.bytes for need in needs) - resident,
             communicator_bytes=scenario.memory.communicators([placement]),
         )
+
+    def _time_candidate(self, call: Call, sized: Candidate) -> Candidate:
+        return replace(sized, seconds=self.scenario.call_cost(call, sized.placement).seconds)
 
     def _variants(self, call: Call, candidate: Candidate, limit: float) -> list[Candidate]:
         """The candidate, and its variants with offloading."""

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from realrl.families.registry import model_tensors, ties_embeddings
 from realrl.families.shape import Head, ModelShape
@@ -110,7 +110,7 @@ class LocalSizes:
             tied=ties_embeddings(self.shape, self.head),
         )
 
-    @property
+    @cached_property
     def trained(self) -> "SetSizes":
         """Sizes of the set that training updates, if the role is trained."""
         return next(self.sets[name] for name, updated in self.part.sets.items() if updated)
@@ -140,6 +140,7 @@ class SetSizes:
     """What follows the layers."""
     tied: bool
 
+    @lru_cache(maxsize=4096)  # noqa: B019 -- instances are few and small
     def stage_layers(self, pp: int) -> tuple[int, ...]:
         """Count the layers of the set on each stage of a pipeline."""
         stages = stage_layers(self.layers_of_model, pp)
