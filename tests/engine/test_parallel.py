@@ -197,7 +197,7 @@ def gathered(model: Model, items: list[int], values: list[float]) -> torch.Tenso
 
 def list_combinations(world: int, ordered: bool) -> list[tuple[str, Head, Placement]]:
     """List the models that so many processes compute, and how: where each takes long, models take turns."""
-    models = {2: 3, 3: 3, 8: 1}.get(world, 2)
+    models = {2: 3, 3: 2}.get(world, 1)
     chosen = [placement for placement in placements(world) if placement.strategy.pp > ordered]
     return [
         (*MODELS[(turn + i) % len(MODELS)], placement)

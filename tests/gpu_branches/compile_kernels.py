@@ -1,6 +1,6 @@
 """Compiles the kernels of training for a compute capability, without a GPU; called as a program of its own.
 
-python compile_kernels.py 90
+python compile_kernels.py 90 [DTYPE ...]
 """
 
 import sys
@@ -43,10 +43,10 @@ def compile_only(kernel: Any, grid: Any) -> Any:
     return run
 
 
-def main(capability: int) -> None:
+def main(capability: int, dtypes: list[torch.dtype]) -> None:
     driver.set_active(NoDevice(capability))
     JITFunction.__getitem__ = compile_only  # type: ignore[method-assign]
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in dtypes:
         for rows, width in ((64, 3584), (64, 128), (3, 129)):
             x, weight = torch.zeros(rows, width, dtype=dtype), torch.ones(width, dtype=dtype)
             for function, inputs in ((norm.RMSNorm, (x,)), (norm.AddRMSNorm, (x, x.clone()))):
@@ -74,4 +74,4 @@ def main(capability: int) -> None:
 
 if __name__ == "__main__":
     assert not triton.knobs.runtime.interpret
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), [getattr(torch, name) for name in sys.argv[2:] or ("bfloat16", "float32")])

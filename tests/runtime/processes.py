@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-PATIENCE = 60.0
-"""Seconds after which a command that should have ended is taken to hang."""
+PATIENCE = 200.0
+"""Seconds after which a command that should have ended is taken to hang, on a machine with much else to do."""
 
 
 def heed_interrupts() -> None:
-    """For a child process: tests that a shell runs in the background ignore interrupts, and so would what they
-    start."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """For a child process: tests that run in the background, or outlast a terminal, ignore interrupts or the end of
+    that, and so would what they start."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def start(*arguments: str, module: str = "realrl", **variables: str) -> "subprocess.Popen[str]":

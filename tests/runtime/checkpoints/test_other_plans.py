@@ -33,8 +33,7 @@ PLANS: Mapping[int, tuple[str, ...]] = {
     1: ("symmetric",),
     2: ("1 1 2", "heuristic"),
     3: ("1 3 1", "separate"),
-    6: ("2 3 1", "interleave"),
-    8: ("2 2 2", "heuristic"),
+    8: ("2 2 2", "interleave"),
 }
 """Number of processes -> presets, and dp, tp and pp of uniform plans, of which algorithms take turns."""
 FEW = ("dpo", "ppo")
