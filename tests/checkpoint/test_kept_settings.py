@@ -50,7 +50,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rope_parameters=ROPE,
     )
     (directory / "generation_config.json").write_text(json.dumps(GENERATION))
-    change_json(directory / "config.json", _name_or_path="somewhere", unknown_setting=3)
+    change_json(directory / "config.json", _name_or_path="somewhere", length_penalty=3.0)
     # As older versions write them, with settings that transformers 5 drops when it saves.
     change_json(
         directory / "tokenizer_config.json", add_bos_token=True, tokenizer_class="PreTrainedTokenizerFast"
@@ -71,12 +71,12 @@ def test_generation_settings_are_kept(again: Path) -> None:
 
 def test_settings_that_training_does_not_touch_are_kept(source: Path, again: Path) -> None:
     before, after = (AutoConfig.from_pretrained(path).to_dict() for path in (source, again))
-    for extra in ("unknown_setting", "_name_or_path"):
+    for extra in ("length_penalty", "_name_or_path"):
         before.pop(extra, None), after.pop(extra, None)
     assert after == before
     assert after["eos_token_id"] == [1, 5, 3] and after["attention_dropout"] == 0.1
     written = json.loads((again / "config.json").read_text())
-    assert not {"unknown_setting", "_name_or_path", "transformers_version"} & set(written)
+    assert not {"length_penalty", "_name_or_path", "transformers_version"} & set(written)
 
 
 @pytest.mark.parametrize("rounds", [1, 2])

@@ -27,7 +27,6 @@ def place(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "folder" / "about.json").write_text("{}")
     (directory / "nothing").mkdir()
     (directory / "family.py").write_text("")
-    for family in ("mistral", "qwen9"):
-        (directory / family).mkdir()
-        (directory / family / "config.json").write_text(json.dumps({**CONFIG_JSON, "model_type": family}))
+    (directory / "qwen9").mkdir()
+    (directory / "qwen9" / "config.json").write_text(json.dumps({**CONFIG_JSON, "model_type": "qwen9"}))
     return directory

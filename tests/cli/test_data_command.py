@@ -73,7 +73,7 @@ def test_data_that_cannot_be_used_is_one_error_message(recipe, capsys, override,
 
 def test_functions_are_listed_with_the_fields_that_they_see(world, tmp_path, capsys):
     (tmp_path / "rewards.py").write_text("def score(completions, answer): return [0.0] * len(completions)\n")
-    train = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "the film", "answer": {"a": [1]}, "level": 2}] * 2)
+    train = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "the film", "answer": {"a": [1]}, "\ud800": 2}] * 2)
     recipe = world.recipe("ppo", tmp_path, reward=f"{tmp_path}/rewards.py:score", data__batch=2)
     text = recipe.read_text().replace("  reward:\n", "  unused:\n")
     lines = [line for line in text.splitlines() if "unused" not in line and str(world.reward) not in line]
@@ -81,7 +81,7 @@ def test_functions_are_listed_with_the_fields_that_they_see(world, tmp_path, cap
     status, out, err = run(capsys, recipe, f"data.train={train}", f"data.eval={train}")
     assert (status, err) == (0, "")
     assert "── data.train " in out and "── data.eval " in out
-    assert "fields besides the texts: answer (2 records), level (2 records)" in out
+    assert r"fields besides the texts: answer (2 records), \ud800 (2 records)" in out
     assert "reward.function sees answer\n" in out
     status, _, err = run(capsys, recipe, f"data.train={world.root / 'ppo.jsonl'}")
     assert status == 2 and "needs 'answer', which no record of" in err

@@ -54,9 +54,13 @@ def test_rotary_settings_are_read_in_every_style(rope: dict) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "bert"}, "model_type 'bert' is not supported; supported are: llama, qwen2, qwen3"),
-        ({"attention_bias": True}, "attention_bias=true is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"model_type": "bert"}, "model_type 'bert' is not supported; supported are: gemma, glm4, gpt2,"),
+        ({"attention_bias": 1}, "attention_bias=1 is not true or false"),
+        ({"hidden_act": "relu"}, "hidden_act='relu' is not supported; it must be silu, swish, gelu,"),
+        ({"is_decoder": True}, "is_decoder=true is not supported; it must be false"),
+        ({"pretraining_tp": 2}, "pretraining_tp=2 is not supported; it must be 1"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported; give a model whose"),
+        ({"mystery": 0.5}, "mystery=0.5 is not known, and may change the model"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_key_value_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
         ({"vocab_size": "many"}, "vocab_size='many' is not a whole number above 0"),
@@ -64,7 +68,14 @@ def test_rotary_settings_are_read_in_every_style(rope: dict) -> None:
         ({"num_attention_heads": "32", "head_dim": None}, "num_attention_heads='32' is not a whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers=true is not a whole number"),
         ({"rope_scaling": "linear"}, "rope_scaling='linear' is not a section of keys"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type 'spiral' is not supported; supported are:"),
+        (
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "factor is missing from the yarn rotary",
+        ),
+        ({"rope_parameters": {"mrope_section": [1]}}, "rope_parameters: mrope_section=[1] is not known"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5 must be above 0 and at most 1"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported; it must be 1"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor is missing from the llama3"),
     ],
 )
@@ -76,16 +87,18 @@ def test_unsupported_config_settings_are_refused_in_one_error_message(change: di
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_sliding_window": True}, "use_sliding_window=true is not supported; it must be false"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": None},
-            "rope_type 'yarn' is not",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types has sliding_attention, and there is no sliding_window",
         ),
+        (
+            {"layer_types": ["full_attention"]},
+            "must be a list of 2 words, each sliding_attention or full_attention",
+        ),
+        ({"layer_types": ["full_attention", "chunked"]}, "must be a list of 2 words"),
     ],
 )
-def test_qwen_settings_that_are_not_supported_are_refused(family: str, change: dict, message: str) -> None:
+def test_contradictions_about_windows_are_refused(family: str, change: dict, message: str) -> None:
     check_refused(shape_to_hf(SHAPES[family], "lm", "float32", {}) | change, message)
 
 
@@ -93,20 +106,22 @@ def test_qwen_settings_that_are_not_supported_are_refused(family: str, change: d
 @pytest.mark.parametrize("where", ["after the last layer", "by the type of layers"])
 def test_a_sliding_window_that_no_layer_has_is_accepted(family: str, where: str) -> None:
     shape = SHAPES[family]
-    change: dict = {"max_window_layers": shape.layers, "sliding_window": 16}
+    change: dict = {"max_window_layers": shape.layers, "sliding_window": 16, "layer_types": None}
     if where == "by the type of layers":
         change = {"max_window_layers": 0, "layer_types": ["full_attention"] * shape.layers}
     config = shape_to_hf(shape, "lm", "float32", {}) | {"use_sliding_window": True} | change
     theirs = AutoConfig.for_model(**config)
     assert set(theirs.layer_types) == {"full_attention"}
     assert shape_from_hf(config) == shape_from_hf(theirs.to_dict()) == shape
-    one_less = {**config, "layer_types": None, "max_window_layers": shape.layers - 1}
-    check_refused(one_less, "use_sliding_window=true is not supported; it must be false")
 
 
-def test_biases_of_qwen3_are_refused() -> None:
-    config = shape_to_hf(SHAPES["qwen3"], "lm", "float32", {}) | {"attention_bias": True}
-    check_refused(config, "attention_bias=true is not supported; it must be false")
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_windows_are_those_of_the_layers_that_have_one(family: str) -> None:
+    change = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 16, "layer_types": None}
+    config = shape_to_hf(SHAPES[family], "lm", "float32", {}) | change
+    shape = shape_from_hf(config)
+    assert (shape.window, shape.windowed_layers, shape.most_tokens) == (16, (1,), 16)
+    assert shape_from_hf(AutoConfig.for_model(**config).to_dict()) == shape
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -118,6 +133,19 @@ def test_settings_that_a_file_leaves_out_are_those_of_its_class(family: str) -> 
 
 
 def check_refused(config: dict, message: str) -> None:
+    text = refusal(config)
+    assert message in text and "\n" not in text
+
+
+def refusal(config: dict) -> str:
     with pytest.raises(UserError, match=r"^dir/config\.json: ") as caught:
         shape_from_hf(config, where="dir/config.json")
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_model_of_another_family_is_refused_with_the_nearest_one_and_what_it_lacks() -> None:
+    config = AutoConfig.for_model("mixtral").to_dict()
+    check_refused(config, "model_type 'mixtral' is not supported; supported are: gemma, ")
+    check_refused(config, "the nearest is mistral, which has no num_experts_per_tok=2; a family of your own")
+    check_refused({"model_type": "bert"}, "starcoder2; a family of your own")
+    assert "the nearest" not in refusal({"model_type": "bert", "hidden_size": 64})

@@ -11,7 +11,7 @@ from torch import Tensor
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.families.tensors import Place, TensorSpec
-from realrl.model.group import Group, make_single_rank_group
+from realrl.model.parallel.group import Group, make_single_rank_group
 from realrl.recipe.model import OptimizerConfig
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import wait_to_be_scheduled

@@ -6,20 +6,21 @@ from pathlib import Path
 import pytest
 
 from realrl.config.errors import UserError
-from realrl.families.config_json import read_config, shape_to_hf
+from realrl.families.config_json import read_config
 from realrl.families.find import find_shape
+from realrl.families.settings import write_sizes
 from realrl.recipe.load import parse_experiment
 from tests.model.small_models import SHAPES
 
 FILE = """
-from realrl.families.decoder import LayerOptions
 from realrl.families.family import Family
+from realrl.families.options import LayerOptions
 from realrl.families.settings import read_sizes, write_sizes
 
-def read(config, where):
-    return read_sizes(config, where)
+def read(config):
+    return read_sizes(config)
 
-def write(shape):
+def write(shape, options):
     return write_sizes(shape)
 
 {change}
@@ -50,7 +51,7 @@ def refusal(family: str) -> str:
     return str(caught.value)
 
 
-WRITE = "def write(shape):\n    return {}"
+WRITE = "def write(shape, options):\n    return {}"
 BROKEN = {
     WRITE.format("{}['x']"): "FILE raised KeyError: 'x' (FILE:13)",
     WRITE.format("None"): "FILE: write_config must give a mapping, and gives null",
@@ -58,7 +59,7 @@ BROKEN = {
     WRITE.format(
         "{**write_sizes(shape), 'x': {1}}"
     ): "FILE: write_config gives what config.json cannot hold: ",
-    WRITE.format("{}"): "FILE: what write_config gives: vocab_size is missing",
+    WRITE.format("{}"): "FILE: what write_config gives: hidden_size is missing",
     WRITE.format("write_sizes(shape) | {'num_key_value_heads': 3}"): (
         "FILE: what write_config gives: heads=4 is not a multiple of kv_heads=3"
     ),
@@ -68,12 +69,10 @@ BROKEN = {
     WRITE.format("write_sizes(shape) | {'model_type': 'other'}"): (
         "FILE: what write_config gives: model_type 'other' is not that of family FILE, 'mine'"
     ),
-    "def read(config, where):\n    return {'layers': config['depth']}": (
+    "def read(config):\n    return {'layers': {}['depth']}": (
         "FILE: read_config of what write_config gives: raised KeyError: 'depth' (FILE:13)"
     ),
-    "def read(config, where):\n    read_sizes(config, where)": (
-        "FILE: read_config must give a mapping, and gives null"
-    ),
+    "def read(config):\n    read_sizes(config)": ("FILE: read_config must give a mapping, and gives null"),
 }
 
 
@@ -87,14 +86,14 @@ def test_a_family_that_does_not_read_what_it_writes_is_refused_with_its_recipe(
 
 def test_a_family_that_cannot_write_is_refused_with_the_model_that_it_reads(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(shape_to_hf(SHAPES["plain"], "lm", "float32", {}) | {"model_type": "mine"}))
+    config.write_text(json.dumps({"model_type": "mine", **write_sizes(SHAPES["plain"])}))
     assert read_config(config, family_file(tmp_path)).layers == SIZES["layers"]
     other = tmp_path / "other"
     other.mkdir()
     family = family_file(other, WRITE.format("{}"))
     for read in (read_config, lambda path, family: find_shape(str(path), family)):
         with pytest.raises(
-            UserError, match=r"family=.*mine.py: what write_config gives: vocab_size is missing"
+            UserError, match=r"family=.*mine.py: what write_config gives: hidden_size is missing"
         ):
             read(config, family)
 
@@ -102,8 +101,9 @@ def test_a_family_that_cannot_write_is_refused_with_the_model_that_it_reads(tmp_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("norm='layr'", "FILE:19: LayerOptions: norm='layr' is not rms or layer"),
-        ("qkv_bias=1", "FILE:19: LayerOptions: qkv_bias=1 is not True or False"),
+        ("norm='layr'", "FILE:19: LayerOptions: norm: 'layr' is not 'rms' or 'layer'; did you mean layer?"),
+        ("qkv_bias=1", "FILE:19: LayerOptions: qkv_bias: 1 is not true or false"),
+        ("qk_norms='all'", "FILE:19: LayerOptions: qk_norms: unknown key; did you mean qk_norm?"),
         (
             "norm='layer'), tensors=lambda *given: (",
             "family=FILE: there is no tensor for parameter attention_norm",

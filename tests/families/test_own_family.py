@@ -154,7 +154,7 @@ BROKEN = {
     "tensors=lambda shape, head, options: 2 * decoder_tensors(shape, head, options)": (
         ": tensor model.embed_tokens.weight is listed twice"
     ),
-    "read_config=lambda config, where: {'layers': config['depth']}": " raised KeyError: 'depth'",
+    "read_config=lambda config: {'layers': {}['depth']}": " raised KeyError: 'depth'",
 }
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from realrl.checkpoint.headers import find_tensors
 from realrl.config.errors import UserError
 from realrl.families.family import check_family
+from realrl.families.options import LayerOptions
 from realrl.families.registry import find_family, list_families, model_tensors
 from realrl.families.shape import ModelShape
 from realrl.planner.workload.shard_sizes import LocalSizes
@@ -25,7 +26,8 @@ SIZES = {
 }
 FILE = """
 from dataclasses import replace
-from realrl.families.decoder import LayerOptions, decoder_tensors
+from realrl.families.decoder import decoder_tensors
+from realrl.families.options import LayerOptions
 from realrl.families.registry import find_family
 
 def table(shape, head, options):
@@ -75,7 +77,7 @@ def test_a_tensor_of_a_layer_that_is_not_there_is_refused(tmp_path: Path) -> Non
 
 
 def test_heads_are_normalised_where_the_table_has_their_norms(tmp_path: Path) -> None:
-    body = "return decoder_tensors(shape, head, LayerOptions(qk_norm=True))"
+    body = "return decoder_tensors(shape, head, LayerOptions(qk_norm='heads'))"
     assert LocalSizes(shape_of(tmp_path, body), "lm", 1).qk_norm
     assert not LocalSizes(ModelShape(**SIZES), "lm", 1).qk_norm
 
@@ -93,7 +95,7 @@ def test_embeddings_are_tied_where_the_table_says_both_ends(tmp_path: Path) -> N
 
 def test_a_missing_head_is_no_embedding_table_where_the_table_has_both(tmp_path: Path) -> None:
     shape = shape_of(tmp_path, UNTIED, tied=True)
-    config = find_family(shape.family).write_config(shape)
+    config = find_family(shape.family).write_config(shape, LayerOptions())
     text = json.dumps({"model_type": "llama", **config})
     (tmp_path / "config.json").write_text(text)
     wanted = model_tensors(shape, "lm")

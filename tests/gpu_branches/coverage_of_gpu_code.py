@@ -15,7 +15,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src" / "realrl"
 ROOMS = ("checkpoint", "config", "data", "engine", "model", "runtime")
-WHOLE = ("model/gpu/", "model/gpu_logprobs.py", "engine/generation/step_graphs.py", "runtime/prepare/gpu.py")
+WHOLE = (
+    "model/gpu/",
+    "model/gpu_logprobs.py",
+    "engine/generation/step_graphs.py",
+    "runtime/prepare/gpu.py",
+)
 """Files that only GPUs need."""
 MARKS = ("on_gpu(", "on_gpu:", "torch.cuda.", '== "cuda"', '!= "cpu"', "is_cuda", "mirrored:")
 TESTS = (

@@ -18,6 +18,7 @@ if torch.cuda.is_available():
 from realrl.checkpoint.state import writer
 from realrl.config.errors import UserError
 from realrl.engine.dtypes import find_products
+from realrl.families.published import SHAPES
 from realrl.model.ops import PLAIN, Products
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.program.instructions import Run
@@ -219,9 +220,7 @@ def test_samples_are_drawn_in_the_type_of_the_model_on_a_gpu(
         raise UserError("enough")
 
     monkeypatch.setattr(sampling.huggingface, "read_dtype", read_dtype)
-    monkeypatch.setattr(
-        sampling.huggingface, "read_shape", lambda *_: SimpleNamespace(vocab_size=9, max_positions=99)
-    )
+    monkeypatch.setattr(sampling.huggingface, "read_shape", lambda *_: SHAPES["gpt2"])
     job: Any = SimpleNamespace(
         model_dir="model", family=None, sampling=SimpleNamespace(top_k=0, max_new_tokens=3)
     )

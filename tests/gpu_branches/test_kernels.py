@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from realrl.model import elementwise, logprobs, rotary
-from realrl.model.group import Group, make_single_rank_group
 from realrl.model.ops import PLAIN
+from realrl.model.parallel.group import Group, make_single_rank_group
 
 if importlib.util.find_spec("triton") is None:
     assert sys.platform != "linux", "the development requirements bring Triton"
@@ -100,7 +100,7 @@ def test_swiglu_matches_the_cpu(shape: tuple[int, int], dtype: torch.dtype) -> N
 @pytest.mark.parametrize(("heads", "rotated", "dim"), [(3, 2, 4), (5, 5, 12), (40, 33, 128)])
 def test_rotation_matches_the_cpu(heads: int, rotated: int, dim: int, dtype: torch.dtype) -> None:
     frequencies = 0.5 ** torch.arange(dim // 2)
-    cos, sin = rotary.build_rotary_tables(torch.arange(6) * 3, frequencies)
+    cos, sin = rotary.Rotation(frequencies, None).tables(torch.arange(6) * 3)
     # Rotation works in place, which a leaf that needs a gradient does not allow.
     compare(
         lambda x: RotateHeads.apply(x * 1, cos, sin, rotated),

@@ -11,13 +11,15 @@ from transformers import (
     PreTrainedModel,
 )
 
+from realrl.checkpoint.stored import join_tensors
 from realrl.engine.flat import FlatBuffer
 from realrl.families.config_json import shape_to_hf
+from realrl.families.options import LayerOptions
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape, RopeScaling
 from realrl.families.tensors import Init
 from realrl.layout.shard import Shard
-from realrl.model.group import make_single_rank_group
+from realrl.model.parallel.group import make_single_rank_group
 from realrl.model.transformer import Transformer
 
 SHAPES = {
@@ -46,8 +48,67 @@ SHAPES = {
         family="qwen3", vocab_size=85, hidden_size=40, intermediate_size=48, layers=2, heads=6, kv_heads=3,
         head_dim=12, norm_eps=1e-6,
     ),
+    "gemma": ModelShape(
+        family="gemma", vocab_size=85, hidden_size=40, intermediate_size=48, layers=2, heads=6, kv_heads=3,
+        head_dim=12, norm_eps=1e-6, tied_embeddings=True,
+    ),
+    "glm4": ModelShape(
+        family="glm4", vocab_size=85, hidden_size=40, intermediate_size=48, layers=2, heads=6, kv_heads=3,
+        head_dim=12, norm_eps=1e-6, rotary_dim=6,
+    ),
+    "gpt2": ModelShape(
+        family="gpt2", vocab_size=85, hidden_size=48, intermediate_size=56, layers=2, heads=6, kv_heads=6,
+        head_dim=8, tied_embeddings=True, max_positions=200,
+    ),
+    "gpt_neox": ModelShape(
+        family="gpt_neox", vocab_size=85, hidden_size=48, intermediate_size=56, layers=2, heads=6, kv_heads=6,
+        head_dim=8, rotary_dim=2,
+    ),
+    "granite": ModelShape(
+        family="granite", vocab_size=85, hidden_size=40, intermediate_size=48, layers=2, heads=6, kv_heads=3,
+        head_dim=12, norm_eps=1e-6,
+        layer=LayerOptions(
+            embedding_scale=3.0, residual_scale=0.3, attention_scale=0.1, logit_scale=0.25, mlp_bias=True
+        ),
+    ),
+    "olmo2": ModelShape(
+        family="olmo2", vocab_size=85, hidden_size=40, intermediate_size=48, layers=2, heads=6, kv_heads=3,
+        head_dim=12, norm_eps=1e-6,
+    ),
+    "phi3": ModelShape(
+        family="phi3", vocab_size=85, hidden_size=96, intermediate_size=48, layers=2, heads=6, kv_heads=3,
+        head_dim=16, norm_eps=1e-6, rotary_dim=12,
+        rope_scaling=RopeScaling(
+            kind="longrope", factor=4.0, original_max_position_embeddings=512,
+            short_factor=(1.0, 1.1, 1.3, 1.7, 2.0, 2.2), long_factor=(2.0, 3.0, 4.0, 5.0, 6.0, 7.0),
+        ),
+    ),
+    "smollm3": ModelShape(
+        family="smollm3", vocab_size=85, hidden_size=40, intermediate_size=48, layers=3, heads=6, kv_heads=3,
+        head_dim=12, norm_eps=1e-6, unrotated_layers=(1,),
+    ),
+    "starcoder2": ModelShape(
+        family="starcoder2", vocab_size=85, hidden_size=40, intermediate_size=48, layers=2, heads=6, kv_heads=3,
+        head_dim=12, tied_embeddings=True,
+    ),
+    "mistral-linear": ModelShape(
+        family="mistral", vocab_size=85, hidden_size=40, intermediate_size=48, layers=2, heads=6, kv_heads=3,
+        head_dim=12, rope_scaling=RopeScaling(kind="linear", factor=3.0),
+    ),
+    "biased-yarn": ModelShape(
+        vocab_size=85, hidden_size=48, intermediate_size=48, layers=2, heads=6, kv_heads=3, head_dim=12,
+        rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=32),
+        layer=LayerOptions(qkv_bias=True, out_bias=True, mlp_bias=True, activation="gelu"),
+    ),
+    "dynamic": ModelShape(
+        vocab_size=85, hidden_size=48, intermediate_size=48, layers=2, heads=6, kv_heads=3, head_dim=12,
+        max_positions=200, rope_scaling=RopeScaling(kind="dynamic", factor=4.0),
+    ),
 }  # fmt: skip
 
+
+RENAMED = {"embed_out.weight": "lm_head.weight"}
+"""Names in files beside those that transformers has for the same tensors in its models."""
 
 Twins = tuple[Transformer, FlatBuffer, PreTrainedModel]
 
@@ -65,16 +126,20 @@ def make_theirs(shape: ModelShape, head: Head) -> PreTrainedModel:
 def make_twins(shape: ModelShape, head: Head) -> Twins:
     """Our model and the transformers one with the same random weights."""
     torch.manual_seed(0)
-    theirs = make_theirs(shape, head).eval()
+    return make_twin(shape, head, make_theirs(shape, head).eval())
+
+
+def make_twin(shape: ModelShape, head: Head, theirs: PreTrainedModel) -> Twins:
+    """Our model of a shape, and one of transformers, which get the same random weights."""
     tensors = model_tensors(shape, head)
     buffer = FlatBuffer(tensors, torch.float32, "cpu")
     state = theirs.state_dict()
     with torch.no_grad():
         for tensor in tensors:
-            source = state[tensor.name]
             # Norms of 1, biases of 0 and tiny weights would hide mistakes.
-            source.copy_(torch.randn(tensor.shape) * 0.2 + float(tensor.init is Init.ONES))
-            buffer[tensor.name].copy_(source)
+            buffer[tensor.name].copy_(torch.randn(tensor.shape) * 0.2 + float(tensor.init is Init.ONES))
+        for name, values in join_tensors(tensors, buffer).items():
+            state[RENAMED.get(name, name)].copy_(values)
     return Transformer(Shard(shape, head), buffer.fused, make_single_rank_group()), buffer, theirs
 
 

@@ -15,7 +15,7 @@ from realrl.model.elementwise import add_rms_norm, rms_norm, swiglu
 from realrl.model.logprobs import compute_logprobs
 from realrl.model.ops import Products, linear
 from realrl.model.packing import Packing
-from realrl.model.rotary import apply_rotary_emb, build_rotary_tables
+from realrl.model.rotary import Rotation, apply_rotary_emb
 
 EXACT = Products(exact=True)
 HEADS = [(4, 2, 32), (3, 3, 16), (5, 1, 20)]
@@ -202,7 +202,7 @@ def test_other_functions_work_row_by_row(threads: None) -> None:
     frequencies = torch.rand(10)
 
     def rotate(rows: slice) -> Tensor:
-        cos, sin = build_rotary_tables(positions[rows], frequencies)
+        cos, sin = Rotation(frequencies, None).tables(positions[rows])
         return apply_rotary_emb(qkv[rows].clone(), cos, sin, 3)
 
     functions = [

@@ -9,8 +9,8 @@ from realrl.engine.flat import FlatBuffer
 from realrl.families.registry import model_tensors
 from realrl.families.tensors import TensorSpec
 from realrl.layout.shard import Shard
-from realrl.model.group import make_single_rank_group
 from realrl.model.packing import Packing
+from realrl.model.parallel.group import make_single_rank_group
 from realrl.model.transformer import Transformer
 
 SHAPE = SHAPES["grouped-tied"]

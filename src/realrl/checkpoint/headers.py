@@ -36,6 +36,8 @@ class Contents:
     """Source of each tensor of the model."""
     absent: list[str]
     """Tensors of the model that no file has."""
+    embedding: TensorSpec
+    """The embedding table."""
     repeated_head: tuple[StoredTensor, StoredTensor] | None
     """Language-model head that is stored though the embeddings are tied, and the embeddings; both must be equal."""
 
@@ -56,17 +58,18 @@ def find_tensors(directory: Path, shape: ModelShape, wanted: Iterable[TensorSpec
     everything else that does not fit, and for tensors that would be lost without notice.
     """
     specs = {spec.name: spec for spec in wanted}
-    names = _names_outside_layers(shape)
+    outside = _specs_outside_layers(shape)
+    names = {parameter: spec.name for parameter, spec in outside.items()}
     embedding, lm_head, scalar_head = names["embedding"], names["lm_head"], names["scalar_head"]
-    stored = _read_headers(directory)
+    stored = _named_as_in_family(_read_headers(directory), [*specs.values(), *outside.values()])
     if scalar_head in stored and scalar_head not in specs:
         raise UserError(f"{directory} is a sequence classifier, not a language model: it has a {scalar_head}")
     found = {}
     absent = []
     for name, spec in specs.items():
-        source = name
+        source = spec.file_name
         if name == lm_head and name not in stored:
-            config = read_config(directory / "config.json", shape.family, sizes_only=True)
+            config = read_config(directory / "config.json", shape.family)
             source = embedding if ties_embeddings(config, "lm") else name
         if source in stored:
             _check(stored[source], spec)
@@ -75,19 +78,32 @@ def find_tensors(directory: Path, shape: ModelShape, wanted: Iterable[TensorSpec
             absent.append(name)
         else:
             raise UserError(f"{directory}: tensor {source} is missing from the safetensors files")
-    _check_known(stored, {*specs, *names.values()}, find_family(shape.family).buffers)
+    known = {spec.file_name for spec in (*specs.values(), *outside.values())}
+    _check_known(stored, known, find_family(shape.family).buffers)
     repeated = stored.get(lm_head) if lm_head not in specs and scalar_head not in specs else None
     if repeated is not None:
         _check(repeated, specs[embedding])
-    return Contents(found, absent, None if repeated is None else (repeated, found[embedding]))
+    pair = None if repeated is None else (repeated, found[embedding])
+    return Contents(found, absent, outside["embedding"], pair)
 
 
-def _names_outside_layers(shape: ModelShape) -> dict[Parameter, str]:
-    """Names of the tensors outside the layers, with either head and untied embeddings."""
+def _named_as_in_family(
+    stored: Mapping[str, StoredTensor], specs: Iterable[TensorSpec]
+) -> Mapping[str, StoredTensor]:
+    """Name stored tensors as the family does: files of a base model leave out the part of names up to the first
+    point."""
+    names = {spec.file_name for spec in specs}
+    if names & stored.keys():
+        return stored
+    return {next((n for n in names if n.partition(".")[2] == name), name): of for name, of in stored.items()}
+
+
+def _specs_outside_layers(shape: ModelShape) -> dict[Parameter, TensorSpec]:
+    """Find the tensors outside the layers, with either head and untied embeddings."""
     untied = shape.model_copy(update={"tied_embeddings": False, "layers": 1})
     heads: tuple[Head, ...] = get_args(Head)
     specs = [spec for head in heads for spec in model_tensors(untied, head)]
-    return {spec.parameter: spec.name for spec in specs if spec.layer is None}
+    return {spec.parameter: spec for spec in specs if spec.layer is None}
 
 
 def _check(tensor: StoredTensor, spec: TensorSpec) -> None:
@@ -95,9 +111,9 @@ def _check(tensor: StoredTensor, spec: TensorSpec) -> None:
         raise UserError(
             f"{tensor.file}: tensor {tensor.name} has type {tensor.dtype}; accepted are {', '.join(FLOATS)}"
         )
-    if tensor.shape != spec.shape:
+    if tensor.shape != spec.file_shape:
         found = list(tensor.shape)
-        needed = list(spec.shape)
+        needed = list(spec.file_shape)
         raise UserError(
             f"{tensor.file}: tensor {tensor.name} has shape {found}, but the model needs {needed}"
         )

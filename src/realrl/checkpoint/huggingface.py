@@ -16,6 +16,7 @@ from realrl.checkpoint.headers import INDEX, SINGLE, Contents, StoredTensor, fin
 from realrl.checkpoint.initial_weights import Weights
 from realrl.checkpoint.origin import Origin
 from realrl.checkpoint.special_tokens import find_classifier_padding, find_saved_ids, list_stop_token_ids
+from realrl.checkpoint.stored import group_by_file_tensor, join_tensors, read_region
 from realrl.checkpoint.tokenizer_files import Tokenizer, set_padding, write_tokenizer
 from realrl.config.errors import UserError
 from realrl.config.files import partial_path
@@ -62,9 +63,10 @@ def load(
     """
     directory = local_directory(path)
     contents = find_tensors(directory, shape, tensors)
+    specs = {spec.name: spec for spec in tensors}
     for name, stored in contents.tensors.items():
         if regions is None or name in regions:
-            values = _read(stored, regions[name] if regions is not None else None)
+            values = _read(stored, specs[name], regions[name] if regions is not None else None)
             own = into[name][: len(values)]
             own.copy_(values)
             if not all_finite(own):
@@ -73,12 +75,9 @@ def load(
     return contents.absent
 
 
-def _read(stored: StoredTensor, region: Region | None) -> Tensor:
+def _read(stored: StoredTensor, spec: TensorSpec, region: Region | None = None) -> Tensor:
     with open_file(stored.file) as reader:
-        if region is None:
-            return reader.get_tensor(stored.name)
-        piece = reader.get_slice(stored.name)
-        return piece[region.slices] if region.numel else torch.empty(region.size)
+        return read_region(reader.get_slice(stored.name), spec, region)
 
 
 def _not_finite(stored: StoredTensor, values: Tensor, dtype: torch.dtype) -> UserError:
@@ -93,7 +92,7 @@ def _check_repeated_head(contents: Contents, directory: Path) -> None:
     if contents.repeated_head is None:
         return
     repeated, embedding = contents.repeated_head
-    if not torch.equal(_read(repeated, None), _read(embedding, None)):
+    if not torch.equal(*(_read(stored, contents.embedding) for stored in (repeated, embedding))):
         raise UserError(
             f"{repeated.file}: {repeated.name} differs from the embeddings it is said to be tied to;"
             f" set tie_word_embeddings to false in {directory / CONFIG}"
@@ -185,12 +184,12 @@ def shards(
     """Group tensors by the file that they are saved in; a file has at most `limit` bytes, or one tensor."""
     files: list[list[TensorSpec]] = [[]]
     used = 0
-    for tensor in tensors:
-        size = tensor.numel * dtype.itemsize
+    for parts in group_by_file_tensor(tensors):
+        size = sum(tensor.numel for tensor in parts) * dtype.itemsize
         if files[-1] and used + size > limit:
             files.append([])
             used = 0
-        files[-1].append(tensor)
+        files[-1] += parts
         used += size
     return files
 
@@ -205,7 +204,8 @@ def _save_tensors(
     for i, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         buffer = fetch(i - 1)
-        content = {t.name: buffer[t.name].detach().to("cpu", dtype).contiguous() for t in shard}
+        joined = join_tensors(shard, {t.name: buffer[t.name].detach().to("cpu", dtype) for t in shard})
+        content = {name: values.contiguous() for name, values in joined.items()}
         for name, values in content.items():
             if not all_finite(values):
                 raise NotFiniteError(f"not saved: {name} has values that are not finite (NaN or infinity)")

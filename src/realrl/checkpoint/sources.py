@@ -2,8 +2,6 @@
 
 from realrl.config.errors import UserError
 from realrl.config.paths import is_local, local_path
-from realrl.families.config_json import describe_untrainable
-from realrl.families.registry import find_family
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 
@@ -20,14 +18,3 @@ def check_directories(experiment: Experiment) -> None:
     against = experiment.evaluation.against
     if against is not None and is_local(against) and not local_path(against).is_dir():
         raise UserError(f"evaluation.against={against}: no such directory")
-
-
-def check_trainable(experiment: Experiment) -> None:
-    """Check that models started from scratch are of a family that can be trained; else UserError.
-
-    A model with weights is checked when it is loaded.
-    """
-    for role in get_spec(experiment).roles_of(experiment):
-        shape = getattr(experiment.models, role).shape
-        if shape is not None and not find_family(shape.family).trainable:
-            raise UserError(f"models.{role}.shape: {describe_untrainable(shape.family)}")

@@ -18,6 +18,7 @@ from realrl.cli.monitoring.doctor import doctor
 from realrl.cli.monitoring.status import status
 from realrl.cli.monitoring.watch import watch
 from realrl.cli.plan import plan
+from realrl.cli.planning.models import print_models
 from realrl.cli.profile import profile
 from realrl.cli.report import report
 from realrl.cli.show import show
@@ -33,6 +34,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+# Each has the name of its file.
 COMMANDS = (
     train,
     plan,
@@ -44,13 +46,14 @@ COMMANDS = (
     generate,
     export,
     tokenizer,
+    print_models,
     report,
     doctor,
     status,
     watch,
 )
 for command in COMMANDS:
-    app.command()(command)
+    app.command(command.__module__.rpartition(".")[2])(command)
 app.add_typer(launchers, name="launch")
 
 

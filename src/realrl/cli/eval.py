@@ -55,11 +55,10 @@ def eval(
 
 def _check_evaluation(experiment: "Experiment") -> None:
     """Check what can be checked before any process starts, without reading data and models; else UserError."""
-    from realrl.checkpoint.sources import check_directories, check_trainable
+    from realrl.checkpoint.sources import check_directories
     from realrl.plan.presets import SEARCH
     from realrl.runtime.prepare.compile import compile_evaluation, make_written_plan
 
-    check_trainable(experiment)
     check_directories(experiment)
     if experiment.plan != SEARCH:
         compile_evaluation(experiment, make_written_plan(experiment, find_cluster(experiment)))

@@ -68,7 +68,6 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 
 def _train_on_ray(experiment: "Experiment", arguments: list[str], run_dir: Callable[[], Path | None]) -> int:
     """Train on the nodes of a Ray cluster; return the exit status. Ranks find a plan and check that it fits."""
-    from realrl.checkpoint.sources import check_trainable
     from realrl.config.errors import UserError
     from realrl.plan.presets import SEARCH
     from realrl.runtime.launcher.launch import launch_training
@@ -87,7 +86,6 @@ def _train_on_ray(experiment: "Experiment", arguments: list[str], run_dir: Calla
     if earlier is not None and earlier.finished:
         typer.echo(f"run_dir={experiment.run_dir} holds this run, which is done", err=True)
         return 0
-    check_trainable(experiment)
     if experiment.plan != SEARCH:
         compile_recipe(experiment, cluster)
     named = named_cluster(experiment.cluster)
@@ -210,7 +208,7 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
 
     One process finds that out itself, since it may ask its GPU.
     """
-    from realrl.checkpoint.sources import check_directories, check_trainable
+    from realrl.checkpoint.sources import check_directories
     from realrl.plan.presets import SEARCH
     from realrl.planner.profile.profile import Profile
     from realrl.runtime.launcher.launch import check_local
@@ -222,7 +220,6 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     from realrl.runtime.prepare.gpu import ask_machine
     from realrl.runtime.prepare.search.cached_plan import cached_plan
 
-    check_trainable(experiment)
     check_trackers(experiment)
     searches = experiment.plan == SEARCH
     compiled = None if searches else compile_recipe(experiment, cluster)

@@ -20,9 +20,9 @@ from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.sets import WHOLE, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
-from realrl.model.group import make_single_rank_group
 from realrl.model.ops import PLAIN, Products
 from realrl.model.packing import Packing
+from realrl.model.parallel.group import make_single_rank_group
 from realrl.model.transformer import Transformer
 from realrl.plan.placement import Mesh, Placement, Strategy
 

@@ -1,7 +1,8 @@
 """Hugging Face `config.json` files, to and from shapes, by the family that they name."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -10,49 +11,69 @@ from pydantic import ValidationError
 from realrl.config.errors import UserCodeError, UserError
 from realrl.config.explain import brief, explain
 from realrl.config.json_file import read_json
-from realrl.config.words import join
 from realrl.families.family import Family
-from realrl.families.registry import find_family, list_families
+from realrl.families.registry import find_family, find_layer_options, list_families
+from realrl.families.settings import IRRELEVANT, ConfigReader
 from realrl.families.shape import Head, ModelShape
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_COMPARABLE = 5
+"""Settings from which on a `config.json` says enough to look for the nearest family."""
 _UNTOUCHED = ("attention_dropout", "use_cache", *SPECIAL_TOKENS)
 
 
-def read_config(file: Path, family: str | None = None, *, sizes_only: bool = False) -> ModelShape:
+def read_config(file: Path, family: str | None = None) -> ModelShape:
     """Read the shape that a `config.json` describes; see `shape_from_hf`. UserError where there is no such file."""
-    return shape_from_hf(read_json(file), str(file), family, sizes_only=sizes_only)
+    return shape_from_hf(read_json(file), str(file), family)
 
 
 def shape_from_hf(
-    config: Mapping[str, Any],
-    where: str = "config.json",
-    family: str | None = None,
-    *,
-    sizes_only: bool = False,
+    config: Mapping[str, Any], where: str = "config.json", family: str | None = None
 ) -> ModelShape:
     """Derive the shape that the contents of a `config.json` describe.
 
     `where` names the file in errors. `family` is how `find_family` finds the model's family; by default it is the
-    registered one of the file's `model_type`. With `sizes_only` it may be one that cannot be trained. UserError for
-    another family, a setting that models here do not have, or a family that does not read what it writes.
+    registered one of the file's `model_type`. UserError for another family, a setting that models here do not have,
+    or a family that does not read what it writes.
     """
     model_type = config.get("model_type")
     if family is None:
-        known = list_families(trainable=not sizes_only)
+        known = list_families()
         if model_type not in known:
             raise UserError(
                 f"{where}: model_type {brief(model_type)} is not supported; supported are: {', '.join(known)};"
-                " a family of your own is named by models.ROLE.family in a recipe, or by --family"
+                f" {_compare_with_nearest(config, known)}a family of your own is named by models.ROLE.family in a"
+                " recipe, or by --family"
             )
         family = str(model_type)
     found = find_family(family)
     _check_model_type(found, config, where, family)
-    if not (found.trainable or sizes_only):
-        raise UserError(f"{where}: {describe_untrainable(family)}")
     shape = _read_shape(found, config, where, family)
     check_writing(shape)
     return shape
+
+
+def _compare_with_nearest(config: Mapping[str, Any], known: Sequence[str]) -> str:
+    """Say which family has most of the settings of a `config.json`, and which setting it does not have."""
+    if len(config) < _COMPARABLE:
+        return ""
+    nearest: tuple[int, float, str, str] | None = None
+    for name in known:
+        family = find_family(name)
+        reader = ConfigReader(config, name)
+        try:
+            family.read_config(reader)
+            unread = reader.unread(family.untouched)
+            problem = f"which has no {unread[0]}={brief(config[unread[0]])}" if unread else ""
+        except UserError as error:
+            unread, problem = [*config], f"but {str(error).removeprefix(f'{name}: ')}"
+        alike = SequenceMatcher(None, name, str(config.get("model_type"))).ratio()
+        if nearest is None or (len(unread), -alike) < nearest[:2]:
+            nearest = len(unread), -alike, name, problem
+    if nearest is None or nearest[0] > len(config.keys() - IRRELEVANT) / 2:
+        return ""
+    *_, name, problem = nearest
+    return f"the nearest is {name}, {problem or 'which has the same settings'}; "
 
 
 def check_writing(shape: ModelShape) -> None:
@@ -93,11 +114,15 @@ def _check_model_type(found: Family, config: Mapping[str, Any], where: str, fami
 
 
 def _read_shape(found: Family, config: Mapping[str, Any], where: str, family: str) -> ModelShape:
-    fields = _mapping(found.read_config(config, where), family, "read_config")
+    reader = ConfigReader(config, where)
+    fields = _mapping(found.read_config(reader), family, "read_config")
+    reader.check_all_read(found.untouched)
+    usual = {"layer": None} if fields.get("layer") == found.layer else {}
     try:
-        return ModelShape(**{**fields, "family": family})
+        shape = ModelShape(**{**fields, **usual, "family": family})
     except ValidationError as error:
         raise UserError(f"{where}: {explain(error, ModelShape)}") from error
+    return shape
 
 
 def _mapping(given: Any, family: str, function: str) -> Mapping[str, Any]:
@@ -121,7 +146,7 @@ def shape_to_hf(shape: ModelShape, head: Head, dtype: str, others: Mapping[str, 
     config: dict[str, Any] = {
         "architectures": [family.architectures[head]],
         "model_type": family.model_type,
-        **_mapping(family.write_config(shape), shape.family, "write_config"),
+        **_mapping(family.write_config(shape, find_layer_options(shape)), shape.family, "write_config"),
         "dtype": dtype,
         "torch_dtype": dtype,
         **{name: others[name] for name in (*_UNTOUCHED, *family.untouched) if name in others},
@@ -129,11 +154,3 @@ def shape_to_hf(shape: ModelShape, head: Head, dtype: str, others: Mapping[str, 
     if head == "scalar":
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return config
-
-
-def describe_untrainable(*families: str) -> str:
-    """Write the error message for families that can be planned for and not trained."""
-    return (
-        f"models of family {join(families)} can be planned for (realrl plan, realrl show) and not trained yet;"
-        f" trained are: {', '.join(list_families(trainable=True))}"
-    )

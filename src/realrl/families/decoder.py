@@ -1,82 +1,126 @@
-"""The tensor table of Llama-like decoders: layer options in, tensors under their Hugging Face names out."""
+"""The tensor table of decoders: layer options and names in, tensors out."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
-from realrl.config.errors import DescriptionError
-from realrl.config.words import join
+from realrl.families.options import LayerOptions
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import Axis, Init, Parameter, Partial, Partition, Place, TensorSpec
+from realrl.families.tensors import Axis, Init, Parameter, Partial, Partition, Place, Stored, TensorSpec
 
-_NORMS = ("rms", "layer")
+_NormName = Literal["attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "norm"]
+_BIASES: dict[_NormName, Parameter] = {
+    "attention_norm": "attention_norm_bias",
+    "attention_post_norm": "attention_post_norm_bias",
+    "mlp_norm": "mlp_norm_bias",
+    "mlp_post_norm": "mlp_post_norm_bias",
+    "norm": "norm_bias",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerOptions:
-    """Options in which families of decoders differ."""
+class Names:
+    """Names that a family's files have for tensors, without `.weight` and `.bias`, and how they hold some of them.
 
-    norm: Literal["rms", "layer"] = "rms"
-    """RMSNorm, or LayerNorm with a bias."""
-    qkv_bias: bool = False
-    """Whether the projections to queries, keys and values have biases."""
-    out_bias: bool = False
-    """Whether attention's output projection has one."""
-    mlp_bias: bool = False
-    """Whether the three matrices of the feed-forward block have biases."""
-    head_bias: bool = False
-    """Whether the language-model head has a bias."""
-    qk_norm: bool = False
-    """Whether each head of queries and keys is normalised, by an RMSNorm over its dims."""
+    Those of a layer follow `layers` and its number. The defaults are Llama's.
+    """
 
-    def __post_init__(self) -> None:
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if option.name == "norm":
-                if value not in _NORMS:
-                    raise DescriptionError(f"LayerOptions: norm={value!r} is not {join(_NORMS, 'or')}")
-            elif not isinstance(value, bool):
-                raise DescriptionError(f"LayerOptions: {option.name}={value!r} is not True or False")
+    embedding: str = "model.embed_tokens"
+    positions: str = "model.positions"
+    layers: str = "model.layers"
+    attention_norm: str = "input_layernorm"
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    qkv: str | None = None
+    """A tensor that holds queries, keys and values; None where each has its own."""
+    qkv_by_heads: bool = False
+    """Whether it holds them head by head, and not all queries, then all keys, then all values."""
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    out: str = "self_attn.o_proj"
+    attention_post_norm: str = "post_attention_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    gate_up: str | None = None
+    """A tensor that holds gate and up, one after the other; None where each has its own."""
+    down: str = "mlp.down_proj"
+    mlp_post_norm: str = "post_feedforward_layernorm"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    scalar_head: str = "score"
+    transposed: bool = False
+    """Whether the matrices of layers are stored as [inputs, outputs]."""
+    interleaved: bool = False
+    """Whether rotary embeddings pair neighbouring dims of a head, and not those of its two halves."""
 
 
-def decoder_tensors(shape: ModelShape, head: Head, options: LayerOptions) -> tuple[TensorSpec, ...]:
+LLAMA = Names()
+
+
+def decoder_tensors(
+    shape: ModelShape, head: Head, options: LayerOptions, names: Names = LLAMA
+) -> tuple[TensorSpec, ...]:
     """Build the tensor table of a model, in storage order.
 
     Matrices are [output rows, input columns]. Tensors that are one parameter of the transformer are neighbours, so
     that they are one matrix, or one vector, when stored back to back. A language-model head is listed only where
-    it is not the embedding table; a scalar head is `score.weight` [1, hidden].
+    it is not the embedding table; a scalar head is one row. Dims of rotated heads are in the order that the
+    transformer rotates: the first half of a head with the second one.
     """
-    hidden, tied = shape.hidden_size, shape.tied_embeddings and head == "lm"
-    rows = Partition(Axis.VOCABULARY)
-    tensors = [
-        TensorSpec(
-            name="model.embed_tokens.weight",
+    return tuple(_Table(shape, head, options, names).tensors())
+
+
+def named_decoder(names: Names) -> Callable[[ModelShape, Head, LayerOptions], Sequence[TensorSpec]]:
+    """Make the table function of a family whose files have these names."""
+    return partial(decoder_tensors, names=names)
+
+
+@dataclass(frozen=True)
+class _Table:
+    shape: ModelShape
+    head: Head
+    options: LayerOptions
+    names: Names
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        shape, options, names = self.shape, self.options, self.names
+        hidden, tied = shape.hidden_size, shape.tied_embeddings and self.head == "lm"
+        rows = Partition(Axis.VOCABULARY)
+        yield TensorSpec(
+            name=f"{names.embedding}.weight",
             shape=(shape.vocab_size, hidden),
             parameter="embedding",
             place=Place.BOTH_ENDS if tied else Place.FIRST,
             partition=rows,
         )
-    ]
-    for layer in range(shape.layers):
-        tensors += _layer_tensors(shape, options, layer)
-    tensors += _norm("model.norm", "norm", shape, options, Place.LAST)
-    if head == "scalar":
-        score = TensorSpec(name="score.weight", shape=(1, hidden), parameter="scalar_head", place=Place.LAST)
-        tensors.append(score)
-    elif not tied:
-        tensors.append(
-            TensorSpec(
-                name="lm_head.weight",
+        if options.learned_positions:
+            yield TensorSpec(
+                name=f"{names.positions}.weight",
+                shape=(shape.max_positions, hidden),
+                parameter="positions",
+                place=Place.FIRST,
+                partial_gradient=Partial.SEQUENCE_PARALLEL,
+            )
+        for layer in range(shape.layers):
+            yield from self._layer(layer)
+        yield from self._norm(names.norm, "norm", Place.LAST)
+        if self.head == "scalar":
+            name = f"{names.scalar_head}.weight"
+            yield TensorSpec(name=name, shape=(1, hidden), parameter="scalar_head", place=Place.LAST)
+        elif not tied:
+            yield TensorSpec(
+                name=f"{names.head}.weight",
                 shape=(shape.vocab_size, hidden),
                 parameter="lm_head",
                 place=Place.LAST,
                 partition=rows,
             )
-        )
-    if options.head_bias and head == "lm":
-        tensors.append(
-            TensorSpec(
-                name="lm_head.bias",
+        if options.head_bias and self.head == "lm":
+            yield TensorSpec(
+                name=f"{names.head}.bias",
                 shape=(shape.vocab_size,),
                 parameter="lm_head_bias",
                 place=Place.LAST,
@@ -84,126 +128,209 @@ def decoder_tensors(shape: ModelShape, head: Head, options: LayerOptions) -> tup
                 init=Init.ZEROS,
                 decay=False,
             )
-        )
-    return tuple(tensors)
 
+    def _layer(self, layer: int) -> Iterator[TensorSpec]:
+        options, names = self.options, self.names
+        root = f"{names.layers}.{layer}"
+        before = options.norm_place != "after"
+        after = options.norm_place != "before"
+        if before:
+            yield from self._norm(f"{root}.{names.attention_norm}", "attention_norm", layer)
+        yield from self._qkv(root, layer)
+        yield from self._out(f"{root}.{names.out}", "out", "out_bias", Axis.QUERY_HEADS, layer)
+        if after:
+            yield from self._norm(f"{root}.{names.attention_post_norm}", "attention_post_norm", layer)
+        if before:
+            yield from self._norm(f"{root}.{names.mlp_norm}", "mlp_norm", layer)
+        yield from self._gate_up(root, layer)
+        yield from self._out(f"{root}.{names.down}", "down", "down_bias", Axis.FEED_FORWARD, layer)
+        if after:
+            yield from self._norm(f"{root}.{names.mlp_post_norm}", "mlp_post_norm", layer)
 
-def _layer_tensors(shape: ModelShape, options: LayerOptions, layer: int) -> Iterator[TensorSpec]:
-    hidden = shape.hidden_size
-    ffn_dim = shape.intermediate_size
-    q_dim = shape.heads * shape.head_dim
-    kv_dim = shape.kv_heads * shape.head_dim
-    root = f"model.layers.{layer}"
-    attention = f"{root}.self_attn"
-    qkv = {
-        f"{attention}.q_proj": (q_dim, Axis.QUERY_HEADS),
-        f"{attention}.k_proj": (kv_dim, Axis.KV_HEADS),
-        f"{attention}.v_proj": (kv_dim, Axis.KV_HEADS),
-    }
-    gate_up = {f"{root}.mlp.{name}": (ffn_dim, Axis.FEED_FORWARD) for name in ("gate_proj", "up_proj")}
-    yield from _norm(f"{root}.input_layernorm", "attention_norm", shape, options, layer)
-    yield from _column_parallel(qkv, hidden, "qkv", layer)
-    if options.qkv_bias:
-        yield from _column_biases(qkv, "qkv_bias", layer)
-    if options.qk_norm:
-        yield _head_norm(f"{attention}.q_norm.weight", "q_norm", shape, layer)
-        yield _head_norm(f"{attention}.k_norm.weight", "k_norm", shape, layer)
-    yield _row_parallel(f"{attention}.o_proj", (hidden, q_dim), Axis.QUERY_HEADS, "out", layer)
-    if options.out_bias:
-        yield _residual_vector(f"{attention}.o_proj.bias", "out_bias", shape, Init.ZEROS, layer)
-    yield from _norm(f"{root}.post_attention_layernorm", "mlp_norm", shape, options, layer)
-    yield from _column_parallel(gate_up, hidden, "gate_up", layer)
-    if options.mlp_bias:
-        yield from _column_biases(gate_up, "gate_up_bias", layer)
-    yield _row_parallel(f"{root}.mlp.down_proj", (hidden, ffn_dim), Axis.FEED_FORWARD, "down", layer)
-    if options.mlp_bias:
-        yield _residual_vector(f"{root}.mlp.down_proj.bias", "down_bias", shape, Init.ZEROS, layer)
+    def _qkv(self, root: str, layer: int) -> Iterator[TensorSpec]:
+        shape, options, names = self.shape, self.options, self.names
+        dim, total = shape.head_dim, (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        rotated = self._rotated_order()
+        start = 0
+        parts = []
+        for number, (name, heads, axis) in enumerate(
+            (
+                (names.q, shape.heads, Axis.QUERY_HEADS),
+                (names.k, shape.kv_heads, Axis.KV_HEADS),
+                (names.v, shape.kv_heads, Axis.KV_HEADS),
+            )
+        ):
+            stored = _Rows(
+                name=f"{root}.{names.qkv or name}",
+                rows=total if names.qkv else heads * dim,
+                start=(number * dim if names.qkv_by_heads else start) if names.qkv else 0,
+                block=dim,
+                period=3 * dim if names.qkv_by_heads else dim,
+                order=None if number == 2 else rotated,
+            )
+            own = f"{root}.{names.qkv}.{'qkv'[number]}" if names.qkv else f"{root}.{name}"
+            parts.append((own, heads * dim, axis, stored))
+            start += heads * dim
+        yield from self._columns(parts, "qkv", layer)
+        if options.qkv_bias:
+            yield from self._column_biases(parts, "qkv_bias", layer)
+        if options.qk_norm != "none":
+            yield self._qk_norm(
+                f"{root}.{names.q_norm}.weight", "q_norm", shape.heads, Axis.QUERY_HEADS, layer
+            )
+            yield self._qk_norm(
+                f"{root}.{names.k_norm}.weight", "k_norm", shape.kv_heads, Axis.KV_HEADS, layer
+            )
 
+    def _gate_up(self, root: str, layer: int) -> Iterator[TensorSpec]:
+        names, ffn_dim = self.names, self.shape.intermediate_size
+        own = [names.gate, names.up] if self.options.gated else [names.up]
+        parts = []
+        for number, name in enumerate(own):
+            fused = names.gate_up if self.options.gated else None
+            stored = _Rows(
+                name=f"{root}.{fused or name}",
+                rows=len(own) * ffn_dim if fused else ffn_dim,
+                start=number * ffn_dim if fused else 0,
+                block=ffn_dim,
+                period=ffn_dim,
+            )
+            part = f"{root}.{fused}.{('gate', 'up')[number]}" if fused else f"{root}.{name}"
+            parts.append((part, ffn_dim, Axis.FEED_FORWARD, stored))
+        yield from self._columns(parts, "gate_up", layer)
+        if self.options.mlp_bias:
+            yield from self._column_biases(parts, "gate_up_bias", layer)
 
-def _norm(
-    name: str,
-    parameter: Literal["attention_norm", "mlp_norm", "norm"],
-    shape: ModelShape,
-    options: LayerOptions,
-    place: int | Place,
-) -> Iterator[TensorSpec]:
-    yield _residual_vector(f"{name}.weight", parameter, shape, Init.ONES, place)
-    if options.norm == "layer":
-        biases: dict[str, Parameter] = {
-            "attention_norm": "attention_norm_bias",
-            "mlp_norm": "mlp_norm_bias",
-            "norm": "norm_bias",
-        }
-        yield _residual_vector(f"{name}.bias", biases[parameter], shape, Init.ZEROS, place)
+    def _columns(self, parts: "Iterable[_Part]", parameter: Parameter, layer: int) -> Iterator[TensorSpec]:
+        """Describe column-parallel matrices."""
+        for name, rows, axis, stored in parts:
+            spec = TensorSpec(
+                name=f"{name}.weight",
+                shape=(rows, self.shape.hidden_size),
+                parameter=parameter,
+                place=layer,
+                partition=Partition(axis),
+            )
+            yield stored.describe(spec, ".weight", transposed=self.names.transposed)
 
+    @staticmethod
+    def _column_biases(parts: "Iterable[_Part]", parameter: Parameter, layer: int) -> Iterator[TensorSpec]:
+        """Describe biases cut like the rows of their matrices; each rank has the whole gradient of its part."""
+        for name, rows, axis, stored in parts:
+            spec = TensorSpec(
+                name=f"{name}.bias",
+                shape=(rows,),
+                parameter=parameter,
+                place=layer,
+                partition=Partition(axis),
+                init=Init.ZEROS,
+                decay=False,
+            )
+            yield stored.describe(spec, ".bias")
 
-def _residual_vector(
-    name: str, parameter: Parameter, shape: ModelShape, init: Init, place: int | Place
-) -> TensorSpec:
-    """Describe a vector that is applied to the residual stream, or added to it.
-
-    Every tensor-parallel rank does so to all tokens or, with sequence parallelism, to its own.
-    """
-    return TensorSpec(
-        name=name,
-        shape=(shape.hidden_size,),
-        parameter=parameter,
-        place=place,
-        init=init,
-        decay=False,
-        partial_gradient=Partial.SEQUENCE_PARALLEL,
-    )
-
-
-def _head_norm(name: str, parameter: Parameter, shape: ModelShape, layer: int) -> TensorSpec:
-    return TensorSpec(
-        name=name,
-        shape=(shape.head_dim,),
-        parameter=parameter,
-        place=layer,
-        init=Init.ONES,
-        decay=False,
-        partial_gradient=Partial.TENSOR_PARALLEL,
-    )
-
-
-def _column_parallel(
-    matrices: dict[str, tuple[int, Axis]], columns: int, parameter: Parameter, layer: int
-) -> Iterator[TensorSpec]:
-    for name, (rows, axis) in matrices.items():
-        yield TensorSpec(
+    def _out(
+        self, name: str, parameter: Literal["out", "down"], bias: Parameter, axis: Axis, layer: int
+    ) -> Iterator[TensorSpec]:
+        """Describe a row-parallel matrix, which writes to the residual stream, and its bias if there is one."""
+        shape, options = self.shape, self.options
+        hidden = shape.hidden_size
+        inputs = shape.heads * shape.head_dim if parameter == "out" else shape.intermediate_size
+        spec = TensorSpec(
             name=f"{name}.weight",
-            shape=(rows, columns),
+            shape=(hidden, inputs),
             parameter=parameter,
             place=layer,
-            partition=Partition(axis),
+            partition=Partition(axis, dim=1),
+            init=Init.RESIDUAL,
+        )
+        whole = _Rows(name=name, rows=hidden, start=0, block=hidden, period=hidden)
+        yield whole.describe(spec, ".weight", transposed=self.names.transposed)
+        if options.out_bias if parameter == "out" else options.mlp_bias:
+            yield self._residual_vector(f"{name}.bias", bias, Init.ZEROS, layer)
+
+    def _norm(self, name: str, parameter: _NormName, place: int | Place) -> Iterator[TensorSpec]:
+        weight = Init.ZEROS if self.options.norm_offset else Init.ONES
+        yield self._residual_vector(f"{name}.weight", parameter, weight, place)
+        if self.options.norm == "layer":
+            yield self._residual_vector(f"{name}.bias", _BIASES[parameter], Init.ZEROS, place)
+
+    def _residual_vector(self, name: str, parameter: Parameter, init: Init, place: int | Place) -> TensorSpec:
+        """Describe a vector that is applied to the residual stream, or added to it.
+
+        Every tensor-parallel rank does so to all tokens or, with sequence parallelism, to its own.
+        """
+        return TensorSpec(
+            name=name,
+            shape=(self.shape.hidden_size,),
+            parameter=parameter,
+            place=place,
+            init=init,
+            decay=False,
+            partial_gradient=Partial.SEQUENCE_PARALLEL,
         )
 
-
-def _column_biases(
-    matrices: dict[str, tuple[int, Axis]], parameter: Parameter, layer: int
-) -> Iterator[TensorSpec]:
-    """Describe biases cut like the rows of their matrices; each rank has the whole gradient of its part."""
-    for name, (rows, axis) in matrices.items():
-        yield TensorSpec(
-            name=f"{name}.bias",
+    def _qk_norm(self, name: str, parameter: Parameter, heads: int, axis: Axis, layer: int) -> TensorSpec:
+        dim, every = self.shape.head_dim, self.options.qk_norm == "all"
+        rows = heads * dim if every else dim
+        spec = TensorSpec(
+            name=name,
             shape=(rows,),
             parameter=parameter,
             place=layer,
-            partition=Partition(axis),
-            init=Init.ZEROS,
+            partition=Partition(axis) if every else None,
+            init=Init.ZEROS if self.options.norm_offset else Init.ONES,
             decay=False,
+            partial_gradient=Partial.NEVER if every else Partial.TENSOR_PARALLEL,
         )
+        stored = _Rows(name=name, rows=rows, start=0, block=dim, period=dim, order=self._rotated_order())
+        return stored.describe(spec, "")
+
+    def _rotated_order(self) -> tuple[int, ...] | None:
+        """Dims of a stored head, in the order of the transformer's; None where that is theirs.
+
+        Its dim i is rotated with dim i + head_dim / 2. Those that are not rotated come last in a stored head, and
+        last in each half here.
+        """
+        dim, rotated = self.shape.head_dim, self.shape.rotary_dim or self.shape.head_dim
+        if self.options.learned_positions or (rotated == dim and not self.names.interleaved):
+            return None
+        pairs = rotated // 2
+        firsts = [2 * i if self.names.interleaved else i for i in range(pairs)]
+        seconds = [i + 1 for i in firsts] if self.names.interleaved else [i + pairs for i in firsts]
+        rest = range(rotated, dim)
+        half = dim // 2 - pairs
+        return (*firsts, *rest[:half], *seconds, *rest[half:])
 
 
-def _row_parallel(
-    name: str, size: tuple[int, int], axis: Axis, parameter: Parameter, layer: int
-) -> TensorSpec:
-    return TensorSpec(
-        name=f"{name}.weight",
-        shape=size,
-        parameter=parameter,
-        place=layer,
-        partition=Partition(axis, dim=1),
-        init=Init.RESIDUAL,
-    )
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """Rows of a stored tensor."""
+
+    name: str
+    rows: int
+    """Of all of it."""
+    start: int
+    block: int
+    period: int
+    order: tuple[int, ...] | None = None
+
+    def describe(self, spec: TensorSpec, ending: str, *, transposed: bool = False) -> TensorSpec:
+        """Say of a tensor that these rows are it, where that is not what its name and shape say."""
+        name = f"{self.name}{ending}"
+        if name == spec.name and self.order is None and not transposed:
+            return spec
+        stored = (self.rows, *spec.shape[1:])
+        where = Stored(
+            name=name,
+            shape=stored[::-1] if transposed else stored,
+            start=self.start,
+            block=self.block,
+            period=self.period,
+            order=self.order,
+            transposed=transposed,
+        )
+        return replace(spec, stored=where)
+
+
+_Part = tuple[str, int, Axis, _Rows]
+"""Name of a tensor of the model, its rows, what they are, and where they are stored."""

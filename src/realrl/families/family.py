@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from realrl.config.errors import DescriptionError
-from realrl.families.decoder import LayerOptions, decoder_tensors
+from realrl.families.decoder import decoder_tensors
+from realrl.families.options import LayerOptions
+from realrl.families.settings import ConfigReader
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Parameter, TensorSpec
 
@@ -18,12 +20,15 @@ class Family:
     """What `config.json` calls it."""
     architectures: Mapping[Head, str]
     """Classes of transformers: that of language models and, with one label, that of sequence classifiers."""
-    read_config: Callable[[Mapping[str, Any], str], Mapping[str, Any]]
-    """(contents of a `config.json`, the file's name for errors) -> fields of `ModelShape`, without `family`. Raises
-    UserError for settings that models here have no other value for."""
-    write_config: Callable[[ModelShape], Mapping[str, Any]]
-    """The settings of `config.json` that follow from a shape; `read_config` must read that shape from them."""
+    read_config: Callable[[ConfigReader], Mapping[str, Any]]
+    """Settings of a `config.json` -> fields of `ModelShape`, without `family`. Raises UserError for settings that
+    models here have no other value for. A setting that it does not read, and that is neither usual nor untouched,
+    is refused."""
+    write_config: Callable[[ModelShape, LayerOptions], Mapping[str, Any]]
+    """The settings of `config.json` that follow from a shape and the options of its layers; `read_config` must read
+    these from them."""
     layer: LayerOptions = field(default_factory=LayerOptions)
+    """What layers compute where a shape does not say it."""
     tensors: Callable[[ModelShape, Head, LayerOptions], Sequence[TensorSpec]] = decoder_tensors
     """All tensors of a model in storage order, under their names in Hugging Face files."""
     untouched: tuple[str, ...] = ()
@@ -31,13 +36,15 @@ class Family:
     are."""
     buffers: tuple[str, ...] = ()
     """Endings of names of stored tensors that are computed anew instead of read."""
-    trainable: bool = True
-    """Whether models can be loaded, trained and saved; of others the sizes are enough to plan for them."""
 
 
-_REQUIRED: frozenset[Parameter] = frozenset(
-    {"embedding", "attention_norm", "qkv", "out", "mlp_norm", "gate_up", "down", "norm"}
-)
+_REQUIRED: frozenset[Parameter] = frozenset({"embedding", "qkv", "out", "gate_up", "down", "norm"})
+_NORMS: Mapping[str, frozenset[Parameter]] = {
+    "before": frozenset({"attention_norm", "mlp_norm"}),
+    "after": frozenset({"attention_post_norm", "mlp_post_norm"}),
+    "around": frozenset({"attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm"}),
+}
+"""Norms of a layer, by where they are."""
 
 _LAYERS = 16
 """Layers of the model that is checked: enough to show patterns such as a different layer among every eight."""
@@ -55,7 +62,8 @@ def check_family(family: Family) -> None:
         raise DescriptionError(f"architectures must have exactly the keys {', '.join(get_args(Head))}")
     for head in get_args(Head):
         specs = family.tensors(sample, head, family.layer)
-        required = _REQUIRED | {"lm_head" if head == "lm" else "scalar_head"}
+        required = _REQUIRED | _NORMS[family.layer.norm_place]
+        required |= {"lm_head" if head == "lm" else "scalar_head"}
         missing = required - {spec.parameter for spec in specs}
         if missing:
             raise DescriptionError(f"there is no tensor for parameter {min(missing)}")

@@ -13,16 +13,16 @@ from realrl.families.shape import ModelShape
 def find_shape(source: str, family: str | None = None) -> ModelShape:
     """Find the sizes of a name in `SHAPES`, of a Hugging Face `config.json` or of a directory with one.
 
-    The file may be of a model that can be planned for and not trained. `family` is how `find_family` finds its
+    `family` is how `find_family` finds its
     family; by default the file says it. UserError where it is neither, or describes something else.
     """
     if source in SHAPES:
         return SHAPES[source]
     path = local_path(source)
     if path.is_dir():
-        return read_config(path / "config.json", family, sizes_only=True)
+        return read_config(path / "config.json", family)
     if path.exists():
-        return read_config(path, family, sizes_only=True)
+        return read_config(path, family)
     if path.suffix == ".json" or "/" in source:
         raise UserError(
             f"{source}: no such file; give a config.json, a directory that holds one, or the name of a"

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
+from realrl.families.options import LayerOptions
 from realrl.families.shape import ModelShape, RopeScaling
 
 
@@ -33,6 +35,60 @@ def _qwen(
         norm_eps=1e-6,
         tied_embeddings=tied,
     )
+
+
+_LLAMA_3_SCALING = RopeScaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+)
+
+
+def _shape(
+    family: str,
+    vocabulary: int,
+    hidden: int,
+    ffn_dim: int,
+    layers: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    max_positions: int,
+    **more: Any,
+) -> ModelShape:
+    """Make a shape. heads: of queries, and of keys and values."""
+    return ModelShape(
+        family=family,
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=ffn_dim,
+        layers=layers,
+        heads=heads[0],
+        kv_heads=heads[1],
+        head_dim=head_dim,
+        max_positions=max_positions,
+        **more,
+    )
+
+
+def _gpt2(hidden: int, layers: int, heads: int) -> ModelShape:
+    return _shape(
+        "gpt2", 50257, hidden, 4 * hidden, layers, (heads, heads), hidden // heads, 1024, tied_embeddings=True
+    )
+
+
+def _pythia(vocabulary: int, hidden: int, layers: int, heads: int) -> ModelShape:
+    dim = hidden // heads
+    return _shape(
+        "gpt_neox", vocabulary, hidden, 4 * hidden, layers, (heads, heads), dim, 2048, rotary_dim=dim // 4
+    )
+
+
+def _granite(hidden: int, ffn_dim: int, head_dim: int, theta: float, scale: float) -> ModelShape:
+    options = LayerOptions(
+        embedding_scale=12.0, residual_scale=0.22, attention_scale=1 / head_dim, logit_scale=scale
+    )
+    return _shape(
+        "granite", 49155, hidden, ffn_dim, 40, (32, 8), head_dim, 131072,
+        rope_theta=theta, tied_embeddings=True, layer=options,
+    )  # fmt: skip
 
 
 SHAPES: Mapping[str, ModelShape] = MappingProxyType(
@@ -136,6 +192,107 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
         "qwen3-8b": _qwen("qwen3", 4096, 12288, 36, 32, 8, max_positions=40960),
         "qwen3-14b": _qwen("qwen3", 5120, 17408, 40, 40, 8, max_positions=40960),
         "qwen3-32b": _qwen("qwen3", 5120, 25600, 64, 64, 8, max_positions=40960),
+        # arXiv 2407.21783 and config.json of meta-llama/Llama-3.1-8B, -70B, -405B.
+        "llama-3.1-8b": _shape(
+            "llama",
+            128256,
+            4096,
+            14336,
+            32,
+            (32, 8),
+            128,
+            131072,
+            rope_theta=5e5,
+            rope_scaling=_LLAMA_3_SCALING,
+        ),
+        "llama-3.1-70b": _shape(
+            "llama",
+            128256,
+            8192,
+            28672,
+            80,
+            (64, 8),
+            128,
+            131072,
+            rope_theta=5e5,
+            rope_scaling=_LLAMA_3_SCALING,
+        ),
+        "llama-3.1-405b": _shape(
+            "llama",
+            128256,
+            16384,
+            53248,
+            126,
+            (128, 8),
+            128,
+            131072,
+            rope_theta=5e5,
+            rope_scaling=_LLAMA_3_SCALING,
+        ),
+        "llama-3.2-3b": _shape(
+            "llama",
+            128256,
+            3072,
+            8192,
+            28,
+            (24, 8),
+            128,
+            131072,
+            rope_theta=5e5,
+            rope_scaling=_LLAMA_3_SCALING.model_copy(update={"factor": 32.0}),
+            tied_embeddings=True,
+        ),
+        # arXiv 2310.06825 and config.json of mistralai/Mistral-7B-v0.3 and Mistral-Nemo-Instruct-2407.
+        "mistral-7b": _shape("mistral", 32768, 4096, 14336, 32, (32, 8), 128, 32768, rope_theta=1e6),
+        "mistral-nemo-12b": _shape("mistral", 131072, 5120, 14336, 40, (32, 8), 128, 131072, rope_theta=1e6),
+        # arXiv 2403.08295 and config.json of google/gemma-2b, -7b.
+        "gemma-2b": _shape(
+            "gemma", 256000, 2048, 16384, 18, (8, 1), 256, 8192, norm_eps=1e-6, tied_embeddings=True
+        ),
+        "gemma-7b": _shape(
+            "gemma", 256000, 3072, 24576, 28, (16, 16), 256, 8192, norm_eps=1e-6, tied_embeddings=True
+        ),
+        # arXiv 2412.08905 and config.json of microsoft/phi-4.
+        "phi-4": _shape("phi3", 100352, 5120, 17920, 40, (40, 10), 128, 16384, rope_theta=250000.0),
+        # arXiv 2501.00656 and config.json of allenai/OLMo-2-1124-7B, -13B.
+        "olmo-2-7b": _shape(
+            "olmo2", 100352, 4096, 11008, 32, (32, 32), 128, 4096, rope_theta=5e5, norm_eps=1e-6
+        ),
+        "olmo-2-13b": _shape(
+            "olmo2", 100352, 5120, 13824, 40, (40, 40), 128, 4096, rope_theta=5e5, norm_eps=1e-6
+        ),
+        # config.json of zai-org/GLM-4-9B-0414.
+        "glm-4-9b": _shape("glm4", 151552, 4096, 13696, 40, (32, 2), 128, 32768, rotary_dim=64),
+        # config.json of ibm-granite/granite-3.1-2b-base, -8b-base.
+        "granite-3.1-2b": _granite(2048, 8192, 64, 5e6, 1 / 8),
+        "granite-3.1-8b": _granite(4096, 12800, 128, 1e7, 1 / 16),
+        # config.json of HuggingFaceTB/SmolLM3-3B.
+        "smollm3-3b": _shape(
+            "smollm3",
+            128256,
+            2048,
+            11008,
+            36,
+            (16, 4),
+            128,
+            65536,
+            rope_theta=5e6,
+            norm_eps=1e-6,
+            tied_embeddings=True,
+            unrotated_layers=tuple(range(3, 36, 4)),
+        ),
+        # Radford et al. 2019 and config.json of openai-community/gpt2, -medium, -large, -xl.
+        "gpt2": _gpt2(768, 12, 12),
+        "gpt2-medium": _gpt2(1024, 24, 16),
+        "gpt2-large": _gpt2(1280, 36, 20),
+        "gpt2-xl": _gpt2(1600, 48, 25),
+        # arXiv 2304.01373 and config.json of EleutherAI/pythia-410m to -12b.
+        "pythia-410m": _pythia(50304, 1024, 24, 16),
+        "pythia-1b": _pythia(50304, 2048, 16, 8),
+        "pythia-1.4b": _pythia(50304, 2048, 24, 16),
+        "pythia-2.8b": _pythia(50304, 2560, 32, 32),
+        "pythia-6.9b": _pythia(50432, 4096, 32, 32),
+        "pythia-12b": _pythia(50688, 5120, 36, 40),
     }
 )
 """Name -> shape."""

@@ -11,8 +11,8 @@ from realrl.config.errors import UserError
 from realrl.config.explain import brief, nearest
 from realrl.config.paths import local_path
 from realrl.config.user_code import UserCode
-from realrl.families.decoder import LayerOptions
 from realrl.families.family import Family, check_family
+from realrl.families.options import LayerOptions
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Place, TensorSpec
 
@@ -24,10 +24,9 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def list_families(*, trainable: bool = False) -> tuple[str, ...]:
-    """List the names of the registered families, or of those that can be trained."""
-    names = sorted(_registered())
-    return tuple(name for name in names if not trainable or find_family(name).trainable)
+def list_families() -> tuple[str, ...]:
+    """List the names of the registered families."""
+    return tuple(sorted(_registered()))
 
 
 def find_family(reference: str) -> Family:
@@ -51,14 +50,14 @@ def ties_embeddings(shape: ModelShape, head: Head) -> bool:
 
 
 def find_layer_options(shape: ModelShape) -> LayerOptions:
-    """Find the options of a model's layers."""
-    return find_family(shape.family).layer
+    """Find the options of a model's layers: its own, or else its family's."""
+    return find_family(shape.family).layer if shape.layer is None else shape.layer
 
 
 @lru_cache(maxsize=256)
 def _tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
     family = find_family(shape.family)
-    return tuple(family.tensors(shape, head, family.layer))
+    return tuple(family.tensors(shape, head, find_layer_options(shape)))
 
 
 @cache

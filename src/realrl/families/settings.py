@@ -1,76 +1,205 @@
-"""Settings that the `config.json` of most decoders has in common, to and from the fields of a shape."""
+"""Settings of `config.json`: a reader that leaves none unread, and those that most decoders have in common."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from realrl.config.errors import UserError
 from realrl.config.explain import brief
-from realrl.families.shape import ModelShape, RopeScaling
+from realrl.config.words import join
+from realrl.families.options import LayerOptions
+from realrl.families.shape import OPTIONAL_SCALING_FIELDS, SCALING_FIELDS, ModelShape
 
-SCALING_FIELDS = tuple(RopeScaling.model_fields)
-_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_T = TypeVar("_T")
 
-
-def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any], where: str) -> None:
-    """Check that settings have the only value that is supported, or none; UserError if not."""
-    for key, wanted in fixed.items():
-        if config.get(key, wanted) not in (wanted, None):
-            raise UserError(
-                f"{where}: {key}={brief(config[key])} is not supported; it must be {brief(wanted)}"
-            )
-
-
-def check_full_attention(config: Mapping[str, Any], where: str) -> None:
-    """Check that no layer attends to a sliding window only; UserError if one does.
-
-    `layer_types` decides where it is given; else layers from `max_window_layers` on have a window.
-    """
-    kinds = config.get("layer_types") or ()
-    first, layers = (config.get(key) for key in ("max_window_layers", "num_hidden_layers"))
-    if not kinds and not (type(first) is int and type(layers) is int and first >= layers):
-        check_fixed(config, {"use_sliding_window": False}, where)
-    for kind in kinds:
-        if kind != "full_attention":
-            raise UserError(
-                f"{where}: layer_types has {brief(kind)}, which is not supported; all must be 'full_attention'"
-            )
-
-
-def read_sizes(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Read fields of `ModelShape` from the settings of a `config.json`, which `where` names in errors.
-
-    Reads the rotary settings of transformers 5 (`rope_parameters`) and those of before (`rope_theta`,
-    `rope_scaling`). UserError for what is missing or not supported.
-    """
-    for key in _REQUIRED:
-        if config.get(key) is None:
-            raise UserError(f"{where}: {key} is missing")
-        if type(config[key]) is not int or config[key] < 1:
-            raise UserError(f"{where}: {key}={brief(config[key])} is not a whole number above 0")
-    theta, scaling = _read_rope(config, where)
-    heads = config["num_attention_heads"]
-    return {
-        "vocab_size": config["vocab_size"],
-        "hidden_size": config["hidden_size"],
-        "intermediate_size": config["intermediate_size"],
-        "layers": config["num_hidden_layers"],
-        "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-        "max_positions": config.get("max_position_embeddings", 2048),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "tied_embeddings": config.get("tie_word_embeddings", False),
-        "init_std": config.get("initializer_range", 0.02),
+IRRELEVANT = frozenset(
+    {
+        # What a file is about, and how transformers runs it.
+        *("architectures", "model_type", "auto_map", "_name_or_path", "name_or_path", "transformers_version"),
+        *(
+            "dtype",
+            "torch_dtype",
+            "use_bfloat16",
+            "torchscript",
+            "tf_legacy_loss",
+            "tokenizer_class",
+            "prefix",
+        ),
+        *("_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "_commit_hash"),
+        *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward"),
+        *("gradient_checkpointing", "base_model_tp_plan", "base_model_pp_plan"),
+        # Special tokens, which sampling and tokenizers read.
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+        # Classification, which has one label here, and its loss.
+        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
+        # Dropout, which is off here.
+        *(
+            "attention_dropout",
+            "hidden_dropout",
+            "attn_pdrop",
+            "embd_pdrop",
+            "resid_pdrop",
+            "residual_dropout",
+        ),
+        *("embedding_dropout", "classifier_dropout"),
+        # Settings of generation, which recipes have.
+        *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
+        *("diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty"),
+        *("length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids"),
+        *("num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id"),
+        *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty"),
+        *("suppress_tokens", "begin_suppress_tokens"),
     }
+)
+"""Settings that change nothing of what a forward pass computes."""
+
+FIXED = {
+    "is_encoder_decoder": False,
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+    "pruned_heads": {},
+    "pretraining_tp": 1,
+    "use_bidirectional_attention": False,
+}
+"""Settings of any model that models here have no other value for."""
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+"""Activations by their names in files."""
+
+_ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+
+
+class ConfigReader:
+    """The settings of a `config.json`, which `where` names in errors, and which of them have been read."""
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self._config, self.where = config, where
+        self._read: set[str] = set()
+
+    def read(self, key: str, default: Any = None) -> Any:
+        """Read a setting of any kind; the default where it is absent or null."""
+        self._read.add(key)
+        value = self._config.get(key)
+        return default if value is None else value
+
+    def has(self, key: str, default: Any = None) -> bool:
+        """Tell whether a setting is given, or has a default that no null replaces."""
+        self._read.add(key)
+        return self._config[key] is not None if key in self._config else default is not None
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """Read a whole number above 0; UserError where it is none, or absent without a default."""
+        value = self.read(key, default)
+        if value is None:
+            raise UserError(f"{self.where}: {key} is missing")
+        if type(value) is not int or value < 1:
+            raise UserError(f"{self.where}: {key}={brief(value)} is not a whole number above 0")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """Read a number; UserError where it is none."""
+        value = self.read(key, default)
+        if type(value) not in (int, float):
+            raise UserError(f"{self.where}: {key}={brief(value)} is not a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Read true or false; UserError where it is neither."""
+        value = self.read(key, default)
+        if not isinstance(value, bool):
+            raise UserError(f"{self.where}: {key}={brief(value)} is not true or false")
+        return value
+
+    def choice(self, key: str, meanings: Mapping[str, _T], default: str) -> _T:
+        """Read one of several words, and return what it means; UserError where it is none of them."""
+        value = self.read(key, default)
+        if not isinstance(value, str) or value not in meanings:
+            raise UserError(
+                f"{self.where}: {key}={brief(value)} is not supported; it must be {join([*meanings], 'or')}"
+            )
+        return meanings[value]
+
+    def fixed(self, settings: Mapping[str, Any]) -> None:
+        """Read settings that must have the only value that is supported, or none; UserError if one does not."""
+        for key, wanted in settings.items():
+            value = self.read(key, wanted)
+            if value != wanted or type(value) is not type(wanted):
+                raise UserError(
+                    f"{self.where}: {key}={brief(value)} is not supported; it must be {brief(wanted)}"
+                )
+
+    def skip(self, *keys: str) -> None:
+        """Note settings that change nothing here as read."""
+        self._read.update(keys)
+
+    def section(self, key: str) -> "ConfigReader":
+        """Read a section of keys, empty where it is absent; UserError where it is no section."""
+        value = self.read(key, {})
+        if not isinstance(value, Mapping):
+            raise UserError(f"{self.where}: {key}={brief(value)} is not a section of keys")
+        return ConfigReader(value, f"{self.where}: {key}")
+
+    def fail(self, problem: str) -> UserError:
+        """Make the error of a setting that does not suit."""
+        return UserError(f"{self.where}: {problem}")
+
+    @property
+    def keys(self) -> Iterable[str]:
+        """Settings that are given, in their order."""
+        return [key for key, value in self._config.items() if value is not None]
+
+    def check_all_read(self, irrelevant: Iterable[str] = ()) -> None:
+        """Check that every setting has been read, or is irrelevant; UserError if one is neither."""
+        self.fixed(FIXED)
+        if self.read("quantization_config") is not None:
+            raise self.fail(
+                "quantization_config is not supported; give a model whose weights are not quantised"
+            )
+        for key in self.unread(irrelevant):
+            raise self.fail(f"{key}={brief(self._config[key])} is not known, and may change the model")
+
+    def unread(self, irrelevant: Iterable[str] = ()) -> list[str]:
+        """List the settings that nobody has read, and that are not known to be irrelevant."""
+        known = self._read | IRRELEVANT | {*FIXED, *irrelevant}
+        return [key for key in self.keys if key not in known]
+
+
+def read_sizes(config: ConfigReader, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Read the fields of `ModelShape` that most families have, and their layers' activation.
+
+    `defaults`: values of the family's configuration class for settings that a file may leave out, where they are
+    not the usual ones; with `partial_rotary_factor` for families that may rotate a part of each head. UserError for
+    what is missing or not supported.
+    """
+    given = dict(defaults or {})
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    head_dim = config.read("head_dim", given.get("head_dim"))
+    head_dim = hidden // heads if head_dim is None else config.size("head_dim", head_dim)
+    fields = {
+        "vocab_size": config.size("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": config.size("intermediate_size"),
+        "layers": config.size("num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": config.size("num_key_value_heads", given.get("num_key_value_heads") or heads),
+        "head_dim": head_dim,
+        "max_positions": config.size("max_position_embeddings", given.get("max_position_embeddings", 2048)),
+        "norm_eps": config.number("rms_norm_eps", given.get("rms_norm_eps", 1e-6)),
+        "tied_embeddings": config.flag("tie_word_embeddings", given.get("tie_word_embeddings", False)),
+        "init_std": config.number("initializer_range", 0.02),
+    }
+    return fields | read_rope(config, head_dim, given)
 
 
 def write_sizes(shape: ModelShape) -> dict[str, Any]:
     """Write the settings that `read_sizes` reads, rotary ones in the style of transformers 5 and of before."""
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if shape.rope_scaling is not None:
-        rope = {"rope_type": "llama3", **shape.rope_scaling.model_dump()}
     return {
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
@@ -80,32 +209,127 @@ def write_sizes(shape: ModelShape) -> dict[str, Any]:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "max_position_embeddings": shape.max_positions,
-        "rope_parameters": {**rope, "rope_theta": shape.rope_theta},
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": rope if shape.rope_scaling is not None else None,
         "rms_norm_eps": shape.norm_eps,
         "tie_word_embeddings": shape.tied_embeddings,
         "initializer_range": shape.init_std,
+        **write_rope(shape),
     }
 
 
-def _read_rope(config: Mapping[str, Any], where: str) -> tuple[float, dict[str, Any] | None]:
-    """Read the base of the rotary frequencies, and their scaling if any."""
-    rope: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        settings = config.get(key) or {}
-        if not isinstance(settings, Mapping):
-            raise UserError(f"{where}: {key}={brief(settings)} is not a section of keys")
-        rope |= settings
-    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UserError(f"{where}: partial_rotary_factor is not supported; whole heads must be rotated")
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise UserError(f"{where}: rope_type {brief(kind)} is not supported; supported are: default, llama3")
-    missing = [key for key in SCALING_FIELDS if key not in rope]
-    if missing:
-        raise UserError(f"{where}: {missing[0]} is missing from the llama3 rotary settings")
-    return theta, {key: rope[key] for key in SCALING_FIELDS}
+WINDOWED, FULL = "sliding_attention", "full_attention"
+"""Words of `layer_types`."""
+
+
+def read_windows(
+    config: ConfigReader, layers: int, usual: Callable[[int], bool], default: int | None
+) -> dict[str, Any]:
+    """Read the window, and which layers have it: by `layer_types` where that is given, else as is `usual` of a
+    layer number. `default`: the window of the family's configuration class, where a file names none."""
+    window = config.size("sliding_window", default) if config.has("sliding_window", default) else None
+    kinds = config.read("layer_types")
+    if kinds is None:
+        kinds = [WINDOWED if window is not None and usual(layer) else FULL for layer in range(layers)]
+    if (
+        not isinstance(kinds, Sequence)
+        or len(kinds) != layers
+        or any(k not in (WINDOWED, FULL) for k in kinds)
+    ):
+        raise config.fail(
+            f"layer_types={brief(kinds)} must be a list of {layers} words, each {WINDOWED} or {FULL}"
+        )
+    windowed = tuple(layer for layer, kind in enumerate(kinds) if kind == WINDOWED)
+    if windowed and window is None:
+        raise config.fail("layer_types has sliding_attention, and there is no sliding_window")
+    return {"window": window, "windowed_layers": windowed} if windowed else {}
+
+
+def write_windows(shape: ModelShape) -> dict[str, Any]:
+    """Write the settings that `read_windows` reads."""
+    windowed = set(shape.windowed_layers)
+    return {
+        "sliding_window": shape.window,
+        "layer_types": [WINDOWED if layer in windowed else FULL for layer in range(shape.layers)],
+    }
+
+
+def read_rope(config: ConfigReader, head_dim: int, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the rotary settings, those of transformers 5 (`rope_parameters`) and of before; UserError for what is
+    missing or not supported."""
+    older, rope = config.section("rope_scaling"), config.section("rope_parameters")
+    if older.keys:  # as in transformers, which takes the other one only where there is none
+        rope = older
+    theta = rope.number("rope_theta", config.number("rope_theta", defaults.get("rope_theta", 10000.0)))
+    usual = defaults.get("partial_rotary_factor")
+    share = rope.number(
+        "partial_rotary_factor", config.number("partial_rotary_factor", 1.0 if usual is None else usual)
+    )
+    if not 0 < share <= 1:
+        raise config.fail(f"partial_rotary_factor={share:g} must be above 0 and at most 1")
+    if usual is None and share != 1:
+        raise config.fail(f"partial_rotary_factor={share:g} is not supported; it must be 1")
+    rotated = int(head_dim * share)
+    fields: dict[str, Any] = {"rope_theta": theta, "rotary_dim": None if rotated == head_dim else rotated}
+    word = rope.read("rope_type", rope.read("type", "default"))
+    rope.skip("type")
+    kind = {"su": "longrope"}.get(word, word)
+    fields["rope_scaling"] = None if kind == "default" else _read_scaling(config, rope, kind)
+    rope.check_all_read()
+    return fields
+
+
+def _read_scaling(config: ConfigReader, rope: ConfigReader, kind: str) -> dict[str, Any]:
+    """Read the scaling of a kind."""
+    if kind not in SCALING_FIELDS:
+        supported = join(["default", *SCALING_FIELDS])
+        raise config.fail(f"rope_type {brief(kind)} is not supported; supported are: {supported}")
+    fields: dict[str, Any] = {"kind": kind}
+    original, longest = (
+        config.read(key) for key in ("original_max_position_embeddings", "max_position_embeddings")
+    )
+    # As transformers does, for Phi-3 and others that leave it out.
+    factor = rope.read("factor", longest / original if original and longest else None)
+    if factor is None:
+        raise config.fail(f"factor is missing from the {kind} rotary settings")
+    for name in (*SCALING_FIELDS[kind], *OPTIONAL_SCALING_FIELDS.get(kind, ())):
+        value = rope.read(name)
+        if name == "original_max_position_embeddings":
+            # The order in which transformers looks for it.
+            value = original or value or longest
+        if value is None and name in SCALING_FIELDS[kind]:
+            raise config.fail(f"{name} is missing from the {kind} rotary settings")
+        if value is not None:
+            fields[name] = tuple(value) if isinstance(value, list) else value
+    rope.skip("original_max_position_embeddings", "finetuned")
+    return {**fields, "factor": factor}
+
+
+def write_rope(shape: ModelShape) -> dict[str, Any]:
+    """Write the settings that `read_rope` reads."""
+    scaling = shape.rope_scaling
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if scaling is not None:
+        names = ("factor", *SCALING_FIELDS[scaling.kind], *OPTIONAL_SCALING_FIELDS.get(scaling.kind, ()))
+        given = {name: getattr(scaling, name) for name in names if getattr(scaling, name) is not None}
+        rope = {k: list(v) if isinstance(v, tuple) else v for k, v in given.items()} | {
+            "rope_type": scaling.kind
+        }
+    partial = {}
+    if shape.rotary_dim is not None:
+        partial = {"partial_rotary_factor": shape.rotary_dim / shape.head_dim}
+    return {
+        "rope_parameters": {**rope, **partial, "rope_theta": shape.rope_theta},
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": None if scaling is None else rope,
+        **partial,
+    }
+
+
+def write_partial_rotary(shape: ModelShape) -> dict[str, Any]:
+    """Write the rotary settings of a family that by default rotates a part of each head."""
+    share = {"partial_rotary_factor": (shape.rotary_dim or shape.head_dim) / shape.head_dim}
+    return {**share, "rope_parameters": {**write_rope(shape)["rope_parameters"], **share}}
+
+
+def write_activation(options: LayerOptions) -> str:
+    """Write the name that files have for an activation."""
+    return _ACTIVATION_NAMES[options.activation]

@@ -1,10 +1,12 @@
-"""The shape of a decoder model: sizes only, no weights and no torch."""
+"""The shape of a decoder model: sizes and what its layers compute, no weights and no torch."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from realrl.config.base import Settings
+from realrl.families.options import LayerOptions
 
 Head = Literal["lm", "scalar"]
 """`lm`: a next-token distribution per position; `scalar`: one number per position (reward and critic)."""
@@ -16,30 +18,72 @@ Size = Annotated[int, Field(gt=0, le=10**9)]
 Count = Annotated[int, Field(gt=0, le=10**4)]
 """Of layers and of heads, which are gone through one by one; some ten times what there is."""
 
+Index = Annotated[int, Field(ge=0)]
+
 
 class RopeScaling(Settings):
-    """Llama 3's stretched rotary frequencies (Hugging Face `rope_type: llama3`)."""
+    """Stretched rotary frequencies, under the names that Hugging Face files have for them."""
 
+    kind: Literal["linear", "dynamic", "yarn", "llama3", "longrope"] = "llama3"
+    """`linear` divides all frequencies. `dynamic` leaves them as they are up to `max_positions`, which no sequence
+    exceeds here. `yarn` (arXiv 2309.00071) and `llama3` divide low ones and blend in between, `longrope` (arXiv
+    2402.13753) divides each by a factor of its own."""
     factor: PositiveFloat
-    """Low frequencies are divided by this."""
-    low_freq_factor: PositiveFloat
-    """Wavelengths above the original length over this are stretched in full."""
-    high_freq_factor: PositiveFloat
-    """Wavelengths below the original length over this are left alone."""
-    original_max_position_embeddings: PositiveInt
+    """Low frequencies are divided by this. With `longrope`, the longest sequence over the original one."""
+    original_max_position_embeddings: PositiveInt | None = None
     """Length, in tokens, the model was first trained for."""
+    low_freq_factor: PositiveFloat | None = None
+    """llama3: wavelengths above the original length over this are stretched in full."""
+    high_freq_factor: PositiveFloat | None = None
+    """llama3: wavelengths below the original length over this are left alone."""
+    beta_fast: PositiveFloat = 32.0
+    """yarn: frequencies with more rotations than this in the original length are left alone."""
+    beta_slow: PositiveFloat = 1.0
+    """yarn: frequencies with fewer rotations than this are stretched in full."""
+    truncate: bool = True
+    """yarn: whether the range in between ends at whole numbers of dims."""
+    mscale: float | None = None
+    """yarn: with `mscale_all_dim`, the coefficients of the logarithms of which `attention_factor` is made."""
+    mscale_all_dim: float | None = None
+    """yarn: see `mscale`."""
+    attention_factor: PositiveFloat | None = None
+    """yarn and longrope: factor of cosines and sines, hence the root of that of scores. If not given, it follows
+    from `factor`."""
+    short_factor: tuple[PositiveFloat, ...] | None = Field(default=None, strict=False)
+    """longrope: divisors of the frequencies, for sequences up to the original length."""
+    long_factor: tuple[PositiveFloat, ...] | None = Field(default=None, strict=False)
+    """longrope: divisors where sequences may be longer."""
+    long: bool = False
+    """longrope: whether that is so. A run decides it for all its sequences, whose keys must not change."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(
-                f"low_freq_factor={self.low_freq_factor:g} must be below high_freq_factor={self.high_freq_factor:g}"
-            )
+    def _complete(self) -> Self:
+        for name in SCALING_FIELDS[self.kind]:
+            if getattr(self, name) is None:
+                raise ValueError(f"{name} is missing, which kind={self.kind} needs")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.kind == "llama3" and low is not None and high is not None and low >= high:
+            raise ValueError(f"low_freq_factor={low:g} must be below high_freq_factor={high:g}")
         return self
 
 
+SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "linear": (),
+    "dynamic": (),
+    "yarn": ("original_max_position_embeddings",),
+    "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("original_max_position_embeddings", "short_factor", "long_factor"),
+}
+"""Fields that a kind of scaling needs besides `factor`."""
+OPTIONAL_SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "yarn": ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor"),
+    "longrope": ("attention_factor",),
+}
+"""Fields that it may have."""
+
+
 class ModelShape(Settings):
-    """Sizes of a decoder-only transformer."""
+    """Sizes of a decoder-only transformer, and what its layers compute."""
 
     family: str = "llama"
     """Model family, which decides the tensors, the options of layers and the configuration class: the name of a
@@ -63,13 +107,44 @@ class ModelShape(Settings):
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Frequency stretching of Llama 3.1 and later; none for plain rotary embeddings."""
+    """Stretching of the frequencies; none for plain rotary embeddings."""
+    rotary_dim: Size | None = None
+    """Dims of a head that are rotated; all where it is not given."""
+    unrotated_layers: tuple[Index, ...] = Field(default=(), strict=False)  # YAML has lists, not tuples
+    """Layers without rotary embeddings (SmolLM 3)."""
+    window: Size | None = None
+    """Tokens that a token of a windowed layer sees, itself included."""
+    windowed_layers: tuple[Index, ...] = Field(default=(), strict=False)
+    """Layers with a sliding window; all others see every token before."""
+    windowed_rope_theta: PositiveFloat | None = None
+    """Base of the rotary frequencies of windowed layers, which are not stretched then (Gemma 3)."""
     norm_eps: PositiveFloat = 1e-5
     """Epsilon inside the norms."""
     tied_embeddings: bool = False
     """Whether the language-model head shares the embedding table."""
     init_std: float = Field(default=0.02, gt=0, le=10)
     """Standard deviation of a freshly initialised weight."""
+    layer: LayerOptions | None = None
+    """What layers compute; what the family's usually do where it is not given."""
+
+    def for_lengths(self, longest: int) -> "ModelShape":
+        """Return the shape for sequences of up to so many tokens, as `RopeScaling.long` needs to know."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.kind != "longrope" or scaling.original_max_position_embeddings is None:
+            return self
+        long = longest > scaling.original_max_position_embeddings
+        return self.model_copy(update={"rope_scaling": scaling.model_copy(update={"long": long})})
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest sequence that can be computed: no more than a layer with a window sees."""
+        if not self.windowed_layers or self.window is None:
+            return self.max_positions
+        return min(self.max_positions, self.window)
+
+    def layer_kind(self, layer: int) -> tuple[bool, bool]:
+        """Tell layers apart that compute differently: whether one has a window, and whether it rotates heads."""
+        return layer in self.windowed_layers, layer not in self.unrotated_layers
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -77,4 +152,20 @@ class ModelShape(Settings):
             raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings need an even one")
+        rotated = self.rotary_dim or self.head_dim
+        if rotated % 2 or rotated > self.head_dim:
+            raise ValueError(f"rotary_dim={rotated} must be even, and at most head_dim={self.head_dim}")
+        for name in ("unrotated_layers", "windowed_layers"):
+            numbers = getattr(self, name)
+            if list(numbers) != sorted({*numbers}) or any(n >= self.layers for n in numbers):
+                raise ValueError(f"{name} must be numbers of layers below layers={self.layers}, in order")
+        if self.windowed_layers and self.window is None:
+            raise ValueError("windowed_layers needs a window")
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.kind == "longrope":
+            for name in ("short_factor", "long_factor"):
+                if len(getattr(scaling, name)) != rotated // 2:
+                    raise ValueError(
+                        f"rope_scaling.{name} must have {rotated // 2} numbers, one per frequency"
+                    )
         return self

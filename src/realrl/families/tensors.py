@@ -7,6 +7,7 @@ from typing import Literal
 
 Parameter = Literal[
     "embedding",
+    "positions",
     "attention_norm",
     "attention_norm_bias",
     "qkv",
@@ -15,12 +16,16 @@ Parameter = Literal[
     "k_norm",
     "out",
     "out_bias",
+    "attention_post_norm",
+    "attention_post_norm_bias",
     "mlp_norm",
     "mlp_norm_bias",
     "gate_up",
     "gate_up_bias",
     "down",
     "down_bias",
+    "mlp_post_norm",
+    "mlp_post_norm_bias",
     "norm",
     "norm_bias",
     "lm_head",
@@ -28,8 +33,9 @@ Parameter = Literal[
     "scalar_head",
 ]
 """Parameters of the transformer (`model/transformer.py`). One may consist of several tensors, stacked by rows:
-`qkv` of queries, keys and values, `gate_up` of gate and up. A scalar head gives a reward model or a critic its
-numbers."""
+`qkv` of queries, keys and values, `gate_up` of gate and up, or of up alone where a feed-forward block has no gate.
+`positions` are learned vectors. Norms are those of a block's input, and post norms of its output. A scalar head
+gives a reward model or a critic its numbers."""
 
 
 class Axis(StrEnum):
@@ -82,6 +88,34 @@ class Place(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stored:
+    """Rows of a tensor of a file that are a tensor of a model, where these are not the same.
+
+    Row `r` of the model's is row `start + r // block * period + order[r % block]` of the file's.
+    """
+
+    name: str
+    """The file's tensor."""
+    shape: tuple[int, ...]
+    start: int = 0
+    block: int
+    """Rows that lie together, such as those of a head."""
+    period: int
+    """From one block to the next."""
+    order: tuple[int, ...] | None = None
+    """Where each row of a block is in it; None where they are in order."""
+    transposed: bool = False
+    """Whether these rows are the file's columns."""
+
+    def rows(self, first: int, last: int) -> list[int]:
+        """List the file's rows (columns, if transposed) of the model's from `first` until before `last`."""
+        order = range(self.block) if self.order is None else self.order
+        return [
+            self.start + r // self.block * self.period + order[r % self.block] for r in range(first, last)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
 class TensorSpec:
     """A named global tensor, with all that storage, training and planning need to know of it."""
 
@@ -97,6 +131,18 @@ class TensorSpec:
     decay: bool = True
     """Whether weight decay applies."""
     partial_gradient: Partial = Partial.NEVER
+    stored: Stored | None = None
+    """Where it is in files; None where a tensor of its name and shape is it."""
+
+    @property
+    def file_name(self) -> str:
+        """Name of the tensor in files that it is, or is a part of."""
+        return self.name if self.stored is None else self.stored.name
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        """Shape of that tensor."""
+        return self.shape if self.stored is None else self.stored.shape
 
     @property
     def layer(self) -> int | None:

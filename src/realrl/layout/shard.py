@@ -68,6 +68,12 @@ class Shard:
         """Token ids whose embedding and logits are on this TP rank."""
         return vocabulary(self.shape, self.tp, self.tp_index)
 
+    @cached_property
+    def key_holders(self) -> tuple[int, ...]:
+        """Number of TP ranks that hold each key/value head of this one."""
+        ranges = [kv_heads(self.shape, self.tp, t) for t in range(self.tp)]
+        return tuple(sum(head in keys for keys in ranges) for head in self.keys)
+
     @property
     def shares_keys(self) -> bool:
         """Whether some key/value head lies on more than one TP rank."""

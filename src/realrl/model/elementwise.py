@@ -1,8 +1,9 @@
-"""Norm and activation of the transformer, with gradients that save memory traffic."""
+"""Norms and activations of the transformer, with gradients that save memory traffic."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -88,6 +89,23 @@ def add_rms_norm(x: Tensor, block: Tensor, weight: Tensor, eps: float) -> tuple[
     return apply_function(function, x, block, weight, eps)
 
 
+class _AddOne(Function):
+    """1 + weight in float32, whose gradient is float32, too, whatever the weight's type."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.float() + 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def add_one(weight: Tensor) -> Tensor:
+    """Compute 1 + weight in float32, by which some norms multiply. [H] -> [H]"""
+    return apply_function(_AddOne, weight)
+
+
 class _SwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -108,3 +126,50 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """Compute silu(gate) * up (Shazeer 2020). gate_up: [N, 2 I], gate first -> [N, I]"""
     function = load_kernels().SwiGLU if on_gpu(gate_up) else _SwiGLU
     return apply_function(function, gate_up)
+
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+class _Activation(Function):
+    """Activation of all columns, or of the first half of them, times the second half; keeps its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: Activation, gated: bool) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.activation, ctx.gated = activation, gated
+        if not gated:
+            return _activate(x, activation)
+        gate, up = x.chunk(2, 1)
+        return _activate(gate, activation).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        if not ctx.gated:
+            return _differentiate(grad, x, ctx.activation), None, None
+        gate, up = x.chunk(2, 1)
+        out = torch.empty_like(x)
+        grad_gate, grad_up = out.chunk(2, 1)
+        torch.mul(grad, _activate(gate, ctx.activation), out=grad_up)
+        grad_gate.copy_(_differentiate(grad * up, gate, ctx.activation))
+        return out, None, None
+
+
+def _activate(x: Tensor, activation: Activation) -> Tensor:
+    if activation == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def _differentiate(grad: Tensor, x: Tensor, activation: Activation) -> Tensor:
+    if activation == "silu":
+        return torch.ops.aten.silu_backward(grad, x)
+    return torch.ops.aten.gelu_backward(grad, x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def activate(x: Tensor, activation: Activation, *, gated: bool) -> Tensor:
+    """Compute activation(gate) * up, with gate first in x [N, 2 I], or activation(x) of x [N, I]. -> [N, I]"""
+    if gated and activation == "silu":
+        return swiglu(x)
+    return apply_function(_Activation, x, activation, gated)

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from realrl.model.gpu.logits import compute_logit_sums, compute_softmax_gradient
-from realrl.model.group import Group
 from realrl.model.ops import PLAIN, Products, find_gradient
+from realrl.model.parallel.group import Group
 
 
 class TokenLogprobs(Function):

@@ -10,8 +10,8 @@ from torch.autograd import Function
 from realrl.layout.limits import max_kept_logits, max_logits
 from realrl.model.cpu.products import Panels
 from realrl.model.gpu.path import on_gpu
-from realrl.model.group import Group
 from realrl.model.ops import PLAIN, Products, find_gradient
+from realrl.model.parallel.group import Group
 
 
 class _TokenLogprobs(Function):

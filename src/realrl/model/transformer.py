@@ -6,138 +6,26 @@ from functools import partial
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from realrl.families.registry import find_layer_options, model_tensors
-from realrl.families.shape import ModelShape
 from realrl.families.tensors import Parameter
 from realrl.layout.shard import Shard
 from realrl.model.attention import split_heads, varlen_attention
 from realrl.model.autograd import checkpoint_activations
 from realrl.model.cache import PagedCache
 from realrl.model.decode_weights import DecodeWeights
-from realrl.model.elementwise import add_rms_norm, rms_norm, swiglu
-from realrl.model.group import Group
+from realrl.model.layer import Layer, Multiply, Norm, RotaryTables
 from realrl.model.logprobs import compute_token_logprobs, find_likeliest_tokens
 from realrl.model.ops import PLAIN, Products, embed, linear
 from realrl.model.packing import Packing
 from realrl.model.paged_attention import CachedRows, CachePlaces
-from realrl.model.rotary import apply_rotary_emb, build_rotary_tables, compute_inverse_frequencies
-from realrl.model.tensor_parallel import TensorParallel
+from realrl.model.parallel.group import Group
+from realrl.model.parallel.tensor_parallel import TensorParallel
+from realrl.model.rotary import make_rotation
 
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Function that multiplies: (x [N, K], weight [M, K], bias [M] or None) -> x @ weight.T + bias [N, M]."""
 AttentionFunction = Callable[[int, Tensor], Tensor]
 """Attention function: (layer of the stage, rotated qkv [T, C]) -> output [T, query heads * D]."""
-
-
-class Norm:
-    """Norm of a model's layers."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        self._is_rms = find_layer_options(shape).norm == "rms"
-        self._eps = shape.norm_eps
-
-    def normalize(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Normalize rows. x: [N, H], weight: [H], bias: [H] if the family has one -> [N, H]"""
-        if self._is_rms:
-            return rms_norm(x, weight, self._eps)
-        return F.layer_norm(x, weight.shape, weight, bias, self._eps)
-
-    def add(self, x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Add to the residual stream, and normalize the sum. x, delta: [N, H] -> sum and norm, [N, H] each"""
-        if self._is_rms:
-            return add_rms_norm(x, delta, weight, self._eps)
-        total = x + delta
-        return total, self.normalize(total, weight, bias)
-
-
-class Layer(nn.Module):
-    """Pre-norm attention and feed-forward blocks, each added to the residual stream."""
-
-    def __init__(self, shard: Shard, parameter: Callable[[Parameter], nn.Parameter | None]) -> None:
-        """`parameter` gives the layer's parameters; None for biases and norms of heads that the family has not."""
-        super().__init__()
-
-        def require(name: Parameter) -> nn.Parameter:
-            tensor = parameter(name)
-            assert tensor is not None, f"every layer has {name}"
-            return tensor
-
-        self._heads = len(shard.queries)
-        self._kv_heads = len(shard.keys)
-        self._eps = shard.shape.norm_eps
-        self._norm = Norm(shard.shape)
-        self.attention_norm = require("attention_norm")
-        self.attention_norm_bias = parameter("attention_norm_bias")
-        self.qkv = require("qkv")
-        self.qkv_bias = parameter("qkv_bias")
-        self.q_norm = parameter("q_norm")
-        self.k_norm = parameter("k_norm")
-        self.out = require("out")
-        self.out_bias = parameter("out_bias")
-        self.mlp_norm = require("mlp_norm")
-        self.mlp_norm_bias = parameter("mlp_norm_bias")
-        self.gate_up = require("gate_up")
-        self.gate_up_bias = parameter("gate_up_bias")
-        self.down = require("down")
-        self.down_bias = parameter("down_bias")
-
-    @property
-    def matrices(self) -> tuple[Tensor, ...]:
-        """Weights that rows are multiplied by."""
-        return self.qkv, self.out, self.gate_up, self.down
-
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        attend: Callable[[Tensor], Tensor],
-        tp: TensorParallel,
-        multiply: Multiply,
-    ) -> Tensor:
-        """Apply the layer. x: [T, H] -> [T, H]; cos, sin: [T, D / 2]
-
-        With sequence parallelism a rank holds a part of the rows of x.
-        """
-        # Each intermediate result is freed once the next is computed.
-        attended = attend(self.compute_qkv(x, cos, sin, tp, multiply))
-        block = multiply(attended, self.out, None)
-        del attended
-        block = tp.reduce_from_region(block)
-        x, normed = self._norm.add(x, _add_bias(block, self.out_bias), self.mlp_norm, self.mlp_norm_bias)
-        del block
-        gate_up = multiply(tp.copy_to_region(normed), self.gate_up, self.gate_up_bias)
-        del normed
-        inner = swiglu(gate_up)
-        del gate_up
-        return x + _add_bias(tp.reduce_from_region(multiply(inner, self.down, None)), self.down_bias)
-
-    def compute_qkv(
-        self, x: Tensor, cos: Tensor, sin: Tensor, tp: TensorParallel, multiply: Multiply
-    ) -> Tensor:
-        """Compute queries, keys and values, heads normalised where the family does so, queries and keys rotated.
-
-        -> [T, (heads + 2 kv_heads) * D]
-        """
-        qkv = multiply(
-            tp.copy_to_region(self._norm.normalize(x, self.attention_norm, self.attention_norm_bias)),
-            self.qkv,
-            self.qkv_bias,
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k, v = split_heads(qkv, self._heads, self._kv_heads)
-            q = rms_norm(q, self.q_norm, self._eps)
-            k = rms_norm(k, self.k_norm, self._eps)
-            qkv = torch.cat((q, k, v), 1).view(len(qkv), -1)
-        return apply_rotary_emb(qkv, cos, sin, self._heads + self._kv_heads)
-
-
-def _add_bias(block: Tensor, bias: Tensor | None) -> Tensor:
-    """Add the bias of a row-parallel matrix, once and not on every tensor-parallel rank."""
-    return block if bias is None else block + bias
 
 
 class Transformer(nn.Module):
@@ -162,7 +50,11 @@ class Transformer(nn.Module):
         self.tensor_group = tensor_group
         self._products = products
         self._multiply = partial(linear, products=products)
+        options = find_layer_options(shape)
         self._norm = Norm(shape)
+        root = options.embedding_scale == "root"
+        self._embedding_scale = shape.hidden_size**0.5 if root else float(options.embedding_scale)
+        self._logit_scale = options.logit_scale
         self.sources: dict[str, tuple[str, ...]] = {}
         tensors: defaultdict[tuple[int | None, Parameter], list[str]] = defaultdict(list)
         for spec in model_tensors(shape, shard.head):
@@ -178,6 +70,7 @@ class Transformer(nn.Module):
             return nn.Parameter(weights(*names))
 
         self.embedding = parameter(None, "embedding")
+        self.positions = parameter(None, "positions")
         self.layers = nn.ModuleList(Layer(shard, partial(parameter, i)) for i in shard.layers)
         self.norm = parameter(None, "norm")
         self.norm_bias = parameter(None, "norm_bias")
@@ -185,7 +78,11 @@ class Transformer(nn.Module):
         self.lm_head_bias = parameter(None, "lm_head_bias")
         self.scalar_head = parameter(None, "scalar_head")
         device = next(self.parameters()).device
-        self.inverse_frequencies = compute_inverse_frequencies(shape).to(device)
+        kinds = [shape.layer_kind(layer) for layer in shard.layers]
+        self._kinds = [list(dict.fromkeys(kinds)).index(kind) for kind in kinds]
+        firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+        rotations = [make_rotation(shape, shard.layers[first]) for first in firsts]
+        self.rotations = [None if r is None else r.to(device) for r in rotations]
         self._kv_head_index = None
         if shard.uneven_groups is not None:
             heads = len(shard.queries)
@@ -236,14 +133,14 @@ class Transformer(nn.Module):
             return varlen_attention(qkv, packing, heads, kv_heads, exact=self._products.exact)
 
         tp = TensorParallel(self.tensor_group, len(packing.positions))
-        x, cos, sin = self._enter(x, packing.positions, tp)
+        x, tables = self._enter(x, packing.positions, tp)
         count = len(self.layers) - self.shard.last
         for i, layer in enumerate(self.layers[:count]):
-            x = layer(x, cos, sin, partial(attend, i), tp, self._multiply)
+            x = layer(x, tables[i], partial(attend, i), tp, self._multiply)
         if not self.shard.last:
             return x
         last = cast(Layer, self.layers[count])
-        qkv = self._repeat_kv_heads(last.compute_qkv(x, cos, sin, tp, self._multiply))
+        qkv = self._repeat_kv_heads(last.compute_qkv(x, tables[count], tp, self._multiply))
         cache.store(count, *split_heads(qkv, heads, kv_heads)[1:], places)
         return None
 
@@ -284,20 +181,25 @@ class Transformer(nn.Module):
         *,
         recompute: bool = False,
     ) -> Tensor:
-        x, cos, sin = self._enter(x, positions, tp)
+        x, tables = self._enter(x, positions, tp)
         for i, layer in enumerate(self.layers):
             if recompute and not x.requires_grad and layer.qkv.requires_grad:
                 # Everything before is frozen; checkpointing computes gradients only if its input requires one.
                 x = x.detach().requires_grad_(True)
-            run_layer = partial(layer, cos=cos, sin=sin, attend=partial(attend, i), tp=tp, multiply=multiply)
+            run_layer = partial(layer, tables=tables[i], attend=partial(attend, i), tp=tp, multiply=multiply)
             x = checkpoint_activations(run_layer, x) if recompute else run_layer(x)
         return x if self.norm is None else self._norm.normalize(x, self.norm, self.norm_bias)
 
-    def _enter(self, x: Tensor, positions: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the input of the first layer, and the cosines and sines of all layers."""
+    def _enter(self, x: Tensor, positions: Tensor, tp: TensorParallel) -> tuple[Tensor, list[RotaryTables]]:
+        """Compute the input of the first layer, and cosines and sines of each."""
         if self.shard.first:
             x = tp.reduce_from_region(self._embed(x))
-        return x, *build_rotary_tables(positions, self.inverse_frequencies)
+            if self._embedding_scale != 1:
+                x = x * torch.tensor(self._embedding_scale, dtype=x.dtype).item()
+            if self.positions is not None:
+                x = x + embed(tp.own_rows(positions), self.positions)
+        found = [None if rotation is None else rotation.tables(positions) for rotation in self.rotations]
+        return x, [found[kind] for kind in self._kinds]
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Embed tokens: [T] -> [T, H], zero where another TP rank has the token's row."""
@@ -329,6 +231,7 @@ class Transformer(nn.Module):
 
         `weights`: those of decode steps, in which the head's matrix may be packed.
         """
+        hidden = self._scale(hidden)
         if weights is not None:
             local = weights.multiply_by_head(hidden)
         else:
@@ -421,7 +324,12 @@ class Transformer(nn.Module):
         targets = packing.target_indices
         tp = TensorParallel(self.tensor_group, len(tokens), sequence_parallel)
         # Position t - 1 predicts token t.
-        return targets, tp.copy_to_region(hidden).index_select(0, targets - 1), tokens[targets, None]
+        predicting = self._scale(tp.copy_to_region(hidden).index_select(0, targets - 1))
+        return targets, predicting, tokens[targets, None]
+
+    def _scale(self, hidden: Tensor) -> Tensor:
+        """Multiply hidden states by the factor of the logits: all products of them are scaled then, bit for bit."""
+        return hidden if self._logit_scale == 1 else hidden * self._logit_scale
 
     def compute_values(self, hidden: Tensor, packing: Packing, *, sequence_parallel: bool = False) -> Tensor:
         """Compute the scalar head's output at every position, equal on every TP rank. [T, H] -> [T] float32"""

@@ -82,6 +82,8 @@ def _type(annotation: Any) -> str:
         return "one of " * (len(arguments) > 1) + ", ".join(str(value) for value in arguments)
     if origin in (Union, UnionType):
         return " or ".join(_type(argument) for argument in arguments)
+    if origin is tuple and arguments[1:] == (...,):
+        return f"list of {_type(arguments[0])}"
     if origin is tuple:
         return f"list of {len(arguments)}: " + ", ".join(_type(argument) for argument in arguments)
     if origin is dict and isinstance(arguments[1], type) and issubclass(arguments[1], Settings):

@@ -9,7 +9,7 @@ from realrl.algorithms.build import build_algorithm
 from realrl.config.errors import UserCodeError, UserError
 from realrl.data.sources.records import RecordReader, read_records
 from realrl.dataflow.call import Kind
-from realrl.model.group import Group
+from realrl.model.parallel.group import Group
 from realrl.plan.communicators import list_rank_sets, reallocates
 from realrl.plan.plan import Plan
 from realrl.plan.presets import SEARCH
@@ -30,7 +30,13 @@ from realrl.runtime.prepare.compile import (
 from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.processes.process import Process, connect, resolve_cluster
 from realrl.runtime.processes.startup import agree_on_plan, find_least_device
-from realrl.runtime.setup import RecordLoader, load_functions, load_shared_tokenizer, load_stop_token_ids
+from realrl.runtime.setup import (
+    RecordLoader,
+    find_longest,
+    load_functions,
+    load_shared_tokenizer,
+    load_stop_token_ids,
+)
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.trace_recorder import Trace
 from realrl.runtime.worker.worker import Worker
@@ -72,6 +78,7 @@ class EvaluationRun:
             seed=experiment.seed,
             verify=experiment.debug.verify_reallocation,
             exact=experiment.exact,
+            longest=find_longest(experiment)[0],
         )
         functions = load_functions(algorithm, [phase], process.rank)
         self.records = RecordLoader(experiment, tokenizer, stop_token_ids, functions, read).load_eval(phase)

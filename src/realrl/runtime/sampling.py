@@ -19,6 +19,7 @@ from realrl.data.tokenization import EMPTY_PROMPT, tokenize
 from realrl.data.tokenizer import load_tokenizer
 from realrl.data.variants import rewrite
 from realrl.engine.finite import NotFiniteError
+from realrl.families.shape import ModelShape
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import parse_experiment
 from realrl.recipe.settings import GenerationConfig
@@ -72,7 +73,8 @@ def make_sampling_recipe(job: SamplingJob) -> Experiment:
     shape = huggingface.read_shape(job.model_dir, job.family)
     check_top_k("top_k", job.sampling.top_k, shape.vocab_size)
     new = job.sampling.max_new_tokens
-    check_length(f"a prompt with max_new_tokens={new}", new + 1, shape.max_positions, "the model")
+    check_length(f"a prompt with max_new_tokens={new}", new + 1, shape, "the model")
+    positions = _find_positions(shape, new)
     # A CPU is no faster at bfloat16, and float32 repeats what training computed.
     dtype = huggingface.read_dtype(job.model_dir) if torch.cuda.is_available() else torch.float32
     dtypes = {"dtype": str(dtype).removeprefix("torch.")}
@@ -99,13 +101,24 @@ def make_sampling_recipe(job: SamplingJob) -> Experiment:
                 "eval": sources,
                 "batch": STEP_PROMPTS,
                 "apply_chat_template": job.chat,
-                "max_tokens": shape.max_positions,
-                "max_prompt_tokens": shape.max_positions - new,
+                "max_tokens": positions,
+                "max_prompt_tokens": positions - new,
             },
         }
     )
     check_directories(recipe)
     return recipe
+
+
+def _find_positions(shape: ModelShape, new: int) -> int:
+    """Find the longest sequence of a job with so many new tokens: the longest that a model can compute.
+
+    One whose frequencies differ for long sequences computes all of them alike, and short ones are the rule: there
+    it is the length up to which they are, unless answers may be longer.
+    """
+    scaling = shape.rope_scaling
+    original = scaling.original_max_position_embeddings if scaling and scaling.kind == "longrope" else None
+    return original if original is not None and new < original else shape.most_tokens
 
 
 def generate_answers(
@@ -185,11 +198,16 @@ class _Prompts:
     def _check(self, origin: str, text: Text | Conversation | Steps) -> None:
         """Check that a prompt is not empty, and leaves room for an answer."""
         # Of a text of megabytes the beginning is too long already, and takes no seconds to tokenise.
-        long = _CHARACTERS * self._shape.max_positions
+        long = _CHARACTERS * self._shape.most_tokens
         start = text if len(text.prompt) <= long else Text(text.prompt[:long], None)
         (row,) = tokenize([start], self._tokenizer, self._stop_token_ids)
         if not row.ids:
             raise UserError(f"{origin}: {EMPTY_PROMPT}")
         new = self._job.sampling.max_new_tokens
         what = f"{shorten(origin)}: the prompt has at least {len(row.ids)} tokens, which with max_new_tokens={new}"
-        check_length(what, len(row.ids) + new, self._shape.max_positions, "the model")
+        check_length(what, len(row.ids) + new, self._shape, "the model")
+        if len(row.ids) + new > (positions := _find_positions(self._shape, new)):
+            raise UserError(
+                f"{what} is more than the {positions} tokens for which the model's rotary frequencies are those of"
+                f" short sequences; those of long ones are used for all prompts where max_new_tokens >= {positions}"
+            )

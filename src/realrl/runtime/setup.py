@@ -14,6 +14,7 @@ from realrl.data.tokenization import check_tokenizer
 from realrl.data.tokenizer import load_tokenizer
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.families.shape import ModelShape
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
@@ -170,21 +171,31 @@ def check_top_k(option: str, top_k: int, vocabulary: int) -> None:
 
 def _check_positions(experiment: Experiment) -> None:
     """Check that sequences stay within the declared length of a role's model; else UserError."""
-    data, longest, what = experiment.data, experiment.data.max_tokens, "data.max_tokens"
-    generation = get_spec(experiment).generation
-    if generation is not None:
-        longest = data.max_prompt_tokens + generation(experiment).max_new_tokens
-        what = "data.max_prompt_tokens + generation.max_new_tokens"
+    longest, what = find_longest(experiment)
     for role, config in models(experiment).items():
-        check_length(
-            f"{what}={longest}",
-            longest,
-            find_model_shape(config).max_positions,
-            f"the model of models.{role}",
+        check_length(f"{what}={longest}", longest, find_model_shape(config), f"the model of models.{role}")
+
+
+def find_longest(experiment: Experiment) -> tuple[int, str]:
+    """Find the tokens of the longest sequence that a run may have, and the settings that say so."""
+    data, generation = experiment.data, get_spec(experiment).generation
+    if generation is None:
+        return data.max_tokens, "data.max_tokens"
+    longest = data.max_prompt_tokens + generation(experiment).max_new_tokens
+    return longest, "data.max_prompt_tokens + generation.max_new_tokens"
+
+
+def check_length(what: str, tokens: int, shape: ModelShape, model: str) -> None:
+    """Check that a model can compute so many tokens, due to `what`; else UserError.
+
+    It must be declared for them, and no layer may have a sliding window that is shorter.
+    """
+    if tokens > shape.max_positions:
+        raise UserError(
+            f"{what} is more than the {shape.max_positions} positions that {model} is declared for"
         )
-
-
-def check_length(what: str, tokens: int, positions: int, model: str) -> None:
-    """Check that a number of tokens, due to `what`, is within the declared length of a model; else UserError."""
-    if tokens > positions:
-        raise UserError(f"{what} is more than the {positions} positions that {model} is declared for")
+    if tokens > shape.most_tokens:
+        raise UserError(
+            f"{what} is more than the sliding window of {shape.window} tokens of {model}; longer sequences can be"
+            " planned for (realrl plan), and not be computed yet"
+        )

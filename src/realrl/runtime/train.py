@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from realrl.checkpoint.sources import check_trainable
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.plan.presets import SEARCH
@@ -38,7 +37,6 @@ def train(
     UserError for a mistake that the user can correct, RunError for a failure that is no bug.
     """
     started, written = time.monotonic(), experiment
-    check_trainable(experiment)
     check_trackers(experiment)
     cluster = resolve_cluster(experiment.cluster, experiment.device)
     for_others = is_for_others(experiment, cluster)

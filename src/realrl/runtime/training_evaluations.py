@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from realrl.data.dataset import Dataset
-from realrl.model.group import Group
+from realrl.model.parallel.group import Group
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.evaluate import Evaluation
 from realrl.runtime.evaluation.answers import EvaluationResult

@@ -46,7 +46,13 @@ from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.processes.process import Process
 from realrl.runtime.processes.signals import end_by_signal
 from realrl.runtime.saving import ModelSaver
-from realrl.runtime.setup import RecordLoader, load_functions, load_shared_tokenizer, load_stop_token_ids
+from realrl.runtime.setup import (
+    RecordLoader,
+    find_longest,
+    load_functions,
+    load_shared_tokenizer,
+    load_stop_token_ids,
+)
 from realrl.runtime.step import TrainingSteps
 from realrl.runtime.training_evaluations import TrainingEvaluations
 from realrl.runtime.worker.early_loads import list_early_loads
@@ -106,6 +112,7 @@ class TrainingRun:
             max_skipped=experiment.training.max_skipped,
             verify=experiment.debug.verify_reallocation,
             exact=experiment.exact,
+            longest=find_longest(experiment)[0],
         )
         # Also what saving would stumble over, hours later.
         self.saving_notes = [

@@ -236,7 +236,7 @@ OVERRIDES: list[tuple[str, str]] = [
     ("models.actor.path=null models.actor.shape=lama-2-7b", "did you mean llama-2-7b?"),
     ("models.actor.path=null models.actor.shape=llama-2", "known models are llama-2-7b"),
     ("models.actor.path=null models.actor.shape=qwen9-8b", "known models are llama-2-7b"),
-    ("models.actor.path=null models.actor.shape=llama-3.1-8b", "known models are llama-2-7b"),
+    ("models.actor.path=null models.actor.shape=llama-3.9-8b", "known models are llama-2-7b"),
     ("models.actor.path=null models.actor.shape=7", "7 is neither the name of a published model"),
     ("models.actor.path=null models.actor.shape=[7]", "neither the name of a published model"),
     ("models.actor.path=null models.actor.shape=true", "true is neither the name of a published model"),
@@ -254,8 +254,8 @@ OVERRIDES: list[tuple[str, str]] = [
     ("models.actor.path=/proc/x", "no such directory"),
     ("models.actor.path=DIR/text.txt", "no such directory"),
     (
-        "models.actor.path=DIR/mistral",
-        "model_type 'mistral' is not supported; supported are: llama, qwen2, qwen3",
+        "models.actor.path=DIR/qwen9",
+        "model_type 'qwen9' is not supported; supported are: gemma, glm4, gpt2, gpt_neox,",
     ),
     ("models.actor.family=lama", "models.actor.family: 'lama' is no model family; did you mean llama?"),
     ("models.actor.family=gone.py", "models.actor.family=gone.py: there is no file"),
@@ -299,9 +299,11 @@ def test_a_wrong_override_is_one_error_message(
 
 
 TRAIN: list[tuple[str, str, str]] = [
-    ("sft", "models.actor.shape=DIR/mistral", "not trained yet; trained are: llama, qwen2, qwen3"),
-    ("ppo", "models.critic.shape=DIR/mistral", "models.critic.shape: models of family mistral"),
-    ("sft", "models.actor.shape.family=mistral", "models of family mistral can be planned for"),
+    (
+        "sft",
+        "models.actor.shape.family=mistral models.actor.shape.window=64 models.actor.shape.windowed_layers=[0,1]",
+        "is more than the sliding window of 64 tokens of the model of models.actor; longer sequences can be",
+    ),
     ("sft", "models.actor.tokenizer=null", "a model that starts from scratch needs a tokenizer"),
     ("sft", "models.actor.tokenizer=DIR/nothing", "has no tokenizer"),
     ("sft", "data.max_tokens=2049", "data.max_tokens=2049 is more than the 2048 positions"),

@@ -10,8 +10,6 @@ import pytest
 
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.cli.app import run_app
-from realrl.families.config_json import shape_to_hf
-from realrl.families.published import SHAPES
 from realrl.plan.plan import Plan
 
 ROOT = Path(__file__).parents[3]
@@ -137,18 +135,6 @@ def test_the_objective_cost_takes_as_many_nodes_as_are_cheapest(
     prices = {size["nodes"]: size["price"] for size in found["nodes"]}
     assert list(prices) == [1, 2, 3, 4]
     assert int(found["plan"]["cluster"][0]) == min(prices, key=lambda nodes: prices[nodes]) <= 2
-
-
-def test_models_that_cannot_be_trained_yet_are_planned_with_a_note(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    content = shape_to_hf(SHAPES["qwen2.5-0.5b"], "lm", "float32", {}) | {"model_type": "mistral"}
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    source = planned(capsys, f"models.actor.shape={tmp_path}", "--cluster", "a100-40g:1x2")["source"]
-    assert (
-        "models of family mistral can be planned for (realrl plan, realrl show) and not trained yet" in source
-    )
-    assert "trained" not in planned(capsys, "--cluster", "a100-40g:1x2")["source"]
 
 
 def test_a_plan_file_of_ones_own_is_compared_as_it_is(

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from realrl.dataflow.call import Call, Candidates, Kind
+from realrl.families.options import LayerOptions
 from realrl.families.shape import ModelShape
 from realrl.layout.ranges import stage_layers
 from realrl.layout.sets import TrainablePart
@@ -36,6 +37,18 @@ NORMED = GROUPED.model_copy(update={"family": "qwen3", "head_dim": 48})
 WIDE = ModelShape(
     vocab_size=1000, hidden_size=384, intermediate_size=1100, layers=2, heads=6, kv_heads=6, head_dim=64
 )
+FAMILIES = {
+    name: GROUPED.model_copy(update={"family": name, **changes})
+    for name, changes in {
+        "gemma": {},
+        "glm4": {"rotary_dim": 16},
+        "gpt2": {"kv_heads": 8, "tied_embeddings": True},
+        "gpt_neox": {"kv_heads": 8, "rotary_dim": 8},
+        "granite": {"layer": LayerOptions(residual_scale=0.5, logit_scale=0.25)},
+        "olmo2": {},
+        "starcoder2": {},
+    }.items()
+}
 NEW_TOKENS = 24
 
 
@@ -126,6 +139,7 @@ ONE_RANK = {
     "tied-bfloat16": (TIED, "bfloat16", FEW[::2]),
     "norms-of-heads": (NORMED, "float32", EVEN),
     "norms-of-heads-bfloat16": (NORMED, "bfloat16", FEW),
+    **{name: (shape, "float32", EVEN) for name, shape in FAMILIES.items()},
     "wide-short": (WIDE, "float32", SHORT),
     "wide-short-bfloat16": (WIDE, "bfloat16", SHORT[::4]),
 }

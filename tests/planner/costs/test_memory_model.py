@@ -3,7 +3,6 @@ from dataclasses import replace
 import pytest
 
 from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
-from realrl.families.published import SHAPES
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.layout.layout import build_layout
@@ -17,34 +16,6 @@ from tests.planner.problems import GROUPED, KINDS, LARGE, NODES, SMALL, STEP, ca
 
 MODEL = MemoryModel(NODES)
 GIB = 1 << 30
-TOTALS = {
-    "llama-2-7b": 6738415616,
-    "llama-2-13b": 13015864320,
-    "llama-2-70b": 68976648192,
-    "codellama-34b": 33743970304,
-    "llama-3-8b": 8030261248,
-    "llama-3-70b": 70553706496,
-    "llama-3.2-1b": 1235814400,
-    "qwen2.5-0.5b": 494032768,
-    "qwen2.5-1.5b": 1543714304,
-    "qwen2.5-3b": 3085938688,
-    "qwen2.5-7b": 7615616512,
-    "qwen2.5-14b": 14770033664,
-    "qwen2.5-32b": 32763876352,
-    "qwen2.5-72b": 72706203648,
-    "qwen3-0.6b": 596049920,
-    "qwen3-1.7b": 1720574976,
-    "qwen3-4b": 4022468096,
-    "qwen3-8b": 8190735360,
-    "qwen3-14b": 14768307200,
-    "qwen3-32b": 32762123264,
-}
-"""Elements of the published checkpoints, as their safetensors indices and model cards have them."""
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_named_shapes_have_the_published_number_of_parameters(name: str) -> None:
-    assert sum(LocalSizes(SHAPES[name], "lm", 1).sets["base"].stage_elements(1)) == TOTALS[name]
 
 
 @pytest.mark.parametrize("placement", [place(1), place(2, 4), place(1, 5, 3), place(1, 1, 5), place(2, 6, 2)])
@@ -88,7 +59,7 @@ def need(name: str, placement: Placement, *, shape=SMALL, step=STEP, dtype: Dtyp
 )
 def test_one_rank_that_trains_holds_everything(dtype: Dtype, per_parameter: int) -> None:
     found = need("actor.train", place(1), dtype=dtype)
-    assert found.static_bytes == pytest.approx(per_parameter * TOTALS["llama-2-7b"], rel=1e-5)
+    assert found.static_bytes == pytest.approx(per_parameter * 6_738_415_616, rel=1e-5)
     assert (
         MODEL.state(stored(SMALL, "lm", dtype), place(1)) == found.static_bytes - found.static["parameters"]
     )

@@ -250,7 +250,7 @@ def test_a_saved_recipe_finds_code_of_the_user_from_any_directory(
     world: World, tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = file.with_name("family.py")
-    family.write_text("from realrl.families.llama import FAMILY\n")
+    family.write_text("from realrl.families.llamas.llama import FAMILY\n")
     written = recipe(
         world,
         tmp_path,

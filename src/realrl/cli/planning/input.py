@@ -11,8 +11,6 @@ from realrl.config.files import check_file
 from realrl.config.json_file import read_json
 from realrl.config.paths import local_path
 from realrl.config.units import parse_bytes
-from realrl.families.config_json import describe_untrainable
-from realrl.families.registry import find_family
 from realrl.recipe.algorithm import get_spec
 
 if TYPE_CHECKING:
@@ -143,15 +141,8 @@ def read_scenario(
     scenario = draft.scenario()
     functions = [call.function for call in scenario.graph.functions if call.function is not None]
     source = describe_times(times, path or "", spec, scenario.models, functions)
-    remarks = (*source, remark, *list_trained_parts(scenario.models), _not_trainable(scenario))
+    remarks = (*source, remark, *list_trained_parts(scenario.models))
     return draft, scenario, "; ".join(filter(None, remarks))
-
-
-def _not_trainable(scenario: "Scenario") -> str:
-    """Write a note on models of families that can only be planned for; empty where there are none."""
-    families = {model.shape.family for model in scenario.models.values()}
-    refused = sorted(family for family in families if not find_family(family).trainable)
-    return describe_untrainable(*refused) if refused else ""
 
 
 def parse_objective(text: str) -> "Objective":

@@ -12,7 +12,7 @@ from torch import Tensor
 from realrl.algorithms.method import Metrics
 from realrl.engine.pipeline.transport import OrderedTransport, TaggedTransport, Transport, needs_order
 from realrl.engine.pipeline.transport import PendingRecv as PendingRecv
-from realrl.model.group import Group
+from realrl.model.parallel.group import Group
 
 _FORWARD, _BACKWARD, _TOKENS = 1, 2, 3  # tags, where the backend knows them
 

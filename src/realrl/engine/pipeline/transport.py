@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realrl.layout.limits import SENDS_PER_STAGE
-from realrl.model.group import Group
+from realrl.model.parallel.group import Group
 
 
 class PendingRecv:

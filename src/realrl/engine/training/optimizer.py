@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.training.grad_norm import sum_squares
 from realrl.families.tensors import TensorSpec
-from realrl.model.group import Group, all_gather, reduce_scatter
+from realrl.model.parallel.group import Group, all_gather, reduce_scatter
 from realrl.recipe.model import OptimizerConfig
 
 GATHER_STAGES = 4

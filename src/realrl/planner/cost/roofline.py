@@ -107,7 +107,7 @@ class Roofline:
             e.normal_passes * hidden
             + e.rotary_passes * (s.q_dim + s.kv_dim)
             + e.attention_passes * (2 * s.q_dim + 2 * s.kv_dim)
-            + e.activation_passes * s.ffn_dim
+            + e.activation_passes * s.gate_up_dim / 2
         )
         if s.qk_norm:
             values += 2 * (s.q_dim + s.kv_dim) + 2 * (s.q_dim + 2 * s.kv_dim)  # normalised, and put together

@@ -55,11 +55,12 @@ class LayerMemory:
         log-sum-exp per head, and copies of what it reads and computes in float32 where that is not their type.
         Where it pads, it also holds padded copies of queries, keys and values, keys and values once more for every
         query head, and three padded outputs. The feed-forward block holds the stream before and after attention,
-        and gate, up and their product, or the tensors that these are computed from or projected to. Norms of heads
-        hold the stream, queries, keys and values, and the normalised ones before and after they are put together.
+        and gate, up and their product, or the tensors that these are computed from or projected to, normalised
+        or with a bias. Norms of heads hold the stream, queries, keys and values, and the normalised ones before and
+        after they are put together.
         """
         s = self.stream
-        inner = self.sizes.ffn_dim
+        inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
         queries = self.sizes.q_dim
         attention = s + self._qkv + queries
         if self.sizes.cache_dim != self.sizes.kv_dim:
@@ -69,7 +70,7 @@ class LayerMemory:
         if self._pads:
             attention += self._padded_rows * (self._read + 5 * queries)
         entering = self.hidden + (s if self.strategy.sequence_parallel else 0)
-        block = max(entering + 2 * inner, 3 * inner, inner + self.hidden, 2 * self.hidden)
+        block = max(entering + gate_up, gate_up + inner, inner + self.hidden, 2 * self.hidden)
         joined = 2 * self._qkv + self.sizes.q_dim + self.sizes.kv_dim if self.sizes.qk_norm else 0
         return max(s + joined, attention, 2 * s + block)
 
@@ -82,7 +83,7 @@ class LayerMemory:
         float32. Where it pads, it saves what it reads and computes in padded copies, keys and values once more for
         every query head. Norms of heads save what they normalise, and a scale for each head in float32.
         """
-        norms = 2 * self.stream + 2 * self.hidden + 2 * self._float32
+        norms = 2 * self.hidden + self._normed_blocks * (self.stream + self._norm_scales)
         if self.sizes.qk_norm:
             heads = (self.sizes.q_dim + self.sizes.kv_dim) / self.sizes.shape.head_dim
             norms += self._qkv + heads * self._float32
@@ -91,7 +92,17 @@ class LayerMemory:
             attention = self._padded_rows * (self._read + 3 * self.sizes.q_dim + sums) + self.sizes.q_dim
         else:
             attention = self._read + self.sizes.q_dim + sums
-        return norms + attention + 3 * self.sizes.ffn_dim
+        return norms + attention + self.sizes.gate_up_dim + self.sizes.ffn_dim
+
+    @property
+    def _normed_blocks(self) -> int:
+        """Rows of the stream, or of what is added to it, that norms keep to differentiate."""
+        return 4 if self.sizes.options.norm_place == "around" else 2
+
+    @property
+    def _norm_scales(self) -> float:
+        """Numbers that a norm keeps of a row; LayerNorm its mean, too."""
+        return self._float32 * (2 if self.sizes.options.norm == "layer" else 1)
 
     @property
     def projected(self) -> float:
@@ -102,7 +113,10 @@ class LayerMemory:
         """Compute the peak bytes of gradients in backward, less saved tensors that have been freed by then."""
         s = self.stream
         hidden = self.hidden
-        inner = self.sizes.ffn_dim
+        inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
+        # Gates but that of SwiGLU are differentiated one operation after the other.
+        options = self.sizes.options
+        between = 2 * inner if options.gated and options.activation != "silu" else 0
         gathered = hidden if self.strategy.sequence_parallel else 0
         copied = hidden if self.cpu else 0  # oneDNN copies an operand of the matmul for the weight gradient
 
@@ -111,10 +125,10 @@ class LayerMemory:
 
         moments = [
             # The gradients of the product, of gate and up; the product itself has been freed.
-            self.bytes(tokens, s + 2 * inner),
+            self.bytes(tokens, s + gate_up + between),
             # The gradients of a matrix and of its input, when saved tensors of later operations are freed.
             self.bytes(tokens, s + gathered + copied + inner) + added(inner * hidden),
-            self.bytes(tokens, s + hidden + copied - inner) + added(2 * inner * hidden),
+            self.bytes(tokens, s + hidden + copied - inner) + added(gate_up * hidden),
         ]
         queries = self.sizes.q_dim
         if self._pads:
@@ -126,7 +140,7 @@ class LayerMemory:
             if self.cpu:
                 attention += self._widened(2 * self._read + 2 * queries)
         # What the feed-forward block saved, which is done, has been freed.
-        moments.append(self.bytes(tokens, attention - 3 * inner - hidden))
+        moments.append(self.bytes(tokens, attention - gate_up - inner - hidden))
         return max(moments)
 
     def bytes(self, tokens: float, numbers: float) -> int:

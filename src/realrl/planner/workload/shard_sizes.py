@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from realrl.families.registry import model_tensors, ties_embeddings
+from realrl.families.options import LayerOptions
+from realrl.families.registry import find_layer_options, model_tensors, ties_embeddings
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Partial, Place, TensorSpec
 from realrl.layout.layout import local_tensor
@@ -49,18 +50,28 @@ class LocalSizes:
         return max(len(feed_forward(self.shape, self.tp, t)) for t in range(self.tp))
 
     @cached_property
+    def options(self) -> LayerOptions:
+        """Options of the model's layers."""
+        return find_layer_options(self.shape)
+
+    @cached_property
+    def gate_up_dim(self) -> int:
+        """Feed-forward dimension before the activation: of gate and up, or of up alone."""
+        return (1 + self.options.gated) * self.ffn_dim
+
+    @cached_property
     def padded_vocab(self) -> int:
         """Vocabulary rows of the embedding table, padding included."""
         return padded_vocabulary(self.shape, self.tp)
 
     @cached_property
     def matmul_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Matmuls of a layer as (outputs, inputs): fused QKV, output, fused gate and up, down."""
+        """Matmuls of a layer as (outputs, inputs): fused QKV, output, gate (if there is one) and up, down."""
         hidden = self.shape.hidden_size
         return (
             (self.q_dim + 2 * self.kv_dim, hidden),
             (hidden, self.q_dim),
-            (2 * self.ffn_dim, hidden),
+            (self.gate_up_dim, hidden),
             (hidden, self.ffn_dim),
         )
 

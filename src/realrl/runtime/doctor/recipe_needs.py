@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from realrl.checkpoint.sources import check_directories, check_trainable
+from realrl.checkpoint.sources import check_directories
 from realrl.config.errors import UserError
 from realrl.config.paths import is_local
 from realrl.plan.cluster import Cluster
@@ -62,7 +62,7 @@ def check_recipe(
     if needs.error:
         yield problem("recipe", needs.error)
     failed = bool(needs.error)
-    for check in (check_trainable, check_directories, check_trackers):
+    for check in (check_directories, check_trackers):
         try:
             check(experiment)
         except UserError as error:

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from realrl.model.group import Group
+from realrl.model.parallel.group import Group
 from realrl.plan.communicators import (
     WORLD_CTAS,
     RankSet,

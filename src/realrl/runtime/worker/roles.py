@@ -26,7 +26,7 @@ from realrl.layout.layout import Layout, build_layout
 from realrl.layout.routing.chunks import group_tensors
 from realrl.layout.routing.routes import reallocate
 from realrl.layout.sets import build_parameter_sets
-from realrl.model.group import Group
+from realrl.model.parallel.group import Group
 from realrl.plan.placement import DTYPES, Dtype, Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Load, Offload, Reallocate, Release
@@ -59,18 +59,22 @@ class Roles:
         max_skipped: int | None = None,
         verify: bool = False,
         exact: bool = False,
+        longest: int = 0,
     ) -> None:
         """Check everything about the roles but their weights; `load_weights` brings those.
 
-        `max_skipped` is for trainers, `verify` for reallocations, `exact` for forward passes. UserError when a
-        model whose home includes this rank cannot be loaded, or when a role that follows another has other tensors.
+        `max_skipped` is for trainers, `verify` for reallocations, `exact` for forward passes; `longest` is how many
+        tokens a sequence may have. UserError when a model whose home includes this rank cannot be loaded, or when a
+        role that follows another has other tensors.
         """
         self._configs, self._heads, self._homes, self._groups = configs, heads, homes, groups
         self._process, self._temperature, self._verify = process, temperature, verify
         self._plan, self._cluster, self._seed = plan, plan.cluster, seed
         self._max_skipped = max_skipped
         self._exact = exact
-        self.shapes = {role: find_model_shape(config) for role, config in configs.items()}
+        self.shapes = {
+            role: find_model_shape(config).for_lengths(longest) for role, config in configs.items()
+        }
         for average in averages:
             if self._specs(average.role) != self._specs(average.source):
                 raise UserError(

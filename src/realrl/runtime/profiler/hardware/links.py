@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from realrl.engine.pipeline.messages import Pipeline, prefetch_receives
-from realrl.model.group import Group, all_gather, reduce_scatter
+from realrl.model.parallel.group import Group, all_gather, reduce_scatter
 from realrl.plan.communicators import RankSets
 from realrl.planner.profile.profile import CollectiveKind
 from realrl.runtime.processes.process import Process

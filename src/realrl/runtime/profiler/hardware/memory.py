@@ -9,7 +9,7 @@ from realrl.engine.offload import Offloadable
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.families.tensors import TensorSpec
 from realrl.layout.limits import bucket_count
-from realrl.model.group import make_single_rank_group
+from realrl.model.parallel.group import make_single_rank_group
 from realrl.planner.profile.profile import CollectiveKind
 from realrl.recipe.model import OptimizerConfig
 from realrl.runtime.profiler.points.clock import Clock

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from realrl.model.group import Group, all_gather, reduce_scatter
+from realrl.model.parallel.group import Group, all_gather, reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,14 @@ class TensorParallel:
             if self.sequence_parallel
             else _ReduceFromRegion.apply(partial, self.group)
         )
+
+    def own_rows(self, values: Tensor) -> Tensor:
+        """Select what belongs to the tokens whose hidden states this rank holds. [tokens] -> [rows], padded by 0"""
+        if self.group.size == 1 or not self.sequence_parallel:
+            return values
+        rows = -(-self.tokens // self.group.size)
+        own = values[self.group.index * rows :][:rows]
+        return F.pad(own, (0, rows - len(own)))
 
     def gather_from_region(self, x: Tensor) -> Tensor:
         """Gather hidden states for layers that every rank computes alike, gradient included. -> [tokens, H]

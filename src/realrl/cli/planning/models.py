@@ -1,0 +1,51 @@
+"""`realrl models`."""
+
+import json
+from typing import Annotated
+
+import typer
+
+
+def print_models(
+    family: Annotated[str | None, typer.Argument(help="Only models of this family.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one object instead of tables.")] = False,
+) -> None:
+    """List model families, and published models whose sizes have a name (`shape`, `realrl plan`)."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from realrl.cli.page.text import format_count
+    from realrl.families.published import SHAPES
+    from realrl.families.registry import find_family, list_families, model_tensors
+
+    names = list_families() if family is None else (family,)
+    found = {
+        name: {size: shape for size, shape in SHAPES.items() if shape.family == name}
+        for name in names
+        if find_family(name)
+    }
+    parameters = {
+        size: sum(spec.numel for spec in model_tensors(shape, "lm"))
+        for sizes in found.values()
+        for size, shape in sizes.items()
+    }
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    name: {
+                        size: {"parameters": parameters[size], **shape.model_dump()}
+                        for size, shape in of.items()
+                    }
+                    for name, of in found.items()
+                }
+            )
+        )
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in ("family", "class", "published sizes with a name"):
+        table.add_column(heading, overflow="fold")
+    for name, sizes in found.items():
+        listed = ", ".join(f"{size} ({format_count(parameters[size])})" for size in sizes)
+        table.add_row(name, find_family(name).architectures["lm"], listed or "-")
+    Console().print(table)

@@ -1,0 +1,55 @@
+"""Granite 3: a Llama with factors of embeddings, scores, blocks and logits."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from realrl.families.decoder import decoder_tensors
+from realrl.families.family import Family
+from realrl.families.options import LayerOptions
+from realrl.families.settings import (
+    ACTIVATIONS,
+    ConfigReader,
+    read_sizes,
+    write_activation,
+    write_sizes,
+)
+from realrl.families.shape import ModelShape
+
+
+def _read(config: ConfigReader) -> dict[str, Any]:
+    bias = config.flag("attention_bias", False)
+    sizes = read_sizes(config)
+    scale = config.number("attention_multiplier", 1.0)
+    options = LayerOptions(
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=config.flag("mlp_bias", False),
+        activation=config.choice("hidden_act", ACTIVATIONS, "silu"),
+        embedding_scale=config.number("embedding_multiplier", 1.0),
+        residual_scale=config.number("residual_multiplier", 1.0),
+        attention_scale=None if scale == sizes["head_dim"] ** -0.5 else scale,
+        logit_scale=1 / config.number("logits_scaling", 1.0),
+    )
+    return {**sizes, "layer": options}
+
+
+def _write(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
+    return {
+        **write_sizes(shape),
+        "attention_bias": options.qkv_bias,
+        "mlp_bias": options.mlp_bias,
+        "hidden_act": write_activation(options),
+        "embedding_multiplier": options.embedding_scale,
+        "residual_multiplier": options.residual_scale,
+        "attention_multiplier": options.attention_scale or shape.head_dim**-0.5,
+        "logits_scaling": 1 / options.logit_scale,
+    }
+
+
+FAMILY = Family(
+    model_type="granite",
+    architectures={"lm": "GraniteForCausalLM", "scalar": "GraniteForSequenceClassification"},
+    read_config=_read,
+    write_config=_write,
+    tensors=decoder_tensors,
+)

@@ -1,0 +1,41 @@
+"""Mistral and Mistral Nemo: a Llama of which some versions see a sliding window only."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from realrl.families.decoder import decoder_tensors
+from realrl.families.family import Family
+from realrl.families.options import LayerOptions
+from realrl.families.settings import (
+    ACTIVATIONS,
+    ConfigReader,
+    read_sizes,
+    read_windows,
+    write_activation,
+    write_sizes,
+    write_windows,
+)
+from realrl.families.shape import ModelShape
+
+DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072}
+"""Values of MistralConfig for settings that a file may leave out, where they are not the usual ones."""
+
+
+def _read(config: ConfigReader) -> dict[str, Any]:
+    options = LayerOptions(activation=config.choice("hidden_act", ACTIVATIONS, "silu"))
+    sizes = read_sizes(config, DEFAULTS)
+    return {**sizes, **read_windows(config, sizes["layers"], lambda _: True, 4096), "layer": options}
+
+
+def _write(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
+    window = write_windows(shape)["sliding_window"]
+    return {**write_sizes(shape), "sliding_window": window, "hidden_act": write_activation(options)}
+
+
+FAMILY = Family(
+    model_type="mistral",
+    architectures={"lm": "MistralForCausalLM", "scalar": "MistralForSequenceClassification"},
+    read_config=_read,
+    write_config=_write,
+    tensors=decoder_tensors,
+)

@@ -1,0 +1,56 @@
+"""Options in which the layers of decoders differ."""
+
+from typing import Any, Literal
+
+from pydantic import PositiveFloat, ValidationError
+
+from realrl.config.base import Settings
+from realrl.config.errors import DescriptionError
+from realrl.config.explain import explain
+
+
+class LayerOptions(Settings):
+    """Options of the layers of a decoder, which by default are Llama's."""
+
+    norm: Literal["rms", "layer"] = "rms"
+    """RMSNorm, or LayerNorm with a bias."""
+    norm_offset: bool = False
+    """Whether norms multiply by 1 + weight (Gemma), so that weights start at 0."""
+    norm_place: Literal["before", "after", "around"] = "before"
+    """Where the norms of a block are: at its input, at its output before that is added (OLMo 2), or at both."""
+    parallel_blocks: bool = False
+    """Whether attention and feed-forward block read the same input, and both are added to it (GPT-NeoX)."""
+    qk_norm: Literal["none", "heads", "all"] = "none"
+    """RMSNorm of queries and keys: none, of each head over its dims, or over all heads together (OLMo 2)."""
+    qkv_bias: bool = False
+    """Whether the projections to queries, keys and values have biases."""
+    out_bias: bool = False
+    """Whether attention's output projection has one."""
+    mlp_bias: bool = False
+    """Whether the matrices of the feed-forward block have biases."""
+    head_bias: bool = False
+    """Whether the language-model head has a bias."""
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    """Activation of the feed-forward block; `gelu_tanh` is GELU's approximation by a tanh."""
+    gated: bool = True
+    """Whether the activation of one matrix multiplies the output of another one; else there is one matrix."""
+    learned_positions: bool = False
+    """Whether a learned vector for its position is added to each embedding, instead of rotary embeddings."""
+    attention_scale: PositiveFloat | None = None
+    """Factor of attention's scores; 1 / sqrt(head_dim) where it is not given."""
+    embedding_scale: PositiveFloat | Literal["root"] = 1.0
+    """Factor of embeddings, rounded to their type; `root` is that of the hidden size (Gemma)."""
+    residual_scale: PositiveFloat = 1.0
+    """Factor of what a block adds to the residual stream."""
+    logit_scale: PositiveFloat = 1.0
+    """Factor of the logits."""
+
+    def __init__(self, **options: Any) -> None:
+        """Raise DescriptionError for an option that there is not, or a value that it does not have."""
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            raise DescriptionError(f"LayerOptions: {explain(error, LayerOptions)}") from None
+
+    # Those in a recipe are checked without it, and their mistakes told with those of other sections.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]

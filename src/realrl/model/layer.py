@@ -1,0 +1,199 @@
+"""A layer of the decoder: attention and feed-forward blocks, with their norms."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from realrl.families.registry import find_layer_options
+from realrl.families.shape import ModelShape
+from realrl.families.tensors import Parameter
+from realrl.layout.shard import Shard
+from realrl.model.attention import split_heads
+from realrl.model.autograd import apply_function
+from realrl.model.elementwise import activate, add_one, add_rms_norm, rms_norm
+from realrl.model.parallel.group import Group
+from realrl.model.parallel.tensor_parallel import TensorParallel
+from realrl.model.rotary import apply_rotary_emb
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Function that multiplies: (x [N, K], weight [M, K], bias [M] or None) -> x @ weight.T + bias [N, M]."""
+RotaryTables = tuple[Tensor, Tensor] | None
+"""Cosines and sines of a layer's rotation, [T, D / 2] each; None where heads are not rotated."""
+
+
+class Norm:
+    """Norm of a model's layers."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        options = find_layer_options(shape)
+        self._is_rms, self._offset = options.norm == "rms", options.norm_offset
+        self._eps = shape.norm_eps
+
+    def normalize(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Normalize rows. x: [..., H], weight: [H], bias: [H] if the family has one -> [..., H]"""
+        if self._is_rms:
+            return rms_norm(x, add_one(weight) if self._offset else weight, self._eps)
+        return F.layer_norm(x, weight.shape, weight, bias, self._eps)
+
+    def add(self, x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Add to the residual stream, and normalize the sum. x, delta: [N, H] -> sum and norm, [N, H] each"""
+        if self._is_rms:
+            return add_rms_norm(x, delta, add_one(weight) if self._offset else weight, self._eps)
+        total = x + delta
+        return total, self.normalize(total, weight, bias)
+
+    def normalize_together(
+        self, heads: Tensor, weight: Tensor, shares: Tensor, total: int, group: Group
+    ) -> Tensor:
+        """Normalize rows of heads, those of other tensor-parallel ranks included. heads: [T, n, D] -> [T, n * D]
+
+        weight: [n * D]; shares: [n], 1 over the number of ranks that hold a head; total: numbers in a whole row.
+        """
+        weight = add_one(weight) if self._offset else weight
+        return apply_function(_NormalizeTogether, heads, weight, shares, total, self._eps, group)
+
+
+class _NormalizeTogether(Function):
+    """RMS norm of rows whose heads are divided among ranks, some of them held by several."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, heads: Tensor, weight: Tensor, shares: Tensor, total: int, eps: float, group: Group
+    ) -> Tensor:
+        wide = heads.float()
+        squares = (wide.square().sum(2) * shares).sum(1, keepdim=True)
+        scale = torch.rsqrt(group.sum(squares) / total + eps)
+        ctx.save_for_backward(heads, weight, shares, scale)
+        ctx.total, ctx.group = total, group
+        return (wide.flatten(1) * scale * weight.float()).to(heads.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        heads, weight, shares, scale = ctx.saved_tensors
+        unit = heads.float().flatten(1) * scale
+        upstream = grad.float() * weight.float()
+        # Of a head that several ranks hold, each has a part of the gradient; together they subtract its mean once.
+        mean = ctx.group.sum((upstream * unit).sum(1, keepdim=True)) / ctx.total
+        each = shares.repeat_interleave(heads.shape[2])
+        grad_heads = ((upstream - unit * mean * each) * scale).to(heads.dtype).view(heads.shape)
+        return grad_heads, (grad.float() * unit).sum(0), None, None, None, None
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward blocks, each added to the residual stream, with norms before or after."""
+
+    def __init__(self, shard: Shard, parameter: Callable[[Parameter], nn.Parameter | None]) -> None:
+        """`parameter` gives the layer's parameters; None for those that the family has not."""
+        super().__init__()
+
+        def require(name: Parameter) -> nn.Parameter:
+            tensor = parameter(name)
+            assert tensor is not None, f"every layer has {name}"
+            return tensor
+
+        options = find_layer_options(shard.shape)
+        self._heads = len(shard.queries)
+        self._kv_heads = len(shard.keys)
+        self._norm = Norm(shard.shape)
+        self._activation, self._gated = options.activation, options.gated
+        self._parallel, self._scale = options.parallel_blocks, options.residual_scale
+        self._norms_all = options.qk_norm == "all"
+        self._widths = shard.shape.heads * shard.shape.head_dim, shard.shape.kv_heads * shard.shape.head_dim
+        self.attention_norm = parameter("attention_norm")
+        self.attention_norm_bias = parameter("attention_norm_bias")
+        self.qkv = require("qkv")
+        self.qkv_bias = parameter("qkv_bias")
+        device = self.qkv.device
+        self._query_shares = torch.ones(self._heads, device=device)
+        self._key_shares = torch.tensor([1 / count for count in shard.key_holders], device=device)
+        self.q_norm = parameter("q_norm")
+        self.k_norm = parameter("k_norm")
+        self.out = require("out")
+        self.out_bias = parameter("out_bias")
+        self.attention_post_norm = parameter("attention_post_norm")
+        self.attention_post_norm_bias = parameter("attention_post_norm_bias")
+        self.mlp_norm = parameter("mlp_norm")
+        self.mlp_norm_bias = parameter("mlp_norm_bias")
+        self.gate_up = require("gate_up")
+        self.gate_up_bias = parameter("gate_up_bias")
+        self.down = require("down")
+        self.down_bias = parameter("down_bias")
+        self.mlp_post_norm = parameter("mlp_post_norm")
+        self.mlp_post_norm_bias = parameter("mlp_post_norm_bias")
+
+    @property
+    def matrices(self) -> tuple[Tensor, ...]:
+        """Weights that rows are multiplied by."""
+        return self.qkv, self.out, self.gate_up, self.down
+
+    def forward(
+        self,
+        x: Tensor,
+        tables: RotaryTables,
+        attend: Callable[[Tensor], Tensor],
+        tp: TensorParallel,
+        multiply: Multiply,
+    ) -> Tensor:
+        """Apply the layer. x: [T, H] -> [T, H]
+
+        With sequence parallelism a rank holds a part of the rows of x.
+        """
+        # Each intermediate result is freed once the next is computed.
+        attended = attend(self.compute_qkv(x, tables, tp, multiply))
+        block = tp.reduce_from_region(multiply(attended, self.out, None))
+        del attended
+        block = self._finish(block, self.out_bias, self.attention_post_norm, self.attention_post_norm_bias)
+        if self._parallel:
+            normed, x = self._enter(x, self.mlp_norm, self.mlp_norm_bias), x + block
+        elif self.mlp_norm is not None:
+            x, normed = self._norm.add(x, block, self.mlp_norm, self.mlp_norm_bias)
+        else:
+            normed = x = x + block
+        del block
+        gate_up = multiply(tp.copy_to_region(normed), self.gate_up, self.gate_up_bias)
+        del normed
+        inner = activate(gate_up, self._activation, gated=self._gated)
+        del gate_up
+        block = tp.reduce_from_region(multiply(inner, self.down, None))
+        return x + self._finish(block, self.down_bias, self.mlp_post_norm, self.mlp_post_norm_bias)
+
+    def compute_qkv(self, x: Tensor, tables: RotaryTables, tp: TensorParallel, multiply: Multiply) -> Tensor:
+        """Compute queries, keys and values, heads normalised where the family does so, queries and keys rotated.
+
+        -> [T, (heads + 2 kv_heads) * D]
+        """
+        normed = self._enter(x, self.attention_norm, self.attention_norm_bias)
+        qkv = multiply(tp.copy_to_region(normed), self.qkv, self.qkv_bias)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = split_heads(qkv, self._heads, self._kv_heads)
+            if self._norms_all:
+                together = self._norm.normalize_together
+                q = together(q, self.q_norm, self._query_shares, self._widths[0], tp.group)
+                k = together(k, self.k_norm, self._key_shares, self._widths[1], tp.group)
+                qkv = torch.cat((q, k, v.flatten(1)), 1)
+            else:
+                q = self._norm.normalize(q, self.q_norm)
+                k = self._norm.normalize(k, self.k_norm)
+                qkv = torch.cat((q, k, v), 1).view(len(qkv), -1)
+        return qkv if tables is None else apply_rotary_emb(qkv, *tables, self._heads + self._kv_heads)
+
+    def _enter(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Normalize the input of a block, where the family does so."""
+        return x if weight is None else self._norm.normalize(x, weight, bias)
+
+    def _finish(
+        self, block: Tensor, bias: Tensor | None, norm: Tensor | None, norm_bias: Tensor | None
+    ) -> Tensor:
+        """Make what is added to the residual stream of what a block's tensor-parallel ranks have summed.
+
+        The bias is added once and not on every rank.
+        """
+        if bias is not None:
+            block = block + bias
+        if norm is not None:
+            block = self._norm.normalize(block, norm, norm_bias)
+        return block if self._scale == 1 else block * self._scale
