@@ -58,7 +58,7 @@ def test_rotary_settings_are_read_in_every_style(rope: dict) -> None:
         ({"attention_bias": 1}, "attention_bias=1 is not true or false"),
         ({"hidden_act": "relu"}, "hidden_act='relu' is not supported; it must be silu, swish, gelu,"),
         ({"is_decoder": True}, "is_decoder=true is not supported; it must be false"),
-        ({"pretraining_tp": 2}, "pretraining_tp=2 is not supported; it must be 1"),
+        ({"use_mrope": True}, "use_mrope=true is not supported; it must be false"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is not supported; give a model whose"),
         ({"mystery": 0.5}, "mystery=0.5 is not known, and may change the model"),
         ({"hidden_size": None}, "hidden_size is missing"),
@@ -68,7 +68,12 @@ def test_rotary_settings_are_read_in_every_style(rope: dict) -> None:
         ({"num_attention_heads": "32", "head_dim": None}, "num_attention_heads='32' is not a whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers=true is not a whole number"),
         ({"rope_scaling": "linear"}, "rope_scaling='linear' is not a section of keys"),
-        ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type 'spiral' is not supported; supported are:"),
+        (
+            {"rope_parameters": {"rope_type": "spiral"}},
+            "rope_parameters: rope_type='spiral' is not supported; it must be default, linear, dynamic,",
+        ),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_type=['yarn'] is not supported"),
+        ({"rope_scaling": {"type": "spiral"}}, "rope_scaling: type='spiral' is not supported"),
         (
             {"rope_parameters": {"rope_type": "yarn"}},
             "factor is missing from the yarn rotary",

@@ -16,6 +16,7 @@ if importlib.util.find_spec("triton") is None:
     assert sys.platform != "linux", "the development requirements bring Triton"
     pytest.skip("Triton is not for this platform", allow_module_level=True)
 
+from realrl.model.gpu.activation import Activate
 from realrl.model.gpu.logits import compute_logit_sums, compute_softmax_gradient
 from realrl.model.gpu.norm import AddRMSNorm, RMSNorm
 from realrl.model.gpu.rotary import RotateHeads
@@ -94,6 +95,18 @@ def test_addition_and_norm_match_the_cpu(shape: tuple[int, int], dtype: torch.dt
 @pytest.mark.parametrize("shape", [(1, 2), (5, 14), (2, 2 * 1030)])
 def test_swiglu_matches_the_cpu(shape: tuple[int, int], dtype: torch.dtype) -> None:
     compare(SwiGLU.apply, elementwise.swiglu, [draw(*shape)], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_activations_match_the_cpu(activation: str, gated: bool, dtype: torch.dtype) -> None:
+    compare(
+        lambda x: Activate.apply(x, activation, gated),
+        lambda x: elementwise.activate(x, activation, gated=gated),
+        [draw(33, 14)],
+        dtype,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

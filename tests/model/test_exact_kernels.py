@@ -6,15 +6,18 @@ from itertools import pairwise
 import pytest
 import torch
 from paged_reference import attend_by_row, make_case
+from small_models import SHAPES
 from torch import Tensor
 
 from realrl.model.attention import varlen_attention
 from realrl.model.cpu.products import Panels
 from realrl.model.decode_weights import DecodeWeights
-from realrl.model.elementwise import add_rms_norm, rms_norm, swiglu
+from realrl.model.elementwise import activate, add_rms_norm, rms_norm, swiglu
+from realrl.model.layer import Norm
 from realrl.model.logprobs import compute_logprobs
 from realrl.model.ops import Products, linear
 from realrl.model.packing import Packing
+from realrl.model.parallel.group import make_single_rank_group
 from realrl.model.rotary import Rotation, apply_rotary_emb
 
 EXACT = Products(exact=True)
@@ -205,7 +208,15 @@ def test_other_functions_work_row_by_row(threads: None) -> None:
         cos, sin = Rotation(frequencies, None).tables(positions[rows])
         return apply_rotary_emb(qkv[rows].clone(), cos, sin, 3)
 
+    alone = make_single_rank_group()
+    heads = x.view(500, 6, 8)
     functions = [
+        *(
+            lambda rows, of=(activation, gated): activate(gate_up[rows], of[0], gated=of[1])
+            for activation in ("silu", "gelu", "gelu_tanh")
+            for gated in (True, False)
+        ),
+        lambda rows: Norm(SHAPES["olmo2"]).normalize_together(heads[rows], weight, torch.ones(6), 48, alone),
         lambda rows: rms_norm(x[rows], weight, 1e-5),
         lambda rows: add_rms_norm(x[rows], x[rows] * 0.3, weight, 1e-5)[1],
         lambda rows: swiglu(gate_up[rows]),

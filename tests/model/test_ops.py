@@ -29,6 +29,18 @@ def reference_swiglu(gate_up: Tensor) -> Tensor:
     return gate * gate.sigmoid() * up
 
 
+def reference_activation(x: Tensor, activation: str, gated: bool) -> Tensor:
+    gate, up = x.chunk(2, -1) if gated else (x, None)
+    match activation:
+        case "silu":
+            out = gate * gate.sigmoid()
+        case "gelu":
+            out = gate * torch.erfc(-gate / 2**0.5) / 2
+        case "gelu_tanh":
+            out = gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) / 2
+    return out if up is None else out * up
+
+
 def draws(*sizes: tuple[int, ...]) -> list[Tensor]:
     torch.manual_seed(0)
     return [torch.randn(size) for size in sizes]
@@ -57,6 +69,16 @@ WAYS = [ops.PLAIN, *([ops.Products(onednn=True)] if torch.backends.mkldnn.is_ava
             lambda x, b, w: torch.cat(elementwise.add_rms_norm(x, b, w, 1e-3)),
             lambda x, b, w: torch.cat((x + b, reference_norm(x + b, w, 1e-3))),
             (X, X * 0.3, NORM),
+        ),
+        *(
+            (
+                partial(elementwise.activate, activation=activation, gated=gated),
+                partial(reference_activation, activation=activation, gated=gated),
+                (GATE_UP * scale,),
+            )
+            for activation in ("silu", "gelu", "gelu_tanh")
+            for gated in (True, False)
+            for scale in (1, 30)
         ),
         # Rotation works in place, which a leaf that needs a gradient does not allow.
         (

@@ -90,8 +90,10 @@ def find_tensors(directory: Path, shape: ModelShape, wanted: Iterable[TensorSpec
 def _named_as_in_family(
     stored: Mapping[str, StoredTensor], specs: Iterable[TensorSpec]
 ) -> Mapping[str, StoredTensor]:
-    """Name stored tensors as the family does: files of a base model leave out the part of names up to the first
-    point."""
+    """Name stored tensors as the family does.
+
+    Files of a base model leave out the part of names up to the first point.
+    """
     names = {spec.file_name for spec in specs}
     if names & stored.keys():
         return stored

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -71,6 +72,9 @@ def run_app(arguments: Sequence[str]) -> int:
 
     2 for a mistake that the user can correct, 1 for any other failure, 130 or 143 when interrupted.
     """
+    # Texts may hold half a surrogate pair, which JSON has and UTF-8 has not.
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     status, failure = 1, None
     try:
         status = _run(arguments)

@@ -84,5 +84,4 @@ def _describe_fields(inspection: "Inspection") -> str:
     ]
     if not inspection.functions:
         lines.append("no function sees them")
-    # Names of fields may hold half a surrogate pair, which JSON has and UTF-8 has not.
-    return "\n".join(lines).encode(errors="backslashreplace").decode()
+    return "\n".join(lines)

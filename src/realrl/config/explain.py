@@ -89,6 +89,15 @@ def section_class(field: FieldInfo) -> type[Settings] | None:
     return None
 
 
+def find_settings(name: str, base: type[Settings] = Settings) -> type[Settings] | None:
+    """Find the settings class of a name; None where there is none."""
+    for cls in base.__subclasses__():
+        found = cls if cls.__name__ == name else find_settings(name, cls)
+        if found is not None:
+            return found
+    return None
+
+
 def explain(error: ValidationError, cls: type[Settings]) -> str:
     """Describe the first error to fix, and how many others there are.
 

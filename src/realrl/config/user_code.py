@@ -14,7 +14,10 @@ from types import ModuleType
 from typing import Any
 from zlib import crc32
 
+from pydantic import ValidationError
+
 from realrl.config.errors import DescriptionError, UserCodeError, UserError
+from realrl.config.explain import explain, find_settings
 from realrl.config.paths import local_path
 
 
@@ -77,7 +80,8 @@ class UserCode:
     ) -> Iterator[None]:
         """Turn errors that the user's code raises in the block into a UserCodeError that names its line.
 
-        A DescriptionError, which the package raises, becomes a UserError that names it instead.
+        A DescriptionError, which the package raises, and values that its settings do not have, become a UserError
+        that names the line instead.
         `verb` is what the code did, for example `raised`. Errors of the types `passing` are left as they are.
         `function` is what the block calls, where that may be defined in another file of the user's; `alone`: see
         UserCodeError.
@@ -88,13 +92,14 @@ class UserCode:
             yield
         except passing:
             raise
-        except DescriptionError as error:
-            theirs = _frames_in(files, traceback.extract_tb(error.__traceback__))
-            where = _format_place(theirs[-1]) if theirs else self.label
-            raise UserError(f"{where}: {error}") from None
         except BaseException as error:  # whatever the user's code does
             if _may_be_signal(error):
                 raise
+            mistake = _describe_mistake(error)
+            if mistake is not None:
+                theirs = _frames_in(files, traceback.extract_tb(error.__traceback__))
+                where = _format_place(theirs[-1]) if theirs else self.label
+                raise UserError(f"{where}: {mistake}") from None
             # The first frame is ours, and for an import so are some more.
             frames = traceback.extract_tb(error.__traceback__)
             theirs = _frames_in(files, frames)
@@ -134,6 +139,13 @@ def find_source(reference: str) -> Path | None:
     except (Exception, SystemExit):  # of the packages around it; who imports the module itself says so
         return None
     return Path(found.origin) if found is not None and found.has_location and found.origin else None
+
+
+def _describe_mistake(error: BaseException) -> str | None:
+    """Say what is wrong with what the user describes in terms of the package; None for any other error."""
+    if isinstance(error, ValidationError) and (cls := find_settings(error.title)) is not None:
+        return f"{error.title}: {explain(error, cls)}"
+    return str(error) if isinstance(error, DescriptionError) else None
 
 
 def _read_message(error: BaseException) -> str:

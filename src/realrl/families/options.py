@@ -1,12 +1,13 @@
 """Options in which the layers of decoders differ."""
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import PositiveFloat, ValidationError
+from pydantic import PositiveFloat
 
 from realrl.config.base import Settings
-from realrl.config.errors import DescriptionError
-from realrl.config.explain import explain
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+"""`gelu_tanh` is GELU's approximation by a tanh."""
 
 
 class LayerOptions(Settings):
@@ -30,8 +31,8 @@ class LayerOptions(Settings):
     """Whether the matrices of the feed-forward block have biases."""
     head_bias: bool = False
     """Whether the language-model head has a bias."""
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
-    """Activation of the feed-forward block; `gelu_tanh` is GELU's approximation by a tanh."""
+    activation: Activation = "silu"
+    """Activation of the feed-forward block."""
     gated: bool = True
     """Whether the activation of one matrix multiplies the output of another one; else there is one matrix."""
     learned_positions: bool = False
@@ -44,13 +45,3 @@ class LayerOptions(Settings):
     """Factor of what a block adds to the residual stream."""
     logit_scale: PositiveFloat = 1.0
     """Factor of the logits."""
-
-    def __init__(self, **options: Any) -> None:
-        """Raise DescriptionError for an option that there is not, or a value that it does not have."""
-        try:
-            super().__init__(**options)
-        except ValidationError as error:
-            raise DescriptionError(f"LayerOptions: {explain(error, LayerOptions)}") from None
-
-    # Those in a recipe are checked without it, and their mistakes told with those of other sections.
-    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]

@@ -1,55 +1,43 @@
 """Settings of `config.json`: a reader that leaves none unread, and those that most decoders have in common."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import isfinite
 from typing import Any, TypeVar
 
 from realrl.config.errors import UserError
 from realrl.config.explain import brief
 from realrl.config.words import join
-from realrl.families.options import LayerOptions
-from realrl.families.shape import OPTIONAL_SCALING_FIELDS, SCALING_FIELDS, ModelShape
+from realrl.families.options import Activation, LayerOptions
+from realrl.families.shape import MOST_LAYERS, OPTIONAL_SCALING_FIELDS, SCALING_FIELDS, ModelShape
 
 _T = TypeVar("_T")
 
-IRRELEVANT = frozenset(
-    {
-        # What a file is about, and how transformers runs it.
-        *("architectures", "model_type", "auto_map", "_name_or_path", "name_or_path", "transformers_version"),
-        *(
-            "dtype",
-            "torch_dtype",
-            "use_bfloat16",
-            "torchscript",
-            "tf_legacy_loss",
-            "tokenizer_class",
-            "prefix",
-        ),
-        *("_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "_commit_hash"),
-        *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward"),
-        *("gradient_checkpointing", "base_model_tp_plan", "base_model_pp_plan"),
-        # Special tokens, which sampling and tokenizers read.
-        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
-        # Classification, which has one label here, and its loss.
-        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
-        # Dropout, which is off here.
-        *(
-            "attention_dropout",
-            "hidden_dropout",
-            "attn_pdrop",
-            "embd_pdrop",
-            "resid_pdrop",
-            "residual_dropout",
-        ),
-        *("embedding_dropout", "classifier_dropout"),
-        # Settings of generation, which recipes have.
-        *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
-        *("diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty"),
-        *("length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids"),
-        *("num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id"),
-        *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty"),
-        *("suppress_tokens", "begin_suppress_tokens"),
-    }
+_FILE = (
+    "architectures model_type auto_map _name_or_path name_or_path transformers_version dtype torch_dtype"
+    " use_bfloat16 torchscript tf_legacy_loss tokenizer_class prefix _attn_implementation"
+    " _attn_implementation_autoset attn_implementation _commit_hash use_cache output_attentions"
+    " output_hidden_states return_dict chunk_size_feed_forward gradient_checkpointing base_model_tp_plan"
+    " base_model_pp_plan pretraining_tp is_llama_config transformers.js_config unsloth_fixed unsloth_version"
 )
+"""What a file is about, and how a program runs the model."""
+_TOKENS = "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id"
+"""Special tokens, which sampling and tokenizers read."""
+_CLASSES = "id2label label2id num_labels _num_labels problem_type finetuning_task task_specific_params"
+"""Classes, of which there is one here, and their loss."""
+_DROPOUT = (
+    "attention_dropout hidden_dropout attn_pdrop embd_pdrop resid_pdrop residual_dropout embedding_dropout"
+    " classifier_dropout attention_probs_dropout_prob hidden_dropout_prob"
+)
+"""Dropout, which is off here."""
+_GENERATION = (
+    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature"
+    " top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size"
+    " encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate"
+    " forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty"
+    " suppress_tokens begin_suppress_tokens"
+)
+"""Settings of generation, which recipes have."""
+IRRELEVANT = frozenset(" ".join((_FILE, _TOKENS, _CLASSES, _DROPOUT, _GENERATION)).split())
 """Settings that change nothing of what a forward pass computes."""
 
 FIXED = {
@@ -58,12 +46,13 @@ FIXED = {
     "add_cross_attention": False,
     "tie_encoder_decoder": False,
     "pruned_heads": {},
-    "pretraining_tp": 1,
     "use_bidirectional_attention": False,
+    "rope_interleaved": False,
+    "use_mrope": False,
 }
 """Settings of any model that models here have no other value for."""
 
-ACTIVATIONS = {
+ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -94,36 +83,44 @@ class ConfigReader:
         self._read.add(key)
         return self._config[key] is not None if key in self._config else default is not None
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """Read a whole number above 0; UserError where it is none, or absent without a default."""
+    def size(self, key: str, default: int | None = None, *, least: int = 1, most: int = 10**9) -> int:
+        """Read a whole number from `least` to `most`; UserError where it is none, or absent without a default."""
         value = self.read(key, default)
         if value is None:
-            raise UserError(f"{self.where}: {key} is missing")
-        if type(value) is not int or value < 1:
-            raise UserError(f"{self.where}: {key}={brief(value)} is not a whole number above 0")
+            raise self.fail(f"{key} is missing")
+        if type(value) is not int or value < least:
+            raise self.fail(f"{key}={brief(value)} is not a whole number above {least - 1}")
+        if value > most:
+            raise self.fail(f"{key}={brief(value)} must be at most {most}")
         return value
 
     def number(self, key: str, default: float) -> float:
-        """Read a number; UserError where it is none."""
+        """Read a number; UserError where it is none, or not finite."""
         value = self.read(key, default)
-        if type(value) not in (int, float):
-            raise UserError(f"{self.where}: {key}={brief(value)} is not a number")
+        if type(value) not in (int, float) or not _is_finite(value):
+            raise self.fail(f"{key}={brief(value)} is not a finite number")
         return float(value)
+
+    def positive(self, key: str, default: float) -> float:
+        """Read a number above 0, of which there is a reciprocal; UserError where it is none."""
+        value = self.number(key, default)
+        if value <= 0 or not _is_finite(1 / value):
+            raise self.fail(f"{key}={value:g} is not a number above 0")
+        return value
 
     def flag(self, key: str, default: bool) -> bool:
         """Read true or false; UserError where it is neither."""
         value = self.read(key, default)
         if not isinstance(value, bool):
-            raise UserError(f"{self.where}: {key}={brief(value)} is not true or false")
+            raise self.fail(f"{key}={brief(value)} is not true or false")
         return value
 
     def choice(self, key: str, meanings: Mapping[str, _T], default: str) -> _T:
         """Read one of several words, and return what it means; UserError where it is none of them."""
         value = self.read(key, default)
         if not isinstance(value, str) or value not in meanings:
-            raise UserError(
-                f"{self.where}: {key}={brief(value)} is not supported; it must be {join([*meanings], 'or')}"
-            )
+            accepted = join([*meanings], "or")
+            raise self.fail(f"{key}={brief(value)} is not supported; it must be {accepted}")
         return meanings[value]
 
     def fixed(self, settings: Mapping[str, Any]) -> None:
@@ -131,9 +128,7 @@ class ConfigReader:
         for key, wanted in settings.items():
             value = self.read(key, wanted)
             if value != wanted or type(value) is not type(wanted):
-                raise UserError(
-                    f"{self.where}: {key}={brief(value)} is not supported; it must be {brief(wanted)}"
-                )
+                raise self.fail(f"{key}={brief(value)} is not supported; it must be {brief(wanted)}")
 
     def skip(self, *keys: str) -> None:
         """Note settings that change nothing here as read."""
@@ -143,7 +138,7 @@ class ConfigReader:
         """Read a section of keys, empty where it is absent; UserError where it is no section."""
         value = self.read(key, {})
         if not isinstance(value, Mapping):
-            raise UserError(f"{self.where}: {key}={brief(value)} is not a section of keys")
+            raise self.fail(f"{key}={brief(value)} is not a section of keys")
         return ConfigReader(value, f"{self.where}: {key}")
 
     def fail(self, problem: str) -> UserError:
@@ -163,12 +158,22 @@ class ConfigReader:
                 "quantization_config is not supported; give a model whose weights are not quantised"
             )
         for key in self.unread(irrelevant):
-            raise self.fail(f"{key}={brief(self._config[key])} is not known, and may change the model")
+            raise self.fail(
+                f"{key}={brief(self._config[key])} is not known, and may change the model; if it does not, remove"
+                " it from the file"
+            )
 
     def unread(self, irrelevant: Iterable[str] = ()) -> list[str]:
         """List the settings that nobody has read, and that are not known to be irrelevant."""
         known = self._read | IRRELEVANT | {*FIXED, *irrelevant}
         return [key for key in self.keys if key not in known]
+
+
+def _is_finite(value: int | float) -> bool:
+    try:
+        return isfinite(value)
+    except OverflowError:  # of a whole number that no float can hold
+        return False
 
 
 def read_sizes(config: ConfigReader, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -180,13 +185,19 @@ def read_sizes(config: ConfigReader, defaults: Mapping[str, Any] | None = None) 
     """
     given = dict(defaults or {})
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    head_dim = config.read("head_dim", given.get("head_dim"))
-    head_dim = hidden // heads if head_dim is None else config.size("head_dim", head_dim)
+    if config.has("head_dim", given.get("head_dim")):
+        head_dim = config.size("head_dim", given.get("head_dim"))
+    elif hidden < heads:
+        raise config.fail(
+            f"hidden_size={hidden} is below num_attention_heads={heads}, and head_dim is missing"
+        )
+    else:
+        head_dim = hidden // heads
     fields = {
         "vocab_size": config.size("vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": config.size("intermediate_size"),
-        "layers": config.size("num_hidden_layers"),
+        "layers": config.size("num_hidden_layers", most=MOST_LAYERS),
         "heads": heads,
         "kv_heads": config.size("num_key_value_heads", given.get("num_key_value_heads") or heads),
         "head_dim": head_dim,
@@ -223,8 +234,11 @@ WINDOWED, FULL = "sliding_attention", "full_attention"
 def read_windows(
     config: ConfigReader, layers: int, usual: Callable[[int], bool], default: int | None
 ) -> dict[str, Any]:
-    """Read the window, and which layers have it: by `layer_types` where that is given, else as is `usual` of a
-    layer number. `default`: the window of the family's configuration class, where a file names none."""
+    """Read the window, and which layers have it: those of `layer_types`, or else those for which `usual` is true.
+
+    `default`: the window of the family's configuration class, where a file names none. UserError for a
+    `layer_types` that does not suit.
+    """
     window = config.size("sliding_window", default) if config.has("sliding_window", default) else None
     kinds = config.read("layer_types")
     if kinds is None:
@@ -253,8 +267,10 @@ def write_windows(shape: ModelShape) -> dict[str, Any]:
 
 
 def read_rope(config: ConfigReader, head_dim: int, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the rotary settings, those of transformers 5 (`rope_parameters`) and of before; UserError for what is
-    missing or not supported."""
+    """Read the rotary settings, as transformers 5 has them (`rope_parameters`), or as it had them before.
+
+    UserError for what is missing or not supported.
+    """
     older, rope = config.section("rope_scaling"), config.section("rope_parameters")
     if older.keys:  # as in transformers, which takes the other one only where there is none
         rope = older
@@ -269,22 +285,23 @@ def read_rope(config: ConfigReader, head_dim: int, defaults: Mapping[str, Any]) 
         raise config.fail(f"partial_rotary_factor={share:g} is not supported; it must be 1")
     rotated = int(head_dim * share)
     fields: dict[str, Any] = {"rope_theta": theta, "rotary_dim": None if rotated == head_dim else rotated}
-    word = rope.read("rope_type", rope.read("type", "default"))
+    kind = rope.choice("rope_type" if rope.has("rope_type") else "type", _SCALINGS, "default")
     rope.skip("type")
-    kind = {"su": "longrope"}.get(word, word)
     fields["rope_scaling"] = None if kind == "default" else _read_scaling(config, rope, kind)
     rope.check_all_read()
     return fields
 
 
+_SCALINGS = {"default": "default", **{kind: kind for kind in SCALING_FIELDS}, "su": "longrope"}
+"""Kinds of rotary embeddings by their names in files."""
+
+
 def _read_scaling(config: ConfigReader, rope: ConfigReader, kind: str) -> dict[str, Any]:
     """Read the scaling of a kind."""
-    if kind not in SCALING_FIELDS:
-        supported = join(["default", *SCALING_FIELDS])
-        raise config.fail(f"rope_type {brief(kind)} is not supported; supported are: {supported}")
     fields: dict[str, Any] = {"kind": kind}
     original, longest = (
-        config.read(key) for key in ("original_max_position_embeddings", "max_position_embeddings")
+        config.size(key) if config.has(key) else None
+        for key in ("original_max_position_embeddings", "max_position_embeddings")
     )
     # As transformers does, for Phi-3 and others that leave it out.
     factor = rope.read("factor", longest / original if original and longest else None)

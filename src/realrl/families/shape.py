@@ -15,7 +15,8 @@ Head = Literal["lm", "scalar"]
 Size = Annotated[int, Field(gt=0, le=10**9)]
 """A width; a thousand times what there is."""
 
-Count = Annotated[int, Field(gt=0, le=10**4)]
+MOST_LAYERS = 10**4
+Count = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
 """Of layers and of heads, which are gone through one by one; some ten times what there is."""
 
 Index = Annotated[int, Field(ge=0)]

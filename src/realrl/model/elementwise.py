@@ -1,12 +1,12 @@
 """Norms and activations of the transformer, with gradients that save memory traffic."""
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from realrl.families.options import Activation
 from realrl.model.autograd import apply_function
 from realrl.model.cpu import elementwise as cpu
 from realrl.model.cpu.rows import count_claims
@@ -128,48 +128,35 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return apply_function(function, gate_up)
 
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+_NUMBERS = {"silu": cpu.SILU, "gelu": cpu.GELU, "gelu_tanh": cpu.GELU_TANH}
 
 
 class _Activation(Function):
-    """Activation of all columns, or of the first half of them, times the second half; keeps its input alone."""
+    """Activation on a CPU, by a kernel of our own.
+
+    torch's vectors, and what is left over beside them, differ in their last bits, so that a row would depend on its
+    place among others.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: Activation, gated: bool) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.activation, ctx.gated = activation, gated
-        if not gated:
-            return _activate(x, activation)
-        gate, up = x.chunk(2, 1)
-        return _activate(gate, activation).mul_(up)
+        ctx.number = _NUMBERS[activation]
+        out = x.new_empty(len(x), x.shape[1] // (1 + gated))
+        cpu.activate_forward(len(x), _as_rows(x), ctx.number, out)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        if not ctx.gated:
-            return _differentiate(grad, x, ctx.activation), None, None
-        gate, up = x.chunk(2, 1)
         out = torch.empty_like(x)
-        grad_gate, grad_up = out.chunk(2, 1)
-        torch.mul(grad, _activate(gate, ctx.activation), out=grad_up)
-        grad_gate.copy_(_differentiate(grad * up, gate, ctx.activation))
+        cpu.activate_backward(len(x), _as_rows(x), ctx.number, _as_rows(grad), out)
         return out, None, None
-
-
-def _activate(x: Tensor, activation: Activation) -> Tensor:
-    if activation == "silu":
-        return F.silu(x)
-    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
-
-
-def _differentiate(grad: Tensor, x: Tensor, activation: Activation) -> Tensor:
-    if activation == "silu":
-        return torch.ops.aten.silu_backward(grad, x)
-    return torch.ops.aten.gelu_backward(grad, x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def activate(x: Tensor, activation: Activation, *, gated: bool) -> Tensor:
     """Compute activation(gate) * up, with gate first in x [N, 2 I], or activation(x) of x [N, I]. -> [N, I]"""
     if gated and activation == "silu":
         return swiglu(x)
-    return apply_function(_Activation, x, activation, gated)
+    function = load_kernels().Activate if on_gpu(x) else _Activation
+    return apply_function(function, x, activation, gated)

@@ -107,11 +107,12 @@ class Layer(nn.Module):
         self.attention_norm_bias = parameter("attention_norm_bias")
         self.qkv = require("qkv")
         self.qkv_bias = parameter("qkv_bias")
-        device = self.qkv.device
-        self._query_shares = torch.ones(self._heads, device=device)
-        self._key_shares = torch.tensor([1 / count for count in shard.key_holders], device=device)
         self.q_norm = parameter("q_norm")
         self.k_norm = parameter("k_norm")
+        if self._norms_all:
+            device = self.qkv.device
+            self._query_shares = torch.ones(self._heads, device=device)
+            self._key_shares = torch.tensor([1 / count for count in shard.key_holders], device=device)
         self.out = require("out")
         self.out_bias = parameter("out_bias")
         self.attention_post_norm = parameter("attention_post_norm")

@@ -52,8 +52,6 @@ class Transformer(nn.Module):
         self._multiply = partial(linear, products=products)
         options = find_layer_options(shape)
         self._norm = Norm(shape)
-        root = options.embedding_scale == "root"
-        self._embedding_scale = shape.hidden_size**0.5 if root else float(options.embedding_scale)
         self._logit_scale = options.logit_scale
         self.sources: dict[str, tuple[str, ...]] = {}
         tensors: defaultdict[tuple[int | None, Parameter], list[str]] = defaultdict(list)
@@ -70,6 +68,11 @@ class Transformer(nn.Module):
             return nn.Parameter(weights(*names))
 
         self.embedding = parameter(None, "embedding")
+        self._embedding_scale = 1.0
+        if self.embedding is not None:
+            scale = shape.hidden_size**0.5 if options.embedding_scale == "root" else options.embedding_scale
+            # As the original code has it, in the type of the embeddings.
+            self._embedding_scale = torch.tensor(scale, dtype=self.embedding.dtype, device="cpu").item()
         self.positions = parameter(None, "positions")
         self.layers = nn.ModuleList(Layer(shard, partial(parameter, i)) for i in shard.layers)
         self.norm = parameter(None, "norm")
@@ -195,7 +198,7 @@ class Transformer(nn.Module):
         if self.shard.first:
             x = tp.reduce_from_region(self._embed(x))
             if self._embedding_scale != 1:
-                x = x * torch.tensor(self._embedding_scale, dtype=x.dtype).item()
+                x = x * self._embedding_scale
             if self.positions is not None:
                 x = x + embed(tp.own_rows(positions), self.positions)
         found = [None if rotation is None else rotation.tables(positions) for rotation in self.rotations]

@@ -86,13 +86,13 @@ CONFIGS: list[tuple[dict[str, Any] | str, str]] = [
     ({"hidden_size": -32}, "hidden_size=-32 is not a whole number above 0"),
     ({"intermediate_size": 1.5}, "intermediate_size=1.5 is not a whole number above 0"),
     ({"num_hidden_layers": True}, "num_hidden_layers=true is not a whole number above 0"),
-    ({"num_hidden_layers": 10**9}, "layers: 1000000000 must be at most 10000"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be at most 10000"),
     ({"num_attention_heads": 3, "head_dim": 8}, "heads=3 is not a multiple of kv_heads=2"),
     ({"num_key_value_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
     ({"num_key_value_heads": "2"}, "num_key_value_heads='2' is not a whole number above 0"),
     ({"head_dim": 7}, "head_dim=7 is odd; rotary embeddings need an even one"),
     ({"head_dim": 8.0}, "head_dim=8.0 is not a whole number above 0"),
-    ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5' is not a number"),
+    ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5' is not a finite number"),
     ({"rms_norm_eps": 0}, "norm_eps: 0.0 must be above 0"),
     ({"initializer_range": -1}, "init_std: -1.0 must be above 0"),
     ({"max_position_embeddings": 0}, "max_position_embeddings=0 is not a whole number above 0"),
@@ -100,9 +100,9 @@ CONFIGS: list[tuple[dict[str, Any] | str, str]] = [
     ({"hidden_act": "relu"}, "hidden_act='relu' is not supported; it must be silu, swish, gelu,"),
     ({"attention_bias": 1}, "attention_bias=1 is not true or false"),
     ({"rope_scaling": "linear"}, "rope_scaling='linear' is not a section of keys"),
-    ({"rope_scaling": {"rope_type": "spiral"}}, "rope_type 'spiral' is not supported; supported are:"),
+    ({"rope_scaling": {"rope_type": "spiral"}}, "rope_type='spiral' is not supported; it must be default,"),
     ({"rope_scaling": {"rope_type": "llama3"}}, "factor is missing from the llama3 rotary settings"),
-    ({"rope_theta": "high"}, "rope_theta='high' is not a number"),
+    ({"rope_theta": "high"}, "rope_theta='high' is not a finite number"),
     (
         {
             "rope_scaling": {

@@ -18,11 +18,9 @@ def print_models(
     from realrl.families.published import SHAPES
     from realrl.families.registry import find_family, list_families, model_tensors
 
-    names = list_families() if family is None else (family,)
+    families = {name: find_family(name) for name in (list_families() if family is None else (family,))}
     found = {
-        name: {size: shape for size, shape in SHAPES.items() if shape.family == name}
-        for name in names
-        if find_family(name)
+        name: {size: shape for size, shape in SHAPES.items() if shape.family == name} for name in families
     }
     parameters = {
         size: sum(spec.numel for spec in model_tensors(shape, "lm"))
@@ -47,5 +45,5 @@ def print_models(
         table.add_column(heading, overflow="fold")
     for name, sizes in found.items():
         listed = ", ".join(f"{size} ({format_count(parameters[size])})" for size in sizes)
-        table.add_row(name, find_family(name).architectures["lm"], listed or "-")
+        table.add_row(name, families[name].architectures["lm"], listed or "-")
     Console().print(table)

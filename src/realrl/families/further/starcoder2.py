@@ -24,7 +24,12 @@ USUAL = LayerOptions(
 )
 
 
+FIXED = {"mlp_type": "default", "norm_type": "layer_norm", "scale_attn_weights": True}
+"""Settings of published files that models here have no other value for."""
+
+
 def _read(config: ConfigReader) -> dict[str, Any]:
+    config.fixed(FIXED)
     bias = config.flag("use_bias", True)
     activation = config.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh")
     changes = {"qkv_bias": bias, "out_bias": bias, "mlp_bias": bias, "activation": activation}
@@ -52,4 +57,8 @@ FAMILY = Family(
     write_config=_write,
     layer=USUAL,
     tensors=named_decoder(NAMES),
+    untouched=(
+        *("activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon"),
+        "scale_attention_softmax_in_fp32",
+    ),
 )

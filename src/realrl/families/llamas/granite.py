@@ -19,16 +19,16 @@ from realrl.families.shape import ModelShape
 def _read(config: ConfigReader) -> dict[str, Any]:
     bias = config.flag("attention_bias", False)
     sizes = read_sizes(config)
-    scale = config.number("attention_multiplier", 1.0)
+    scale = config.positive("attention_multiplier", 1.0)
     options = LayerOptions(
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=config.flag("mlp_bias", False),
         activation=config.choice("hidden_act", ACTIVATIONS, "silu"),
-        embedding_scale=config.number("embedding_multiplier", 1.0),
-        residual_scale=config.number("residual_multiplier", 1.0),
+        embedding_scale=config.positive("embedding_multiplier", 1.0),
+        residual_scale=config.positive("residual_multiplier", 1.0),
         attention_scale=None if scale == sizes["head_dim"] ** -0.5 else scale,
-        logit_scale=1 / config.number("logits_scaling", 1.0),
+        logit_scale=1 / config.positive("logits_scaling", 1.0),
     )
     return {**sizes, "layer": options}
 

@@ -27,7 +27,6 @@ def _write(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
         "attention_bias": options.qkv_bias,
         "mlp_bias": options.mlp_bias,
         "hidden_act": write_activation(options),
-        "pretraining_tp": 1,
     }
 
 

@@ -13,7 +13,6 @@ from realrl.families.settings import (
     read_windows,
     write_activation,
     write_sizes,
-    write_windows,
 )
 from realrl.families.shape import ModelShape
 
@@ -28,8 +27,7 @@ def _read(config: ConfigReader) -> dict[str, Any]:
 
 
 def _write(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
-    window = write_windows(shape)["sliding_window"]
-    return {**write_sizes(shape), "sliding_window": window, "hidden_act": write_activation(options)}
+    return {**write_sizes(shape), "sliding_window": shape.window, "hidden_act": write_activation(options)}
 
 
 FAMILY = Family(

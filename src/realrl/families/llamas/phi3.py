@@ -18,12 +18,20 @@ from realrl.families.shape import ModelShape
 
 DEFAULTS = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}
 """Values of Phi3Config for settings that a file may leave out, where they are not the usual ones."""
+FIXED = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "lm_head_bias": False,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+}
+"""Settings of published files that models here have no other value for."""
 NAMES = Names(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
 
 
 def _read(config: ConfigReader) -> dict[str, Any]:
     options = LayerOptions(activation=config.choice("hidden_act", ACTIVATIONS, "silu"))
-    config.fixed({"attention_bias": False})
+    config.fixed(FIXED)
     config.skip("original_max_position_embeddings")  # which the scaling of frequencies reads
     sizes = read_sizes(config, DEFAULTS)
     return {**sizes, **read_windows(config, sizes["layers"], lambda _: True, None), "layer": options}

@@ -24,7 +24,7 @@ DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 def read_optional_windows(config: ConfigReader, layers: int) -> dict[str, Any]:
     """Read windows that a switch turns on, from a number of layers on where `layer_types` does not name them."""
     on = config.flag("use_sliding_window", False)
-    first = config.read("max_window_layers", 28)
+    first = config.size("max_window_layers", 28, least=0)
     if on:
         return read_windows(config, layers, lambda layer: layer >= first, 4096)
     config.skip("sliding_window")

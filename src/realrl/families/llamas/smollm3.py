@@ -72,5 +72,5 @@ FAMILY = Family(
     read_config=_read,
     write_config=_write,
     tensors=decoder_tensors,
-    untouched=("no_rope_layer_interval", "sliding_window", "layer_types"),
+    untouched=("no_rope_layer_interval", "sliding_window", "layer_types", "max_window_layers"),
 )

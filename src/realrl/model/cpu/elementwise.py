@@ -2,7 +2,14 @@
 
 import numpy as np
 
-from realrl.model.cpu.arithmetic import sigmoid
+from realrl.model.cpu.arithmetic import (
+    gelu_slope,
+    gelu_tanh_slope,
+    normal_cdf,
+    sigmoid,
+    silu_slope,
+    tanh_share,
+)
 from realrl.model.cpu.rows import Work, claim, number, number_of_claim, row, row_kernel
 
 ONE = np.float32(1.0)
@@ -97,6 +104,72 @@ def swiglu_backward(work: Work) -> None:
                 share = sigmoid(gate[j])
                 grad_up[j] = grad[j] * gate[j] * share
                 grad_gate[j] = grad[j] * up[j] * share * (ONE + gate[j] * (ONE - share))
+        first, last = claim(work)
+
+
+SILU, GELU, GELU_TANH = range(3)
+"""Activations by their numbers in kernels."""
+
+
+@row_kernel(outputs=1)
+def activate_forward(work: Work) -> None:
+    """Compute an activation: x [N, I], its number -> out [N, I].
+
+    Of x [N, 2 I], that of the first half of each row times the second half.
+    """
+    kind = int(number(work, 1))
+    first, last = claim(work)
+    while first < last:
+        for i in range(first, last):
+            x, out = row(work, 0, i), row(work, 2, i)
+            width = len(out)
+            if kind == SILU:
+                for j in range(width):
+                    out[j] = x[j] * sigmoid(x[j])
+            elif kind == GELU:
+                for j in range(width):
+                    out[j] = x[j] * normal_cdf(x[j])
+            else:
+                for j in range(width):
+                    out[j] = x[j] * tanh_share(x[j])
+            if len(x) > width:
+                up = x[width:]
+                for j in range(width):
+                    out[j] *= up[j]
+        first, last = claim(work)
+
+
+@row_kernel(outputs=1)
+def activate_backward(work: Work) -> None:
+    """Differentiate `activate_forward`: x [N, I] or [N, 2 I], the number, grad [N, I] -> grad_x, as wide as x."""
+    kind = int(number(work, 1))
+    first, last = claim(work)
+    while first < last:
+        for i in range(first, last):
+            x, grad, out = row(work, 0, i), row(work, 2, i), row(work, 3, i)
+            width = len(grad)
+            if kind == SILU:
+                for j in range(width):
+                    out[j] = grad[j] * silu_slope(x[j])
+            elif kind == GELU:
+                for j in range(width):
+                    out[j] = grad[j] * gelu_slope(x[j])
+            else:
+                for j in range(width):
+                    out[j] = grad[j] * gelu_tanh_slope(x[j])
+            if len(x) > width:
+                up, grad_up = x[width:], out[width:]
+                for j in range(width):
+                    out[j] *= up[j]
+                if kind == SILU:
+                    for j in range(width):
+                        grad_up[j] = grad[j] * x[j] * sigmoid(x[j])
+                elif kind == GELU:
+                    for j in range(width):
+                        grad_up[j] = grad[j] * x[j] * normal_cdf(x[j])
+                else:
+                    for j in range(width):
+                        grad_up[j] = grad[j] * x[j] * tanh_share(x[j])
         first, last = claim(work)
 
 

@@ -1,5 +1,6 @@
 """Functions that run Triton kernels, for `path.load_kernels`."""
 
+from realrl.model.gpu.activation import Activate as Activate
 from realrl.model.gpu.norm import AddRMSNorm as AddRMSNorm
 from realrl.model.gpu.norm import RMSNorm as RMSNorm
 from realrl.model.gpu.rotary import RotateHeads as RotateHeads

@@ -114,9 +114,10 @@ class LayerMemory:
         s = self.stream
         hidden = self.hidden
         inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
-        # Gates but that of SwiGLU are differentiated one operation after the other.
+        # On a GPU, gates but that of SwiGLU are differentiated one operation after the other.
         options = self.sizes.options
-        between = 2 * inner if options.gated and options.activation != "silu" else 0
+        apart = options.gated and options.activation != "silu" and not self.cpu
+        between = 2 * inner if apart else 0
         gathered = hidden if self.strategy.sequence_parallel else 0
         copied = hidden if self.cpu else 0  # oneDNN copies an operand of the matmul for the weight gradient
 
