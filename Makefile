@@ -58,6 +58,7 @@ bench: $(STAMP)  ## the measurements that need no CUDA device
 	$(BIN)/python bench/search.py
 	$(BIN)/python bench/reference_table.py
 	$(BIN)/python bench/messages.py
+	$(BIN)/python bench/shards.py
 	$(BIN)/python bench/reality.py
 
 venv: $(STAMP)

@@ -25,7 +25,7 @@ from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
-from realrl.model.ops import Products
+from realrl.model.arithmetic.ops import Products
 from realrl.model.packing import Packing
 from realrl.recipe.model import OptimizerConfig
 from realrl.recipe.settings import GenerationConfig

@@ -11,8 +11,8 @@ A round of all sizes of PPO takes about 35 minutes, and profiles the machine ane
 rounds. GRPO, ReMax and DPO run under fewer plans. Everything goes to a directory of its own; with `--keep` it
 stays, and what is there already is not measured again. Answers have one length, so that all runs do the same work.
 
-    python bench/reality.py [--json FILE] [--steps 5] [--sizes small medium large] [--rounds 1] [--turns 7]
-        [--algorithms ppo grpo remax dpo] [--keep DIR]
+    python bench/reality.py [--json FILE] [--steps 5] [--sizes small medium large windows] [--rounds 1] [--turns 7]
+        [--algorithms ppo grpo remax dpo] [--plans NAME ...] [--keep DIR]
 """
 
 import argparse
@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -44,13 +44,22 @@ from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 
 CLUSTER = Cluster(1, 2)
-VOCABULARY, PROMPT, ANSWER, BUDGET = 2048, 24, 40, 2048
-SIZES = {
+VOCABULARY, BUDGET = 2048, 2048
+SIZES: dict[str, dict[str, Any]] = {
     "small": {"hidden_size": 128, "intermediate_size": 384, "layers": 4, "heads": 4, "kv_heads": 4},
     "medium": {"hidden_size": 256, "intermediate_size": 768, "layers": 4, "heads": 8, "kv_heads": 4},
     "large": {"hidden_size": 384, "intermediate_size": 1024, "layers": 6, "heads": 6, "kv_heads": 6},
+    "windows": {
+        "family": "gemma2",
+        **{"hidden_size": 128, "intermediate_size": 384, "layers": 4, "heads": 4, "kv_heads": 2},
+        **{"window": 32, "windowed_layers": [0, 2]},
+    },
 }
-"""Actor and reference; critic and reward model have half the layers."""
+"""Actor and reference; critic and reward model have half the layers. `windows` is a small Gemma 2, half of whose
+layers see an eighth of the longest sequences."""
+LENGTHS = {"windows": (32, 224)}
+"""Tokens of prompts and of answers, where they are not the usual ones."""
+USUAL_LENGTHS = 24, 40
 
 
 def place(mesh: str, dp: int = 1, tp: int = 1, pp: int = 1, **options: Any) -> Placement:
@@ -168,20 +177,28 @@ class World:
     def __init__(self, root: Path, steps: int) -> None:
         self.root, self.steps = root, steps
         words = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in ("", "n", "r", "st")]
-        texts = [" ".join(words[(i * 7 + k * k * 3) % len(words)] for k in range(60)) for i in range(400)]
-        train_bpe(texts, VOCABULARY).save_pretrained(str(root / "tokenizer"))
-        with (root / "records.jsonl").open("w", encoding="utf-8") as file:
-            # Nearly every word is a token.
-            for i, text in enumerate(texts):
+        longest = max(map(sum, [USUAL_LENGTHS, *LENGTHS.values()]))
+        self._texts = [
+            " ".join(words[(i * 7 + k * k * 3) % len(words)] for k in range(longest)) for i in range(400)
+        ]
+        train_bpe([text[:400] for text in self._texts], VOCABULARY).save_pretrained(str(root / "tokenizer"))
+
+    def records(self, prompt: int, answer: int) -> Path:
+        """Records of prompts and pairs of answers of so many tokens at most; nearly every word is a token."""
+        path = self.root / f"records-{prompt}-{answer}.jsonl"
+        with path.open("w", encoding="utf-8") as file:
+            for i, text in enumerate(self._texts):
                 words = text.split()
-                count = PROMPT - 8 + i % 8
-                answers = [" ".join(words[at : at + ANSWER - 4]) for at in (count, count - 4)]
+                count = prompt - 8 + i % 8
+                answers = [" ".join(words[at : at + answer - 4]) for at in (count, count - 4)]
                 record = {"prompt": " ".join(words[:count]), "chosen": answers[0], "rejected": answers[1]}
                 file.write(json.dumps(record) + "\n")
+        return path
 
     def recipe(self, case: str) -> Path:
         """A recipe for models of one size."""
         algorithm, size = parse_case(case)
+        prompt, answer = LENGTHS.get(size, USUAL_LENGTHS)
         actor = {
             "vocab_size": VOCABULARY,
             "head_dim": SIZES[size]["hidden_size"] // SIZES[size]["heads"],
@@ -189,6 +206,8 @@ class World:
             **SIZES[size],
         }
         critic = {**actor, "layers": SIZES[size]["layers"] // 2}
+        if "windowed_layers" in actor:
+            critic["windowed_layers"] = [n for n in actor["windowed_layers"] if n < critic["layers"]]
         tokenizer = str(self.root / "tokenizer")
         recipe = {
             "algorithm": algorithm,
@@ -202,15 +221,15 @@ class World:
             "training": {"steps": self.steps + 1},
             **SETTINGS[algorithm],
             "data": {
-                "train": str(self.root / "records.jsonl"),
-                "max_prompt_tokens": PROMPT,
-                "max_tokens": PROMPT + ANSWER,
+                "train": str(self.records(prompt, answer)),
+                "max_prompt_tokens": prompt,
+                "max_tokens": prompt + answer,
                 **SETTINGS[algorithm]["data"],
             },
         }
         if algorithm != "dpo":
             recipe["models"]["reward"] = {"shape": critic, "tokenizer": tokenizer}
-            recipe["generation"] = {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER}
+            recipe["generation"] = {"max_new_tokens": answer, "min_new_tokens": answer}
         path = self.root / f"{name_files(case)}.yaml"
         path.write_text(yaml.safe_dump(recipe, sort_keys=False))
         return path
@@ -286,12 +305,15 @@ def realrl(*arguments: object) -> None:
         sys.exit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
 
 
-def rounds_of(world: World, case: str, rounds: int, turns: int) -> tuple[list[Row], float]:
+def rounds_of(
+    world: World, case: str, rounds: int, turns: int, only: Sequence[str] | None
+) -> tuple[list[Row], float]:
     """A row per plan, and what the searched plan takes over the fastest one. What is there already counts, even if
-    it is more than is asked for."""
+    it is more than is asked for. `only`: the plans beside the searched one; None for all."""
     found: list[Row] = []
     profile = world.profile(case, "0")
-    plans = {**make_plans(parse_case(case)[0], world.graph(case)), SEARCHED: world.search(case, profile)}
+    plans = make_plans(parse_case(case)[0], world.graph(case))
+    plans = {name: plans[name] for name in only or plans} | {SEARCHED: world.search(case, profile)}
     before = {row.turn for row in world.rows(case)}
     for i in range(max(rounds, sum(turn.isdecimal() for turn in before))):
         profile = world.profile(case, str(i))
@@ -358,7 +380,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--turns", type=int, default=7, help="of the searched plan and the fastest ones")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["small", "medium", "large"])
+    parser.add_argument("--plans", nargs="+", help="some of the plans alone, beside the searched one")
     parser.add_argument("--algorithms", nargs="+", choices=SETTINGS, default=["ppo"])
     parser.add_argument("--keep", type=Path, help="work in this directory, and leave everything there")
     arguments = parser.parse_args()
@@ -375,7 +398,7 @@ def main() -> None:
             for size in arguments.sizes
         ]
         for case in cases:
-            rows, ratios[case] = rounds_of(world, case, arguments.rounds, arguments.turns)
+            rows, ratios[case] = rounds_of(world, case, arguments.rounds, arguments.turns, arguments.plans)
             found += rows
     figures = summary(found, ratios)
     print(json.dumps(figures, indent=1))

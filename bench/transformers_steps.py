@@ -49,7 +49,7 @@ from realrl.engine.generation.sampling import SamplingNoise, SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
-from realrl.model.ops import Products
+from realrl.model.arithmetic.ops import Products
 from realrl.recipe.model import OptimizerConfig
 from realrl.recipe.settings import GenerationConfig
 

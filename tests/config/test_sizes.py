@@ -74,7 +74,7 @@ def test_a_shape_may_be_a_config_file_or_a_directory_with_one(name: str, tmp_pat
         (
             "config.json",
             '{"model_type": "bert"}',
-            "'bert' is not supported; supported are: gemma, glm4, gpt2",
+            "'bert' is not supported; supported are: gemma, gemma2, gemma3_text",
         ),
         (".", '{"model_type": "llama"}', "config.json: hidden_size is missing"),
     ],

@@ -30,7 +30,9 @@ from realrl.runtime.processes.process import Process, wait_to_be_scheduled
 from tests.model.small_models import make_theirs, random_rows
 
 CPU = torch.device("cpu")
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo3")
+WINDOWED = ("gemma2", "gemma3_text", "olmo3")
+"""Families whose first and last layers see a few tokens only, fewer than most sequences have."""
 PLACEMENTS = {
     "one rank": Placement(Mesh(0, 1), Strategy(1)),
     "tensor": Placement(Mesh(0, 2), Strategy(1, 2)),
@@ -58,7 +60,10 @@ def shape_of(family: str) -> ModelShape:
         heads=6,
         kv_heads=3,
         head_dim=6,
-        tied_embeddings=family == "qwen2",
+        tied_embeddings=family in ("qwen2", "gemma2", "gemma3_text"),
+        window=7 if family in WINDOWED else None,
+        windowed_layers=(0, 2) if family in WINDOWED else (),
+        windowed_rope_theta=100.0 if family == "gemma3_text" else None,
     )
 
 

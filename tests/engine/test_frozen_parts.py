@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -20,6 +21,7 @@ from realrl.data.partition import assign
 from realrl.engine.model import Model
 from realrl.engine.parallel_groups import select_groups
 from realrl.engine.training.trainer import Trainer
+from realrl.families.adapters import ADAPTERS, LowRank
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
 from realrl.layout import limits
@@ -45,18 +47,32 @@ SHAPE = ModelShape(
     init_std=0.2,
 )
 TIED = SHAPE.model_copy(update={"tied_embeddings": True})
+
+
+def adapted(shape: ModelShape, lora: LowRank) -> ModelShape:
+    return shape.model_copy(update={"lora": lora})
+
+
 CASES = {
     "last layer": (SHAPE, TrainablePart(last_layers=1)),
     "last layer below a tied head": (TIED, TrainablePart(last_layers=1)),
     "norm and head": (SHAPE, TrainablePart(last_layers=0)),
     "frozen embeddings": (SHAPE, TrainablePart(freeze_embeddings=True)),
     "frozen embeddings that are the head": (TIED, TrainablePart(freeze_embeddings=True)),
+    "adapters": (adapted(TIED, LowRank(rank=3, alpha=6.0)), TrainablePart(adapters=True)),
+    "adapters of some matrices, norms apart": (
+        adapted(
+            SHAPE, LowRank(rank=2, targets=("k_proj", "v_proj", "o_proj", "up_proj", "down_proj"), dora=True)
+        ),
+        TrainablePart(adapters=True),
+    ),
 }
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, grad_clip=0.5, eps=1e-4)
 STEPS, ITEMS = 2, 8
 STRATEGIES = {
     1: ["1 1 1", "1 1 1 r"],
     2: ["2 1 1", "1 2 1", "1 2 1 s", "1 2 1 sr", "1 1 2", "1 1 2 r"],
+    3: ["1 3 1 s"],
 }
 
 
@@ -81,15 +97,22 @@ def batch() -> Batch:
     return Batch(tuple(range(ITEMS)), {"tokens": rows, "loss_mask": Ragged(mask, rows.lengths)})
 
 
+@cache
 def fresh(shape: ModelShape) -> dict[str, Tensor]:
-    """Weights that every test starts from."""
+    """Weights that every test starts from; those of adapters are not what they usually begin with, 0 or norms."""
     tensors = {spec.name: torch.empty(spec.shape) for spec in model_tensors(shape, "lm")}
     initialise(tensors, model_tensors(shape, "lm"), shape, 1)
+    generator = torch.Generator().manual_seed(2)
+    for spec in model_tensors(shape, "lm"):
+        if spec.parameter in ADAPTERS:
+            tensors[spec.name].normal_(std=0.3, generator=generator)
     return tensors
 
 
 def updated(part: TrainablePart, shape: ModelShape) -> set[str]:
     """Names of tensors that are trained, said once more."""
+    if part.adapters:
+        return {name for name in fresh(shape) if "lora_" in name}
     if part.freeze_embeddings:
         return {name for name in fresh(shape) if "embed_tokens" not in name}
     kept = [f"layers.{shape.layers - 1}."] * bool(part.last_layers)
@@ -107,10 +130,21 @@ def reference(case: str) -> tuple[dict[str, Tensor], tuple[float, ...]]:
             head_dim=shape.head_dim, rms_norm_eps=shape.norm_eps, tie_word_embeddings=shape.tied_embeddings,
         )
     )  # fmt: skip
-    model.load_state_dict(fresh(shape), strict=False)
+    if shape.lora is not None:
+        names = sorted({name.split(".")[-3] for name in fresh(shape) if "lora_A" in name})
+        model = get_peft_model(
+            model,
+            LoraConfig(
+                r=shape.lora.rank, lora_alpha=shape.lora.alpha, target_modules=names, use_dora=shape.lora.dora
+            ),
+        )
+    parameters = {name_in_files(name): parameter for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for name, values in fresh(shape).items():
+            parameters[name].copy_(values)
     model.tie_weights()
-    trained = {name: p for name, p in model.named_parameters() if name in updated(part, shape)}
-    for name, parameter in model.named_parameters():
+    trained = {name: p for name, p in parameters.items() if name in updated(part, shape)}
+    for name, parameter in parameters.items():
         parameter.requires_grad_(name in trained)
     groups = [
         {"params": [p for p in trained.values() if p.dim() > 1], "weight_decay": OPTIMIZER.weight_decay},
@@ -128,7 +162,14 @@ def reference(case: str) -> tuple[dict[str, Tensor], tuple[float, ...]]:
         (total / weight).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), OPTIMIZER.grad_clip or 0)))
         optimizer.step()
-    return {name: p.detach() for name, p in model.named_parameters()}, tuple(norms)
+    return {name: p.detach() for name, p in parameters.items()}, tuple(norms)
+
+
+def name_in_files(name: str) -> str:
+    """Name of a parameter of PEFT's models, or of others, in files."""
+    for further in ("base_model.model.", ".base_layer", ".default"):
+        name = name.replace(further, "")
+    return name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
 def learn(case: str, placement: Placement, process: Process, groups: object) -> dict[str, object]:
@@ -139,7 +180,8 @@ def learn(case: str, placement: Placement, process: Process, groups: object) -> 
         dtype=torch.float32, device=CPU, part=part,
     )  # fmt: skip
     regions = {local.region.tensor: local.region for local in model.layout.tensors(process.rank)}
-    initialise(model.parameters, [s for s in model.layout.specs if s.name in regions], shape, 1, regions)
+    for name, region in regions.items():
+        model.parameters[name][: region.size[0]] = fresh(shape)[name][region.slices]
     trainer, everything, strategy = Trainer(model, OPTIMIZER), batch(), placement.strategy
     costs = [len(row) for row in everything["tokens"].rows()]
     ((items,),) = [assign(costs, minibatches=1, dp=strategy.dp)[model.groups.data.index]]
@@ -210,7 +252,7 @@ def run_rank(rank: int, world: int, store: str, out: str) -> None:
     leave(0)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", STRATEGIES)
 def test_a_part_learns_what_transformers_learns_and_the_rest_stays(world: int, tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         run_forked(run_rank, world, world, f"{scratch}/store", str(tmp_path / "out"))

@@ -1,71 +1,36 @@
 """Every strategy computes what one process computes: losses, gradients, updates, inference, generation."""
 
-import os
-import tempfile
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 
-from realrl.algorithms.distillation.config import OfflineDistillationConfig
-from realrl.algorithms.distillation.distributions import DivergenceTrain, TopTeacher
-from realrl.algorithms.reward.method import PairInference, RewardTrain
-from realrl.algorithms.sft.method import SFTInference, SFTTrain
-from realrl.checkpoint.initial_weights import initialise
-from realrl.data.batch import Batch, Ragged
-from realrl.data.partition import assign, partition_samples
-from realrl.dataflow.call import Candidates
-from realrl.engine.generation.generator import generate
-from realrl.engine.generation.sampling import SamplingSeed
-from realrl.engine.model import Model, make_unsharded_model
-from realrl.engine.parallel_groups import select_groups
-from realrl.engine.pipeline import messages
-from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head, ModelShape
-from realrl.layout import limits
-from realrl.layout.layout import build_layout
-from realrl.plan.communicators import list_rank_sets
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.recipe.model import OptimizerConfig
-from realrl.recipe.settings import GenerationConfig
-from realrl.runtime.processes.environment import leave
-from realrl.runtime.processes.process import Process, wait_to_be_scheduled
-from tests.forked import run_forked
+from tests.engine.learning_on_ranks import Case, Figures, check_learning_on_ranks, learn_alone
 
-CPU = torch.device("cpu")
 SLOW = pytest.mark.slow
-SHAPES = {
-    "qwen2, grouped, tied": ModelShape(
-        family="qwen2", vocab_size=67, hidden_size=32, intermediate_size=50, layers=5, heads=8, kv_heads=2,
-        head_dim=8, tied_embeddings=True, init_std=0.2,
+MODELS: dict[str, tuple[ModelShape, Head]] = {
+    "qwen2, grouped, tied": (
+        ModelShape(
+            family="qwen2", vocab_size=67, hidden_size=32, intermediate_size=50, layers=5, heads=8, kv_heads=2,
+            head_dim=8, tied_embeddings=True, init_std=0.2,
+        ),
+        "lm",
     ),
-    "qwen3, uneven": ModelShape(
-        family="qwen3", vocab_size=61, hidden_size=24, intermediate_size=33, layers=4, heads=6, kv_heads=3,
-        head_dim=6, init_std=0.2,
+    "qwen3, uneven": (
+        ModelShape(
+            family="qwen3", vocab_size=61, hidden_size=24, intermediate_size=33, layers=4, heads=6, kv_heads=3,
+            head_dim=6, init_std=0.2,
+        ),
+        "lm",
     ),
-    "llama, uneven": ModelShape(
-        vocab_size=61, hidden_size=24, intermediate_size=33, layers=4, heads=6, kv_heads=3, head_dim=4,
-        init_std=0.2,
+    "llama, uneven, scalar head": (
+        ModelShape(
+            vocab_size=61, hidden_size=24, intermediate_size=33, layers=4, heads=6, kv_heads=3, head_dim=4,
+            init_std=0.2,
+        ),
+        "scalar",
     ),
 }  # fmt: skip
-# A large epsilon, because without it Adam divides rounding differences of tiny gradients by their own size.
-OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, grad_clip=0.5, eps=1e-4)
-STEPS = 2
-ITEMS = 16
-CANDIDATES = 20
-"""More than a rank has of a vocabulary that many of them share."""
-CACHE = 160
-"""Tokens of the KV cache: some prompts wait for others to end."""
-GROUP = 4
-"""Samples of a prompt, where prompts are shared."""
-MODELS: list[tuple[str, Head]] = [
-    ("qwen2, grouped, tied", "lm"),
-    ("qwen3, uneven", "lm"),
-    ("llama, uneven", "scalar"),
-]
-SAMPLING = GenerationConfig(max_new_tokens=6, min_new_tokens=2)
-
 
 # (dp, tp, pp), with `s` for sequence parallelism, `r` for recomputation. Every degree alone, and mixtures of them.
 STRATEGIES = {
@@ -94,165 +59,24 @@ def placements(world: int) -> list[Placement]:
     return found
 
 
-def batch(head: Head, shape: ModelShape) -> Batch:
-    generator = torch.Generator().manual_seed(5)
+def list_cases(world: int, ordered: bool = False) -> list[Case]:
+    """List the models that so many processes compute, and how: where each takes long, models take turns.
 
-    def rows(count: int) -> Ragged:
-        lengths = torch.randint(2, 17, (count,), generator=generator).tolist()
-        return Ragged.of([torch.randint(1, shape.vocab_size, (n,), generator=generator) for n in lengths])
-
-    ids = tuple(range(ITEMS))
-    if head == "scalar":
-        # Weights of 1, 1/2, 1/3, and 1/4, whose sum over a micro-batch or a rank can be less than 1.
-        pairs = Ragged.scalars(torch.arange(ITEMS) % 4 + 1)
-        return Batch(ids, {"chosen": rows(ITEMS), "rejected": rows(ITEMS), "pairs_of_prompt": pairs})
-    tokens = rows(ITEMS)
-    mask = torch.randint(0, 3, tokens.values.shape, generator=generator).clamp(max=1)
-    mask[list(tokens.offsets[:-1])] = 0
-    places = (len(mask), shape.vocab_size)
-    teacher = torch.randn(places, generator=generator).log_softmax(1).topk(CANDIDATES)
-    fields = {"loss_mask": mask, "teacher_ids": teacher.indices.int(), "teacher_top_logprobs": teacher.values}
-    return Batch(
-        ids, {"tokens": tokens, **{name: Ragged(values, tokens.lengths) for name, values in fields.items()}}
-    )
-
-
-def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
-    """A few steps of training, that of a language model ending with distillation, then inference, then generation;
-    metrics by name, equal on every rank."""
-    head, strategy = model.head, model.layout.placement.strategy
-    dp_index = model.groups.data.index
-    methods = [RewardTrain()] * STEPS
-    if head == "lm":
-        methods = [SFTTrain(), DivergenceTrain(OfflineDistillationConfig(divergence="jsd"))]
-    infer = SFTInference() if head == "lm" else PairInference()
-    costs = [sum(field.lengths[i] for field in everything.fields.values()) for i in range(len(everything))]
-    mine = assign(costs, minibatches=2, dp=strategy.dp)[dp_index]
-    items = sorted(i for part in mine for i in part)
-    local = everything.select(items)
-    trainer, results = Trainer(model, OPTIMIZER), {}
-    for step, train in enumerate(methods):
-        positions = [[items.index(i) for i in part] for part in mine]
-        budget = strategy.micro_batch_tokens
-        metrics = trainer.train(
-            local,
-            train,
-            positions,
-            lr=OPTIMIZER.lr,
-            max_tokens=budget,
-            recompute=strategy.recompute,
-            candidates=None if step == 0 or head == "scalar" else Candidates(CANDIDATES, "teacher_ids"),
-        ).result()
-        for name, value in metrics.items():
-            results[f"{step}/{name}"] = torch.tensor(value)
-    scored, _ = model.infer(local, infer, strategy.micro_batch_tokens)
-    key = "nll" if head == "lm" else "chosen_score"
-    results["inference"] = gathered(
-        model, items, [float(r) for r in scored[key].rows()] if key in scored.fields else []
-    )
-    if head == "lm":
-        likeliest, _ = model.infer(
-            local, TopTeacher(), strategy.micro_batch_tokens, candidates=Candidates(CANDIDATES)
-        )
-        for name in ("teacher_ids", "teacher_top_logprobs"):
-            sums = [float(row.double().square().sum()) for row in likeliest[name].rows()]
-            results[name] = gathered(model, items, sums if model.shard.last else [])
-        results |= sample(model, items, local, samples=1)
-        # Every prompt GROUP times; one process prefills and caches each of them by itself.
-        prompts = everything["tokens"].select([i // GROUP for i in range(ITEMS)])
-        items = partition_samples(prompts.lengths, GROUP, strategy.dp)[dp_index]
-        local = Batch(tuple(items), {"tokens": prompts.select(items)})
-        shared = sample(model, items, local, samples=1 if strategy.size == 1 else GROUP)
-        results |= {f"{name} of shared prompts": values for name, values in shared.items()}
-    return results
-
-
-def sample(model: Model, items: list[int], local: Batch, *, samples: int) -> dict[str, torch.Tensor]:
-    """Figures that tell sampled tokens apart, and sums of log-probabilities, of all items."""
-    texts = generate(
-        model,
-        local,
-        "tokens",
-        sampling=SAMPLING,
-        stop_token_ids=(3,),
-        seed=SamplingSeed(1, 2),
-        kv_capacity=CACHE,
-        samples=samples,
-    )
-    sums: list[float] = []
-    logprobs: list[float] = []
-    if "sequences" in texts.fields:
-        sums = [float((torch.arange(len(r)) + 1).mul(r).sum()) for r in texts["sequences"].rows()]
-        logprobs = [float(r.sum()) for r in texts["logprobs"].rows()]
-    return {"samples": gathered(model, items, sums), "logprobs": gathered(model, items, logprobs)}
-
-
-def gathered(model: Model, items: list[int], values: list[float]) -> torch.Tensor:
-    """What the last stages' first tensor ranks have, in the order of items, on every rank."""
-    out = torch.zeros(ITEMS, dtype=torch.float64)
-    if values and model.shard.tp_index == 0:
-        out[items] = torch.tensor(values, dtype=torch.float64)
-    return model.groups.mesh.sum(out.to(model.device)).cpu()
-
-
-def list_combinations(world: int, ordered: bool) -> list[tuple[str, Head, Placement]]:
-    """List the models that so many processes compute, and how: where each takes long, models take turns."""
+    Where messages are `ordered`, strategies with stages alone, which send them.
+    """
     models = {2: 3, 3: 2}.get(world, 1)
+    names = [*MODELS]
     chosen = [placement for placement in placements(world) if placement.strategy.pp > ordered]
     return [
-        (*MODELS[(turn + i) % len(MODELS)], placement)
+        (names[(turn + i) % len(names)], placement)
         for turn, placement in enumerate(chosen)
         for i in range(models)
     ]
 
 
-def build(shape: ModelShape, head: Head, process: Process, placement: Placement, groups: object) -> Model:
-    model = Model(
-        build_layout(shape, head, placement), process.rank, select_groups(placement, process.rank, groups),  # type: ignore[arg-type]
-        dtype=torch.float32, device=process.device,
-    )  # fmt: skip
-    regions = {local.region.tensor: local.region for local in model.layout.tensors(process.rank)}
-    specs = [spec for spec in model.layout.specs if spec.name in regions]
-    initialise(model.parameters, specs, shape, 1, regions)
-    return model
-
-
-def run_rank(rank: int, world: int, store: str, out: str, ordered: bool = False, device: str = "cpu") -> None:
-    """`ordered`: with stages of pipelines alone, whose messages go as over NCCL."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    wait_to_be_scheduled()
-    limits.BUCKET_ELEMENTS = 3000  # several buckets even in models as small as these
-    place = CPU if device == "cpu" else torch.device(device, rank)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
-    process = Process(rank, world, place, dist.new_group(backend="gloo"))
-    if ordered:
-        messages.needs_order = lambda device: True
-    combinations = list_combinations(world, ordered)
-    groups = process.groups(list_rank_sets(placement for *_, placement in combinations))
-    results = {}
-    for name, head, placement in combinations:
-        shape = SHAPES[name]
-        model = build(shape, head, process, placement, groups)
-        results[name, head, str(placement)] = learn(model, batch(head, shape))
-    torch.save(results, f"{out}-{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
-    leave(0)
-
-
 @pytest.fixture(scope="module")
-def alone() -> dict[tuple[str, str], dict[str, torch.Tensor]]:
-    results = {}
-    for name, head in MODELS:
-        shape = SHAPES[name]
-        model = make_unsharded_model(shape, head, dtype=torch.float32, device=CPU)
-        initialise(model.parameters, model.layout.specs, shape, 1)
-        results[name, head] = learn(model, batch(head, shape))
-    return results
+def alone() -> dict[str, Figures]:
+    return learn_alone(MODELS)
 
 
 @pytest.mark.parametrize(
@@ -264,43 +88,13 @@ def alone() -> dict[tuple[str, str], dict[str, torch.Tensor]]:
     ],
 )  # fmt: skip
 def test_every_strategy_learns_and_samples_as_one_process_does(
-    world: int, ordered: bool, alone: dict[tuple[str, str], dict[str, torch.Tensor]], tmp_path: Path
+    world: int, ordered: bool, alone: dict[str, Figures]
 ) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
-        run_forked(run_rank, world, world, f"{scratch}/store", str(tmp_path / "out"), ordered)
-    assert_ranks_agree(world, alone, tmp_path, 1e-4, ordered=ordered)
+    cases = list_cases(world, ordered)
+    check_learning_on_ranks(world, MODELS, cases, alone, tolerance=1e-4, ordered=ordered)
 
 
 @pytest.mark.gpu2
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_every_strategy_on_two_gpus_learns_as_one_process_on_a_cpu_does(
-    alone: dict[tuple[str, str], dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
-    run_forked(run_rank, 2, 2, str(tmp_path / "store"), str(tmp_path / "out"), False, "cuda")
-    assert_ranks_agree(2, alone, tmp_path, 1e-3)
-
-
-def assert_ranks_agree(
-    world: int,
-    alone: dict[tuple[str, str], dict[str, torch.Tensor]],
-    tmp_path: Path,
-    tolerance: float,
-    *,
-    ordered: bool = False,
-) -> None:
-    """Every rank has, under every strategy, the figures of one process."""
-    for rank in range(world):
-        results = torch.load(f"{tmp_path}/out-{rank}")
-        assert len(results) == len(list_combinations(world, ordered))
-        for (name, head, placement), metrics in results.items():
-            expected = alone[name, head]
-            assert metrics.keys() == expected.keys()
-            for figure, value in expected.items():
-                where = f"rank {rank}, {name}, {head}, {placement}: {figure}"
-                torch.testing.assert_close(
-                    metrics[figure],
-                    value,
-                    rtol=tolerance,
-                    atol=tolerance / 10,
-                    msg=lambda m, w=where: f"{w}: {m}",
-                )
+def test_every_strategy_on_two_gpus_learns_as_one_process_on_a_cpu_does(alone: dict[str, Figures]) -> None:
+    check_learning_on_ranks(2, MODELS, list_cases(2), alone, tolerance=1e-3, device="cuda")

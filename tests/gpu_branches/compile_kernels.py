@@ -1,4 +1,4 @@
-"""Compiles the kernels of training for a compute capability, without a GPU; called as a program of its own.
+"""Compiles the kernels for a compute capability, without a GPU; called as a program of its own.
 
 python compile_kernels.py 90 [DTYPE ...]
 """
@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from realrl.model.gpu import exact, logits, norm, rotary, swiglu
+from realrl.model.gpu import exact, logits, norm, paged_attention, rotary, swiglu
 
 COMPILED: dict[str, Any] = {}
 
@@ -60,14 +60,20 @@ def main(capability: int, dtypes: list[torch.dtype]) -> None:
         chunk, sums = torch.zeros(4, 152064), torch.zeros(4)
         logits.compute_logit_sums(chunk, 1.0, sums, sums.clone())
         logits.compute_logit_sums(chunk, 1.0, sums, None)
-        logits.compute_softmax_gradient(chunk, sums, sums, 1.0, torch.empty_like(chunk, dtype=dtype))
+        logits.bound_logits(chunk, 30.0)
+        for cap in (0.0, 30.0):
+            gradient = torch.empty_like(chunk, dtype=dtype)
+            logits.compute_softmax_gradient(chunk, sums, sums, 1.0, cap, gradient)
         x, weight = torch.zeros(3, 256, dtype=dtype), torch.zeros(1000, 256, dtype=dtype)
         exact.launch_products(x, weight, torch.zeros(3, 1000, dtype=dtype))
         pools, numbers = torch.zeros(2, 4, 2, 16, 128, dtype=dtype), torch.zeros(3, dtype=torch.int64)
         qkv, out = torch.zeros(3, 12 * 128, dtype=dtype), torch.zeros(3, 8 * 128, dtype=dtype)
         tables = torch.zeros(3, 5, dtype=torch.int64)
-        exact.launch_run_attention(qkv, *pools, tables, numbers, tables, numbers, torch.arange(4), 8, out)
-    assert len(COMPILED) == 9, COMPILED
+        arguments = (qkv, *pools, tables, numbers, tables, numbers)
+        for rule in ((1 << 24, 0.0, None), (4096, 50.0, torch.zeros(8, dtype=dtype))):
+            exact.launch_run_attention(*arguments, torch.arange(4), 8, *rule, out)
+            paged_attention.launch_attention(*arguments, 8, *rule)
+    assert len(COMPILED) == 12, COMPILED
     for name, kernel in COMPILED.items():
         print(name, kernel.metadata.shared, len(kernel.asm["cubin"]))
 

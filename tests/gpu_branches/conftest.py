@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from realrl.model import attention, elementwise, logprobs, ops, rotary
+from realrl.model import attention, logprobs, rotary
+from realrl.model.arithmetic import elementwise, ops
 from tests.gpu_branches.cuda_rules import apply_rules
 
 

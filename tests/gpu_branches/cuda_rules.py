@@ -1,7 +1,7 @@
 """Operators that torch has for CUDA alone, on a CPU: their rules are checked, and their values computed.
 
-The rules are those of the documentation of `torch.mm` and `torch.addmm` (`out_dtype`), and of torch's sources
-(`Blas.cpp` of its native CUDA operators, `flash_api.cpp`); what is stricter in one of 2.11 to 2.13 holds here.
+The rules are those of the documentation of `torch.mm`, `torch.bmm` and `torch.addmm` (`out_dtype`), and of torch's
+sources (`Blas.cpp` of its native CUDA operators, `flash_api.cpp`); what is stricter in one of 2.11 to 2.13 holds.
 """
 
 from collections.abc import Iterator
@@ -43,6 +43,12 @@ def _addmm_out(
     return out.copy_(beta * self.float() + alpha * (mat1.float() @ mat2.float()))
 
 
+def _bmm(self: Tensor, mat2: Tensor, out_dtype: torch.dtype) -> Tensor:
+    assert self.dim() == mat2.dim() == 3 and len(self) == len(mat2) and self.dtype in HALF
+    _check_product(self[0], mat2[0], out_dtype)
+    return (self.float() @ mat2.float()).to(out_dtype)
+
+
 def _check_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> None:
     assert q.dtype == k.dtype == v.dtype and q.dtype in HALF, "flash attention computes in half precision"
     assert q.dim() == k.dim() == v.dim() == 3 and k.shape == v.shape and len(q) == len(k)
@@ -61,9 +67,14 @@ def _split(starts: Tensor, heads: int, *tensors: Tensor) -> Iterator[list[Tensor
         yield list(parts)
 
 
-def _weigh(q: Tensor, k: Tensor) -> Tensor:
-    """Causal softmax of scores. [heads, L, D] each -> [heads, L, L]"""
+def _weigh(q: Tensor, k: Tensor, left: int | None) -> Tensor:
+    """Causal softmax of scores, of `left` keys before each query if that is not -1.
+
+    [heads, L, D] each -> [heads, L, L]
+    """
     hidden = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
+    if left is not None and left >= 0:
+        hidden |= torch.ones_like(hidden).tril(-left - 1)
     return (q @ k.transpose(1, 2) * q.shape[2] ** -0.5).masked_fill(hidden, -torch.inf).softmax(2)
 
 
@@ -74,9 +85,11 @@ def _flash_forward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     _check_attention(query, key, value, cum_seq_q, max_q)
     assert cum_seq_k is cum_seq_q or torch.equal(cum_seq_k, cum_seq_q)
-    assert is_causal or (window_size_left, window_size_right) == (-1, 0), "causal"
+    assert is_causal == (window_size_left == -1) and window_size_right == 0, "causal, or with a window"
     assert scale is None and not dropout_p and not return_debug_mask
-    parts = [_weigh(q, k) @ v for q, k, v in _split(cum_seq_q, query.shape[1], query, key, value)]
+    parts = [
+        _weigh(q, k, window_size_left) @ v for q, k, v in _split(cum_seq_q, query.shape[1], query, key, value)
+    ]
     output = torch.cat(parts, 1).transpose(0, 1).to(query.dtype)
     sums = query.new_zeros(query.shape[1], len(query), dtype=torch.float32)
     return output, sums, query.new_zeros(2), query.new_zeros(()), query.new_zeros(0)
@@ -84,13 +97,13 @@ def _flash_forward(
 
 def _flash_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-    cum_seq_q: Tensor, *_: object, **__: object,
+    cum_seq_q: Tensor, *_: object, window_size_left: int | None = None, **__: object,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     assert grad_out.dtype == query.dtype and out.shape == grad_out.shape
     grads: list[list[Tensor]] = [[], [], []]
     scale = query.shape[2] ** -0.5
     for q, k, v, g in _split(cum_seq_q, query.shape[1], query, key, value, grad_out):
-        weights = _weigh(q, k)
+        weights = _weigh(q, k, window_size_left)
         grad_weights = g @ v.transpose(1, 2)
         grad_scores = weights * (grad_weights - (grad_weights * weights).sum(2, keepdim=True)) * scale
         parts = (grad_scores @ k, grad_scores.transpose(1, 2) @ q, weights.transpose(1, 2) @ g)
@@ -110,6 +123,7 @@ def apply_rules() -> Iterator[None]:
     """Define the operators for tensors on a CPU."""
     with _scoped_library("aten", "IMPL") as library:
         library.impl("mm.dtype", _mm, "CPU")
+        library.impl("bmm.dtype", _bmm, "CPU")
         library.impl("addmm.dtype_out", _addmm_out, "CPU")
         library.impl("_flash_attention_forward", _flash_forward, "CPU")
         library.impl("_flash_attention_backward", _flash_backward, "CPU")

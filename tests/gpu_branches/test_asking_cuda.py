@@ -19,7 +19,7 @@ from realrl.checkpoint.state import writer
 from realrl.config.errors import UserError
 from realrl.engine.dtypes import find_products
 from realrl.families.published import SHAPES
-from realrl.model.ops import PLAIN, Products
+from realrl.model.arithmetic.ops import PLAIN, Products
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.program.instructions import Run
 from realrl.runtime.doctor import ranks

@@ -27,4 +27,4 @@ def test_kernels_compile_for_every_generation_of_gpus(
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 9
+    assert len(done.stdout.splitlines()) == 12

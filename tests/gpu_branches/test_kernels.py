@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from realrl.model import elementwise, logprobs, rotary
-from realrl.model.ops import PLAIN
+from realrl.model import logprobs, rotary
+from realrl.model.arithmetic import elementwise
+from realrl.model.arithmetic.ops import PLAIN
 from realrl.model.parallel.group import Group, make_single_rank_group
 
 if importlib.util.find_spec("triton") is None:
@@ -17,7 +18,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not for this platform", allow_module_level=True)
 
 from realrl.model.gpu.activation import Activate
-from realrl.model.gpu.logits import compute_logit_sums, compute_softmax_gradient
+from realrl.model.gpu.logits import bound_logits, compute_logit_sums, compute_softmax_gradient
 from realrl.model.gpu.norm import AddRMSNorm, RMSNorm
 from realrl.model.gpu.rotary import RotateHeads
 from realrl.model.gpu.swiglu import SwiGLU
@@ -132,8 +133,22 @@ def test_sums_over_logits_match_torch(columns: int) -> None:
     weights = (logits * scale).softmax(1)
     torch.testing.assert_close(mean, (weights * logits * scale).sum(1))
     factor, gradient = draw(3, seed=3), torch.empty_like(logits)
-    compute_softmax_gradient(logits, log_sum, factor, scale, gradient)
+    compute_softmax_gradient(logits, log_sum, factor, scale, 0.0, gradient)
     torch.testing.assert_close(gradient, -factor[:, None] * weights)
+
+
+@pytest.mark.parametrize("columns", [1, 100, 9000])
+def test_bounded_logits_and_their_gradient_match_torch(columns: int) -> None:
+    logits, log_sum, scale, cap = draw(3, columns) * 30, torch.empty(3), 0.7, 5.0
+    bounded, wide = logits.clone(), logits.double().requires_grad_()
+    bound_logits(bounded, cap)
+    expected = cap * torch.tanh(wide / cap)
+    torch.testing.assert_close(bounded.double(), expected.detach(), rtol=1e-6, atol=1e-6)
+    compute_logit_sums(bounded, scale, log_sum, None)
+    factor, gradient = draw(3, seed=3), torch.empty_like(logits)
+    compute_softmax_gradient(bounded, log_sum, factor, scale, cap, gradient)
+    (-(expected * scale).logsumexp(1) * factor / scale).sum().backward()
+    torch.testing.assert_close(gradient.double(), wide.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_logits_that_are_not_finite_show_in_their_sum() -> None:
@@ -147,22 +162,28 @@ def test_logits_that_are_not_finite_show_in_their_sum() -> None:
 @pytest.mark.parametrize(
     ("m", "temperature", "with_bias"), [(1, 1.0, False), (1, 0.7, True), (3, 0.7, False)]
 )
+@pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("size", [7, 100])
 def test_log_probabilities_and_gradients_match_the_cpu(
-    size: int, m: int, temperature: float, with_bias: bool, cuda_rules: None
+    size: int,
+    cap: float | None,
+    m: int,
+    temperature: float,
+    with_bias: bool,
+    cuda_rules: None,
 ) -> None:
     targets, factor = (
         torch.randint(31, (20, m), generator=torch.Generator().manual_seed(1)),
         draw(20, m, seed=2),
     )
     results = []
-    on_cpu = ((logprobs._TokenLogprobs, keeps) for keeps in (False, True))
+    on_cpu = ((logprobs._TokenLogprobs, keeps) for keeps in ((False, True) if cap is None else (False,)))
     for function, *keeps in ((TokenLogprobs,), *on_cpu):
         hidden, table = draw(20, 8).requires_grad_(), draw(34, 8, seed=1).requires_grad_()
         bias = draw(34, seed=3).requires_grad_() if with_bias else None
         group = make_single_rank_group()
         chosen, entropy = function.apply(
-            hidden, table, bias, targets, temperature, True, group, 31, PLAIN, size, *keeps
+            hidden, table, bias, targets, temperature, True, group, 31, PLAIN, size, *keeps, cap
         )
         (chosen * factor).sum().backward()
         grads = [hidden.grad, table.grad, *([] if bias is None else [bias.grad])]
@@ -187,6 +208,7 @@ def test_gradients_of_likely_tokens_keep_their_precision_in_bfloat16(cuda_rules:
         4,
         PLAIN,
         10,
+        None,
     )
     chosen.sum().backward()
     probability = (hidden.detach().float() @ table.T).softmax(1)
@@ -212,7 +234,8 @@ class ReplayedGroup(Group):
         return tensor.copy_(self.results[place]) if place < len(self.results) else tensor
 
 
-def test_tensor_parallel_ranks_have_the_log_probabilities_of_one(cuda_rules: None) -> None:
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_tensor_parallel_ranks_have_the_log_probabilities_of_one(cap: float | None, cuda_rules: None) -> None:
     """Of three ranks the last has no rows."""
     targets, factor = (
         torch.randint(31, (20, 1), generator=torch.Generator().manual_seed(1)),
@@ -220,7 +243,7 @@ def test_tensor_parallel_ranks_have_the_log_probabilities_of_one(cuda_rules: Non
     )
     hidden, table = draw(20, 8).requires_grad_(), draw(31, 8, seed=1).requires_grad_()
     single = make_single_rank_group()
-    expected = TokenLogprobs.apply(hidden, table, None, targets, 0.7, True, single, 31, PLAIN, 7)
+    expected = TokenLogprobs.apply(hidden, table, None, targets, 0.7, True, single, 31, PLAIN, 7, cap)
     (expected[0] * factor).sum().backward()
     results: list[Tensor] = []
 
@@ -233,7 +256,7 @@ def test_tensor_parallel_ranks_have_the_log_probabilities_of_one(cuda_rules: Non
         local.requires_grad_()
         shifted = targets - rows.start
         chosen, entropy = TokenLogprobs.apply(
-            states, local, None, shifted, 0.7, True, group, len(rows), PLAIN, 7
+            states, local, None, shifted, 0.7, True, group, len(rows), PLAIN, 7, cap
         )
         (chosen * factor).sum().backward()
         return given, (chosen, entropy, states.grad, local.grad[: len(rows)])

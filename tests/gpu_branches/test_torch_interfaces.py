@@ -14,6 +14,7 @@ from realrl.model.gpu import path
 VERSION = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
 SCHEMAS = {
     "mm.dtype": "(Tensor self, Tensor mat2, ScalarType out_dtype) -> Tensor",
+    "bmm.dtype": "(Tensor self, Tensor mat2, ScalarType out_dtype) -> Tensor",
     "addmm.dtype_out": "(Tensor self, Tensor mat1, Tensor mat2, ScalarType out_dtype, *, Scalar beta=1, "
     "Scalar alpha=1, Tensor(a!) out) -> Tensor(a!)",
 }

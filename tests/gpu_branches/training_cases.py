@@ -9,6 +9,8 @@ from realrl.algorithms.reward.method import RewardTrain
 from realrl.algorithms.sft.method import SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Candidates
+from realrl.families.adapters import LowRank
+from realrl.families.options import LayerOptions
 from realrl.families.shape import Head, ModelShape
 
 SHAPES = {
@@ -22,6 +24,22 @@ SHAPES = {
     "qwen3, heads of 12": ModelShape(
         family="qwen3", vocab_size=53, hidden_size=24, intermediate_size=33, layers=2, heads=2, kv_heads=2,
         head_dim=12,
+    ),
+    "mistral, windows": ModelShape(
+        family="mistral", vocab_size=59, hidden_size=24, intermediate_size=40, layers=2, heads=4, kv_heads=2,
+        head_dim=8, window=4, windowed_layers=(0,),
+    ),
+    "gemma2, caps": ModelShape(
+        family="gemma2", vocab_size=59, hidden_size=24, intermediate_size=40, layers=2, heads=4, kv_heads=2,
+        head_dim=8, tied_embeddings=True, window=4, windowed_layers=(0,),
+        layer=LayerOptions(
+            norm_offset=True, norm_place="around", activation="gelu_tanh", embedding_scale="root",
+            attention_cap=1.0, logit_cap=2.0,
+        ),
+    ),
+    "qwen3, adapters": ModelShape(
+        family="qwen3", vocab_size=53, hidden_size=24, intermediate_size=33, layers=2, heads=2, kv_heads=2,
+        head_dim=12, lora=LowRank(rank=5, targets=("q_proj", "v_proj", "down_proj"), dora=True),
     ),
 }  # fmt: skip
 SHORT = (5, 9, 3, 12)

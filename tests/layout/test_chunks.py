@@ -8,7 +8,7 @@ import pytest
 from realrl.families.shape import ModelShape
 from realrl.layout.layout import build_layout
 from realrl.layout.limits import CPU_MESSAGES, MessageLimits
-from realrl.layout.routing.chunks import RankSchedule, group_tensors, schedule_rank
+from realrl.layout.routing.chunks import RankSchedule, RankScheduler, group_tensors
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -25,7 +25,7 @@ def place(first: int, dp: int, tp: int, pp: int) -> Placement:
 
 def schedules(a: Placement, b: Placement, limits: MessageLimits = CPU_MESSAGES) -> list[RankSchedule]:
     moved = reallocate(build_layout(SHAPE, "lm", a), build_layout(SHAPE, "lm", b), Cluster(2, 4))
-    return [schedule_rank(moved, rank, WIDTH, limits=limits) for rank in range(8)]
+    return [RankScheduler(moved, rank, WIDTH, limits=limits).schedule() for rank in range(8)]
 
 
 def test_an_unchanged_shard_is_one_copy() -> None:

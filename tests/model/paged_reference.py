@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from realrl.layout.kv_blocks import BLOCK_TOKENS, CacheSize, count_blocks
+from realrl.model.attention_rule import CAUSAL, AttentionRule
 from realrl.model.cache import PagedCache
 from realrl.model.paged_attention import CachedRows
 
@@ -78,7 +79,19 @@ def make_case(
     return Case(cache, rows, qkv, heads)
 
 
-def attend_by_row(case: Case) -> Tensor:
+def weigh(scores: Tensor, rule: AttentionRule) -> Tensor:
+    """Weights of the last token's scores. [kv_heads, group, L]"""
+    if rule.cap is not None:
+        scores = rule.cap * torch.tanh(scores / rule.cap)
+    if rule.window is not None:
+        scores[..., : -rule.window] = -torch.inf
+    if rule.sinks is None:
+        return scores.softmax(-1)
+    sinks = rule.sinks.double().view(*scores.shape[:2], 1)
+    return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+
+
+def attend_by_row(case: Case, rule: AttentionRule = CAUSAL) -> Tensor:
     """Attend from each row's newest token to all tokens of its row, in float64. [B, heads * D]"""
     cache, rows = case.cache, case.rows
     kv_heads, dim = cache.k.shape[2], cache.k.shape[4]
@@ -96,5 +109,5 @@ def attend_by_row(case: Case) -> Tensor:
 
         keys, values = gather(cache.k, k), gather(cache.v, v)
         scores = torch.einsum("hgd,lhd->hgl", q.view(kv_heads, -1, dim), keys) / dim**0.5
-        outputs.append(torch.einsum("hgl,lhd->hgd", scores.softmax(-1), values).flatten())
+        outputs.append(torch.einsum("hgl,lhd->hgd", weigh(scores, rule), values).flatten())
     return torch.stack(outputs)

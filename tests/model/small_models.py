@@ -11,13 +11,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from realrl.checkpoint.stored import join_tensors
+from realrl.checkpoint.stored import join_tensors, read_parts
 from realrl.engine.flat import FlatBuffer
 from realrl.families.config_json import shape_to_hf
 from realrl.families.options import LayerOptions
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape, RopeScaling
-from realrl.families.tensors import Init
+from realrl.families.tensors import Init, TensorSpec
 from realrl.layout.shard import Shard
 from realrl.model.parallel.group import make_single_rank_group
 from realrl.model.transformer import Transformer
@@ -82,6 +82,28 @@ SHAPES = {
             kind="longrope", factor=4.0, original_max_position_embeddings=512,
             short_factor=(1.0, 1.1, 1.3, 1.7, 2.0, 2.2), long_factor=(2.0, 3.0, 4.0, 5.0, 6.0, 7.0),
         ),
+    ),
+    "gemma2": ModelShape(
+        family="gemma2", vocab_size=85, hidden_size=48, intermediate_size=48, layers=2, heads=6, kv_heads=3,
+        head_dim=12, norm_eps=1e-6, tied_embeddings=True, window=7, windowed_layers=(0,),
+        layer=LayerOptions(
+            norm_offset=True, norm_place="around", activation="gelu_tanh", embedding_scale="root",
+            attention_cap=2.0, logit_cap=3.0, attention_scale=0.25,
+        ),
+    ),
+    "gemma3": ModelShape(
+        family="gemma3_text", vocab_size=85, hidden_size=48, intermediate_size=48, layers=3, heads=6, kv_heads=3,
+        head_dim=12, norm_eps=1e-6, tied_embeddings=True, window=10, windowed_layers=(0, 2), rope_theta=1e6,
+        windowed_rope_theta=100.0, rope_scaling=RopeScaling(kind="linear", factor=8.0),
+    ),
+    "olmo3": ModelShape(
+        family="olmo3", vocab_size=85, hidden_size=48, intermediate_size=48, layers=3, heads=6, kv_heads=3,
+        head_dim=8, norm_eps=1e-6, window=12, windowed_layers=(0, 1), windowed_rope_theta=10000.0,
+        rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=32),
+    ),
+    "mistral-window": ModelShape(
+        family="mistral", vocab_size=85, hidden_size=48, intermediate_size=48, layers=2, heads=6, kv_heads=3,
+        head_dim=12, window=9, windowed_layers=(0, 1),
     ),
     "smollm3": ModelShape(
         family="smollm3", vocab_size=85, hidden_size=40, intermediate_size=48, layers=3, heads=6, kv_heads=3,
@@ -161,3 +183,8 @@ def random_rows(vocab: int, lengths: list[int], seed: int = 0) -> list[Tensor]:
     flat = torch.randint(1, vocab, (sum(lengths),), generator=generator)
     ends = list(accumulate(lengths))
     return [flat[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def read_whole(stored: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Read all of a model's tensor from that of a file."""
+    return torch.cat([values for _, values in read_parts(stored, spec)])

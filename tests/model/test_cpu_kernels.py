@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from realrl.model.arithmetic.elementwise import add_rms_norm, rms_norm, swiglu
 from realrl.model.cpu.arithmetic import exp
 from realrl.model.cpu.elementwise import (
     add_rms_norm_forward,
@@ -19,7 +20,6 @@ from realrl.model.cpu.elementwise import (
     swiglu_forward,
 )
 from realrl.model.cpu.rows import claim, number, row, row_kernel
-from realrl.model.elementwise import add_rms_norm, rms_norm, swiglu
 
 
 @row_kernel(outputs=1)

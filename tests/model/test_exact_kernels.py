@@ -9,13 +9,14 @@ from paged_reference import attend_by_row, make_case
 from small_models import SHAPES
 from torch import Tensor
 
+from realrl.model.arithmetic.elementwise import activate, add_rms_norm, rms_norm, swiglu
+from realrl.model.arithmetic.ops import Products, linear
 from realrl.model.attention import varlen_attention
+from realrl.model.attention_rule import CAUSAL, AttentionRule
 from realrl.model.cpu.products import Panels
 from realrl.model.decode_weights import DecodeWeights
-from realrl.model.elementwise import activate, add_rms_norm, rms_norm, swiglu
 from realrl.model.layer import Norm
-from realrl.model.logprobs import compute_logprobs
-from realrl.model.ops import Products, linear
+from realrl.model.logprobs import cap_logits, compute_logprobs
 from realrl.model.packing import Packing
 from realrl.model.parallel.group import make_single_rank_group
 from realrl.model.rotary import Rotation, apply_rotary_emb
@@ -23,6 +24,18 @@ from realrl.model.rotary import Rotation, apply_rotary_emb
 EXACT = Products(exact=True)
 HEADS = [(4, 2, 32), (3, 3, 16), (5, 1, 20)]
 LENGTHS = [1, 17, 150, 16, 33, 2]
+RULES = {
+    "causal": CAUSAL,
+    "window": AttentionRule(window=40),
+    "cap": AttentionRule(cap=0.7),
+    "sinks": AttentionRule(sinks=torch.linspace(-2.0, 3.0, 5)),
+    "all": AttentionRule(window=33, cap=1.5, sinks=torch.linspace(3.0, -1.0, 5)),
+}
+ATTENTION = [
+    *((*heads, "causal") for heads in HEADS),
+    *((*HEADS[-1], name) for name in RULES if name != "causal"),
+]
+"""Heads, and names of rules."""
 
 
 @pytest.fixture(params=[1, 2])
@@ -128,19 +141,21 @@ def test_gradients_are_those_of_other_products() -> None:
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "name"), ATTENTION)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_of_a_sequence_does_not_depend_on_others_or_on_what_follows(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, threads: None
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, name: str, threads: None
 ) -> None:
     torch.manual_seed(0)
+    rule = RULES[name]
     qkv = torch.randn(sum(LENGTHS), (heads + 2 * kv_heads) * dim).to(dtype)
-    whole = varlen_attention(qkv, Packing.of(LENGTHS, "cpu"), heads, kv_heads, exact=True)
+    whole = varlen_attention(qkv, Packing.of(LENGTHS, "cpu"), heads, kv_heads, rule, exact=True)
     start = 0
     for length in LENGTHS:
         for part in {length, max(1, length // 2)}:
             rows = slice(start, start + part)
-            alone = varlen_attention(qkv[rows], Packing.of([part], "cpu"), heads, kv_heads, exact=True)
+            packing = Packing.of([part], "cpu")
+            alone = varlen_attention(qkv[rows], packing, heads, kv_heads, rule, exact=True)
             assert torch.equal(alone, whole[rows])
         start += length
 
@@ -159,11 +174,12 @@ def test_attention_and_its_gradient_match_the_fast_path(heads: int, kv_heads: in
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "name"), ATTENTION)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_decode_step_over_the_cache_is_the_last_row_of_a_forward_pass(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, threads: None
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, name: str, threads: None
 ) -> None:
+    rule = RULES[name]
     case = make_case(
         [0, 40, 15, 300],
         [[0], [3, 17, 0], [16], [5, 140]],
@@ -172,9 +188,9 @@ def test_a_decode_step_over_the_cache_is_the_last_row_of_a_forward_pass(
         dim=dim,
         dtype=dtype,
     )
-    expected = attend_by_row(case)
+    expected = attend_by_row(case, rule)
     rows = case.rows
-    got = case.cache.attend(0, case.qkv, rows, heads, exact=True)
+    got = case.cache.attend(0, case.qkv, rows, heads, rule, exact=True)
     tolerance = {"rtol": 2e-5, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-2}
     torch.testing.assert_close(got.double(), expected, **tolerance)
     for i in range(len(got)):
@@ -193,7 +209,8 @@ def test_a_decode_step_over_the_cache_is_the_last_row_of_a_forward_pass(
         ]
         q = case.qkv[i : i + 1, : heads * dim].expand(len(pools[0]), -1)
         packed = torch.cat([q, *pools], 1)
-        alone = varlen_attention(packed, Packing.of([len(packed)], "cpu"), heads, kv_heads, exact=True)
+        packing = Packing.of([len(packed)], "cpu")
+        alone = varlen_attention(packed, packing, heads, kv_heads, rule, exact=True)
         assert torch.equal(alone[-1], got[i])
 
 
@@ -221,6 +238,7 @@ def test_other_functions_work_row_by_row(threads: None) -> None:
         lambda rows: add_rms_norm(x[rows], x[rows] * 0.3, weight, 1e-5)[1],
         lambda rows: swiglu(gate_up[rows]),
         lambda rows: compute_logprobs(logits[rows], 0.7),
+        lambda rows: cap_logits(logits[rows] * 20, 30.0),
         lambda rows: compute_logprobs(logits[rows], 0.7).exp(),
         lambda rows: torch.nn.functional.layer_norm(x[rows], (48,), weight),
         rotate,

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from paged_reference import Case, attend_by_row, make_case
 
+from realrl.model.attention_rule import CAUSAL, AttentionRule
 from realrl.model.gpu.paged_attention import PART_KEYS, PARTS, launch_attention
 from realrl.model.gpu.paged_operator import attend_to_blocks
 
@@ -19,7 +20,7 @@ ROWS = {
 }
 
 
-def attend(case: Case) -> torch.Tensor:
+def attend(case: Case, rule: AttentionRule = CAUSAL) -> torch.Tensor:
     k, v = (pool[0].contiguous() for pool in (case.cache.k, case.cache.v))
     rows = case.rows
     # What the operator calls on a GPU; it is registered for no other device.
@@ -32,6 +33,8 @@ def attend(case: Case) -> torch.Tensor:
         rows.own_tables,
         rows.own_lengths,
         case.heads,
+        *rule.bounds,
+        rule.sinks,
     )
     case.cache.k[0], case.cache.v[0] = k, v
     return out
@@ -45,6 +48,35 @@ def test_attention_in_parts_matches_attention_row_by_row(
     case = make_case(*lengths, heads=heads, kv_heads=kv_heads, dim=dim)
     expected = attend_by_row(case)
     torch.testing.assert_close(attend(case).double(), expected, atol=2e-6, rtol=2e-5)
+
+
+RULES = {
+    "window": AttentionRule(window=20),
+    "one token": AttentionRule(window=1),
+    "long window": AttentionRule(window=150),
+    "window of everything": AttentionRule(window=334),
+    "cap": AttentionRule(cap=0.5),
+    "sinks": AttentionRule(sinks=torch.linspace(-2, 3, 8)),
+    "all": AttentionRule(window=130, cap=1.5, sinks=torch.linspace(3, -1, 8)),
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
+@pytest.mark.parametrize("lengths", ROWS.values(), ids=list(ROWS))
+def test_windows_caps_and_sinks_are_those_of_attention_row_by_row(
+    lengths: tuple[list[int], list[list[int]]], rule: AttentionRule
+) -> None:
+    case = make_case(*lengths, heads=8, kv_heads=4, dim=32)
+    expected = attend_by_row(case, rule)
+    torch.testing.assert_close(attend(case, rule).double(), expected, atol=5e-6, rtol=5e-5)
+
+
+@pytest.mark.parametrize("window", [5, 16 * 256 - 3])
+def test_parts_that_lie_before_the_window_count_for_nothing(window: int) -> None:
+    most = PARTS * PART_KEYS + 100
+    case = make_case([most, 10], [[5], [most]], heads=2, kv_heads=1, dim=16)
+    rule = AttentionRule(window=window)
+    torch.testing.assert_close(attend(case, rule).double(), attend_by_row(case, rule), atol=2e-6, rtol=2e-5)
 
 
 def test_long_rows_are_cut_into_parts_of_more_keys() -> None:
@@ -73,12 +105,14 @@ def test_the_newest_tokens_are_stored_and_nothing_else_changes() -> None:
         assert torch.equal(pool.nan_to_num(7.0), old.nan_to_num(7.0))
 
 
-def test_a_row_attends_bit_for_bit_as_it_would_alone() -> None:
+@pytest.mark.parametrize("rule", [CAUSAL, AttentionRule(window=20, cap=1.0)])
+def test_a_row_attends_bit_for_bit_as_it_would_alone(rule: AttentionRule) -> None:
     case = make_case(*ROWS["own prompts"], heads=6, kv_heads=2, dim=32)
-    together, rows = attend(case), case.rows
+    together, rows = attend(case, rule), case.rows
     k, v = (pool[0].contiguous() for pool in (case.cache.k, case.cache.v))
     for i in range(len(case.qkv)):
         one = slice(i, i + 1)
         segments = (rows.prompt_tables, rows.prompt_lengths, rows.own_tables, rows.own_lengths)
-        alone = launch_attention(case.qkv[one], k, v, *(part[one] for part in segments), 6)
+        own = (part[one] for part in segments)
+        alone = launch_attention(case.qkv[one], k, v, *own, 6, *rule.bounds, None)
         assert torch.equal(alone[0], together[i])

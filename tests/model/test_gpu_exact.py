@@ -11,9 +11,11 @@ import numpy as np
 from paged_reference import attend_by_row, make_case
 from torch import Tensor
 
-from realrl.model import ops, paged_attention
+from realrl.model import paged_attention
+from realrl.model.arithmetic import ops
+from realrl.model.arithmetic.ops import Products
+from realrl.model.attention_rule import CAUSAL, AttentionRule
 from realrl.model.gpu.exact import launch_products
-from realrl.model.ops import Products
 from realrl.model.packing import Packing
 from realrl.model.paged_attention import attend_to_runs, count_run_rows
 
@@ -63,20 +65,34 @@ def test_models_on_a_gpu_multiply_by_these_kernels(on_gpus: None) -> None:
     assert torch.equal(Products(exact=True).forward_nt(x, weight), multiply(x, weight))
 
 
+RULES = {
+    "causal": CAUSAL,
+    "window": AttentionRule(window=37),
+    "one token": AttentionRule(window=1),
+    "cap": AttentionRule(cap=0.5),
+    "sinks": AttentionRule(sinks=torch.linspace(-2, 3, 4)),
+    "all": AttentionRule(window=20, cap=1.5, sinks=torch.linspace(3, -1, 4)),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 20), (5, 1, 16)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "name"),
+    [(20, 1, 16, "window"), (5, 1, 16, "causal"), *((4, 2, 20, name) for name in RULES)],
+)
 def test_a_decode_step_over_the_cache_is_the_last_row_of_a_packed_sequence(
-    on_gpus: None, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+    on_gpus: None, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, name: str
 ) -> None:
+    rule = RULES[name]
     case = make_case([0, 40], [[20], [3]], heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
-    expected = attend_by_row(case)
+    expected = attend_by_row(case, rule)
     rows, cache = case.rows, case.cache
     newest = case.qkv.view(len(case.qkv), -1, dim)[:, heads:].split(kv_heads, 1)
     cache.store(0, *newest, rows.newest)
     assert torch.equal(rows.runs.starts, torch.arange(len(case.qkv) + 1)), "each row by itself"
     # On a GPU, pools are contiguous.
     k, v = (pool[0].contiguous() for pool in (cache.k, cache.v))
-    got = attend_to_runs(case.qkv, k, v, rows.runs, heads)
+    got = attend_to_runs(case.qkv, k, v, rows.runs, heads, rule)
     tolerance = {"rtol": 2e-5, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-2}
     torch.testing.assert_close(got.double(), expected, **tolerance)
     for i in range(len(got)):
@@ -102,6 +118,6 @@ def test_a_decode_step_over_the_cache_is_the_last_row_of_a_packed_sequence(
             pools.append(pool)
         qkv = torch.randn(5 + len(keys), (heads + 2 * kv_heads) * dim).to(dtype)
         qkv[-1] = case.qkv[i]
-        alone = attend_to_runs(qkv, *pools, blocked.runs, heads)
+        alone = attend_to_runs(qkv, *pools, blocked.runs, heads, rule)
         assert not alone.isnan().any()
         assert torch.equal(alone[-1], got[i])

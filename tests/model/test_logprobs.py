@@ -12,10 +12,17 @@ from realrl.model.packing import Packing
 from realrl.model.parallel.group import make_single_rank_group
 
 
-@pytest.mark.parametrize(("temperature", "with_bias"), [(1.0, False), (0.7, False), (0.7, True)])
+@pytest.mark.parametrize(
+    ("temperature", "with_bias", "cap"),
+    [(1.0, False, None), (0.7, False, 2.0), (0.7, True, None), (1.3, True, 3.0)],
+)
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 100])
 def test_chunked_logprobs_and_gradients_equal_the_direct_computation(
-    rows_per_chunk: int, temperature: float, with_bias: bool, monkeypatch: pytest.MonkeyPatch
+    rows_per_chunk: int,
+    temperature: float,
+    with_bias: bool,
+    cap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     vocab = 31
     monkeypatch.setattr(limits, "CPU_LOGITS", rows_per_chunk * (vocab + 3))
@@ -31,6 +38,7 @@ def test_chunked_logprobs_and_gradients_equal_the_direct_computation(
         table,
         targets,
         bias=padded_bias,
+        cap=cap,
         temperature=temperature,
         entropy=True,
         group=make_single_rank_group(),
@@ -39,6 +47,8 @@ def test_chunked_logprobs_and_gradients_equal_the_direct_computation(
     (chosen * factor).sum().backward()
     grads = tuple(parameter.grad for parameter in parameters)
     logits = hidden @ weight.T if bias is None else hidden @ weight.T + bias
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
     whole = (logits / temperature).log_softmax(-1)
     expected = whole.gather(1, targets)
     expected_grads = torch.autograd.grad((expected * factor).sum(), parameters, retain_graph=True)
@@ -53,6 +63,7 @@ def test_chunked_logprobs_and_gradients_equal_the_direct_computation(
         targets,
         count=5,
         bias=bias,
+        cap=cap,
         temperature=temperature,
         group=make_single_rank_group(),
         rows=vocab,

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from realrl.model import elementwise, ops, rotary
+from realrl.model import rotary
+from realrl.model.arithmetic import elementwise, ops
 
 
 def reference_rotary_emb(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ import pytest
 import torch
 from paged_reference import attend_by_row, make_case
 
+from realrl.model.attention_rule import CAUSAL, AttentionRule
+
 HEADS = {"one each": (3, 3), "pairs": (8, 4), "threes": (6, 2), "eights": (8, 1)}
 ROWS = {
     "no prompts": ([0, 0], [[0], [17]]),
@@ -22,6 +24,28 @@ def test_attention_over_blocks_matches_attention_row_by_row(
     expected = attend_by_row(case)
     got = case.cache.attend(0, case.qkv, case.rows, case.heads)
     torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=2e-5)
+
+
+RULES = {
+    "window": AttentionRule(window=20),
+    "one token": AttentionRule(window=1),
+    "long window": AttentionRule(window=150),
+    "cap": AttentionRule(cap=0.5),
+    "sinks": AttentionRule(sinks=torch.linspace(-2, 3, 8)),
+    "all": AttentionRule(window=130, cap=1.5, sinks=torch.linspace(3, -1, 8)),
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
+@pytest.mark.parametrize("lengths", ROWS.values(), ids=list(ROWS))
+@pytest.mark.parametrize("exact", [False, True])
+def test_windows_caps_and_sinks_are_those_of_attention_row_by_row(
+    exact: bool, lengths: tuple[list[int], list[list[int]]], rule: AttentionRule
+) -> None:
+    case = make_case(*lengths, heads=8, kv_heads=4, dim=32)
+    expected = attend_by_row(case, rule)
+    got = case.cache.attend(0, case.qkv, case.rows, case.heads, rule, exact=exact)
+    torch.testing.assert_close(got.double(), expected, atol=5e-6, rtol=5e-5)
 
 
 def test_attention_in_bfloat16_rounds_only_what_is_stored_and_returned() -> None:
@@ -43,10 +67,11 @@ def test_the_newest_tokens_are_stored_and_nothing_else_changes() -> None:
         assert torch.equal(pool.nan_to_num(7.0), old.nan_to_num(7.0))
 
 
-def test_a_row_attends_bit_for_bit_as_it_would_alone() -> None:
+@pytest.mark.parametrize("rule", [CAUSAL, AttentionRule(window=140), AttentionRule(window=9, cap=1.0)])
+def test_a_row_attends_bit_for_bit_as_it_would_alone(rule: AttentionRule) -> None:
     """Neither neighbours nor rows of the same prompt change the order of sums."""
     case = make_case(*ROWS["shared prompts"], heads=6, kv_heads=2, dim=32)
-    together = case.cache.attend(0, case.qkv, case.rows, case.heads)
+    together = case.cache.attend(0, case.qkv, case.rows, case.heads, rule)
     for i in range(len(case.qkv)):
         rows = case.rows
         alone = type(rows)(
@@ -57,4 +82,4 @@ def test_a_row_attends_bit_for_bit_as_it_would_alone() -> None:
             prompt_starts=torch.tensor([0, 1]),
             most=1,
         )
-        assert torch.equal(case.cache.attend(0, case.qkv[i : i + 1], alone, case.heads)[0], together[i])
+        assert torch.equal(case.cache.attend(0, case.qkv[i : i + 1], alone, case.heads, rule)[0], together[i])

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from realrl.model.autograd import checkpoint_activations
+from realrl.model.arithmetic.autograd import checkpoint_activations
 
 
 def test_gradients_reach_the_input_and_the_parameters_that_are_used() -> None:

@@ -1,16 +1,72 @@
 """Attention within packed sequences on a CPU, and its gradient, beside that of torch sequence by sequence."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from realrl.model.attention import split_heads, varlen_attention
+from realrl.model.attention_rule import AttentionRule
 from realrl.model.packing import Packing
 
 LENGTHS = [1, 17, 150, 16, 48, 49, 2, 700]
 """Around the sizes of tiles: 48 queries, 256 keys, 16 lanes."""
 HEADS = [(4, 2, 32), (3, 3, 16), (5, 1, 20), (2, 2, 7), (2, 1, 96)]
+
+
+RULES = {
+    "window": AttentionRule(window=33),
+    "one token": AttentionRule(window=1),
+    "long window": AttentionRule(window=400),
+    "cap": AttentionRule(cap=0.7),
+    "sinks": AttentionRule(sinks=torch.linspace(-2.0, 3.0, 4)),
+    "all": AttentionRule(window=290, cap=1.5, sinks=torch.linspace(3.0, -1.0, 4)),
+}
+
+
+def attend_by_rule(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+    """The definition, for one sequence. [heads, L, D] -> the same"""
+    scores = q @ k.transpose(1, 2) / q.shape[2] ** 0.5
+    if rule.cap is not None:
+        scores = rule.cap * torch.tanh(scores / rule.cap)
+    distances = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+    seen = (distances >= 0) & (distances < (rule.window or len(distances)))
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if rule.sinks is not None:
+        sinks = rule.sinks.to(q.dtype)[:, None, None].expand(-1, q.shape[1], 1)
+        return torch.cat((scores, sinks), 2).softmax(2)[..., :-1] @ v
+    return scores.softmax(2) @ v
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
+@pytest.mark.parametrize("exact", [False, True])
+def test_windows_caps_and_sinks_have_the_output_and_gradients_of_their_definition(
+    exact: bool, rule: AttentionRule
+) -> None:
+    torch.manual_seed(0)
+    heads, kv_heads, dim = 4, 2, 24
+    qkv = torch.randn(sum(LENGTHS), (heads + 2 * kv_heads) * dim, dtype=torch.float64)
+    upstream = torch.randn(len(qkv), heads * dim, dtype=torch.float64)
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        x = qkv.to(dtype, copy=True).requires_grad_()
+        sinks = None if rule.sinks is None else rule.sinks.to(dtype, copy=True).requires_grad_()
+        own = replace(rule, sinks=sinks)
+        if dtype == torch.float32:
+            out = varlen_attention(x, Packing.of(LENGTHS, "cpu"), heads, kv_heads, own, exact=exact)
+        else:
+            parts = []
+            for part in x.split(LENGTHS):
+                q, k, v = (y.transpose(0, 1) for y in split_heads(part, heads, kv_heads))
+                k, v = (y.repeat_interleave(heads // kv_heads, 0) for y in (k, v))
+                parts.append(attend_by_rule(q, k, v, own).transpose(0, 1).flatten(1))
+            out = torch.cat(parts)
+        out.backward(upstream.to(dtype))
+        found.append([y.double() for y in (out, x.grad, *([] if sinks is None else [sinks.grad]))])
+    for got, expected in zip(*found[::-1], strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-5)
 
 
 def attend_one_by_one(qkv: Tensor, lengths: list[int], heads: int, kv_heads: int) -> Tensor:

@@ -7,7 +7,7 @@ from random import Random
 from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.layout import build_layout
 from realrl.layout.limits import GPU_MESSAGES
-from realrl.layout.routing.chunks import group_messages, schedule_rank
+from realrl.layout.routing.chunks import RankScheduler, group_messages
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -104,7 +104,7 @@ class _Poster:
         ranks = sorted({*source.placement.ranks, *target.placement.ranks})
         self._gather(ranks, ranks, f"digests of {instruction.role}")
         moved = reallocate(source, target, self._cluster)
-        schedule = schedule_rank(moved, self._rank, 4, limits=LIMITS)
+        schedule = RankScheduler(moved, self._rank, 4, limits=LIMITS).schedule()
         comm = "-".join(map(str, range(self._cluster.size)))
         for group in group_messages(schedule.messages, LIMITS):
             sends, receives = (

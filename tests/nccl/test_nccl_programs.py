@@ -6,7 +6,7 @@ import pytest
 
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.layout.layout import build_layout
-from realrl.layout.routing.chunks import group_messages, schedule_rank
+from realrl.layout.routing.chunks import RankScheduler, group_messages
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster
 from realrl.program.lower import home_placements, kept_copies, lower
@@ -37,7 +37,7 @@ def test_reallocations_between_random_layouts_end_however_groups_are_divided(see
     moved = reallocate(source, target, cluster)
     posted, world = {}, "-".join(map(str, range(cluster.size)))
     for rank in range(cluster.size):
-        messages = schedule_rank(moved, rank, 4, limits=LIMITS).messages
+        messages = RankScheduler(moved, rank, 4, limits=LIMITS).schedule().messages
         posted[rank] = [
             Launch(
                 world,

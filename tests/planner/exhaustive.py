@@ -41,6 +41,20 @@ def connected(problem: Problem, candidates: dict[str, Candidate], rank: int) -> 
     return sum({o.layout: o.communicator_bytes for o in models if rank in o.placement.ranks}.values())
 
 
+def shared(problem: Problem, homes: dict[str, Candidate], rank: int) -> float:
+    """Bytes that several roles of a rank count, and which it has once; minus infinity where one offloads them."""
+    saved = 0.0
+    for group in problem.sharers:
+        here = [homes[role] for role in group if rank in homes[role].placement.ranks]
+        for layout in {home.layout for home in here}:
+            alike = [home for home in here if home.layout == layout]
+            if len(alike) > 1 and any(home.offload for home in alike):
+                return -math.inf
+            sizes = [home.base_bytes for home in alike]
+            saved += sum(sizes) - max(sizes)
+    return saved
+
+
 def host_fill(problem: Problem, homes: dict[str, Candidate]) -> float:
     """Largest fraction of a node's host memory that offloaded state takes."""
     fills = [0.0]
@@ -60,6 +74,7 @@ class _Step:
         self.end: dict[Call, float] = {}
         self.kept = [
             sum(home.resident_bytes for home in self.homes.values() if rank in home.placement.ranks)
+            - shared(problem, self.homes, rank)
             + connected(problem, self.candidates, rank)
             for rank in range(problem.cluster.size)
         ]

@@ -25,7 +25,7 @@ from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.pipeline.messages import Pipeline
 from realrl.engine.training.trainer import Trainer
 from realrl.layout.layout import build_layout
-from realrl.model.ops import Products
+from realrl.model.arithmetic.ops import Products
 from realrl.model.parallel import group as collectives
 from realrl.model.parallel.group import Group, make_single_rank_group
 from realrl.plan.placement import Placement

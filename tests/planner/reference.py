@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.dataflow.call import Call, Key, Kind, MovingAverage
@@ -26,7 +27,7 @@ from realrl.program.instructions import (
 )
 from realrl.program.lower import home_placements, lower
 from realrl.program.order import producers
-from tests.planner.exhaustive import connected, host_fill
+from tests.planner.exhaustive import connected, host_fill, shared
 
 
 class Walk:
@@ -64,6 +65,7 @@ class Walk:
         """Largest fraction of its memory that a rank uses."""
         held = sum(o.resident_bytes for o in self.home.values() if program.rank in o.placement.ranks)
         held += connected(self.problem, self.candidates, program.rank)
+        held -= shared(self.problem, self.home, program.rank)
         most = held
         for instruction in program.instructions:
             match instruction:
@@ -290,6 +292,24 @@ def _weights(rng: random.Random, parameters: float) -> tuple[ParameterBytes, ...
     )
 
 
+def _share(
+    rng: random.Random, candidates: dict[str, tuple[Candidate, ...]], homes: dict[str, str]
+) -> tuple[tuple[str, ...], ...]:
+    """Give some roles the same frozen weights, of a size that their layout alone decides."""
+    roles = [role for role in homes if rng.random() < 0.5]
+    if len(roles) < 2:
+        return ()
+    least = min(
+        o.weights_bytes * o.layout[2] * o.layout[3] for role in roles for o in candidates[homes[role]]
+    )
+    for role in roles:
+        candidates[homes[role]] = tuple(
+            replace(o, base_bytes=0.0 if o.offload else 0.9 * least / (o.layout[2] * o.layout[3]))
+            for o in candidates[homes[role]]
+        )
+    return (tuple(roles),)
+
+
 def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bool = True) -> Problem:
     """Sample a step on 2 to 8 devices with about `combinations` plans, sometimes short of memory."""
     graph = sampled_graph(rng)
@@ -319,10 +339,12 @@ def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bo
     memory = rng.choice([30.0, 60.0, 1000.0]) * sum(parameters.values()) / cluster.size
     volumes = {(p.name, c.name): rng.choice([0.0, 0.3]) for c in graph.calls for p in producers(graph, c)}
     exchange = ExchangeModel(links, cluster.devices_per_node, volumes)
+    sharers = _share(rng, candidates, {role: graph.home(role).name for role in graph.roles})
     # Without a limit, and with one that sometimes forbids to offload.
     hosts = rng.choice([0.0, 0.0, 3.0]) * sum(parameters.values())
     return Problem(
         host_memory_bytes=(hosts,) * cluster.nodes if hosts else (),
+        sharers=sharers,
         graph=graph,
         cluster=cluster,
         candidates=candidates,

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from realrl.algorithms.ppo.graph import train_graph
 from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
 from realrl.cli.app import run_app
 from realrl.families.shape import ModelShape
-from realrl.model.ops import PLAIN
+from realrl.model.arithmetic.ops import PLAIN
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.cluster.devices import DEVICES
@@ -25,6 +26,7 @@ from realrl.program.memory import StoredModel
 from realrl.recipe.load import load_experiment
 from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.processes.process import Process
+from realrl.runtime.profiler.models.decoding import Decoding
 from realrl.runtime.profiler.models.passes import Passes
 from realrl.runtime.profiler.models.shapes import ShapeMeasurements
 from realrl.runtime.profiler.models.shard import make_tensor_rank
@@ -255,6 +257,15 @@ def test_tp_degrees_are_measured_in_turn() -> None:
     degrees = [blank.tp for blank in blanks if blank.kind not in SHARED]
     assert len(degrees) > 3
     assert degrees == [1, 2, 4] * (len(degrees) // 3)
+
+
+@pytest.mark.parametrize("fewest", [0, 8])
+def test_generation_is_measured_whether_or_not_answers_may_end(fewest: int) -> None:
+    """Where answers have a minimum length, the sampler forbids what would end them."""
+    model = make_tensor_rank(TINY, "lm", 1, layers=3, dtype=torch.float32, device=CPU, products=PLAIN)
+    decoding = Decoding(model, GenerationConfig(max_new_tokens=8, min_new_tokens=fewest), Clock(CPU))
+    for found in (decoding.start(8, 4), decoding.measure_step(2, 12)):
+        assert all(isfinite(seconds) for seconds in found.values())
 
 
 def test_points_that_do_not_fit_are_skipped_with_all_larger_ones() -> None:

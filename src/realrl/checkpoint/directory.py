@@ -4,9 +4,10 @@ from pathlib import Path
 
 from realrl.config.errors import UserError
 from realrl.config.paths import is_local, local_path
+from realrl.families.adapter_config import ADAPTER_CONFIG, SavedAdapters, find_adapters
 from realrl.families.config_json import read_config
 from realrl.families.shape import ModelShape
-from realrl.recipe.model import ModelConfig
+from realrl.recipe.model import ModelConfig, TrainedModelConfig
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
@@ -27,11 +28,47 @@ def local_directory(path: str | Path) -> Path:
         raise _not_given(path, error) from error
 
 
+def find_saved_adapters(path: str | Path) -> SavedAdapters | None:
+    """Find the adapters of a directory or hub name that holds these and no whole model; None for any other.
+
+    UserError where they cannot be used.
+    """
+    if is_local(str(path)) or local_path(str(path)).is_dir():
+        return find_adapters(path)
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        hf_hub_download(str(path), CONFIG)
+    except EntryNotFoundError:
+        return find_adapters(local_directory(path))
+    except Exception:  # which is told where the model is opened
+        return None
+    return None
+
+
+def known_adapters(path: str | Path) -> SavedAdapters | None:
+    """Find the adapters that a directory holds, or the cache of hub models, without asking the network."""
+    if is_local(str(path)) or local_path(str(path)).is_dir():
+        return find_adapters(path)
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(str(path), ADAPTER_CONFIG)
+    return find_adapters(Path(cached).parent) if isinstance(cached, str) else None
+
+
+def find_base(path: str | Path) -> str | Path:
+    """Find the model that adapters are for; a whole model is its own."""
+    adapters = find_saved_adapters(path)
+    return path if adapters is None else adapters.base
+
+
 def config_file(path: str | Path) -> Path:
     """Find the `config.json` of a model in a directory or on the hub, downloading nothing else.
 
-    UserError where there is no such model; a directory may lack the file.
+    UserError where there is no such model; a directory may lack the file. Adapters have that of their base.
     """
+    path = find_base(path)
     directory = local_path(str(path))
     if directory.is_dir():
         return directory / CONFIG
@@ -47,6 +84,7 @@ def config_file(path: str | Path) -> Path:
 
 def generation_config_file(path: str | Path) -> Path | None:
     """Find the `generation_config.json` of a model, likewise; None where it has none."""
+    path = find_base(path)
     directory = local_path(str(path))
     if is_local(str(path)) or directory.is_dir():
         file = directory / GENERATION_CONFIG
@@ -76,11 +114,22 @@ def known_shape(config: ModelConfig) -> ModelShape | None:
     Sources: the recipe, the model's directory, the cache of hub models. UserError where a directory's `config.json`
     is wrong.
     """
+    found = _known_base(config)
+    return None if found is None else _adapt(found, config)
+
+
+def _adapt(shape: ModelShape, config: ModelConfig) -> ModelShape:
+    """Add what a role trains beside its model."""
+    lora = config.lora if isinstance(config, TrainedModelConfig) else None
+    return shape if lora is None else shape.model_copy(update={"lora": lora})
+
+
+def _known_base(config: ModelConfig) -> ModelShape | None:
     if config.path is None or config.shape is not None:
         return config.shape
     if is_local(config.path):
-        file = local_path(config.path) / "config.json"
-        return read_shape(config.path, config.family) if file.is_file() else None
+        file = local_path(str(find_base(config.path))) / CONFIG
+        return read_config(file, config.family) if file.is_file() else None
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(config.path, "config.json")
@@ -96,7 +145,7 @@ def find_model_shape(config: ModelConfig) -> ModelShape:
     if known is not None:
         return known
     assert config.path is not None, "a model has a path or a shape"
-    return read_shape(config.path, config.family)
+    return _adapt(read_shape(config.path, config.family), config)
 
 
 def _not_given(path: str | Path, error: Exception) -> UserError:

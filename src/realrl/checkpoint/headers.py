@@ -1,6 +1,7 @@
 """Headers of a model's safetensors files, checked before weights are read."""
 
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -48,6 +49,36 @@ def open_file(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file}: not a complete safetensors file ({error})") from error
+
+
+class TensorFiles:
+    """Files that tensors are read from, mapped into memory, of which one is open at a time.
+
+    Each is opened once where tensors are asked for file by file.
+    """
+
+    def __init__(self) -> None:
+        self._opened = ExitStack()
+        self._file: Path | None = None
+        self._reader: Any = None
+
+    def __enter__(self) -> "TensorFiles":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def find(self, tensor: StoredTensor) -> Any:
+        """Find what gives parts of a tensor when indexed; UserError if its file is not whole."""
+        if tensor.file != self._file:
+            self._close()
+            self._reader = self._opened.enter_context(open_file(tensor.file))
+            self._file = tensor.file
+        return self._reader.get_slice(tensor.name)
+
+    def _close(self) -> None:
+        self._opened.close()
+        self._file = self._reader = None
 
 
 def find_tensors(directory: Path, shape: ModelShape, wanted: Iterable[TensorSpec]) -> Contents:
@@ -109,15 +140,20 @@ def _specs_outside_layers(shape: ModelShape) -> dict[Parameter, TensorSpec]:
 
 
 def _check(tensor: StoredTensor, spec: TensorSpec) -> None:
-    if tensor.dtype not in FLOATS:
-        raise UserError(
-            f"{tensor.file}: tensor {tensor.name} has type {tensor.dtype}; accepted are {', '.join(FLOATS)}"
-        )
+    check_type(tensor)
     if tensor.shape != spec.file_shape:
         found = list(tensor.shape)
         needed = list(spec.file_shape)
         raise UserError(
             f"{tensor.file}: tensor {tensor.name} has shape {found}, but the model needs {needed}"
+        )
+
+
+def check_type(tensor: StoredTensor) -> None:
+    """Check that a stored tensor has numbers that can be read; UserError if not."""
+    if tensor.dtype not in FLOATS:
+        raise UserError(
+            f"{tensor.file}: tensor {tensor.name} has type {tensor.dtype}; accepted are {', '.join(FLOATS)}"
         )
 
 
@@ -144,18 +180,18 @@ def _read_headers(directory: Path) -> dict[str, StoredTensor]:
         return {
             tensor.name: tensor
             for file, expected in files.items()
-            for tensor in _read_header(directory / file, expected)
+            for tensor in read_header(directory / file, expected)
         }
     single = directory / SINGLE
     if not single.is_file():
         raise UserError(f"{directory}: there is neither {SINGLE} nor {INDEX}; only safetensors are read")
-    return {tensor.name: tensor for tensor in _read_header(single, None)}
+    return {tensor.name: tensor for tensor in read_header(single, None)}
 
 
-def _read_header(file: Path, expected: list[str] | None) -> list[StoredTensor]:
-    """List these tensors of a file, which the index names, or all."""
+def read_header(file: Path, expected: list[str] | None) -> list[StoredTensor]:
+    """List these tensors of a file, which the index names, or all; UserError where it is missing or not whole."""
     if not file.is_file():
-        raise UserError(f"{file} is missing, though {INDEX} names it")
+        raise UserError(f"{file} is missing" + ("" if expected is None else f", though {INDEX} names it"))
     with open_file(file) as reader:
         present = set(reader.keys())
         tensors = []

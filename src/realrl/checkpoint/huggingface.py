@@ -2,36 +2,57 @@
 
 import json
 import shutil
-import stat
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from realrl.checkpoint.directory import CONFIG, GENERATION_CONFIG, config_file, local_directory, read_shape
-from realrl.checkpoint.headers import INDEX, SINGLE, Contents, StoredTensor, find_tensors, open_file
+from realrl.checkpoint.adapters import ADAPTER_FILE, PREFIX, AdapterFile
+from realrl.checkpoint.directory import (
+    CONFIG,
+    GENERATION_CONFIG,
+    config_file,
+    find_saved_adapters,
+    local_directory,
+    read_shape,
+)
+from realrl.checkpoint.headers import INDEX, SINGLE, Contents, StoredTensor, TensorFiles, find_tensors
 from realrl.checkpoint.initial_weights import Weights
 from realrl.checkpoint.origin import Origin
+from realrl.checkpoint.portions import Portion, join_portions, list_files, list_portions
 from realrl.checkpoint.special_tokens import find_classifier_padding, find_saved_ids, list_stop_token_ids
-from realrl.checkpoint.stored import group_by_file_tensor, join_tensors, read_region
+from realrl.checkpoint.stored import join_tensors, read_parts
 from realrl.checkpoint.tokenizer_files import Tokenizer, set_padding, write_tokenizer
+from realrl.checkpoint.writing import write_file
 from realrl.config.errors import UserError
 from realrl.config.files import partial_path
 from realrl.config.json_file import read_json
-from realrl.engine.finite import NotFiniteError, all_finite
+from realrl.engine.finite import all_finite
+from realrl.families.adapter_config import ADAPTER_CONFIG, adapter_tensors, write_adapter_config
+from realrl.families.adapters import ADAPTERS
 from realrl.families.config_json import shape_to_hf
 from realrl.families.registry import find_family, model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import TensorSpec
 from realrl.layout.region import Region
 
-__all__ = ["Tokenizer", "check", "load", "read_dtype", "read_shape", "save", "shards"]
+__all__ = [
+    "ModelFiles",
+    "Tokenizer",
+    "check",
+    "load",
+    "read_dtype",
+    "read_shape",
+    "save",
+    "save_adapters",
+]
 
 SHARD_BYTES = 5e9
-"""Maximum bytes in one file of tensors."""
+"""Maximum bytes in one file of tensors, unless a single tensor has more."""
 
 
 def read_dtype(path: str | Path) -> torch.dtype:
@@ -42,8 +63,8 @@ def read_dtype(path: str | Path) -> torch.dtype:
 
 
 def check(path: str | Path, shape: ModelShape, tensors: Sequence[TensorSpec]) -> list[str]:
-    """Check the headers of a model's files; return the names of tensors that are absent."""
-    return find_tensors(local_directory(path), shape, tensors).absent
+    """Check the headers of a model's files; return the names of its tensors that are absent, adapters aside."""
+    return ModelFiles(path, shape, tensors).absent
 
 
 def load(
@@ -58,26 +79,84 @@ def load(
     `tensors` are global. The buffer holds all of them whole or, with `regions`, only these regions of them,
     from the first row on; nothing else is read.
 
-    Only a scalar head may be missing: a language model has none when one is put on it. Everything else that does
-    not fit is a UserError naming file and tensor, and so are weights that are not finite.
+    Adapters in PEFT's format are merged into the model that they are for; unless `tensors` has adapters, which
+    become these then.
+
+    Only a scalar head may be missing: a language model has none when one is put on it; and adapters. Everything
+    else that does not fit is a UserError naming file and tensor, and so are weights that are not finite.
     """
-    directory = local_directory(path)
-    contents = find_tensors(directory, shape, tensors)
+    source = ModelFiles(path, shape, tensors)
     specs = {spec.name: spec for spec in tensors}
-    for name, stored in contents.tensors.items():
-        if regions is None or name in regions:
-            values = _read(stored, specs[name], regions[name] if regions is not None else None)
-            own = into[name][: len(values)]
-            own.copy_(values)
-            if not all_finite(own):
-                raise _not_finite(stored, values, own.dtype)
-    _check_repeated_head(contents, directory)
-    return contents.absent
+    with TensorFiles() as files:
+        for name, stored in sorted(source.found.items(), key=lambda item: _place(item[1])):
+            if regions is None or name in regions:
+                region = None if regions is None else regions[name]
+                for index, values in source.read_parts(files, specs[name], region):
+                    own = into[name][index]
+                    own.copy_(values)
+                    if not all_finite(own):
+                        raise _not_finite(stored, values, own.dtype)
+        _check_repeated_head(source.contents, files, source.directory, regions)
+    return [name for name in specs if name not in source.found]
 
 
-def _read(stored: StoredTensor, spec: TensorSpec, region: Region | None = None) -> Tensor:
-    with open_file(stored.file) as reader:
-        return read_region(reader.get_slice(stored.name), spec, region)
+def _place(stored: StoredTensor) -> tuple[Path, str]:
+    """Sort key by which files are read one after the other; their library writes tensors by name."""
+    return stored.file, stored.name
+
+
+class ModelFiles:
+    """Files of a model of which tensors are read: those of a whole one, and those of adapters for it."""
+
+    def __init__(self, path: str | Path, shape: ModelShape, tensors: Sequence[TensorSpec]) -> None:
+        """UserError for what does not fit."""
+        saved = find_saved_adapters(path)
+        self._adapters = None if saved is None else AdapterFile(saved)
+        own = [spec for spec in tensors if spec.parameter not in ADAPTERS]
+        self.directory = local_directory(path if saved is None else saved.base)
+        self.contents = find_tensors(self.directory, shape, own)
+        self._continued = len(own) < len(tensors)
+        self.found: dict[str, StoredTensor] = {**self.contents.tensors}
+        """Where each tensor is, or the matrix that an adapter is merged into."""
+        if self._adapters is not None:
+            self._adapters.check(own)
+            if shape.lora is not None:
+                self._adapters.check_continued(shape.lora, tensors)
+            self.found |= {
+                spec.name: self._adapters.tensors[spec.file_name]
+                for spec in tensors
+                if spec.file_name in self._adapters.tensors
+            }
+        self.absent = [spec.name for spec in own if spec.name not in self.found]
+
+    def read_parts(
+        self, files: TensorFiles, spec: TensorSpec, region: Region | None
+    ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+        """Read a region of a tensor, or all of it: index of each part in the region, and its values."""
+        opened, adapters = files.find(self.found[spec.name]), self._adapters
+        merged = adapters is not None and not self._continued and adapters.adapts(spec)
+        for index, values in read_parts(opened, spec, region):
+            if adapters is None or not merged:
+                yield index, values
+                continue
+            (rows,) = index
+            first = 0 if region is None else region.offset[0]
+            part = range(first + rows.start, first + rows.stop)
+            columns = slice(0, spec.shape[1]) if region is None else region.slices[1]
+            whole = partial(_read_rows, opened, spec, part)
+            yield index, adapters.merge(values, spec, part, columns, whole)
+
+    def read(self, spec: TensorSpec, region: Region | None) -> Tensor:
+        """Read a region of a tensor, or all of it."""
+        with TensorFiles() as files:
+            parts = [values for _, values in self.read_parts(files, spec, region)]
+            return torch.cat(parts)
+
+
+def _read_rows(opened: Any, spec: TensorSpec, rows: range) -> Tensor:
+    """Read whole rows of a matrix."""
+    region = Region(spec.name, (rows.start, 0), (len(rows), spec.shape[1]))
+    return torch.cat([values for _, values in read_parts(opened, spec, region)])
 
 
 def _not_finite(stored: StoredTensor, values: Tensor, dtype: torch.dtype) -> UserError:
@@ -87,12 +166,23 @@ def _not_finite(stored: StoredTensor, values: Tensor, dtype: torch.dtype) -> Use
     return UserError(f"{stored.file}: tensor {stored.name} has values that are not finite (NaN or infinity)")
 
 
-def _check_repeated_head(contents: Contents, directory: Path) -> None:
-    """Check that a stored head which is not used equals the embeddings; else UserError."""
-    if contents.repeated_head is None:
+def _check_repeated_head(
+    contents: Contents, files: TensorFiles, directory: Path, regions: Mapping[str, Region] | None
+) -> None:
+    """Check that a stored head which is not used equals the embeddings that are read; else UserError."""
+    spec = contents.embedding
+    if contents.repeated_head is None or (regions is not None and spec.name not in regions):
         return
     repeated, embedding = contents.repeated_head
-    if not torch.equal(*(_read(stored, contents.embedding) for stored in (repeated, embedding))):
+    region = None if regions is None else regions[spec.name]
+    with TensorFiles() as others:
+        pairs = zip(
+            read_parts(files.find(embedding), spec, region),
+            read_parts(others.find(repeated), spec, region),
+            strict=True,
+        )
+        equal = all(torch.equal(values, again) for (_, values), (_, again) in pairs)
+    if not equal:
         raise UserError(
             f"{repeated.file}: {repeated.name} differs from the embeddings it is said to be tied to;"
             f" set tie_word_embeddings to false in {directory / CONFIG}"
@@ -113,7 +203,8 @@ def save(
 ) -> None:
     """Write a model directory, replacing one that is there. The directory appears whole or not at all.
 
-    `weights` holds all tensors, or is called for those of one file at a time (see `shards`), in order.
+    `weights` holds all tensors, or is called for one portion of them after the other, by its number in
+    `list_portions`; each is written before the next is asked for.
     NotFiniteError if a value of them is not finite. `origin` is what the model was opened from: all of its
     settings that training does not touch stay as they were.
 
@@ -121,22 +212,55 @@ def save(
     where sequences can end with the tokenizer's own; `stop_token_ids` are tokens that they can end with
     besides those that tokenizer and origin name.
     """
-    final = Path(directory)
-    partial = partial_path(final)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    with _whole_directory(Path(directory)) as unfinished:
+        tensors = model_tensors(shape, head)
+        fetch = weights if callable(weights) else partial(_take, weights, list_portions(tensors, dtype))
+        _save_tensors(unfinished, tensors, fetch, dtype, max_shard_bytes)
+        _save_settings(unfinished, shape, head, tokenizer, dtype, origin, stop_token_ids)
+
+
+def save_adapters(
+    directory: str | Path,
+    shape: ModelShape,
+    head: Head,
+    weights: Weights,
+    tokenizer: Tokenizer | None,
+    dtype: torch.dtype,
+    base: str,
+) -> None:
+    """Write adapters in PEFT's format, and a scalar head with them; otherwise like `save`.
+
+    `weights` holds these (`adapter_tensors`); `base` is the directory or hub name of the model that they are for.
+    """
+    assert shape.lora is not None, "a model without adapters is saved whole"
+    tensors = model_tensors(shape, head)
+    own = adapter_tensors(tensors)
+    with _whole_directory(Path(directory)) as unfinished:
+        joined = join_tensors(own, {spec.name: weights[spec.name] for spec in own})
+        named = {f"{PREFIX}{name}": values for name, values in joined.items()}
+        shapes = {name: tuple(values.shape) for name, values in named.items()}
+        write_file(unfinished / ADAPTER_FILE, shapes, dtype, iter(named.items()))
+        _write_json(unfinished / ADAPTER_CONFIG, write_adapter_config(tensors, shape.lora, head, base))
+        if tokenizer is not None:
+            write_tokenizer(tokenizer, unfinished, find_family(shape.family).model_type)
+
+
+@contextmanager
+def _whole_directory(final: Path) -> Iterator[Path]:
+    """Give a directory to write into, which replaces the one that is there once the block has ended well."""
+    unfinished = partial_path(final)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
     try:
-        fetch = weights if callable(weights) else lambda _: weights
-        _save_tensors(partial, shards(model_tensors(shape, head), dtype, max_shard_bytes), fetch, dtype)
-        _save_settings(partial, shape, head, tokenizer, dtype, origin, stop_token_ids)
+        yield unfinished
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise
     replaced = final.with_name(f".{final.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
         final.rename(replaced)
-    partial.rename(final)
+    unfinished.rename(final)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -167,7 +291,7 @@ def _save_settings(
     _write_json(directory / CONFIG, shape_to_hf(shape, head, name, {**kept, **special}))
     if head == "lm":
         if origin is not None and origin.generation is not None:
-            _write_json(directory / GENERATION_CONFIG, origin.generation)
+            (directory / GENERATION_CONFIG).write_bytes(origin.generation_file)
         else:
             ended = {
                 "eos_token_id": [*stop_token_ids]
@@ -178,45 +302,31 @@ def _save_settings(
             _write_json(directory / GENERATION_CONFIG, written)
 
 
-def shards(
-    tensors: Sequence[TensorSpec], dtype: torch.dtype, limit: float = SHARD_BYTES
-) -> list[list[TensorSpec]]:
-    """Group tensors by the file that they are saved in; a file has at most `limit` bytes, or one tensor."""
-    files: list[list[TensorSpec]] = [[]]
-    used = 0
-    for parts in group_by_file_tensor(tensors):
-        size = sum(tensor.numel for tensor in parts) * dtype.itemsize
-        if files[-1] and used + size > limit:
-            files.append([])
-            used = 0
-        files[-1] += parts
-        used += size
-    return files
+def _take(weights: Weights, portions: Sequence[Portion], number: int) -> Mapping[str, Tensor]:
+    """Take a portion out of all weights."""
+    return {part.spec.name: weights[part.spec.name][part.region.slices] for part in portions[number]}
 
 
 def _save_tensors(
     directory: Path,
-    shards: Sequence[Sequence[TensorSpec]],
+    tensors: Sequence[TensorSpec],
     fetch: Callable[[int], Weights],
     dtype: torch.dtype,
+    limit: float,
 ) -> None:
+    """Write the files of tensors; `fetch` gives the weights of one portion after the other."""
+    files = list_files(tensors, dtype, limit)
     weight_map: dict[str, str] = {}
-    for i, shard in enumerate(shards, 1):
-        file = SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        buffer = fetch(i - 1)
-        joined = join_tensors(shard, {t.name: buffer[t.name].detach().to("cpu", dtype) for t in shard})
-        content = {name: values.contiguous() for name, values in joined.items()}
-        for name, values in content.items():
-            if not all_finite(values):
-                raise NotFiniteError(f"not saved: {name} has values that are not finite (NaN or infinity)")
-        # safetensors replaces the file by one that its owner alone can read, whatever the umask says.
-        (directory / file).touch()
-        mode = (directory / file).stat().st_mode
-        save_file(content, directory / file, metadata={"format": "pt"})
-        (directory / file).chmod(stat.S_IMODE(mode))
-        weight_map |= dict.fromkeys(content, file)
-    if len(shards) > 1:
-        total = sum(tensor.numel for shard in shards for tensor in shard) * dtype.itemsize
+    joined = join_portions(
+        (portion, fetch(number)) for number, portion in enumerate(list_portions(tensors, dtype))
+    )
+    for i, shard in enumerate(files, 1):
+        file = SINGLE if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"
+        shapes = {spec.file_name: spec.file_shape for spec in shard}
+        write_file(directory / file, shapes, dtype, joined)
+        weight_map |= dict.fromkeys(shapes, file)
+    if len(files) > 1:
+        total = sum(tensor.numel for tensor in tensors) * dtype.itemsize
         _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 

@@ -31,11 +31,14 @@ def initialise(
     `tensors` are global. `buffer` holds them whole or, with `regions`, these regions of them from the first
     row on.
 
+    Magnitudes of DoRA are left alone: they follow from other tensors (`Transformer.initialise_magnitudes`).
     Matrices that write to the residual stream are scaled by 1 / sqrt(2 * layers) (Radford et al. 2019,
     section 2.3). Each tensor depends on the seed and its own name only, so not on layout, order or device.
     """
     for tensor in tensors:
         target = buffer[tensor.name]
+        if tensor.init is Init.MAGNITUDE:
+            continue
         if tensor.init in (Init.ONES, Init.ZEROS):
             target.fill_(float(tensor.init is Init.ONES))
             continue
@@ -44,7 +47,12 @@ def initialise(
         std = shape.init_std
         if tensor.init is Init.RESIDUAL:
             std /= math.sqrt(2 * shape.layers)
-        values = torch.empty(tensor.shape).normal_(0.0, std, generator=generator)
+        values = torch.empty(tensor.shape)
+        if tensor.init is Init.ADAPTER:
+            bound = 1 / math.sqrt(tensor.shape[1])
+            values.uniform_(-bound, bound, generator=generator)
+        else:
+            values.normal_(0.0, std, generator=generator)
         if regions is not None:
             values = values[regions[tensor.name].slices]
         target[: len(values)].copy_(values)

@@ -22,6 +22,8 @@ class Origin:
     """Contents of `config.json`."""
     generation: Mapping[str, Any] | None
     """Contents of `generation_config.json`; None where there is no such file."""
+    generation_file: bytes = b""
+    """That file as it stands."""
 
     def find_stop_token_ids(self, vocabulary: int) -> tuple[Path, tuple[int, ...]]:
         """Find the tokens that end generation, and the file that says so; UserError for invalid tokens.
@@ -54,4 +56,5 @@ def read_origin(path: str | Path) -> Origin:
         directory=config.parent,
         config=read_json(config),
         generation=None if generation is None else read_json(generation),
+        generation_file=b"" if generation is None else generation.read_bytes(),
     )

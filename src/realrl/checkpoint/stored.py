@@ -1,38 +1,63 @@
 """Tensors of a model in the tensors of files: the same ones, or some rows of larger ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from realrl.families.tensors import TensorSpec
+from realrl.families.tensors import Stored, TensorSpec
 from realrl.layout.region import Region
 
+PART_ELEMENTS = 2**24
+"""Elements that are read at a time: where they change their type on the way to a GPU, they are in memory twice."""
 
-def read_region(stored: Any, spec: TensorSpec, region: Region | None = None) -> Tensor:
-    """Read a region of a tensor, or all of it, from the tensor of a file that holds it.
 
-    `stored` gives parts of that when indexed, as a tensor does, or a slice of a safetensors file.
+def read_parts(
+    stored: Any, spec: TensorSpec, region: Region | None = None
+) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """Read a region of a tensor, or all of it, part by part: index of the part in the region, and its values.
+
+    `stored` is the tensor of a file that holds it: something that gives parts of it when indexed, as a tensor does,
+    or a slice of a safetensors file. It is asked for every element of the region once, and for no others. Values
+    are views of what it gives, except for rows that have another order there.
     """
     if region is None:
         region = Region(spec.name, (0,) * len(spec.shape), spec.shape)
     if not region.numel:
-        return torch.empty(region.size)
-    where = spec.stored
-    if where is None:
-        return stored[region.slices]
+        return
     rows, *columns = region.slices
-    numbers = where.rows(rows.start, rows.stop)
-    first, last = min(numbers), max(numbers) + 1
+    most = max(1, PART_ELEMENTS // prod(region.size[1:]))
+    for first, last in _list_runs(spec.stored, rows.start, rows.stop, most):
+        yield (
+            (slice(first - rows.start, last - rows.start),),
+            _read_rows(stored, spec.stored, first, last, columns),
+        )
+
+
+def _list_runs(where: Stored | None, first: int, last: int, most: int) -> Iterator[tuple[int, int]]:
+    """Divide rows into runs of at most `most` that lie together in a file, but for their order."""
+    together = where is None or (where.order is None and where.period == where.block)
+    while first < last:
+        end = last if together or where is None else min(last, (first // where.block + 1) * where.block)
+        if where is None or where.order is None:
+            end = min(end, first + most)
+        yield first, end
+        first = end
+
+
+def _read_rows(stored: Any, where: Stored | None, first: int, last: int, columns: Sequence[slice]) -> Tensor:
+    if where is None:
+        return stored[(slice(first, last), *columns)]
+    numbers = where.rows(first, last)
+    start, stop = min(numbers), max(numbers) + 1
     part = (
-        stored[(*columns, slice(first, last))].T
+        stored[(*columns, slice(start, stop))].T
         if where.transposed
-        else stored[(slice(first, last), *columns)]
+        else stored[(slice(start, stop), *columns)]
     )
-    if numbers == list(range(first, last)):
-        return part
-    return part[torch.tensor(numbers) - first]
+    return part if where.order is None else part[torch.tensor(numbers) - start]
 
 
 def join_tensors(specs: Sequence[TensorSpec], values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ PATTERNS = (
     "vocab.json",
     "vocab.txt",
     "merges.txt",
+    "tekken.json",
 )
 """Names of the files that transformers opens a tokenizer from."""
 TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"

@@ -19,16 +19,27 @@ def export(
     step: Annotated[
         int | None, typer.Option(help="Training steps before the checkpoint; the last one if not given.")
     ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Most that one file of weights holds, or a single tensor.")
+    ] = "5GB",
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge adapters into their model, instead of writing them alone.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace models that lie in DIR.")] = False,
 ) -> None:
     """Write the models of a checkpoint as Hugging Face directories."""
     from realrl.config.errors import UserError
     from realrl.config.files import check_directory
     from realrl.config.paths import local_path
+    from realrl.config.units import parse_bytes
     from realrl.config.words import join
     from realrl.runtime.output.algorithm_record import AlgorithmRecord
     from realrl.runtime.output.saved import find_run_of, list_checkpoints
 
+    try:
+        shard_bytes = parse_bytes(max_shard_size)
+    except UserError as error:
+        raise UserError(f"--max-shard-size: {error}") from None
     run_dir, given = find_run_of(local_path(run))
     checkpoints = list_checkpoints(run_dir)
     if given is not None and step is not None:
@@ -54,5 +65,6 @@ def export(
     from realrl.runtime.export import export_models
 
     checkpoint = checkpoints[step if step is not None else next(iter(checkpoints))]
-    for path in export_models(run_dir, checkpoint, tuple(role or trained), folder):
+    roles = tuple(role or trained)
+    for path in export_models(run_dir, checkpoint, roles, folder, shard_bytes, merge=merge):
         typer.echo(f"wrote {path}")

@@ -40,6 +40,12 @@ def generate(
     ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 128,
     min_new_tokens: Annotated[int, typer.Option(help="Do not end before this many tokens.")] = 0,
+    stop_token_id: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="ID", help="Token that ends answers, instead of the model's own ones. May be repeated."
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(help="Logits are divided by this.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0 for all.")] = 0,
     top_p: Annotated[
@@ -83,6 +89,7 @@ def generate(
     sampling = _read_sampling(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens,
+        stop_token_ids=stop_token_id,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,

@@ -118,7 +118,9 @@ def plan(
 
     if recipe is None and calibrate is None:
         raise UserError("name a recipe, a YAML file, to plan for")
-    experiment = None if recipe is None else load_experiment(recipe, overrides or [])
+    experiment = None
+    if recipe is not None:
+        experiment = load_experiment(recipe, [*plan_input.list_device_overrides(cluster), *(overrides or [])])
     if calibrate is not None:
         from realrl.cli.planning.calibrate import calibrate_file
 

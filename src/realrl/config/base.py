@@ -1,6 +1,12 @@
 """Base class of recipe settings."""
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
+
+DERIVED: dict[str, Any] = {"derived": True}
+"""`json_schema_extra` of a field that other settings decide, and that nobody writes."""
 
 
 class Settings(BaseModel):
@@ -18,3 +24,8 @@ class Settings(BaseModel):
         validate_default=True,
         use_attribute_docstrings=True,
     )
+
+    @classmethod
+    def written_fields(cls) -> dict[str, FieldInfo]:
+        """List the fields that may be written, by name."""
+        return {name: of for name, of in cls.model_fields.items() if of.json_schema_extra != DERIVED}

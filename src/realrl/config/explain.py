@@ -198,18 +198,19 @@ def _suggestion(location: tuple[int | str, ...], cls: type[Settings]) -> str:
         return ""
     key = str(location[-1])
     prefix = "".join(f"{part}." for part in location[:-1])
-    near = nearest(key, section.model_fields)
+    known = section.written_fields()
+    near = nearest(key, known)
     if near is not None:
         return f"did you mean {prefix}{near}?"
     elsewhere = next((path for path in _paths(cls) if path.split(".")[-1] == key), None)
     if elsewhere is not None:
         return f"did you mean {elsewhere}?"
-    return f"known keys are {', '.join(section.model_fields)}"
+    return f"known keys are {', '.join(known)}"
 
 
 def _paths(cls: type[Settings], prefix: str = "") -> Iterable[str]:
     """List the dotted path of every field under a class."""
-    for name, field in cls.model_fields.items():
+    for name, field in cls.written_fields().items():
         yield prefix + name
         inner = section_class(field)
         if inner is not None:

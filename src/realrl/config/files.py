@@ -1,5 +1,6 @@
 """Atomic writes of files, and error messages for paths that cannot be written."""
 
+import io
 import os
 import re
 import tempfile
@@ -41,6 +42,12 @@ def write_whole(path: Path, text: str) -> None:
     """Write a UTF-8 text file atomically: a reader sees the old content or the new. OSError."""
     with whole_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def write_all(file: io.RawIOBase, data: memoryview) -> None:
+    """Write all bytes to an unbuffered file, which takes some of them at a time. OSError."""
+    while data:
+        data = data[file.write(data) :]
 
 
 def as_os_error(error: BaseException) -> OSError | None:

@@ -11,6 +11,7 @@ from realrl.config.json_file import read_json
 from realrl.config.paths import is_local, local_path
 from realrl.data.sources.records import read_records
 from realrl.data.sources.rejects import Rejects
+from realrl.families.adapter_config import find_adapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -19,7 +20,10 @@ BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 
 
 def load_tokenizer(path: str) -> "PreTrainedTokenizerFast":
-    """Load the tokenizer of a Hugging Face directory or hub name. UserError where there is none."""
+    """Load the tokenizer of a Hugging Face directory or hub name. UserError where there is none.
+
+    Of a directory with adapters and no tokenizer, that of their base.
+    """
     from transformers import AutoTokenizer
 
     local = local_path(path)
@@ -27,6 +31,9 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerFast":
         if not local.is_dir():
             raise UserError(f"tokenizer directory {path} does not exist")
         if not any((local / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+            adapters = find_adapters(path)
+            if adapters is not None:
+                return load_tokenizer(adapters.base)
             raise UserError(
                 f"directory {path} has no tokenizer: neither tokenizer.json nor tokenizer_config.json"
             )

@@ -4,7 +4,7 @@ import torch
 
 from realrl.config.errors import UserError
 from realrl.config.machine.processor import choose_products
-from realrl.model.ops import PLAIN, Products
+from realrl.model.arithmetic.ops import PLAIN, Products
 from realrl.plan.placement import Dtype
 
 

@@ -3,6 +3,7 @@
 torch's own pinned memory is rounded up to a power of two: 35 GB would take 64.
 """
 
+import ctypes
 import mmap
 import warnings
 import weakref
@@ -34,6 +35,16 @@ class PinnedMemory:
     def empty_like(self, tensor: Tensor) -> Tensor:
         """Make a tensor in this memory, of the shape and type of another one that fills it."""
         return self._bytes[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+def view_bytes(values: Tensor) -> memoryview:
+    """View a contiguous tensor in host memory as its bytes, as long as it lives.
+
+    Not through numpy: memory that it has seen cannot be given back for offloading.
+    """
+    if not values.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * values.nbytes).from_address(values.data_ptr())).cast("B")
 
 
 def _lock(memory: Tensor, device: torch.device) -> bool:

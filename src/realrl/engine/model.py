@@ -18,9 +18,9 @@ from realrl.engine.pipeline.messages import Pipeline, prefetch_receives
 from realrl.engine.reduced_metrics import reduce_metrics
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import Layout, build_layout
-from realrl.layout.sets import WHOLE, TrainablePart, build_parameter_sets
+from realrl.layout.sets import BASE, WHOLE, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
-from realrl.model.ops import PLAIN, Products
+from realrl.model.arithmetic.ops import PLAIN, Products
 from realrl.model.packing import Packing
 from realrl.model.parallel.group import make_single_rank_group
 from realrl.model.transformer import Transformer
@@ -40,11 +40,13 @@ class Model:
         device: torch.device,
         temperature: float = 1.0,
         part: TrainablePart = WHOLE,
+        base: LocalSet | None = None,
         products: Products = PLAIN,
     ) -> None:
         """`rank` is global, `layout` that of the whole model, `groups` its groups under the layout's placement;
         `temperature` divides logits before log-probabilities, `part` says which parameter sets there are, and
-        `products` how matrices are multiplied."""
+        `products` how matrices are multiplied. `base` is the base set if another model, whose layout is the same,
+        has it already; that may have tensors which this model does without."""
         self.layout = layout
         self.rank = rank
         self.groups = groups
@@ -58,7 +60,9 @@ class Model:
         self.shard = Shard.of(layout.shape, layout.head, layout.placement, rank)
         sets = build_parameter_sets(layout.shape, layout.head, part, trained=True)
         self.sets = {
-            name: LocalSet(replace(layout, subset=of.tensors), rank, dtype, device)
+            name: base
+            if base is not None and name == BASE
+            else LocalSet(replace(layout, subset=of.tensors), rank, dtype, device)
             for name, of in sets.items()
         }
         """By name, in storage order."""

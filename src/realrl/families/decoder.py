@@ -39,6 +39,7 @@ class Names:
     """Whether it holds them head by head, and not all queries, then all keys, then all values."""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
     out: str = "self_attn.o_proj"
     attention_post_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
@@ -137,6 +138,15 @@ class _Table:
         if before:
             yield from self._norm(f"{root}.{names.attention_norm}", "attention_norm", layer)
         yield from self._qkv(root, layer)
+        if options.sinks:
+            yield TensorSpec(
+                name=f"{root}.{names.sinks}",
+                shape=(self.shape.heads,),
+                parameter="sinks",
+                place=layer,
+                partition=Partition(Axis.HEADS),
+                decay=False,
+            )
         yield from self._out(f"{root}.{names.out}", "out", "out_bias", Axis.QUERY_HEADS, layer)
         if after:
             yield from self._norm(f"{root}.{names.attention_post_norm}", "attention_post_norm", layer)

@@ -30,10 +30,17 @@ def find_shape(source: str, family: str | None = None) -> ModelShape:
         )
     # Another generation, or another size, is another model and not a misspelling.
     hint = nearest(source, [name for name in SHAPES if _numbers(name) == _numbers(source)])
-    suffix = f"did you mean {hint}?" if hint else f"known models are {', '.join(SHAPES)}"
+    some = ", ".join([*SHAPES][:_NAMED])
+    suffix = (
+        f"did you mean {hint}?" if hint else f"known models are {some}, and others (realrl models lists them)"
+    )
     raise UserError(
         f"{source!r} is no model whose sizes are known, and no config.json or directory with one; {suffix}"
     )
+
+
+_NAMED = 12
+"""Names in an error message, of a list that is too long for one."""
 
 
 def _numbers(name: str) -> list[str]:

@@ -39,9 +39,20 @@ class LayerOptions(Settings):
     """Whether a learned vector for its position is added to each embedding, instead of rotary embeddings."""
     attention_scale: PositiveFloat | None = None
     """Factor of attention's scores; 1 / sqrt(head_dim) where it is not given."""
+    attention_cap: PositiveFloat | None = None
+    """Bound c of attention's scores x, which become c * tanh(x / c) (Gemma 2)."""
+    sinks: bool = False
+    """Whether each head has a learned further score in its softmax, whose weight goes to nothing (gpt-oss)."""
     embedding_scale: PositiveFloat | Literal["root"] = 1.0
     """Factor of embeddings, rounded to their type; `root` is that of the hidden size (Gemma)."""
     residual_scale: PositiveFloat = 1.0
     """Factor of what a block adds to the residual stream."""
     logit_scale: PositiveFloat = 1.0
     """Factor of the logits."""
+    logit_cap: PositiveFloat | None = None
+    """Bound of the logits, as that of scores."""
+
+    @property
+    def scores_in_memory(self) -> bool:
+        """Whether attention on a GPU computes scores in memory: no kernel of a library knows caps and sinks."""
+        return self.attention_cap is not None or self.sinks

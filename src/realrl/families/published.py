@@ -91,6 +91,31 @@ def _granite(hidden: int, ffn_dim: int, head_dim: int, theta: float, scale: floa
     )  # fmt: skip
 
 
+def _gemma2(
+    hidden: int,
+    ffn_dim: int,
+    layers: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    options: LayerOptions | None = None,
+) -> ModelShape:
+    return _shape(
+        "gemma2", 256000, hidden, ffn_dim, layers, heads, head_dim, 8192, norm_eps=1e-6, tied_embeddings=True,
+        window=4096, windowed_layers=tuple(range(0, layers, 2)), layer=options,
+    )  # fmt: skip
+
+
+_GEMMA_2_27B = LayerOptions(
+    norm_offset=True,
+    norm_place="around",
+    activation="gelu_tanh",
+    embedding_scale="root",
+    attention_scale=144**-0.5,
+    attention_cap=50.0,
+    logit_cap=30.0,
+)
+"""Options of the only Gemma 2 whose scores are scaled by other than the size of a head."""
+
 SHAPES: Mapping[str, ModelShape] = MappingProxyType(
     {
         # arXiv 2307.09288 and config.json of meta-llama/Llama-2-7b-hf, -13b-hf, -70b-hf.
@@ -251,6 +276,41 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
         ),
         "gemma-7b": _shape(
             "gemma", 256000, 3072, 24576, 28, (16, 16), 256, 8192, norm_eps=1e-6, tied_embeddings=True
+        ),
+        # arXiv 2408.00118 and config.json of google/gemma-2-2b, -9b, -27b.
+        "gemma-2-2b": _gemma2(2304, 9216, 26, (8, 4), 256),
+        "gemma-2-9b": _gemma2(3584, 14336, 42, (16, 8), 256),
+        "gemma-2-27b": _gemma2(4608, 36864, 46, (32, 16), 128, _GEMMA_2_27B),
+        # arXiv 2503.19786 and config.json of google/gemma-3-1b-pt.
+        "gemma-3-1b": _shape(
+            "gemma3_text",
+            262144,
+            1152,
+            6912,
+            26,
+            (4, 1),
+            256,
+            32768,
+            rope_theta=1e6,
+            windowed_rope_theta=1e4,
+            norm_eps=1e-6,
+            tied_embeddings=True,
+            window=512,
+            windowed_layers=tuple(layer for layer in range(26) if layer % 6 != 5),
+        ),
+        # config.json of mistralai/Ministral-8B-Instruct-2410.
+        "ministral-8b": _shape(
+            "mistral",
+            131072,
+            4096,
+            12288,
+            36,
+            (32, 8),
+            128,
+            32768,
+            rope_theta=1e8,
+            window=32768,
+            windowed_layers=tuple(range(36)),
         ),
         # arXiv 2412.08905 and config.json of microsoft/phi-4.
         "phi-4": _shape("phi3", 100352, 5120, 17920, 40, (40, 10), 128, 16384, rope_theta=250000.0),

@@ -11,6 +11,7 @@ from realrl.config.errors import UserError
 from realrl.config.explain import brief, nearest
 from realrl.config.paths import local_path
 from realrl.config.user_code import UserCode
+from realrl.families.adapters import add_adapters
 from realrl.families.family import Family, check_family
 from realrl.families.options import LayerOptions
 from realrl.families.shape import Head, ModelShape
@@ -57,7 +58,8 @@ def find_layer_options(shape: ModelShape) -> LayerOptions:
 @lru_cache(maxsize=256)
 def _tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
     family = find_family(shape.family)
-    return tuple(family.tensors(shape, head, find_layer_options(shape)))
+    tensors = tuple(family.tensors(shape, head, find_layer_options(shape)))
+    return tensors if shape.lora is None else add_adapters(tensors, shape.lora)
 
 
 @cache

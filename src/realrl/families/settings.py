@@ -146,6 +146,11 @@ class ConfigReader:
         return UserError(f"{self.where}: {problem}")
 
     @property
+    def settings(self) -> Mapping[str, Any]:
+        """All settings as they are given."""
+        return self._config
+
+    @property
     def keys(self) -> Iterable[str]:
         """Settings that are given, in their order."""
         return [key for key, value in self._config.items() if value is not None]
@@ -176,12 +181,14 @@ def _is_finite(value: int | float) -> bool:
         return False
 
 
-def read_sizes(config: ConfigReader, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def read_sizes(
+    config: ConfigReader, defaults: Mapping[str, Any] | None = None, *, rotary: bool = True
+) -> dict[str, Any]:
     """Read the fields of `ModelShape` that most families have, and their layers' activation.
 
     `defaults`: values of the family's configuration class for settings that a file may leave out, where they are
-    not the usual ones; with `partial_rotary_factor` for families that may rotate a part of each head. UserError for
-    what is missing or not supported.
+    not the usual ones; with `partial_rotary_factor` for families that may rotate a part of each head. Without
+    `rotary`, the family reads rotary settings itself. UserError for what is missing or not supported.
     """
     given = dict(defaults or {})
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
@@ -206,7 +213,7 @@ def read_sizes(config: ConfigReader, defaults: Mapping[str, Any] | None = None) 
         "tied_embeddings": config.flag("tie_word_embeddings", given.get("tie_word_embeddings", False)),
         "init_std": config.number("initializer_range", 0.02),
     }
-    return fields | read_rope(config, head_dim, given)
+    return fields | (read_rope(config, head_dim, given) if rotary else {})
 
 
 def write_sizes(shape: ModelShape) -> dict[str, Any]:
@@ -274,6 +281,45 @@ def read_rope(config: ConfigReader, head_dim: int, defaults: Mapping[str, Any]) 
     older, rope = config.section("rope_scaling"), config.section("rope_parameters")
     if older.keys:  # as in transformers, which takes the other one only where there is none
         rope = older
+    return _read_rotation(config, rope, head_dim, defaults)
+
+
+def read_rope_by_layer_type(
+    config: ConfigReader, head_dim: int, defaults: Mapping[str, Any], windowed: str | None
+) -> dict[str, Any]:
+    """Read rotary settings that layers with a window have on their own, of which only the base may differ.
+
+    `windowed`: the setting that had that base in older files, None where it was the same.
+    """
+    given = config.section("rope_parameters")
+    full, sliding = (given.section(kind) for kind in (FULL, WINDOWED))
+    if not (full.keys or sliding.keys):
+        full = given
+    older = config.section("rope_scaling")
+    if older.keys:
+        full = ConfigReader({**full.settings, **older.settings}, full.where)
+    fields = _read_rotation(config, full, head_dim, defaults)
+    usual = defaults.get("windowed_rope_theta", fields["rope_theta"])
+    theta = sliding.number("rope_theta", usual if windowed is None else config.number(windowed, usual))
+    sliding.fixed({"rope_type": "default"})
+    sliding.check_all_read()
+    same = theta == fields["rope_theta"] and fields["rope_scaling"] is None
+    return {**fields, "windowed_rope_theta": None if same else theta}
+
+
+def write_rope_by_layer_type(shape: ModelShape, windowed: str | None) -> dict[str, Any]:
+    """Write the settings that `read_rope_by_layer_type` reads."""
+    written = write_rope(shape)
+    theta = shape.windowed_rope_theta or shape.rope_theta
+    kinds = {FULL: written["rope_parameters"], WINDOWED: {"rope_type": "default", "rope_theta": theta}}
+    older = {} if windowed is None else {windowed: theta}
+    return {**written, "rope_parameters": kinds, **older}
+
+
+def _read_rotation(
+    config: ConfigReader, rope: ConfigReader, head_dim: int, defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Read base, rotated part and scaling of rotary embeddings."""
     theta = rope.number("rope_theta", config.number("rope_theta", defaults.get("rope_theta", 10000.0)))
     usual = defaults.get("partial_rotary_factor")
     share = rope.number(

@@ -5,7 +5,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from realrl.config.base import Settings
+from realrl.config.base import DERIVED, Settings
+from realrl.families.adapters import LowRank
 from realrl.families.options import LayerOptions
 
 Head = Literal["lm", "scalar"]
@@ -127,6 +128,8 @@ class ModelShape(Settings):
     """Standard deviation of a freshly initialised weight."""
     layer: LayerOptions | None = None
     """What layers compute; what the family's usually do where it is not given."""
+    lora: LowRank | None = Field(default=None, json_schema_extra=DERIVED)
+    """Low-rank adapters of a role (`models.ROLE.lora`), which are no part of its `config.json`."""
 
     def for_lengths(self, longest: int) -> "ModelShape":
         """Return the shape for sequences of up to so many tokens, as `RopeScaling.long` needs to know."""
@@ -136,12 +139,17 @@ class ModelShape(Settings):
         long = longest > scaling.original_max_position_embeddings
         return self.model_copy(update={"rope_scaling": scaling.model_copy(update={"long": long})})
 
-    @property
-    def most_tokens(self) -> int:
-        """Tokens of the longest sequence that can be computed: no more than a layer with a window sees."""
-        if not self.windowed_layers or self.window is None:
-            return self.max_positions
-        return min(self.max_positions, self.window)
+    def with_layers(self, layers: int) -> "ModelShape":
+        """Return the shape with another number of layers, of which about the same share have a window.
+
+        Where some have one and others have none, so do the second and the third of three or more.
+        """
+        share = len(self.windowed_layers) / self.layers
+        count = round(share * layers)
+        if 0 < share < 1 and layers > 2:
+            count = min(max(count, 1), layers - 1)
+        order = sorted(range(layers), key=lambda layer: (layer == 2, layer != 1))
+        return self.model_copy(update={"layers": layers, "windowed_layers": tuple(sorted(order[:count]))})
 
     def layer_kind(self, layer: int) -> tuple[bool, bool]:
         """Tell layers apart that compute differently: whether one has a window, and whether it rotates heads."""

@@ -14,6 +14,7 @@ Parameter = Literal[
     "qkv_bias",
     "q_norm",
     "k_norm",
+    "sinks",
     "out",
     "out_bias",
     "attention_post_norm",
@@ -31,11 +32,24 @@ Parameter = Literal[
     "lm_head",
     "lm_head_bias",
     "scalar_head",
+    "qkv_lora_a",
+    "qkv_lora_b",
+    "qkv_magnitude",
+    "out_lora_a",
+    "out_lora_b",
+    "out_magnitude",
+    "gate_up_lora_a",
+    "gate_up_lora_b",
+    "gate_up_magnitude",
+    "down_lora_a",
+    "down_lora_b",
+    "down_magnitude",
 ]
 """Parameters of the transformer (`model/transformer.py`). One may consist of several tensors, stacked by rows:
 `qkv` of queries, keys and values, `gate_up` of gate and up, or of up alone where a feed-forward block has no gate.
-`positions` are learned vectors. Norms are those of a block's input, and post norms of its output. A scalar head
-gives a reward model or a critic its numbers."""
+`positions` are learned vectors, `sinks` further scores of query heads. Norms are those of a block's input, and post
+norms of its output. A scalar head gives a reward model or a critic its numbers. The last ones are adapters
+of matrices (`families/adapters.py`)."""
 
 
 class Axis(StrEnum):
@@ -44,6 +58,9 @@ class Axis(StrEnum):
     VOCABULARY = "vocabulary"
     """Tokens, padded to equal numbers of rows."""
     QUERY_HEADS = "query heads"
+    """The dims of query heads."""
+    HEADS = "heads"
+    """Query heads as such, of which there is one number each."""
     KV_HEADS = "key/value heads"
     """Neighbouring ranks may hold the same ones."""
     FEED_FORWARD = "feed-forward units"
@@ -67,6 +84,10 @@ class Init(StrEnum):
     """normal(0, init_std / sqrt(2 * layers)), for matrices that write to the residual stream."""
     ONES = "ones"
     ZEROS = "zeros"
+    ADAPTER = "adapter"
+    """uniform(-1 / sqrt(columns), 1 / sqrt(columns)), as PEFT has it for A."""
+    MAGNITUDE = "magnitude"
+    """Norms of the rows of the matrix that is adapted."""
 
 
 class Partial(StrEnum):

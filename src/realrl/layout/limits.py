@@ -14,6 +14,9 @@ computed again."""
 GPU_LOGITS = 2**26
 """Logits computed at a time on a GPU: 256 MiB of float32."""
 
+GPU_SCORES = 2**24
+"""Scores of attention computed at a time on a GPU where no kernel takes a layer's rule: 64 MiB of float32."""
+
 KERNEL_ELEMENTS = 2**13
 """Elements of one operand that a thread of a CPU takes at a time in an elementwise kernel: they stay in its first
 cache, together with the other operands, and work is divided well among threads."""

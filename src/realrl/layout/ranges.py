@@ -45,6 +45,8 @@ def axis_elements(shape: ModelShape, axis: Axis, tp: int, t: int) -> range:
             return vocabulary(shape, tp, t)
         case Axis.QUERY_HEADS:
             return _scaled(query_heads(shape, tp, t), shape.head_dim)
+        case Axis.HEADS:
+            return query_heads(shape, tp, t)
         case Axis.KV_HEADS:
             return _scaled(kv_heads(shape, tp, t), shape.head_dim)
         case Axis.FEED_FORWARD:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from realrl.families.adapters import ADAPTERS
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import TensorSpec
@@ -16,24 +17,28 @@ BASE, TUNED = "base", "tuned"
 class TrainablePart:
     """Part of a model that training updates; by default all of it.
 
-    The final norm and a head of its own always belong to it.
+    The final norm and a head of its own always belong to it, but for adapters.
     """
 
     last_layers: int | None = None
     """Decoder layers that are trained, counted from the last one, without the embeddings; None for all layers."""
     freeze_embeddings: bool = False
     """Whether the embedding table is frozen, and with it a head that is tied to it."""
+    adapters: bool = False
+    """Whether only low-rank adapters are trained, and a scalar head."""
 
     @property
     def sets(self) -> Mapping[str, bool]:
         """Names of the role's sets in storage order -> whether training updates the set."""
-        return {BASE: True} if self == TrainablePart() else {BASE: False, TUNED: True}
+        return {BASE: True} if self == WHOLE else {BASE: False, TUNED: True}
 
     def updates(self, tensor: TensorSpec, layers: int) -> bool:
         """Check whether training updates a tensor of a model with so many decoder layers."""
+        if self.adapters:
+            return tensor.parameter in ADAPTERS or tensor.parameter == "scalar_head"
         if tensor.layer is not None:
             return self.last_layers is None or tensor.layer >= layers - self.last_layers
-        return tensor.parameter != "embedding" or self == TrainablePart()
+        return tensor.parameter != "embedding" or self == WHOLE
 
 
 WHOLE = TrainablePart()
@@ -43,7 +48,7 @@ WHOLE = TrainablePart()
 class ParameterSet:
     """Global tensors of a role, in storage order, that lie in one buffer per layout and move together.
 
-    A decoder layer's tensors are all in it or none of them is.
+    A decoder layer's tensors are all in it or none of them is; adapters are in a set of their own.
     """
 
     tensors: tuple[TensorSpec, ...]

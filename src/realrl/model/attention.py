@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
@@ -11,12 +12,16 @@ from torch import Tensor
 from torch.autograd import Function
 
 from realrl.layout.kv_blocks import CacheSize
-from realrl.model.autograd import apply_function
+from realrl.model.arithmetic.autograd import apply_function
+from realrl.model.attention_rule import CAUSAL, AttentionRule
 from realrl.model.cache import PagedCache
 from realrl.model.cpu.sequence_attention import attend_backward, attend_forward
 from realrl.model.gpu.path import has_flash_attention, on_gpu
+from realrl.model.gpu.scored_attention import ScoredAttention
 from realrl.model.packing import Packing, PaddedHeads
 from realrl.model.paged_attention import attend_to_runs, count_run_rows
+
+_LOG2_E = 1.4426950408889634
 
 
 class _Pad(Function):
@@ -51,7 +56,8 @@ class _Unpad(Function):
         return None, *rows.split(padded.output_rows)
 
 
-def _padded_attention(qkv: Tensor, padded: PaddedHeads) -> Tensor:
+def _attend_padded(qkv: Tensor, padded: PaddedHeads, rule: AttentionRule) -> Tensor:
+    """Compute causal attention by a rule. [T, (heads + 2 kv_heads) * D] -> [T, heads * D]"""
     parts = iter(_Pad.apply(qkv, padded))
     outputs = []
     group = padded.heads // padded.kv_heads
@@ -65,7 +71,12 @@ def _padded_attention(qkv: Tensor, padded: PaddedHeads) -> Tensor:
         # In float32 only the kernel that keeps all scores in memory takes grouped heads.
         q, k, v = next(parts), next(parts), next(parts)
         q, k, v = q.view(shape), *(x.view(shape).repeat_interleave(group, 1) for x in (k, v))
-        output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        of_bucket = rule.within(bucket.length)
+        if of_bucket.is_plain:
+            output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+            output = apply_function(ScoredAttention, q, k, v, rule.sinks, of_bucket.window, rule.cap)
         outputs.append(output.reshape(-1, shape[-1]))
     return _Unpad.apply(padded, *outputs)
 
@@ -74,25 +85,40 @@ class _SequenceAttention(Function):
     """Attention on a CPU, which saves its output and a number for each query."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, packing: Packing, heads: int, kv_heads: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        sinks: Tensor | None,
+        packing: Packing,
+        heads: int,
+        kv_heads: int,
+        rule: AttentionRule,
+    ) -> Tensor:
         ctx.sizes = heads, kv_heads, qkv.shape[1] // (heads + 2 * kv_heads), packing.max_length
         ctx.starts = packing.starts
+        ctx.bounds = rule.bounds
         wide = qkv.float()
         out, sums = torch.empty(len(qkv), heads * ctx.sizes[2]), torch.empty(len(qkv), heads)
-        attend_forward(len(packing.lengths) * kv_heads, wide, ctx.starts, *ctx.sizes, out, sums, claim=1)
+        pieces = len(packing.lengths) * kv_heads
+        attend_forward(pieces, wide, ctx.starts, *ctx.sizes, *rule.for_kernel(heads), out, sums, claim=1)
         out = out.to(qkv.dtype)
-        ctx.save_for_backward(qkv, out, sums)
+        ctx.save_for_backward(qkv, out, sums, sinks)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        qkv, out, sums = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, out, sums, sinks = ctx.saved_tensors
         grad_qkv = torch.empty(qkv.shape)
-        wide = (of.float().contiguous() for of in (qkv, out, sums, grad))
-        qkv, *others = wide
+        qkv, out, sums, wide = (of.float().contiguous() for of in (qkv, out, sums, grad))
         pieces = (len(ctx.starts) - 1) * ctx.sizes[1]
-        attend_backward(pieces, qkv, ctx.starts, *ctx.sizes, *others, grad_qkv, claim=1)
-        return grad_qkv.to(grad.dtype), None, None, None
+        attend_backward(pieces, qkv, ctx.starts, *ctx.sizes, *ctx.bounds, out, sums, wide, grad_qkv, claim=1)
+        grad_sinks = None
+        if sinks is not None and ctx.needs_input_grad[1]:
+            # Their weight takes from the others what it is times what these add up to.
+            weights = torch.exp2(sinks.float() * _LOG2_E - sums)
+            sizes = (len(out), ctx.sizes[0], ctx.sizes[2])
+            grad_sinks = -(weights * (out * wide).view(sizes).sum(2)).sum(0)
+        return grad_qkv.to(grad.dtype), grad_sinks, None, None, None, None
 
 
 @cache
@@ -118,7 +144,7 @@ def _has_varlen_kernel(qkv: Tensor, dim: int) -> bool:
     return has_flash_attention(qkv.device)
 
 
-def _attend_exactly(qkv: Tensor, packing: Packing, heads: int, kv_heads: int) -> Tensor:
+def _attend_exactly(qkv: Tensor, packing: Packing, heads: int, kv_heads: int, rule: AttentionRule) -> Tensor:
     """Compute `varlen_attention` without gradient, each row as a decode step would, from keys in blocks.
 
     qkv: [T, (heads + 2 kv_heads) * D] -> [T, heads * D]
@@ -136,42 +162,62 @@ def _attend_exactly(qkv: Tensor, packing: Packing, heads: int, kv_heads: int) ->
     )
     with torch.no_grad():
         cache.store(0, k, v, blocked.places)
-        return attend_to_runs(qkv, cache.k[0], cache.v[0], blocked.runs, heads)
+        return attend_to_runs(qkv, cache.k[0], cache.v[0], blocked.runs, heads, rule)
 
 
 class _ExactAttention(Function):
     """Attention by the exact kernel, whose gradient is that of the fast one: nothing is said of its last bits."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, packing: Packing, heads: int, kv_heads: int) -> Tensor:
-        ctx.save_for_backward(qkv)
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        sinks: Tensor | None,
+        packing: Packing,
+        heads: int,
+        kv_heads: int,
+        rule: AttentionRule,
+    ) -> Tensor:
+        ctx.save_for_backward(qkv, sinks)
         ctx.arguments = packing, heads, kv_heads
-        return _attend_exactly(qkv, packing, heads, kv_heads)
+        ctx.rule = rule
+        return _attend_exactly(qkv, packing, heads, kv_heads, rule)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (saved,) = ctx.saved_tensors
-        qkv = saved.detach().requires_grad_(True)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved, sinks = ctx.saved_tensors
+        inputs = [saved.detach().requires_grad_(True)]
+        if sinks is not None:
+            inputs.append(sinks.detach().requires_grad_(True))
+        rule = replace(ctx.rule, sinks=inputs[1] if sinks is not None else None)
         with torch.enable_grad():
-            out = varlen_attention(qkv, *ctx.arguments)
-        return torch.autograd.grad(out, qkv, grad)[0], None, None, None
+            packing, heads, kv_heads = ctx.arguments
+            out = varlen_attention(inputs[0], packing, heads, kv_heads, rule)
+        grads = torch.autograd.grad(out, inputs, grad)
+        return grads[0], grads[1] if sinks is not None else None, None, None, None, None
 
 
 def varlen_attention(
-    qkv: Tensor, packing: Packing, heads: int, kv_heads: int, *, exact: bool = False
+    qkv: Tensor,
+    packing: Packing,
+    heads: int,
+    kv_heads: int,
+    rule: AttentionRule = CAUSAL,
+    *,
+    exact: bool = False,
 ) -> Tensor:
-    """Compute causal attention: each token attends to itself and those before it in its sequence.
+    """Compute causal attention: each token attends to itself and those before it in its sequence, by a rule.
 
     If `exact`, a token's result is that of a decode step, bit for bit.
 
     qkv: [T, (heads + 2 kv_heads) * D], queries first, then keys, then values -> [T, heads * D]
     """
     if exact:
-        return apply_function(_ExactAttention, qkv, packing, heads, kv_heads)
+        return apply_function(_ExactAttention, qkv, rule.sinks, packing, heads, kv_heads, rule)
     if not on_gpu(qkv):
-        return apply_function(_SequenceAttention, qkv, packing, heads, kv_heads)
+        return apply_function(_SequenceAttention, qkv, rule.sinks, packing, heads, kv_heads, rule)
     q, k, v = split_heads(qkv, heads, kv_heads)
-    if _has_varlen_kernel(qkv, q.shape[-1]):
+    if not rule.needs_scores and _has_varlen_kernel(qkv, q.shape[-1]):
         attend, options = load_packed_attention()
         output = attend(
             q,
@@ -181,11 +227,11 @@ def varlen_attention(
             cu_seq_k=packing.cu_seqlens,
             max_q=packing.max_length,
             max_k=packing.max_length,
-            window_size=(-1, 0),  # causal
+            window_size=(-1 if rule.window is None else rule.window - 1, 0),  # causal
             **options,
         )
         return output.reshape(len(qkv), -1)
-    return _padded_attention(qkv, packing.pad_heads(heads, kv_heads))
+    return _attend_padded(qkv, packing.pad_heads(heads, kv_heads), rule)
 
 
 def split_heads(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:

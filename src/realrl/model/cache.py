@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from realrl.layout.kv_blocks import BLOCK_TOKENS, CacheSize
+from realrl.model.attention_rule import CAUSAL, AttentionRule
 from realrl.model.paged_attention import CachedRows, CachePlaces, attend_to_cache, attend_to_runs
 
 
@@ -44,14 +45,23 @@ class PagedCache:
         self.k[layer][places.blocks, :, places.offsets] = k
         self.v[layer][places.blocks, :, places.offsets] = v
 
-    def attend(self, layer: int, qkv: Tensor, rows: CachedRows, heads: int, *, exact: bool = False) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rows: CachedRows,
+        heads: int,
+        rule: AttentionRule = CAUSAL,
+        *,
+        exact: bool = False,
+    ) -> Tensor:
         """Store each row's newest token and attend from it to all of its row; if `exact`, as training does.
 
         qkv: [B, (heads + 2 kv_heads) * D], rotated -> [B, heads * D]
         """
         if not exact:
-            return attend_to_cache(qkv, self.k[layer], self.v[layer], rows, heads)
+            return attend_to_cache(qkv, self.k[layer], self.v[layer], rows, heads, rule)
         kv_heads = self.k.shape[2]
         k, v = qkv.view(len(qkv), heads + 2 * kv_heads, -1)[:, heads:].split(kv_heads, 1)
         self.store(layer, k, v, rows.newest)
-        return attend_to_runs(qkv, self.k[layer], self.v[layer], rows.runs, heads)
+        return attend_to_runs(qkv, self.k[layer], self.v[layer], rows.runs, heads, rule)

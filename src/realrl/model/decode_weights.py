@@ -1,11 +1,12 @@
 """Matrices of a shard as decode steps multiply by them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
+from realrl.model.adapter import Adapter, adapt
+from realrl.model.arithmetic.ops import Products, linear
 from realrl.model.gpu.path import on_gpu
-from realrl.model.ops import Products, linear
 
 
 class DecodeWeights:
@@ -14,8 +15,18 @@ class DecodeWeights:
     They do not follow changes of the parameters.
     """
 
-    def __init__(self, weights: Iterable[Tensor], head: Tensor | None, products: Products) -> None:
-        """`weights`: matrices of layers, as `multiply` gets them; `head`: that of the logits, on the last stage."""
+    def __init__(
+        self,
+        weights: Iterable[Tensor],
+        head: Tensor | None,
+        products: Products,
+        adapters: Mapping[int, Adapter] | None = None,
+    ) -> None:
+        """`weights`: matrices of layers, as `multiply` gets them; `head`: that of the logits, on the last stage;
+        `adapters`: those of some of the matrices, by their `id`."""
+        fixed = {number: adapter.fix() for number, adapter in (adapters or {}).items()}
+        self.multiply = adapt(self._multiply, fixed)
+        """Function that computes x @ weight.T + bias."""
         self._products = products
         self._head = head
         self._panels = {
@@ -24,7 +35,7 @@ class DecodeWeights:
         packs_head = products.packs and head is not None and not on_gpu(head)
         self._packed_head = products.pack(head) if head is not None and packs_head else None
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute x @ weight.T + bias. x: [N, K], weight: [M, K], bias: [M] -> [N, M]"""
         panels = self._panels.get(id(weight))
         if panels is None:

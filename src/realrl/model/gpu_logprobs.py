@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from realrl.model.gpu.logits import compute_logit_sums, compute_softmax_gradient
-from realrl.model.ops import PLAIN, Products, find_gradient
+from realrl.model.arithmetic.ops import PLAIN, Products, find_gradient
+from realrl.model.gpu.logits import bound_logits, compute_logit_sums, compute_softmax_gradient
 from realrl.model.parallel.group import Group
 
 
@@ -32,6 +32,7 @@ class TokenLogprobs(Function):
         rows: int,
         products: Products,
         size: int,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute both; `size` rows of logits at a time."""
         scale = 1 / temperature
@@ -42,7 +43,7 @@ class TokenLogprobs(Function):
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
             logits = None  # frees the previous chunk first, so that there is one at a time
-            logits = _compute_logits(hidden[part], table, bias, rows, products)
+            logits = _compute_logits(hidden[part], table, bias, rows, products, cap)
             compute_logit_sums(logits, scale, log_sums[part], None if means is None else means[part])
             torch.mul(_select(logits, targets[part], rows), scale, out=chosen[part])
         log_sums, means = _merge_ranks(log_sums, means, group)
@@ -52,6 +53,7 @@ class TokenLogprobs(Function):
         if entropy is not None:
             ctx.mark_non_differentiable(entropy)
         ctx.scale, ctx.rows, ctx.products, ctx.size = scale, rows, products, size
+        ctx.cap = cap
         # A single chunk is saved; several are recomputed, which costs less than the memory.
         ctx.save_for_backward(hidden, table, bias, targets, log_sums, logits if len(hidden) <= size else None)
         return chosen, entropy
@@ -68,9 +70,16 @@ class TokenLogprobs(Function):
             part = slice(start, start + ctx.size)
             logits = saved
             if logits is None:
-                logits = _compute_logits(hidden[part], table, bias, ctx.rows, ctx.products)
+                logits = _compute_logits(hidden[part], table, bias, ctx.rows, ctx.products, ctx.cap)
             gradient = _differentiate(
-                logits, log_sums[part], targets[part], scaled[part], ctx.scale, ctx.rows, hidden.dtype
+                logits,
+                log_sums[part],
+                targets[part],
+                scaled[part],
+                ctx.scale,
+                ctx.cap,
+                ctx.rows,
+                hidden.dtype,
             )
             del logits
             if grad_bias is not None:
@@ -79,14 +88,18 @@ class TokenLogprobs(Function):
             if grad_table is not None:
                 PLAIN.add_weight_gradient(gradient, hidden[part], grad_table)
             del gradient  # freed before the next chunk's is allocated
-        return grad_hidden, None, grad_bias, None, None, None, None, None, None, None
+        return grad_hidden, None, grad_bias, *([None] * 8)
 
 
 def _compute_logits(
-    hidden: Tensor, table: Tensor, bias: Tensor | None, rows: int, products: Products
+    hidden: Tensor, table: Tensor, bias: Tensor | None, rows: int, products: Products, cap: float | None
 ) -> Tensor:
     logits = products.matmul_nt_float32(hidden, table[:rows])
-    return logits if bias is None else logits.add_(bias[:rows])
+    if bias is not None:
+        logits.add_(bias[:rows])
+    if cap is not None:
+        bound_logits(logits, cap)
+    return logits
 
 
 def compute_logprobs_on_gpu(logits: Tensor, temperature: float) -> Tensor:
@@ -122,24 +135,31 @@ def _differentiate(
     targets: Tensor,
     factors: Tensor,
     scale: float,
+    cap: float | None,
     rows: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute the gradient of a chunk of logits in the type of products.
+    """Compute the gradient of a chunk of logits, before they were bounded by `cap`, in the type of products.
 
     factors: gradients of the log-probabilities [n, m] -> [n, rows]
     """
     total = factors.sum(1)
     is_local = (targets >= 0) & (targets < rows)
     index = targets.clamp(0, max(0, rows - 1))
+    bound = cap or 0.0
+    at_targets = factors * is_local
+    if cap is not None and rows:
+        slope = 1 - (logits.gather(1, index) / cap).square()
+        at_targets = at_targets * slope
     if targets.shape[1] > 1 or not rows:
         # Targets may recur in a row, and are added in float32: beside a likely one, what is left is small.
-        compute_softmax_gradient(logits, log_sums, total, scale, logits)
+        compute_softmax_gradient(logits, log_sums, total, scale, bound, logits)
         if rows:
-            logits.scatter_add_(1, index, factors * is_local)
+            logits.scatter_add_(1, index, at_targets)
         return logits.to(dtype)
     probability = (logits.gather(1, index) * scale - log_sums[:, None]).exp_()
-    at_target = factors * is_local - total[:, None] * probability
+    rest = total[:, None] * probability
+    at_target = at_targets - (rest if cap is None else rest * slope)
     gradient = logits if dtype == torch.float32 else torch.empty_like(logits, dtype=dtype)
-    compute_softmax_gradient(logits, log_sums, total, scale, gradient)
+    compute_softmax_gradient(logits, log_sums, total, scale, bound, gradient)
     return gradient.scatter_(1, index, at_target.to(dtype))

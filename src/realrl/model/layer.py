@@ -12,15 +12,15 @@ from realrl.families.registry import find_layer_options
 from realrl.families.shape import ModelShape
 from realrl.families.tensors import Parameter
 from realrl.layout.shard import Shard
+from realrl.model.adapter import Multiply
+from realrl.model.arithmetic.autograd import apply_function
+from realrl.model.arithmetic.elementwise import activate, add_one, add_rms_norm, rms_norm
 from realrl.model.attention import split_heads
-from realrl.model.autograd import apply_function
-from realrl.model.elementwise import activate, add_one, add_rms_norm, rms_norm
+from realrl.model.attention_rule import AttentionRule
 from realrl.model.parallel.group import Group
 from realrl.model.parallel.tensor_parallel import TensorParallel
 from realrl.model.rotary import apply_rotary_emb
 
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Function that multiplies: (x [N, K], weight [M, K], bias [M] or None) -> x @ weight.T + bias [N, M]."""
 RotaryTables = tuple[Tensor, Tensor] | None
 """Cosines and sines of a layer's rotation, [T, D / 2] each; None where heads are not rotated."""
 
@@ -86,8 +86,10 @@ class _NormalizeTogether(Function):
 class Layer(nn.Module):
     """Attention and feed-forward blocks, each added to the residual stream, with norms before or after."""
 
-    def __init__(self, shard: Shard, parameter: Callable[[Parameter], nn.Parameter | None]) -> None:
-        """`parameter` gives the layer's parameters; None for those that the family has not."""
+    def __init__(
+        self, shard: Shard, number: int, parameter: Callable[[Parameter], nn.Parameter | None]
+    ) -> None:
+        """Make the layer of a number; `parameter` gives its parameters, None for those that the family has not."""
         super().__init__()
 
         def require(name: Parameter) -> nn.Parameter:
@@ -98,6 +100,8 @@ class Layer(nn.Module):
         options = find_layer_options(shard.shape)
         self._heads = len(shard.queries)
         self._kv_heads = len(shard.keys)
+        self._window = shard.shape.window if number in shard.shape.windowed_layers else None
+        self._cap = options.attention_cap
         self._norm = Norm(shard.shape)
         self._activation, self._gated = options.activation, options.gated
         self._parallel, self._scale = options.parallel_blocks, options.residual_scale
@@ -109,6 +113,7 @@ class Layer(nn.Module):
         self.qkv_bias = parameter("qkv_bias")
         self.q_norm = parameter("q_norm")
         self.k_norm = parameter("k_norm")
+        self.sinks = parameter("sinks")
         if self._norms_all:
             device = self.qkv.device
             self._query_shares = torch.ones(self._heads, device=device)
@@ -127,6 +132,11 @@ class Layer(nn.Module):
         self.mlp_post_norm_bias = parameter("mlp_post_norm_bias")
 
     @property
+    def rule(self) -> AttentionRule:
+        """Rule of the layer's attention."""
+        return AttentionRule(self._window, self._cap, self.sinks)
+
+    @property
     def matrices(self) -> tuple[Tensor, ...]:
         """Weights that rows are multiplied by."""
         return self.qkv, self.out, self.gate_up, self.down
@@ -135,7 +145,7 @@ class Layer(nn.Module):
         self,
         x: Tensor,
         tables: RotaryTables,
-        attend: Callable[[Tensor], Tensor],
+        attend: Callable[[Tensor, AttentionRule], Tensor],
         tp: TensorParallel,
         multiply: Multiply,
     ) -> Tensor:
@@ -144,7 +154,7 @@ class Layer(nn.Module):
         With sequence parallelism a rank holds a part of the rows of x.
         """
         # Each intermediate result is freed once the next is computed.
-        attended = attend(self.compute_qkv(x, tables, tp, multiply))
+        attended = attend(self.compute_qkv(x, tables, tp, multiply), self.rule)
         block = tp.reduce_from_region(multiply(attended, self.out, None))
         del attended
         block = self._finish(block, self.out_bias, self.attention_post_norm, self.attention_post_norm_bias)

@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from realrl.layout.limits import max_kept_logits, max_logits
+from realrl.model.arithmetic.ops import PLAIN, Products, find_gradient
+from realrl.model.cpu.logits import bound_rows
 from realrl.model.cpu.products import Panels
 from realrl.model.gpu.path import on_gpu
-from realrl.model.ops import PLAIN, Products, find_gradient
 from realrl.model.parallel.group import Group
 
 
@@ -29,8 +30,10 @@ class _TokenLogprobs(Function):
         products: Products,
         size: int,
         keeps: bool,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
         weight, local_bias = _cut_padding(table, bias, rows)
+        ctx.cap = cap
         chosen = hidden.new_empty(targets.shape, dtype=torch.float32)
         entropy = chosen.new_empty(len(hidden)) if with_entropy else None
         ctx.size = size
@@ -46,7 +49,11 @@ class _TokenLogprobs(Function):
             part = slice(start, start + size)
             logp = None  # frees the previous chunk first, so that there is one at a time
             out = None if kept is None else kept[part]
-            logp = _log_softmax(hidden[part], prepared, local_bias, temperature, group, products, out)
+            logits = _compute_logits(hidden[part], prepared, local_bias, products)
+            if cap is not None:
+                cap_logits(logits, cap)
+            logp = _log_softmax(logits, temperature, group, out)
+            del logits
             chosen[part] = _select_targets(logp, targets[part])
             if entropy is not None:
                 entropy[part] = -logp.exp().mul_(logp).sum(1)
@@ -69,16 +76,22 @@ class _TokenLogprobs(Function):
         for start in range(0, len(hidden), ctx.size):
             part = slice(start, start + ctx.size)
             factor = scaled[part]
+            slope = None
             if kept is None:
-                grad_logits = _log_softmax(
-                    hidden[part], prepared, local_bias, ctx.temperature, ctx.group, ctx.products
-                ).exp_()
+                logits = _compute_logits(hidden[part], prepared, local_bias, ctx.products)
+                if ctx.cap is not None:
+                    slope = cap_logits(logits, ctx.cap).div(ctx.cap).square_().neg_().add_(1)
+                grad_logits = _log_softmax(logits, ctx.temperature, ctx.group).exp_()
+                del logits
             else:
                 grad_logits = kept[part].exp()
             grad_logits.mul_(-factor.sum(1, keepdim=True))
             is_local, index = _localise_targets(targets[part], ctx.rows)
             if ctx.rows:
                 grad_logits.scatter_add_(1, index, factor * is_local)
+            if slope is not None:
+                grad_logits.mul_(slope)
+            del slope
             if grad_bias is not None:
                 grad_bias[: ctx.rows] += grad_logits.sum(0)
             grad_logits = grad_logits.to(hidden.dtype)
@@ -86,7 +99,7 @@ class _TokenLogprobs(Function):
             if grad_weight is not None:
                 ctx.products.add_weight_gradient(grad_logits, hidden[part], grad_weight)
             del grad_logits  # freed before the next chunk's is allocated
-        return grad_hidden, None, grad_bias, *([None] * 8)
+        return grad_hidden, None, grad_bias, *([None] * 9)
 
 
 def _chunk_size(hidden: Tensor, table: Tensor) -> int:
@@ -102,22 +115,34 @@ def _cut_padding(table: Tensor, bias: Tensor | None, rows: int) -> tuple[Tensor,
     return table[:rows], None if bias is None else bias[:rows]
 
 
-def _log_softmax(
-    hidden: Tensor,
-    weight: Tensor | Panels,
-    bias: Tensor | None,
-    temperature: float,
-    group: Group,
-    products: Products,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Compute this rank's columns of the log-softmax over all ranks' columns. -> [n, rows of weight] float32
+def cap_logits(logits: Tensor, cap: float) -> Tensor:
+    """Bound logits softly, in place: cap * tanh(x / cap). [n, V] float32
 
-    The result is `out`, where given.
+    By kernels of our own: whether last bits of torch's tanh depend on a number's place is up to the library that it
+    was built with, and exact runs do not leave it to that.
     """
+    if on_gpu(logits):
+        from realrl.model.gpu.logits import bound_logits  # needs Triton
+
+        bound_logits(logits, cap)
+    else:
+        bound_rows(len(logits), logits, cap, logits)
+    return logits
+
+
+def _compute_logits(
+    hidden: Tensor, weight: Tensor | Panels, bias: Tensor | None, products: Products
+) -> Tensor:
+    """Compute this rank's columns of the logits. -> [n, rows of weight] float32"""
     logits = products.matmul_nt_float32(hidden, weight)
-    if bias is not None:
-        logits += bias
+    return logits if bias is None else logits.add_(bias)
+
+
+def _log_softmax(logits: Tensor, temperature: float, group: Group, out: Tensor | None = None) -> Tensor:
+    """Turn this rank's columns of logits into those of the log-softmax over all ranks' columns, float32.
+
+    The result is `out`, where given, else takes their place.
+    """
     if temperature != 1.0:
         logits.div_(temperature)
     if group.size == 1:
@@ -150,6 +175,7 @@ def compute_token_logprobs(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
+    cap: float | None = None,
     temperature: float = 1.0,
     entropy: bool = False,
     group: Group,
@@ -157,6 +183,8 @@ def compute_token_logprobs(
     products: Products = PLAIN,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log softmax((hidden @ table.T + bias) / temperature) at the targets, and the entropy in nats.
+
+    With `cap`, logits are bounded softly before they are divided (see `cap_logits`).
 
     hidden: [N, H], table: [P, H], a parameter, of which the first `rows` are this rank's and the others padding, P
     the same on every rank of `group`; bias: [P] or None, targets: [N, m] int64, counted from this rank's first row
@@ -168,10 +196,10 @@ def compute_token_logprobs(
     if on_gpu(hidden):
         from realrl.model.gpu_logprobs import TokenLogprobs  # needs Triton
 
-        return TokenLogprobs.apply(*arguments, products, size)
+        return TokenLogprobs.apply(*arguments, products, size, cap)
     # What is not kept is computed again: for large vocabularies that costs less than the memory.
     keeps = torch.is_grad_enabled() and len(hidden) * len(table) <= max_kept_logits(cpu=True)
-    return _TokenLogprobs.apply(*arguments, products, size, keeps)
+    return _TokenLogprobs.apply(*arguments, products, size, keeps and cap is None, cap)
 
 
 def compute_logprobs(logits: Tensor, temperature: float) -> Tensor:
@@ -194,6 +222,7 @@ def find_likeliest_tokens(
     *,
     count: int,
     bias: Tensor | None = None,
+    cap: float | None = None,
     temperature: float = 1.0,
     group: Group,
     rows: int,
@@ -215,7 +244,11 @@ def find_likeliest_tokens(
     for start in range(0, len(hidden), size):
         part = slice(start, start + size)
         logp = None  # frees the previous chunk first, so that there is one at a time
-        logp = _log_softmax(hidden[part], prepared, bias, temperature, group, products)
+        logits = _compute_logits(hidden[part], prepared, bias, products)
+        if cap is not None:
+            cap_logits(logits, cap)
+        logp = _log_softmax(logits, temperature, group)
+        del logits
         chosen[part] = _select_targets(logp, targets[part])
         tokens[part], best[part] = _select_likeliest(logp, count, group, len(table), first)
     return group.sum(chosen), tokens, best

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from realrl.layout.kv_blocks import BLOCK_TOKENS
+from realrl.model.attention_rule import CAUSAL, AttentionRule
 from realrl.model.cpu.exact_attention import attend_runs_bfloat16, attend_runs_float32
 from realrl.model.cpu.paged_attention import attend_bfloat16, attend_float32
 from realrl.model.gpu.paged_operator import attend_to_blocks
@@ -103,19 +104,32 @@ class CachedRows:
         )
 
 
-def attend_to_cache(qkv: Tensor, k: Tensor, v: Tensor, rows: CachedRows, heads: int) -> Tensor:
+def attend_to_cache(
+    qkv: Tensor, k: Tensor, v: Tensor, rows: CachedRows, heads: int, rule: AttentionRule = CAUSAL
+) -> Tensor:
     """Store each row's newest token, and attend from it to all tokens of its row.
 
     qkv: [B, (heads + 2 kv_heads) * D], rotated; k, v: [blocks, kv_heads, BLOCK_TOKENS, D] -> [B, heads * D]
     """
     if qkv.device.type == "cpu":
-        return _attend_on_cpu(qkv, k, v, rows, heads)
+        return _attend_on_cpu(qkv, k, v, rows, heads, rule)
     return attend_to_blocks(
-        qkv, k, v, rows.prompt_tables, rows.prompt_lengths, rows.own_tables, rows.own_lengths, heads
+        qkv,
+        k,
+        v,
+        rows.prompt_tables,
+        rows.prompt_lengths,
+        rows.own_tables,
+        rows.own_lengths,
+        heads,
+        *rule.bounds,
+        rule.sinks,
     )
 
 
-def _attend_on_cpu(qkv: Tensor, k: Tensor, v: Tensor, rows: CachedRows, heads: int) -> Tensor:
+def _attend_on_cpu(
+    qkv: Tensor, k: Tensor, v: Tensor, rows: CachedRows, heads: int, rule: AttentionRule
+) -> Tensor:
     assert rows.prompt_starts is not None, "kernels on a CPU work prompt by prompt"
     kv_heads, dim = k.shape[1], k.shape[3]
     out = torch.empty(len(qkv), heads * dim)
@@ -139,6 +153,7 @@ def _attend_on_cpu(qkv: Tensor, k: Tensor, v: Tensor, rows: CachedRows, heads: i
         kv_heads,
         dim,
         rows.most,
+        *rule.for_kernel(heads),
         out,
         claim=_claim_heads(prompts, kv_heads),
     )
@@ -156,7 +171,9 @@ def count_run_rows(heads: int, kv_heads: int) -> int:
     return max(1, RUN_QUERIES // (heads // kv_heads))
 
 
-def attend_to_runs(qkv: Tensor, k: Tensor, v: Tensor, runs: KeyRuns, heads: int) -> Tensor:
+def attend_to_runs(
+    qkv: Tensor, k: Tensor, v: Tensor, runs: KeyRuns, heads: int, rule: AttentionRule = CAUSAL
+) -> Tensor:
     """Attend from each row to the keys that it sees.
 
     qkv: [N, (heads + 2 kv_heads) * D], of which queries are read; k, v: [blocks, kv_heads, BLOCK_TOKENS, D], as a
@@ -175,6 +192,8 @@ def attend_to_runs(qkv: Tensor, k: Tensor, v: Tensor, runs: KeyRuns, heads: int)
             runs.own_lengths,
             runs.starts,
             heads,
+            *rule.bounds,
+            rule.sinks,
             out,
         )
         return out
@@ -199,6 +218,7 @@ def attend_to_runs(qkv: Tensor, k: Tensor, v: Tensor, runs: KeyRuns, heads: int)
         dim,
         runs.most,
         runs.longest,
+        *rule.for_kernel(heads),
         out,
         claim=1,
     )

@@ -10,7 +10,7 @@ from torch.autograd import Function
 
 from realrl.families.registry import find_layer_options
 from realrl.families.shape import ModelShape, RopeScaling
-from realrl.model.autograd import apply_function
+from realrl.model.arithmetic.autograd import apply_function
 from realrl.model.cpu import elementwise as cpu
 from realrl.model.gpu.path import load_kernels, on_gpu
 

@@ -1,31 +1,34 @@
 """Decoder with one code path for training, inference and generation, whole or as one rank's shard."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from realrl.families.adapters import LORA_A, LORA_B, MAGNITUDES, LowRank, is_adapted, list_modules
 from realrl.families.registry import find_layer_options, model_tensors
-from realrl.families.tensors import Parameter
+from realrl.families.tensors import Parameter, TensorSpec
 from realrl.layout.shard import Shard
+from realrl.model.adapter import Adapter, Multiply, adapt
+from realrl.model.arithmetic.autograd import checkpoint_activations
+from realrl.model.arithmetic.ops import PLAIN, Products, embed, linear
 from realrl.model.attention import split_heads, varlen_attention
-from realrl.model.autograd import checkpoint_activations
+from realrl.model.attention_rule import AttentionRule
 from realrl.model.cache import PagedCache
 from realrl.model.decode_weights import DecodeWeights
-from realrl.model.layer import Layer, Multiply, Norm, RotaryTables
-from realrl.model.logprobs import compute_token_logprobs, find_likeliest_tokens
-from realrl.model.ops import PLAIN, Products, embed, linear
+from realrl.model.layer import Layer, Norm, RotaryTables
+from realrl.model.logprobs import cap_logits, compute_token_logprobs, find_likeliest_tokens
 from realrl.model.packing import Packing
 from realrl.model.paged_attention import CachedRows, CachePlaces
 from realrl.model.parallel.group import Group
 from realrl.model.parallel.tensor_parallel import TensorParallel
 from realrl.model.rotary import make_rotation
 
-AttentionFunction = Callable[[int, Tensor], Tensor]
-"""Attention function: (layer of the stage, rotated qkv [T, C]) -> output [T, query heads * D]."""
+AttentionFunction = Callable[[int, Tensor, AttentionRule], Tensor]
+"""Attention function: (layer of the stage, rotated qkv [T, C], rule) -> output [T, query heads * D]."""
 
 
 class Transformer(nn.Module):
@@ -49,18 +52,17 @@ class Transformer(nn.Module):
         self.shape = shape
         self.tensor_group = tensor_group
         self._products = products
-        self._multiply = partial(linear, products=products)
         options = find_layer_options(shape)
         self._norm = Norm(shape)
-        self._logit_scale = options.logit_scale
+        self._logit_scale, self._logit_cap = options.logit_scale, options.logit_cap
         self.sources: dict[str, tuple[str, ...]] = {}
-        tensors: defaultdict[tuple[int | None, Parameter], list[str]] = defaultdict(list)
+        tensors: defaultdict[tuple[int | None, Parameter], list[TensorSpec]] = defaultdict(list)
         for spec in model_tensors(shape, shard.head):
             if shard.holds(spec):
-                tensors[spec.layer, spec.parameter].append(spec.name)
+                tensors[spec.layer, spec.parameter].append(spec)
 
         def parameter(layer: int | None, parameter: Parameter) -> nn.Parameter | None:
-            names = tuple(tensors[layer, parameter])
+            names = tuple(spec.name for spec in tensors[layer, parameter])
             if not names:
                 return None
             name = parameter if layer is None else f"layers.{layer - shard.layers.start}.{parameter}"
@@ -74,7 +76,12 @@ class Transformer(nn.Module):
             # As the original code has it, in the type of the embeddings.
             self._embedding_scale = torch.tensor(scale, dtype=self.embedding.dtype, device="cpu").item()
         self.positions = parameter(None, "positions")
-        self.layers = nn.ModuleList(Layer(shard, partial(parameter, i)) for i in shard.layers)
+        self.layers = nn.ModuleList(Layer(shard, i, partial(parameter, i)) for i in shard.layers)
+        self._adapters: dict[int, Adapter] = {}
+        if shape.lora is not None:
+            for layer, number in zip(self.layers, shard.layers, strict=True):
+                self._add_adapters(layer, number, shape.lora, tensors, weights, partial(parameter, number))
+        self._multiply = adapt(partial(linear, products=products), self._adapters)
         self.norm = parameter(None, "norm")
         self.norm_bias = parameter(None, "norm_bias")
         self.lm_head = parameter(None, "lm_head")
@@ -94,6 +101,49 @@ class Transformer(nn.Module):
             value_heads = key_heads + len(shard.keys)
             self._kv_head_index = torch.cat([torch.arange(heads), key_heads, value_heads]).to(device)
 
+    def _add_adapters(
+        self,
+        layer: nn.Module,
+        number: int,
+        lora: LowRank,
+        tensors: Mapping[tuple[int | None, Parameter], Sequence[TensorSpec]],
+        weights: Callable[..., Tensor],
+        parameter: Callable[[Parameter], nn.Parameter | None],
+    ) -> None:
+        """Give a layer its adapters, whose parameters are those of the layer, too."""
+        for matrix in LORA_A:
+            names = LORA_A[matrix], LORA_B[matrix], MAGNITUDES[matrix]
+            a, b, magnitude = map(parameter, names)
+            if a is None or b is None:
+                continue
+            for name, tensor in zip(names, (a, b, magnitude), strict=True):
+                layer.register_parameter(name, tensor)
+            blocks, start = [], 0
+            for module in list_modules(tensors[number, matrix]):
+                stop = start + sum(len(weights(part.name)) for part in module.parts)
+                if is_adapted(module, lora):
+                    blocks.append(range(start, stop))
+                start = stop
+            weight = getattr(layer, matrix)
+            cut_by_columns = matrix in ("out", "down") and self.tensor_group.size > 1
+            self._adapters[id(weight)] = Adapter(
+                weight,
+                a,
+                b,
+                blocks,
+                lora.scale,
+                self._products,
+                magnitude,
+                self.tensor_group if cut_by_columns else None,
+            )
+
+    @torch.no_grad()
+    def initialise_magnitudes(self) -> None:
+        """Set the magnitudes of DoRA to the norms of the rows that they are of; TP ranks call it together."""
+        for adapter in self._adapters.values():
+            if adapter.magnitude is not None:
+                adapter.magnitude.copy_(adapter.compute_norms())
+
     @property
     def cache_kv_heads(self) -> int:
         """Key/value heads in a cache for this shard."""
@@ -112,9 +162,9 @@ class Transformer(nn.Module):
         heads = len(self.shard.queries)
         kv_heads = self.cache_kv_heads
 
-        def attend(_: int, qkv: Tensor) -> Tensor:
+        def attend(_: int, qkv: Tensor, rule: AttentionRule) -> Tensor:
             return varlen_attention(
-                self._repeat_kv_heads(qkv), packing, heads, kv_heads, exact=self._products.exact
+                self._repeat_kv_heads(qkv), packing, heads, kv_heads, rule, exact=self._products.exact
             )
 
         tp = TensorParallel(self.tensor_group, len(packing.positions), sequence_parallel)
@@ -129,11 +179,11 @@ class Transformer(nn.Module):
         heads = len(self.shard.queries)
         kv_heads = self.cache_kv_heads
 
-        def attend(layer: int, qkv: Tensor) -> Tensor:
+        def attend(layer: int, qkv: Tensor, rule: AttentionRule) -> Tensor:
             qkv = self._repeat_kv_heads(qkv)
             _, k, v = split_heads(qkv, heads, kv_heads)
             cache.store(layer, k, v, places)
-            return varlen_attention(qkv, packing, heads, kv_heads, exact=self._products.exact)
+            return varlen_attention(qkv, packing, heads, kv_heads, rule, exact=self._products.exact)
 
         tp = TensorParallel(self.tensor_group, len(packing.positions))
         x, tables = self._enter(x, packing.positions, tp)
@@ -151,7 +201,7 @@ class Transformer(nn.Module):
         """Make the matrices of decode steps, which are valid until parameters change."""
         matrices = [matrix for layer in self.layers for matrix in cast(Layer, layer).matrices]
         head = self._head if self.shard.last else None
-        return DecodeWeights(matrices, head, self._products)
+        return DecodeWeights(matrices, head, self._products, self._adapters)
 
     def decode(self, x: Tensor, weights: DecodeWeights, cache: PagedCache, rows: CachedRows) -> Tensor:
         """Decode the next token of every row, whose keys and values are added to the cache.
@@ -160,8 +210,9 @@ class Transformer(nn.Module):
         """
         heads = len(self.shard.queries)
 
-        def attend(layer: int, qkv: Tensor) -> Tensor:
-            return cache.attend(layer, self._repeat_kv_heads(qkv), rows, heads, exact=self._products.exact)
+        def attend(layer: int, qkv: Tensor, rule: AttentionRule) -> Tensor:
+            qkv = self._repeat_kv_heads(qkv)
+            return cache.attend(layer, qkv, rows, heads, rule, exact=self._products.exact)
 
         positions = rows.prompt_lengths + rows.own_lengths
         tp = TensorParallel(self.tensor_group, len(x))
@@ -186,7 +237,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         x, tables = self._enter(x, positions, tp)
         for i, layer in enumerate(self.layers):
-            if recompute and not x.requires_grad and layer.qkv.requires_grad:
+            if recompute and not x.requires_grad and any(p.requires_grad for p in layer.parameters()):
                 # Everything before is frozen; checkpointing computes gradients only if its input requires one.
                 x = x.detach().requires_grad_(True)
             run_layer = partial(layer, tables=tables[i], attend=partial(attend, i), tp=tp, multiply=multiply)
@@ -241,6 +292,8 @@ class Transformer(nn.Module):
             local = self._products.matmul_nt_float32(hidden, self._head)
         if self.lm_head_bias is not None:
             local += self.lm_head_bias[: local.shape[1]]
+        if self._logit_cap is not None:
+            cap_logits(local, self._logit_cap)
         if self.shard.tp == 1:
             return local
         return self.tensor_group.gather_columns(local, self.shape.vocab_size)
@@ -271,6 +324,7 @@ class Transformer(nn.Module):
             self._table,
             wanted.sub_(self.shard.vocabulary.start),
             bias=self.lm_head_bias,
+            cap=self._logit_cap,
             temperature=temperature,
             entropy=entropy,
             group=self.tensor_group,
@@ -306,6 +360,7 @@ class Transformer(nn.Module):
             wanted.sub_(self.shard.vocabulary.start),
             count=count,
             bias=self.lm_head_bias,
+            cap=self._logit_cap,
             temperature=temperature,
             group=self.tensor_group,
             rows=len(self.shard.vocabulary),

@@ -13,6 +13,7 @@ from realrl.layout.limits import bucket_count
 from realrl.layout.sets import BASE, WHOLE, ParameterSet, TrainablePart, build_parameter_sets
 from realrl.plan.placement import ELEMENT_BYTES, Dtype, Placement, Strategy
 from realrl.program.instructions import Instruction, Load, Offload, Program, Reallocate, Release, StateKind
+from realrl.program.shared_bases import find_holders, order_sharers
 from realrl.program.text import name_parameters
 
 _FLOAT32 = 4
@@ -30,6 +31,8 @@ class StoredModel:
     part: TrainablePart = WHOLE
     exact: bool = False
     """Whether forward passes are the same arithmetic for a token wherever it is (`exact` of a recipe)."""
+    base: str | None = None
+    """Name of the frozen weights in its base set, where other roles may have the same ones; see `shared_bases`."""
 
     @property
     def sets(self) -> Mapping[str, ParameterSet]:
@@ -67,6 +70,13 @@ class HeldState:
         return f"{name} {about} ({self.layout}{', host' if self.host else ''})"
 
 
+def list_sharers(stored: Mapping[str, StoredModel]) -> list[tuple[str, ...]]:
+    """List the roles that have the same frozen weights (see `order_sharers`)."""
+    return order_sharers(
+        {role: of.base for role, of in stored.items()}, {role: of.head for role, of in stored.items()}
+    )
+
+
 Holdings = Mapping[HeldState, int]
 """State held by a rank -> its bytes."""
 
@@ -87,6 +97,8 @@ class Memory:
         there: copies in host memory are never given back."""
         self._shared = shared
         self.stored, self._homes, self._offloaded, self._kept = stored, homes, offloaded, kept
+        self.holders = find_holders(list_sharers(stored), homes)
+        """Role that shares its base set with others at home -> the one in whose memory it lies."""
         self._layouts: dict[tuple[str, str, str], Layout] = {}
         self._numbers: dict[tuple[str, str, str, int, int], int] = {}
 
@@ -145,7 +157,9 @@ class Memory:
         """`_item` for every set of a role."""
         found: dict[HeldState, int] = {}
         for name in self.stored[role].sets if role in self.stored else ():
-            found |= self._item(role, placement, state, rank, name, host=host)
+            elsewhere = name == BASE and self.holders.get(role, role) != role
+            if not (elsewhere and placement.layout == self.home(role)):
+                found |= self._item(role, placement, state, rank, name, host=host)
         return found
 
     def _item(

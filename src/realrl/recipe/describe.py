@@ -33,7 +33,7 @@ def _lines(
     """Lines of a section; prefix: its dotted path and a dot; shown: where a class was written out before; given:
     values by dotted path."""
     pad = "  " * prefix.count(".")
-    for name, field in cls.model_fields.items():
+    for name, field in cls.written_fields().items():
         inner = section_class(field)
         about = field.description or (_doc(inner) if inner else "")
         if inner is None:

@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 from realrl.config.base import Settings
 from realrl.config.explain import CONSEQUENCE, brief
 from realrl.config.paths import local_path
+from realrl.families.adapters import LowRank
 from realrl.families.config_json import check_writing
 from realrl.families.find import find_shape
 from realrl.families.published import SHAPES
@@ -119,6 +120,8 @@ class ModelConfig(Settings):
     @classmethod
     def _can_be_saved(cls, value: ModelShape | None) -> ModelShape | None:
         if value is not None:
+            if value.lora is not None:
+                raise ValueError("adapters are settings of a role: write models.ROLE.lora")
             check_writing(value)
         return value
 
@@ -144,6 +147,17 @@ class TrainedModelConfig(ModelConfig):
     trains only the final norm and such a head."""
     freeze_embeddings: bool = False
     """Keep the embedding table as it is; a head that is tied to it stays as it is, too."""
+    lora: LowRank | None = None
+    """Freeze the whole model, and train low-rank adapters of its matrices (LoRA), and a scalar head; null trains
+    the model itself. `lora: {}` takes the defaults."""
+
+    @model_validator(mode="after")
+    def _one_part(self) -> Self:
+        if self.lora is not None:
+            for name in ("trainable_layers", "freeze_embeddings"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"lora and {name} exclude each other: adapters leave the model as it is")
+        return self
 
 
 def trained_models(configs: Mapping[str, ModelConfig]) -> dict[str, TrainedModelConfig]:

@@ -1,10 +1,13 @@
 """Settings that algorithms share."""
 
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
 
 from realrl.config.base import Settings
+
+TokenId = Annotated[int, Field(ge=0, strict=True)]
+"""Number of a token."""
 
 
 class GenerationConfig(Settings):
@@ -14,6 +17,11 @@ class GenerationConfig(Settings):
     """Generation stops here even without an end-of-sequence token."""
     min_new_tokens: NonNegativeInt = 0
     """End of sequence is not sampled before this many tokens."""
+    stop_token_ids: tuple[TokenId, ...] | None = Field(
+        default=None, min_length=1, strict=False
+    )  # YAML has lists
+    """Tokens that end a sequence, instead of the tokenizer's and those that the model's `generation_config.json` or
+    `config.json` names; null for these. An answer keeps the one that ends it."""
     temperature: float = Field(default=1.0, ge=0.01, le=100)
     """Logits are divided by this. Log-probabilities are recorded, and training computes them, at the same
     temperature, over the whole vocabulary. Below 0.01 nothing but the most likely token would be drawn, and

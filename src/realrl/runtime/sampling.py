@@ -26,7 +26,7 @@ from realrl.recipe.settings import GenerationConfig
 from realrl.recipe.sources import list_sources
 from realrl.runtime.evaluation.answers import Answer
 from realrl.runtime.evaluation_run import evaluate_recipe
-from realrl.runtime.setup import check_length, check_top_k, read_stop_token_ids
+from realrl.runtime.setup import check_length, check_stop_token_ids, check_top_k, read_stop_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -72,6 +72,7 @@ def make_sampling_recipe(job: SamplingJob) -> Experiment:
     """Make the recipe of a job; UserError when the directory holds no model, or an option is wrong."""
     shape = huggingface.read_shape(job.model_dir, job.family)
     check_top_k("top_k", job.sampling.top_k, shape.vocab_size)
+    check_stop_token_ids("stop_token_ids", job.sampling.stop_token_ids or (), shape.vocab_size)
     new = job.sampling.max_new_tokens
     check_length(f"a prompt with max_new_tokens={new}", new + 1, shape, "the model")
     positions = _find_positions(shape, new)
@@ -111,14 +112,14 @@ def make_sampling_recipe(job: SamplingJob) -> Experiment:
 
 
 def _find_positions(shape: ModelShape, new: int) -> int:
-    """Find the longest sequence of a job with so many new tokens: the longest that a model can compute.
+    """Find the longest sequence of a job with so many new tokens: the longest that a model is declared for.
 
     One whose frequencies differ for long sequences computes all of them alike, and short ones are the rule: there
     it is the length up to which they are, unless answers may be longer.
     """
     scaling = shape.rope_scaling
     original = scaling.original_max_position_embeddings if scaling and scaling.kind == "longrope" else None
-    return original if original is not None and new < original else shape.most_tokens
+    return original if original is not None and new < original else shape.max_positions
 
 
 def generate_answers(
@@ -198,7 +199,7 @@ class _Prompts:
     def _check(self, origin: str, text: Text | Conversation | Steps) -> None:
         """Check that a prompt is not empty, and leaves room for an answer."""
         # Of a text of megabytes the beginning is too long already, and takes no seconds to tokenise.
-        long = _CHARACTERS * self._shape.most_tokens
+        long = _CHARACTERS * self._shape.max_positions
         start = text if len(text.prompt) <= long else Text(text.prompt[:long], None)
         (row,) = tokenize([start], self._tokenizer, self._stop_token_ids)
         if not row.ids:

@@ -57,7 +57,7 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
 
 
 def load_stop_token_ids(experiment: Experiment, tokenizer: Any) -> tuple[int, ...]:
-    """Find all tokens that end generation of the run's generating role.
+    """Find all tokens that end generation of the run's generating role: those of the recipe, or of its files.
 
     Where nothing generates, of its first language model, or its first model of any kind. UserError if there is
     none, or one is not in the model's vocabulary.
@@ -66,7 +66,12 @@ def load_stop_token_ids(experiment: Experiment, tokenizer: Any) -> tuple[int, ..
     generating = [call.model_role for call in build_graph(experiment).calls if call.kind is Kind.GENERATE]
     role = next(iter((*generating, *(role for role in configs if heads[role] == "lm"), *configs)))
     config = configs[role]
-    return read_stop_token_ids(tokenizer, config.path, find_model_shape(config).vocab_size)
+    vocabulary, generation = find_model_shape(config).vocab_size, get_spec(experiment).generation
+    own = generation(experiment).stop_token_ids if generation is not None else None
+    if own is None:
+        return read_stop_token_ids(tokenizer, config.path, vocabulary)
+    check_stop_token_ids("generation.stop_token_ids", own, vocabulary)
+    return tuple(dict.fromkeys(own))
 
 
 def read_stop_token_ids(tokenizer: Any, path: str | None, vocabulary: int) -> tuple[int, ...]:
@@ -76,6 +81,15 @@ def read_stop_token_ids(tokenizer: Any, path: str | None, vocabulary: int) -> tu
     """
     check_tokenizer(tokenizer)
     return list_stop_token_ids(tokenizer, None if path is None else read_origin(path), vocabulary)
+
+
+def check_stop_token_ids(option: str, stop_token_ids: Iterable[int], vocabulary: int) -> None:
+    """Check that an option's tokens are of the model's vocabulary; else UserError."""
+    for token in stop_token_ids:
+        if token >= vocabulary:
+            raise UserError(
+                f"{option}={token} is no token of the model's vocabulary, which ends with {vocabulary - 1}"
+            )
 
 
 def load_functions(algorithm: Algorithm, phases: Iterable[Phase], rank: int) -> dict[str, FunctionMethod]:
@@ -186,16 +200,8 @@ def find_longest(experiment: Experiment) -> tuple[int, str]:
 
 
 def check_length(what: str, tokens: int, shape: ModelShape, model: str) -> None:
-    """Check that a model can compute so many tokens, due to `what`; else UserError.
-
-    It must be declared for them, and no layer may have a sliding window that is shorter.
-    """
+    """Check that a model is declared for so many tokens, due to `what`; else UserError."""
     if tokens > shape.max_positions:
         raise UserError(
             f"{what} is more than the {shape.max_positions} positions that {model} is declared for"
-        )
-    if tokens > shape.most_tokens:
-        raise UserError(
-            f"{what} is more than the sliding window of {shape.window} tokens of {model}; longer sequences can be"
-            " planned for (realrl plan), and not be computed yet"
         )

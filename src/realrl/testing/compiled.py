@@ -2,6 +2,6 @@
 
 import torch
 
-from realrl.model.elementwise import rms_norm
+from realrl.model.arithmetic.elementwise import rms_norm
 
 rms_norm(torch.ones(1, 1), torch.ones(1), 1e-5)

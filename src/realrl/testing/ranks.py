@@ -68,7 +68,6 @@ def run_on_ranks(
     RanksFailure for the first that fails.
     """
     set_library_defaults()
-    scratch = recipes[0].parent
     context = multiprocessing.get_context("forkserver")
     # Imported once, in the server, instead of in every process.
     context.set_forkserver_preload([*PRELOADED])
@@ -89,7 +88,8 @@ def run_on_ranks(
             if process.is_alive():
                 process.kill()
             process.join()
-    failures = sorted(scratch.glob("error-*"), key=lambda file: file.stat().st_mtime_ns)
+    written = (file for scratch in {recipe.parent for recipe in recipes} for file in scratch.glob("error-*"))
+    failures = sorted(written, key=lambda file: file.stat().st_mtime_ns)
     if failures:
         raise RanksFailure(**json.loads(failures[0].read_text()))
     if not ended:

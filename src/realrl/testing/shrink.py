@@ -68,7 +68,11 @@ def shrink_recipe(
         "columns": settings["data"]["columns"] if records is not None else {},
     }
     if spec.generation is not None:
-        settings["generation"] |= {"max_new_tokens": NEW_TOKENS, "min_new_tokens": 0}
+        settings["generation"] |= {
+            "max_new_tokens": NEW_TOKENS,
+            "min_new_tokens": 0,
+            "stop_token_ids": None,
+        }
     # The experiment has those of models already; the models here are others.
     for override in overrides:
         if not override.strip().startswith("models."):

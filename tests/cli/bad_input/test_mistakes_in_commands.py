@@ -77,7 +77,7 @@ CONFIGS: list[tuple[dict[str, Any] | str, str]] = [
     ({"model_type": None}, "model_type null is not supported"),
     (
         {"model_type": "mixtral"},
-        "'mixtral' is not supported; supported are: gemma, glm4, gpt2, gpt_neox, granite, llama, ",
+        "'mixtral' is not supported; supported are: gemma, gemma2, gemma3_text, glm4, gpt2, gpt_neox, ",
     ),
     ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
     ({"vocab_size": None}, "vocab_size is missing"),
@@ -213,7 +213,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("generate DIR/gone --prompt a", "no such model directory"),
     ("generate DIR/nothing --prompt a", "config.json: no such file"),
     ("generate DIR/text.txt --prompt a", "no such model directory"),
-    ("generate DIR/qwen9 --prompt a", "model_type 'qwen9' is not supported; supported are: gemma, glm4,"),
+    ("generate DIR/qwen9 --prompt a", "model_type 'qwen9' is not supported; supported are: gemma, gemma2,"),
     ("generate ACTOR", "give --prompt TEXT or --prompts FILE"),
     ("generate ACTOR --prompts DIR/gone.txt", "cannot be read"),
     ("generate ACTOR --prompts DIR/empty.txt", "there is nothing to continue"),

@@ -10,7 +10,8 @@ from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
-from realrl.model.ops import Products
+from realrl.families.adapters import LowRank
+from realrl.model.arithmetic.ops import Products
 from realrl.model.packing import Packing
 from realrl.recipe.settings import GenerationConfig
 from tests.conftest import World
@@ -18,9 +19,12 @@ from tests.conftest import World
 ROWS = 300
 
 
-@pytest.fixture(scope="module")
-def model(world: World) -> Model:
-    shape = huggingface.read_shape(world.actor)
+@pytest.fixture(
+    scope="module", params=[None, LowRank(rank=4, targets=("k_proj", "o_proj", "down_proj"), dora=True)]
+)
+def model(world: World, request: pytest.FixtureRequest) -> Model:
+    """A model alone, and one with adapters."""
+    shape = huggingface.read_shape(world.actor).model_copy(update={"lora": request.param})
     model = make_unsharded_model(
         shape,
         "lm",
@@ -29,7 +33,9 @@ def model(world: World) -> Model:
         temperature=0.7,
         products=Products(exact=True),
     )
-    huggingface.load(world.actor, shape, model.layout.specs, model.parameters)
+    torch.manual_seed(3)
+    for missing in huggingface.load(world.actor, shape, model.layout.specs, model.parameters):
+        model.parameters[missing].uniform_(0.1, 0.3)
     return model
 
 

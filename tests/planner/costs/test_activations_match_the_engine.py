@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from realrl.dataflow.call import Call, Candidates, Kind
+from realrl.families.adapters import LowRank
 from realrl.families.options import LayerOptions
 from realrl.families.shape import ModelShape
 from realrl.layout.ranges import stage_layers
@@ -45,7 +46,10 @@ FAMILIES = {
         "gpt2": {"kv_heads": 8, "tied_embeddings": True},
         "gpt_neox": {"kv_heads": 8, "rotary_dim": 8},
         "granite": {"layer": LayerOptions(residual_scale=0.5, logit_scale=0.25)},
+        "gemma2": {"window": 50, "windowed_layers": (0, 2)},
+        "gemma3_text": {"window": 50, "windowed_layers": (0, 1, 2), "tied_embeddings": True},
         "olmo2": {},
+        "olmo3": {"window": 50, "windowed_layers": (0, 1, 2)},
         "starcoder2": {},
     }.items()
 }
@@ -137,6 +141,8 @@ ONE_RANK = {
     "grouped-bfloat16": (GROUPED, "bfloat16", FEW),
     "tied": (TIED, "float32", EVEN),
     "tied-bfloat16": (TIED, "bfloat16", FEW[::2]),
+    "tied-capped": (TIED.model_copy(update={"family": "gemma2"}), "float32", EVEN),
+    "capped-bfloat16": (FAMILIES["gemma2"], "bfloat16", FEW),
     "norms-of-heads": (NORMED, "float32", EVEN),
     "norms-of-heads-bfloat16": (NORMED, "bfloat16", FEW),
     **{name: (shape, "float32", EVEN) for name, shape in FAMILIES.items()},
@@ -175,7 +181,18 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["1 1 1 r", "1 1 2"])
+ADAPTED = TrainablePart(adapters=True)
+PARTS |= {
+    "adapters": (GROUPED.model_copy(update={"lora": LowRank(rank=24)}), ADAPTED),
+    "adapters-of-attention": (
+        TIED.model_copy(update={"lora": LowRank(rank=8, targets=("q_proj", "v_proj"))}),
+        ADAPTED,
+    ),
+    "adapters-dora": (GROUPED.model_copy(update={"lora": LowRank(rank=24, dora=True)}), ADAPTED),
+}
+
+
+@pytest.mark.parametrize("strategy", ["1 1 1", "1 1 1 r", "1 2 1 s", "1 1 2"])
 @pytest.mark.parametrize("part", PARTS)
 def test_training_a_part_allocates_what_is_predicted(part: str, strategy: str) -> None:
     shape, trained = PARTS[part]

@@ -10,6 +10,7 @@ from realrl.algorithms.ppo.graph import train_graph
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
+from realrl.families.adapters import LowRank
 from realrl.families.published import SHAPES
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
@@ -25,7 +26,9 @@ from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import build_problem
 from realrl.planner.space.problem import Problem
 from realrl.planner.workload.workload import Workload
-from realrl.program.memory import StoredModel
+from realrl.program.lower import home_placements, offloaded
+from realrl.program.memory import Memory, StoredModel
+from realrl.program.shared_bases import check_offloading
 from tests.planner.reference import late_lengths, sampled_graph
 from tests.rewards import function_reward
 
@@ -105,6 +108,55 @@ def test_search_and_simulation_agree_about_sampled_plans(seed: int, graph: Dataf
         # The search adds up what is largest on any stage, which need not be on the same one.
         assert fullest * (1 - 1e-9) <= found.fill <= fullest * 1.3
     assert compared > 8
+
+
+def adapted_scenario(rng: random.Random) -> Scenario:
+    """PPO whose actor and critic train adapters for one base, which is the reference."""
+    of = sampled_scenario(rng, train_graph(minibatches=2))
+    shape = SHAPES[rng.choice(SIZES)]
+    dtype = rng.choice(["bfloat16", "float32"])
+    lora = LowRank(rank=rng.choice([8, 256]), dora=rng.random() < 0.3)
+    adapted, part = shape.model_copy(update={"lora": lora}), TrainablePart(adapters=True)
+    models = {
+        "actor": StoredModel(adapted, "lm", dtype, True, part, base="one"),
+        "critic": StoredModel(adapted, "scalar", dtype, True, part, base="one"),
+        "ref": StoredModel(shape, "lm", dtype, False, base="one"),
+    }
+    return replace(of, models={**of.models, **models})
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_search_and_simulation_agree_where_roles_share_a_base(seed: int) -> None:
+    rng = random.Random(seed)
+    of = adapted_scenario(rng)
+    problem = build_problem(of)
+    (sharers,) = problem.sharers
+    homes = [problem.home(role).name for role in sharers]
+    timeline, fills = Timeline(problem), []
+    for assignment in sampled_choices(rng, problem, 40):
+        layouts = {problem.candidates[homes[0]][assignment[homes[0]]].layout}
+        for name in homes[1:]:
+            alike = [i for i, o in enumerate(problem.candidates[name]) if o.layout in layouts]
+            if alike and rng.random() < 0.8:
+                assignment[name] = rng.choice(alike)
+            layouts.add(problem.candidates[name][assignment[name]].layout)
+        plan, found = problem.plan(assignment), timeline.evaluate(assignment)
+        memory = Memory(of.models, home_placements(of.graph, plan), offloaded(plan), {})
+        try:
+            plan.check(of.graph)
+            check_offloading(plan, memory.holders)
+        except UserError:
+            assert found.fill == math.inf
+            continue
+        expected = estimate_plan(of, plan)
+        fullest = max(device.peak.bytes / device.capacity for device in expected.memory)
+        assert found.seconds == pytest.approx(expected.step_seconds, rel=1e-9)
+        assert fullest * (1 - 1e-9) <= found.fill <= fullest * 1.3
+        apart = replace(of, models={r: replace(m, base=None) for r, m in of.models.items()})
+        twice = max(d.peak.bytes / d.capacity for d in estimate_plan(apart, plan).memory)
+        assert fullest <= twice and (memory.holders or fullest == twice)
+        fills.append(fullest / twice)
+    assert sum(fill < 0.95 for fill in fills) > 2, "no plan has saved a base"
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "separate"])

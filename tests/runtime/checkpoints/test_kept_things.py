@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from realrl.checkpoint.state.writer import write_state
 from realrl.cli.app import run_app
@@ -148,7 +150,9 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(world: World, tmp_path: P
     assert note["value"] == read_metrics(run_dir, "eval")[0]["actor.inference/loss"]
 
 
-def test_an_export_is_what_was_saved(world: World, tmp_path: Path) -> None:
+def test_an_export_is_what_was_saved(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = write_recipe(world, "ppo", tmp_path / "whole", data__eval=None, evaluation__every=None)
     assert run_app(["train", str(recipe), "training.steps=1"]) == 0
     run_dir = tmp_path / "whole" / "run"
@@ -160,6 +164,19 @@ def test_an_export_is_what_was_saved(world: World, tmp_path: Path) -> None:
             assert (tmp_path / "out" / role / name).read_bytes() == (run_dir / saved / name).read_bytes()
     assert run_app(["export", str(run_dir), "--out", str(tmp_path / "out")]) == 2
     assert run_app(["export", str(run_dir), "--out", str(tmp_path / "o"), "--step", "7"]) == 2
+    small = ["export", str(run_dir), "--out", str(tmp_path / "small"), "--role", "actor", "--max-shard-size"]
+    assert run_app([*small, "20KB"]) == 0
+    index = json.loads((tmp_path / "small" / "actor" / "model.safetensors.index.json").read_text())
+    whole = load_file(run_dir / "final" / "model.safetensors")
+    assert index["metadata"]["total_size"] == sum(values.nbytes for values in whole.values())
+    for name, file in index["weight_map"].items():
+        values = load_file(tmp_path / "small" / "actor" / file)
+        assert torch.equal(values[name], whole[name])
+        assert len(values) == 1 or sum(tensor.nbytes for tensor in values.values()) <= 20_000
+    assert len(index["weight_map"]) == len(whole) > len({*index["weight_map"].values()}) > 1
+    capsys.readouterr()
+    assert run_app([*small, "20", "--overwrite"]) == 2
+    assert "--max-shard-size: '20' is no size; write a number and a unit" in capsys.readouterr().err
 
 
 def test_a_new_run_from_saved_models_goes_on_with_their_state(

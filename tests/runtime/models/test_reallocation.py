@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from realrl.checkpoint import portions
 from realrl.engine.flat import FlatBuffer
 from realrl.families.shape import ModelShape
 from realrl.layout.layout import Layout, build_layout
@@ -167,6 +168,29 @@ def groups_of_tensors_can_go_one_by_one(bench: Bench) -> Iterator[str]:
                 yield from (f"{a.layout} -> {b.layout}: {name}" for name in wrong)
 
 
+def rows_of_tensors_can_go_one_by_one(bench: Bench) -> Iterator[str]:
+    """As they do to the process that saves a model, in portions of a few hundred bytes."""
+    tensors, portions.PORTION_BYTES = whole(), 700
+    for a, b in ((EVERYWHERE[4], SOMEWHERE[0]), (EVERYWHERE[-1], SOMEWHERE[1]), (SOMEWHERE[9], SOMEWHERE[0])):
+        if not takes_part(bench.rank, a, b):
+            continue
+        source, target = build_layout(SHAPE, "lm", a), build_layout(SHAPE, "lm", b)
+        parts = portions.list_portions(target.specs, torch.float32)
+        groups = [{part.spec.name: part.region for part in portion} for portion in parts]
+        reallocator = Reallocator(
+            reallocate(source, target, CLUSTERS[1]), bench.process, label="actor", dtypes=SINGLE,
+            groups=groups, verify=True, staging=bench.staging,
+        )  # fmt: skip
+        held = filled(source, bench.rank, tensors)
+        for number, portion in enumerate(parts):
+            mine = bench.rank in b.ranks
+            buffer = FlatBuffer([part.stored for part in portion], torch.float32, CPU) if mine else None
+            reallocator.run(held, buffer, number)
+            for part in portion if buffer is not None else ():
+                if not torch.equal(buffer[part.spec.name], tensors[part.spec.name][part.region.slices]):
+                    yield f"{a.layout} -> {b.layout}: {part.region}"
+
+
 def averages_are_elementwise(bench: Bench) -> Iterator[str]:
     ours, theirs = whole(), whole(-0.5)
     for factor, (a, b) in product(
@@ -269,6 +293,7 @@ SCENARIOS: dict[str, Callable[[Bench], Iterator[str]]] = {
         every_layout_reaches_half_of_the_others,
         the_narrower_type_is_sent,
         groups_of_tensors_can_go_one_by_one,
+        rows_of_tensors_can_go_one_by_one,
         averages_are_elementwise,
         no_more_buffers_are_kept_than_the_planner_counts,
         a_corrupted_message_is_noticed,

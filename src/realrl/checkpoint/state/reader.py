@@ -7,7 +7,7 @@ import concurrent.futures
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -66,7 +66,7 @@ def read_state(
         try:
             dcp.load(
                 dict(tensors),
-                storage_reader=_Reader(directory, manifest),
+                storage_reader=_Reader(directory, manifest, tensors),
                 planner=PiecesLoadPlanner(),
                 process_group=group,
                 no_dist=group is None,
@@ -78,16 +78,17 @@ def read_state(
 class _Reader(StorageReader):
     """Reader of the boxes that a rank needs of each file."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self._directory, self._manifest = directory, manifest
+    def __init__(self, directory: Path, manifest: Manifest, wanted: Collection[str]) -> None:
+        self._directory, self._manifest, self._wanted = directory, manifest, wanted
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: a reader is used once."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Describe all boxes of the checkpoint."""
+        """Describe the boxes of the tensors that are wanted."""
         tensors = {}
-        for name, stored in self._manifest.tensors.items():
+        for name in self._wanted:
+            stored = self._manifest.tensors[name]
             tensors[name] = TensorStorageMetadata(
                 properties=TensorProperties(dtype=DTYPES[stored.dtype]),
                 size=torch.Size(stored.shape),

@@ -1,11 +1,11 @@
 """Writing of a checkpoint by all ranks in parallel, through torch.distributed.checkpoint."""
 
-import ctypes
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from io import RawIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from xxhash import xxh3_64
 from realrl.checkpoint.state.manifest import Chunk, Manifest, StoredState
 from realrl.checkpoint.state.pieces import State
 from realrl.checkpoint.state.planners import PiecesSavePlanner
+from realrl.config.files import write_all
+from realrl.engine.host_memory import view_bytes
 
 BUFFER_BYTES = 8 << 20
 """Bytes that are copied from a GPU at a time."""
@@ -102,7 +104,7 @@ class _Writer(StorageWriter):
         return done
 
     def _write_items(
-        self, plan: SavePlan, planner: SavePlanner, file: BinaryIO, name: str
+        self, plan: SavePlan, planner: SavePlanner, file: RawIOBase, name: str
     ) -> Iterator[WriteResult]:
         host, start = _HostBytes(), 0
         for item in plan.items:
@@ -111,7 +113,7 @@ class _Writer(StorageWriter):
             checksum = xxh3_64()
             for data in host.read(values):
                 checksum.update(data)
-                _write_whole(file, data)
+                write_all(file, data)
             chunk = Chunk(
                 offset=tuple(item.index.offset or ()),
                 size=tuple(values.shape),
@@ -162,9 +164,8 @@ class _HostBytes:
         flat = values.detach().reshape(-1).view(torch.uint8)
         if flat.is_cuda:
             yield from self._copy(flat)
-        elif len(flat):
-            # Not through numpy: memory that it has seen cannot be given back for offloading.
-            whole = memoryview((ctypes.c_ubyte * len(flat)).from_address(flat.data_ptr())).cast("B")
+        else:
+            whole = view_bytes(flat)
             # What is summed up and then written should still be in the processor's cache.
             yield from (whole[at : at + CACHED_BYTES] for at in range(0, len(whole), CACHED_BYTES))
 
@@ -180,8 +181,3 @@ class _HostBytes:
                 host.copy_(part, non_blocking=True)
             self._stream.synchronize()
             yield host.numpy().data
-
-
-def _write_whole(file: BinaryIO, data: memoryview) -> None:
-    while data:
-        data = data[file.write(data) :]

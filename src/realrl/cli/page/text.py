@@ -67,7 +67,8 @@ def format_extras(placement: Placement) -> str:
 
 def name_model(model: StoredModel) -> str:
     """Name a model by its published shape, else by its number of parameters."""
-    known = next((name for name, shape in SHAPES.items() if shape == model.shape), None)
+    plain = model.shape.model_copy(update={"lora": None})
+    known = next((name for name, shape in SHAPES.items() if shape == plain), None)
     return known or f"{format_parameters(model)} parameters"
 
 

@@ -7,9 +7,13 @@ from realrl.config.words import join
 from realrl.plan.plan import Plan
 from realrl.planner.memory.memory_model import FRAGMENTATION
 from realrl.program.instructions import Load, Offload, Reallocate, Run
+from realrl.program.lower import home_placements
+from realrl.program.memory import list_sharers
+from realrl.program.shared_bases import find_holders
 
 if TYPE_CHECKING:
     from realrl.planner.report.report import PlanReport
+    from realrl.planner.simulate.scenario import Scenario
 
 
 def list_legend(report: "PlanReport") -> list[tuple[str, str]]:
@@ -28,13 +32,17 @@ def list_legend(report: "PlanReport") -> list[tuple[str, str]]:
     return [*found, ("wait", "waits for others, or exchanges data")]
 
 
-def list_remarks(plan: Plan) -> list[str]:
-    """List the decisions of a plan besides the placement of calls."""
+def list_remarks(plan: Plan, scenario: "Scenario") -> list[str]:
+    """List the decisions of a plan besides the placement of calls, and what roles share."""
     away = {"parameters": plan.offload, "gradients and optimizer": plan.offload_optimizer}
     texts = [f"{what} of {join(roles)}" for what, roles in away.items() if roles]
     found = [f"In host memory while not in use: {'; '.join(texts)}."] if texts else []
     if plan.keep:
         found.append(f"Copies of {join(plan.keep)} in other layouts are kept.")
+    holders = find_holders(list_sharers(scenario.models), home_placements(scenario.graph, plan))
+    for holder in dict.fromkeys(holders.values()):
+        others = [role for role in holders if holders[role] == holder and role != holder]
+        found.append(f"{join([holder, *others])} share one copy of their frozen weights, that of {holder}.")
     return found
 
 

@@ -87,6 +87,16 @@ def parse_nodes(text: str | None) -> tuple[int, ...]:
     return numbers
 
 
+def list_device_overrides(cluster: str | None) -> list[str]:
+    """List what devices that are named on the command line say of a recipe: what `auto` means for its types."""
+    from realrl.planner.cluster.cluster_spec import ClusterSpec
+
+    if cluster is None:
+        return []
+    cpu = any(group.device.cpu for group in ClusterSpec.parse(cluster).groups)
+    return [f"device={'cpu' if cpu else 'cuda'}"]
+
+
 def choose_devices(
     cluster: str | None, experiment: "Experiment", measured: "Measured"
 ) -> tuple["ClusterSpec", str]:

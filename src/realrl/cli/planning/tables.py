@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -28,6 +29,9 @@ from realrl.planner.report.report import Alternative, PlanReport, Preset
 from realrl.planner.simulate.estimate import CallEstimate, Estimate
 from realrl.program.text import name_parameters
 
+if TYPE_CHECKING:
+    from realrl.planner.simulate.scenario import Scenario
+
 _WIDTH = 100
 """Columns where the terminal does not report its width."""
 _TERMS, _ALTERNATIVES = 3, 2
@@ -51,7 +55,7 @@ def _parts(report: PlanReport, source: str) -> Iterator[RenderableType]:
         yield _section(
             "Numbers of nodes", make_size_table(report.sizes, report.scenario.spec.nodes, report.objective)
         )
-    yield _section("Calls", _calls(chosen))
+    yield _section("Calls", _calls(chosen, report.scenario))
     yield _section("Reallocations", _moves(chosen)) if chosen.moves else Text("Nothing is reallocated.\n")
     yield _section("Where the devices' time goes", format_time_bars(chosen))
     yield _section("Memory of the fullest device", format_memory_bars(chosen, report.scenario.spec))
@@ -109,7 +113,7 @@ def format_flags(placement: Placement) -> str:
     return " ".join(filter(None, ["recompute" if strategy.recompute else "", strategy.dtype or ""]))
 
 
-def _calls(chosen: Estimate) -> RenderableType:
+def _calls(chosen: Estimate, scenario: "Scenario") -> RenderableType:
     rows = make_table("call", "devices", "dp×tp×pp", "micro-batch>", "", "time>", "where it goes")
     for name, call in chosen.calls.items():
         if call.call.is_function:
@@ -126,7 +130,7 @@ def _calls(chosen: Estimate) -> RenderableType:
             format_seconds(call.seconds),
             _largest_terms(call),
         )
-    return Group(rows, *map(Text, list_remarks(chosen.plan)))
+    return Group(rows, *map(Text, list_remarks(chosen.plan, scenario)))
 
 
 def _largest_terms(call: CallEstimate) -> str:

@@ -2,14 +2,14 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from realrl.layout.layout import Layout, LocalTensor, local_tensor
 from realrl.layout.limits import CPU_MESSAGES, MessageLimits
 from realrl.layout.region import Region
-from realrl.layout.routing.routes import Reallocation
+from realrl.layout.routing.routes import Reallocation, Transfer
 
 
 @dataclass(frozen=True)
@@ -88,63 +88,103 @@ class Storage:
         return Span(at, rows, width, row) if rows > 1 else _contiguous_span(at, width)
 
 
-def schedule_rank(
-    reallocation: Reallocation,
-    rank: int,
-    element_bytes: int,
-    tensors: Collection[str] | None = None,
-    *,
-    limits: MessageLimits = CPU_MESSAGES,
-) -> RankSchedule:
-    """List the messages and copies of a rank in a reallocation, by default of all tensors.
+class RankScheduler:
+    """Scheduler of what one rank does in a reallocation, of all tensors or of some at a time."""
 
-    `element_bytes` is the width of an element sent. With `tensors`, the target buffer holds only these; the
-    source buffer always holds all that the source layout gives the rank.
-    """
-    source = reallocation.source
-    target = reallocation.target
-    wanted = {spec.name for spec in source.specs} if tensors is None else set(tensors)
-    before: dict[int, Storage] = {}
-    after: dict[int, Storage] = {}
+    def __init__(
+        self,
+        reallocation: Reallocation,
+        rank: int,
+        element_bytes: int,
+        *,
+        limits: MessageLimits = CPU_MESSAGES,
+    ) -> None:
+        """`element_bytes` is the width of an element sent."""
+        self._source, self._target = reallocation.source, reallocation.target
+        self._rank, self._ranks = rank, reallocation.cluster.size
+        self._element_bytes, self._limits = element_bytes, limits
+        self._transfers: defaultdict[str, list[Transfer]] = defaultdict(list)
+        for transfer in reallocation.transfers:
+            if rank in (transfer.sender, transfer.receiver):
+                self._transfers[transfer.region.tensor].append(transfer)
+        self._copies: defaultdict[str, list[Region]] = defaultdict(list)
+        for copy in reallocation.copies:
+            if copy.rank == rank:
+                self._copies[copy.region.tensor].append(copy.region)
+        self._before: dict[int, Storage] = {}
 
-    def storage(of: int, stage: int) -> Storage:
-        if stage == 0:
-            return before.setdefault(of, Storage(source.tensors(of)))
-        return after.setdefault(of, Storage([t for t in target.tensors(of) if t.region.tensor in wanted]))
+    def schedule(self, tensors: Collection[str] | Mapping[str, Region] | None = None) -> RankSchedule:
+        """List the messages and copies of the rank, by default of all tensors.
 
-    exchanged: defaultdict[tuple[int, int, int], list[Region]] = defaultdict(list)
-    for transfer in reallocation.transfers:
-        if rank in (transfer.sender, transfer.receiver) and transfer.region.tensor in wanted:
-            exchanged[transfer.stage, transfer.sender, transfer.receiver].append(transfer.region)
-    ordered: list[tuple[tuple[int, int, int, int], PackedTransfer]] = []
-    hashes: defaultdict[str, list[str]] = defaultdict(list)
-    ranks = reallocation.cluster.size
-    for (stage, sender, receiver), regions in sorted(exchanged.items()):
-        ends = storage(sender, stage), storage(receiver, 1)
-        chunks = list(_chunks(regions, *ends, element_bytes, limits))
-        hashes[f"{sender}-{receiver}"].append(repr((stage, chunks)))
-        for number, chunk in enumerate(chunks):
-            peer = receiver if sender == rank else sender
-            mine = ends[0] if sender == rank else ends[1]
-            spans = _merge(mine.span(region) for region in chunk)
-            numel = sum(span.numel for span in spans)
-            message = PackedTransfer(
-                stage=stage,
-                number=number,
-                peer=peer,
-                sends=sender == rank,
-                numel=numel,
-                spans=spans,
-                regions=tuple(chunk),
-            )
-            ordered.append(((stage, number, (receiver - sender) % ranks, sender), message))
-    ordered.sort(key=lambda item: item[0])
-    copies = [c.region for c in reallocation.copies if c.rank == rank and c.region.tensor in wanted]
-    return RankSchedule(
-        copies=tuple(_copies(copies, storage(rank, 0), storage(rank, 1))),
-        messages=tuple(message for _, message in ordered),
-        digests={pair: hashlib.sha256("".join(h).encode()).hexdigest() for pair, h in hashes.items()},
-    )
+        With `tensors`, or regions of some by name, the target buffer holds only these; the source buffer always
+        holds all that the source layout gives the rank.
+        """
+        names = [spec.name for spec in self._source.specs if tensors is None or spec.name in tensors]
+        parts = tensors if isinstance(tensors, Mapping) else {}
+        after: dict[int, Storage] = {}
+
+        def storage(of: int, stage: int) -> Storage:
+            if stage == 0:
+                return self._find_source(of)
+            if of not in after:
+                after[of] = Storage([*_clip_tensors(self._target.tensors(of), {*names}, parts)])
+            return after[of]
+
+        exchanged: defaultdict[tuple[int, int, int], list[Region]] = defaultdict(list)
+        for transfer in (transfer for name in names for transfer in self._transfers.get(name, ())):
+            pair = (transfer.stage, transfer.sender, transfer.receiver)
+            exchanged[pair] += _clip(transfer.region, parts)
+        ordered: list[tuple[tuple[int, int, int, int], PackedTransfer]] = []
+        hashes: defaultdict[str, list[str]] = defaultdict(list)
+        for (stage, sender, receiver), regions in sorted(exchanged.items()):
+            ends = storage(sender, stage), storage(receiver, 1)
+            chunks = list(_chunks(regions, *ends, self._element_bytes, self._limits))
+            hashes[f"{sender}-{receiver}"].append(repr((stage, chunks)))
+            for number, chunk in enumerate(chunks):
+                peer = receiver if sender == self._rank else sender
+                mine = ends[0] if sender == self._rank else ends[1]
+                spans = _merge(mine.span(region) for region in chunk)
+                numel = sum(span.numel for span in spans)
+                message = PackedTransfer(
+                    stage=stage,
+                    number=number,
+                    peer=peer,
+                    sends=sender == self._rank,
+                    numel=numel,
+                    spans=spans,
+                    regions=tuple(chunk),
+                )
+                ordered.append(((stage, number, (receiver - sender) % self._ranks, sender), message))
+        ordered.sort(key=lambda item: item[0])
+        copies = [
+            part for name in names for region in self._copies.get(name, ()) for part in _clip(region, parts)
+        ]
+        return RankSchedule(
+            copies=tuple(_copies(copies, storage(self._rank, 0), storage(self._rank, 1))),
+            messages=tuple(message for _, message in ordered),
+            digests={pair: hashlib.sha256("".join(h).encode()).hexdigest() for pair, h in hashes.items()},
+        )
+
+    def _find_source(self, of: int) -> Storage:
+        if of not in self._before:
+            self._before[of] = Storage(self._source.tensors(of))
+        return self._before[of]
+
+
+def _clip(region: Region, parts: Mapping[str, Region]) -> tuple[Region, ...]:
+    """Clip a region to what is moved of its tensor; empty where that is nothing of it."""
+    part = parts.get(region.tensor)
+    common = region if part is None else region.intersect(part)
+    return () if common is None else (common,)
+
+
+def _clip_tensors(
+    held: Iterable[LocalTensor], wanted: Collection[str], parts: Mapping[str, Region]
+) -> Iterator[LocalTensor]:
+    for tensor in held:
+        if tensor.region.tensor in wanted:
+            for part in _clip(tensor.region, parts):
+                yield tensor if part == tensor.region else LocalTensor(tensor.spec, part, part.size)
 
 
 def group_messages(

@@ -32,6 +32,14 @@ def exp(x: np.float32) -> np.float32:
 
 
 @numba.njit(inline="always", error_model="numpy")
+def soft_bound(x: np.float32, bound: np.float32) -> np.float32:
+    """Compute bound * tanh(x / bound), to 1e-7 of the bound, from tanh(|z|) = (1 - e^-2|z|) / (1 + e^-2|z|)."""
+    power = exp(np.float32(-2.0) * abs(x) / bound)
+    size = bound * (np.float32(1.0) - power) / (np.float32(1.0) + power)
+    return -size if x < 0 else size
+
+
+@numba.njit(inline="always", error_model="numpy")
 def sigmoid(x: np.float32) -> np.float32:
     """Compute 1 / (1 + e^-x)."""
     return np.float32(1.0) / (np.float32(1.0) + exp(-x))

@@ -48,20 +48,33 @@ def _compute_scores(
 
 
 @numba.njit(inline="always")
-def _weigh(scores: Any, first: int, keys: int) -> np.float32:
-    """Turn a query's scores into weights, relative to the largest; return their sum."""
+def _weigh(
+    scores: Any, first: int, hidden: int, keys: int, bound: np.float32, sink: np.float32
+) -> np.float32:
+    """Turn a query's scores into weights, relative to the largest or to the sink; return their sum and the sink's.
+
+    The first `hidden` keys get none. Scores are bounded softly where `bound` is above 0.
+    """
+    if bound > 0:
+        steep = fill(np.float32(1.0) / bound)
+        for place in range(first, first + keys, LANES):
+            capped = vectors.tanh(vectors.multiply(load_vector(scores, place), steep))
+            store_vector(scores, place, vectors.multiply(capped, fill(bound)))
+    for place in range(first, first + hidden, LANES):
+        store_vector(scores, place, vectors.drop_first(load_vector(scores, place), first + hidden - place))
     last = first + (keys - 1) // LANES * LANES
     store_vector(scores, last, vectors.keep_first(load_vector(scores, last), first + keys - last))
     best = load_vector(scores, first)
     for place in range(first + LANES, last + LANES, LANES):
         best = vectors.larger(best, load_vector(scores, place))
-    top = fill(vectors.find_maximum(best))
+    highest = max(vectors.find_maximum(best), sink)
+    top = fill(highest)
     total = vectors.zeros()
     for place in range(first, last + LANES, LANES):
         weights = vectors.exp2(vectors.subtract(load_vector(scores, place), top))
         store_vector(scores, place, weights)
         total = add(total, weights)
-    return vectors.add_halves(total)
+    return vectors.add_halves(total) + vectors.find_first(vectors.exp2(fill(sink - highest)))
 
 
 @numba.njit(inline="always")
@@ -95,6 +108,7 @@ def _attend(work: Work, k: Any, v: Any) -> None:
     starts = int_row(work, 7, 0)
     heads, kv_heads, dim = int(number(work, 8)), int(number(work, 9)), int(number(work, 10))
     most, longest = int(number(work, 11)), int(number(work, 12))
+    window, bound, sinks = int(number(work, 13)), number(work, 14) * LOG2_E, row(work, 15, 0)
     group = heads // kv_heads
     padded = (dim + LANES - 1) // LANES * LANES
     # Scores of a block may lie across the last one of a query's keys.
@@ -134,7 +148,9 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                         _compute_scores(q, a, b, dim, k, block, scores, a * width + place, b * width + place)
             for a in range(queries):
                 r = begin + a // group
-                share = np.float32(1.0) / _weigh(scores, a * width, shared_lengths[r] + own_lengths[r])
+                keys = shared_lengths[r] + own_lengths[r]
+                sink = sinks[head * group + a % group] * LOG2_E
+                share = np.float32(1.0) / _weigh(scores, a * width, max(0, keys - window), keys, bound, sink)
                 q[a * dim] = share  # no longer needed as a query
             for t in range(0, shared, LANES):
                 block = (table[t // LANES] * kv_heads + head) * LANES * padded
@@ -159,7 +175,7 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                         a_place, b_place = a * width + place, b * width + place
                         _add_values(scores, a_place, b_place, v, block, count, outputs, a, b, padded)
             for a in range(queries):
-                out = row(work, 13, begin + a // group)
+                out = row(work, 16, begin + a // group)
                 at = (head * group + a % group) * dim
                 for d in range(dim):
                     out[at + d] = outputs[a * padded + d] * q[a * dim]
@@ -173,8 +189,9 @@ def attend_runs_float32(work: Work) -> None:
     Rows of work are the key/value heads of runs. Arguments: q [N, heads * D or more], all keys and all values as
     vectors, tables of blocks that runs share [runs, any], of each row how many of those keys it sees [N], its own
     table [N, any], how many own keys it has [N], first row of each run and N, heads, kv_heads, D, most rows of a
-    run, most keys of a row -> out [N, heads * D]. Keys of a block are stored dim by dim, each D x 16, and its
-    values token by token, padded to whole vectors.
+    run, most keys of a row, tokens that one sees (itself included), what bounds scores softly (0 for nothing), and
+    a further score of each head, which has no value and may be -inf, [heads] -> out [N, heads * D]. Keys of a block
+    are stored dim by dim, each D x 16, and its values token by token, padded to whole vectors.
     """
     _attend(work, float_pointer(work, 1), float_pointer(work, 2))
 

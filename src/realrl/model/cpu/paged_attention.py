@@ -107,14 +107,41 @@ def _add_values(
 
 
 @numba.njit(inline="always")
-def _weigh(scores: Any, query: int, keys: int, tops: Any, totals: Any, outputs: Any, padded: int) -> None:
-    """Turn a query's scores in a tile into weights, relative to the largest score so far."""
+def _weigh(
+    scores: Any,
+    query: int,
+    hidden: int,
+    keys: int,
+    bound: np.float32,
+    tops: Any,
+    totals: Any,
+    outputs: Any,
+    padded: int,
+) -> None:
+    """Turn a query's scores in a tile into weights, relative to the largest score so far.
+
+    The first `hidden` keys get none. Scores are bounded softly where `bound` is above 0.
+    """
     first = query * _WIDTH
     blocks = (keys + LANES - 1) // LANES
+    begin = min(hidden // LANES, blocks)
+    for j in range(begin):
+        store_vector(scores, first + j * LANES, vectors.zeros())
+    if hidden >= keys:
+        for j in range(begin, blocks):
+            store_vector(scores, first + j * LANES, vectors.zeros())
+        return
+    if bound > 0:
+        steep = fill(np.float32(1.0) / bound)
+        for j in range(begin, blocks):
+            capped = vectors.tanh(vectors.multiply(load_vector(scores, first + j * LANES), steep))
+            store_vector(scores, first + j * LANES, vectors.multiply(capped, fill(bound)))
     last = first + (blocks - 1) * LANES
     store_vector(scores, last, vectors.keep_first(load_vector(scores, last), keys - (blocks - 1) * LANES))
-    best = load_vector(scores, first)
-    for j in range(1, blocks):
+    start = first + begin * LANES
+    store_vector(scores, start, vectors.drop_first(load_vector(scores, start), hidden - begin * LANES))
+    best = load_vector(scores, start)
+    for j in range(begin + 1, blocks):
         best = vectors.larger(best, load_vector(scores, first + j * LANES))
     top = max(tops[query], vectors.find_maximum(best))
     # No branch on whether the largest score is new: it could not be predicted.
@@ -122,7 +149,7 @@ def _weigh(scores: Any, query: int, keys: int, tops: Any, totals: Any, outputs: 
     for c in range(query * padded, (query + 1) * padded, LANES):
         store_vector(outputs, c, vectors.multiply(load_vector(outputs, c), factor))
     total = vectors.zeros()
-    for j in range(blocks):
+    for j in range(begin, blocks):
         weights = vectors.exp2(vectors.subtract(load_vector(scores, first + j * LANES), fill(top)))
         store_vector(scores, first + j * LANES, weights)
         total = add(total, weights)
@@ -140,6 +167,7 @@ def _attend(work: Work, k: Any, v: Any) -> None:
         int(number(work, 10)),
         int(number(work, 11)),
     )
+    window, bound, sinks = int(number(work, 12)), number(work, 13) * LOG2_E, row(work, 14, 0)
     group = heads // kv_heads
     padded = (dim + LANES - 1) // LANES * LANES
     q = np.empty(most * group * dim, np.float32)
@@ -153,8 +181,10 @@ def _attend(work: Work, k: Any, v: Any) -> None:
             prompt, head = item // kv_heads, item % kv_heads
             begin, end = starts[prompt], starts[prompt + 1]
             queries = (end - begin) * group
-            tops[:queries] = -np.inf
-            totals[:queries] = 0.0
+            for a in range(queries):
+                sink = sinks[head * group + a % group] * LOG2_E
+                tops[a] = sink
+                totals[a] = np.float32(0.0) if sink == -np.inf else np.float32(1.0)
             outputs[: queries * padded] = 0.0
             for r in range(begin, end):
                 qkv = row(work, 0, r)
@@ -175,7 +205,13 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                 length = prompt_lengths[r] if segment == 0 else own_lengths[r] + 1
                 here = 0 if segment == 0 else (r - begin) * group
                 until = queries if segment == 0 else here + group
-                for tile in range(0, length, _WIDTH):
+                # First key of the segment that a row sees: of all rows, the one that has generated least. Tiles
+                # begin where they do for any other rows, so that no row's sums depend on its neighbours.
+                start = length
+                for other in range(begin, end) if segment == 0 else range(r, r + 1):
+                    newest = prompt_lengths[other] + own_lengths[other]
+                    start = min(start, newest + 1 - window - (0 if segment == 0 else prompt_lengths[r]))
+                for tile in range(max(0, start) // _WIDTH * _WIDTH, length, _WIDTH):
                     keys = min(_WIDTH, length - tile)
                     for t in range(0, keys, 2 * LANES):
                         # The same block again where their number is odd.
@@ -199,7 +235,10 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                             _compute_scores(q, a, b, dim, k, block * dim, next_block * dim, scores, t, then)
                             a += 2
                     for a in range(here, until):
-                        _weigh(scores, a, keys, tops, totals, outputs, padded)
+                        of = begin + a // group
+                        newest = prompt_lengths[of] + own_lengths[of]
+                        past = newest + 1 - window - tile - (0 if segment == 0 else prompt_lengths[of])
+                        _weigh(scores, a, max(0, past), keys, bound, tops, totals, outputs, padded)
                     for t in range(0, keys, LANES):
                         block = (table[(tile + t) // LANES] * kv_heads + head) * LANES
                         count = min(LANES, keys - t)
@@ -226,7 +265,7 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                             _add_values(scores, a, b, t, v, block * padded, count, outputs, padded)
                             a += 2
             for a in range(queries):
-                out = row(work, 12, begin + a // group)
+                out = row(work, 15, begin + a // group)
                 at = (head * group + a % group) * dim
                 share = np.float32(1.0) / totals[a]
                 for d in range(dim):
@@ -240,8 +279,9 @@ def attend_float32(work: Work) -> None:
 
     Rows of work are the key/value heads of prompts. Arguments: qkv [B, (heads + 2 kv_heads) * D], all keys and all
     values of a layer, prompt tables [B, blocks] and lengths [B], own tables [B, blocks] and lengths [B] without the
-    new token, first row of each prompt and B [prompts + 1], heads, kv_heads, D, most rows of a prompt
-    -> out [B, heads * D].
+    new token, first row of each prompt and B [prompts + 1], heads, kv_heads, D, most rows of a prompt, tokens that
+    one sees (itself included), what bounds scores softly (0 for nothing), and a further score of each head, which
+    has no value and may be -inf, [heads] -> out [B, heads * D].
     """
     _attend(work, float_pointer(work, 1), float_pointer(work, 2))
 

@@ -17,7 +17,16 @@ from realrl.layout.limits import LANES
 from realrl.model.cpu import vectors
 from realrl.model.cpu.arithmetic import LOG2_E
 from realrl.model.cpu.panels import add_rows_by_panel, multiply_rows_by_panel
-from realrl.model.cpu.rows import Work, claim, float_pointer, int_row, number, row_kernel, row_stride
+from realrl.model.cpu.rows import (
+    Work,
+    claim,
+    float_pointer,
+    int_row,
+    number,
+    row,
+    row_kernel,
+    row_stride,
+)
 from realrl.model.cpu.vectors import fill, load_vector, store_vector
 
 _QUERIES = 48
@@ -56,24 +65,37 @@ def _pack_by_row(x: Any, at: int, stride: int, length: int, dim: int, height: in
 
 @numba.njit(inline="always")
 def _weigh(
-    scores: Any, first: int, seen: int, keys: int, scale: np.float32, query: int, tops: Any, totals: Any
+    scores: Any,
+    first: int,
+    hidden: int,
+    seen: int,
+    keys: int,
+    scale: np.float32,
+    query: int,
+    tops: Any,
+    totals: Any,
 ) -> Any:
-    """Turn a query's scores in a tile into weights, relative to the largest so far; 0 beyond the keys that it sees.
+    """Turn a query's scores in a tile into weights, relative to the largest so far; 0 for keys it does not see.
 
-    scores: [_QUERIES * _KEYS], of which those of the query begin at `first`; tops, totals: [_QUERIES], the largest
-    scaled score so far, and the sum of weights. Returns the factor for what was summed with weights before.
+    scores: [_QUERIES * _KEYS], of which those of the query begin at `first`; it sees the keys from `hidden` until
+    before `seen`. tops, totals: [_QUERIES], the largest scaled score so far, and the sum of weights. Returns the
+    factor for what was summed with weights before.
     """
-    blocks = (seen + LANES - 1) // LANES
+    begin, blocks = hidden // LANES, (seen + LANES - 1) // LANES
+    for j in range(begin):
+        store_vector(scores, first + j * LANES, vectors.zeros())
     last = first + (blocks - 1) * LANES
     store_vector(scores, last, vectors.keep_first(load_vector(scores, last), seen - (blocks - 1) * LANES))
-    best = load_vector(scores, first)
-    for j in range(1, blocks):
+    start = first + begin * LANES
+    store_vector(scores, start, vectors.drop_first(load_vector(scores, start), hidden - begin * LANES))
+    best = load_vector(scores, start)
+    for j in range(begin + 1, blocks):
         best = vectors.larger(best, load_vector(scores, first + j * LANES))
     top = max(tops[query], vectors.find_maximum(best) * scale)
     factor = vectors.exp2(fill(tops[query] - top))
     total = vectors.zeros()
     steep, shift = fill(scale), fill(-top)
-    for j in range(blocks):
+    for j in range(begin, blocks):
         exponents = vectors.multiply_add(load_vector(scores, first + j * LANES), steep, shift)
         # Rounding may lead above 0, where powers are not computed.
         weights = vectors.exp2(vectors.smaller(exponents, vectors.zeros()))
@@ -86,22 +108,33 @@ def _weigh(
     return factor
 
 
+@numba.njit(inline="always")
+def _cap(scores: Any, first: int, keys: int, steep: np.float32, bound: np.float32) -> None:
+    """Bound scores softly: bound * tanh(steep * score)."""
+    for t in range(first, first + keys, LANES):
+        capped = vectors.tanh(vectors.multiply(load_vector(scores, t), fill(steep)))
+        store_vector(scores, t, vectors.multiply(capped, fill(bound)))
+
+
 @row_kernel(outputs=2)
 def attend_forward(work: Work) -> None:
     """Attend from each token to itself and those before it in its sequence.
 
     Rows of work are the key/value heads of sequences. Arguments: qkv [T, (heads + 2 kv_heads) * D], first token of
-    each sequence and T, heads, kv_heads, D, tokens of the longest sequence -> out [T, heads * D], and the logarithm
-    to base 2 of each query's sum of exponentials [T, heads].
+    each sequence and T, heads, kv_heads, D, tokens of the longest sequence, tokens that one sees (itself included),
+    what bounds scores softly (0 for nothing), and a further score of each head, which has no value and may be -inf,
+    [heads] -> out [T, heads * D], and the logarithm to base 2 of each query's sum of exponentials [T, heads].
     """
-    qkv, out, sums = float_pointer(work, 0), float_pointer(work, 6), float_pointer(work, 7)
-    starts = int_row(work, 1, 0)
+    qkv, out, sums = float_pointer(work, 0), float_pointer(work, 9), float_pointer(work, 10)
+    starts, sinks = int_row(work, 1, 0), row(work, 8, 0)
+    window, bound = int(number(work, 6)), number(work, 7)
     heads, kv_heads, dim = int(number(work, 2)), int(number(work, 3)), int(number(work, 4))
     height = (int(number(work, 5)) + LANES - 1) // LANES * LANES
-    stride, out_stride, sums_stride = row_stride(work, 0), row_stride(work, 6), row_stride(work, 7)
+    stride, out_stride, sums_stride = row_stride(work, 0), row_stride(work, 9), row_stride(work, 10)
     group = heads // kv_heads
     padded = (dim + LANES - 1) // LANES * LANES
-    scale = LOG2_E / np.sqrt(np.float32(dim))
+    share = np.float32(1.0) / np.sqrt(np.float32(dim))
+    scale = LOG2_E * share
     keys_by_dim = np.empty(height * dim, np.float32)
     values_by_row = np.empty(height * padded, np.float32)
     scores = np.empty(_QUERIES * _KEYS, np.float32)
@@ -116,13 +149,14 @@ def attend_forward(work: Work) -> None:
             _pack_by_dim(qkv, at_k, stride, length, dim, keys_by_dim)
             _pack_by_row(qkv, at_k + kv_heads * dim, stride, length, dim, height, values_by_row)
             for head in range(kv_head * group, (kv_head + 1) * group):
+                sink = sinks[head] * LOG2_E
                 for i in range(0, length, _QUERIES):
                     rows = min(_QUERIES, length - i)
                     at_q = (begin + i) * stride + head * dim
                     outputs[: rows * padded] = np.float32(0.0)
-                    tops[:rows] = -np.inf
-                    totals[:rows] = np.float32(0.0)
-                    for j in range(0, i + rows, _KEYS):
+                    tops[:rows] = sink
+                    totals[:rows] = np.float32(0.0) if sink == -np.inf else np.float32(1.0)
+                    for j in range(max(0, i + 1 - window) // LANES * LANES, i + rows, _KEYS):
                         keys = min(_KEYS, i + rows - j)
                         for t in range(0, keys, LANES):
                             multiply_rows_by_panel(
@@ -141,8 +175,11 @@ def attend_forward(work: Work) -> None:
                             )
                         for r in range(rows):
                             seen = min(keys, i + r + 1 - j)
-                            if seen > 0:
-                                factor = _weigh(scores, r * _KEYS, seen, keys, scale, r, tops, totals)
+                            hidden = max(0, i + r + 1 - j - window)
+                            if seen > hidden:
+                                if bound > 0:
+                                    _cap(scores, r * _KEYS, seen, share / bound, bound / share)
+                                factor = _weigh(scores, r * _KEYS, hidden, seen, keys, scale, r, tops, totals)
                                 for c in range(r * padded, (r + 1) * padded, LANES):
                                     store_vector(
                                         outputs, c, vectors.multiply(load_vector(outputs, c), factor)
@@ -168,10 +205,10 @@ def attend_forward(work: Work) -> None:
                             )
                     for r in range(rows):
                         token = begin + i + r
-                        share = np.float32(1.0) / totals[r]
+                        part = np.float32(1.0) / totals[r]
                         to = token * out_stride + head * dim
                         for d in range(dim):
-                            out[to + d] = outputs[r * padded + d] * share
+                            out[to + d] = outputs[r * padded + d] * part
                         sums[token * sums_stride + head] = tops[r] + np.float32(np.log2(totals[r]))
         first, last = claim(work)
 
@@ -181,24 +218,26 @@ def attend_backward(work: Work) -> None:
     """Compute the gradient of `attend_forward`.
 
     Rows of work are the same. Arguments: qkv, first token of each sequence and T, heads, kv_heads, D, tokens of the
-    longest sequence, what was returned as out and sums, gradient of out [T, heads * D] -> gradient of qkv.
+    longest sequence, tokens that one sees, what bounds scores, what was returned as out and sums, gradient of out
+    [T, heads * D] -> gradient of qkv.
     """
     qkv, starts = float_pointer(work, 0), int_row(work, 1, 0)
     heads, kv_heads, dim = int(number(work, 2)), int(number(work, 3)), int(number(work, 4))
-    longest = int(number(work, 5))
+    longest, window, bound = int(number(work, 5)), int(number(work, 6)), number(work, 7)
     out, sums, grad_out, grad = (
-        float_pointer(work, 6),
-        float_pointer(work, 7),
         float_pointer(work, 8),
         float_pointer(work, 9),
+        float_pointer(work, 10),
+        float_pointer(work, 11),
     )
-    stride, out_stride, sums_stride = row_stride(work, 0), row_stride(work, 6), row_stride(work, 7)
-    grad_out_stride, grad_stride = row_stride(work, 8), row_stride(work, 9)
+    stride, out_stride, sums_stride = row_stride(work, 0), row_stride(work, 8), row_stride(work, 9)
+    grad_out_stride, grad_stride = row_stride(work, 10), row_stride(work, 11)
     group = heads // kv_heads
     height = (longest + LANES - 1) // LANES * LANES
     padded = (dim + LANES - 1) // LANES * LANES
     share = np.float32(1.0) / np.sqrt(np.float32(dim))
     scale = LOG2_E * share
+    one = fill(np.float32(1.0))
     # Panels for sums over dims, [blocks of 16 rows, dim, 16], and over rows, [blocks of 16 dims, height, 16].
     keys_by_dim, values_by_dim = np.empty(height * dim, np.float32), np.empty(height * dim, np.float32)
     keys_by_row = np.empty(height * padded, np.float32)
@@ -230,7 +269,7 @@ def attend_backward(work: Work) -> None:
                     at_q = (begin + i) * stride + head * dim
                     at_grad = at_head + i * grad_out_stride
                     grad_q[: rows * padded] = np.float32(0.0)
-                    for j in range(0, i + rows, _KEYS):
+                    for j in range(max(0, i + 1 - window) // LANES * LANES, i + rows, _KEYS):
                         keys = min(_KEYS, i + rows - j)
                         for t in range(0, keys, LANES):
                             at = (j + t) * dim
@@ -259,9 +298,17 @@ def attend_backward(work: Work) -> None:
                                 mean += out[at_out + d] * grad_out[at_given + d]
                             shift = fill(-sums[token * sums_stride + head])
                             seen = i + r + 1 - j
+                            slope = fill(share)
                             for t in range(0, keys, LANES):
                                 at = r * _KEYS + t
-                                scores = vectors.keep_first(load_vector(weights, at), max(0, seen - t))
+                                scores = load_vector(weights, at)
+                                if bound > 0:
+                                    capped = vectors.tanh(vectors.multiply(scores, fill(share / bound)))
+                                    scores = vectors.multiply(capped, fill(bound / share))
+                                    rest = vectors.subtract(one, vectors.multiply(capped, capped))
+                                    slope = vectors.multiply(fill(share), rest)
+                                scores = vectors.keep_first(scores, max(0, seen - t))
+                                scores = vectors.drop_first(scores, max(0, seen - window - t))
                                 exponents = vectors.multiply_add(scores, fill(scale), shift)
                                 weight = vectors.exp2(vectors.smaller(exponents, vectors.zeros()))
                                 change = vectors.subtract(load_vector(changes, at), fill(mean))
@@ -269,7 +316,7 @@ def attend_backward(work: Work) -> None:
                                 store_vector(
                                     changes,
                                     at,
-                                    vectors.multiply(weight, vectors.multiply(change, fill(share))),
+                                    vectors.multiply(weight, vectors.multiply(change, slope)),
                                 )
                         for c in range(0, padded, LANES):
                             at = c * height + i * LANES

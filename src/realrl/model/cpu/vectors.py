@@ -21,6 +21,8 @@ _VECTOR, _INTS, _SHORTS = (ir.VectorType(kind, LANES) for kind in (_FLOAT, _INT,
 _REORDER = ("reassoc", "nsz")
 _EXP2 = (1.535336188e-4, 1.339887440e-3, 9.618437357e-3, 5.550332471e-2, 2.402264791e-1, 6.931472028e-1, 1.0)
 """Polynomial of 2^x between -0.5 and 0.5 (Cephes, exp2f)."""
+_MINUS_2_LOG2_E = np.float32(-2.88539008177792681)
+"""-2 log2(e)."""
 
 
 class VectorType(types.Type):
@@ -184,6 +186,36 @@ def multiply(context, a, b):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def divide(context, a, b):  # type: ignore[no-untyped-def]
+    """Compute a / b."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.fdiv(*arguments)
+
+    return vector(vector, vector), generate
+
+
+@intrinsic
+def take_magnitude(context, a):  # type: ignore[no-untyped-def]
+    """Compute |a|."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return _call(builder, "llvm.fabs.v16f32", _VECTOR, *arguments)
+
+    return vector(vector), generate
+
+
+@intrinsic
+def copy_sign(context, a, b):  # type: ignore[no-untyped-def]
+    """Give a the sign of b."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return _call(builder, "llvm.copysign.v16f32", _VECTOR, *arguments)
+
+    return vector(vector, vector), generate
+
+
+@intrinsic
 def larger(context, a, b):  # type: ignore[no-untyped-def]
     """Choose the larger of a and b in each lane; a where one is NaN."""
 
@@ -213,6 +245,18 @@ def keep_first(context, a, count):  # type: ignore[no-untyped-def]
         lanes = ir.Constant(_INTS, list(range(LANES)))
         kept = builder.icmp_signed("<", lanes, _fill(builder, builder.trunc(arguments[1], _INT)))
         return builder.select(kept, arguments[0], _repeat(_FLOAT, float("-inf")))
+
+    return vector(vector, types.int64), generate
+
+
+@intrinsic
+def drop_first(context, a, count):  # type: ignore[no-untyped-def]
+    """Set the first `count` numbers to -inf."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        lanes = ir.Constant(_INTS, list(range(LANES)))
+        dropped = builder.icmp_signed("<", lanes, _fill(builder, builder.trunc(arguments[1], _INT)))
+        return builder.select(dropped, _repeat(_FLOAT, float("-inf")), arguments[0])
 
     return vector(vector, types.int64), generate
 
@@ -296,6 +340,14 @@ def exp2(context, a):  # type: ignore[no-untyped-def]
 def zeros() -> Any:
     """Make a vector of zeros."""
     return fill(np.float32(0.0))
+
+
+@numba.njit(inline="always")
+def tanh(a: Any) -> Any:
+    """Compute the hyperbolic tangent: (1 - e^-2|a|) / (1 + e^-2|a|), with the sign of a."""
+    one = fill(np.float32(1.0))
+    power = exp2(smaller(multiply(take_magnitude(a), fill(_MINUS_2_LOG2_E)), zeros()))
+    return copy_sign(divide(subtract(one, power), add(one, power)), a)
 
 
 def make_panel_product(rows: int, *, adds: bool = False) -> Any:

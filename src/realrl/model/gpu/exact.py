@@ -67,10 +67,11 @@ def launch_products(x: Tensor, weight: Tensor, out: Tensor) -> None:
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["shared_width", "own_width"])
+@triton.jit(do_not_specialize=["shared_width", "own_width", "window"])
 def _attend_kernel(
     qkv, k_pool, v_pool, shared_tables, shared_lengths, own_tables, own_lengths, starts, out,
-    shared_width, own_width, scale,
+    shared_width, own_width, scale, window, bound, sinks,
+    CAP: tl.constexpr, SINKS: tl.constexpr, LOG2_E: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +100,10 @@ def _attend_kernel(
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     output = tl.zeros([QUERIES, PADDED], tl.float32)
-    for first in range(0, keys, TILE):
+    # Tiles before the windows of all rows are left out, which changes no bit: their weights would be 0.
+    earliest = tl.load(shared_lengths + begin) + tl.load(own_lengths + begin)
+    hidden = tl.maximum(earliest - window, 0)
+    for first in range(hidden // TILE * TILE, keys, TILE):
         position = first + tl.arange(0, TILE)
         is_shared = position < shared
         is_own = (position >= shared) & (position < keys)
@@ -111,15 +115,26 @@ def _attend_kernel(
         is_key = position < keys
         k = tl.load(k_pool + place[None, :] + dims[:, None], is_key[None, :] & is_dim[:, None], other=0.0)
         scores = tl.dot(q.to(PRODUCT), k.to(PRODUCT), input_precision="ieee") * scale
-        scores = tl.where(position[None, :] < seen[:, None], scores, float("-inf"))
-        # Queries that do not exist see nothing, and would subtract infinity from infinity.
-        higher = tl.where(is_query, tl.maximum(top, tl.max(scores, 1)), 0.0)
-        factor = tl.exp2(top - higher)
-        weights = tl.exp2(scores - higher[:, None])
+        if CAP:
+            # tanh(x) = 2 / (1 + e^-2x) - 1
+            scores = bound * (2.0 * tl.sigmoid(2.0 * scores / bound) - 1.0)
+        is_seen = (position[None, :] < seen[:, None]) & (position[None, :] >= seen[:, None] - window)
+        scores = tl.where(is_seen, scores, float("-inf"))
+        # Queries that see nothing yet would subtract infinity from infinity.
+        higher = tl.maximum(top, tl.max(scores, 1))
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        factor = tl.exp2(top - finite)
+        weights = tl.exp2(scores - finite[:, None])
         total = total * factor + tl.sum(weights, 1)
         v = tl.load(v_pool + place[:, None] + dims[None, :], is_key[:, None] & is_dim[None, :], other=0.0)
         output = output * factor[:, None] + tl.dot(weights.to(PRODUCT), v.to(PRODUCT), input_precision="ieee")
         top = higher
+    if SINKS:
+        sink = tl.load(sinks + number).to(tl.float32) * LOG2_E
+        higher = tl.where(is_query, tl.maximum(top, sink), 0.0)
+        factor = tl.exp2(top - higher)
+        total = total * factor + tl.exp2(sink - higher)
+        output = output * factor[:, None]
     output = output / tl.where(is_query, total, 1.0)[:, None]
     target = out + row[:, None] * (HEADS * DIM) + number[:, None] * DIM + dims[None, :]
     tl.store(target, output.to(out.dtype.element_ty), inside)
@@ -127,7 +142,8 @@ def _attend_kernel(
 
 @register_kernel(
     "attend_to_runs(Tensor qkv, Tensor k, Tensor v, Tensor shared_tables, Tensor shared_lengths, "
-    "Tensor own_tables, Tensor own_lengths, Tensor starts, int heads, Tensor(a!) out)"
+    "Tensor own_tables, Tensor own_lengths, Tensor starts, int heads, int window, float cap, Tensor? sinks, "
+    "Tensor(a!) out)"
 )
 def launch_run_attention(
     qkv: Tensor,
@@ -139,6 +155,9 @@ def launch_run_attention(
     own_lengths: Tensor,
     starts: Tensor,
     heads: int,
+    window: int,
+    cap: float,
+    sinks: Tensor | None,
     out: Tensor,
 ) -> None:
     """Attend as `paged_attention.attend_to_runs` says. All are contiguous; only runs of one row have own keys.
@@ -149,6 +168,8 @@ def launch_run_attention(
     _attend_kernel[(len(starts) - 1, kv_heads)](
         qkv, k, v, shared_tables, shared_lengths, own_tables, own_lengths, starts, out,
         shared_tables.shape[-1], own_tables.shape[-1] if own_tables.dim() == 2 else 0, _LOG2_E * dim**-0.5,
+        window, _LOG2_E * cap, out if sinks is None else sinks,
+        CAP=cap > 0, SINKS=sinks is not None, LOG2_E=_LOG2_E,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)),
         QUERIES=max(_QUERIES, triton.next_power_of_2(heads // kv_heads)),
         BLOCK=BLOCK_TOKENS, TILE=_TILE, PRODUCT=_product_type(k.dtype), num_warps=4,

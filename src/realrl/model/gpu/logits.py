@@ -37,13 +37,36 @@ def _sums_kernel(logits, log_sum, mean, columns, scale, MEAN: tl.constexpr, BLOC
 
 
 @triton.jit
-def _gradient_kernel(logits, log_sum, factor, gradient, columns, scale, BLOCK: tl.constexpr):
+def _gradient_kernel(
+    logits, log_sum, factor, gradient, columns, scale, bound, CAP: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    value = tl.load(logits + row * columns + column, inside, other=0.0) * scale
-    result = -tl.load(factor + row) * tl.exp(value - tl.load(log_sum + row))
+    logit = tl.load(logits + row * columns + column, inside, other=0.0)
+    result = -tl.load(factor + row) * tl.exp(logit * scale - tl.load(log_sum + row))
+    if CAP:
+        result *= 1.0 - (logit / bound) * (logit / bound)
     tl.store(gradient + row * columns + column, result.to(gradient.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _bound_kernel(logits, count, bound, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    value = tl.load(logits + place, inside, other=0.0)
+    # tanh(x) = 2 / (1 + e^-2x) - 1
+    tl.store(logits + place, bound * (2.0 * tl.sigmoid(2.0 * value / bound) - 1.0), inside)
+
+
+@register_kernel("bound_logits(Tensor(a!) logits, float cap)")
+def bound_logits(logits: Tensor, cap: float) -> None:
+    """Compute cap * tanh(logits / cap) in place. logits: [n, V] float32, contiguous"""
+    assert logits.is_contiguous(), "one number after the other"
+    if logits.numel():
+        _bound_kernel[(triton.cdiv(logits.numel(), _BLOCK),)](
+            logits, logits.numel(), cap, BLOCK=_BLOCK, num_warps=8
+        )
 
 
 @register_kernel("logit_sums(Tensor logits, float scale, Tensor(a!) log_sum, Tensor(b!)? mean)")
@@ -64,14 +87,16 @@ def compute_logit_sums(logits: Tensor, scale: float, log_sum: Tensor, mean: Tens
 
 
 @register_kernel(
-    "softmax_gradient(Tensor logits, Tensor log_sum, Tensor factor, float scale, Tensor(a!) gradient)"
+    "softmax_gradient(Tensor logits, Tensor log_sum, Tensor factor, float scale, float cap, Tensor(a!) gradient)"
 )
 def compute_softmax_gradient(
-    logits: Tensor, log_sum: Tensor, factor: Tensor, scale: float, gradient: Tensor
+    logits: Tensor, log_sum: Tensor, factor: Tensor, scale: float, cap: float, gradient: Tensor
 ) -> None:
-    """Compute -factor * exp(logits * scale - log_sum). logits: [n, V] float32; log_sum, factor: [n] -> [n, V]"""
+    """Compute -factor * exp(logits * scale - log_sum); times 1 - (logits / cap)², if `cap` is above 0, the slope of
+    the bound that logits went through. logits: [n, V] float32; log_sum, factor: [n] -> [n, V]"""
     grid = (len(logits), triton.cdiv(logits.shape[1], _BLOCK))
     if grid[1]:
         _gradient_kernel[grid](
-            logits, log_sum, factor, gradient, logits.shape[1], scale, BLOCK=_BLOCK, num_warps=8
-        )
+            logits, log_sum, factor, gradient, logits.shape[1], scale, cap,
+            CAP=cap > 0, BLOCK=_BLOCK, num_warps=8,
+        )  # fmt: skip

@@ -51,6 +51,9 @@ def attend_part(
     prompt_width,
     own_width,
     scale,
+    window,
+    bound,
+    CAP: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -62,7 +65,7 @@ def attend_part(
     PART_TILES: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
-    """Store the newest key and value of a row, and attend to a part of its keys.
+    """Store the newest key and value of a row, and attend to a part of its keys, of which it sees `window`.
 
     qkv: [B, (heads + 2 kv_heads) * D]; pools: [blocks, kv_heads, BLOCK, D]; outputs: [B, heads, PARTS, D] float32,
     not divided by totals; tops, totals: [B, heads, PARTS] float32. PRODUCT: type of the factors of products.
@@ -93,12 +96,16 @@ def attend_part(
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     output = tl.zeros([QUERIES, PADDED], tl.float32)
-    for tile in range(first, tl.minimum(first + each, tiles)):
+    # Tiles before the window are not read: the first token that is seen lies in the prompt or after it.
+    seen = tl.maximum(prompt + own + 1 - window, 0)
+    of_seen = tl.where(seen < prompt, seen // TILE, prompt_tiles + (seen - prompt) // TILE)
+    for tile in range(tl.maximum(first, of_seen), tl.minimum(first + each, tiles)):
         in_own = tile >= prompt_tiles
         keys = (tile - tl.where(in_own, prompt_tiles, 0)) * TILE + tl.arange(0, TILE)
         is_own = keys < tl.where(in_own, own + 1, 0)
         is_prompt = keys < tl.where(in_own, 0, prompt)
-        is_key = is_own | is_prompt
+        position = keys + tl.where(in_own, prompt, 0)
+        is_key = (is_own | is_prompt) & (position >= seen)
         of_own = tl.load(own_tables + row * own_width + keys // BLOCK, mask=is_own, other=0)
         of_prompt = tl.load(prompt_tables + row * prompt_width + keys // BLOCK, mask=is_prompt, other=0)
         places = (((of_own + of_prompt) * KV_HEADS + head) * BLOCK + keys % BLOCK) * DIM
@@ -109,10 +116,15 @@ def attend_part(
         )
         k = tl.where(is_new[None, :], new_k[:, None], k)
         scores = tl.dot(q.to(PRODUCT), k.to(PRODUCT), input_precision="ieee") * scale
+        if CAP:
+            # tanh(x) = 2 / (1 + e^-2x) - 1
+            scores = bound * (2.0 * tl.sigmoid(2.0 * scores / bound) - 1.0)
         scores = tl.where(is_key[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        factor = tl.exp2(top - higher)
-        weights = tl.exp2(scores - higher[:, None])
+        # Where no key is seen yet, infinity must not be subtracted from infinity.
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        factor = tl.exp2(top - finite)
+        weights = tl.exp2(scores - finite[:, None])
         total = total * factor + tl.sum(weights, 1)
         v = tl.load(
             v_pool + places[:, None] + dims[None, :], mask=is_key[:, None] & is_dim[None, :], other=0.0
@@ -133,15 +145,18 @@ def combine_parts(
     totals,
     prompt_lengths,
     own_lengths,
+    sinks,
     out,
+    SINKS: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
     PART_TILES: tl.constexpr,
+    LOG2_E: tl.constexpr,
 ):
-    """Combine the parts of a query head. -> out [B, heads * D]"""
+    """Combine the parts of a query head, and its sink if there is one. -> out [B, heads * D]"""
     row = tl.program_id(0).to(tl.int64)
     query = row * HEADS + tl.program_id(1)
     prompt = tl.load(prompt_lengths + row).to(tl.int32)
@@ -151,8 +166,14 @@ def combine_parts(
     exists = parts * each < tiles
     dims = tl.arange(0, PADDED)
     top = tl.load(tops + query * PARTS + parts, mask=exists, other=float("-inf"))
-    factors = tl.exp2(top - tl.max(top, 0))
+    highest = tl.max(top, 0)
+    if SINKS:
+        sink = tl.load(sinks + tl.program_id(1)).to(tl.float32) * LOG2_E
+        highest = tl.maximum(highest, sink)
+    factors = tl.exp2(top - highest)
     total = tl.sum(tl.load(totals + query * PARTS + parts, mask=exists, other=0.0) * factors, 0)
+    if SINKS:
+        total += tl.exp2(sink - highest)
     each_output = tl.load(
         outputs + (query * PARTS + parts[:, None]) * DIM + dims[None, :],
         mask=exists[:, None] & (dims < DIM)[None, :],
@@ -171,6 +192,9 @@ def launch_attention(
     own_tables: Tensor,
     own_lengths: Tensor,
     heads: int,
+    window: int,
+    cap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Launch the kernels of `paged_operator.attend_to_blocks`; all tensors are contiguous."""
     _, kv_heads, _, dim = k.shape
@@ -195,6 +219,9 @@ def launch_attention(
         prompt_tables.shape[1],
         own_tables.shape[1],
         _LOG2_E * dim**-0.5,
+        window,
+        _LOG2_E * cap,
+        CAP=cap > 0,
         KV_HEADS=kv_heads,
         QUERIES=max(_QUERIES, triton.next_power_of_2(heads // kv_heads)),
         BLOCK=BLOCK_TOKENS,
@@ -203,5 +230,17 @@ def launch_attention(
         **parts,
     )
     out = torch.empty(count, heads * dim, dtype=qkv.dtype, device=qkv.device)
-    combine_parts[(count, heads)](outputs, tops, totals, prompt_lengths, own_lengths, out, **sizes, **parts)
+    combine_parts[(count, heads)](
+        outputs,
+        tops,
+        totals,
+        prompt_lengths,
+        own_lengths,
+        outputs if sinks is None else sinks,
+        out,
+        SINKS=sinks is not None,
+        LOG2_E=_LOG2_E,
+        **sizes,
+        **parts,
+    )
     return out

@@ -14,17 +14,31 @@ def attend_to_blocks(
     own_tables: Tensor,
     own_lengths: Tensor,
     heads: int,
+    window: int,
+    cap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Store each row's newest token, and attend from it to all tokens of its row.
 
     qkv: [B, (heads + 2 kv_heads) * D], rotated; k, v: [blocks, kv_heads, BLOCK_TOKENS, D]; tables: [B, blocks], and
-    lengths: [B], of the segments of rows (`model.paged_attention`) -> [B, heads * D]
+    lengths: [B], of the segments of rows (`model.paged_attention`); window, cap (0 for none) and sinks as in
+    `AttentionRule` -> [B, heads * D]
     """
     # Triton comes with builds of torch for GPUs only.
     from realrl.model.gpu.paged_attention import launch_attention
 
     return launch_attention(
-        qkv.contiguous(), k, v, prompt_tables, prompt_lengths, own_tables, own_lengths, heads
+        qkv.contiguous(),
+        k,
+        v,
+        prompt_tables,
+        prompt_lengths,
+        own_tables,
+        own_lengths,
+        heads,
+        window,
+        cap,
+        sinks,
     )
 
 
@@ -38,5 +52,8 @@ def _(
     own_tables: Tensor,
     own_lengths: Tensor,
     heads: int,
+    window: int,
+    cap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     return qkv.new_empty(len(qkv), heads * k.shape[3])

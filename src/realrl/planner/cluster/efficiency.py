@@ -23,6 +23,12 @@ class Efficiency:
     attention: float = 0.4
     """Fraction of peak FLOP/s that causal attention achieves, forward and backward. FlashAttention-2 (arXiv
     2307.08691, figure 5) reaches 0.3 at 512 and 0.6 at 16k tokens with heads of 128 on an A100."""
+    score_bytes: float = 84.0
+    """Bytes of traffic per score that is computed in memory, forward, counted by the operations of
+    `model/gpu/scored_attention.py`: float32 numbers written and read by a product, a scale, a cap, a mask, a
+    softmax and a cast."""
+    score_backward_bytes: float = 184.0
+    """The same backward: those of forward again, the slope of the cap, and the gradient of a softmax."""
     link: float = 0.85
     """Fraction of link bandwidth that large messages achieve: all-reduce in nccl-tests has a bus bandwidth of
     230 to 235 of 300 GB/s on 8 A100 and 360 to 380 of 450 on 8 H100; 200 Gbit/s InfiniBand carries 22 to 24 of

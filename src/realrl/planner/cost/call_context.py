@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from realrl.dataflow.call import Candidates
-from realrl.layout.limits import max_kept_logits, max_logits
+from realrl.layout.limits import max_logits
 from realrl.layout.ranges import stage_layers
 from realrl.plan.placement import Strategy
 from realrl.planner.cost.network import Network
@@ -69,7 +69,7 @@ class CallContext:
         if self._head_is_local:
             return 0.0
         rows, count = self._logit_chunks(tokens)
-        kept = tokens * self.timing.sizes.padded_vocab <= max_kept_logits(cpu=self.timing.device.cpu)
+        kept = self.timing.sizes.keeps_logits(tokens, cpu=self.timing.device.cpu)
         again = 0.0 if kept else 2 * count * self.network.tp_group.all_reduce(4 * rows)
         return again + self.network.tp_group.all_reduce(self._hidden(tokens))
 

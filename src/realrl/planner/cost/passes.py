@@ -138,7 +138,8 @@ def _cost_partial_gradients(context: CallContext) -> float:
     if partial:
         seconds += network.tp_group.all_reduce(partial) + network.dp_group.all_reduce(partial)
     if sizes.shares_kv_heads:
-        keys = 4 * shape.kv_heads * shape.head_dim * shape.hidden_size
+        columns = shape.hidden_size if shape.lora is None else shape.lora.rank
+        keys = 4 * shape.kv_heads * shape.head_dim * columns
         seconds += 2 * most * network.tp_group.all_reduce(keys)
     if sizes.trained.tied and any(sizes.trained.embedding) and context.strategy.pp > 1:
         seconds += network.embedding_group.all_reduce(4 * sizes.padded_vocab * shape.hidden_size)

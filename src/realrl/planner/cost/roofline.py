@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from realrl.layout.limits import max_kept_logits
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.planner.workload.windows import average_context, average_squares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +43,37 @@ class Roofline:
         """Time a layer forward. `squares`: sum of squared sequence lengths."""
         return (
             sum(self.matmul(tokens, *matrix) for matrix in self.sizes.matmul_shapes)
-            + self._attention(squares)
+            + self._attention(tokens, squares)
+            + self._scores(tokens, squares, self.efficiency.score_bytes)
             + self._elementwise(tokens)
+            + self.adapters(tokens)
         )
 
+    def adapters(self, rows: float) -> float:
+        """Time a layer's adapters forward: products that are added to others; with DoRA, norms of rows, too."""
+        seconds = 0.0
+        for adapter in self.sizes.adapters:
+            seconds += self.matmul(rows, adapter.inner, adapter.inputs)
+            seconds += sum(self.matmul(rows, block, adapter.rank) for block in adapter.blocks)
+            seconds += self.traffic(2 * rows * adapter.rows * self.element_bytes)
+            if adapter.dora:
+                weights = adapter.rows * adapter.inputs
+                seconds += self.traffic((weights + 2 * rows * adapter.rows) * self.element_bytes)
+                seconds += self.matmul(adapter.rows, adapter.rank, adapter.inputs)
+        return seconds
+
     def layer_backward(self, tokens: float, squares: float) -> float:
-        """Time a layer backward: two matmuls for each, attention 2.5 times (arXiv 2307.08691, section 3.1)."""
+        """Time a layer backward: two matmuls for each, attention 2.5 times (arXiv 2307.08691, section 3.1).
+
+        A frozen matrix has one, and its adapters two.
+        """
+        products = 1 if self.sizes.frozen_matrices else 2
         return (
-            2 * sum(self.matmul(tokens, *matrix) for matrix in self.sizes.matmul_shapes)
-            + 2.5 * self._attention(squares)
+            products * sum(self.matmul(tokens, *matrix) for matrix in self.sizes.matmul_shapes)
+            + 2.5 * self._attention(tokens, squares)
+            + self._scores(tokens, squares, self.efficiency.score_backward_bytes)
             + self.efficiency.backward_passes * self._elementwise(tokens)
+            + 2 * self.adapters(tokens)
         )
 
     def head(self, tokens: float) -> float:
@@ -73,14 +94,16 @@ class Roofline:
             return 2 * self.head(tokens)
         rows = self.sizes.padded_vocab
         logits = self.traffic(self.efficiency.logit_backward_bytes * tokens * rows)
-        products = 2 if tokens * rows <= max_kept_logits(cpu=self.device.cpu) else 3
+        products = 1 + self.sizes.trains_head + (not self.sizes.keeps_logits(tokens, cpu=self.device.cpu))
         return products * self.matmul(tokens, rows, self.sizes.shape.hidden_size) + logits
 
     def decode(self, rows: float, context: float) -> float:
         """Time a layer of a decode step of `rows` sequences with `context` tokens each in the KV cache."""
-        cache = 2 * rows * context * self.sizes.cache_dim * self.element_bytes
+        cache = (
+            2 * rows * average_context(self.sizes.shape, context) * self.sizes.cache_dim * self.element_bytes
+        )
         products = sum(self.matmul(rows, *matrix) for matrix in self.sizes.matmul_shapes)
-        return products + self.traffic(cache) + self._elementwise(rows)
+        return products + self.traffic(cache) + self._elementwise(rows) + self.adapters(rows)
 
     def qkv(self, tokens: float) -> float:
         """Time the queries, keys and values of a layer."""
@@ -91,13 +114,21 @@ class Roofline:
         logits = self.matmul(rows, self.sizes.padded_vocab, self.sizes.shape.hidden_size)
         return logits + self.traffic(self.efficiency.sampled_logit_bytes * rows * self.sizes.shape.vocab_size)
 
-    def _attention(self, squares: float) -> float:
+    def _attention(self, tokens: float, squares: float) -> float:
         """Seconds of causal attention, 2 * s² * query dimension FLOPs: half of scores and their product with
-        values."""
+        values; less in layers with a sliding window."""
         # `mixed` models round no operands of attention.
         dtype = "float32" if self.dtype == "mixed" else self.dtype
         peak = self.device.flops(dtype) * self.efficiency.attention
-        return 2 * squares * self.sizes.q_dim / peak
+        return 2 * average_squares(self.sizes.shape, tokens, squares) * self.sizes.q_dim / peak
+
+    def _scores(self, tokens: float, squares: float, score_bytes: float) -> float:
+        """Seconds of the traffic of scores, where they are computed in memory: on a GPU, by rules that no kernel of
+        a library knows."""
+        if self.device.cpu or not self.sizes.options.scores_in_memory:
+            return 0.0
+        scores = average_squares(self.sizes.shape, tokens, squares) / 2 * self.sizes.q_dim
+        return self.traffic(score_bytes * scores / self.sizes.shape.head_dim)
 
     def _elementwise(self, tokens: float) -> float:
         e = self.efficiency

@@ -1,9 +1,10 @@
 """Time of the parts of a call on one rank: measured if a profile has them, else from the roofline."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
+from realrl.layout.sets import WHOLE as EVERYTHING
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
 from realrl.planner.cluster.devices import DeviceKind, compute_thread_speedup
 from realrl.planner.cluster.efficiency import Efficiency
@@ -86,19 +87,36 @@ class Timing:
         """Time a layer forward."""
         measured = self._measured_of("forward", size)
         if measured is not None:
-            return DeviceHostTime(self._exact * measured)
+            return DeviceHostTime(self._exact * (measured + self.roofline.adapters(size.tokens)))
         layer = self._exact * self.roofline.layer(size.tokens, size.squares)
-        return self._device_host_time(layer, self.efficiency.forward_operations)
+        return self._device_host_time(layer, self.efficiency.forward_operations + self._adapter_operations)
 
     def backward(self, size: BatchSize) -> DeviceHostTime:
         """Time a layer backward without recomputation, gradient accumulation included."""
         measured = self._measured_of("backward", size)
         if measured is not None:
-            return DeviceHostTime(measured)
+            return DeviceHostTime(
+                measured * self._trained_share(size) + 2 * self.roofline.adapters(size.tokens)
+            )
         elements = sum(outputs * inputs for outputs, inputs in self.sizes.matmul_shapes)
+        if self.sizes.frozen_matrices:
+            elements = sum(adapter.elements for adapter in self.sizes.adapters)
         adding = self.roofline.traffic(self.efficiency.gradient_bytes * elements)
         device = self.roofline.layer_backward(size.tokens, size.squares) + adding
-        return self._device_host_time(device, 2 * self.efficiency.forward_operations)
+        return self._device_host_time(
+            device, 2 * (self.efficiency.forward_operations + self._adapter_operations)
+        )
+
+    def _trained_share(self, size: BatchSize) -> float:
+        """Seconds of a backward pass, which was measured with all gradients, that frozen matrices leave."""
+        if not self.sizes.frozen_matrices:
+            return 1.0
+        bare = replace(self.sizes, shape=self.sizes.shape.model_copy(update={"lora": None}))
+        whole, frozen = (
+            replace(self.roofline, sizes=replace(bare, part=part)).layer_backward(size.tokens, size.squares)
+            for part in (EVERYTHING, bare.part)
+        )
+        return frozen / whole
 
     def head(self, size: BatchSize) -> float:
         """Time the head forward."""
@@ -119,7 +137,7 @@ class Timing:
         measured = self._measured_of("prefill", size)
         if measured is None:
             return self.forward(size)
-        return DeviceHostTime(self._exact * measured)
+        return DeviceHostTime(self._exact * (measured + self.roofline.adapters(size.tokens)))
 
     def start(self, size: BatchSize) -> float:
         """Time all of a pass that prefills but its layers, with the last layer's keys and values.
@@ -135,9 +153,9 @@ class Timing:
         """Time a layer of a decode step of `rows` sequences."""
         measured = self._measured("decode", rows, context)
         if measured is not None:
-            return DeviceHostTime(self._exact * measured)
+            return DeviceHostTime(self._exact * (measured + self.roofline.adapters(rows)))
         device = self._exact * self.roofline.decode(rows, context)
-        return self._launched(device, self.efficiency.decode_operations)
+        return self._launched(device, self.efficiency.decode_operations + self._adapter_operations)
 
     def decode_step_overhead(self, rows: float) -> float:
         """Time the work of a decode step on every stage outside its layers; 0 in the roofline."""
@@ -175,6 +193,11 @@ class Timing:
     def _exact(self) -> float:
         """Seconds of a forward pass relative to one that is not exact."""
         return self.efficiency.exact_forward if self.exact else 1.0
+
+    @property
+    def _adapter_operations(self) -> int:
+        """Operations of a layer's adapters forward: a product with A and its scaling; for each block two more."""
+        return sum(2 + 2 * len(adapter.blocks) + 8 * adapter.dora for adapter in self.sizes.adapters)
 
     @property
     def _scalar(self) -> bool:

@@ -31,6 +31,8 @@ class Columns:
     weights: Floats
     resident: Floats
     working: Floats
+    base: Floats
+    """Of the resident bytes, those of weights that other roles may share."""
     communicators: Floats
     host: Floats
     sequence_parallel: Bools
@@ -91,6 +93,10 @@ class Tables:
         """Later calls that can share a call's replica."""
         self.same_role = [[p for p in indices if p != c and self.home[p] == self.home[c]] for c in indices]
         """Other calls of a call's role."""
+        self.sharing_homes = [
+            tuple(self.number[problem.home(role).name] for role in roles) for roles in problem.sharers
+        ]
+        """Calls at home whose roles have the same frozen weights, by group of such roles."""
         self.ema_updates = [
             EmaUpdate(
                 c,
@@ -127,6 +133,7 @@ class Tables:
             weights=np.array([candidate.weights_bytes for candidate in candidates], dtype=np.float64),
             resident=np.array([candidate.resident_bytes for candidate in candidates], dtype=np.float64),
             working=np.array([candidate.working_bytes for candidate in candidates], dtype=np.float64),
+            base=np.array([candidate.base_bytes for candidate in candidates], dtype=np.float64),
             communicators=np.array(
                 [candidate.communicator_bytes for candidate in candidates], dtype=np.float64
             ),

@@ -83,8 +83,8 @@ class Timeline:
     A device always holds the resident bytes of its roles and its communicators, and temporarily the replicas in
     use, the working memory of a running call, and parameters loaded from host memory; what is offloaded takes
     memory of its node's host. Infeasible plans use infinite memory:
-    those that train a role outside its primary placement, and those whose calls share parameters but differ in
-    sequence parallelism.
+    those that train a role outside its primary placement, those whose calls share parameters but differ in
+    sequence parallelism, and those that offload weights which several roles share.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -203,7 +203,7 @@ class Timeline:
         held = np.zeros(facts.inside.shape[1:])
         for home in dict.fromkeys(tables.home):
             held += facts.inside[home] * columns.resident[home]
-        held += self._communicator_bytes(facts)
+        held += self._communicator_bytes(facts) - self._shared_bytes(facts)
         peak = held.copy()
         change = _along(activities.bytes, order)
         needs = _along(activities.needs, order)
@@ -221,7 +221,26 @@ class Timeline:
                 peak += np.where(
                     alike & (columns.sequence_parallel[p] != columns.sequence_parallel[c]), np.inf, 0.0
                 )
+        for homes in tables.sharing_homes:
+            for i, second in enumerate(homes):
+                for first in homes[:i]:
+                    alike = columns.code[first] == columns.code[second]
+                    offloaded = columns.offloaded[first] | columns.offloaded[second]
+                    peak += np.where(alike & offloaded, np.inf, 0.0)
         return peak[: len(tables.calls)]
+
+    def _shared_bytes(self, facts: Facts) -> Floats:
+        """Bytes that points have once although several roles count them, [points, plans]: frozen weights."""
+        columns, found = facts.columns, np.zeros(facts.inside.shape[1:])
+        for homes in self.tables.sharing_homes:
+            for i, second in enumerate(homes):
+                saved = np.zeros(columns.first.shape[1])
+                for first in homes[:i]:
+                    alike = columns.code[first] == columns.code[second]
+                    common = np.minimum(columns.base[first], columns.base[second])
+                    saved = np.maximum(saved, np.where(alike, common, 0.0))
+                found += facts.inside[second] * saved
+        return found
 
     def _communicator_bytes(self, facts: Facts) -> Floats:
         """Bytes of the NCCL communicators of points, [points, plans]: those of each layout once."""

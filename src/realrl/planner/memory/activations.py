@@ -113,7 +113,7 @@ class Activations:
         if frozen_layers:
             # A later micro-batch, in the layers that keep nothing.
             kept = sent + (flying - 1) * each + self._shared(tokens)
-            moments.append({"activations": kept + layer.bytes(tokens, layer.stream + layer.computed)})
+            moments.append({"activations": kept + layer.forward_bytes(tokens, layer.stream)})
         if stage == 0 and trains_embedding:
             embedded = layer.bytes(tokens, layer.stream) + 4 * int(tokens * layer.hidden)
             moments.append({"activations": sent + (flying - 1) * each + embedded, "logits": 0})
@@ -153,7 +153,7 @@ class Activations:
         """Bytes in a stage's layers without gradients, when all chunks but one have been sent on."""
         sent = self._sent(tokens, 0 if stage == self._last else chunks - 1)
         received = self.layer.stream if stage else 0
-        return sent + self.layer.bytes(tokens, received + self.layer.computed) + self._shared(tokens)
+        return sent + self.layer.forward_bytes(tokens, received) + self._shared(tokens)
 
     def _expected(self, tokens: float, stage: int, later: int) -> int:
         """Bytes of the posted receive from the previous stage, if there is a later micro-batch."""

@@ -7,6 +7,7 @@ gradient save. Unless stated otherwise, sizes are elements per token in the mode
 from dataclasses import dataclass
 from functools import cached_property
 
+from realrl.layout import limits
 from realrl.layout.padding import bucket_lengths
 from realrl.plan.placement import Strategy
 from realrl.planner.memory.matrix_gradients import added_bytes
@@ -17,7 +18,8 @@ from realrl.planner.workload.shard_sizes import LocalSizes
 class LayerMemory:
     """Activation sizes of a layer.
 
-    `lengths` are a sample of sequence lengths; they matter where attention pads sequences, on a GPU in float32.
+    `lengths` are a sample of sequence lengths; they matter where attention pads sequences: on a GPU in float32, and
+    where layers have a cap or sinks.
     """
 
     sizes: LocalSizes
@@ -62,7 +64,7 @@ class LayerMemory:
         s = self.stream
         inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
         queries = self.sizes.q_dim
-        attention = s + self._qkv + queries
+        attention = s + self._qkv + max(queries, self.hidden + self._added(self._qkv))
         if self.sizes.cache_dim != self.sizes.kv_dim:
             attention += self._read
         if self.cpu:
@@ -70,7 +72,10 @@ class LayerMemory:
         if self._pads:
             attention += self._padded_rows * (self._read + 5 * queries)
         entering = self.hidden + (s if self.strategy.sequence_parallel else 0)
-        block = max(entering + gate_up, gate_up + inner, inner + self.hidden, 2 * self.hidden)
+        up = gate_up + self._added(self.sizes.gate_up_dim)
+        block = max(
+            entering + up, gate_up + inner, inner + self.hidden + self._added(self.hidden), 2 * self.hidden
+        )
         joined = 2 * self._qkv + self.sizes.q_dim + self.sizes.kv_dim if self.sizes.qk_norm else 0
         return max(s + joined, attention, 2 * s + block)
 
@@ -89,10 +94,25 @@ class LayerMemory:
             norms += self._qkv + heads * self._float32
         sums = self._heads * self._float32
         if self._pads:
-            attention = self._padded_rows * (self._read + 3 * self.sizes.q_dim + sums) + self.sizes.q_dim
+            # Where scores are computed in memory, the output and its sums are not kept.
+            results = 0 if self.sizes.options.scores_in_memory else self.sizes.q_dim + sums
+            attention = self._padded_rows * (self._read + 2 * self.sizes.q_dim + results) + self.sizes.q_dim
         else:
             attention = self._read + self.sizes.q_dim + sums
-        return norms + attention + self.sizes.gate_up_dim + self.sizes.ffn_dim
+        return norms + attention + self.sizes.gate_up_dim + self.sizes.ffn_dim + self._kept_adapters
+
+    @property
+    def _kept_adapters(self) -> int:
+        """Elements per token between the two products of adapters, and DoRA's products before they are scaled."""
+        return sum(adapter.inner + adapter.rows * adapter.dora for adapter in self.sizes.adapters)
+
+    def _added(self, outputs: int) -> int:
+        """Elements per token of the largest block that adapters add to a product with so many outputs.
+
+        With DoRA, of what the sum is scaled to as well.
+        """
+        adapters = [a for a in self.sizes.adapters if a.rows <= outputs]
+        return max((outputs if a.dora else max(a.blocks) for a in adapters), default=0)
 
     @property
     def _normed_blocks(self) -> int:
@@ -118,11 +138,14 @@ class LayerMemory:
         options = self.sizes.options
         apart = options.gated and options.activation != "silu" and not self.cpu
         between = 2 * inner if apart else 0
+        frozen = self.sizes.frozen_matrices
         gathered = hidden if self.strategy.sequence_parallel else 0
-        copied = hidden if self.cpu else 0  # oneDNN copies an operand of the matmul for the weight gradient
+        # oneDNN copies an operand of the matmul for the weight gradient; adapters give a second gradient of inputs.
+        copied = hidden if self.cpu or frozen else 0
 
         def added(elements: int) -> int:
-            return added_bytes(elements, self.element_bytes) if self.cpu else 0
+            # Of frozen matrices adapters alone, which are small, have gradients.
+            return added_bytes(elements, self.element_bytes) if self.cpu and not frozen else 0
 
         moments = [
             # The gradients of the product, of gate and up; the product itself has been freed.
@@ -134,15 +157,34 @@ class LayerMemory:
         queries = self.sizes.q_dim
         if self._pads:
             # The gradients of padded outputs, queries, and keys and values for every query head, and the product of
-            # outputs with their gradients.
-            attention = self._padded_rows * 5 * queries - queries
+            # outputs with their gradients; in bfloat16 those of keys and values are float32 numbers first.
+            widened = self._widened(3 * queries) if self.sizes.options.scores_in_memory else 0
+            attention = self._padded_rows * (5 * queries + widened) - queries
         else:
             attention = queries + self._read
             if self.cpu:
                 attention += self._widened(2 * self._read + 2 * queries)
         # What the feed-forward block saved, which is done, has been freed.
-        moments.append(self.bytes(tokens, attention - gate_up - inner - hidden))
+        scores = self.score_bytes(tokens, backward=True)
+        moments.append(self.bytes(tokens, attention - gate_up - inner - hidden) + scores)
         return max(moments)
+
+    def forward_bytes(self, tokens: float, held: float = 0.0) -> int:
+        """Compute the peak bytes without gradients, with `held` elements per token besides."""
+        return self.bytes(tokens, held + self.computed) + self.score_bytes(tokens, backward=False)
+
+    def score_bytes(self, tokens: float, *, backward: bool) -> int:
+        """Compute the bytes of attention's scores where they are computed in memory, some queries at a time.
+
+        Forward they are float32, and cast to the model's type. Backward there are the weights, the slope of the
+        cap, the gradient, and its product with the weights.
+        """
+        options, float32 = self.sizes.options, self.element_bytes == 4
+        if self.cpu or not (options.scores_in_memory or (float32 and self.sizes.shape.windowed_layers)):
+            return 0
+        most = tokens * self._padded_rows * max(self.lengths) * self._heads
+        copies = 3 + (options.attention_cap is not None) if backward else 1
+        return int(min(most, limits.GPU_SCORES) * (4 * copies + (0 if float32 else self.element_bytes)))
 
     def bytes(self, tokens: float, numbers: float) -> int:
         """Compute the bytes of `numbers` elements per token."""
@@ -156,7 +198,7 @@ class LayerMemory:
     @property
     def _pads(self) -> bool:
         """Whether attention pads sequences into a dense batch."""
-        return not self.cpu and self.element_bytes == 4
+        return not self.cpu and (self.element_bytes == 4 or self.sizes.options.scores_in_memory)
 
     def _widened(self, numbers: float) -> float:
         """Elements that float32 copies of so many elements take; none where they are float32."""

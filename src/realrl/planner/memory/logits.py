@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from realrl.dataflow.call import Candidates
-from realrl.layout.limits import max_kept_logits, max_logits
+from realrl.layout.limits import max_logits
 from realrl.planner.memory.matrix_gradients import added_bytes
 from realrl.planner.workload.shard_sizes import LocalSizes
 
@@ -66,9 +66,12 @@ class Logits:
             return int(2 * self._float32 * tokens * self.sizes.shape.hidden_size)
         chunk = self._chunk(tokens)
         logits = tokens * self.sizes.padded_vocab
-        kept = 4 * logits if logits <= max_kept_logits(cpu=self.cpu) else 0
+        kept = 4 * logits if self.sizes.keeps_logits(tokens, cpu=self.cpu) else 0
         if self.cpu:
             computed = 4 + self._narrow if chunk == logits else self._log_softmax
+            if self.sizes.options.logit_cap is not None:
+                # Beside the slope of the cap: logits, of which several ranks also hold the exponential.
+                computed = max(computed, 4 + (8 if self.sizes.tp > 1 else 4))
             hidden = self.sizes.shape.hidden_size
             product = self.element_bytes * hidden * chunk / self.sizes.padded_vocab
             if self.sizes.trains_head:

@@ -12,7 +12,7 @@ from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.limits import bucket_count, message_limits
 from realrl.layout.ranges import stage_layers
-from realrl.layout.sets import TrainablePart
+from realrl.layout.sets import BASE, TrainablePart
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.cluster.efficiency import Efficiency
@@ -106,6 +106,10 @@ class MemoryModel:
         """Compute the bytes of a copy of each parameter set, on the device that has most of it."""
         width = model.width(placement.strategy)
         return {name: width * max(stages) for name, stages in self._elements(model, placement).items()}
+
+    def base_bytes(self, model: StoredModel, placement: Placement) -> int:
+        """Compute the bytes of a copy of the base set, on the device that has least of it."""
+        return model.width(placement.strategy) * min(self._elements(model, placement)[BASE])
 
     def state(self, model: StoredModel, placement: Placement) -> int:
         """Compute the bytes that optimizer offloading frees on the peak device: gradients and optimizer state."""

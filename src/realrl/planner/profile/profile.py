@@ -88,6 +88,7 @@ class ShapeKey(Settings):
     kv_heads: PositiveInt
     head_dim: PositiveInt
     vocab_size: PositiveInt
+    window: PositiveInt | None = None
 
     @classmethod
     def of(cls, shape: ModelShape) -> "ShapeKey":

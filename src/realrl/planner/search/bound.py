@@ -159,15 +159,24 @@ class Bound:
     def _too_full(self, nodes: Numbers, size: Floats) -> Bools:
         """Whether resident bytes exceed total memory, or those on the devices of some call exceed what it
         leaves."""
-        resident, working, limit = (self._take(name, nodes) for name in ("resident", "working", "limit"))
-        homes = sorted(set(self.tables.home))
-        full = sum(resident[h] * size[h] for h in homes) > self.capacity
+        working, limit = (self._take(name, nodes) for name in ("working", "limit"))
+        full = self._least_resident(nodes, size) > self.capacity
         for c in range(len(nodes)):
-            least_resident = np.zeros(nodes.shape[1])
-            for h in homes:
-                least_resident += resident[h] * np.maximum(size[h] + size[c] - self.devices, 0)
-            full |= least_resident > size[c] * (limit[c] - working[c] - self._copy(c, nodes))
+            there = np.maximum(size + size[c] - self.devices, 0)
+            left = size[c] * (limit[c] - working[c] - self._copy(c, nodes))
+            full |= self._least_resident(nodes, there) > left
         return full
+
+    def _least_resident(self, nodes: Numbers, devices: Floats) -> Floats:
+        """Least resident bytes on so many devices of each home, [calls, nodes]; what may be shared counts once."""
+        own, base = self._take("own", nodes), self._take("base", nodes)
+        shared = self.tables.sharing_homes
+        alone = set(self.tables.home).difference(*shared)
+        found = sum((own[h] * devices[h] for h in set(self.tables.home)), np.zeros(nodes.shape[1]))
+        found += sum((base[h] * devices[h] for h in alone), np.zeros(nodes.shape[1]))
+        for homes in shared:
+            found += np.max([base[h] * devices[h] for h in homes], axis=0)
+        return found
 
     def _copy(self, c: int, nodes: Numbers) -> "Floats | float":
         """Bytes of the transient replica that a call certainly needs."""

@@ -42,6 +42,10 @@ class CandidateGroups:
     load: Floats
     weights: Floats
     resident: Floats
+    own: Floats
+    """Resident bytes without those that other roles may share."""
+    base: Floats
+    """Resident bytes that other roles may share."""
     working: Floats
     """What the call needs while it runs, and its communicators."""
     limit: Floats
@@ -59,8 +63,9 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
     layouts = tables.layouts(call)[columns.layout]
     copies = layouts.tp * layouts.pp
     busy = np.zeros_like(columns.seconds) if tables.calls[call].is_function else columns.seconds
-    facts = (columns.seconds, columns.load, columns.weights, columns.resident, columns.working, columns.limit)
-    table = np.stack([size, layouts.tp, layouts.pp, *facts, columns.offloaded], axis=1)
+    sizes = (columns.weights, columns.resident, columns.base, columns.working, columns.limit)
+    facts = (columns.seconds, columns.load, *sizes, columns.offloaded)
+    table = np.stack([size, layouts.tp, layouts.pp, *facts], axis=1)
     _, kind = np.unique(table, axis=0, return_inverse=True)
     order = np.lexsort((columns.first, kind.reshape(-1)))  # kinds are numbered by size before all else
     sorted_kind = kind.reshape(-1)[order]
@@ -96,6 +101,8 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
         load=least(columns.load),
         weights=least(columns.weights),
         resident=least(columns.resident),
+        own=least(columns.resident - columns.base),
+        base=least(columns.base),
         working=least(columns.working + columns.communicators),
         limit=-least(-columns.limit),
         layouts=layouts[order[starts[KIND]]],

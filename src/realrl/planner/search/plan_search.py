@@ -20,7 +20,8 @@ from realrl.planner.space.candidates import list_micro_batches
 from realrl.planner.space.problem import Problem
 from realrl.planner.workload.workload import Workload
 from realrl.program.lower import home_placements, kept_copies, offloaded
-from realrl.program.memory import Memory
+from realrl.program.memory import Memory, list_sharers
+from realrl.program.shared_bases import check_offloading, find_holders
 
 _LITTLE, _SECONDS_FOR_PRESET = SearchBudget(plans=10_000, chains=32, rounds=20, nodes=20_000), 1.0
 """Search budget and seconds per preset, in which only micro-batches and recomputation vary."""
@@ -177,6 +178,8 @@ def _checked(scenario: Scenario, plan: Plan, constraints: UserConstraints) -> Pl
     if offloaded(plan) and not constraints.search_space.offload:
         raise UserError("it offloads, which frees nothing where host and devices share their memory")
     plan.check(scenario.graph, {role: stored.shape for role, stored in scenario.models.items()})
+    homes = home_placements(scenario.graph, plan)
+    check_offloading(plan, find_holders(list_sharers(scenario.models), homes))
     _check_calls(scenario, plan)
     return plan
 

@@ -54,9 +54,10 @@ def _shared(candidates: Sequence[Candidate], members: Sequence[int]) -> Floats:
     """Resident bytes that a candidate must take less than another, [better, other, costs].
 
     Communicators of the other one's layout may be those of another call, too, and cost nothing; its own may not.
+    Likewise frozen weights, which may be those of another role.
     """
     codes = np.array([hash(candidates[i].layout) for i in members])
-    own = np.array([candidates[i].communicator_bytes for i in members])
+    own = np.array([candidates[i].communicator_bytes + candidates[i].base_bytes for i in members])
     extra = np.zeros((len(members), len(members), len(_costs(candidates[members[0]]))))
     extra[:, :, _RESIDENT] = -np.where(codes[:, None] == codes, 0.0, own[:, None])
     return extra

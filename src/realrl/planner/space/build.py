@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind
@@ -13,6 +14,7 @@ from realrl.plan.plan import Plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.candidates import list_meshes, list_micro_batches, list_strategies
 from realrl.planner.space.problem import Candidate, Problem
+from realrl.program.memory import list_sharers
 from realrl.program.order import changed_sets
 
 _WORTH_OFFLOADING = 0.05
@@ -53,6 +55,7 @@ def build_problem(
         transfers=scenario.cost.transfers(graph, scenario.models),
         memory_bytes=tuple(float(scenario.memory.capacity(rank)) for rank in first_ranks),
         exchange=scenario.cost.exchange(graph, scenario.workload),
+        sharers=tuple(builder.sharers),
         host_memory_bytes=tuple(map(scenario.memory.host_capacity, range(spec.cluster.nodes))),
     )
 
@@ -61,6 +64,12 @@ def build_problem(
 class _Builder:
     scenario: Scenario
     search_space: SearchSpace
+
+    @cached_property
+    def sharers(self) -> list[tuple[str, ...]]:
+        """Roles of the graph that have the same frozen weights."""
+        models = {role: self.scenario.models[role] for role in self.scenario.graph.roles}
+        return [roles for roles in list_sharers(models) if len(roles) > 1]
 
     def candidates(self, call: Call, plans: Iterable[Plan]) -> tuple[Candidate, ...]:
         """Cost every candidate of a call, those of the given plans included."""
@@ -156,6 +165,8 @@ class _Builder:
         scenario = self.scenario
         needs = scenario.memory.stages(call, scenario.models[call.model_role], placement, scenario.workload)
         resident = max(need.static_bytes for need in needs)
+        shares = any(call.model_role in roles for roles in self.sharers)
+        model = scenario.models[call.model_role]
         return Candidate(
             placement=placement,
             seconds=0.0,
@@ -163,6 +174,7 @@ class _Builder:
             resident_bytes=resident,
             # Resident and total bytes may peak on different stages.
             working_bytes=max(need.bytes for need in needs) - resident,
+            base_bytes=scenario.memory.base_bytes(model, placement) if shares else 0,
             communicator_bytes=scenario.memory.communicators([placement]),
         )
 
@@ -208,6 +220,7 @@ class _Builder:
                 replace(
                     o,
                     resident_bytes=0 if o.offload_optimizer else state,
+                    base_bytes=0,
                     host_bytes=o.host_bytes + sum(sizes.values()),
                     offload=True,
                     load_seconds=sum(copies.values()),

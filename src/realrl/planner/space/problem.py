@@ -27,6 +27,8 @@ class Candidate:
     """Bytes that the role keeps in device memory between calls if this is its primary placement."""
     working_bytes: float
     """Bytes that the call needs while it runs, besides resident bytes and a copy of the parameters."""
+    base_bytes: float = 0.0
+    """Of the resident bytes, those of frozen weights that other roles may share, where they live in this layout."""
     communicator_bytes: float = 0.0
     """Bytes of the NCCL communicators of this layout; calls of equal layouts share them."""
     host_bytes: float = 0.0
@@ -78,6 +80,9 @@ class Problem:
     """Usable bytes per device, by node; equal on all nodes of a mesh."""
     exchange: ExchangeModel
     """Time model of data exchange between calls."""
+    sharers: tuple[tuple[str, ...], ...] = ()
+    """Roles that have the same frozen weights, of which there is one copy in a layout that is home to several; none
+    of these offloads its parameters."""
     host_memory_bytes: tuple[float, ...] = ()
     """Bytes of host memory for offloaded state, by node; nothing for no limit."""
 

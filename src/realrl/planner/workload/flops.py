@@ -1,7 +1,10 @@
 """Model FLOPs of calls, as model FLOPs utilisation (MFU) counts them."""
 
 from realrl.dataflow.call import Call, Kind
+from realrl.families.adapters import ADAPTERS
+from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
+from realrl.planner.workload.windows import average_squares
 from realrl.planner.workload.workload import CallWork, Workload
 from realrl.program.memory import StoredModel
 
@@ -27,15 +30,20 @@ def count_pass_flops(
     """Count the FLOPs of `tokens` that a call of this kind passes through a model.
 
     The head computes outputs of `scored` of them; `squares` is the sum of squared sequence lengths.
-    Matmuls take 2 per parameter and token, causal attention 2 * s² per layer and element of the query
-    dimension, and the backward pass of what is trained twice as much: 6 * N * T and attention, where all of a model
-    is trained. Embedding look-ups and recomputation do not count. As in PaLM (arXiv 2204.02311, appendix B), which
-    does not halve attention.
+    Matmuls take 2 per parameter and token, causal attention 2 * s² per layer and element of the query dimension
+    (less where there is a sliding window, see `average_squares`), and the backward pass of what is trained twice as
+    much: 6 * N * T and attention, where all of a model is trained. Embedding look-ups and recomputation do not
+    count. As in PaLM (arXiv 2204.02311, appendix B), which does not halve attention.
     """
     operations = _forward(model, tokens, scored, squares)
-    if kind is Kind.TRAIN:
-        operations += 2 * _forward(model, tokens, scored, squares, layers=model.part.last_layers)
-    return operations
+    if kind is not Kind.TRAIN:
+        return operations
+    if not model.part.adapters:
+        return operations + 2 * _forward(model, tokens, scored, squares, layers=model.part.last_layers)
+    # Frozen matrices have no gradient: their products, but not those of attention, come once more and not twice.
+    frozen = tokens * model.shape.layers * count_layer_weights(model.shape)
+    frozen += scored * count_head_weights(model.shape, "lm") if model.head == "lm" else 0
+    return operations + 2 * operations - 2 * frozen
 
 
 def _generated(model: StoredModel, work: CallWork) -> float:
@@ -53,8 +61,9 @@ def _forward(
 ) -> float:
     """Forward operations of a sequence in the head and in all layers, or in so many of them."""
     shape = model.shape
-    attention = 2 * squares * shape.heads * shape.head_dim
-    each = 2 * tokens * count_layer_weights(shape) + attention
+    seen = average_squares(shape, tokens, squares, layers=layers)
+    attention = 2 * seen * shape.heads * shape.head_dim
+    each = 2 * tokens * (count_layer_weights(shape) + count_adapter_weights(shape)) + attention
     outputs = 2 * scored * count_head_weights(shape, model.head)
     return (shape.layers if layers is None else layers) * each + outputs
 
@@ -63,6 +72,14 @@ def count_layer_weights(shape: ModelShape) -> int:
     """Count the parameters of the matrices of a layer."""
     rotated = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     return shape.hidden_size * (rotated + 3 * shape.intermediate_size)
+
+
+def count_adapter_weights(shape: ModelShape) -> int:
+    """Count the parameters of the adapters of a layer's matrices."""
+    if shape.lora is None:
+        return 0
+    layer = model_tensors(shape.model_copy(update={"layers": 1}), "lm")
+    return sum(spec.numel for spec in layer if spec.parameter in ADAPTERS and len(spec.shape) == 2)
 
 
 def count_head_weights(shape: ModelShape, head: Head) -> int:

@@ -1,15 +1,18 @@
 """Shard sizes of a model on one TP rank."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from realrl.families.adapters import LORA_A, is_adapted, list_modules
 from realrl.families.options import LayerOptions
 from realrl.families.registry import find_layer_options, model_tensors, ties_embeddings
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import Partial, Place, TensorSpec
+from realrl.families.tensors import Parameter, Partial, Place, TensorSpec
 from realrl.layout.layout import local_tensor
+from realrl.layout.limits import max_kept_logits
 from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
 from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
@@ -76,6 +79,32 @@ class LocalSizes:
         )
 
     @cached_property
+    def adapters(self) -> tuple["AdapterSizes", ...]:
+        """Adapters of a layer's matrices, in the order of `matmul_shapes`; none of a matrix without them."""
+        lora = self.shape.lora
+        if lora is None:
+            return ()
+        specs: dict[Parameter, list[TensorSpec]] = {}
+        for spec in self._layer_specs:
+            specs.setdefault(spec.parameter, []).append(spec)
+
+        def rows(spec: TensorSpec) -> int:
+            return max(local_tensor(self.shape, spec, self.tp, t).shape[0] for t in range(self.tp))
+
+        found = []
+        for matrix, (_, inputs) in zip(LORA_A, self.matmul_shapes, strict=True):
+            modules = [m for m in list_modules(specs.get(matrix, ())) if is_adapted(m, lora)]
+            if modules:
+                blocks = tuple(sum(map(rows, module.parts)) for module in modules)
+                found.append(AdapterSizes(inputs, lora.rank, blocks, lora.dora))
+        return tuple(found)
+
+    @property
+    def frozen_matrices(self) -> bool:
+        """Whether layers that have a backward pass have frozen matrices, whose adapters alone are trained."""
+        return self.part.adapters
+
+    @cached_property
     def shares_kv_heads(self) -> bool:
         """Whether some key/value head is replicated on several TP ranks."""
         return self._shards[0].shares_keys
@@ -88,7 +117,11 @@ class LocalSizes:
     def partial_elements(self, *, sequence_parallel: bool) -> int:
         """Count a layer's elements with partial gradients, which TP ranks all-reduce, without shared KV heads."""
         partial = {Partial.TENSOR_PARALLEL} | ({Partial.SEQUENCE_PARALLEL} if sequence_parallel else set())
-        return sum(spec.numel for spec in self._layer_specs if spec.partial_gradient in partial)
+        return sum(
+            math.prod(local_tensor(self.shape, spec, self.tp, 0).shape)
+            for spec in self._layer_specs
+            if spec.partial_gradient in partial and self.part.updates(spec, 1)
+        )
 
     @cached_property
     def _layer_specs(self) -> list[TensorSpec]:
@@ -128,13 +161,46 @@ class LocalSizes:
 
     @property
     def trains_head(self) -> bool:
-        """Whether training updates the head: unless it is a frozen embedding table."""
-        return not self.trained.tied or any(self.trained.embedding)
+        """Whether training updates the head: unless it is a frozen embedding table, or frozen below adapters."""
+        if self.trained.tied:
+            return any(self.trained.embedding)
+        return any(self.trained.end)
+
+    def keeps_logits(self, tokens: float, *, cpu: bool) -> bool:
+        """Tell whether training keeps the logits of so many tokens; those with a cap are not kept on a CPU."""
+        capped = self.options.logit_cap is not None and cpu
+        return not capped and tokens * self.padded_vocab <= max_kept_logits(cpu=cpu)
 
     @cached_property
     def layer_elements(self) -> int:
-        """Elements of a layer on the fullest rank."""
-        return max(max(sizes.layer) for sizes in self.sets.values())
+        """Elements of a layer on the fullest rank, adapters included."""
+        return sum(max(sizes.layer) for sizes in self.sets.values() if 0 in sizes.layers)
+
+
+@dataclass(frozen=True)
+class AdapterSizes:
+    """Sizes of the adapters of a matrix on one TP rank."""
+
+    inputs: int
+    rank: int
+    blocks: tuple[int, ...]
+    """Rows of each block of the matrix that has an A of its own."""
+    dora: bool
+
+    @property
+    def inner(self) -> int:
+        """Elements per token between A and B."""
+        return self.rank * len(self.blocks)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the matrix that have adapters."""
+        return sum(self.blocks)
+
+    @property
+    def elements(self) -> int:
+        """Parameters of A and B."""
+        return self.inner * self.inputs + self.rank * self.rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from realrl.engine.training.gradients import find_counted_elements
 from realrl.engine.training.trainer import Trainer
 from realrl.layout.boxes import find_boxes
 from realrl.layout.layout import LocalTensor
+from realrl.layout.sets import TUNED
 from realrl.runtime.worker.roles import Roles
 
 PARAMETERS = "parameters"
@@ -20,7 +21,10 @@ PARAMETERS = "parameters"
 
 
 class CheckpointContents:
-    """Tensors of all roles that steps change, as this rank holds them. Frozen parts of such a role belong to it."""
+    """Tensors of all roles that steps change, as this rank holds them.
+
+    Frozen parts of such a role belong to it, but for the model under adapters, which is read from its own files.
+    """
 
     def __init__(self, roles: Roles) -> None:
         self._roles = roles
@@ -77,7 +81,11 @@ class CheckpointContents:
         for role in self._roles.learning:
             model = self._roles.home_model(role)
             if model is not None:
-                found += [(role, model, name, held) for name, held in model.sets.items()]
+                found += [
+                    (role, model, name, held)
+                    for name, held in model.sets.items()
+                    if name == TUNED or not model.part.adapters
+                ]
         return found
 
     def _find_trainer(self, role: str, parameter_set: str) -> Trainer | None:

@@ -13,6 +13,7 @@ from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cost.peaks import find_peak_bandwidth, find_peak_flops
 from realrl.planner.profile.profile import Profile
 from realrl.planner.workload.flops import count_head_weights, count_layer_weights, count_pass_flops
+from realrl.planner.workload.windows import average_context
 from realrl.program.memory import StoredModel
 from realrl.runtime.measure.aligned_spans import AlignedSpan
 from realrl.runtime.measure.metric_names import IDLE_RANK, PERFORMANCE
@@ -116,7 +117,9 @@ class Performance:
         shape, width = model.shape, model.width(done.place.strategy)
         weights = shape.layers * count_layer_weights(shape) + count_head_weights(shape, model.head)
         cache = 2 * shape.layers * shape.kv_heads * shape.head_dim
-        read = width * (steps * weights + done.sum("cached") * cache)
+        decoded = max(1, done.sum("decoded"))
+        cached = decoded * average_context(shape, done.sum("cached") / decoded)
+        read = width * (steps * weights + cached * cache)
         yield "decode_bandwidth", read / (bandwidth * (done.seconds - prefill))
 
     def _flops(self, done: "_CallDone") -> float:

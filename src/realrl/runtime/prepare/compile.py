@@ -1,6 +1,6 @@
 """Compilation of a recipe to validated programs, without torch."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from realrl.checkpoint.directory import find_model_shape, known_shape
@@ -8,6 +8,7 @@ from realrl.config.errors import UserError
 from realrl.dataflow.call import MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.dataflow.periods import share_steps
+from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.cluster import Cluster
@@ -18,11 +19,13 @@ from realrl.program.instructions import Program
 from realrl.program.lower import home_placements, kept_copies, lower, lower_start, offloaded
 from realrl.program.memory import Memory, StoredModel
 from realrl.program.order import TrainableParts
+from realrl.program.shared_bases import check_offloading
 from realrl.program.validate import validate, validate_start
 from realrl.recipe.algorithm import SCORE, get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.model import ModelConfig, trained_models
+from realrl.runtime.prepare.adapters import adapt_shapes, find_adapters_of_roles, find_shared_bases
 
 
 @dataclass(frozen=True)
@@ -105,27 +108,38 @@ def models(experiment: Experiment) -> dict[str, ModelConfig]:
 
 
 def find_trainable_parts(
-    configs: Mapping[str, ModelConfig], averages: Iterable[MovingAverage]
+    configs: Mapping[str, ModelConfig], averages: Sequence[MovingAverage]
 ) -> dict[str, TrainablePart]:
-    """Find what training updates of every role; a role that follows another is divided like it."""
-    parts = dict.fromkeys(configs, WHOLE)
+    """Find what training updates of every role; a role that follows another is divided like it.
+
+    So is one that is frozen, and whose adapters stay apart from its model.
+    """
+    adapted = find_adapters_of_roles(configs, averages)
+    parts = {role: TrainablePart(adapters=True) if role in adapted else WHOLE for role in configs}
     for role, config in trained_models(configs).items():
-        parts[role] = TrainablePart(config.trainable_layers, config.freeze_embeddings)
+        if role not in adapted:
+            parts[role] = TrainablePart(config.trainable_layers, config.freeze_embeddings)
     return parts | {average.role: parts[average.source] for average in averages}
 
 
 def stored_models(
     experiment: Experiment, graph: DataflowGraph, shapes: Mapping[str, ModelShape]
 ) -> dict[str, StoredModel]:
-    """Describe the storage of roles whose shapes are given.
+    """Describe the storage of roles whose shapes, as files have them, are given.
 
     UserError where more layers are to be trained than there are, or models disagree on what tokens there are.
     """
     _check_candidates(graph, shapes)
     configs = models(experiment)
+    shapes = adapt_shapes(shapes, configs, graph.averages)
     heads = get_spec(experiment).heads
     parts = find_trainable_parts(configs, graph.averages)
+    bases = find_shared_bases(configs, shapes, heads, parts, graph.averages)
     for role, shape in shapes.items():
+        try:
+            model_tensors(shape, heads[role])
+        except UserError as error:
+            raise UserError(f"models.{role}.{error}" if shape.lora else str(error)) from None
         layers = parts[role].last_layers
         if layers is not None and layers > shape.layers:
             raise UserError(
@@ -140,6 +154,7 @@ def stored_models(
             trained=graph.trained(role),
             part=parts[role],
             exact=experiment.exact,
+            base=bases.get(role),
         )
         for role, config in configs.items()
         if role in shapes
@@ -196,6 +211,7 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
     if eval_graph is not None:
         evaluation = _phase(eval_graph, plan.evaluation(eval_graph, graph), homes, kept, parts)
     memory = Memory(stored, homes, offloaded(plan), kept)
+    check_offloading(plan, memory.holders)
     rounds = get_spec(experiment).sampling_rounds(experiment)
     sampled = None if rounds == 1 else _sampled_step(rounds, train, homes, kept, parts)
     return Compiled(train, evaluation, homes, kept, start, memory, sampled)

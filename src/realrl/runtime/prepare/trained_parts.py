@@ -29,8 +29,10 @@ def list_trained_parts(models: Mapping[str, StoredModel]) -> Iterator[str]:
             tensors = [tensor for part in model.sets.values() for tensor in part.tensors]
             trained, whole = map(_count, (tuned.tensors, tensors))
             names = [_name_layers(tuned.layers)] if tuned.layers else []
+            if model.part.adapters:
+                names[0] = f"adapters of {names[0]}"
             names += dict.fromkeys(_OUTSIDE[t.parameter] for t in tuned.tensors if t.layer is None)
-            tied = ties_embeddings(model.shape, model.head)
+            tied = ties_embeddings(model.shape, model.head) and not model.part.adapters
             about = ", ".join(names) + "; the head is tied to the frozen embeddings" * tied
             yield f"models.{role} trains {trained} of {whole} parameters ({about})"
 

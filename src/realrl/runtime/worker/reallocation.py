@@ -2,7 +2,7 @@
 
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from realrl.engine.flat import FlatBuffer
 from realrl.layout.limits import MessageLimits, message_limits
-from realrl.layout.routing.chunks import PackedTransfer, RankSchedule, Span, group_messages, schedule_rank
+from realrl.layout.region import Region
+from realrl.layout.routing.chunks import PackedTransfer, RankSchedule, RankScheduler, Span, group_messages
 from realrl.layout.routing.routes import Reallocation
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.agreement import CHECKSUM_TAG, ReallocationError, agree, swap
@@ -73,13 +74,13 @@ class Reallocator:
         *,
         label: str,
         dtypes: tuple[torch.dtype, torch.dtype],
-        groups: Sequence[Collection[str]] | None = None,
+        groups: Sequence[Collection[str] | Mapping[str, Region]] | None = None,
         staging: Staging | None = None,
         verify: bool = False,
     ) -> None:
-        """`dtypes`: of the source and of the target; the narrower one is sent. `groups`: tensors that are
-        moved at a time, by default all at once. `staging`, which says how large messages are, may be shared.
-        `verify`: prove that what arrives is what was sent. `label` says in errors what this is.
+        """`dtypes`: of the source and of the target; the narrower one is sent. `groups`: tensors, or regions of
+        some, that are moved at a time, by default everything at once. `staging`, which says how large messages are,
+        may be shared. `verify`: prove that what arrives is what was sent. `label` says in errors what this is.
 
         All ranks of either layout must construct it together; ReallocationError if they would not do the same.
         """
@@ -88,10 +89,10 @@ class Reallocator:
         self._wire = min(dtypes, key=lambda dtype: dtype.itemsize)
         everything = [spec.name for spec in reallocation.source.specs]
         self.groups = [everything] if groups is None else list(groups)
-        self._schedules = [
-            schedule_rank(reallocation, process.rank, self._wire.itemsize, group, limits=self._staging.limits)
-            for group in self.groups
-        ]
+        scheduler = RankScheduler(
+            reallocation, process.rank, self._wire.itemsize, limits=self._staging.limits
+        )
+        self._schedules = [scheduler.schedule(group) for group in self.groups]
         ranks = {*reallocation.source.placement.ranks, *reallocation.target.placement.ranks}
         if len(ranks) > 1:
             digest = f"{reallocation.digest()} {self._wire}"
@@ -104,8 +105,8 @@ class Reallocator:
 
     @torch.no_grad()
     def run(self, source: FlatBuffer | None, target: FlatBuffer | None, group: int = 0) -> None:
-        """Move one group of tensors. `source` holds all tensors of the source layout, `target` gets those of
-        the group; None where a layout has nothing on this rank. ReallocationError if verification fails."""
+        """Move one group of tensors. `source` holds all tensors of the source layout, `target` gets what
+        is of the group; None where a layout has nothing on this rank. ReallocationError if verification fails."""
         schedule = self._schedules[group]
         before, after = (None if b is None else b.data for b in (source, target))
         checksums: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)

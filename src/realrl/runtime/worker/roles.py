@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 
 from realrl.checkpoint import huggingface
-from realrl.checkpoint.directory import find_model_shape
+from realrl.checkpoint.directory import find_base, find_model_shape
 from realrl.checkpoint.initial_weights import initialise
 from realrl.checkpoint.origin import read_origin
+from realrl.checkpoint.portions import Portion, list_portions, take_whole
 from realrl.config.errors import UserError
 from realrl.dataflow.call import MovingAverage
 from realrl.engine.dtypes import find_products, find_torch_dtype
@@ -19,20 +20,24 @@ from realrl.engine.model import Model
 from realrl.engine.offload import Offloadable
 from realrl.engine.parallel_groups import select_groups
 from realrl.engine.training.trainer import Trainer
+from realrl.families.adapter_config import adapter_tensors
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head
-from realrl.families.tensors import TensorSpec
+from realrl.families.tensors import Init, TensorSpec
 from realrl.layout.layout import Layout, build_layout
+from realrl.layout.region import Region
 from realrl.layout.routing.chunks import group_tensors
 from realrl.layout.routing.routes import reallocate
-from realrl.layout.sets import build_parameter_sets
+from realrl.layout.sets import BASE, TUNED, build_parameter_sets
 from realrl.model.parallel.group import Group
 from realrl.plan.placement import DTYPES, Dtype, Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Load, Offload, Reallocate, Release
 from realrl.program.order import following_sets, trained_sets
+from realrl.program.shared_bases import find_holders, order_sharers
 from realrl.program.text import name_parameters
 from realrl.recipe.model import ModelConfig, trained_models
+from realrl.runtime.prepare.adapters import adapt_shapes, find_shared_bases
 from realrl.runtime.prepare.compile import find_trainable_parts
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.reallocation import Reallocator, Staging
@@ -72,9 +77,8 @@ class Roles:
         self._plan, self._cluster, self._seed = plan, plan.cluster, seed
         self._max_skipped = max_skipped
         self._exact = exact
-        self.shapes = {
-            role: find_model_shape(config).for_lengths(longest) for role, config in configs.items()
-        }
+        shapes = {role: find_model_shape(config).for_lengths(longest) for role, config in configs.items()}
+        self.shapes = adapt_shapes(shapes, configs, averages)
         for average in averages:
             if self._specs(average.role) != self._specs(average.source):
                 raise UserError(
@@ -83,6 +87,9 @@ class Roles:
         self._parts = find_trainable_parts(configs, averages)
         following = {average.role: following_sets(average, self._parts) for average in averages}
         self._trained = trained_models(configs)
+        bases = find_shared_bases(configs, self.shapes, heads, self._parts, averages)
+        sharers = order_sharers({role: bases.get(role) for role in configs}, heads)
+        self._holders = find_holders(sharers, homes)
         self.learning = (*self._trained, *following)
         """Roles whose parameters steps change: trained ones, and those that follow them."""
         self.before_change: Callable[[], None] = lambda: None
@@ -106,6 +113,11 @@ class Roles:
         """List the tensors that a model's files lack, if it has files; UserError if they cannot be loaded."""
         config = self._configs[role]
         if config.path is None:
+            if self.shapes[role].lora is not None:
+                raise UserError(
+                    f"models.{role}.lora needs models.{role}.path: adapters are saved without the weights that they"
+                    " are for"
+                )
             return []
         missing = huggingface.check(config.path, self.shapes[role], self._specs(role))
         if missing and role not in self._trained:
@@ -119,7 +131,8 @@ class Roles:
 
         Those that are `restored` get memory alone. UserError when weights cannot be used.
         """
-        for role, home in self._homes.items():
+        for role in sorted(self._homes, key=lambda role: self._holders.get(role, role) != role):
+            home = self._homes[role]
             if self._process.rank in home.ranks:
                 self._build_home(role, home, read=role not in restored)
 
@@ -134,8 +147,10 @@ class Roles:
                     self.trainers[role].memory.offload()
 
     def _build_home(self, role: str, home: Placement, *, read: bool) -> None:
-        model = self._build(role, home)
-        if read:
+        holder = self._holders.get(role, role)
+        base = self._models[holder, home.layout].sets[BASE] if holder != role else None
+        model = self._build(role, home, base)
+        if read or self._parts[role].adapters:  # whose frozen weights no checkpoint has
             self._read_weights(role, model)
         if role in self._trained:
             optimizer = self._trained[role].optimizer
@@ -144,18 +159,24 @@ class Roles:
     def _read_weights(self, role: str, model: Model) -> None:
         config, tensors = self._configs[role], model.layout.specs
         regions = {local.region.tensor: local.region for local in model.layout.tensors(model.rank)}
+        if self._holders.get(role, role) != role:
+            for tensor in model.sets[BASE].layout.specs:  # which have been read for another role
+                regions.pop(tensor.name, None)
         missing = [tensor.name for tensor in tensors]
         if config.path is not None:
             missing = huggingface.load(config.path, model.shape, tensors, model.parameters, regions)
         absent = [tensor for tensor in tensors if tensor.name in missing and tensor.name in regions]
         initialise(model.parameters, absent, model.shape, self._seed, regions)
+        if any(tensor.init is Init.MAGNITUDE for tensor in tensors if tensor.name in missing):
+            model.transformer.initialise_magnitudes()
 
     def home_model(self, role: str) -> Model | None:
         """Find the role's model in its home; None where that does not include this rank."""
         home = self._homes[role]
         return self._models[role, home.layout] if self._process.rank in home.ranks else None
 
-    def _build(self, role: str, placement: Placement) -> Model:
+    def _build(self, role: str, placement: Placement, base: LocalSet | None = None) -> Model:
+        """Make a model, with memory for its parameters but for those in the `base` of another one."""
         rank = self._process.rank
         model = Model(
             self._layout(role, placement),
@@ -165,6 +186,7 @@ class Roles:
             device=self._process.device,
             temperature=self._temperature,
             part=self._parts[role],
+            base=base,
             products=find_products(
                 self._named_dtype(role, placement), self._process.device, exact=self._exact
             ),
@@ -239,7 +261,7 @@ class Roles:
         source: Layout,
         target: Layout,
         dtypes: tuple[torch.dtype, torch.dtype],
-        groups: Sequence[Sequence[str]] | None,
+        groups: Sequence[Collection[str] | Mapping[str, Region]] | None,
     ) -> Reallocator:
         return Reallocator(
             reallocate(source, target, self._cluster),
@@ -290,9 +312,10 @@ class Roles:
 
     def held(self) -> int:
         """Count the bytes of device memory that parameters, gradients and optimizers take on this rank now."""
-        memories = [held.memory for model in self._models.values() for held in model.sets.values()]
-        memories += [trainer.memory for trainer in self.trainers.values()]
-        return sum(memory.nbytes for memory in memories)
+        # Some models share a set.
+        memories = {held.memory for model in self._models.values() for held in model.sets.values()}
+        trained = [trainer.memory for trainer in self.trainers.values()]
+        return sum(memory.nbytes for memory in (*memories, *trained))
 
     def staged(self) -> int:
         """Count the bytes of device memory that message buffers take while nothing is moved."""
@@ -301,60 +324,76 @@ class Roles:
     def save(
         self, role: str, directory: Path, tokenizer: huggingface.Tokenizer, stop_token_ids: Collection[int]
     ) -> None:
-        """Write the role as a Hugging Face directory; all ranks of its home call this, the first one writes.
+        """Write the role as a Hugging Face directory, or its adapters.
 
-        `stop_token_ids` are all tokens that sequences of the run can end with. The parameters of one file at
-        a time are brought into its host memory.
+        All ranks of its home call this, the first one writes.
+
+        `stop_token_ids` are all tokens that sequences of the run can end with. Parameters are brought into its host
+        memory portion by portion.
         """
         home = self._homes[role]
         dtype = self._dtype(role, home)
         first, model = home.ranks[0], self._models[role, home.layout]
-        files = huggingface.shards(self._specs(role), dtype)
-        gathers = {name: self._gather(role, name, files) for name in model.sets}
-        offloaded = [held.memory for held in model.sets.values() if not held.memory.resident]
+        adapters = model.shape.lora is not None
+        specs = self._specs(role)
+        portions = [take_whole(adapter_tensors(specs))] if adapters else list_portions(specs, dtype)
+        written = [TUNED] if adapters else [*model.sets]
+        gathers = {name: self._gather(role, name, portions) for name in written}
+        offloaded = [memory for name in written if not (memory := model.sets[name].memory).resident]
         for memory in offloaded:
             memory.load()
 
-        def fetch(file: int) -> Parameters:
+        def fetch(number: int) -> Parameters:
             buffers = {}
             for name, gather in gathers.items():
-                tensors = [tensor for tensor in files[file] if tensor.name in gather.groups[file]]
-                if tensors:
-                    buffers[name] = FlatBuffer(tensors, dtype, torch.device("cpu"))
-                    gather.run(model.sets[name].buffer, buffers[name], file)
+                parts = [part for part in portions[number] if part.spec.name in gather.groups[number]]
+                if parts:
+                    buffers[name] = FlatBuffer([part.stored for part in parts], dtype, torch.device("cpu"))
+                    gather.run(model.sets[name].buffer, buffers[name], number)
             return Parameters(buffers)
 
         if self._process.rank == first:
+            path = self._configs[role].path
             try:
-                huggingface.save(
-                    directory,
-                    model.shape,
-                    model.head,
-                    fetch,
-                    tokenizer,
-                    dtype,
-                    origin=self.origins[role],
-                    stop_token_ids=stop_token_ids,
-                )
+                if adapters:
+                    assert path is not None, "adapters are for weights of a directory"
+                    base = str(find_base(path))
+                    huggingface.save_adapters(
+                        directory, model.shape, model.head, fetch(0), tokenizer, dtype, base
+                    )
+                else:
+                    huggingface.save(
+                        directory,
+                        model.shape,
+                        model.head,
+                        fetch,
+                        tokenizer,
+                        dtype,
+                        origin=self.origins[role],
+                        stop_token_ids=stop_token_ids,
+                    )
             except NotFiniteError as error:
                 raise NotFiniteError(f"models.{role}: {error}") from None
         else:
-            for file in range(len(files)):
+            for number in range(len(portions)):
                 for name, gather in gathers.items():
-                    if gather.groups[file]:
-                        gather.run(model.sets[name].buffer, None, file)
+                    if gather.groups[number]:
+                        gather.run(model.sets[name].buffer, None, number)
         for memory in offloaded:
             memory.offload(changed=False)
 
-    def _gather(self, role: str, name: str, files: Sequence[Sequence[TensorSpec]]) -> Reallocator:
-        """Build the reallocator that brings a set, one file's tensors at a time, to the first rank of its home."""
+    def _gather(self, role: str, name: str, portions: Sequence[Portion]) -> Reallocator:
+        """Build the reallocator that brings a set, portion by portion, to the first rank of its home."""
         home = self._homes[role]
         key = (role, home.layout, name)
         if key not in self._reallocators:
             source = self._layout(role, home, name)
             whole = self._layout(role, Placement(Mesh(home.ranks[0], 1), Strategy(1)), name)
             mine = {spec.name for spec in source.specs}
-            names = [[spec.name for spec in file if spec.name in mine] for file in files]
+            groups = [
+                {part.spec.name: part.region for part in portion if part.spec.name in mine}
+                for portion in portions
+            ]
             dtype, label = self._dtype(role, home), name_parameters(role, name)
-            self._reallocators[key] = self._compile(label, source, whole, (dtype, dtype), names)
+            self._reallocators[key] = self._compile(label, source, whole, (dtype, dtype), groups)
         return self._reallocators[key]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from realrl.config.machine.processor import ProductChoice
-from realrl.model.ops import Products
+from realrl.model.arithmetic.ops import Products
 
 _SHAPES = ((1024, 256, 1024), (2048, 768, 2048), (64, 512, 2048))
 """Rows, inputs and outputs: micro-batches of small models, and a decode step."""

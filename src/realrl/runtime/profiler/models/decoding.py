@@ -16,7 +16,7 @@ from realrl.engine.model import Model
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.planner.profile.profile import LayerKind
 from realrl.recipe.settings import GenerationConfig
-from realrl.runtime.profiler.models.passes import find_first_extra, find_typical
+from realrl.runtime.profiler.models.layer_mix import LayerMix
 from realrl.runtime.profiler.points.clock import Clock, Moment
 from realrl.runtime.profiler.points.layer_timer import LayerTimer
 from realrl.runtime.profiler.points.records import make_records
@@ -24,17 +24,19 @@ from realrl.runtime.profiler.points.records import make_records
 DECODE_STEPS = 8
 """Number of tokens decoded in one measurement."""
 _SEED = SamplingSeed(0, 0)
-_NO_ENDS = (-1,)
-"""Token that is never sampled, so that no sequence ends early."""
 
 
 class Decoding:
     """Generation by a language model, measured."""
 
-    def __init__(self, model: Model, sampling: GenerationConfig, clock: Clock) -> None:
+    def __init__(
+        self, model: Model, sampling: GenerationConfig, clock: Clock, window_share: float | None = None
+    ) -> None:
+        """`window_share`: see `Passes`."""
         self._model = model
         self._sampling = sampling
         self._clock = clock
+        self._layers = LayerMix.of(model.shape, window_share)
         self._layer_timer = LayerTimer(model, clock)
 
     def start(self, tokens: int, context: int) -> Mapping[LayerKind, float]:
@@ -54,7 +56,7 @@ class Decoding:
             batch,
             "prompts",
             sampling=sampling,
-            stop_token_ids=_NO_ENDS,
+            stop_token_ids=_choose_ends(sampling),
             seed=_SEED,
             kv_capacity=rows * (context + 2 * BLOCK_TOKENS),
         )
@@ -63,8 +65,8 @@ class Decoding:
         (*prefill, last), (first, *_, token) = self._layer_timer.passes
         before, *layers, between, _, after = clock.between(begin, *prefill, last, first, token, end)
         return {
-            "start": before + find_first_extra(layers) + between + after,
-            "prefill": find_typical(layers),
+            "start": before + self._layers.first_extra(layers) + between + after,
+            "prefill": self._layers.typical(layers),
         }
 
     def measure_step(self, rows: int, context: int) -> Mapping[LayerKind, float]:
@@ -73,13 +75,14 @@ class Decoding:
         cached = max(1, context - DECODE_STEPS // 2)
         prompts = Ragged(torch.zeros(rows * cached, dtype=torch.int64), (cached,) * rows)
         steps = DECODE_STEPS + 1
+        sampling = self._limited(steps)
         call = GenerateCall.of(
             self._model,
             list_rows([[i] for i in range(rows)], prompts),
             prompts,
             ids=range(rows),
-            sampling=self._limited(steps),
-            stop_token_ids=_NO_ENDS,
+            sampling=sampling,
+            stop_token_ids=_choose_ends(sampling),
             seed=_SEED,
             kv_capacity=rows * (cached + steps + 2 * BLOCK_TOKENS),
             pass_tokens=rows * cached,
@@ -103,7 +106,7 @@ class Decoding:
             for before, marks, after in zip(sampled, passes, sampled[1:], strict=False)
         ]
         return {
-            "decode": median(sum(times) / len(times) for times in layers),
+            "decode": median(self._layers.average(times) for times in layers),
             "sample": median(sample for _, sample in gaps),
             "decode_overhead": median(rest for rest, _ in gaps),
         }
@@ -113,6 +116,11 @@ class Decoding:
         always = self._sampling.min_new_tokens > self._sampling.max_new_tokens // 2
         limits = {"max_new_tokens": tokens, "min_new_tokens": tokens if always else 0}
         return self._sampling.model_copy(update=limits)
+
+
+def _choose_ends(sampling: GenerationConfig) -> tuple[int, ...]:
+    """Choose tokens that end sequences: one where it is forbidden at each position, else none; so none ends."""
+    return (0,) if sampling.min_new_tokens else ()
 
 
 class _CachedDecodeBatch(DecodeBatch):

@@ -1,7 +1,6 @@
 """Times of inference and training: the parts of one micro-batch."""
 
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any
 
 from realrl.algorithms.method import InferenceMethod, Metrics, TrainMethod
@@ -16,6 +15,7 @@ from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head
 from realrl.planner.profile.profile import LayerKind
 from realrl.recipe.model import OptimizerConfig
+from realrl.runtime.profiler.models.layer_mix import LayerMix
 from realrl.runtime.profiler.points.clock import Clock, Moment
 from realrl.runtime.profiler.points.layer_timer import LayerTimer
 from realrl.runtime.profiler.points.records import make_records
@@ -29,9 +29,11 @@ class Passes:
     Log-probabilities and the policy loss with its entropy, or values and the value loss.
     """
 
-    def __init__(self, model: Model, clock: Clock) -> None:
+    def __init__(self, model: Model, clock: Clock, window_share: float | None = None) -> None:
+        """`window_share`: share of layers with a window in the model that this one stands for; None for its own."""
         self._model = model
         self._clock = clock
+        self._layers = LayerMix.of(model.shape, window_share)
         self._layer_timer = LayerTimer(model, clock)
         self._trainer = _Trainer(model, clock)
         scalar = model.head == "scalar"
@@ -56,7 +58,8 @@ class Passes:
         end = clock.now()
         ((*marks,),) = self._layer_timer.passes
         before, *layers, after = clock.between(begin, *marks, end)
-        return {"embed": before + find_first_extra(layers), "layer": find_typical(layers), "head": after}
+        extra = self._layers.first_extra(layers)
+        return {"embed": before + extra, "layer": self._layers.typical(layers), "head": after}
 
     def _train(self, batch: Batch) -> dict[str, float]:
         """Measure training: before and after, a layer and the head both ways, and the embedding backward."""
@@ -69,8 +72,8 @@ class Passes:
         before, *forward, head = clock.between(trainer.begun, *marks, back[0])
         *backward, embedding, after = clock.between(*back, trainer.left, trainer.ended)
         return {
-            "trained embed": before + find_first_extra(forward) + embedding + after,
-            "trained layer": find_typical(forward) + find_typical(backward),
+            "trained embed": before + self._layers.first_extra(forward) + embedding + after,
+            "trained layer": self._layers.typical(forward) + self._layers.typical_backward(backward),
             "trained head": head,
         }
 
@@ -128,16 +131,6 @@ class _CriticGradients(CriticTrain):
     def stop(self, metrics: dict[str, float]) -> bool:
         """Stop always."""
         return True
-
-
-def find_typical(layers: list[float]) -> float:
-    """Compute the seconds of a layer other than the first, which also prepares what all of them use."""
-    return median(layers[1:] or layers)
-
-
-def find_first_extra(layers: list[float]) -> float:
-    """Compute the extra seconds of the first layer."""
-    return layers[0] - find_typical(layers)
 
 
 def measure_preparation(sequences: int, answer: int, clock: Clock) -> float:

@@ -19,6 +19,7 @@ from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.profiler.hardware.memory import Update
 from realrl.runtime.profiler.models.decoding import DECODE_STEPS, Decoding
+from realrl.runtime.profiler.models.layer_mix import find_window_share
 from realrl.runtime.profiler.models.passes import Passes, convert_parts, measure_preparation
 from realrl.runtime.profiler.models.shard import make_tensor_rank
 from realrl.runtime.profiler.points.clock import Clock
@@ -29,6 +30,8 @@ _LAYERS = 2
 """Layers of the models that sequences pass through: the first prepares for all, the second is typical."""
 _STARTED_LAYERS = 3
 """Layers of the models that prompts are prefilled by, which compute but a part of the last one."""
+_MIXED_LAYERS = 4
+"""Layers of both where some have a sliding window: one with it and one without that are neither first nor last."""
 _DECODED_BYTES = 256 << 20
 """Bytes of the layers that tokens pass through: more than caches hold, where the model has as much."""
 _LARGEST_UPDATE = 1 << 27
@@ -103,7 +106,8 @@ class ShapeMeasurements:
         return Point((Measurement(kind="product", tokens=rows, seconds=UNKNOWN),), multiply, rows**3)
 
     def _passes(self, head: Head, tp: int, sizes: Iterable[tuple[int, int]]) -> Iterator[ShapeRow]:
-        passes = cache(lambda: Passes(self._model(head, tp, _LAYERS), self.clock))
+        layers, share = self._count_layers(_LAYERS), find_window_share(self.shape)
+        passes = cache(lambda: Passes(self._model(head, tp, layers), self.clock, share))
 
         def point(tokens: int, context: int) -> Point[Measurement]:
             blanks = _blanks(_PASSES[head], tp=tp, tokens=tokens, context=context)
@@ -111,7 +115,7 @@ class ShapeMeasurements:
                 blanks,
                 lambda: passes().measure([context] * (tokens // context)),
                 tokens,
-                times=_LAYERS,
+                times=layers,
                 derive=partial(convert_parts, head=head),
             )
 
@@ -119,19 +123,22 @@ class ShapeMeasurements:
             yield [point(tokens, context) for tokens in group]
 
     def _starts(self, tp: int) -> Iterator[ShapeRow]:
-        decoding = cache(lambda: Decoding(self._model("lm", tp, _STARTED_LAYERS), self.sampling, self.clock))
+        layers, share = self._count_layers(_STARTED_LAYERS), find_window_share(self.shape)
+        decoding = cache(lambda: Decoding(self._model("lm", tp, layers), self.sampling, self.clock, share))
 
         def point(tokens: int, context: int) -> Point[Measurement]:
             blanks = _blanks(("prefill", "start"), tp=tp, tokens=tokens, context=context)
-            return Point(blanks, lambda: decoding().start(tokens, context), tokens, _STARTED_LAYERS)
+            return Point(blanks, lambda: decoding().start(tokens, context), tokens, layers)
 
         for context, group in _by_length(self.sizes.starts()):
             yield [point(tokens, context) for tokens in group]
 
     def _turns(self, tp: int) -> Iterator[ShapeRow]:
         layer_bytes = LocalSizes(self.shape, "lm", tp).layer_elements * ELEMENT_BYTES[self.dtype]
-        layers = min(self.shape.layers, max(_LAYERS, -(-_DECODED_BYTES // layer_bytes)))
-        decoding = cache(lambda: Decoding(self._model("lm", tp, layers), self.sampling, self.clock))
+        few = self._count_layers(_LAYERS)
+        layers = max(few, min(self.shape.layers, -(-_DECODED_BYTES // layer_bytes)))
+        share = find_window_share(self.shape)
+        decoding = cache(lambda: Decoding(self._model("lm", tp, layers), self.sampling, self.clock, share))
 
         def point(rows: int, context: int, *, first: bool) -> Point[Measurement]:
             blanks = _blanks(("decode",), tp=tp, sequences=rows, context=context)
@@ -142,6 +149,10 @@ class ShapeMeasurements:
 
         for i, (context, group) in enumerate(_by_length(self.sizes.turns())):
             yield [point(rows, context, first=i == 0) for rows in group]
+
+    def _count_layers(self, few: int) -> int:
+        """Count the layers of a measured model that needs `few` if all layers are alike."""
+        return _MIXED_LAYERS if 0 < find_window_share(self.shape) < 1 else few
 
     def _model(self, head: Head, tp: int, layers: int) -> Model:
         return make_tensor_rank(

@@ -11,7 +11,7 @@ from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Init
 from realrl.layout.layout import build_layout
 from realrl.layout.shard import Shard
-from realrl.model.ops import Products
+from realrl.model.arithmetic.ops import Products
 from realrl.model.parallel.group import Group, make_single_rank_group
 from realrl.plan.placement import Mesh, Placement, Strategy
 
@@ -41,7 +41,7 @@ def make_tensor_rank(
     Where it would communicate with the others it continues with its own data: it takes the time of the arithmetic,
     and its results mean nothing.
     """
-    shape = shape.model_copy(update={"layers": layers})
+    shape = shape.with_layers(layers)
     placement = Placement(Mesh(0, tp), Strategy(1, tp))
     rank = max(range(tp), key=lambda t: (len(Shard(shape, head, tp, t).queries), -t))
     single = make_single_rank_group(rank)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from realrl.layout.limits import ADDED_ELEMENTS
-from realrl.model.autograd import apply_function
+from realrl.model.arithmetic.autograd import apply_function
 from realrl.model.cpu.products import Panels, multiply_rows
 from realrl.model.gpu.path import load_exact_kernels, on_gpu
 

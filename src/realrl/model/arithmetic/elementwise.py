@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from realrl.families.options import Activation
-from realrl.model.autograd import apply_function
+from realrl.model.arithmetic.autograd import apply_function
 from realrl.model.cpu import elementwise as cpu
 from realrl.model.cpu.rows import count_claims
 from realrl.model.gpu.path import load_kernels, on_gpu

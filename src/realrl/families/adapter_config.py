@@ -1,0 +1,126 @@
+"""PEFT's `adapter_config.json`, to and from the settings of low-rank adapters. No torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from realrl.config.errors import UserError
+from realrl.config.explain import brief, explain
+from realrl.config.json_file import read_json
+from realrl.config.paths import local_path
+from realrl.families.adapters import ADAPTERS, LowRank
+from realrl.families.settings import ConfigReader
+from realrl.families.shape import Head
+from realrl.families.tensors import TensorSpec
+
+ADAPTER_CONFIG = "adapter_config.json"
+_TASKS: Mapping[Head, str] = {"lm": "CAUSAL_LM", "scalar": "SEQ_CLS"}
+_TRAINING = (
+    "auto_mapping inference_mode revision lora_dropout exclude_modules layers_to_transform layers_pattern"
+    " megatron_config megatron_core eva_config runtime_config peft_version ensure_weight_tying qalora_group_size"
+)
+_IN_FILE = "target_modules task_type fan_in_fan_out modules_to_save"
+"""Settings that say how adapters were trained, or what their file of tensors says as well."""
+_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
+"""Beginnings of adapters that leave the model that they are for as it is."""
+_FIXED: Mapping[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "lora_bias": False,
+    "use_qalora": False,
+    "use_bdlora": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
+"""Settings that adapters here have no other value for."""
+
+
+@dataclass(frozen=True)
+class SavedAdapters:
+    """Adapters in a directory of PEFT's format."""
+
+    directory: Path
+    base: str
+    """The model that they are for: a directory or hub name."""
+    lora: LowRank
+    """Their settings; no targets where these are not just names of matrices, in all layers."""
+
+
+def find_adapters(path: str | Path) -> SavedAdapters | None:
+    """Read the settings of the adapters in a directory; None where it is none, or holds a whole model.
+
+    UserError where adapters cannot be used.
+    """
+    file = local_path(str(path)) / ADAPTER_CONFIG
+    if not file.is_file() or (file.parent / "config.json").is_file():
+        return None
+    settings = read_json(file)
+    config = ConfigReader(settings, str(file))
+    if config.read("init_lora_weights", True) not in _BEGINNINGS:
+        raise config.fail(
+            f"init_lora_weights={brief(config.read('init_lora_weights'))} is not supported: it changes the model"
+            " that the adapters are for; let PEFT convert them to plain LoRA"
+        )
+    for key, wanted in _FIXED.items():
+        if config.has(key):
+            config.fixed({key: wanted})
+    base = config.read("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise config.fail(f"base_model_name_or_path={brief(base)} names no model")
+    try:
+        lora = LowRank(
+            rank=config.size("r", 8),
+            alpha=config.positive("lora_alpha", 8.0),
+            rslora=config.flag("use_rslora", False),
+            dora=config.flag("use_dora", False),
+            targets=_read_targets(settings),
+        )
+    except ValidationError as error:
+        raise UserError(f"{file}: {explain(error, LowRank)}") from error
+    config.skip(*_TRAINING.split(), *_IN_FILE.split())
+    # All others are off where they are null, empty or false.
+    config.skip(*(key for key in config.unread() if not settings[key]))
+    config.check_all_read()
+    return SavedAdapters(file.parent, base, lora)
+
+
+def _read_targets(settings: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Read the last parts of the names of adapted matrices; None where not all such matrices are adapted."""
+    names = settings.get("target_modules")
+    some = any(settings.get(key) for key in ("layers_to_transform", "exclude_modules"))
+    plain = isinstance(names, list) and all(isinstance(name, str) and name.isidentifier() for name in names)
+    return tuple(sorted(names)) if names and plain and not some else None
+
+
+def write_adapter_config(
+    tensors: Sequence[TensorSpec], lora: LowRank, head: Head, base: str
+) -> dict[str, Any]:
+    """Make the contents of `adapter_config.json`, for PEFT. `tensors`: all of the model's, and of the adapters."""
+    adapted = {
+        spec.file_name.partition(".lora_A")[0] for spec in tensors if spec.file_name.endswith("lora_A.weight")
+    }
+    weights = [spec for spec in tensors if spec.file_name.removesuffix(".weight") in adapted]
+    local = local_path(base)
+    return {
+        "peft_type": "LORA",
+        "task_type": _TASKS[head],
+        "base_model_name_or_path": str(local.resolve()) if local.is_dir() else base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({name.rpartition(".")[2] for name in adapted}),
+        "modules_to_save": None if head == "lm" else ["classifier", "score"],
+        "fan_in_fan_out": any(spec.stored is not None and spec.stored.transposed for spec in weights),
+        "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def adapter_tensors(tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """Select the tensors that files of adapters hold: those of the adapters, and a scalar head."""
+    return tuple(s for s in tensors if s.parameter in ADAPTERS or s.parameter == "scalar_head")

@@ -1,0 +1,159 @@
+"""Low-rank adapters (LoRA): their settings, and the tensors that they add to a model's."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import sqrt
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat
+
+from realrl.config.base import Settings
+from realrl.config.errors import UserError
+from realrl.config.words import join
+from realrl.families.tensors import Init, Parameter, Partial, TensorSpec
+
+AdaptedMatrix = Literal["qkv", "out", "gate_up", "down"]
+"""Matrices of a layer that may have adapters."""
+
+
+class LowRank(Settings):
+    """Low-rank adapters (LoRA, arXiv 2106.09685): a frozen matrix W becomes W + scale * B A, of which A and B are
+    trained."""
+
+    rank: Annotated[int, Field(gt=0, le=10**5)] = 16
+    """Rows of A, and columns of B."""
+    alpha: PositiveFloat = 32.0
+    """Numerator of the scale: `alpha / rank`."""
+    targets: tuple[str, ...] | None = Field(default=None, strict=False, min_length=1)
+    """Matrices that have adapters, by the last part of their names in files, such as `q_proj`; null for all of
+    attention and of dense feed-forward blocks."""
+    rslora: bool = False
+    """Scale by `alpha / sqrt(rank)` instead (rank-stabilised LoRA, arXiv 2312.03732), for high ranks."""
+    dora: bool = False
+    """Train the norm of each row of a matrix apart from its direction (DoRA, arXiv 2402.09353)."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of B and A."""
+        return self.alpha / (sqrt(self.rank) if self.rslora else self.rank)
+
+
+LORA_A: dict[AdaptedMatrix, Parameter] = {
+    "qkv": "qkv_lora_a",
+    "out": "out_lora_a",
+    "gate_up": "gate_up_lora_a",
+    "down": "down_lora_a",
+}
+LORA_B: dict[AdaptedMatrix, Parameter] = {
+    "qkv": "qkv_lora_b",
+    "out": "out_lora_b",
+    "gate_up": "gate_up_lora_b",
+    "down": "down_lora_b",
+}
+MAGNITUDES: dict[AdaptedMatrix, Parameter] = {
+    "qkv": "qkv_magnitude",
+    "out": "out_magnitude",
+    "gate_up": "gate_up_magnitude",
+    "down": "down_magnitude",
+}
+ADAPTERS: frozenset[Parameter] = frozenset({*LORA_A.values(), *LORA_B.values(), *MAGNITUDES.values()})
+"""Parameters of adapters."""
+
+
+@dataclass(frozen=True)
+class AdaptedModule:
+    """A matrix as a family's files have it, which may be a part of a parameter of the transformer."""
+
+    name: str
+    """That of its tensor in files, without `.weight`."""
+    parts: tuple[TensorSpec, ...]
+    """Tensors of the model that are its rows, in order."""
+
+    @property
+    def target(self) -> str:
+        """The last part of its name, by which settings name it."""
+        return self.name.rpartition(".")[2]
+
+
+def list_modules(tensors: Iterable[TensorSpec]) -> tuple[AdaptedModule, ...]:
+    """Divide the tensors of a parameter of a layer into the matrices of files."""
+    return tuple(
+        AdaptedModule(name.removesuffix(".weight"), tuple(parts))
+        for name, parts in groupby(tensors, key=lambda spec: spec.file_name)
+    )
+
+
+def add_adapters(tensors: Sequence[TensorSpec], lora: LowRank) -> tuple[TensorSpec, ...]:
+    """Add the adapters of each layer after its other tensors; UserError for a target that there is not."""
+    found: list[TensorSpec] = []
+    known: dict[str, None] = {}
+    for layer, group in groupby(tensors, key=lambda spec: spec.layer):
+        of_layer = list(group)
+        found += of_layer
+        if layer is None:
+            continue
+        for matrix in LORA_A:
+            modules = list_modules(spec for spec in of_layer if spec.parameter == matrix)
+            known |= dict.fromkeys(module.target for module in modules)
+            found += _adapt(matrix, [m for m in modules if is_adapted(m, lora)], lora)
+    unknown = [target for target in lora.targets or () if target not in known]
+    if unknown:
+        raise UserError(f"lora.targets: there is no matrix {unknown[0]}; there are {join([*known])}")
+    return tuple(found)
+
+
+def is_adapted(module: AdaptedModule, lora: LowRank) -> bool:
+    """Tell whether a matrix has an adapter."""
+    return lora.targets is None or module.target in lora.targets
+
+
+def _adapt(matrix: AdaptedMatrix, modules: Sequence[AdaptedModule], lora: LowRank) -> list[TensorSpec]:
+    """Describe the adapters of the matrices that are one parameter: all A, all B, and all magnitudes."""
+    found: list[TensorSpec] = []
+    for module in modules:
+        weight = module.parts[0]
+        rows = weight.partition is None or weight.partition.dim == 0
+        # A rank with some rows of B has a part of the gradient of A, and one with some columns of A of that of B.
+        found.append(
+            TensorSpec(
+                name=f"{module.name}.lora_A.weight",
+                shape=(lora.rank, weight.shape[1]),
+                parameter=LORA_A[matrix],
+                place=weight.place,
+                partition=None if rows else weight.partition,
+                init=Init.ADAPTER,
+                partial_gradient=Partial.TENSOR_PARALLEL if rows else Partial.NEVER,
+            )
+        )
+    parts = [(module, part) for module in modules for part in module.parts]
+    found += [_describe_rows(module, part, lora.rank, LORA_B[matrix]) for module, part in parts]
+    if lora.dora:
+        found += [_describe_rows(module, part, None, MAGNITUDES[matrix]) for module, part in parts]
+    return found
+
+
+def _describe_rows(
+    module: AdaptedModule, part: TensorSpec, columns: int | None, parameter: Parameter
+) -> TensorSpec:
+    """Describe a tensor with a row for each row of a part of a matrix: B, or a magnitude, without `columns`."""
+    ending = ".lora_B.weight" if columns else ".lora_magnitude_vector"
+    further = () if columns is None else (columns,)
+    rows = part.partition is not None and part.partition.dim == 0
+    stored = None
+    if part.stored is not None:
+        whole = part.stored.shape[::-1] if part.stored.transposed else part.stored.shape
+        stored = replace(
+            part.stored, name=f"{module.name}{ending}", shape=(whole[0], *further), transposed=False
+        )
+    return TensorSpec(
+        name=f"{part.name.removesuffix('.weight')}{ending}",
+        shape=(part.shape[0], *further),
+        parameter=parameter,
+        place=part.place,
+        partition=part.partition if rows else None,
+        init=Init.ZEROS if columns else Init.MAGNITUDE,
+        decay=columns is not None,
+        partial_gradient=Partial.NEVER if rows else Partial.TENSOR_PARALLEL,
+        stored=stored,
+    )

@@ -1,0 +1,142 @@
+"""Low-rank adapters of matrices: what they add to products, and the norms of rows that DoRA divides by."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from realrl.model.arithmetic.autograd import apply_function
+from realrl.model.arithmetic.ops import Products, find_gradient
+from realrl.model.parallel.group import Group
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Function that multiplies: (x [N, K], weight [M, K], bias [M] or None) -> x @ weight.T + bias [N, M]."""
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """Adapter of a matrix as one rank holds it: of all of its rows or of some blocks, each with an A of its own."""
+
+    weight: Tensor
+    """The frozen matrix. [M, K]"""
+    a: Tensor
+    """A of each block, one after the other. [blocks * rank, K]"""
+    b: Tensor
+    """B of each block, one after the other. [rows of all blocks, rank]"""
+    blocks: Sequence[range]
+    """Rows of the matrix."""
+    scale: float
+    products: Products
+    magnitude: Tensor | None = None
+    """Norms that the rows of all blocks shall have, with DoRA. [rows of all blocks]"""
+    column_group: Group | None = None
+    """TP ranks that hold the other columns of the matrix; None where this one has whole rows."""
+    factors: Tensor | None = None
+    """What `compute_factors` gave, as long as nothing changes."""
+
+    def multiply(self, x: Tensor, bias: Tensor | None, multiply: Multiply) -> Tensor:
+        """Multiply by the adapted matrix, and add a bias. x: [N, K] -> [N, M]"""
+        if self.magnitude is None:
+            return self._add(x, multiply(x, self.weight, bias))
+        factors = self.compute_factors() if self.factors is None else self.factors
+        out = self._add(x, multiply(x, self.weight, None)) * factors
+        return out if bias is None else out + bias
+
+    def fix(self) -> "Adapter":
+        """Make an adapter that is valid, and faster, until parameters change."""
+        return self if self.magnitude is None else replace(self, factors=self.compute_factors().detach())
+
+    def compute_factors(self) -> Tensor:
+        """Compute what DoRA multiplies each row of the adapted matrix by. -> [M]
+
+        The norms are constants in the gradient (arXiv 2402.09353, section 4.3).
+        """
+        assert self.magnitude is not None, "only DoRA has magnitudes"
+        norms = self.compute_norms().to(self.magnitude.dtype)
+        found = self.magnitude / norms
+        if len(found) == len(self.weight):
+            return found
+        factors = found.new_ones(len(self.weight))
+        return factors.index_copy(0, self._rows, found)
+
+    @torch.no_grad()
+    def compute_norms(self) -> Tensor:
+        """Compute the norms of the adapted rows of weight + scale * B A. -> [rows of all blocks] float32
+
+        Without that matrix: |w + s b A|^2 = |w|^2 + 2 s (w A^T) b + s^2 b (A A^T) b, for its rows w and b.
+        """
+        squares = []
+        for number, (block, b) in enumerate(zip(self.blocks, self._split_b(), strict=True)):
+            w = self.weight[block.start : block.stop].float()
+            rank = b.shape[1]
+            a, wide = self.a[number * rank : (number + 1) * rank].float(), self.scale * b.float()
+            squares.append(w.square().sum(1) + (wide * (2 * (w @ a.T) + wide @ (a @ a.T))).sum(1))
+        total = torch.cat(squares)
+        if self.column_group is not None:
+            total = self.column_group.sum(total)
+        return total.clamp_(min=0).sqrt_()
+
+    def _split_b(self) -> tuple[Tensor, ...]:
+        return self.b.split([len(block) for block in self.blocks])
+
+    @property
+    def _rows(self) -> Tensor:
+        rows = [torch.arange(block.start, block.stop) for block in self.blocks]
+        return torch.cat(rows).to(self.weight.device)
+
+    def _add(self, x: Tensor, out: Tensor) -> Tensor:
+        """Add what the adapter gives to a product. x: [N, K], out: [N, M], which becomes the result"""
+        return apply_function(_AddLowRank, x, out, self.a, self.b, self)
+
+
+class _AddLowRank(Function):
+    """Sum of a product and scale * x A^T B^T, block by block."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, out: Tensor, a: Tensor, b: Tensor, adapter: Adapter) -> Tensor:
+        products, rank = adapter.products, b.shape[1]
+        inner = products.forward_nt(x, a).mul_(adapter.scale)
+        start = 0
+        for number, block in enumerate(adapter.blocks):
+            rows = b[start : start + len(block)]
+            part = inner[:, number * rank : (number + 1) * rank]
+            out[:, block.start : block.stop] += products.forward_nt(part.contiguous(), rows)
+            start += len(block)
+        ctx.save_for_backward(x, inner, a, b)
+        ctx.adapter = adapter
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
+        x, inner, a, b = ctx.saved_tensors
+        adapter, products, rank = ctx.adapter, ctx.adapter.products, b.shape[1]
+        need_x, _, need_a, need_b, _ = ctx.needs_input_grad
+        grad_inner = torch.empty_like(inner)
+        start = 0
+        for number, block in enumerate(adapter.blocks):
+            rows, columns = slice(start, start + len(block)), slice(number * rank, (number + 1) * rank)
+            part = grad[:, block.start : block.stop]
+            if need_b:
+                products.add_weight_gradient(part, inner[:, columns], find_gradient(b)[rows])
+            grad_inner[:, columns] = products.matmul_nt(part, b[rows].T)
+            start += len(block)
+        grad_inner *= adapter.scale
+        if need_a:
+            products.add_weight_gradient(grad_inner, x, find_gradient(a))
+        return products.matmul_nt(grad_inner, a.T) if need_x else None, grad, None, None, None
+
+
+def adapt(multiply: Multiply, adapters: Mapping[int, Adapter]) -> Multiply:
+    """Make a function that multiplies by adapted matrices; `adapters` are by the `id` of their matrices."""
+    if not adapters:
+        return multiply
+
+    def adapted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        adapter = adapters.get(id(weight))
+        return multiply(x, weight, bias) if adapter is None else adapter.multiply(x, bias, multiply)
+
+    return adapted

@@ -1,0 +1,31 @@
+"""Keys that attention reads, on average over layers with a sliding window and without."""
+
+from realrl.families.shape import ModelShape
+
+
+def average_squares(shape: ModelShape, tokens: float, squares: float, *, layers: int | None = None) -> float:
+    """Compute what stands for the sum of squared lengths in an average layer, or in one of the last `layers`.
+
+    A query of a sequence of s tokens sees s / 2 keys on average; with a window w, s² - (s - w)² stands for
+    s². Exact where sequences are of equal length; else that of their length averaged over tokens, squares / tokens.
+    """
+    share = _find_share(shape, layers)
+    if not share or not squares:
+        return squares
+    length = squares / tokens
+    hidden = max(0.0, length - (shape.window or 0))
+    return squares - share * squares * (hidden / length) ** 2
+
+
+def average_context(shape: ModelShape, context: float) -> float:
+    """Compute the keys that a decoded token reads of a context in an average layer."""
+    share = _find_share(shape, None)
+    return context - share * max(0.0, context - (shape.window or 0)) if share else context
+
+
+def _find_share(shape: ModelShape, layers: int | None) -> float:
+    """Find the share of all layers, or of the last ones, that have a window."""
+    last = shape.layers if layers is None else layers
+    if not last:
+        return 0.0
+    return sum(layer >= shape.layers - last for layer in shape.windowed_layers) / last

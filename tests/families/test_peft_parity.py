@@ -1,0 +1,103 @@
+"""Low-rank adapters compute, and learn, what those of PEFT do."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+
+from realrl.checkpoint.stored import join_tensors
+from realrl.engine.flat import FlatBuffer
+from realrl.families.adapters import ADAPTERS, LowRank
+from realrl.families.registry import model_tensors
+from realrl.families.tensors import TensorSpec
+from realrl.layout.shard import Shard
+from realrl.model.packing import Packing
+from realrl.model.parallel.group import make_single_rank_group
+from realrl.model.transformer import Transformer
+from tests.model.small_models import RENAMED, SHAPES, make_theirs, pack, random_rows, read_whole
+
+CASES = {
+    "all": ("plain", LowRank(rank=3, alpha=6.0)),
+    "some, rank-stabilised": (
+        "qwen3",
+        LowRank(rank=5, targets=("q_proj", "v_proj", "down_proj"), rslora=True),
+    ),
+    "norms apart": ("qwen2", LowRank(rank=4, dora=True)),
+    "norms apart, of some": ("llama3", LowRank(rank=4, targets=("v_proj", "up_proj"), dora=True)),
+    "fused": ("phi3", LowRank(rank=4)),
+    "fused by heads": ("gpt_neox", LowRank(rank=4)),
+    "transposed": ("gpt2", LowRank(rank=4)),
+    "interleaved": ("glm4", LowRank(rank=4, dora=True)),
+}
+
+
+def make_pair(name: str, lora: LowRank) -> tuple[Transformer, tuple[TensorSpec, ...], PeftModel]:
+    """Our model with adapters and that of PEFT, with the same random weights."""
+    torch.manual_seed(0)
+    shape = SHAPES[name].model_copy(update={"lora": lora})
+    tensors = model_tensors(shape, "lm")
+    buffer = FlatBuffer(tensors, torch.float32, "cpu")
+    theirs = get_peft_model(make_theirs(SHAPES[name], "lm"), make_settings(tensors, lora))
+    state = name_as_in_files(theirs)
+    with torch.no_grad():
+        for tensor in tensors:
+            buffer[tensor.name].normal_(std=0.2)
+        for key, values in join_tensors(tensors, buffer).items():
+            state[RENAMED.get(key, key)].copy_(values)
+    return Transformer(Shard(shape, "lm"), buffer.fused, make_single_rank_group()), tensors, theirs.eval()
+
+
+def make_settings(tensors: Iterable[TensorSpec], lora: LowRank) -> LoraConfig:
+    targets = {t.file_name.split(".lora_A")[0].rpartition(".")[2] for t in tensors if ".lora_A" in t.name}
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=sorted(targets),
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        task_type="CAUSAL_LM",
+    )
+
+
+def name_as_in_files(theirs: PeftModel) -> dict[str, Tensor]:
+    """Parameters by the names that files have for them, but for those of `RENAMED`."""
+    found = {}
+    for name, values in theirs.named_parameters(remove_duplicate=False):
+        name = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".default", "")
+        name = name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+        found[name] = values
+    return found
+
+
+def score(theirs: PeftModel, row: Tensor) -> Tensor:
+    return theirs(row[None]).logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_are_those_of_peft(case: str) -> None:
+    ours, tensors, theirs = make_pair(*CASES[case])
+    rows = random_rows(50, [5, 30, 12, 1])
+    tokens, lengths = pack(rows)
+    packing = Packing.of(lengths, "cpu")
+    specs = {spec.name: spec for spec in tensors}
+    for name, parameter in ours.named_parameters():
+        parameter.requires_grad_(specs[ours.sources[name][0]].parameter in ADAPTERS)
+    logprobs, *_ = ours.compute_logprobs(ours(tokens, packing), tokens, packing, temperature=1.0)
+    expected = torch.cat([torch.cat((torch.zeros(1), score(theirs, row))) for row in rows])
+    torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=1e-4)
+    logprobs.sum().backward()
+    expected.sum().backward()
+    reference = name_as_in_files(theirs)
+    compared = 0
+    for name, parameter in ours.named_parameters():
+        parts = [specs[source] for source in ours.sources[name]]
+        if parts[0].parameter not in ADAPTERS:
+            assert parameter.grad is None
+            continue
+        wanted = torch.cat([read_whole(reference[p.file_name].grad, p) for p in parts])
+        scale = wanted.abs().max().item()
+        torch.testing.assert_close(parameter.grad, wanted, atol=1e-4 * scale, rtol=1e-4, msg=name)
+        compared += 1
+    assert compared >= 2
