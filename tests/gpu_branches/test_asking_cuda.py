@@ -221,9 +221,8 @@ def test_samples_are_drawn_in_the_type_of_the_model_on_a_gpu(
 
     monkeypatch.setattr(sampling.huggingface, "read_dtype", read_dtype)
     monkeypatch.setattr(sampling.huggingface, "read_shape", lambda *_: SHAPES["gpt2"])
-    job: Any = SimpleNamespace(
-        model_dir="model", family=None, sampling=SimpleNamespace(top_k=0, max_new_tokens=3)
-    )
+    settings = SimpleNamespace(top_k=0, max_new_tokens=3, stop_token_ids=None)
+    job: Any = SimpleNamespace(model_dir="model", family=None, sampling=settings)
     with pytest.raises(UserError, match="enough"):
         sampling.make_sampling_recipe(job)
     assert seen == ["model"]

@@ -10,7 +10,7 @@ from realrl.checkpoint.headers import StoredTensor, check_type, open_file, read_
 from realrl.config.errors import UserError
 from realrl.config.words import join
 from realrl.families.adapter_config import ADAPTER_CONFIG, SavedAdapters
-from realrl.families.adapters import ADAPTERS, LowRank, list_modules
+from realrl.families.adapters import ADAPTERS, LORA_A, LowRank, list_modules
 from realrl.families.tensors import TensorSpec
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -48,9 +48,7 @@ class AdapterFile:
         """Check that every stored tensor is for the model of these tensors, and fits; UserError if not."""
         known: dict[str, tuple[int, ...]] = {}
         rank, dora = self.saved.lora.rank, self.saved.lora.dora
-        for module in list_modules(
-            spec for spec in tensors if len(spec.shape) == 2 and spec.layer is not None
-        ):
+        for module in list_modules(spec for spec in tensors if spec.parameter in LORA_A):
             stored = module.parts[0].stored
             shape = module.parts[0].file_shape
             rows, columns = reversed(shape) if stored is not None and stored.transposed else shape

@@ -1,7 +1,7 @@
 """Model FLOPs of calls, as model FLOPs utilisation (MFU) counts them."""
 
 from realrl.dataflow.call import Call, Kind
-from realrl.families.adapters import ADAPTERS
+from realrl.families.adapters import LORA_A, LORA_B
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.planner.workload.windows import average_squares
@@ -79,7 +79,8 @@ def count_adapter_weights(shape: ModelShape) -> int:
     if shape.lora is None:
         return 0
     layer = model_tensors(shape.model_copy(update={"layers": 1}), "lm")
-    return sum(spec.numel for spec in layer if spec.parameter in ADAPTERS and len(spec.shape) == 2)
+    factors = {*LORA_A.values(), *LORA_B.values()}
+    return sum(spec.numel for spec in layer if spec.parameter in factors)
 
 
 def count_head_weights(shape: ModelShape, head: Head) -> int:
