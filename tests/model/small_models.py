@@ -1,5 +1,7 @@
 """Small models beside their twins in transformers, and token rows for them."""
 
+import re
+from collections.abc import Mapping
 from itertools import accumulate
 
 import torch
@@ -14,6 +16,7 @@ from transformers import (
 from realrl.checkpoint.stored import join_tensors, read_parts
 from realrl.engine.flat import FlatBuffer
 from realrl.families.config_json import shape_to_hf
+from realrl.families.experts import Mixture
 from realrl.families.options import LayerOptions
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape, RopeScaling
@@ -122,6 +125,15 @@ SHAPES = {
         rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=32),
         layer=LayerOptions(qkv_bias=True, out_bias=True, mlp_bias=True, activation="gelu"),
     ),
+    "mixtral": ModelShape(
+        family="mixtral", vocab_size=85, hidden_size=40, intermediate_size=28, layers=2, heads=6, kv_heads=3,
+        head_dim=12, mixture=Mixture(experts=5, per_token=2), window=9, windowed_layers=(0, 1),
+    ),
+    "qwen3_moe": ModelShape(
+        family="qwen3_moe", vocab_size=85, hidden_size=40, intermediate_size=20, layers=2, heads=6, kv_heads=3,
+        head_dim=12, norm_eps=1e-6, mixture=Mixture(experts=7, per_token=3, normalised=False),
+        tied_embeddings=True,
+    ),
     "dynamic": ModelShape(
         vocab_size=85, hidden_size=48, intermediate_size=48, layers=2, heads=6, kv_heads=3, head_dim=12,
         max_positions=200, rope_scaling=RopeScaling(kind="dynamic", factor=4.0),
@@ -131,6 +143,21 @@ SHAPES = {
 
 RENAMED = {"embed_out.weight": "lm_head.weight"}
 """Names in files beside those that transformers has for the same tensors in its models."""
+
+EXPERT = re.compile(r"(.*\.)(mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+
+
+def find_theirs(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """The tensor of a name in files, among those of a model of transformers, which stacks those of experts."""
+    expert = EXPERT.fullmatch(name)
+    if expert is None:
+        return tensors[RENAMED.get(name, name).replace("block_sparse_moe.", "mlp.")]
+    layer, _, number, matrix = expert.groups()
+    if matrix in ("down_proj", "w2"):
+        return tensors[f"{layer}mlp.experts.down_proj"][int(number)]
+    gate, up = tensors[f"{layer}mlp.experts.gate_up_proj"][int(number)].chunk(2)
+    return gate if matrix in ("gate_proj", "w1") else up
+
 
 Twins = tuple[Transformer, FlatBuffer, PreTrainedModel]
 
@@ -161,7 +188,7 @@ def make_twin(shape: ModelShape, head: Head, theirs: PreTrainedModel) -> Twins:
             # Norms of 1, biases of 0 and tiny weights would hide mistakes.
             buffer[tensor.name].copy_(torch.randn(tensor.shape) * 0.2 + float(tensor.init is Init.ONES))
         for name, values in join_tensors(tensors, buffer).items():
-            state[RENAMED.get(name, name)].copy_(values)
+            find_theirs(state, name).copy_(values)
     return Transformer(Shard(shape, head), buffer.fused, make_single_rank_group()), buffer, theirs
 
 

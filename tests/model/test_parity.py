@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from small_models import RENAMED, pack, padded, random_rows, read_whole
+from small_models import find_theirs, pack, padded, random_rows, read_whole
 
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
@@ -77,7 +77,7 @@ def test_gradients_equal_those_of_transformers(shape: ModelShape, twins: Callabl
     specs = {spec.name: spec for spec in model_tensors(shape, "lm")}
     for name, parameter in ours.named_parameters():
         parts = [specs[source] for source in ours.sources[name]]
-        wanted = torch.cat([read_whole(reference[RENAMED.get(p.file_name, p.file_name)], p) for p in parts])
+        wanted = torch.cat([read_whole(find_theirs(reference, p.file_name), p) for p in parts])
         scale = wanted.abs().max().item()
         torch.testing.assert_close(parameter.grad, wanted, atol=1e-4 * scale, rtol=1e-4, msg=name)
 

@@ -48,6 +48,12 @@ class Names:
     gate_up: str | None = None
     """A tensor that holds gate and up, one after the other; None where each has its own."""
     down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    expert: str = "mlp.experts"
+    """What comes before the number of an expert, after which are the names of its own matrices."""
+    expert_gate: str = "gate_proj"
+    expert_up: str = "up_proj"
+    expert_down: str = "down_proj"
     mlp_post_norm: str = "post_feedforward_layernorm"
     norm: str = "model.norm"
     head: str = "lm_head"
@@ -152,8 +158,11 @@ class _Table:
             yield from self._norm(f"{root}.{names.attention_post_norm}", "attention_post_norm", layer)
         if before:
             yield from self._norm(f"{root}.{names.mlp_norm}", "mlp_norm", layer)
-        yield from self._gate_up(root, layer)
-        yield from self._out(f"{root}.{names.down}", "down", "down_bias", Axis.FEED_FORWARD, layer)
+        if self.shape.mixture is None:
+            yield from self._gate_up(root, layer)
+            yield from self._out(f"{root}.{names.down}", "down", "down_bias", Axis.FEED_FORWARD, layer)
+        else:
+            yield from self._experts(root, layer, self.shape.mixture.experts)
         if after:
             yield from self._norm(f"{root}.{names.mlp_post_norm}", "mlp_post_norm", layer)
 
@@ -210,6 +219,41 @@ class _Table:
         yield from self._columns(parts, "gate_up", layer)
         if self.options.mlp_bias:
             yield from self._column_biases(parts, "gate_up_bias", layer)
+
+    def _experts(self, root: str, layer: int, experts: int) -> Iterator[TensorSpec]:
+        """Describe a router and its experts; tensor-parallel ranks hold a part of the units of each expert.
+
+        Each rank applies the router to all tokens, and what it gives to its own part of the experts.
+        """
+        shape, names = self.shape, self.names
+        cut = Partition(Axis.FEED_FORWARD)
+        yield TensorSpec(
+            name=f"{root}.{names.router}.weight",
+            shape=(experts, shape.hidden_size),
+            parameter="router",
+            place=layer,
+            partial_gradient=Partial.TENSOR_PARALLEL,
+        )
+        for expert in range(experts):
+            for name in (names.expert_gate, names.expert_up):
+                yield TensorSpec(
+                    name=f"{root}.{names.expert}.{expert}.{name}.weight",
+                    shape=(shape.intermediate_size, shape.hidden_size),
+                    parameter="experts_gate_up",
+                    place=layer,
+                    expert=expert,
+                    partition=cut,
+                )
+        for expert in range(experts):
+            yield TensorSpec(
+                name=f"{root}.{names.expert}.{expert}.{names.expert_down}.weight",
+                shape=(shape.hidden_size, shape.intermediate_size),
+                parameter="experts_down",
+                place=layer,
+                expert=expert,
+                partition=replace(cut, dim=1),
+                init=Init.RESIDUAL,
+            )
 
     def _columns(self, parts: "Iterable[_Part]", parameter: Parameter, layer: int) -> Iterator[TensorSpec]:
         """Describe column-parallel matrices."""

@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 from realrl.config.errors import DescriptionError
 from realrl.families.decoder import decoder_tensors
+from realrl.families.experts import Mixture
 from realrl.families.options import LayerOptions
 from realrl.families.settings import ConfigReader
 from realrl.families.shape import Head, ModelShape
@@ -31,6 +32,8 @@ class Family:
     """What layers compute where a shape does not say it."""
     tensors: Callable[[ModelShape, Head, LayerOptions], Sequence[TensorSpec]] = decoder_tensors
     """All tensors of a model in storage order, under their names in Hugging Face files."""
+    mixture: bool = False
+    """Whether its feed-forward blocks are mixtures of experts, so that shapes have a `mixture`."""
     untouched: tuple[str, ...] = ()
     """Settings of `config.json` besides the usual ones that a shape does not hold and training leaves as they
     are."""
@@ -38,7 +41,12 @@ class Family:
     """Endings of names of stored tensors that are computed anew instead of read."""
 
 
-_REQUIRED: frozenset[Parameter] = frozenset({"embedding", "qkv", "out", "gate_up", "down", "norm"})
+_REQUIRED: frozenset[Parameter] = frozenset({"embedding", "qkv", "out", "norm"})
+_FEED_FORWARD: Mapping[bool, frozenset[Parameter]] = {
+    False: frozenset({"gate_up", "down"}),
+    True: frozenset({"router", "experts_gate_up", "experts_down"}),
+}
+"""Matrices of a feed-forward block, and of a mixture."""
 _NORMS: Mapping[str, frozenset[Parameter]] = {
     "before": frozenset({"attention_norm", "mlp_norm"}),
     "after": frozenset({"attention_post_norm", "mlp_post_norm"}),
@@ -56,13 +64,20 @@ def check_family(family: Family) -> None:
     DescriptionError if not. The planner counts on equal layers.
     """
     sample = ModelShape(
-        vocab_size=16, hidden_size=8, intermediate_size=8, layers=_LAYERS, heads=4, kv_heads=2, head_dim=2
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        layers=_LAYERS,
+        heads=4,
+        kv_heads=2,
+        head_dim=2,
+        mixture=Mixture(experts=4, per_token=2) if family.mixture else None,
     )
     if set(family.architectures) != set(get_args(Head)):
         raise DescriptionError(f"architectures must have exactly the keys {', '.join(get_args(Head))}")
     for head in get_args(Head):
         specs = family.tensors(sample, head, family.layer)
-        required = _REQUIRED | _NORMS[family.layer.norm_place]
+        required = _REQUIRED | _NORMS[family.layer.norm_place] | _FEED_FORWARD[family.mixture]
         required |= {"lm_head" if head == "lm" else "scalar_head"}
         missing = required - {spec.parameter for spec in specs}
         if missing:
@@ -84,7 +99,9 @@ def _check_layers(family: Family, specs: Sequence[TensorSpec]) -> None:
             continue
         if spec.layer not in layers:
             raise DescriptionError(f"tensor {spec.name} is in layer {spec.layer} of {_LAYERS} layers")
-        layers[spec.layer].append((spec.parameter, spec.shape, spec.partition, spec.partial_gradient))
+        layers[spec.layer].append(
+            (spec.parameter, spec.shape, spec.expert, spec.partition, spec.partial_gradient)
+        )
     for layer, tensors in layers.items():
         if tensors != layers[0]:
             raise DescriptionError(

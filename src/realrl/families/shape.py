@@ -7,6 +7,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from realrl.config.base import DERIVED, Settings
 from realrl.families.adapters import LowRank
+from realrl.families.experts import Mixture
 from realrl.families.options import LayerOptions
 
 Head = Literal["lm", "scalar"]
@@ -95,7 +96,7 @@ class ModelShape(Settings):
     hidden_size: Size
     """Width of the residual stream."""
     intermediate_size: Size
-    """Width inside the feed-forward block."""
+    """Width inside the feed-forward block, or inside each expert."""
     layers: Count
     """Number of decoder layers."""
     heads: Count
@@ -126,6 +127,8 @@ class ModelShape(Settings):
     """Whether the language-model head shares the embedding table."""
     init_std: float = Field(default=0.02, gt=0, le=10)
     """Standard deviation of a freshly initialised weight."""
+    mixture: Mixture | None = None
+    """Experts of each layer and their router; none where a layer has one feed-forward block."""
     layer: LayerOptions | None = None
     """What layers compute; what the family's usually do where it is not given."""
     lora: LowRank | None = Field(default=None, json_schema_extra=DERIVED)

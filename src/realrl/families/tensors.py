@@ -25,6 +25,9 @@ Parameter = Literal[
     "gate_up_bias",
     "down",
     "down_bias",
+    "router",
+    "experts_gate_up",
+    "experts_down",
     "mlp_post_norm",
     "mlp_post_norm_bias",
     "norm",
@@ -47,6 +50,8 @@ Parameter = Literal[
 ]
 """Parameters of the transformer (`model/transformer.py`). One may consist of several tensors, stacked by rows:
 `qkv` of queries, keys and values, `gate_up` of gate and up, or of up alone where a feed-forward block has no gate.
+In a mixture, `router` has a row for each expert, `experts_gate_up` is gate and up of the first expert, then of the
+next one, and `experts_down` likewise.
 `positions` are learned vectors, `sinks` further scores of query heads. Norms are those of a block's input, and post
 norms of its output. A scalar head gives a reward model or a critic its numbers. The last ones are adapters
 of matrices (`families/adapters.py`)."""
@@ -146,6 +151,8 @@ class TensorSpec:
     """The parameter of the transformer that it is, or is a part of."""
     place: int | Place
     """The number of its decoder layer, or the pipeline stages that hold it."""
+    expert: int | None = None
+    """The number of the expert that it belongs to; None for what all tokens of a layer pass through."""
     partition: Partition | None = None
     """How it is cut over tensor-parallel ranks; None where each of them holds all of it."""
     init: Init = Init.NORMAL

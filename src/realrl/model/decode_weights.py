@@ -1,11 +1,14 @@
 """Matrices of a shard as decode steps multiply by them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from realrl.families.experts import Mixture
 from realrl.model.adapter import Adapter, adapt
+from realrl.model.arithmetic.grouped import Groups, grouped_linear
 from realrl.model.arithmetic.ops import Products, linear
+from realrl.model.cpu.products import Panels
 from realrl.model.gpu.path import on_gpu
 
 
@@ -21,9 +24,11 @@ class DecodeWeights:
         head: Tensor | None,
         products: Products,
         adapters: Mapping[int, Adapter] | None = None,
+        stacks: Iterable[Tensor] = (),
+        mixture: Mixture | None = None,
     ) -> None:
         """`weights`: matrices of layers, as `multiply` gets them; `head`: that of the logits, on the last stage;
-        `adapters`: those of some of the matrices, by their `id`."""
+        `adapters`: those of some of the matrices, by their `id`; `stacks`: those of a mixture's experts."""
         fixed = {number: adapter.fix() for number, adapter in (adapters or {}).items()}
         self.multiply = adapt(self._multiply, fixed)
         """Function that computes x @ weight.T + bias."""
@@ -32,6 +37,13 @@ class DecodeWeights:
         self._panels = {
             id(weight): products.pack(weight) for weight in weights if products.packs and not on_gpu(weight)
         }
+        self._stacks: dict[int, Sequence[Panels]] = {}
+        if mixture is not None and products.packs:
+            self._stacks = {
+                id(stack): [products.pack(weight) for weight in stack.chunk(mixture.experts)]
+                for stack in stacks
+                if not on_gpu(stack)
+            }
         packs_head = products.packs and head is not None and not on_gpu(head)
         self._packed_head = products.pack(head) if head is not None and packs_head else None
 
@@ -43,6 +55,17 @@ class DecodeWeights:
         # Rounded before the bias is added, as training does.
         out = self._products.multiply_packed(x, panels).to(x.dtype)
         return out if bias is None else out.add_(bias)
+
+    def multiply_groups(self, x: Tensor, stack: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
+        """Multiply each row by the matrix of its group; see `grouped_linear`."""
+        panels = self._stacks.get(id(stack))
+        if panels is None:
+            return grouped_linear(x, stack, groups, self._products, of_tokens=of_tokens)
+        rows = groups.gather(x) if of_tokens else x
+        out = rows.new_empty(len(rows), panels[0].columns)
+        for group, first, end in groups.bounds:
+            out[first:end] = self._products.multiply_packed(rows[first:end], panels[group])
+        return out
 
     def multiply_by_head(self, hidden: Tensor) -> Tensor:
         """Compute logits without bias: hidden @ head.T. [N, H] -> [N, rows of the head] float32"""

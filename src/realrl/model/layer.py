@@ -12,11 +12,12 @@ from realrl.families.registry import find_layer_options
 from realrl.families.shape import ModelShape
 from realrl.families.tensors import Parameter
 from realrl.layout.shard import Shard
-from realrl.model.adapter import Multiply
 from realrl.model.arithmetic.autograd import apply_function
 from realrl.model.arithmetic.elementwise import activate, add_one, add_rms_norm, rms_norm
 from realrl.model.attention import split_heads
 from realrl.model.attention_rule import AttentionRule
+from realrl.model.experts import ExpertBlock, Routing
+from realrl.model.matrices import Matrices
 from realrl.model.parallel.group import Group
 from realrl.model.parallel.tensor_parallel import TensorParallel
 from realrl.model.rotary import apply_rotary_emb
@@ -124,10 +125,24 @@ class Layer(nn.Module):
         self.attention_post_norm_bias = parameter("attention_post_norm_bias")
         self.mlp_norm = parameter("mlp_norm")
         self.mlp_norm_bias = parameter("mlp_norm_bias")
-        self.gate_up = require("gate_up")
+        mixture = shard.shape.mixture
+        feed_forward = require if mixture is None else parameter
+        self.gate_up = feed_forward("gate_up")
         self.gate_up_bias = parameter("gate_up_bias")
-        self.down = require("down")
+        self.down = feed_forward("down")
         self.down_bias = parameter("down_bias")
+        self._experts: ExpertBlock | None = None
+        if mixture is not None:
+            self.router = require("router")
+            self.experts_gate_up, self.experts_down = require("experts_gate_up"), require("experts_down")
+            self._experts = ExpertBlock(
+                self.router,
+                self.experts_gate_up,
+                self.experts_down,
+                mixture,
+                self._activation,
+                number - shard.layers.start,
+            )
         self.mlp_post_norm = parameter("mlp_post_norm")
         self.mlp_post_norm_bias = parameter("mlp_post_norm_bias")
 
@@ -138,8 +153,14 @@ class Layer(nn.Module):
 
     @property
     def matrices(self) -> tuple[Tensor, ...]:
-        """Weights that rows are multiplied by."""
-        return self.qkv, self.out, self.gate_up, self.down
+        """Weights that all rows are multiplied by."""
+        own = self.qkv, self.out, self.gate_up, self.down
+        return tuple(weight for weight in own if weight is not None)
+
+    @property
+    def stacks(self) -> tuple[Tensor, ...]:
+        """Weights of experts, each stacked by rows."""
+        return () if self._experts is None else (self._experts.gate_up, self._experts.down)
 
     def forward(
         self,
@@ -147,15 +168,16 @@ class Layer(nn.Module):
         tables: RotaryTables,
         attend: Callable[[Tensor, AttentionRule], Tensor],
         tp: TensorParallel,
-        multiply: Multiply,
+        matrices: Matrices,
+        routing: Routing,
     ) -> Tensor:
         """Apply the layer. x: [T, H] -> [T, H]
 
         With sequence parallelism a rank holds a part of the rows of x.
         """
         # Each intermediate result is freed once the next is computed.
-        attended = attend(self.compute_qkv(x, tables, tp, multiply), self.rule)
-        block = tp.reduce_from_region(multiply(attended, self.out, None))
+        attended = attend(self.compute_qkv(x, tables, tp, matrices), self.rule)
+        block = tp.reduce_from_region(matrices.multiply(attended, self.out, None))
         del attended
         block = self._finish(block, self.out_bias, self.attention_post_norm, self.attention_post_norm_bias)
         if self._parallel:
@@ -165,20 +187,30 @@ class Layer(nn.Module):
         else:
             normed = x = x + block
         del block
-        gate_up = multiply(tp.copy_to_region(normed), self.gate_up, self.gate_up_bias)
+        normed = tp.copy_to_region(normed)
+        if self._experts is not None:
+            block = self._experts.run(normed, matrices, routing)
+        else:
+            block = self._feed_forward(normed, matrices)
         del normed
-        inner = activate(gate_up, self._activation, gated=self._gated)
-        del gate_up
-        block = tp.reduce_from_region(multiply(inner, self.down, None))
+        block = tp.reduce_from_region(block)
         return x + self._finish(block, self.down_bias, self.mlp_post_norm, self.mlp_post_norm_bias)
 
-    def compute_qkv(self, x: Tensor, tables: RotaryTables, tp: TensorParallel, multiply: Multiply) -> Tensor:
+    def _feed_forward(self, x: Tensor, matrices: Matrices) -> Tensor:
+        """Compute this rank's part of the feed-forward block. x: [T, H] -> [T, H]"""
+        assert self.gate_up is not None and self.down is not None, "a layer without experts has one block"
+        gate_up = matrices.multiply(x, self.gate_up, self.gate_up_bias)
+        inner = activate(gate_up, self._activation, gated=self._gated)
+        del gate_up
+        return matrices.multiply(inner, self.down, None)
+
+    def compute_qkv(self, x: Tensor, tables: RotaryTables, tp: TensorParallel, matrices: Matrices) -> Tensor:
         """Compute queries, keys and values, heads normalised where the family does so, queries and keys rotated.
 
         -> [T, (heads + 2 kv_heads) * D]
         """
         normed = self._enter(x, self.attention_norm, self.attention_norm_bias)
-        qkv = multiply(tp.copy_to_region(normed), self.qkv, self.qkv_bias)
+        qkv = matrices.multiply(tp.copy_to_region(normed), self.qkv, self.qkv_bias)
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = split_heads(qkv, self._heads, self._kv_heads)
             if self._norms_all:

@@ -12,15 +12,17 @@ from realrl.families.adapters import LORA_A, LORA_B, MAGNITUDES, LowRank, is_ada
 from realrl.families.registry import find_layer_options, model_tensors
 from realrl.families.tensors import Parameter, TensorSpec
 from realrl.layout.shard import Shard
-from realrl.model.adapter import Adapter, Multiply, adapt
+from realrl.model.adapter import Adapter
 from realrl.model.arithmetic.autograd import checkpoint_activations
 from realrl.model.arithmetic.ops import PLAIN, Products, embed, linear
 from realrl.model.attention import split_heads, varlen_attention
 from realrl.model.attention_rule import AttentionRule
 from realrl.model.cache import PagedCache
 from realrl.model.decode_weights import DecodeWeights
+from realrl.model.experts import LIKELIEST, Routing
 from realrl.model.layer import Layer, Norm, RotaryTables
 from realrl.model.logprobs import cap_logits, compute_token_logprobs, find_likeliest_tokens
+from realrl.model.matrices import Matrices, OwnMatrices
 from realrl.model.packing import Packing
 from realrl.model.paged_attention import CachedRows, CachePlaces
 from realrl.model.parallel.group import Group
@@ -81,7 +83,7 @@ class Transformer(nn.Module):
         if shape.lora is not None:
             for layer, number in zip(self.layers, shard.layers, strict=True):
                 self._add_adapters(layer, number, shape.lora, tensors, weights, partial(parameter, number))
-        self._multiply = adapt(partial(linear, products=products), self._adapters)
+        self._matrices = OwnMatrices(products, self._adapters)
         self.norm = parameter(None, "norm")
         self.norm_bias = parameter(None, "norm_bias")
         self.lm_head = parameter(None, "lm_head")
@@ -150,14 +152,20 @@ class Transformer(nn.Module):
         return len(self.shard.queries if self._kv_head_index is not None else self.shard.keys)
 
     def forward(
-        self, x: Tensor, packing: Packing, *, sequence_parallel: bool = False, recompute: bool = False
+        self,
+        x: Tensor,
+        packing: Packing,
+        *,
+        sequence_parallel: bool = False,
+        recompute: bool = False,
+        routing: Routing = LIKELIEST,
     ) -> Tensor:
         """One stage over packed sequences. x: [T] tokens on the first stage, else what the stage before it
         returned. Returns [T, H], after the final norm on the last stage.
 
         With `sequence_parallel`, [T, H] between stages and before the head is ceil(T / tp) rows a rank.
         With `recompute` only the inputs of layers are kept for the backward pass, which computes each layer
-        once more, communication of TP ranks included.
+        once more, communication of TP ranks included. `routing` chooses the experts of mixtures.
         """
         heads = len(self.shard.queries)
         kv_heads = self.cache_kv_heads
@@ -168,7 +176,9 @@ class Transformer(nn.Module):
             )
 
         tp = TensorParallel(self.tensor_group, len(packing.positions), sequence_parallel)
-        return self._run_layers(x, packing.positions, attend, tp, self._multiply, recompute=recompute)
+        return self._run_layers(
+            x, packing.positions, attend, tp, self._matrices, routing, recompute=recompute
+        )
 
     def prefill(self, x: Tensor, packing: Packing, cache: PagedCache, places: CachePlaces) -> Tensor | None:
         """Compute keys and values of packed sequences, and store them at their places in the cache.
@@ -189,19 +199,25 @@ class Transformer(nn.Module):
         x, tables = self._enter(x, packing.positions, tp)
         count = len(self.layers) - self.shard.last
         for i, layer in enumerate(self.layers[:count]):
-            x = layer(x, tables[i], partial(attend, i), tp, self._multiply)
+            x = layer(x, tables[i], partial(attend, i), tp, self._matrices, LIKELIEST)
         if not self.shard.last:
             return x
         last = cast(Layer, self.layers[count])
-        qkv = self._repeat_kv_heads(last.compute_qkv(x, tables[count], tp, self._multiply))
+        qkv = self._repeat_kv_heads(last.compute_qkv(x, tables[count], tp, self._matrices))
         cache.store(count, *split_heads(qkv, heads, kv_heads)[1:], places)
         return None
 
     def prepare_decoding(self) -> DecodeWeights:
         """Make the matrices of decode steps, which are valid until parameters change."""
-        matrices = [matrix for layer in self.layers for matrix in cast(Layer, layer).matrices]
-        head = self._head if self.shard.last else None
-        return DecodeWeights(matrices, head, self._products, self._adapters)
+        layers = [cast(Layer, layer) for layer in self.layers]
+        return DecodeWeights(
+            [matrix for layer in layers for matrix in layer.matrices],
+            self._head if self.shard.last else None,
+            self._products,
+            self._adapters,
+            [stack for layer in layers for stack in layer.stacks],
+            self.shape.mixture,
+        )
 
     def decode(self, x: Tensor, weights: DecodeWeights, cache: PagedCache, rows: CachedRows) -> Tensor:
         """Decode the next token of every row, whose keys and values are added to the cache.
@@ -216,7 +232,7 @@ class Transformer(nn.Module):
 
         positions = rows.prompt_lengths + rows.own_lengths
         tp = TensorParallel(self.tensor_group, len(x))
-        return self._run_layers(x, positions, attend, tp, weights.multiply)
+        return self._run_layers(x, positions, attend, tp, weights, LIKELIEST)
 
     def _repeat_kv_heads(self, qkv: Tensor) -> Tensor:
         """Repeat key/value heads to one per query head where groups are uneven."""
@@ -231,7 +247,8 @@ class Transformer(nn.Module):
         positions: Tensor,
         attend: AttentionFunction,
         tp: TensorParallel,
-        multiply: Multiply,
+        matrices: Matrices,
+        routing: Routing,
         *,
         recompute: bool = False,
     ) -> Tensor:
@@ -240,7 +257,9 @@ class Transformer(nn.Module):
             if recompute and not x.requires_grad and any(p.requires_grad for p in layer.parameters()):
                 # Everything before is frozen; checkpointing computes gradients only if its input requires one.
                 x = x.detach().requires_grad_(True)
-            run_layer = partial(layer, tables=tables[i], attend=partial(attend, i), tp=tp, multiply=multiply)
+            run_layer = partial(
+                layer, tables=tables[i], attend=partial(attend, i), tp=tp, matrices=matrices, routing=routing
+            )
             x = checkpoint_activations(run_layer, x) if recompute else run_layer(x)
         return x if self.norm is None else self._norm.normalize(x, self.norm, self.norm_bias)
 

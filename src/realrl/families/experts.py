@@ -1,0 +1,28 @@
+"""Mixtures of experts: how many feed-forward blocks a layer has, and how its router weighs them."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from realrl.config.base import Settings
+
+MOST_EXPERTS = 10**4
+Experts = Annotated[int, Field(gt=0, le=MOST_EXPERTS)]
+"""Number of experts, which are gone through one by one; some ten times what there is."""
+
+
+class Mixture(Settings):
+    """Feed-forward blocks of a layer, of which a router chooses some for each token."""
+
+    experts: Experts
+    """Feed-forward blocks of a layer, each as wide as `intermediate_size`."""
+    per_token: Experts
+    """Experts that a token passes through: those to which the router gives the highest probabilities."""
+    normalised: bool = True
+    """Whether the weights of a token's experts are their probabilities divided by the sum of these."""
+
+    @model_validator(mode="after")
+    def _enough(self) -> Self:
+        if self.per_token > self.experts:
+            raise ValueError(f"per_token={self.per_token} is more than the {self.experts} experts of a layer")
+        return self

@@ -1,0 +1,157 @@
+"""Products of rows with matrices of their groups: tokens with the weights of their experts."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from realrl.model.arithmetic.autograd import apply_function
+from realrl.model.arithmetic.ops import Products, find_gradient
+from realrl.model.gpu.path import on_gpu
+
+_ALIGNMENT = 16
+"""Bytes of which a row must be a multiple for the grouped kernel of torch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Copies of tokens, one for each expert of a token, group by group: first those of the first expert.
+
+    T tokens with k experts each are R = T * k rows.
+    """
+
+    order: Tensor
+    """The copy of each row: token * k + number of its expert among the token's. [R]"""
+    places: Tensor
+    """The row of each copy. [R]"""
+    ends: Tensor
+    """The first row after each group. [E] int32"""
+    copies: int
+    """k"""
+
+    @classmethod
+    def of(cls, experts: Tensor, count: int) -> "Groups":
+        """Group the tokens by their experts, of `count` in all. experts: [T, k] int64"""
+        flat = experts.flatten()
+        numbers, order = flat.sort(stable=True)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        bounds = torch.arange(count, device=flat.device)
+        # No number of rows has to come to the host for this.
+        ends = torch.searchsorted(numbers, bounds, right=True).int()
+        return cls(order, places, ends, experts.shape[1])
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """Token of each row. [R]"""
+        return self.order // self.copies
+
+    @cached_property
+    def bounds(self) -> list[tuple[int, int, int]]:
+        """Group, first row and end of each group with rows, on the host."""
+        ends = self.ends.tolist()
+        return [
+            (group, first, end)
+            for group, (first, end) in enumerate(zip([0, *ends], ends, strict=False))
+            if first < end
+        ]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Copy tokens to their rows, without gradient. [T, K] -> [R, K]"""
+        return x.index_select(0, self.tokens)
+
+    def sum_copies(self, rows: Tensor) -> Tensor:
+        """Add up the rows of each token in the order of its experts, without gradient. [R, K] -> [T, K]"""
+        return rows.index_select(0, self.places).view(-1, self.copies, rows.shape[1]).sum(1)
+
+
+def has_grouped_kernel(x: Tensor, columns: int) -> bool:
+    """Tell whether one kernel multiplies all groups of rows, without their number on the host.
+
+    It takes bfloat16 numbers on a GPU, and rows that are aligned. x: [R, K], results [R, columns]
+    """
+    rest = _ALIGNMENT // x.element_size()
+    return on_gpu(x) and x.dtype == torch.bfloat16 and not (x.shape[1] % rest or columns % rest)
+
+
+def _multiply(products: Products, x: Tensor, weights: Tensor, groups: Groups, *, forward: bool) -> Tensor:
+    """Compute x @ weights[group].T row by row, without gradient. x: [R, K], weights: [E, M, K] -> [R, M]"""
+    if has_grouped_kernel(x, weights.shape[1]) and not products.exact:
+        return F.grouped_mm(x, weights.transpose(1, 2), offs=groups.ends)
+    out = x.new_empty(len(x), weights.shape[1])
+    multiply = products.forward_nt if forward else products.matmul_nt
+    for group, first, end in groups.bounds:
+        out[first:end] = multiply(x[first:end], weights[group])
+    return out
+
+
+def _add_gradients(products: Products, grad: Tensor, x: Tensor, groups: Groups, into: Tensor) -> None:
+    """Add the gradients of the groups' weights. grad: [R, M], x: [R, K], into: [E, M, K] float32"""
+    if has_grouped_kernel(x, grad.shape[1]) and not products.exact:
+        into += F.grouped_mm(grad.T, x, offs=groups.ends)
+        return
+    for group, first, end in groups.bounds:
+        products.add_weight_gradient(grad[first:end], x[first:end], into[group])
+
+
+class _GroupedLinear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, stack: Tensor, groups: Groups, products: Products, of_tokens: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, stack)
+        ctx.groups, ctx.products, ctx.of_tokens = groups, products, of_tokens
+        rows = groups.gather(x) if of_tokens else x
+        return _multiply(products, rows, split_stack(stack, groups), groups, forward=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        x, stack = ctx.saved_tensors
+        groups: Groups = ctx.groups
+        need_x, need_stack, *_ = ctx.needs_input_grad
+        grad = grad.contiguous()
+        if need_stack:
+            # Gathered again: k times as many rows need not be kept.
+            rows = groups.gather(x) if ctx.of_tokens else x
+            _add_gradients(ctx.products, grad, rows, groups, split_stack(find_gradient(stack), groups))
+        if not need_x:
+            return None, None, None, None, None
+        grad_x = _multiply(
+            ctx.products, grad, split_stack(stack, groups).transpose(1, 2), groups, forward=False
+        )
+        return groups.sum_copies(grad_x) if ctx.of_tokens else grad_x, None, None, None, None
+
+
+def split_stack(stack: Tensor, groups: Groups) -> Tensor:
+    """View the matrices of all groups, stacked by rows, one by one. [E * M, K] -> [E, M, K]"""
+    return stack.view(len(groups.ends), -1, stack.shape[1])
+
+
+def grouped_linear(
+    x: Tensor, stack: Tensor, groups: Groups, products: Products, *, of_tokens: bool = False
+) -> Tensor:
+    """Multiply each row by the matrix of its group. x: [R, K] or, `of_tokens`, [T, K] -> [R, M]
+
+    stack: [E * M, K], a parameter or without gradient; its gradient is added to `stack.grad`.
+    """
+    return apply_function(_GroupedLinear, x, stack, groups, products, of_tokens)
+
+
+class _SumCopies(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, groups: Groups) -> Tensor:
+        ctx.groups = groups
+        return groups.sum_copies(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.groups.gather(grad), None
+
+
+def sum_copies(rows: Tensor, groups: Groups) -> Tensor:
+    """Add up the rows of each token. [R, K] -> [T, K]"""
+    return apply_function(_SumCopies, rows, groups)

@@ -1,0 +1,56 @@
+"""Mixtures of experts: feed-forward blocks of which a router chooses some for each token."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from realrl.families.experts import Mixture
+from realrl.families.options import Activation
+from realrl.model.arithmetic.elementwise import activate
+from realrl.model.arithmetic.grouped import Groups, sum_copies
+from realrl.model.matrices import Matrices
+
+
+class Routing:
+    """Choice of experts in a pass: the likeliest ones."""
+
+    def route(self, layer: int, probabilities: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
+        """Choose the experts of tokens in a layer of the stage. probabilities: [T, E] float32
+
+        -> those that weights are made of [T, E], and numbers of experts [T, per_token] int64
+        """
+        return probabilities, probabilities.detach().topk(per_token, dim=1).indices
+
+
+LIKELIEST = Routing()
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertBlock:
+    """A layer's experts and their router, as a tensor-parallel rank holds them: a part of the units of each."""
+
+    router: Tensor
+    """[E, H]"""
+    gate_up: Tensor
+    """Gate and up of each expert, one after the other. [E * 2 * units, H]"""
+    down: Tensor
+    """[E * H, units]"""
+    mixture: Mixture
+    activation: Activation
+    layer: int
+    """Number of the layer in its stage."""
+
+    def run(self, x: Tensor, matrices: Matrices, routing: Routing) -> Tensor:
+        """Compute this rank's part of what the experts of each token add up to. x: [T, H] -> [T, H]"""
+        mixture = self.mixture
+        probabilities = matrices.multiply(x, self.router, None).float().softmax(1)
+        probabilities, experts = routing.route(self.layer, probabilities, mixture.per_token)
+        weights = probabilities.gather(1, experts)
+        if mixture.normalised:
+            weights = weights / weights.sum(1, keepdim=True)
+        groups = Groups.of(experts, mixture.experts)
+        gate_up = matrices.multiply_groups(x, self.gate_up, groups, of_tokens=True)
+        inner = activate(gate_up, self.activation, gated=True)
+        # Before the last product, which has more columns than most experts have units.
+        inner = inner * weights.flatten().index_select(0, groups.order).to(inner.dtype)[:, None]
+        return sum_copies(matrices.multiply_groups(inner, self.down, groups), groups)
