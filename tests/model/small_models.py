@@ -167,6 +167,8 @@ def make_theirs(shape: ModelShape, head: Head) -> PreTrainedModel:
     settings = shape_to_hf(shape, head, "float32", {"pad_token_id": 0})
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     found = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    if shape.mixture is not None:
+        config._experts_implementation = "eager"  # torch's kernel for others wants widths of 16 bytes
     theirs = found.from_config(config)
     assert [type(theirs).__name__] == settings["architectures"]
     return theirs

@@ -16,8 +16,9 @@ from realrl.model.arithmetic.autograd import apply_function
 from realrl.model.arithmetic.elementwise import activate, add_one, add_rms_norm, rms_norm
 from realrl.model.attention import split_heads
 from realrl.model.attention_rule import AttentionRule
-from realrl.model.experts import ExpertBlock, Routing
 from realrl.model.matrices import Matrices
+from realrl.model.mixture.experts import ExpertBlock
+from realrl.model.mixture.routing import Routing
 from realrl.model.parallel.group import Group
 from realrl.model.parallel.tensor_parallel import TensorParallel
 from realrl.model.rotary import apply_rotary_emb

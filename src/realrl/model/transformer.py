@@ -19,10 +19,10 @@ from realrl.model.attention import split_heads, varlen_attention
 from realrl.model.attention_rule import AttentionRule
 from realrl.model.cache import PagedCache
 from realrl.model.decode_weights import DecodeWeights
-from realrl.model.experts import LIKELIEST, Routing
 from realrl.model.layer import Layer, Norm, RotaryTables
 from realrl.model.logprobs import cap_logits, compute_token_logprobs, find_likeliest_tokens
 from realrl.model.matrices import Matrices, OwnMatrices
+from realrl.model.mixture.routing import LIKELIEST, Routing
 from realrl.model.packing import Packing
 from realrl.model.paged_attention import CachedRows, CachePlaces
 from realrl.model.parallel.group import Group

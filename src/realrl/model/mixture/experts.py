@@ -1,4 +1,4 @@
-"""Mixtures of experts: feed-forward blocks of which a router chooses some for each token."""
+"""Experts of a layer: feed-forward blocks of which a router chooses some for each token."""
 
 from dataclasses import dataclass
 
@@ -9,20 +9,7 @@ from realrl.families.options import Activation
 from realrl.model.arithmetic.elementwise import activate
 from realrl.model.arithmetic.grouped import Groups, sum_copies
 from realrl.model.matrices import Matrices
-
-
-class Routing:
-    """Choice of experts in a pass: the likeliest ones."""
-
-    def route(self, layer: int, probabilities: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
-        """Choose the experts of tokens in a layer of the stage. probabilities: [T, E] float32
-
-        -> those that weights are made of [T, E], and numbers of experts [T, per_token] int64
-        """
-        return probabilities, probabilities.detach().topk(per_token, dim=1).indices
-
-
-LIKELIEST = Routing()
+from realrl.model.mixture.routing import Routing
 
 
 @dataclass(frozen=True, eq=False)
