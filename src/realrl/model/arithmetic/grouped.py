@@ -118,6 +118,7 @@ class _GroupedLinear(Function):
             # Gathered again: k times as many rows need not be kept.
             rows = groups.gather(x) if ctx.of_tokens else x
             _add_gradients(ctx.products, grad, rows, groups, split_stack(find_gradient(stack), groups))
+            del rows
         if not need_x:
             return None, None, None, None, None
         grad_x = _multiply(

@@ -38,6 +38,9 @@ class ExpertBlock:
         groups = Groups.of(experts, mixture.experts)
         gate_up = matrices.multiply_groups(x, self.gate_up, groups, of_tokens=True)
         inner = activate(gate_up, self.activation, gated=True)
+        del gate_up
         # Before the last product, which has more columns than most experts have units.
         inner = inner * weights.flatten().index_select(0, groups.order).to(inner.dtype)[:, None]
-        return sum_copies(matrices.multiply_groups(inner, self.down, groups), groups)
+        rows = matrices.multiply_groups(inner, self.down, groups)
+        del inner
+        return sum_copies(rows, groups)
