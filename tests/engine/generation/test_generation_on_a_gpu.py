@@ -15,12 +15,16 @@ from realrl.engine.generation.sampler import Sampler
 from realrl.engine.generation.sampling import SamplingNoise, SamplingSeed
 from realrl.engine.generation.step_graphs import StepGraphs
 from realrl.engine.model import Model, make_unsharded_model
+from realrl.families.experts import Mixture
 from realrl.families.shape import ModelShape
 from realrl.layout.kv_blocks import GPU_STEPS, MAX_DECODE_ROWS, CacheSize, pad_rows
+from realrl.model.arithmetic import grouped
 from realrl.model.cache import PagedCache
 from realrl.recipe.settings import GenerationConfig
 from tests.engine.generation.test_shared_prompts import assert_same, draw, make_items, make_model
 
+WAITING = ("nonzero", "_local_scalar_dense", "masked_select", "unique")
+"""Operations whose results have shapes, or are numbers, that the host must wait for."""
 NOWHERE = torch.device("meta")
 """A device whose tensors have shapes but no values: what asks for one fails."""
 
@@ -79,11 +83,18 @@ def test_the_host_looks_at_tokens_once_per_turn(
     assert looks[0] == GPU_STEPS and len(looks) <= 3
 
 
-def make_step(device: torch.device, **sampling: object) -> tuple[DecodeStep, RowBuffers]:
-    shape = ModelShape(
-        family="qwen3", vocab_size=300, hidden_size=64, intermediate_size=96, layers=2, heads=6, kv_heads=2,
-        head_dim=16,
-    )  # fmt: skip
+DENSE = ModelShape(
+    family="qwen3", vocab_size=300, hidden_size=64, intermediate_size=96, layers=2, heads=6, kv_heads=2,
+    head_dim=16,
+)  # fmt: skip
+EXPERTS = DENSE.model_copy(
+    update={"family": "qwen3_moe", "intermediate_size": 24, "mixture": Mixture(experts=5, per_token=3)}
+)
+
+
+def make_step(
+    device: torch.device, shape: ModelShape = DENSE, **sampling: object
+) -> tuple[DecodeStep, RowBuffers]:
     model: Model = make_unsharded_model(shape, "lm", dtype=torch.bfloat16, device=device)
     cache = PagedCache(
         CacheSize(100, 16), layers=2, kv_heads=2, head_dim=16, dtype=torch.bfloat16, device=device
@@ -116,9 +127,27 @@ def test_a_decode_step_needs_no_value_on_the_host(
     captured = make_fx(lambda: step.run(rows, None))()
     called = [str(node.target) for node in captured.graph.nodes if node.op == "call_function"]
     assert called.count("realrl.attend_to_blocks.default") == 2
-    waiting = ("nonzero", "_local_scalar_dense", "masked_select", "unique", "aten.sort")
-    assert not [name for name in called if any(word in name for word in waiting)]
+    assert not [name for name in called if any(word in name for word in (*WAITING, "aten.sort"))]
     assert captured.graph.nodes and rows.sampled.shape == (GPU_STEPS, 8)
+
+
+@torch.no_grad()
+def test_a_decode_step_of_a_mixture_needs_no_value_on_the_host_where_one_kernel_takes_all_experts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    monkeypatch.setattr(grouped, "has_grouped_products", lambda _: True)
+    step, buffers = make_step(NOWHERE, EXPERTS)
+    rows = buffers.view(8)
+    rows.begin_turn(SamplingNoise(SamplingSeed(1, 2, call=1)))
+    captured = make_fx(lambda: step.run(rows, None))()
+    called = [str(node.target) for node in captured.graph.nodes if node.op == "call_function"]
+    assert called.count("aten._grouped_mm.default") == 4
+    assert not [name for name in called if any(word in name for word in WAITING)]
+    unaligned = EXPERTS.model_copy(update={"intermediate_size": 20})
+    for shape, ahead in ((DENSE, True), (EXPERTS, True), (unaligned, False)):
+        model = make_unsharded_model(shape, "lm", dtype=torch.bfloat16, device=NOWHERE)
+        assert model.transformer.prepare_decoding().runs_ahead == ahead
 
 
 def test_graphs_are_captured_the_second_time_and_replayed_from_then_on(
