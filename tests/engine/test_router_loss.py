@@ -107,7 +107,7 @@ def in_transformers(
     shares = counts / counts.sum(1, keepdim=True)
     values = (loss, (shares.amax(1) * shape.mixture.experts).mean(), (counts == 0).float().mean())
     found = {name: find_theirs(zeros, name) for name in weights}
-    return found, {name: float(value) for name, value in zip(BALANCE, values, strict=True)}
+    return found, {name: value.item() for name, value in zip(BALANCE, values, strict=True)}
 
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
@@ -116,7 +116,8 @@ def test_loss_and_gradients_are_those_of_autograd_over_each_sequence(family: str
     shape, coefficient = SHAPES[family], 8.0
     torch.manual_seed(0)
     weights = {
-        spec.name: torch.randn(spec.shape) * 0.2 + ("norm" in spec.name) for spec in model_tensors(shape, head)
+        spec.name: torch.randn(spec.shape) * 0.2 + ("norm" in spec.name)
+        for spec in model_tensors(shape, head)
     }
     without, plain = gradients_of(shape, head, weights, 0.0)
     balanced, metrics = gradients_of(shape, head, weights, coefficient)
@@ -127,12 +128,14 @@ def test_loss_and_gradients_are_those_of_autograd_over_each_sequence(family: str
     scale = max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():
         ours = (balanced[name] - without[name]) / coefficient
-        torch.testing.assert_close(ours, gradient, rtol=0, atol=1e-4 * scale, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours, gradient, rtol=0, atol=1e-4 * scale, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 SHAPE = ModelShape(
-    family="qwen3_moe", vocab_size=61, hidden_size=24, intermediate_size=7, layers=3, heads=6, kv_heads=3, head_dim=6,
-    init_std=0.3, mixture=Mixture(experts=9, per_token=2),
+    family="qwen3_moe", vocab_size=61, hidden_size=24, intermediate_size=7, layers=3, heads=6, kv_heads=3,
+    head_dim=6, init_std=0.3, mixture=Mixture(experts=9, per_token=2),
 )  # fmt: skip
 PARTS = {"whole": WHOLE, "last layer": TrainablePart(last_layers=1)}
 STRATEGIES = {

@@ -153,8 +153,8 @@ class TrainedModelConfig(ModelConfig):
     router_loss: NonNegativeFloat = 0.0
     """Coefficient of a loss of mixtures of experts that keeps routers from preferring a few: of each sequence and
     layer, the number of experts times the sum over them of the share of tokens that chose one times its mean
-    probability (Switch Transformer, by sequence), averaged over sequences and layers. Frozen layers learn nothing of
-    it."""
+    probability (Switch Transformer, by sequence), averaged over sequences and layers. Frozen layers learn nothing
+    of it."""
 
     @model_validator(mode="after")
     def _one_part(self) -> Self:

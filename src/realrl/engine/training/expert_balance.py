@@ -40,13 +40,15 @@ class ExpertBalance:
             # TP ranks all add the whole gradient to what is summed over them.
             terms = self._model.shape.layers * self._model.shard.tp
             coefficient = self._coefficient / (terms * sequences)
-        return BalancedRouting(inner, packing, self._counts, coefficient)
+        return BalancedRouting(
+            inner, self._counts, rows=packing.rows, lengths=packing.starts.diff(), coefficient=coefficient
+        )
 
     def end_call(self) -> Metrics:
         """Compute the metrics of the call, equal on all ranks, which call it together.
 
-        router_loss: mean of the balance losses; router_busiest: tokens of a layer's busiest expert over those of the
-        average one; router_idle: share of a layer's experts that no token chose. The latter two are means over
+        router_loss: mean of the balance losses; router_busiest: tokens of a layer's busiest expert over those of
+        the average one; router_idle: share of a layer's experts that no token chose. The latter two are means over
         layers, of choices of the whole call.
         """
         device, groups = self._model.device, self._model.groups

@@ -127,8 +127,8 @@ def stored_models(
 ) -> dict[str, StoredModel]:
     """Describe the storage of roles whose shapes, as files have them, are given.
 
-    UserError where more layers are to be trained than there are, experts are to be balanced where there are none, or
-    models disagree on what tokens there are.
+    UserError where more layers are to be trained than there are, experts are to be balanced where there are none,
+    or models disagree on what tokens there are.
     """
     _check_candidates(graph, shapes)
     configs = models(experiment)
