@@ -21,6 +21,7 @@ from realrl.layout.layout import Layout, build_layout
 from realrl.layout.sets import BASE, WHOLE, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
 from realrl.model.arithmetic.ops import PLAIN, Products
+from realrl.model.mixture.routing import LIKELIEST, Routing
 from realrl.model.packing import Packing
 from realrl.model.parallel.group import make_single_rank_group
 from realrl.model.transformer import Transformer
@@ -84,17 +85,24 @@ class Model:
         return all(of.resident for of in self.sets.values())
 
     def forward(
-        self, rows: Ragged, packing: Packing, received: Tensor | None, *, recompute: bool = False
+        self,
+        rows: Ragged,
+        packing: Packing,
+        received: Tensor | None,
+        *,
+        recompute: bool = False,
+        routing: Routing = LIKELIEST,
     ) -> Tensor:
         """Compute this stage's hidden states of packed token rows.
 
         `received` are the hidden states of the stage before, if any.
 
-        With `recompute` the backward pass computes layers again, of which only the inputs are kept.
+        With `recompute` the backward pass computes layers again, of which only the inputs are kept. `routing`
+        chooses the experts of mixtures.
         """
         x = rows.values if received is None else received
         hidden: Tensor = self.transformer(
-            x, packing, sequence_parallel=self.sequence_parallel, recompute=recompute
+            x, packing, sequence_parallel=self.sequence_parallel, recompute=recompute, routing=routing
         )
         self.counts.add_micro_batch(packing)
         return hidden

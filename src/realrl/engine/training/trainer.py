@@ -16,6 +16,7 @@ from realrl.engine.model import Model, count_item_tokens, read_candidates
 from realrl.engine.offload import Offloadable
 from realrl.engine.pipeline.schedule import make_1f1b_schedule
 from realrl.engine.reduced_metrics import reduce_metrics
+from realrl.engine.training.expert_balance import ExpertBalance
 from realrl.engine.training.grad_reduce import OverlappedGradReduce
 from realrl.engine.training.gradients import (
     finalize_model_grads,
@@ -24,6 +25,7 @@ from realrl.engine.training.gradients import (
 )
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.engine.training.skipped_steps import SkippedSteps, find_first_not_finite
+from realrl.model.mixture.routing import LIKELIEST
 from realrl.model.packing import Packing
 from realrl.recipe.model import OptimizerConfig
 
@@ -35,10 +37,21 @@ class Trainer:
     stages before the first one that has something to train.
     """
 
-    def __init__(self, model: Model, config: OptimizerConfig, *, max_skipped: int | None = None) -> None:
-        """`max_skipped`: see `SkippedSteps`."""
+    def __init__(
+        self,
+        model: Model,
+        config: OptimizerConfig,
+        *,
+        router_loss: float = 0.0,
+        max_skipped: int | None = None,
+    ) -> None:
+        """`router_loss`: coefficient of the balance loss of a mixture, see `ExpertBalance`; `max_skipped`: see
+        `SkippedSteps`."""
         self.model = model
         self._skipped = SkippedSteps(max_skipped)
+        mixture = model.shape.mixture
+        assert mixture is not None or not router_loss, "only mixtures have routers"
+        self._balance = None if mixture is None else ExpertBalance(model, mixture, router_loss)
         names = [name for name, updated in model.part.sets.items() if updated]
         assert len(names) == 1, f"a trainer updates one parameter set, not {', '.join(names) or 'none'}"
         (self.parameter_set,) = names
@@ -99,7 +112,8 @@ class Trainer:
         has nothing to learn, is left out, so that neither momentum nor weight decay changes anything. Returns
         metrics added up over data-parallel ranks: the method's own, `grad_norm` (mean over the steps that were not
         skipped), `skipped_steps` (their number), `skipped_for/QUANTITY` (by what was not finite first),
-        `empty_steps` (how many were left out, if any were) and `learning_rate`.
+        `empty_steps` (how many were left out, if any were), `learning_rate`, and those of `ExpertBalance.end_call`
+        for a mixture.
 
         Raises SkippedStepsError, on every rank, when too many steps in a row were skipped.
         """
@@ -109,6 +123,8 @@ class Trainer:
         reduce_metrics(metrics, data, model.device)
         steps = [positions for _ in range(method.epochs) for positions in minibatches]
         self._skipped.begin_call(call)
+        if self._balance is not None:
+            self._balance.begin_call()
         empty = 0
         for positions in steps:
             minibatch = batch.select(positions)
@@ -138,6 +154,8 @@ class Trainer:
         if empty:
             metrics.mean("empty_steps", torch.tensor(float(empty)), 1)
         metrics.mean("learning_rate", torch.tensor(lr), 1)
+        if self._balance is not None:
+            metrics.update(self._balance.end_call())
         metrics.update(method.finish())
         return metrics
 
@@ -173,11 +191,12 @@ class Trainer:
         Its metrics over data-parallel ranks, and whether it has any weight, on every stage.
         """
         model = self.model
-        weight = torch.full((), float(method.weight(batch)), device=model.device)
-        weight = model.groups.data.sum(weight)
+        rows = method.sequences(batch)
+        totals = torch.tensor([float(method.weight(batch)), len(rows)], device=model.device)
+        weight, sequences = model.groups.data.sum(totals)
         learns = bool(weight != 0)
         weight = torch.where(weight > 0, weight, 1.0)  # without weight, all losses are 0
-        costs = count_item_tokens(batch, method.sequences(batch))
+        costs = count_item_tokens(batch, rows)
         parts = model.split_micro_batches(costs, max_tokens)
         tokens = [sum(costs[i] for i in positions) for positions in parts]
         received = model.receive_activations(tokens)
@@ -192,7 +211,9 @@ class Trainer:
                 self._grad_reduce.start_last_backward()
             if action.kind == "F":
                 part = batch.select(parts[action.micro_batch])
-                done = self._forward(part, method, next(received), weight, metrics, recompute, candidates)
+                done = self._forward(
+                    part, method, next(received), weight, sequences, metrics, recompute, candidates
+                )
                 if self._has_backward:
                     passes[action.micro_batch] = done
                 del done  # without a backward pass nothing needs it; it is freed before the next micro-batch
@@ -209,6 +230,7 @@ class Trainer:
         method: TrainMethod,
         received: Tensor | None,
         weight: Tensor,
+        sequences: Tensor,
         metrics: Metrics,
         recompute: bool,
         candidates: Candidates | None,
@@ -218,7 +240,10 @@ class Trainer:
         packing = Packing.of(rows.lengths, model.device)
         if received is not None:
             received.requires_grad_(self._sends_gradients)
-        hidden = model.forward(rows, packing, received, recompute=recompute)
+        routing = LIKELIEST
+        if self._balance is not None:
+            routing = self._balance.route(routing, packing, sequences)
+        hidden = model.forward(rows, packing, received, recompute=recompute, routing=routing)
         if not model.shard.last:
             model.pipeline.send(hidden)
             return _Pass(received, hidden)
