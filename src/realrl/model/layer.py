@@ -14,9 +14,9 @@ from realrl.families.tensors import Parameter
 from realrl.layout.shard import Shard
 from realrl.model.arithmetic.autograd import apply_function
 from realrl.model.arithmetic.elementwise import activate, add_one, add_rms_norm, rms_norm
+from realrl.model.arithmetic.matrices import Matrices
 from realrl.model.attention import split_heads
 from realrl.model.attention_rule import AttentionRule
-from realrl.model.matrices import Matrices
 from realrl.model.mixture.experts import ExpertBlock
 from realrl.model.mixture.routing import Routing
 from realrl.model.parallel.group import Group

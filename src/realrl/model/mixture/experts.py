@@ -8,7 +8,7 @@ from realrl.families.experts import Mixture
 from realrl.families.options import Activation
 from realrl.model.arithmetic.elementwise import activate
 from realrl.model.arithmetic.grouped import Groups, sum_copies
-from realrl.model.matrices import Matrices
+from realrl.model.arithmetic.matrices import Matrices
 from realrl.model.mixture.routing import Routing
 
 
