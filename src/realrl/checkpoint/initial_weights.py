@@ -3,20 +3,14 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
+from realrl.checkpoint.quantisation import write_quantised
+from realrl.checkpoint.stored import Weights
 from realrl.families.shape import ModelShape
 from realrl.families.tensors import Init, TensorSpec
 from realrl.layout.region import Region
-
-
-class Weights(Protocol):
-    """Named tensors to write into."""
-
-    def __getitem__(self, name: str) -> Tensor: ...
 
 
 def initialise(
@@ -31,13 +25,14 @@ def initialise(
     `tensors` are global. `buffer` holds them whole or, with `regions`, these regions of them from the first
     row on.
 
-    Magnitudes of DoRA are left alone: they follow from other tensors (`Transformer.initialise_magnitudes`).
+    Magnitudes of DoRA are left alone: they follow from other tensors (`Transformer.initialise_magnitudes`). Scales
+    are written with the matrices that are quantised.
     Matrices that write to the residual stream are scaled by 1 / sqrt(2 * layers) (Radford et al. 2019,
     section 2.3). Each tensor depends on the seed and its own name only, so not on layout, order or device.
     """
     for tensor in tensors:
         target = buffer[tensor.name]
-        if tensor.init is Init.MAGNITUDE:
+        if tensor.init in (Init.MAGNITUDE, Init.SCALE):
             continue
         if tensor.init in (Init.ONES, Init.ZEROS):
             target.fill_(float(tensor.init is Init.ONES))
@@ -53,6 +48,11 @@ def initialise(
             values.uniform_(-bound, bound, generator=generator)
         else:
             values.normal_(0.0, std, generator=generator)
-        if regions is not None:
-            values = values[regions[tensor.name].slices]
-        target[: len(values)].copy_(values)
+        rows, *columns = (
+            (slice(None),) * len(tensor.shape) if regions is None else regions[tensor.name].slices
+        )
+        values = values[rows]
+        if tensor.quantised is not None:
+            write_quantised(buffer, tensor, slice(0, len(values)), values, columns[0])
+        else:
+            target[: len(values)].copy_(values[:, *columns])

@@ -7,12 +7,14 @@ from torch import Tensor
 from realrl.model.adapter import Adapter, adapt
 from realrl.model.arithmetic.ops import Products, linear
 from realrl.model.gpu.path import on_gpu
+from realrl.model.quantised import QuantisedMatrix, multiply_widened
 
 
 class DecodeWeights:
     """Matrices of a shard while a generate call runs: packed where products of few rows are faster so, or exact.
 
-    They do not follow changes of the parameters.
+    They do not follow changes of the parameters. Quantised matrices are widened for each product instead: packed
+    ones would take the memory that these save.
     """
 
     def __init__(
@@ -21,16 +23,20 @@ class DecodeWeights:
         head: Tensor | None,
         products: Products,
         adapters: Mapping[int, Adapter] | None = None,
+        quantised: Mapping[int, QuantisedMatrix] | None = None,
     ) -> None:
         """`weights`: matrices of layers, as `multiply` gets them; `head`: that of the logits, on the last stage;
-        `adapters`: those of some of the matrices, by their `id`."""
+        `adapters` and `quantised`: those of some of the matrices, by their `id`."""
+        quantised = quantised or {}
         fixed = {number: adapter.fix() for number, adapter in (adapters or {}).items()}
-        self.multiply = adapt(self._multiply, fixed)
+        self.multiply = adapt(multiply_widened(self._multiply, quantised), fixed)
         """Function that computes x @ weight.T + bias."""
         self._products = products
         self._head = head
         self._panels = {
-            id(weight): products.pack(weight) for weight in weights if products.packs and not on_gpu(weight)
+            id(weight): products.pack(weight)
+            for weight in weights
+            if products.packs and not on_gpu(weight) and id(weight) not in quantised
         }
         packs_head = products.packs and head is not None and not on_gpu(head)
         self._packed_head = products.pack(head) if head is not None and packs_head else None

@@ -25,6 +25,7 @@ from realrl.model.packing import Packing
 from realrl.model.paged_attention import CachedRows, CachePlaces
 from realrl.model.parallel.group import Group
 from realrl.model.parallel.tensor_parallel import TensorParallel
+from realrl.model.quantised import find_matrices, multiply_widened
 from realrl.model.rotary import make_rotation
 
 AttentionFunction = Callable[[int, Tensor, AttentionRule], Tensor]
@@ -67,7 +68,7 @@ class Transformer(nn.Module):
                 return None
             name = parameter if layer is None else f"layers.{layer - shard.layers.start}.{parameter}"
             self.sources[name] = names
-            return nn.Parameter(weights(*names))
+            return nn.Parameter(found := weights(*names), requires_grad=found.is_floating_point())
 
         self.embedding = parameter(None, "embedding")
         self._embedding_scale = 1.0
@@ -78,10 +79,13 @@ class Transformer(nn.Module):
         self.positions = parameter(None, "positions")
         self.layers = nn.ModuleList(Layer(shard, i, partial(parameter, i)) for i in shard.layers)
         self._adapters: dict[int, Adapter] = {}
+        numbered = [*zip(shard.layers, self.layers, strict=True)]
         if shape.lora is not None:
-            for layer, number in zip(self.layers, shard.layers, strict=True):
+            for number, layer in numbered:
                 self._add_adapters(layer, number, shape.lora, tensors, weights, partial(parameter, number))
-        self._multiply = adapt(partial(linear, products=products), self._adapters)
+        self._quantised = find_matrices(numbered, parameter, shape.quantised)
+        multiply = multiply_widened(partial(linear, products=products), self._quantised)
+        self._multiply = adapt(multiply, self._adapters)
         self.norm = parameter(None, "norm")
         self.norm_bias = parameter(None, "norm_bias")
         self.lm_head = parameter(None, "lm_head")
@@ -201,7 +205,7 @@ class Transformer(nn.Module):
         """Make the matrices of decode steps, which are valid until parameters change."""
         matrices = [matrix for layer in self.layers for matrix in cast(Layer, layer).matrices]
         head = self._head if self.shard.last else None
-        return DecodeWeights(matrices, head, self._products, self._adapters)
+        return DecodeWeights(matrices, head, self._products, self._adapters, self._quantised)
 
     def decode(self, x: Tensor, weights: DecodeWeights, cache: PagedCache, rows: CachedRows) -> Tensor:
         """Decode the next token of every row, whose keys and values are added to the cache.

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from realrl.families.published import SHAPES
+from realrl.families.quantisation import is_scale
 from realrl.families.registry import model_tensors
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec
@@ -67,15 +68,22 @@ def format_extras(placement: Placement) -> str:
 
 def name_model(model: StoredModel) -> str:
     """Name a model by its published shape, else by its number of parameters."""
-    plain = model.shape.model_copy(update={"lora": None})
+    plain = model.shape.model_copy(update={"lora": None, "quantised": None})
     known = next((name for name, shape in SHAPES.items() if shape == plain), None)
     return known or f"{format_parameters(model)} parameters"
 
 
 def format_parameters(model: StoredModel) -> str:
     """Format the number of parameters of a model, for example `70.6 B`."""
-    number = sum(tensor.numel for tensor in model_tensors(model.shape, model.head))
+    tensors = model_tensors(model.shape, model.head)
+    number = sum(tensor.numel for tensor in tensors if not is_scale(tensor))
     return format_count(number).replace("G", "B")
+
+
+def format_dtype(model: StoredModel) -> str:
+    """Format the type of a model's weights, for example `bfloat16` or `int8 and bfloat16`."""
+    rest = "bfloat16" if model.element_bytes == 2 else "float32"
+    return rest if model.shape.quantised is None else f"{model.shape.quantised} and {rest}"
 
 
 def format_devices(spec: ClusterSpec) -> str:

@@ -87,9 +87,9 @@ class Timing:
         """Time a layer forward."""
         measured = self._measured_of("forward", size)
         if measured is not None:
-            return DeviceHostTime(self._exact * (measured + self.roofline.adapters(size.tokens)))
+            return DeviceHostTime(self._exact * (measured + self._unmeasured(size.tokens)))
         layer = self._exact * self.roofline.layer(size.tokens, size.squares)
-        return self._device_host_time(layer, self.efficiency.forward_operations + self._adapter_operations)
+        return self._device_host_time(layer, self.efficiency.forward_operations + self._further_operations)
 
     def backward(self, size: BatchSize) -> DeviceHostTime:
         """Time a layer backward without recomputation, gradient accumulation included."""
@@ -137,7 +137,7 @@ class Timing:
         measured = self._measured_of("prefill", size)
         if measured is None:
             return self.forward(size)
-        return DeviceHostTime(self._exact * (measured + self.roofline.adapters(size.tokens)))
+        return DeviceHostTime(self._exact * (measured + self._unmeasured(size.tokens)))
 
     def start(self, size: BatchSize) -> float:
         """Time all of a pass that prefills but its layers, with the last layer's keys and values.
@@ -146,16 +146,16 @@ class Timing:
         """
         measured = self._measured_of("start", size)
         if measured is not None:
-            return measured
+            return measured + self.roofline.widen(self.sizes.matmul_shapes[:1])
         return self._exact * self.roofline.qkv(size.tokens)
 
     def decode(self, rows: float, context: float) -> DeviceHostTime:
         """Time a layer of a decode step of `rows` sequences."""
         measured = self._measured("decode", rows, context)
         if measured is not None:
-            return DeviceHostTime(self._exact * (measured + self.roofline.adapters(rows)))
+            return DeviceHostTime(self._exact * (measured + self._unmeasured(rows)))
         device = self._exact * self.roofline.decode(rows, context)
-        return self._launched(device, self.efficiency.decode_operations + self._adapter_operations)
+        return self._launched(device, self.efficiency.decode_operations + self._further_operations)
 
     def decode_step_overhead(self, rows: float) -> float:
         """Time the work of a decode step on every stage outside its layers; 0 in the roofline."""
@@ -193,6 +193,16 @@ class Timing:
     def _exact(self) -> float:
         """Seconds of a forward pass relative to one that is not exact."""
         return self.efficiency.exact_forward if self.exact else 1.0
+
+    def _unmeasured(self, rows: float) -> float:
+        """Seconds of what a layer computes forward and no profile has: adapters, and widening of matrices."""
+        return self.roofline.adapters(rows) + self.roofline.widen(self.sizes.matmul_shapes)
+
+    @property
+    def _further_operations(self) -> int:
+        """Operations that a layer of some models alone has forward: adapters, and a cast and a product by scales."""
+        widened = 0 if self.sizes.shape.quantised is None else len(self.sizes.matmul_shapes)
+        return self._adapter_operations + 2 * widened
 
     @property
     def _adapter_operations(self) -> int:

@@ -99,7 +99,8 @@ def _models(experiment: Experiment) -> list[tuple[ModelShape, Dtype]]:
                 f"models.{role}: {error}; or set models.{role}.path=null and models.{role}.shape to a size, for"
                 " example llama-2-7b"
             ) from None
-        found.append((shape, DTYPES[config.dtype]))
+        # Widening of quantised matrices is no part of what is measured.
+        found.append((shape.model_copy(update={"quantised": None}), DTYPES[config.compute_dtype]))
     return found
 
 

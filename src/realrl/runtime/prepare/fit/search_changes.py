@@ -11,7 +11,15 @@ from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.runtime.prepare.compile import models
-from realrl.runtime.prepare.fit.change import Attempts, Change, Draft, in_order, list_halves, set_fields
+from realrl.runtime.prepare.fit.change import (
+    Attempts,
+    Change,
+    Draft,
+    in_order,
+    is_wide,
+    list_halves,
+    set_fields,
+)
 
 _MOST_DEVICES = 1024
 _SHORTEST = 64
@@ -42,7 +50,7 @@ def _narrower_types(experiment: Experiment) -> Iterator[Change]:
     graph = build_graph(experiment)
     # A moving average needs all digits of float32.
     averages = {average.role for average in graph.averages}
-    wide = [role for role, config in models(experiment).items() if config.dtype != "bfloat16"]
+    wide = [role for role, config in models(experiment).items() if is_wide(config)]
     wide = [role for role in wide if role not in averages]
     frozen = [role for role in wide if not graph.trained(role)]
     for roles in dict.fromkeys((tuple(frozen), tuple(wide))):
