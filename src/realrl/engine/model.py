@@ -249,7 +249,16 @@ def make_unsharded_model(
         data=single, tensor=single, pipeline=single, reverse_pipeline=single, mesh=single, embedding=None
     )
     layout = build_layout(shape, head, placement)
-    return Model(layout, 0, groups, dtype=dtype, device=device, temperature=temperature, products=products)
+    return Model(
+        layout,
+        0,
+        groups,
+        dtype=dtype,
+        device=device,
+        temperature=temperature,
+        part=TrainablePart(quantised=shape.quantised is not None),
+        products=products,
+    )
 
 
 def read_candidates(batch: Batch, candidates: Candidates | None) -> Tensor | None:

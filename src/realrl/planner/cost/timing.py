@@ -200,7 +200,7 @@ class Timing:
 
     @property
     def _further_operations(self) -> int:
-        """Operations that a layer of some models alone has forward: adapters, and a cast and a product by scales."""
+        """Operations of a layer forward for adapters, and to widen matrices: a cast, and a product by scales."""
         widened = 0 if self.sizes.shape.quantised is None else len(self.sizes.matmul_shapes)
         return self._adapter_operations + 2 * widened
 
