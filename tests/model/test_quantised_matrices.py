@@ -213,9 +213,7 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][3, 4] = float("inf")
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(
-        UserError, match=r"layers.1.mlp.down_proj.weight has values that are not finite"
-    ):
+    with pytest.raises(UserError, match=r"layers.1.mlp.down_proj.weight has values that are not finite"):
         read(path, quantised("plain", "fp8"))
 
 
