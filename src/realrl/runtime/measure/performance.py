@@ -115,11 +115,15 @@ class Performance:
             return
         model = self.models[done.call.model_role]
         shape, width = model.shape, model.width(done.place.strategy)
-        weights = shape.layers * count_layer_weights(shape) + count_head_weights(shape, model.head)
+        stored = (
+            width if shape.quantised is None else 1
+        )  # of a matrix, once per step; widening is no model's need
+        weights = stored * shape.layers * count_layer_weights(shape)
+        weights += width * count_head_weights(shape, model.head)
         cache = 2 * shape.layers * shape.kv_heads * shape.head_dim
         decoded = max(1, done.sum("decoded"))
         cached = decoded * average_context(shape, done.sum("cached") / decoded)
-        read = width * (steps * weights + cached * cache)
+        read = steps * weights + width * cached * cache
         yield "decode_bandwidth", read / (bandwidth * (done.seconds - prefill))
 
     def _flops(self, done: "_CallDone") -> float:
