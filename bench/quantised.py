@@ -2,8 +2,8 @@
 
 The models of the first two stages of the demo, at other precisions beside float32: scores of the ends of rated
 sentences, and log-probabilities of the tokens of reference sentences. A change is a mean of differences; its share
-is that of the standard deviation of what is compared. Also bytes of weights, seconds of all passes, each the shortest
-of three, and of widening a matrix of 4096 x 1024 numbers, on one thread.
+is that of the standard deviation of what is compared. Also bytes of weights, seconds of all passes, each the
+shortest of three, and of widening a matrix of 4096 x 1024 numbers, on one thread.
 
     make demo && python bench/quantised.py [--sentences N] [--json FILE]
 """

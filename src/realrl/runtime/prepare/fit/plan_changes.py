@@ -33,8 +33,9 @@ def list_plan_changes(
         yield from _file_changes(draft.plan, graph, peak, longest, offload)
     for role, config in models(draft.experiment).items():
         holds = any(part.role == role and part.kind is PartKind.PARAMETERS for part in peak.parts)
-        if not graph.trained(role) and holds and is_wide(config):
-            yield [set_fields(f"models.{role}.dtype=bfloat16")]
+        if not graph.trained(role) and holds and config.quantised is None:
+            types = ["bfloat16", "int8"] if is_wide(config) else ["int8"]
+            yield [set_fields(f"models.{role}.dtype={name}") for name in types]
 
 
 def _file_changes(

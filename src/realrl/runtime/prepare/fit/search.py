@@ -94,5 +94,6 @@ def _models(scenario: Scenario) -> str:
     names = {shape: name for name, shape in SHAPES.items()}
     roles: dict[str, list[str]] = {}
     for role, model in scenario.models.items():
-        roles.setdefault(names.get(model.shape, "models"), []).append(role)
+        plain = model.shape.model_copy(update={"lora": None, "quantised": None})
+        roles.setdefault(names.get(plain, "models"), []).append(role)
     return " and ".join(f"{name} ({', '.join(of)})" for name, of in roles.items())

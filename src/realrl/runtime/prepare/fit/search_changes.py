@@ -36,6 +36,7 @@ def list_search_changes(draft: Draft) -> Iterator[Attempts]:
     yield in_order(_narrower_types(draft.experiment))
     yield _more_nodes(draft.spec)
     yield in_order(_larger_devices(draft.spec))
+    yield in_order(_quantised(draft.experiment))
     yield in_order(_shorter_sequences(draft))
     yield in_order(islice(list_smaller_batches(draft.experiment), _MOST_HALVINGS))
 
@@ -56,6 +57,16 @@ def _narrower_types(experiment: Experiment) -> Iterator[Change]:
     for roles in dict.fromkeys((tuple(frozen), tuple(wide))):
         if roles:
             yield set_fields(*(f"models.{role}.dtype=bfloat16" for role in roles))
+
+
+def _quantised(experiment: Experiment) -> Iterator[Change]:
+    """Store the matrices of all roles that do not change as int8."""
+    graph = build_graph(experiment)
+    changing = {average.role for average in graph.averages}
+    changing |= {role for role in graph.roles if graph.trained(role)}
+    still = [role for role, of in models(experiment).items() if role not in changing and of.quantised is None]
+    if still:
+        yield set_fields(*(f"models.{role}.dtype=int8" for role in still))
 
 
 def _more_nodes(spec: ClusterSpec) -> Attempts:
