@@ -32,6 +32,7 @@ from realrl.model.quantised import QuantisedMatrix
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.recipe.settings import GenerationConfig
 from tests.checkpoint.test_adapters_on_disk import make_adapters, make_base
+from tests.checkpoint.test_memory_of_models import Allocations
 from tests.model.small_models import SHAPES, make_theirs, random_rows
 
 CPU = torch.device("cpu")
@@ -131,6 +132,22 @@ def test_matrices_are_quantised_by_rows_and_all_else_is_not(
         for row, found, scale in zip(rows.numpy(), ours.numpy(), scales.numpy(), strict=True):
             expected, factor = quantise_row(row, kind)
             assert (found == expected).all() and scale[0] == factor, spec.name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["plain", "gpt2", "phi3"])
+def test_nothing_larger_than_a_part_is_held_in_a_wide_type_while_reading(
+    name: str, kind: Quantisation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, shape = save(tmp_path, name), quantised(name, kind)
+    part = 4 * max(shape.hidden_size, shape.intermediate_size)
+    monkeypatch.setattr("realrl.checkpoint.stored.PART_ELEMENTS", part)
+    model = make_unsharded_model(shape, "lm", dtype=torch.float32, device=CPU)
+    with Allocations() as made:
+        huggingface.load(path, shape, model.layout.specs, model.parameters)
+    # Rows of heads in another order come together.
+    assert made.largest <= 4 * max(part, shape.head_dim * shape.hidden_size)
+    assert model.parameters[model.layout.specs[0].name].any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
