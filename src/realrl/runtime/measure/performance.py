@@ -115,9 +115,8 @@ class Performance:
             return
         model = self.models[done.call.model_role]
         shape, width = model.shape, model.width(done.place.strategy)
-        stored = (
-            width if shape.quantised is None else 1
-        )  # of a matrix, once per step; widening is no model's need
+        # Of what a step has to read; widening quantised matrices is beside that.
+        stored = width if shape.quantised is None else 1
         weights = stored * shape.layers * count_layer_weights(shape)
         weights += width * count_head_weights(shape, model.head)
         cache = 2 * shape.layers * shape.kv_heads * shape.head_dim
