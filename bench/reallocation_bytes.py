@@ -32,9 +32,9 @@ from datetime import date
 from multiprocessing import Pool
 from pathlib import Path
 
-from realrl.families.published import SHAPES
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
+from realrl.families.sizes.published import SHAPES
 from realrl.layout.layout import build_layout, local_tensor
 from realrl.layout.ranges import stage_layers
 from realrl.layout.routing.links import Links

@@ -35,7 +35,7 @@ from typing import Any
 
 from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
 from realrl.dataflow.call import Call, Kind
-from realrl.families.published import SHAPES
+from realrl.families.sizes.published import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec

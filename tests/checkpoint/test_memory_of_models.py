@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from realrl.checkpoint import headers, huggingface, portions
-from realrl.checkpoint.initial_weights import Weights
-from realrl.checkpoint.stored import read_parts
+from realrl.checkpoint.stored import Weights, read_parts
 from realrl.engine.flat import FlatBuffer
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape

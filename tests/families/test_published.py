@@ -3,8 +3,8 @@
 import pytest
 
 from realrl.families.config_json import check_writing
-from realrl.families.published import SHAPES
 from realrl.families.registry import model_tensors
+from realrl.families.sizes.published import SHAPES
 
 TOTALS = {
     "llama-2-7b": 6738415616,

@@ -119,9 +119,11 @@ def known_shape(config: ModelConfig) -> ModelShape | None:
 
 
 def _adapt(shape: ModelShape, config: ModelConfig) -> ModelShape:
-    """Add what a role trains beside its model."""
+    """Add what a role trains beside its model, or how it stores its matrices."""
     lora = config.lora if isinstance(config, TrainedModelConfig) else None
-    return shape if lora is None else shape.model_copy(update={"lora": lora})
+    if lora is None and config.quantised is None:
+        return shape
+    return shape.model_copy(update={"lora": lora, "quantised": config.quantised})
 
 
 def _known_base(config: ModelConfig) -> ModelShape | None:

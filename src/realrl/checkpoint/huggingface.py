@@ -21,11 +21,11 @@ from realrl.checkpoint.directory import (
     read_shape,
 )
 from realrl.checkpoint.headers import INDEX, SINGLE, Contents, StoredTensor, TensorFiles, find_tensors
-from realrl.checkpoint.initial_weights import Weights
 from realrl.checkpoint.origin import Origin
 from realrl.checkpoint.portions import Portion, join_portions, list_files, list_portions
+from realrl.checkpoint.quantisation import write_quantised
 from realrl.checkpoint.special_tokens import find_classifier_padding, find_saved_ids, list_stop_token_ids
-from realrl.checkpoint.stored import join_tensors, read_parts
+from realrl.checkpoint.stored import Weights, join_tensors, read_parts
 from realrl.checkpoint.tokenizer_files import Tokenizer, set_padding, write_tokenizer
 from realrl.checkpoint.writing import write_file
 from realrl.config.errors import UserError
@@ -35,6 +35,7 @@ from realrl.engine.finite import all_finite
 from realrl.families.adapter_config import ADAPTER_CONFIG, adapter_tensors, write_adapter_config
 from realrl.families.adapters import ADAPTERS
 from realrl.families.config_json import shape_to_hf
+from realrl.families.quantisation import is_scale
 from realrl.families.registry import find_family, model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import TensorSpec
@@ -77,7 +78,8 @@ def load(
     """Copy tensors of a model of this shape into a buffer, converting the type; returns names of missing ones.
 
     `tensors` are global. The buffer holds all of them whole or, with `regions`, only these regions of them,
-    from the first row on; nothing else is read.
+    from the first row on; nothing else is read. Matrices that are quantised are so as they are read, part by part,
+    and of these whole rows are, whose scales they have.
 
     Adapters in PEFT's format are merged into the model that they are for; unless `tensors` has adapters, which
     become these then.
@@ -91,6 +93,9 @@ def load(
         for name, stored in sorted(source.found.items(), key=lambda item: _place(item[1])):
             if regions is None or name in regions:
                 region = None if regions is None else regions[name]
+                if specs[name].quantised is not None:
+                    _read_quantised(source, files, specs[name], region, into)
+                    continue
                 for index, values in source.read_parts(files, specs[name], region):
                     own = into[name][index]
                     own.copy_(values)
@@ -98,6 +103,19 @@ def load(
                         raise _not_finite(stored, values, own.dtype)
         _check_repeated_head(source.contents, files, source.directory, regions)
     return [name for name in specs if name not in source.found]
+
+
+def _read_quantised(
+    source: "ModelFiles", files: TensorFiles, spec: TensorSpec, region: Region | None, into: Weights
+) -> None:
+    """Read a region of a quantised matrix, or all of it, and the scales of its rows."""
+    height, width = spec.shape if region is None else region.size
+    first, column = (0, 0) if region is None else region.offset
+    rows = Region(spec.name, (first, 0), (height, spec.shape[1]))
+    for (part,), values in source.read_parts(files, spec, rows):
+        if not all_finite(values):
+            raise _not_finite(source.found[spec.name], values, values.dtype)
+        write_quantised(into, spec, part, values, slice(column, column + width))
 
 
 def _place(stored: StoredTensor) -> tuple[Path, str]:
@@ -112,6 +130,7 @@ class ModelFiles:
         """UserError for what does not fit."""
         saved = find_saved_adapters(path)
         self._adapters = None if saved is None else AdapterFile(saved)
+        tensors = [spec for spec in tensors if not is_scale(spec)]
         own = [spec for spec in tensors if spec.parameter not in ADAPTERS]
         self.directory = local_directory(path if saved is None else saved.base)
         self.contents = find_tensors(self.directory, shape, own)

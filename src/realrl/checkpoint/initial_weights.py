@@ -3,20 +3,15 @@
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from realrl.checkpoint.quantisation import write_quantised
+from realrl.checkpoint.stored import Weights
 from realrl.families.shape import ModelShape
 from realrl.families.tensors import Init, TensorSpec
 from realrl.layout.region import Region
-
-
-class Weights(Protocol):
-    """Named tensors to write into."""
-
-    def __getitem__(self, name: str) -> Tensor: ...
 
 
 def initialise(
@@ -31,14 +26,15 @@ def initialise(
     `tensors` are global. `buffer` holds them whole or, with `regions`, these regions of them from the first
     row on.
 
-    Magnitudes of DoRA are left alone: they follow from other tensors (`Transformer.initialise_magnitudes`).
+    Magnitudes of DoRA are left alone: they follow from other tensors (`Transformer.initialise_magnitudes`). Scales
+    are written with the matrices that are quantised.
     Matrices that write to the residual stream are scaled by 1 / sqrt(2 * layers) (Radford et al. 2019,
     section 2.3). Each tensor depends on the seed and its own name only, so not on layout, order or device. Nothing
     but `_DRAWN_ELEMENTS`, or a row, is in memory besides.
     """
     for tensor in tensors:
         target = buffer[tensor.name]
-        if tensor.init is Init.MAGNITUDE:
+        if tensor.init in (Init.MAGNITUDE, Init.SCALE):
             continue
         if tensor.init in (Init.ONES, Init.ZEROS):
             target.fill_(float(tensor.init is Init.ONES))
@@ -46,8 +42,12 @@ def initialise(
         region = Region(tensor.name, (0,) * len(tensor.shape), tensor.shape)
         if regions is not None:
             region = regions[tensor.name]
+        columns = region.slices[1:]
         for rows, values in _draw(tensor, region, shape, seed):
-            target[rows].copy_(values)
+            if tensor.quantised is None:
+                target[rows].copy_(values[:, *columns])
+            else:
+                write_quantised(buffer, tensor, rows, values, *columns)
 
 
 _DRAWN_ELEMENTS = 2**24
@@ -55,8 +55,8 @@ _DRAWN_ELEMENTS = 2**24
 
 
 def _draw(tensor: TensorSpec, region: Region, shape: ModelShape, seed: int) -> Iterator[tuple[slice, Tensor]]:
-    """Draw a region of a tensor: rows of the region, and their values."""
-    rows, *columns = region.slices
+    """Draw the rows of a region of a tensor: rows of the region, and all of their values."""
+    rows = region.slices[0]
     step = max(1, _DRAWN_ELEMENTS // math.prod(tensor.shape[1:]))
     for number in range(rows.start // step, -(-rows.stop // step)):
         first = number * step
@@ -71,5 +71,4 @@ def _draw(tensor: TensorSpec, region: Region, shape: ModelShape, seed: int) -> I
             std = shape.init_std / (math.sqrt(2 * shape.layers) if tensor.init is Init.RESIDUAL else 1)
             values.normal_(0.0, std, generator=generator)
         start, stop = max(rows.start, first), min(rows.stop, first + len(values))
-        part = values[(slice(start - first, stop - first), *columns)]
-        yield slice(start - rows.start, stop - rows.start), part
+        yield slice(start - rows.start, stop - rows.start), values[start - first : stop - first]

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from realrl.checkpoint.initial_weights import Weights
-from realrl.checkpoint.stored import group_by_file_tensor, join_tensors
+from realrl.checkpoint.stored import Weights, group_by_file_tensor, join_tensors
 from realrl.families.tensors import TensorSpec
 from realrl.layout.layout import LocalTensor
 from realrl.layout.region import Region

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,12 @@ from realrl.layout.region import Region
 
 PART_ELEMENTS = 2**24
 """Elements that are read at a time: where they change their type on the way to a GPU, they are in memory twice."""
+
+
+class Weights(Protocol):
+    """Named tensors to write into."""
+
+    def __getitem__(self, name: str) -> Tensor: ...
 
 
 def read_parts(

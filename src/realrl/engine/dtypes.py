@@ -4,6 +4,7 @@ import torch
 
 from realrl.config.errors import UserError
 from realrl.config.machine.processor import choose_products
+from realrl.layout.sets import QUANTISED
 from realrl.model.arithmetic.ops import PLAIN, Products
 from realrl.plan.placement import Dtype
 
@@ -11,6 +12,11 @@ from realrl.plan.placement import Dtype
 def find_torch_dtype(dtype: Dtype) -> torch.dtype:
     """Find the type that parameters are stored in."""
     return torch.bfloat16 if dtype == "bfloat16" else torch.float32
+
+
+def find_set_dtype(parameter_set: str, dtype: torch.dtype) -> torch.dtype:
+    """Find the type that a parameter set is stored in, of a model whose parameters have a type."""
+    return torch.uint8 if parameter_set == QUANTISED else dtype
 
 
 def find_products(dtype: Dtype, device: torch.device, *, exact: bool = False) -> Products:

@@ -11,6 +11,7 @@ from realrl.algorithms.method import InferenceMethod, Metrics, ModelOutput
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import even_micro_batches, micro_batches
 from realrl.dataflow.call import Candidates
+from realrl.engine.dtypes import find_set_dtype
 from realrl.engine.local_set import LocalSet, Parameters
 from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.pass_counts import PassCounts
@@ -63,7 +64,7 @@ class Model:
         self.sets = {
             name: base
             if base is not None and name == BASE
-            else LocalSet(replace(layout, subset=of.tensors), rank, dtype, device)
+            else LocalSet(replace(layout, subset=of.tensors), rank, find_set_dtype(name, dtype), device)
             for name, of in sets.items()
         }
         """By name, in storage order."""
@@ -256,7 +257,16 @@ def make_unsharded_model(
         data=single, tensor=single, pipeline=single, reverse_pipeline=single, mesh=single, embedding=None
     )
     layout = build_layout(shape, head, placement)
-    return Model(layout, 0, groups, dtype=dtype, device=device, temperature=temperature, products=products)
+    return Model(
+        layout,
+        0,
+        groups,
+        dtype=dtype,
+        device=device,
+        temperature=temperature,
+        part=TrainablePart(quantised=shape.quantised is not None),
+        products=products,
+    )
 
 
 def read_candidates(batch: Batch, candidates: Candidates | None) -> Tensor | None:

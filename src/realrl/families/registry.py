@@ -14,6 +14,7 @@ from realrl.config.user_code import UserCode
 from realrl.families.adapters import add_adapters
 from realrl.families.family import Family, check_family
 from realrl.families.options import LayerOptions
+from realrl.families.quantisation import quantise_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Place, TensorSpec
 
@@ -59,7 +60,9 @@ def find_layer_options(shape: ModelShape) -> LayerOptions:
 def _tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
     family = find_family(shape.family)
     tensors = tuple(family.tensors(shape, head, find_layer_options(shape)))
-    return tensors if shape.lora is None else add_adapters(tensors, shape.lora)
+    if shape.lora is not None:
+        tensors = add_adapters(tensors, shape.lora)
+    return tensors if shape.quantised is None else quantise_tensors(tensors, shape.quantised)
 
 
 @cache

@@ -9,6 +9,7 @@ from realrl.config.base import DERIVED, Settings
 from realrl.families.adapters import LowRank
 from realrl.families.experts import Mixture
 from realrl.families.options import LayerOptions
+from realrl.families.tensors import Quantisation
 
 Head = Literal["lm", "scalar"]
 """`lm`: a next-token distribution per position; `scalar`: one number per position (reward and critic)."""
@@ -133,6 +134,8 @@ class ModelShape(Settings):
     """What layers compute; what the family's usually do where it is not given."""
     lora: LowRank | None = Field(default=None, json_schema_extra=DERIVED)
     """Low-rank adapters of a role (`models.ROLE.lora`), which are no part of its `config.json`."""
+    quantised: Quantisation | None = Field(default=None, json_schema_extra=DERIVED)
+    """What the matrices of layers are stored as (`models.ROLE.dtype`); None for the type of all else."""
 
     def for_lengths(self, longest: int) -> "ModelShape":
         """Return the shape for sequences of up to so many tokens, as `RopeScaling.long` needs to know."""

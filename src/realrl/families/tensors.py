@@ -47,6 +47,12 @@ Parameter = Literal[
     "down_lora_a",
     "down_lora_b",
     "down_magnitude",
+    "qkv_scale",
+    "out_scale",
+    "gate_up_scale",
+    "down_scale",
+    "experts_gate_up_scale",
+    "experts_down_scale",
 ]
 """Parameters of the transformer (`model/transformer.py`). One may consist of several tensors, stacked by rows:
 `qkv` of queries, keys and values, `gate_up` of gate and up, or of up alone where a feed-forward block has no gate.
@@ -54,7 +60,10 @@ In a mixture, `router` has a row for each expert, `experts_gate_up` is gate and 
 next one, and `experts_down` likewise.
 `positions` are learned vectors, `sinks` further scores of query heads. Norms are those of a block's input, and post
 norms of its output. A scalar head gives a reward model or a critic its numbers. The last ones are adapters
-of matrices (`families/adapters.py`)."""
+of matrices (`families/adapters.py`), and scales of quantised ones (`families/quantisation.py`)."""
+
+Quantisation = Literal["int8", "fp8"]
+"""Numbers of one byte that a frozen matrix is stored as; each of its rows has a scale."""
 
 
 class Axis(StrEnum):
@@ -93,6 +102,8 @@ class Init(StrEnum):
     """uniform(-1 / sqrt(columns), 1 / sqrt(columns)), as PEFT has it for A."""
     MAGNITUDE = "magnitude"
     """Norms of the rows of the matrix that is adapted."""
+    SCALE = "scale"
+    """Scales of the rows of the matrix that is quantised."""
 
 
 class Partial(StrEnum):
@@ -161,6 +172,9 @@ class TensorSpec:
     partial_gradient: Partial = Partial.NEVER
     stored: Stored | None = None
     """Where it is in files; None where a tensor of its name and shape is it."""
+    quantised: Quantisation | None = None
+    """What it is stored as, or what the matrix is whose scales it has; None where its elements are numbers of the
+    model's type."""
 
     @property
     def file_name(self) -> str:

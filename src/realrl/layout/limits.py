@@ -27,6 +27,9 @@ LANES = 16
 ADDED_ELEMENTS = 2**20
 """Elements of a matrix's gradient that are computed at a time where the product cannot add to what is there."""
 
+CPU_WIDENED = 2**18
+"""Numbers of a quantised matrix that are widened at a time on a CPU: what its caches hold."""
+
 SENDS_PER_STAGE = 4
 """Messages that a pipeline stage may have under way, for each stage of the pipeline: the buffers of older ones have
 surely arrived, and are freed."""

@@ -9,8 +9,14 @@ from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import TensorSpec
 
-BASE, TUNED = "base", "tuned"
-"""Set that every role has, and the set of a role that is trained in part: what training updates."""
+BASE, TUNED, QUANTISED = "base", "tuned", "quantised"
+"""Set that every role has, the set of a role that is trained in part: what training updates, and the set of a role
+whose matrices are quantised: these and their scales, as bytes."""
+
+
+def element_width(parameter_set: str, width: int) -> int:
+    """Find the bytes of an element of a set, in a model whose other sets have elements of `width` bytes."""
+    return 1 if parameter_set == QUANTISED else width
 
 
 @dataclass(frozen=True)
@@ -26,14 +32,20 @@ class TrainablePart:
     """Whether the embedding table is frozen, and with it a head that is tied to it."""
     adapters: bool = False
     """Whether only low-rank adapters are trained, and a scalar head."""
+    quantised: bool = False
+    """Whether matrices are quantised, so that nothing is trained."""
 
     @property
     def sets(self) -> Mapping[str, bool]:
         """Names of the role's sets in storage order -> whether training updates the set."""
+        if self.quantised:
+            return {BASE: True, QUANTISED: False}
         return {BASE: True} if self == WHOLE else {BASE: False, TUNED: True}
 
     def updates(self, tensor: TensorSpec, layers: int) -> bool:
         """Check whether training updates a tensor of a model with so many decoder layers."""
+        if self.quantised:
+            return tensor.quantised is None
         if self.adapters:
             return tensor.parameter in ADAPTERS or tensor.parameter == "scalar_head"
         if tensor.layer is not None:
@@ -48,7 +60,8 @@ WHOLE = TrainablePart()
 class ParameterSet:
     """Global tensors of a role, in storage order, that lie in one buffer per layout and move together.
 
-    A decoder layer's tensors are all in it or none of them is; adapters are in a set of their own.
+    A decoder layer's tensors are all in it or none of them is; adapters are in a set of their own, and so are
+    quantised matrices.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -69,6 +82,9 @@ def build_parameter_sets(
 
     A role that is not `trained` itself is divided as `part` says, too: it may follow one that is.
     """
+    assert part.quantised == (shape.quantised is not None), (
+        "a quantised model has a set for what is quantised"
+    )
     tensors = model_tensors(shape, head)
     found = {}
     for name, updated in part.sets.items():

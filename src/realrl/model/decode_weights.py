@@ -10,12 +10,14 @@ from realrl.model.arithmetic.grouped import Groups, grouped_linear, has_grouped_
 from realrl.model.arithmetic.ops import Products, linear
 from realrl.model.cpu.products import Panels
 from realrl.model.gpu.path import on_gpu
+from realrl.model.quantised import QuantisedMatrix, multiply_widened, widen_if_quantised
 
 
 class DecodeWeights:
     """Matrices of a shard while a generate call runs: packed where products of few rows are faster so, or exact.
 
-    They do not follow changes of the parameters.
+    They do not follow changes of the parameters. Quantised matrices are widened for each product instead: packed
+    ones would take the memory that these save.
     """
 
     def __init__(
@@ -24,18 +26,23 @@ class DecodeWeights:
         head: Tensor | None,
         products: Products,
         adapters: Mapping[int, Adapter] | None = None,
+        quantised: Mapping[int, QuantisedMatrix] | None = None,
         stacks: Iterable[Tensor] = (),
         mixture: Mixture | None = None,
     ) -> None:
         """`weights`: matrices of layers, as `multiply` gets them; `head`: that of the logits, on the last stage;
-        `adapters`: those of some of the matrices, by their `id`; `stacks`: those of a mixture's experts."""
+        `adapters` and `quantised`: those of some of the matrices, by their `id`; `stacks`: those of a mixture's
+        experts."""
+        self._quantised = quantised = quantised or {}
         fixed = {number: adapter.fix() for number, adapter in (adapters or {}).items()}
-        self.multiply = adapt(self._multiply, fixed)
+        self.multiply = adapt(multiply_widened(self._multiply, quantised), fixed)
         """Function that computes x @ weight.T + bias."""
         self._products = products
         self._head = head
         self._panels = {
-            id(weight): products.pack(weight) for weight in weights if products.packs and not on_gpu(weight)
+            id(weight): products.pack(weight)
+            for weight in weights
+            if products.packs and not on_gpu(weight) and id(weight) not in quantised
         }
         self._stacks: dict[int, Sequence[Panels]] = {}
         self.runs_ahead = True
@@ -45,7 +52,7 @@ class DecodeWeights:
             experts = stack.view(mixture.experts, -1, stack.shape[1])
             if on_gpu(stack):
                 self.runs_ahead &= has_grouped_kernel(experts, products)
-            elif products.packs:
+            elif products.packs and id(stack) not in quantised:
                 self._stacks[id(stack)] = [products.pack(weight) for weight in experts]
         packs_head = products.packs and head is not None and not on_gpu(head)
         self._packed_head = products.pack(head) if head is not None and packs_head else None
@@ -63,6 +70,7 @@ class DecodeWeights:
         """Multiply each row by the matrix of its group; see `grouped_linear`."""
         panels = self._stacks.get(id(stack))
         if panels is None:
+            stack = widen_if_quantised(stack, self._quantised, x.dtype)
             return grouped_linear(x, stack, groups, self._products, of_tokens=of_tokens)
         rows = groups.gather(x) if of_tokens else x
         out = rows.new_empty(len(rows), panels[0].columns)

@@ -28,6 +28,7 @@ from realrl.model.packing import Packing
 from realrl.model.paged_attention import CachedRows, CachePlaces
 from realrl.model.parallel.group import Group
 from realrl.model.parallel.tensor_parallel import TensorParallel
+from realrl.model.quantised import find_matrices
 from realrl.model.rotary import make_rotation
 
 AttentionFunction = Callable[[int, Tensor, AttentionRule], Tensor]
@@ -70,7 +71,7 @@ class Transformer(nn.Module):
                 return None
             name = parameter if layer is None else f"layers.{layer - shard.layers.start}.{parameter}"
             self.sources[name] = names
-            return nn.Parameter(weights(*names))
+            return nn.Parameter(found := weights(*names), requires_grad=found.is_floating_point())
 
         self.embedding = parameter(None, "embedding")
         self._embedding_scale = 1.0
@@ -81,10 +82,12 @@ class Transformer(nn.Module):
         self.positions = parameter(None, "positions")
         self.layers = nn.ModuleList(Layer(shard, i, partial(parameter, i)) for i in shard.layers)
         self._adapters: dict[int, Adapter] = {}
+        numbered = [*zip(shard.layers, self.layers, strict=True)]
         if shape.lora is not None:
-            for layer, number in zip(self.layers, shard.layers, strict=True):
+            for number, layer in numbered:
                 self._add_adapters(layer, number, shape.lora, tensors, weights, partial(parameter, number))
-        self._matrices = OwnMatrices(products, self._adapters)
+        self._quantised = find_matrices(numbered, parameter, shape.quantised)
+        self._matrices = OwnMatrices(products, self._adapters, self._quantised)
         self.norm = parameter(None, "norm")
         self.norm_bias = parameter(None, "norm_bias")
         self.lm_head = parameter(None, "lm_head")
@@ -216,6 +219,7 @@ class Transformer(nn.Module):
             self._head if self.shard.last else None,
             self._products,
             self._adapters,
+            self._quantised,
             [stack for layer in layers for stack in layer.stacks],
             self.shape.mixture,
         )

@@ -7,8 +7,8 @@ from realrl.config.errors import UserError
 from realrl.config.explain import brief, nearest
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.families.products import count_layer_weights
 from realrl.families.shape import ModelShape
+from realrl.families.sizes.products import count_layer_weights
 from realrl.plan.cluster import Cluster
 from realrl.plan.partition import split_by_weight, split_evenly
 from realrl.plan.placement import Mesh, Placement, Strategy, function_placement

@@ -10,7 +10,14 @@ from typing import get_args
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.limits import bucket_count
-from realrl.layout.sets import BASE, WHOLE, ParameterSet, TrainablePart, build_parameter_sets
+from realrl.layout.sets import (
+    BASE,
+    WHOLE,
+    ParameterSet,
+    TrainablePart,
+    build_parameter_sets,
+    element_width,
+)
 from realrl.plan.placement import ELEMENT_BYTES, Dtype, Placement, Strategy
 from realrl.program.instructions import Instruction, Load, Offload, Program, Reallocate, Release, StateKind
 from realrl.program.shared_bases import find_holders, order_sharers
@@ -41,7 +48,7 @@ class StoredModel:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a parameter."""
+        """Bytes of a parameter that is not quantised."""
         return ELEMENT_BYTES[self.dtype]
 
     def dtype_under(self, strategy: Strategy) -> Dtype:
@@ -49,7 +56,7 @@ class StoredModel:
         return self.dtype if strategy.dtype is None else strategy.dtype
 
     def width(self, strategy: Strategy) -> int:
-        """Compute the bytes of a parameter, and of an activation, under a strategy."""
+        """Compute the bytes of a parameter that is not quantised, and of an activation, under a strategy."""
         return ELEMENT_BYTES[self.dtype_under(strategy)]
 
 
@@ -171,7 +178,7 @@ class Memory:
         if state == "optimizer" and not stored.sets[name].trainable:
             return {}
         dp, number = placement.strategy.dp, self._parameters(role, name, placement, rank)
-        size = number * stored.width(placement.strategy)
+        size = number * element_width(name, stored.width(placement.strategy))
         if state == "optimizer":
             # Float32 of the shard: two moments, and a master copy where parameters have a lower precision. On the
             # device also the full gradients and, unless the rank has all of it, their reduced shard.

@@ -11,6 +11,7 @@ from realrl.recipe.algorithm import AlgorithmSpec, get_spec
 from realrl.recipe.evaluation_checks import find_evaluation_problems, find_metric_problems
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
+from realrl.recipe.model import ModelConfig, TrainedModelConfig
 from realrl.recipe.settings import GenerationConfig
 
 
@@ -30,7 +31,9 @@ def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
             update = {name: getattr(source, name) for name in ("path", "family", "shape", "tokenizer")}
         dtype_from = of.dtype_from or weights_from
         if dtype_from is not None and "dtype" not in model.model_fields_set:
-            update["dtype"] = getattr(models, dtype_from).dtype
+            source = getattr(models, dtype_from)
+            # How a model is stored says nothing about another one.
+            update["dtype"] = "auto" if source.quantised else source.dtype
         filled[role] = model.model_copy(update=update)
     bound = experiment.model_copy(update={"models": models.model_copy(update=filled)})
     bound._spec = spec
@@ -52,22 +55,26 @@ def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
 def _settle_dtypes(experiment: Experiment, graph: DataflowGraph) -> Experiment:
     """Replace `auto`: bfloat16 on GPUs; on CPUs float32, mixed where the processor multiplies clearly faster so.
 
-    Roles that follow another one by a moving average stay in float32 on GPUs: it needs all of its digits.
+    Roles that follow another one by a moving average stay in float32 on GPUs: it needs all of its digits. Roles
+    whose matrices are quantised compute in the same type.
     """
     models = experiment.models
-    open_roles = [
-        role for role in type(models).model_fields if getattr(getattr(models, role), "dtype", None) == "auto"
-    ]
-    if not open_roles:
+    fields = {
+        role: "dtype" if model.dtype == "auto" else "computes_in"
+        for role in type(models).model_fields
+        if isinstance(model := getattr(models, role), ModelConfig)
+        and (model.dtype == "auto" or model.quantised)
+    }
+    if not fields:
         return experiment
     averaged = {average.role for average in graph.averages if average.factor < 1}
     gpu = computes_on_gpus(experiment.device, experiment.cluster)
     full = "float32" if gpu or not choose_products().bfloat16 else "mixed"
     settled = {
         role: getattr(models, role).model_copy(
-            update={"dtype": "bfloat16" if gpu and role not in averaged else full}
+            update={field: "bfloat16" if gpu and role not in averaged else full}
         )
-        for role in open_roles
+        for role, field in fields.items()
     }
     return experiment.model_copy(update={"models": models.model_copy(update=settled)})
 
@@ -107,12 +114,31 @@ def _graph_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[st
                 f"data.batch={batch} is not divisible by the {call.minibatches} mini-batches of {call.name};"
                 f" make it a multiple of {call.minibatches}, or choose another number of mini-batches"
             )
+    yield from _quantisation_problems(experiment, graph)
     for average in graph.averages:
         dtype = getattr(experiment.models, average.role).dtype
         if dtype == "bfloat16" and average.factor < 1:
             yield (
                 f"models.{average.role}.dtype={dtype}: {average.role} follows {average.source} by a moving average,"
                 " which needs float32; in bfloat16 small steps are rounded away"
+            )
+
+
+def _quantisation_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
+    followed = {average.role: average.source for average in graph.averages}
+    for role in get_spec(experiment).roles_of(experiment):
+        model = getattr(experiment.models, role)
+        if model.quantised is None:
+            continue
+        changes = None
+        if isinstance(model, TrainedModelConfig):
+            changes = "is trained"
+        elif role in followed:
+            changes = f"follows {followed[role]}"
+        if changes is not None:
+            yield (
+                f"models.{role}.dtype={model.dtype}: {role} {changes}, and quantised weights cannot change;"
+                " choose auto, float32, mixed or bfloat16"
             )
 
 

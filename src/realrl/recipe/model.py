@@ -1,7 +1,7 @@
 """Settings of each model of a run."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     Field,
@@ -14,15 +14,16 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from realrl.config.base import Settings
+from realrl.config.base import DERIVED, Settings
 from realrl.config.explain import CONSEQUENCE, brief
 from realrl.config.paths import local_path
 from realrl.families.adapters import LowRank
 from realrl.families.config_json import check_writing
-from realrl.families.find import find_shape
-from realrl.families.published import SHAPES
 from realrl.families.registry import find_family
 from realrl.families.shape import ModelShape
+from realrl.families.sizes.find import find_shape
+from realrl.families.sizes.published import SHAPES
+from realrl.families.tensors import Quantisation
 
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
 """How much of a moving average stays per step."""
@@ -76,11 +77,26 @@ class ModelConfig(Settings):
     )
     tokenizer: str | None = None
     """Tokenizer directory or hub name; taken from `path` when not given."""
-    dtype: Literal["auto", "float32", "mixed", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "mixed", "bfloat16", "int8", "fp8"] = "auto"
     """Type of the weights in computation. `mixed`, for CPUs, is float32 with matrix products that round their
     operands to bfloat16 and add up in float32. `auto` is bfloat16 on GPUs, and on CPUs `mixed` where the processor
     multiplies faster so, which is measured once and kept, else float32. Trained bfloat16 models keep float32 master
-    weights."""
+    weights. `int8` and `fp8` are for roles that are not trained: they store the matrices of layers in a byte per
+    number, which saves memory and takes time, and compute in what `auto` is."""
+    computes_in: Literal["float32", "mixed", "bfloat16"] | None = Field(
+        default=None, exclude=True, json_schema_extra=DERIVED
+    )
+    """What `auto` is for a role whose matrices are quantised."""
+
+    @property
+    def quantised(self) -> Quantisation | None:
+        """Numbers that the matrices of layers are stored as; None where they have the type of all else."""
+        return next((name for name in get_args(Quantisation) if name == self.dtype), None)
+
+    @property
+    def compute_dtype(self) -> str:
+        """Type of the computation, and of all weights but quantised ones; `auto` until that has been replaced."""
+        return self.computes_in or self.dtype
 
     @property
     def has_source(self) -> bool:
@@ -122,7 +138,16 @@ class ModelConfig(Settings):
         if value is not None:
             if value.lora is not None:
                 raise ValueError("adapters are settings of a role: write models.ROLE.lora")
+            if value.quantised is not None:
+                raise ValueError("how a role stores its matrices is its own setting: write models.ROLE.dtype")
             check_writing(value)
+        return value
+
+    @field_validator("computes_in")
+    @classmethod
+    def _is_derived(cls, value: str | None) -> str | None:
+        if value is not None:
+            raise ValueError("follows from dtype and the device")
         return value
 
     @field_validator("family")

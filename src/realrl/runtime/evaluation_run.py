@@ -152,6 +152,7 @@ def replace_model(experiment: Experiment) -> Experiment:
     role = next(call.model_role for call in graph.calls if call.kind is Kind.GENERATE)
     mine = getattr(experiment.models, role)
     other = ModelConfig(path=experiment.evaluation.against, dtype=mine.dtype)
+    other = other.model_copy(update={"computes_in": mine.computes_in})
     changed = mine.model_copy(update={name: getattr(other, name) for name in ModelConfig.model_fields})
     quiet = experiment.evaluation.model_copy(update={"against": None})
     # Its answers to the prompts are compared, and their rewards: what else is asked of evaluations is not its own.

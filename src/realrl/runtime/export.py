@@ -10,12 +10,12 @@ import torch
 
 from realrl.checkpoint import huggingface
 from realrl.checkpoint.directory import find_base, find_model_shape
-from realrl.checkpoint.initial_weights import Weights
 from realrl.checkpoint.origin import read_origin
 from realrl.checkpoint.portions import Portion, list_portions, take_whole
 from realrl.checkpoint.state.manifest import CheckpointError, Manifest, read_manifest
 from realrl.checkpoint.state.pieces import TensorPieces
 from realrl.checkpoint.state.reader import check_tensors, read_state
+from realrl.checkpoint.stored import Weights
 from realrl.config.errors import RunError, UserError
 from realrl.config.files import as_os_error, reason_of
 from realrl.engine.dtypes import find_torch_dtype
@@ -85,7 +85,7 @@ class _Exported:
 
     def __init__(self, role: str, config: ModelConfig, head: Head, max_shard_bytes: float) -> None:
         self._role, self._config, self._head, self._max_shard_bytes = role, config, head, max_shard_bytes
-        self.shape, self.dtype = find_model_shape(config), find_torch_dtype(DTYPES[config.dtype])
+        self.shape, self.dtype = find_model_shape(config), find_torch_dtype(DTYPES[config.compute_dtype])
         self._whole = self.shape.model_copy(update={"lora": None})
         self.portions = list_portions(model_tensors(self._whole, self._head), self.dtype)
 

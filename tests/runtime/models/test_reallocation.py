@@ -19,6 +19,7 @@ from realrl.layout.layout import Layout, build_layout
 from realrl.layout.limits import CPU_MESSAGES, GPU_MESSAGES, MessageLimits
 from realrl.layout.routing.chunks import group_tensors
 from realrl.layout.routing.routes import reallocate
+from realrl.layout.sets import QUANTISED, TrainablePart, build_parameter_sets
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.runtime.processes.environment import leave
@@ -287,6 +288,33 @@ def no_more_buffers_are_kept_than_the_planner_counts(bench: Bench) -> Iterator[s
         yield f"{bench.staging.nbytes} bytes"
 
 
+def quantised_matrices_go_there_and_back(bench: Bench) -> Iterator[str]:
+    shape = SHAPE.model_copy(update={"quantised": "int8"})
+    subset = build_parameter_sets(shape, "lm", TrainablePart(quantised=True), trained=False)[
+        QUANTISED
+    ].tensors
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        spec.name: torch.randint(256, spec.shape, dtype=torch.uint8, generator=generator) for spec in subset
+    }
+    layouts = [
+        build_layout(shape, "lm", place(0, *s), subset) for s in ((1, 3, 2), (2, 2, 1), (1, 1, 8), (1, 8, 1))
+    ]
+    for source, target in zip(layouts, [*layouts[1:], layouts[0]], strict=True):
+        held = filled(source, bench.rank, tensors, torch.uint8)
+        for a, b in ((source, target), (target, source)):
+            if takes_part(bench.rank, a.placement, b.placement):
+                moved = Reallocator(
+                    reallocate(a, b, CLUSTERS[0]), bench.process, label="ref", staging=bench.staging, verify=True,
+                    dtypes=(torch.uint8, torch.uint8),
+                )  # fmt: skip
+                arrived = empty(b, bench.rank, torch.uint8)
+                moved.run(held, arrived)
+                held = arrived
+                if not same(held, filled(b, bench.rank, tensors, torch.uint8)):
+                    yield f"{a.placement.layout} -> {b.placement.layout}"
+
+
 SCENARIOS: dict[str, Callable[[Bench], Iterator[str]]] = {
     f.__name__: f
     for f in (
@@ -299,6 +327,7 @@ SCENARIOS: dict[str, Callable[[Bench], Iterator[str]]] = {
         a_corrupted_message_is_noticed,
         ranks_that_disagree_are_named,
         twenty_round_trips_leak_nothing,
+        quantised_matrices_go_there_and_back,
     )
 }
 

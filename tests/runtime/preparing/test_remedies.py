@@ -99,7 +99,7 @@ def test_a_moving_average_stays_in_float32(rate: str, frozen: set[str]) -> None:
 
 def test_shorter_answers_are_ones_that_the_recipe_allows() -> None:
     of = draft("a100-80g:1x1", "generation.min_new_tokens=100")
-    assert texts(list(list_search_changes(of))[3]) == [
+    assert texts(list(list_search_changes(of))[4]) == [
         "generation.max_new_tokens=64 generation.min_new_tokens=64"
     ]
 
@@ -107,7 +107,7 @@ def test_shorter_answers_are_ones_that_the_recipe_allows() -> None:
 def test_measured_prompts_are_cut_off_as_the_recipe_says() -> None:
     of = draft("a100-80g:1x1", "data.max_tokens=2000", "data.max_prompt_tokens=800")
     of = replace(of, measured=Measured(prompts=(10, 500), answers=(3, 4)))
-    change = next(list(list_search_changes(of))[3])
+    change = next(list(list_search_changes(of))[4])
     assert change.text == "data.max_prompt_tokens=250"
     assert change.apply(of).scenario().workload.prompts == (10, 250)
 

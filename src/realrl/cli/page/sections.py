@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from realrl.cli.page.text import (
     format_count,
+    format_dtype,
     format_parameters,
     format_seconds,
     format_share,
@@ -144,7 +145,7 @@ def list_models(report: "PlanReport") -> list[ModelEntry]:
     """List each model once, with the roles that have it."""
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for role, model in report.scenario.models.items():
-        detail = f"{format_parameters(model)} · {'bfloat16' if model.element_bytes == 2 else 'float32'}"
+        detail = f"{format_parameters(model)} · {format_dtype(model)}"
         found.setdefault((name_model(model), detail), []).append((role, find_role_class(report, role)))
     return [ModelEntry(tuple(roles), *key) for key, roles in found.items()]
 

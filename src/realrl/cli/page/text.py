@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from realrl.families.products import count_block_weights
-from realrl.families.published import SHAPES
+from realrl.families.quantisation import is_scale
 from realrl.families.registry import model_tensors
+from realrl.families.sizes.products import count_block_weights
+from realrl.families.sizes.published import SHAPES
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.simulate.memory_part import MemoryPart
@@ -68,7 +69,7 @@ def format_extras(placement: Placement) -> str:
 
 def name_model(model: StoredModel) -> str:
     """Name a model by its published shape, else by its number of parameters."""
-    plain = model.shape.model_copy(update={"lora": None})
+    plain = model.shape.model_copy(update={"lora": None, "quantised": None})
     known = next((name for name, shape in SHAPES.items() if shape == plain), None)
     return known or f"{format_parameters(model)} parameters"
 
@@ -78,12 +79,19 @@ def format_parameters(model: StoredModel) -> str:
 
     Active are those that a token meets in a mixture.
     """
-    number = sum(tensor.numel for tensor in model_tensors(model.shape, model.head))
+    tensors = model_tensors(model.shape, model.head)
+    number = sum(tensor.numel for tensor in tensors if not is_scale(tensor))
     text, mixture = format_count(number).replace("G", "B"), model.shape.mixture
     if mixture is None:
         return text
     others = model.shape.layers * (mixture.experts - mixture.per_token) * count_block_weights(model.shape)
     return f"{text} ({format_count(number - others).replace('G', 'B')} active)"
+
+
+def format_dtype(model: StoredModel) -> str:
+    """Format the type of a model's weights, for example `bfloat16` or `int8 and bfloat16`."""
+    rest = "bfloat16" if model.element_bytes == 2 else "float32"
+    return rest if model.shape.quantised is None else f"{model.shape.quantised} and {rest}"
 
 
 def format_devices(spec: ClusterSpec) -> str:

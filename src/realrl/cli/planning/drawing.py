@@ -9,6 +9,7 @@ from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.layout import build_layout
 from realrl.layout.routing.routes import reallocate
+from realrl.layout.sets import element_width
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES
 from realrl.plan.plan import Plan
@@ -132,6 +133,7 @@ def format_reallocations(programs: Sequence[Program], memory: Memory, cluster: C
                 build_layout(of.shape, of.head, place, of.sets[move.parameter_set].tensors)
                 for of, place in ((old, move.source), (new, move.target))
             )
+            width = element_width(move.parameter_set, width)
             routes = reallocate(source, target, cluster)
             links = routes.bytes_by_link(width)
             busiest = max(max(b.sent, b.received) for b in routes.bytes_by_rank(width).values())

@@ -15,8 +15,8 @@ def print_models(
     from rich.table import Table
 
     from realrl.cli.page.text import format_count
-    from realrl.families.published import SHAPES
     from realrl.families.registry import find_family, list_families, model_tensors
+    from realrl.families.sizes.published import SHAPES
 
     families = {name: find_family(name) for name in (list_families() if family is None else (family,))}
     found = {

@@ -78,7 +78,10 @@ def make_table(*columns: str) -> Table:
 
 def _setting(report: PlanReport, source: str) -> Text:
     scenario = report.scenario
-    roles = {role: name_model(model) for role, model in scenario.models.items()}
+    roles = {
+        role: f"{name_model(model)}{f' in {model.shape.quantised}' if model.shape.quantised else ''}"
+        for role, model in scenario.models.items()
+    }
     models = [
         f"{name} ({', '.join(role for role in roles if roles[role] == name)})"
         for name in dict.fromkeys(roles.values())

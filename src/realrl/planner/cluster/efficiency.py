@@ -78,6 +78,10 @@ class Efficiency:
     """Bytes of traffic per parameter of an optimizer shard: norm (12), clipping (8), AdamW (28), cast to
     bfloat16 (6)."""
 
+    cpu_fp8_widening: float = 9.0
+    """Seconds to widen an fp8 matrix on a CPU relative to an int8 one, whose conversion alone torch has for vectors
+    (`bench/quantised.py`)."""
+
     forward_operations: int = 20
     """Kernels launched for a layer forward; backward launches twice as many."""
     expert_operations: int = 22

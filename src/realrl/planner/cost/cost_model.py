@@ -12,7 +12,7 @@ from realrl.layout.layout import build_layout
 from realrl.layout.limits import message_limits
 from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import reallocate
-from realrl.layout.sets import BASE, TrainablePart
+from realrl.layout.sets import BASE, TrainablePart, element_width
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DeviceKind
@@ -144,7 +144,7 @@ class CostModel:
         )
         links = _slowest(self._node_links[self.spec.node(place.mesh.first)] for place in (source, target))
         routes = reallocate(source_layout, target_layout, self.spec.cluster, links)
-        return routes.seconds(links, _narrower(model, source, target))
+        return routes.seconds(links, element_width(parameter_set, _narrower(model, source, target)))
 
     def exchange(self, graph: DataflowGraph, workload: Workload) -> ExchangeModel:
         """Build the time model of data exchange between the calls of a graph."""

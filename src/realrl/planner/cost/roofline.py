@@ -1,5 +1,6 @@
 """Roofline time model of a layer, for sizes that have not been measured."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
@@ -49,6 +50,7 @@ class Roofline:
             + self._elementwise(tokens)
             + self.adapters(tokens)
             + self.experts(tokens)
+            + self.widen(self.sizes.widened_shapes)
         )
 
     def experts(self, rows: float) -> float:
@@ -74,6 +76,19 @@ class Roofline:
                 seconds += self.traffic((weights + 2 * rows * adapter.rows) * self.element_bytes)
                 seconds += self.matmul(adapter.rows, adapter.rank, adapter.inputs)
         return seconds
+
+    def widen(self, matrices: Sequence[tuple[int, int]]) -> float:
+        """Time widening quantised matrices for their products, which read them in the type of the computation.
+
+        A number is read as a byte and written; on a GPU a second kernel multiplies it by its scale.
+        """
+        if self.sizes.shape.quantised is None:
+            return 0.0
+        passes = 1 if self.device.cpu else 3
+        elements = sum(rows * columns for rows, columns in matrices)
+        seconds = self.traffic(elements * (1 + passes * self.element_bytes))
+        slow = self.device.cpu and self.sizes.shape.quantised == "fp8"
+        return seconds * (self.efficiency.cpu_fp8_widening if slow else 1)
 
     def layer_backward(self, tokens: float, squares: float) -> float:
         """Time a layer backward: two matmuls for each, attention 2.5 times (arXiv 2307.08691, section 3.1).
@@ -117,12 +132,13 @@ class Roofline:
             2 * rows * average_context(self.sizes.shape, context) * self.sizes.cache_dim * self.element_bytes
         )
         products = sum(self.matmul(rows, *matrix) for matrix in self.sizes.matmul_shapes)
-        products += self.experts(rows)
+        products += self.experts(rows) + self.widen(self.sizes.widened_shapes)
         return products + self.traffic(cache) + self._elementwise(rows) + self.adapters(rows)
 
     def qkv(self, tokens: float) -> float:
         """Time the queries, keys and values of a layer."""
-        return self.matmul(tokens, self.sizes.q_dim + 2 * self.sizes.kv_dim, self.sizes.shape.hidden_size)
+        matrix = self.sizes.matmul_shapes[0]
+        return self.matmul(tokens, *matrix) + self.widen([matrix])
 
     def sample(self, rows: float) -> float:
         """Time logits and sampling of the next token of `rows` sequences."""

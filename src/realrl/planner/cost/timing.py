@@ -88,9 +88,9 @@ class Timing:
         """Time a layer forward."""
         measured = self._measured_of("forward", size)
         if measured is not None:
-            return DeviceHostTime(self._exact * (measured + self.roofline.adapters(size.tokens)))
+            return DeviceHostTime(self._exact * (measured + self._unmeasured(size.tokens)))
         layer = self._exact * self.roofline.layer(size.tokens, size.squares)
-        return self._device_host_time(layer, self.efficiency.forward_operations + self._more_operations)
+        return self._device_host_time(layer, self.efficiency.forward_operations + self._further_operations)
 
     def backward(self, size: BatchSize) -> DeviceHostTime:
         """Time a layer backward without recomputation, gradient accumulation included."""
@@ -107,7 +107,7 @@ class Timing:
         adding = self.roofline.traffic(self.efficiency.gradient_bytes * elements)
         device = self.roofline.layer_backward(size.tokens, size.squares) + adding
         return self._device_host_time(
-            device, 2 * (self.efficiency.forward_operations + self._more_operations)
+            device, 2 * (self.efficiency.forward_operations + self._further_operations)
         )
 
     def _trained_share(self, size: BatchSize) -> float:
@@ -140,7 +140,7 @@ class Timing:
         measured = self._measured_of("prefill", size)
         if measured is None:
             return self.forward(size)
-        return DeviceHostTime(self._exact * (measured + self.roofline.adapters(size.tokens)))
+        return DeviceHostTime(self._exact * (measured + self._unmeasured(size.tokens)))
 
     def start(self, size: BatchSize) -> float:
         """Time all of a pass that prefills but its layers, with the last layer's keys and values.
@@ -149,16 +149,16 @@ class Timing:
         """
         measured = self._measured_of("start", size)
         if measured is not None:
-            return measured
+            return measured + self.roofline.widen(self.sizes.matmul_shapes[:1])
         return self._exact * self.roofline.qkv(size.tokens)
 
     def decode(self, rows: float, context: float) -> DeviceHostTime:
         """Time a layer of a decode step of `rows` sequences."""
         measured = self._measured("decode", rows, context)
         if measured is not None:
-            return DeviceHostTime(self._exact * (measured + self.roofline.adapters(rows)))
+            return DeviceHostTime(self._exact * (measured + self._unmeasured(rows)))
         device = self._exact * self.roofline.decode(rows, context)
-        return self._launched(device, self.efficiency.decode_operations + self._more_operations)
+        return self._launched(device, self.efficiency.decode_operations + self._further_operations)
 
     def decode_step_overhead(self, rows: float) -> float:
         """Time the work of a decode step on every stage outside its layers; 0 in the roofline."""
@@ -197,18 +197,24 @@ class Timing:
         """Seconds of a forward pass relative to one that is not exact."""
         return self.efficiency.exact_forward if self.exact else 1.0
 
-    @property
-    def _more_operations(self) -> int:
-        """Operations forward that not every layer has: of a mixture, and of adapters.
+    def _unmeasured(self, rows: float) -> float:
+        """Seconds of what a layer computes forward and no profile has: adapters, and widening of matrices."""
+        return self.roofline.adapters(rows) + self.roofline.widen(self.sizes.widened_shapes)
 
-        Adapters have a product with A and its scaling; for each block two more.
+    @property
+    def _further_operations(self) -> int:
+        """Operations forward that not every layer has: of adapters and experts, and to widen matrices.
+
+        Adapters have a product with A and its scaling; for each block two more. A matrix is widened by a cast, and
+        multiplied by scales.
         """
-        adapters = sum(2 + 2 * len(adapter.blocks) + 8 * adapter.dora for adapter in self.sizes.adapters)
-        if not self.sizes.experts:
-            return adapters
-        # On a CPU there is a product for each expert.
-        loops = 2 * self.sizes.experts if self.device.cpu else 0
-        return adapters + self.efficiency.expert_operations + loops
+        operations = sum(2 + 2 * len(adapter.blocks) + 8 * adapter.dora for adapter in self.sizes.adapters)
+        operations += 2 * len(self.sizes.widened_shapes)
+        if self.sizes.experts:
+            # On a CPU there is a product for each expert.
+            loops = 2 * self.sizes.experts if self.device.cpu else 0
+            operations += self.efficiency.expert_operations + loops
+        return operations
 
     @property
     def _scalar(self) -> bool:

@@ -15,7 +15,11 @@ from realrl.plan.placement import ELEMENT_BYTES, Dtype, Strategy
 from realrl.planner.memory.kv_cache import kv_cache_bytes
 from realrl.planner.memory.layer import LayerMemory
 from realrl.planner.memory.logits import Logits
-from realrl.planner.memory.packed_weights import packed_weight_bytes, packing_bytes
+from realrl.planner.memory.packed_weights import (
+    packed_weight_bytes,
+    packing_bytes,
+    widened_matrix_bytes,
+)
 from realrl.planner.workload.shard_sizes import LocalSizes
 
 Parts = Mapping[str, int]
@@ -150,10 +154,14 @@ class Activations:
         return Logits(self.sizes, self.element_bytes, self.cpu, self.candidates)
 
     def _forward(self, tokens: float, stage: int, chunks: int) -> int:
-        """Bytes in a stage's layers without gradients, when all chunks but one have been sent on."""
+        """Bytes in a stage's layers without gradients, when all chunks but one have been sent on.
+
+        A quantised matrix is widened while activations are; which of them are at their peak is not looked at.
+        """
         sent = self._sent(tokens, 0 if stage == self._last else chunks - 1)
         received = self.layer.stream if stage else 0
-        return sent + self.layer.forward_bytes(tokens, received) + self._shared(tokens)
+        widened = widened_matrix_bytes(self.sizes, self.dtype)
+        return sent + self.layer.forward_bytes(tokens, received) + self._shared(tokens) + widened
 
     def _expected(self, tokens: float, stage: int, later: int) -> int:
         """Bytes of the posted receive from the previous stage, if there is a later micro-batch."""

@@ -12,7 +12,7 @@ from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.limits import bucket_count, message_limits
 from realrl.layout.ranges import stage_layers
-from realrl.layout.sets import BASE, TrainablePart
+from realrl.layout.sets import BASE, TrainablePart, element_width
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.cluster.efficiency import Efficiency
@@ -99,17 +99,15 @@ class MemoryModel:
 
     def parameters(self, model: StoredModel, placement: Placement) -> int:
         """Compute the bytes of a copy of the parameters on the peak device of a placement."""
-        stages = zip(*self._elements(model, placement).values(), strict=True)
-        return model.width(placement.strategy) * max(map(sum, stages))
+        return max(self._stage_bytes(model, placement))
 
     def set_bytes(self, model: StoredModel, placement: Placement) -> dict[str, int]:
         """Compute the bytes of a copy of each parameter set, on the device that has most of it."""
-        width = model.width(placement.strategy)
-        return {name: width * max(stages) for name, stages in self._elements(model, placement).items()}
+        return {name: max(stages) for name, stages in self._set_bytes(model, placement).items()}
 
     def base_bytes(self, model: StoredModel, placement: Placement) -> int:
         """Compute the bytes of a copy of the base set, on the device that has least of it."""
-        return model.width(placement.strategy) * min(self._elements(model, placement)[BASE])
+        return min(self._set_bytes(model, placement)[BASE])
 
     def state(self, model: StoredModel, placement: Placement) -> int:
         """Compute the bytes that optimizer offloading frees on the peak device: gradients and optimizer state."""
@@ -140,12 +138,12 @@ class MemoryModel:
         if key not in self._needs:
             strategy = placement.strategy
             width = model.width(placement.strategy)
-            stored = map(sum, zip(*self._elements(model, placement).values(), strict=True))
             trained = self._trained(model, placement)
+            stored = self._stage_bytes(model, placement)
             stages = zip(stored, trained, self._dynamic(call, model, placement, workload), strict=True)
             needs = []
-            for elements, updated, dynamic in stages:
-                static = {"parameters": elements * width}
+            for size, updated, dynamic in stages:
+                static = {"parameters": size}
                 if call.kind is Kind.TRAIN:
                     static |= _state(updated, strategy.dp, width)
                 needs.append(MemoryNeed(static, dynamic))
@@ -227,11 +225,18 @@ class MemoryModel:
         ends = accumulate(group.nodes for group in self.spec.groups)
         return list(zip(ends, self.spec.groups, strict=True))
 
-    def _elements(self, model: StoredModel, placement: Placement) -> dict[str, tuple[int, ...]]:
-        """Elements that each stage stores of each parameter set."""
+    def _set_bytes(self, model: StoredModel, placement: Placement) -> dict[str, tuple[int, ...]]:
+        """Bytes that each stage stores of each parameter set."""
         sizes = self._local(model, placement).sets
-        strategy = placement.strategy
-        return {name: _padded(of, strategy.dp, strategy.pp) for name, of in sizes.items()}
+        strategy, width = placement.strategy, model.width(placement.strategy)
+        return {
+            name: tuple(element_width(name, width) * n for n in _padded(of, strategy.dp, strategy.pp))
+            for name, of in sizes.items()
+        }
+
+    def _stage_bytes(self, model: StoredModel, placement: Placement) -> tuple[int, ...]:
+        """Bytes of parameters that each stage stores."""
+        return tuple(map(sum, zip(*self._set_bytes(model, placement).values(), strict=True)))
 
     def _trained(self, model: StoredModel, placement: Placement) -> tuple[int, ...]:
         """Elements that each stage stores of what training updates."""

@@ -1,18 +1,19 @@
 """Memory of the packed weights that decode steps on a CPU may multiply by (`model.decode_weights`), on one TP rank.
 
-Exact training and inference pack each matrix for its product, and free it after it. Whether a generate call packs
-weights is a choice of the machine that it runs on: what is counted is an upper bound.
+Exact training and inference pack each matrix for its product, and free it after it. Quantised matrices are widened
+likewise, and have no packed copy. Whether a generate call packs weights is a choice of the machine that it runs on:
+what is counted is an upper bound.
 """
 
 from realrl.layout.limits import LANES
-from realrl.plan.placement import Dtype
+from realrl.plan.placement import ELEMENT_BYTES, Dtype
 from realrl.planner.workload.shard_sizes import LocalSizes
 
 
 def packed_weight_bytes(sizes: LocalSizes, dtype: Dtype, *, layers: int, head: bool) -> int:
     """Compute the bytes of a packed copy of the matrices of `layers` and, if `head`, of the head's."""
-    shapes = layers * (sizes.matmul_shapes + sizes.experts * sizes.expert_shapes)
-    shapes += _head_shape(sizes) if head else ()
+    matrices = () if sizes.shape.quantised else sizes.matmul_shapes + sizes.experts * sizes.expert_shapes
+    shapes = layers * matrices + (_head_shape(sizes) if head else ())
     return _element_bytes(dtype) * sum(_add_rows(rows) * columns for rows, columns in shapes)
 
 
@@ -26,6 +27,12 @@ def packed_matrix_bytes(sizes: LocalSizes, dtype: Dtype, *, head: bool) -> int:
     return _element_bytes(dtype) * max(
         _add_rows(rows) * columns + _copies((rows, columns), dtype) for rows, columns in _shapes(sizes, head)
     )
+
+
+def widened_matrix_bytes(sizes: LocalSizes, dtype: Dtype) -> int:
+    """Compute the most bytes held while a quantised matrix is widened for a product; 0 where there is none."""
+    widened = (rows * columns for rows, columns in sizes.widened_shapes)
+    return ELEMENT_BYTES[dtype] * max(widened, default=0)
 
 
 def _copies(shape: tuple[int, int], dtype: Dtype) -> int:

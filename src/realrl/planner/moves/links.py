@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from realrl.layout.ranges import stage_layers
 from realrl.layout.routing.links import Links
-from realrl.layout.sets import BASE
+from realrl.layout.sets import BASE, element_width
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
 from realrl.planner.moves.transfers import Floats, Ints, Layouts
@@ -39,7 +39,8 @@ class ParameterBytes:
 
     @classmethod
     def of(cls, model: StoredModel, width: int, name: str = BASE) -> "ParameterBytes":
-        """Build from a set of a model whose parameters have `width` bytes each."""
+        """Build from a set of a model whose parameters have `width` bytes each, if they are not quantised."""
+        width = element_width(name, width)
         sizes = LocalSizes(model.shape, model.head, 1, model.part).sets[name]
         return cls(
             layers=sizes.layers_of_model,

@@ -1,7 +1,7 @@
 """Experts that some of the tokens of a pass are sent to."""
 
-from realrl.families.products import count_block_weights, count_layer_weights
 from realrl.families.shape import ModelShape
+from realrl.families.sizes.products import count_block_weights, count_layer_weights
 
 
 def count_visited_experts(shape: ModelShape, tokens: float) -> float:

@@ -2,9 +2,9 @@
 
 from realrl.dataflow.call import Call, Kind
 from realrl.families.adapters import LORA_A, LORA_B
-from realrl.families.products import count_layer_weights
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
+from realrl.families.sizes.products import count_layer_weights
 from realrl.planner.workload.windows import average_squares
 from realrl.planner.workload.workload import CallWork, Workload
 from realrl.program.memory import StoredModel

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 
 from realrl.families.adapters import LORA_A, is_adapted, list_modules
 from realrl.families.options import LayerOptions
+from realrl.families.quantisation import SCALES
 from realrl.families.registry import find_layer_options, model_tensors, ties_embeddings
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Parameter, Partial, Place, TensorSpec
@@ -89,6 +90,15 @@ class LocalSizes:
         """Matrices of an expert as (outputs, inputs): gate and up, down; none without experts."""
         hidden = self.shape.hidden_size
         return () if self.shape.mixture is None else ((self.gate_up_dim, hidden), (hidden, self.ffn_dim))
+
+    @cached_property
+    def widened_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Matrices of a layer that are widened for their products, those of all experts at once; none unless they
+        are quantised."""
+        if self.shape.quantised is None:
+            return ()
+        own = tuple(size for matrix, size in self.matrices.items() if matrix in SCALES)
+        return own + tuple((self.experts * rows, columns) for rows, columns in self.expert_shapes)
 
     @property
     def experts(self) -> int:

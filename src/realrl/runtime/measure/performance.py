@@ -116,12 +116,14 @@ class Performance:
             return
         model = self.models[done.call.model_role]
         shape, width = model.shape, model.width(done.place.strategy)
-        weights = shape.layers * count_read_weights(shape, rows / steps)
-        weights += count_head_weights(shape, model.head)
+        # Of what a step has to read; widening quantised matrices is beside that.
+        stored = width if shape.quantised is None else 1
+        weights = stored * shape.layers * count_read_weights(shape, rows / steps)
+        weights += width * count_head_weights(shape, model.head)
         cache = 2 * shape.layers * shape.kv_heads * shape.head_dim
         decoded = max(1, done.sum("decoded"))
         cached = decoded * average_context(shape, done.sum("cached") / decoded)
-        read = width * (steps * weights + cached * cache)
+        read = steps * weights + width * cached * cache
         yield "decode_bandwidth", read / (bandwidth * (done.seconds - prefill))
 
     def _flops(self, done: "_CallDone") -> float:

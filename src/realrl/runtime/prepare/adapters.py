@@ -17,7 +17,8 @@ def find_adapters_of_roles(
     """Find the settings of the adapters of each role that has some beside its model.
 
     These are what it trains; those of the role that it follows; and of a frozen role those in its own directory,
-    if adapters are trained for the same model, whose memory it shares then. Elsewhere these are merged into it.
+    if adapters are trained for the same model, whose memory it shares then. Elsewhere these are merged into it, and
+    so they are into a model that is quantised, which shares no other's memory.
     """
     found = {role: of.lora for role, of in trained_models(configs).items() if of.lora is not None}
     trained_for = {_name_base(configs[role]) for role in found}
@@ -26,7 +27,7 @@ def find_adapters_of_roles(
         source = followed.get(role)
         if source in found:
             found[role] = found[source]
-        elif role not in trained_models(configs) and config.path is not None and is_local(config.path):
+        elif _is_frozen(role, configs) and config.path is not None and is_local(config.path):
             saved = known_adapters(config.path)
             if saved is not None and saved.lora.targets and _name_base(config) in trained_for:
                 found[role] = saved.lora
@@ -57,18 +58,23 @@ def find_shared_bases(
 ) -> dict[str, str]:
     """Name the frozen weights of roles with adapters, and of language models that are not trained at all.
 
-    Roles of one name have the same base set, in the same type, or a part of it.
+    Roles of one name have the same base set, in the same type, or a part of it. Quantised ones have no such name.
     """
     changing = {average.role for average in averages if not average.same_start}
     found = {}
     for role, shape in shapes.items():
         path = configs[role].path
         merged = path is not None and known_adapters(path) is not None
-        frozen = role not in trained_models(configs) and heads[role] == "lm" and not merged
+        frozen = _is_frozen(role, configs) and heads[role] == "lm" and not merged
         if role not in changing and (parts[role].adapters or frozen):
             sizes = shape.model_copy(update={"lora": None}).model_dump_json()
             found[role] = f"{_name_base(configs[role])} {sizes}"
     return found
+
+
+def _is_frozen(role: str, configs: Mapping[str, ModelConfig]) -> bool:
+    """Tell whether a role is not trained, and has its weights as they are for others, too."""
+    return role not in trained_models(configs) and configs[role].quantised is None
 
 
 def _name_base(config: ModelConfig) -> str:

@@ -10,7 +10,7 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.dataflow.periods import share_steps
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
-from realrl.layout.sets import WHOLE, TrainablePart
+from realrl.layout.sets import TrainablePart
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import DTYPES, Placement
 from realrl.plan.plan import Plan
@@ -24,7 +24,7 @@ from realrl.program.validate import validate, validate_start
 from realrl.recipe.algorithm import SCORE, get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
-from realrl.recipe.model import ModelConfig, trained_models
+from realrl.recipe.model import ModelConfig, freeze, trained_models
 from realrl.runtime.prepare.adapters import adapt_shapes, find_adapters_of_roles, find_shared_bases
 
 
@@ -115,7 +115,10 @@ def find_trainable_parts(
     So is one that is frozen, and whose adapters stay apart from its model.
     """
     adapted = find_adapters_of_roles(configs, averages)
-    parts = {role: TrainablePart(adapters=True) if role in adapted else WHOLE for role in configs}
+    parts = {
+        role: TrainablePart(adapters=role in adapted, quantised=config.quantised is not None)
+        for role, config in configs.items()
+    }
     for role, config in trained_models(configs).items():
         if role not in adapted:
             parts[role] = TrainablePart(config.trainable_layers, config.freeze_embeddings)
@@ -157,7 +160,7 @@ def stored_models(
         role: StoredModel(
             shape=shapes[role],
             head=heads[role],
-            dtype=DTYPES[config.dtype],
+            dtype=DTYPES[config.compute_dtype],
             trained=graph.trained(role),
             part=parts[role],
             exact=experiment.exact,
@@ -254,7 +257,8 @@ def compile_evaluation(experiment: Experiment, plan: Plan) -> CompiledEvaluation
         plan.check_exact()
     plan = replace(plan.evaluation(eval_graph, graph), offload_optimizer=(), keep=())
     homes = home_placements(eval_graph, plan)
-    phase = _phase(eval_graph, plan, homes, {}, dict.fromkeys(eval_graph.roles, WHOLE))
+    frozen = {role: freeze(config) for role, config in models(experiment).items() if role in eval_graph.roles}
+    phase = _phase(eval_graph, plan, homes, {}, find_trainable_parts(frozen, ()))
     return CompiledEvaluation(phase, homes)
 
 

@@ -9,8 +9,8 @@ from realrl.checkpoint.directory import find_model_shape
 from realrl.config.errors import UserError
 from realrl.config.files import check_file
 from realrl.config.paths import local_path
-from realrl.families.find import find_shape
 from realrl.families.shape import ModelShape
+from realrl.families.sizes.find import find_shape
 from realrl.plan.placement import DTYPES, Dtype
 from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.profile.profile import ShapeKey
@@ -99,7 +99,8 @@ def _models(experiment: Experiment) -> list[tuple[ModelShape, Dtype]]:
                 f"models.{role}: {error}; or set models.{role}.path=null and models.{role}.shape to a size, for"
                 " example llama-2-7b"
             ) from None
-        found.append((shape, DTYPES[config.dtype]))
+        # Widening of quantised matrices is no part of what is measured.
+        found.append((shape.model_copy(update={"quantised": None}), DTYPES[config.compute_dtype]))
     return found
 
 

@@ -12,7 +12,7 @@ from realrl.checkpoint.origin import read_origin
 from realrl.checkpoint.portions import Portion, list_portions, take_whole
 from realrl.config.errors import UserError
 from realrl.dataflow.call import MovingAverage
-from realrl.engine.dtypes import find_products, find_torch_dtype
+from realrl.engine.dtypes import find_products, find_set_dtype, find_torch_dtype
 from realrl.engine.finite import NotFiniteError
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.local_set import LocalSet, Parameters
@@ -208,7 +208,7 @@ class Roles:
         return find_torch_dtype(self._named_dtype(role, placement))
 
     def _named_dtype(self, role: str, placement: Placement) -> Dtype:
-        return placement.strategy.dtype or DTYPES[self._configs[role].dtype]
+        return placement.strategy.dtype or DTYPES[self._configs[role].compute_dtype]
 
     def _specs(self, role: str) -> tuple[TensorSpec, ...]:
         return model_tensors(self.shapes[role], self._heads[role])
@@ -250,7 +250,10 @@ class Roles:
         parameter_set = instruction.parameter_set
         source = self._layout(role, instruction.source, parameter_set)
         target = self._layout(into, instruction.target, parameter_set)
-        dtypes = self._dtype(role, instruction.source), self._dtype(into, instruction.target)
+        dtypes = (
+            find_set_dtype(parameter_set, self._dtype(role, instruction.source)),
+            find_set_dtype(parameter_set, self._dtype(into, instruction.target)),
+        )
         groups = None
         if instruction.mix is not None:
             groups = group_tensors(target, dtypes[1].itemsize, MIX_BYTES)

@@ -8,6 +8,7 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.simulate.scenario import Scenario
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import apply_override, parse_experiment
+from realrl.recipe.model import ModelConfig
 from realrl.runtime.prepare.scenarios import Measured, make_scenario
 
 
@@ -65,6 +66,11 @@ def set_fields(*overrides: str) -> Change:
         return replace(draft, experiment=parse_experiment(document))
 
     return Change(" ".join(overrides), apply)
+
+
+def is_wide(config: ModelConfig) -> bool:
+    """Tell whether a model takes less memory in bfloat16."""
+    return config.dtype != "bfloat16" and config.quantised is None
 
 
 def list_halves(number: int, least: int) -> list[int]:

@@ -9,9 +9,8 @@ from realrl.plan.placement import Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.estimate import Footprint
 from realrl.planner.simulate.memory_part import PartKind
-from realrl.recipe.model import ModelConfig
 from realrl.runtime.prepare.compile import models
-from realrl.runtime.prepare.fit.change import Change, Draft, list_halves, set_fields
+from realrl.runtime.prepare.fit.change import Change, Draft, is_wide, list_halves, set_fields
 
 Degrees = Sequence[Change]
 """Degrees of one change, the mildest first."""
@@ -34,8 +33,9 @@ def list_plan_changes(
         yield from _file_changes(draft.plan, graph, peak, longest, offload)
     for role, config in models(draft.experiment).items():
         holds = any(part.role == role and part.kind is PartKind.PARAMETERS for part in peak.parts)
-        if not graph.trained(role) and holds and _wide(config):
-            yield [set_fields(f"models.{role}.dtype=bfloat16")]
+        if not graph.trained(role) and holds and config.quantised is None:
+            types = ["bfloat16", "int8"] if is_wide(config) else ["int8"]
+            yield [set_fields(f"models.{role}.dtype={name}") for name in types]
 
 
 def _file_changes(
@@ -123,7 +123,3 @@ def _more_parts(place: Placement, devices_per_node: int) -> list[Strategy]:
             pp *= 2
         tp *= 2
     return sorted((s for s in found if s != old), key=lambda s: (-s.dp, s.pp))
-
-
-def _wide(config: ModelConfig) -> bool:
-    return config.dtype != "bfloat16"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from realrl.config.errors import UserError
-from realrl.families.published import SHAPES
+from realrl.families.sizes.published import SHAPES
 from realrl.plan.plan import Plan
 from realrl.planner.evaluate.shortage import DoesNotFit, Shortage
 from realrl.planner.report.gap import describe_gap
@@ -94,5 +94,6 @@ def _models(scenario: Scenario) -> str:
     names = {shape: name for name, shape in SHAPES.items()}
     roles: dict[str, list[str]] = {}
     for role, model in scenario.models.items():
-        roles.setdefault(names.get(model.shape, "models"), []).append(role)
+        plain = model.shape.model_copy(update={"lora": None, "quantised": None})
+        roles.setdefault(names.get(plain, "models"), []).append(role)
     return " and ".join(f"{name} ({', '.join(of)})" for name, of in roles.items())

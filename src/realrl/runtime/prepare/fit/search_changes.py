@@ -11,7 +11,15 @@ from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.runtime.prepare.compile import models
-from realrl.runtime.prepare.fit.change import Attempts, Change, Draft, in_order, list_halves, set_fields
+from realrl.runtime.prepare.fit.change import (
+    Attempts,
+    Change,
+    Draft,
+    in_order,
+    is_wide,
+    list_halves,
+    set_fields,
+)
 
 _MOST_DEVICES = 1024
 _SHORTEST = 64
@@ -28,6 +36,7 @@ def list_search_changes(draft: Draft) -> Iterator[Attempts]:
     yield in_order(_narrower_types(draft.experiment))
     yield _more_nodes(draft.spec)
     yield in_order(_larger_devices(draft.spec))
+    yield in_order(_quantised(draft.experiment))
     yield in_order(_shorter_sequences(draft))
     yield in_order(islice(list_smaller_batches(draft.experiment), _MOST_HALVINGS))
 
@@ -42,12 +51,22 @@ def _narrower_types(experiment: Experiment) -> Iterator[Change]:
     graph = build_graph(experiment)
     # A moving average needs all digits of float32.
     averages = {average.role for average in graph.averages}
-    wide = [role for role, config in models(experiment).items() if config.dtype != "bfloat16"]
+    wide = [role for role, config in models(experiment).items() if is_wide(config)]
     wide = [role for role in wide if role not in averages]
     frozen = [role for role in wide if not graph.trained(role)]
     for roles in dict.fromkeys((tuple(frozen), tuple(wide))):
         if roles:
             yield set_fields(*(f"models.{role}.dtype=bfloat16" for role in roles))
+
+
+def _quantised(experiment: Experiment) -> Iterator[Change]:
+    """Store the matrices of all roles that do not change as int8."""
+    graph = build_graph(experiment)
+    changing = {average.role for average in graph.averages}
+    changing |= {role for role in graph.roles if graph.trained(role)}
+    still = [role for role, of in models(experiment).items() if role not in changing and of.quantised is None]
+    if still:
+        yield set_fields(*(f"models.{role}.dtype=int8" for role in still))
 
 
 def _more_nodes(spec: ClusterSpec) -> Attempts:

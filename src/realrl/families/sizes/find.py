@@ -6,8 +6,8 @@ from realrl.config.errors import UserError
 from realrl.config.explain import nearest
 from realrl.config.paths import local_path
 from realrl.families.config_json import read_config
-from realrl.families.published import SHAPES
 from realrl.families.shape import ModelShape
+from realrl.families.sizes.published import SHAPES
 
 
 def find_shape(source: str, family: str | None = None) -> ModelShape:
