@@ -124,9 +124,9 @@ OVERRIDES: list[tuple[str, str]] = [
     ("models.actor.optimizer.schedule=1", "1 is not 'constant', 'linear' or 'cosine'"),
     (
         "models.actor.dtype=float16",
-        "'float16' is not 'auto', 'float32', 'mixed' or 'bfloat16'; did you mean bfloat16?",
+        "'float16' is not 'auto', 'float32', 'mixed', 'bfloat16', 'int8' or 'fp8'; did you mean bfloat16?",
     ),
-    ("models.actor.dtype=16", "16 is not 'auto', 'float32', 'mixed' or 'bfloat16'"),
+    ("models.actor.dtype=16", "16 is not 'auto', 'float32', 'mixed', 'bfloat16', 'int8' or 'fp8'"),
     ("device=gpu", "'gpu' is not 'auto', 'cpu' or 'cuda'"),
     ("device=cuda:0", "'cuda:0' is not 'auto', 'cpu' or 'cuda'"),
     ("ppo.value_norm=true", "true is not 'none', 'running' or 'exponential'"),
