@@ -36,12 +36,13 @@ from tests.checkpoint.test_memory_of_models import Allocations
 from tests.model.small_models import SHAPES, make_theirs, random_rows
 
 CPU = torch.device("cpu")
-FAMILIES = ("plain", "grouped-tied", "gpt2", "gpt_neox", "phi3", "glm4")
-"""Separate matrices, tied embeddings, transposed ones, heads one by one, fused ones, heads in another order."""
+FAMILIES = ("plain", "grouped-tied", "gpt2", "gpt_neox", "phi3", "glm4", "mixtral")
+"""Separate matrices, tied embeddings, transposed ones, heads one by one, fused ones, heads in another order,
+experts."""
 KINDS: tuple[Quantisation, ...] = ("int8", "fp8")
 CUTS = ((1, 1), (2, 1), (3, 1), (1, 2), (3, 2))
 """tp, pp; three ranks cut feed-forward units unevenly."""
-MATRICES = ("qkv", "out", "gate_up", "down")
+MATRICES = ("qkv", "out", "gate_up", "down", "experts_gate_up", "experts_down")
 PART = TrainablePart(quantised=True)
 
 
@@ -245,24 +246,37 @@ def score(model: Model) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "products", [PLAIN, Products(onednn=True), Products(bfloat16=True), Products(exact=True)]
+    ("name", "products"),
+    [
+        ("grouped-tied", PLAIN),
+        ("grouped-tied", Products(onednn=True)),
+        ("grouped-tied", Products(bfloat16=True)),
+        ("grouped-tied", Products(exact=True)),
+        ("mixtral", PLAIN),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probabilities_are_those_of_the_weights_that_bytes_stand_for(
-    kind: Quantisation, dtype: torch.dtype, products: Products, tmp_path: Path
+    kind: Quantisation, dtype: torch.dtype, name: str, products: Products, tmp_path: Path
 ) -> None:
-    model = read(
-        save(tmp_path, "grouped-tied"), quantised("grouped-tied", kind), dtype=dtype, products=products
-    )
+    model = read(save(tmp_path, name), quantised(name, kind), dtype=dtype, products=products)
     assert torch.equal(score(model), score(unquantised(model, dtype, products)))
 
 
-@pytest.mark.parametrize("products", [PLAIN, Products(packed=True), Products(exact=True)])
+@pytest.mark.parametrize(
+    ("name", "products"),
+    [
+        ("plain", PLAIN),
+        ("plain", Products(packed=True)),
+        ("plain", Products(exact=True)),
+        ("qwen3_moe", Products(packed=True)),
+    ],
+)
 def test_a_quantised_model_generates_what_the_weights_that_bytes_stand_for_do(
-    products: Products, tmp_path: Path
+    name: str, products: Products, tmp_path: Path
 ) -> None:
-    model = read(save(tmp_path, "plain"), quantised("plain", "int8"), products=products)
+    model = read(save(tmp_path, name), quantised(name, "int8"), products=products)
     found = []
     for one in (model, unquantised(model, torch.float32, products)):
         prompts = Batch((0, 1, 2), {"prompts": Ragged.of(random_rows(64, [3, 9, 5]))})
