@@ -150,6 +150,10 @@ class TrainedModelConfig(ModelConfig):
     lora: LowRank | None = None
     """Freeze the whole model, and train low-rank adapters of its matrices (LoRA), and a scalar head; null trains
     the model itself. `lora: {}` takes the defaults."""
+    router_replay: bool | None = None
+    """Whether a mixture of experts that samples uses, where it is trained on its samples or infers on them, the
+    experts that were chosen while they were sampled (router replay, R3); null for yes. Else rounding may have a
+    token pass through other experts in training than it did in sampling."""
 
     @model_validator(mode="after")
     def _one_part(self) -> Self:
