@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from realrl.engine.generation.sampler import Sampler
 from realrl.engine.generation.sampling import SamplingNoise, SamplingSeed
 from realrl.engine.generation.step_graphs import StepGraphs
 from realrl.engine.model import Model, make_unsharded_model
+from realrl.families.experts import Mixture
 from realrl.families.shape import ModelShape
 from realrl.layout.kv_blocks import GPU_STEPS, MAX_DECODE_ROWS, CacheSize, pad_rows
 from realrl.model.cache import PagedCache
 from realrl.recipe.settings import GenerationConfig
 from tests.engine.generation.test_shared_prompts import assert_same, draw, make_items, make_model
+from tests.engine.test_router_replay import CAPACITIES, make_models, sample, shape_of
 
 NOWHERE = torch.device("meta")
 """A device whose tensors have shapes but no values: what asks for one fails."""
@@ -64,6 +67,18 @@ def test_turns_of_many_steps_sample_what_single_steps_do(
     assert_same(got, draw(model, items, 1, max_new_tokens=40))
 
 
+@pytest.mark.parametrize("kv_capacity", CAPACITIES)
+def test_turns_of_many_steps_record_the_experts_of_single_steps(
+    as_on_a_gpu: type[Graphs], monkeypatch: pytest.MonkeyPatch, kv_capacity: int
+) -> None:
+    model, _ = make_models(shape_of("mixtral"))
+    got = sample(model, kv_capacity)
+    monkeypatch.undo()
+    expected = sample(model)
+    for key in ("sequences", "routed_experts"):
+        torch.testing.assert_close(got[key].values, expected[key].values, rtol=0, atol=0)
+
+
 def test_the_host_looks_at_tokens_once_per_turn(
     as_on_a_gpu: type[Graphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,14 +94,22 @@ def test_the_host_looks_at_tokens_once_per_turn(
     assert looks[0] == GPU_STEPS and len(looks) <= 3
 
 
-def make_step(device: torch.device, **sampling: object) -> tuple[DecodeStep, RowBuffers]:
+def make_step(
+    device: torch.device, mixture: Mixture | None = None, experts: int = 0, **sampling: object
+) -> tuple[DecodeStep, RowBuffers]:
     shape = ModelShape(
-        family="qwen3", vocab_size=300, hidden_size=64, intermediate_size=96, layers=2, heads=6, kv_heads=2,
-        head_dim=16,
+        family="qwen3" if mixture is None else "qwen3_moe", vocab_size=300, hidden_size=64, intermediate_size=96,
+        layers=2, heads=6, kv_heads=2, head_dim=16, mixture=mixture,
     )  # fmt: skip
     model: Model = make_unsharded_model(shape, "lm", dtype=torch.bfloat16, device=device)
     cache = PagedCache(
-        CacheSize(100, 16), layers=2, kv_heads=2, head_dim=16, dtype=torch.bfloat16, device=device
+        CacheSize(100, 16),
+        layers=2,
+        kv_heads=2,
+        head_dim=16,
+        dtype=torch.bfloat16,
+        device=device,
+        experts=experts,
     )
     settings = GenerationConfig.model_validate(sampling)
     sampler = Sampler(settings, temperature=1.0, stop_token_ids=(3, 4), device=device)
@@ -119,6 +142,22 @@ def test_a_decode_step_needs_no_value_on_the_host(
     waiting = ("nonzero", "_local_scalar_dense", "masked_select", "unique", "aten.sort")
     assert not [name for name in called if any(word in name for word in waiting)]
     assert captured.graph.nodes and rows.sampled.shape == (GPU_STEPS, 8)
+
+
+@torch.no_grad()
+def test_a_decode_step_records_experts_without_a_value_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    written = []
+    for recorded in (0, 2):
+        step, buffers = make_step(NOWHERE, Mixture(experts=8, per_token=2), recorded)
+        rows = buffers.view(8)
+        rows.begin_turn(SamplingNoise(SamplingSeed(1, 2, call=1)))
+        captured = make_fx(partial(step.run, rows, None))()
+        called = [str(node.target) for node in captured.graph.nodes if node.op == "call_function"]
+        waiting = ("nonzero", "_local_scalar_dense", "masked_select", "unique")
+        assert not [name for name in called if any(word in name for word in waiting)]
+        written.append(sum(name.startswith("aten.index_put") for name in called))
+    assert written[1] == written[0] + 2  # once in each layer
 
 
 def test_graphs_are_captured_the_second_time_and_replayed_from_then_on(
