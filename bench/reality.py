@@ -11,7 +11,8 @@ A round of all sizes of PPO takes about 35 minutes, and profiles the machine ane
 rounds. GRPO, ReMax and DPO run under fewer plans. Everything goes to a directory of its own; with `--keep` it
 stays, and what is there already is not measured again. Answers have one length, so that all runs do the same work.
 
-    python bench/reality.py [--json FILE] [--steps 5] [--sizes small medium large windows] [--rounds 1] [--turns 7]
+    python bench/reality.py [--json FILE] [--steps 5] [--sizes small medium large windows experts]
+        [--rounds 1] [--turns 7]
         [--algorithms ppo grpo remax dpo] [--plans NAME ...] [--keep DIR]
 """
 
@@ -54,9 +55,14 @@ SIZES: dict[str, dict[str, Any]] = {
         **{"hidden_size": 128, "intermediate_size": 384, "layers": 4, "heads": 4, "kv_heads": 2},
         **{"window": 32, "windowed_layers": [0, 2]},
     },
+    "experts": {
+        "family": "qwen3_moe",
+        **{"hidden_size": 128, "intermediate_size": 128, "layers": 4, "heads": 4, "kv_heads": 2},
+        "mixture": {"experts": 16, "per_token": 4},
+    },
 }
 """Actor and reference; critic and reward model have half the layers. `windows` is a small Gemma 2, half of whose
-layers see an eighth of the longest sequences."""
+layers see an eighth of the longest sequences, `experts` a small Qwen3-MoE."""
 LENGTHS = {"windows": (32, 224)}
 """Tokens of prompts and of answers, where they are not the usual ones."""
 USUAL_LENGTHS = 24, 40

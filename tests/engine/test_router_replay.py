@@ -337,3 +337,16 @@ def test_rows_of_two_samples_of_an_item_replay_each_its_own() -> None:
             routing = SampledItems.of(batch, made).make_routing(model.shard, rows, alone)
             apart = model.forward(rows, alone, None, routing=routing)
             torch.testing.assert_close(together.select(places).values, apart, rtol=1e-5, atol=1e-5)
+
+
+def test_the_balance_of_experts_is_that_of_replayed_ones() -> None:
+    model, _ = make_models(shape_of("mixtral"))
+    rows, mixture = make_rows(), model.shape.mixture
+    assert mixture is not None
+    same = torch.arange(mixture.per_token).repeat(len(rows.values), model.shape.layers).short()
+    batch = make_batch(model.shape).with_fields(experts=Ragged(same, rows.lengths))
+    trainer = Trainer(model, OptimizerConfig(), router_loss=0.1)
+    items = [list(range(len(batch)))]
+    metrics = trainer.train(batch, SFTTrain(), items, lr=0.0, max_tokens=30, replays=REPLAYS).result()
+    assert metrics["router_idle"] == pytest.approx(1 - mixture.per_token / mixture.experts)
+    assert metrics["router_busiest"] == pytest.approx(mixture.experts / mixture.per_token)

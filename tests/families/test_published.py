@@ -32,6 +32,10 @@ TOTALS = {
     "gemma-2-27b": 27227128320,
     "gemma-3-1b": 999885952,
     "ministral-8b": 8019808256,
+    "mixtral-8x7b": 46702792704,
+    "mixtral-8x22b": 140620634112,
+    "qwen3-30b-a3b": 30532122624,
+    "qwen3-235b-a22b": 235093634560,
 }
 """Elements of the published checkpoints, as their safetensors indices and model cards have them."""
 MILLIONS = {

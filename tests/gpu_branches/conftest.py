@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from realrl.model import attention, logprobs, rotary
-from realrl.model.arithmetic import elementwise, ops
+from realrl.model.arithmetic import elementwise, grouped, ops
 from tests.gpu_branches.cuda_rules import apply_rules
 
 
@@ -19,6 +19,7 @@ def cuda_rules() -> Iterator[None]:
 @pytest.fixture
 def gpu_path(cuda_rules: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Computation takes the path of GPUs, kernels in Triton's interpreter, with the values that it has there."""
-    for module in (attention, elementwise, logprobs, ops, rotary):
+    for module in (attention, elementwise, grouped, logprobs, ops, rotary):
         monkeypatch.setattr(module, "on_gpu", lambda _: True)
     monkeypatch.setattr(attention, "has_flash_attention", lambda _: True)
+    monkeypatch.setattr(grouped, "has_grouped_products", lambda _: True)

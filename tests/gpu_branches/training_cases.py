@@ -10,6 +10,7 @@ from realrl.algorithms.sft.method import SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Candidates
 from realrl.families.adapters import LowRank
+from realrl.families.experts import Mixture
 from realrl.families.options import LayerOptions
 from realrl.families.shape import Head, ModelShape
 
@@ -40,6 +41,15 @@ SHAPES = {
     "qwen3, adapters": ModelShape(
         family="qwen3", vocab_size=53, hidden_size=24, intermediate_size=33, layers=2, heads=2, kv_heads=2,
         head_dim=12, lora=LowRank(rank=5, targets=("q_proj", "v_proj", "down_proj"), dora=True),
+    ),
+    "mixtral, aligned": ModelShape(
+        family="mixtral", vocab_size=53, hidden_size=24, intermediate_size=16, layers=2, heads=2, kv_heads=2,
+        head_dim=8, mixture=Mixture(experts=4, per_token=2),
+    ),
+    "qwen3_moe, a loop": ModelShape(
+        family="qwen3_moe", vocab_size=53, hidden_size=24, intermediate_size=9, layers=2, heads=2, kv_heads=2,
+        # All experts: no rounding turns a choice.
+        head_dim=12, mixture=Mixture(experts=5, per_token=5, normalised=False),
     ),
 }  # fmt: skip
 SHORT = (5, 9, 3, 12)

@@ -108,6 +108,10 @@ SHAPES = {
         family="mistral", vocab_size=85, hidden_size=48, intermediate_size=48, layers=2, heads=6, kv_heads=3,
         head_dim=12, window=9, windowed_layers=(0, 1),
     ),
+    "ministral": ModelShape(
+        family="ministral", vocab_size=85, hidden_size=48, intermediate_size=48, layers=3, heads=6, kv_heads=3,
+        head_dim=12, norm_eps=1e-6, window=9, windowed_layers=(1,),
+    ),
     "smollm3": ModelShape(
         family="smollm3", vocab_size=85, hidden_size=40, intermediate_size=48, layers=3, heads=6, kv_heads=3,
         head_dim=12, norm_eps=1e-6, unrotated_layers=(1,),

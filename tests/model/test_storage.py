@@ -4,10 +4,12 @@ import pytest
 import torch
 from small_models import SHAPES, pack, random_rows
 
+from realrl.checkpoint import initial_weights
 from realrl.checkpoint.initial_weights import initialise
 from realrl.engine.flat import FlatBuffer
 from realrl.families.registry import model_tensors
 from realrl.families.tensors import TensorSpec
+from realrl.layout.region import Region
 from realrl.layout.shard import Shard
 from realrl.model.packing import Packing
 from realrl.model.parallel.group import make_single_rank_group
@@ -92,3 +94,26 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
     assert not torch.equal(buffers[0][name], buffers[0]["model.layers.1.mlp.gate_proj.weight"])
     assert buffers[0][name].std().item() == pytest.approx(SHAPE.init_std, rel=0.1)
     assert (buffers[0]["model.norm.weight"] == 1).all()
+
+
+def test_a_rank_draws_the_same_numbers_for_its_region_as_for_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks of rows are drawn apart: no two are alike, and a region begins and ends within one."""
+    monkeypatch.setattr(initial_weights, "_DRAWN_ELEMENTS", 4 * SHAPE.hidden_size)
+    spec = next(spec for spec in model_tensors(SHAPE, "lm") if spec.parameter == "embedding")
+    rows, columns = spec.shape
+    whole = torch.zeros(spec.shape)
+    initialise({spec.name: whole}, [spec], SHAPE, 1)
+    blocks = whole[: rows - rows % 4].view(-1, 4, columns)
+    assert len(blocks.unique(dim=0)) == len(blocks) and (whole != 0).all()
+    for first, last, left, right in (
+        (0, rows, 0, columns),
+        (3, 10, 2, 7),
+        (4, 8, 0, columns),
+        (rows, rows, 0, 1),
+    ):
+        region = Region(spec.name, (first, left), (last - first, right - left))
+        own = torch.zeros(region.size)
+        initialise({spec.name: own}, [spec], SHAPE, 1, {spec.name: region})
+        assert torch.equal(own, whole[region.slices])

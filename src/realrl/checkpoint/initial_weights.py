@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -33,7 +33,8 @@ def initialise(
 
     Magnitudes of DoRA are left alone: they follow from other tensors (`Transformer.initialise_magnitudes`).
     Matrices that write to the residual stream are scaled by 1 / sqrt(2 * layers) (Radford et al. 2019,
-    section 2.3). Each tensor depends on the seed and its own name only, so not on layout, order or device.
+    section 2.3). Each tensor depends on the seed and its own name only, so not on layout, order or device. Nothing
+    but `_DRAWN_ELEMENTS`, or a row, is in memory besides.
     """
     for tensor in tensors:
         target = buffer[tensor.name]
@@ -42,17 +43,33 @@ def initialise(
         if tensor.init in (Init.ONES, Init.ZEROS):
             target.fill_(float(tensor.init is Init.ONES))
             continue
-        digest = hashlib.sha256(f"{seed}/{tensor.name}".encode()).digest()
+        region = Region(tensor.name, (0,) * len(tensor.shape), tensor.shape)
+        if regions is not None:
+            region = regions[tensor.name]
+        for rows, values in _draw(tensor, region, shape, seed):
+            target[rows].copy_(values)
+
+
+_DRAWN_ELEMENTS = 2**24
+"""Numbers that are drawn at a time: blocks of rows, each from a seed of its own."""
+
+
+def _draw(tensor: TensorSpec, region: Region, shape: ModelShape, seed: int) -> Iterator[tuple[slice, Tensor]]:
+    """Draw a region of a tensor: rows of the region, and their values."""
+    rows, *columns = region.slices
+    step = max(1, _DRAWN_ELEMENTS // math.prod(tensor.shape[1:]))
+    for number in range(rows.start // step, -(-rows.stop // step)):
+        first = number * step
+        name = f"{seed}/{tensor.name}" + (f"/{number}" if number else "")
+        digest = hashlib.sha256(name.encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-        std = shape.init_std
-        if tensor.init is Init.RESIDUAL:
-            std /= math.sqrt(2 * shape.layers)
-        values = torch.empty(tensor.shape)
+        values = torch.empty(min(step, tensor.shape[0] - first), *tensor.shape[1:])
         if tensor.init is Init.ADAPTER:
             bound = 1 / math.sqrt(tensor.shape[1])
             values.uniform_(-bound, bound, generator=generator)
         else:
+            std = shape.init_std / (math.sqrt(2 * shape.layers) if tensor.init is Init.RESIDUAL else 1)
             values.normal_(0.0, std, generator=generator)
-        if regions is not None:
-            values = values[regions[tensor.name].slices]
-        target[: len(values)].copy_(values)
+        start, stop = max(rows.start, first), min(rows.stop, first + len(values))
+        part = values[(slice(start - first, stop - first), *columns)]
+        yield slice(start - rows.start, stop - rows.start), part

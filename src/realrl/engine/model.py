@@ -98,7 +98,8 @@ class Model:
 
         `received` are the hidden states of the stage before, if any; `routing` chooses the experts of mixtures.
 
-        With `recompute` the backward pass computes layers again, of which only the inputs are kept.
+        With `recompute` the backward pass computes layers again, of which only the inputs are kept. `routing`
+        chooses the experts of mixtures.
         """
         x = rows.values if received is None else received
         hidden: Tensor = self.transformer(

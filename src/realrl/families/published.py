@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from realrl.families.experts import Mixture
 from realrl.families.options import LayerOptions
 from realrl.families.shape import ModelShape, RopeScaling
 
@@ -20,9 +21,11 @@ def _qwen(
     head_dim: int = 128,
     max_positions: int = 32768,
     tied: bool = False,
+    mixture: Mixture | None = None,
 ) -> ModelShape:
     return ModelShape(
         family=family,
+        mixture=mixture,
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=ffn_dim,
@@ -36,6 +39,8 @@ def _qwen(
         tied_embeddings=tied,
     )
 
+
+_QWEN_EXPERTS = Mixture(experts=128, per_token=8)
 
 _LLAMA_3_SCALING = RopeScaling(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
@@ -326,6 +331,36 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
         # config.json of ibm-granite/granite-3.1-2b-base, -8b-base.
         "granite-3.1-2b": _granite(2048, 8192, 64, 5e6, 1 / 8),
         "granite-3.1-8b": _granite(4096, 12800, 128, 1e7, 1 / 16),
+        # arXiv 2401.04088 and config.json of mistralai/Mixtral-8x7B-v0.1 and Mixtral-8x22B-v0.1.
+        "mixtral-8x7b": _shape(
+            "mixtral",
+            32000,
+            4096,
+            14336,
+            32,
+            (32, 8),
+            128,
+            32768,
+            rope_theta=1e6,
+            mixture=Mixture(experts=8, per_token=2),
+        ),
+        "mixtral-8x22b": _shape(
+            "mixtral",
+            32000,
+            6144,
+            16384,
+            56,
+            (48, 8),
+            128,
+            65536,
+            rope_theta=1e6,
+            mixture=Mixture(experts=8, per_token=2),
+        ),
+        # arXiv 2505.09388 and config.json of Qwen/Qwen3-30B-A3B and Qwen3-235B-A22B.
+        "qwen3-30b-a3b": _qwen("qwen3_moe", 2048, 768, 48, 32, 4, max_positions=40960, mixture=_QWEN_EXPERTS),
+        "qwen3-235b-a22b": _qwen(
+            "qwen3_moe", 4096, 1536, 94, 64, 4, max_positions=40960, mixture=_QWEN_EXPERTS
+        ),
         # config.json of HuggingFaceTB/SmolLM3-3B.
         "smollm3-3b": _shape(
             "smollm3",

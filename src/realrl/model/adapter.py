@@ -1,6 +1,6 @@
 """Low-rank adapters of matrices: what they add to products, and the norms of rows that DoRA divides by."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,11 +9,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from realrl.model.arithmetic.autograd import apply_function
+from realrl.model.arithmetic.matrices import Multiply
 from realrl.model.arithmetic.ops import Products, find_gradient
 from realrl.model.parallel.group import Group
-
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Function that multiplies: (x [N, K], weight [M, K], bias [M] or None) -> x @ weight.T + bias [N, M]."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from realrl.families.experts import Mixture
 from realrl.model.adapter import Adapter, adapt
-from realrl.model.arithmetic.grouped import Groups, grouped_linear
+from realrl.model.arithmetic.grouped import Groups, grouped_linear, has_grouped_kernel
 from realrl.model.arithmetic.ops import Products, linear
 from realrl.model.cpu.products import Panels
 from realrl.model.gpu.path import on_gpu
@@ -38,12 +38,15 @@ class DecodeWeights:
             id(weight): products.pack(weight) for weight in weights if products.packs and not on_gpu(weight)
         }
         self._stacks: dict[int, Sequence[Panels]] = {}
-        if mixture is not None and products.packs:
-            self._stacks = {
-                id(stack): [products.pack(weight) for weight in stack.chunk(mixture.experts)]
-                for stack in stacks
-                if not on_gpu(stack)
-            }
+        self.runs_ahead = True
+        """Whether the host may launch decode steps before it knows anything of them, as in a CUDA graph."""
+        for stack in stacks:
+            assert mixture is not None, "only mixtures have stacks"
+            experts = stack.view(mixture.experts, -1, stack.shape[1])
+            if on_gpu(stack):
+                self.runs_ahead &= has_grouped_kernel(experts, products)
+            elif products.packs:
+                self._stacks[id(stack)] = [products.pack(weight) for weight in experts]
         packs_head = products.packs and head is not None and not on_gpu(head)
         self._packed_head = products.pack(head) if head is not None and packs_head else None
 

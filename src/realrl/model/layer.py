@@ -14,9 +14,9 @@ from realrl.families.tensors import Parameter
 from realrl.layout.shard import Shard
 from realrl.model.arithmetic.autograd import apply_function
 from realrl.model.arithmetic.elementwise import activate, add_one, add_rms_norm, rms_norm
+from realrl.model.arithmetic.matrices import Matrices
 from realrl.model.attention import split_heads
 from realrl.model.attention_rule import AttentionRule
-from realrl.model.matrices import Matrices
 from realrl.model.mixture.experts import ExpertBlock
 from realrl.model.mixture.routing import Routing
 from realrl.model.parallel.group import Group
@@ -191,19 +191,17 @@ class Layer(nn.Module):
         normed = tp.copy_to_region(normed)
         if self._experts is not None:
             block = self._experts.run(normed, matrices, routing)
+            del normed
         else:
-            block = self._feed_forward(normed, matrices)
-        del normed
+            assert self.gate_up is not None and self.down is not None, "a layer without experts has one block"
+            gate_up = matrices.multiply(normed, self.gate_up, self.gate_up_bias)
+            del normed
+            inner = activate(gate_up, self._activation, gated=self._gated)
+            del gate_up
+            block = matrices.multiply(inner, self.down, None)
+            del inner
         block = tp.reduce_from_region(block)
         return x + self._finish(block, self.down_bias, self.mlp_post_norm, self.mlp_post_norm_bias)
-
-    def _feed_forward(self, x: Tensor, matrices: Matrices) -> Tensor:
-        """Compute this rank's part of the feed-forward block. x: [T, H] -> [T, H]"""
-        assert self.gate_up is not None and self.down is not None, "a layer without experts has one block"
-        gate_up = matrices.multiply(x, self.gate_up, self.gate_up_bias)
-        inner = activate(gate_up, self._activation, gated=self._gated)
-        del gate_up
-        return matrices.multiply(inner, self.down, None)
 
     def compute_qkv(self, x: Tensor, tables: RotaryTables, tp: TensorParallel, matrices: Matrices) -> Tensor:
         """Compute queries, keys and values, heads normalised where the family does so, queries and keys rotated.

@@ -1,25 +1,13 @@
-"""Matrices of a shard, as a pass multiplies by them."""
+"""Matrices of a shard as training, inference and prefill multiply by them."""
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
-from realrl.model.adapter import Adapter, Multiply, adapt
+from realrl.model.adapter import Adapter, adapt
 from realrl.model.arithmetic.grouped import Groups, grouped_linear
 from realrl.model.arithmetic.ops import Products, linear
-
-
-class Matrices(Protocol):
-    """Multiplication by the matrices of a shard, in the way that suits a pass."""
-
-    @property
-    def multiply(self) -> Multiply:
-        """Function that computes x @ weight.T + bias."""
-
-    def multiply_groups(self, x: Tensor, stack: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
-        """Multiply each row by the matrix of its group; see `grouped_linear`."""
 
 
 class OwnMatrices:

@@ -14,6 +14,7 @@ from realrl.families.tensors import Parameter, TensorSpec
 from realrl.layout.shard import Shard
 from realrl.model.adapter import Adapter
 from realrl.model.arithmetic.autograd import checkpoint_activations
+from realrl.model.arithmetic.matrices import Matrices
 from realrl.model.arithmetic.ops import PLAIN, Products, embed, linear
 from realrl.model.attention import split_heads, varlen_attention
 from realrl.model.attention_rule import AttentionRule
@@ -21,7 +22,7 @@ from realrl.model.cache import PagedCache
 from realrl.model.decode_weights import DecodeWeights
 from realrl.model.layer import Layer, Norm, RotaryTables
 from realrl.model.logprobs import cap_logits, compute_token_logprobs, find_likeliest_tokens
-from realrl.model.matrices import Matrices, OwnMatrices
+from realrl.model.matrices import OwnMatrices
 from realrl.model.mixture.routing import LIKELIEST, Routing
 from realrl.model.packing import Packing
 from realrl.model.paged_attention import CachedRows, CachePlaces

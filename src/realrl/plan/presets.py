@@ -7,6 +7,7 @@ from realrl.config.errors import UserError
 from realrl.config.explain import brief, nearest
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.families.products import count_layer_weights
 from realrl.families.shape import ModelShape
 from realrl.plan.cluster import Cluster
 from realrl.plan.partition import split_by_weight, split_evenly
@@ -186,9 +187,8 @@ def _independent_inference(graph: DataflowGraph) -> Iterable[list[Call]]:
 
 
 def _weight(call: Call, calls: Iterable[Call], shapes: Shapes) -> float:
-    """Weight of an inference call: parameters in its model's layers; 1 unless known for all `calls`."""
+    """Weight of an inference call: parameters that a token meets in its model; 1 unless known for all `calls`."""
     if any(other.model_role not in shapes for other in calls):
         return 1.0
     shape = shapes[call.model_role]
-    attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
-    return shape.layers * shape.hidden_size * (attention + 3 * shape.intermediate_size)
+    return shape.layers * count_layer_weights(shape)

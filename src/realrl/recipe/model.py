@@ -150,6 +150,11 @@ class TrainedModelConfig(ModelConfig):
     lora: LowRank | None = None
     """Freeze the whole model, and train low-rank adapters of its matrices (LoRA), and a scalar head; null trains
     the model itself. `lora: {}` takes the defaults."""
+    router_loss: NonNegativeFloat = 0.0
+    """Coefficient of a loss of mixtures of experts that keeps routers from preferring a few: of each sequence and
+    layer, the number of experts times the sum over them of the share of tokens that chose one times its mean
+    probability (Switch Transformer, by sequence), averaged over sequences and layers. Frozen layers learn nothing
+    of it."""
     router_replay: bool | None = None
     """Whether a mixture of experts that samples uses, where it is trained on its samples or infers on them, the
     experts that were chosen while they were sampled (router replay, R3); null for yes. Else rounding may have a
@@ -161,6 +166,11 @@ class TrainedModelConfig(ModelConfig):
             for name in ("trainable_layers", "freeze_embeddings"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"lora and {name} exclude each other: adapters leave the model as it is")
+        if self.router_loss and (self.lora is not None or self.trainable_layers == 0):
+            setting = "lora" if self.lora is not None else "trainable_layers=0"
+            raise ValueError(
+                f"router_loss={self.router_loss:g} and {setting} exclude each other: routers are frozen then"
+            )
         return self
 
 

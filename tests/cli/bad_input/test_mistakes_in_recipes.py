@@ -32,6 +32,13 @@ OVERRIDES: list[tuple[str, str]] = [
         "models.actor={path: a, lora: {}, freeze_embeddings: true}",
         "lora and freeze_embeddings exclude each other",
     ),
+    # Routers.
+    ("models.actor.router_loss=-1", "models.actor.router_loss: -1 must be at least 0"),
+    ("models.actor={path: a, lora: {}, router_loss: 1}", "router_loss=1 and lora exclude each other"),
+    (
+        "models.actor={path: a, trainable_layers: 0, router_loss: 1}",
+        "router_loss=1 and trainable_layers=0 exclude each other",
+    ),
     ("data.batch", "override 'data.batch' is not understood; write key=value"),
     ("=3", "override '=3' is not understood"),
     ("data..batch=3", "is not understood; write key=value"),

@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from realrl.checkpoint import huggingface
+from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.adapters import LowRank
+from realrl.families.experts import Mixture
+from realrl.families.shape import ModelShape
 from realrl.model.arithmetic.ops import Products
 from realrl.model.packing import Packing
 from realrl.recipe.settings import GenerationConfig
@@ -19,12 +22,23 @@ from tests.conftest import World
 ROWS = 300
 
 
+EXPERTS = ModelShape(
+    family="qwen3_moe", vocab_size=320, hidden_size=32, intermediate_size=20, layers=2, heads=4, kv_heads=2,
+    head_dim=8, mixture=Mixture(experts=6, per_token=2), init_std=0.2,
+)  # fmt: skip
+
+
 @pytest.fixture(
-    scope="module", params=[None, LowRank(rank=4, targets=("k_proj", "o_proj", "down_proj"), dora=True)]
+    scope="module",
+    params=[None, LowRank(rank=4, targets=("k_proj", "o_proj", "down_proj"), dora=True), EXPERTS],
+    ids=["alone", "adapters", "experts"],
 )
 def model(world: World, request: pytest.FixtureRequest) -> Model:
-    """A model alone, and one with adapters."""
-    shape = huggingface.read_shape(world.actor).model_copy(update={"lora": request.param})
+    """A model alone, one with adapters, and a mixture."""
+    given = request.param
+    shape = EXPERTS
+    if given is not EXPERTS:
+        shape = huggingface.read_shape(world.actor).model_copy(update={"lora": given})
     model = make_unsharded_model(
         shape,
         "lm",
@@ -34,6 +48,9 @@ def model(world: World, request: pytest.FixtureRequest) -> Model:
         products=Products(exact=True),
     )
     torch.manual_seed(3)
+    if shape is EXPERTS:
+        initialise(model.parameters, model.layout.specs, shape, 1)
+        return model
     for missing in huggingface.load(world.actor, shape, model.layout.specs, model.parameters):
         model.parameters[missing].uniform_(0.1, 0.3)
     return model

@@ -19,11 +19,14 @@ from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.experts import Mixture
 from realrl.families.shape import ModelShape
 from realrl.layout.kv_blocks import GPU_STEPS, MAX_DECODE_ROWS, CacheSize, pad_rows
+from realrl.model.arithmetic import grouped
 from realrl.model.cache import PagedCache
 from realrl.recipe.settings import GenerationConfig
 from tests.engine.generation.test_shared_prompts import assert_same, draw, make_items, make_model
 from tests.engine.test_router_replay import CAPACITIES, make_models, sample, shape_of
 
+WAITING = ("nonzero", "_local_scalar_dense", "masked_select", "unique")
+"""Operations whose results have shapes, or are numbers, that the host must wait for."""
 NOWHERE = torch.device("meta")
 """A device whose tensors have shapes but no values: what asks for one fails."""
 
@@ -94,13 +97,18 @@ def test_the_host_looks_at_tokens_once_per_turn(
     assert looks[0] == GPU_STEPS and len(looks) <= 3
 
 
+DENSE = ModelShape(
+    family="qwen3", vocab_size=300, hidden_size=64, intermediate_size=96, layers=2, heads=6, kv_heads=2,
+    head_dim=16,
+)  # fmt: skip
+EXPERTS = DENSE.model_copy(
+    update={"family": "qwen3_moe", "intermediate_size": 24, "mixture": Mixture(experts=5, per_token=3)}
+)
+
+
 def make_step(
-    device: torch.device, mixture: Mixture | None = None, experts: int = 0, **sampling: object
+    device: torch.device, shape: ModelShape = DENSE, experts: int = 0, **sampling: object
 ) -> tuple[DecodeStep, RowBuffers]:
-    shape = ModelShape(
-        family="qwen3" if mixture is None else "qwen3_moe", vocab_size=300, hidden_size=64, intermediate_size=96,
-        layers=2, heads=6, kv_heads=2, head_dim=16, mixture=mixture,
-    )  # fmt: skip
     model: Model = make_unsharded_model(shape, "lm", dtype=torch.bfloat16, device=device)
     cache = PagedCache(
         CacheSize(100, 16),
@@ -139,25 +147,43 @@ def test_a_decode_step_needs_no_value_on_the_host(
     captured = make_fx(lambda: step.run(rows, None))()
     called = [str(node.target) for node in captured.graph.nodes if node.op == "call_function"]
     assert called.count("realrl.attend_to_blocks.default") == 2
-    waiting = ("nonzero", "_local_scalar_dense", "masked_select", "unique", "aten.sort")
-    assert not [name for name in called if any(word in name for word in waiting)]
+    assert not [name for name in called if any(word in name for word in (*WAITING, "aten.sort"))]
     assert captured.graph.nodes and rows.sampled.shape == (GPU_STEPS, 8)
 
 
 @torch.no_grad()
 def test_a_decode_step_records_experts_without_a_value_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    monkeypatch.setattr(grouped, "has_grouped_products", lambda _: True)
     written = []
-    for recorded in (0, 2):
-        step, buffers = make_step(NOWHERE, Mixture(experts=8, per_token=2), recorded)
+    for recorded in (0, 3):
+        step, buffers = make_step(NOWHERE, EXPERTS, recorded)
         rows = buffers.view(8)
         rows.begin_turn(SamplingNoise(SamplingSeed(1, 2, call=1)))
         captured = make_fx(partial(step.run, rows, None))()
         called = [str(node.target) for node in captured.graph.nodes if node.op == "call_function"]
-        waiting = ("nonzero", "_local_scalar_dense", "masked_select", "unique")
-        assert not [name for name in called if any(word in name for word in waiting)]
+        assert not [name for name in called if any(word in name for word in WAITING)]
         written.append(sum(name.startswith("aten.index_put") for name in called))
     assert written[1] == written[0] + 2  # once in each layer
+
+
+@torch.no_grad()
+def test_a_decode_step_of_a_mixture_needs_no_value_on_the_host_where_one_kernel_takes_all_experts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    monkeypatch.setattr(grouped, "has_grouped_products", lambda _: True)
+    step, buffers = make_step(NOWHERE, EXPERTS)
+    rows = buffers.view(8)
+    rows.begin_turn(SamplingNoise(SamplingSeed(1, 2, call=1)))
+    captured = make_fx(lambda: step.run(rows, None))()
+    called = [str(node.target) for node in captured.graph.nodes if node.op == "call_function"]
+    assert called.count("aten._grouped_mm.default") == 4
+    assert not [name for name in called if any(word in name for word in WAITING)]
+    unaligned = EXPERTS.model_copy(update={"intermediate_size": 20})
+    for shape, ahead in ((DENSE, True), (EXPERTS, True), (unaligned, False)):
+        model = make_unsharded_model(shape, "lm", dtype=torch.bfloat16, device=NOWHERE)
+        assert model.transformer.prepare_decoding().runs_ahead == ahead
 
 
 def test_graphs_are_captured_the_second_time_and_replayed_from_then_on(

@@ -8,6 +8,7 @@ import pytest
 
 from realrl.dataflow.call import Call, Candidates, Kind
 from realrl.families.adapters import LowRank
+from realrl.families.experts import Mixture
 from realrl.families.options import LayerOptions
 from realrl.families.shape import ModelShape
 from realrl.layout.ranges import stage_layers
@@ -51,6 +52,8 @@ FAMILIES = {
         "olmo2": {},
         "olmo3": {"window": 50, "windowed_layers": (0, 1, 2)},
         "starcoder2": {},
+        "mixtral": {"mixture": Mixture(experts=4, per_token=2), "intermediate_size": 400},
+        "qwen3_moe": {"mixture": Mixture(experts=24, per_token=6), "intermediate_size": 96},
     }.items()
 }
 NEW_TOKENS = 24
@@ -146,6 +149,7 @@ ONE_RANK = {
     "norms-of-heads": (NORMED, "float32", EVEN),
     "norms-of-heads-bfloat16": (NORMED, "bfloat16", FEW),
     **{name: (shape, "float32", EVEN) for name, shape in FAMILIES.items()},
+    "mixtral-bfloat16": (FAMILIES["mixtral"], "bfloat16", FEW),
     "wide-short": (WIDE, "float32", SHORT),
     "wide-short-bfloat16": (WIDE, "bfloat16", SHORT[::4]),
 }
@@ -211,6 +215,14 @@ def test_parallel_ranks_allocate_the_predicted_bytes(strategy: str, kind: str) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", ["1 2 1 s", "1 1 2"])
+def test_parallel_ranks_of_a_mixture_allocate_the_predicted_bytes(strategy: str, kind: str) -> None:
+    name, *flags = kind.split()
+    model = StoredModel(FAMILIES["qwen3_moe"], "lm", "float32", True)
+    check(name, model, place([strategy, *flags], 400), EVEN)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_ranks_with_uneven_query_groups_allocate_the_predicted_bytes(kind: str) -> None:
     name, *flags = kind.split()
     check(name, StoredModel(UNEVEN, "lm", "float32", True), place(["1 2 1", *flags]), EVEN)
@@ -223,7 +235,10 @@ def test_the_largest_micro_batch_determines_peak_memory(budget: int, kind: str) 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed", "bfloat16"])
-@pytest.mark.parametrize(("shape", "strategy"), [(GROUPED, "1 1 1"), (TIED, "1 1 2"), (UNEVEN, "1 2 1")])
+@pytest.mark.parametrize(
+    ("shape", "strategy"),
+    [(GROUPED, "1 1 1"), (TIED, "1 1 2"), (UNEVEN, "1 2 1"), (FAMILIES["mixtral"], "1 2 1")],
+)
 def test_packed_weights_allocate_the_predicted_bytes(shape: ModelShape, strategy: str, dtype: Dtype) -> None:
     placement, model = place([strategy]), StoredModel(shape, "lm", dtype, False)
     sizes, pp = LocalSizes(shape, "lm", placement.strategy.tp), placement.strategy.pp

@@ -4,6 +4,7 @@ import pytest
 
 from realrl.dataflow.call import Kind
 from realrl.families.options import LayerOptions
+from realrl.families.products import count_layer_weights
 from realrl.families.shape import ModelShape
 from realrl.layout.sets import TrainablePart
 from realrl.plan.placement import Strategy
@@ -11,7 +12,7 @@ from realrl.planner.cluster.devices import DEVICES
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.roofline import Roofline
 from realrl.planner.memory.layer import LayerMemory
-from realrl.planner.workload.flops import count_layer_weights, count_pass_flops
+from realrl.planner.workload.flops import count_pass_flops
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.program.memory import StoredModel
 from realrl.runtime.profiler.models.layer_mix import LayerMix

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from realrl.families.products import count_block_weights
 from realrl.families.published import SHAPES
 from realrl.families.registry import model_tensors
 from realrl.plan.placement import Placement
@@ -73,9 +74,16 @@ def name_model(model: StoredModel) -> str:
 
 
 def format_parameters(model: StoredModel) -> str:
-    """Format the number of parameters of a model, for example `70.6 B`."""
+    """Format the number of parameters of a model, for example `70.6 B`, or `30.5 B (3.35 B active)`.
+
+    Active are those that a token meets in a mixture.
+    """
     number = sum(tensor.numel for tensor in model_tensors(model.shape, model.head))
-    return format_count(number).replace("G", "B")
+    text, mixture = format_count(number).replace("G", "B"), model.shape.mixture
+    if mixture is None:
+        return text
+    others = model.shape.layers * (mixture.experts - mixture.per_token) * count_block_weights(model.shape)
+    return f"{text} ({format_count(number - others).replace('G', 'B')} active)"
 
 
 def format_devices(spec: ClusterSpec) -> str:

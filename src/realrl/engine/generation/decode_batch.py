@@ -37,7 +37,9 @@ class DecodeBatch:
             mirrored=call.on_gpu,
         )
         step = DecodeStep(call.model, call.weights, call.cache, call.sampler)
-        self._step: DecodeStep | StepGraphs = StepGraphs(step) if call.on_gpu else step
+        self._step: DecodeStep | StepGraphs = step
+        if call.on_gpu and call.weights.runs_ahead:
+            self._step = StepGraphs(step)
         self._width = 0
         self._rows = self._buffers.view(0)
         self._turn = DecodeTurn()

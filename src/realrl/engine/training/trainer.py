@@ -17,6 +17,7 @@ from realrl.engine.offload import Offloadable
 from realrl.engine.pipeline.schedule import make_1f1b_schedule
 from realrl.engine.reduced_metrics import reduce_metrics
 from realrl.engine.replay import SampledItems
+from realrl.engine.training.expert_balance import ExpertBalance
 from realrl.engine.training.grad_reduce import OverlappedGradReduce
 from realrl.engine.training.gradients import (
     finalize_model_grads,
@@ -36,10 +37,21 @@ class Trainer:
     stages before the first one that has something to train.
     """
 
-    def __init__(self, model: Model, config: OptimizerConfig, *, max_skipped: int | None = None) -> None:
-        """`max_skipped`: see `SkippedSteps`."""
+    def __init__(
+        self,
+        model: Model,
+        config: OptimizerConfig,
+        *,
+        router_loss: float = 0.0,
+        max_skipped: int | None = None,
+    ) -> None:
+        """`router_loss`: coefficient of the balance loss of a mixture, see `ExpertBalance`; `max_skipped`: see
+        `SkippedSteps`."""
         self.model = model
         self._skipped = SkippedSteps(max_skipped)
+        mixture = model.shape.mixture
+        assert mixture is not None or not router_loss, "only mixtures have routers"
+        self._balance = None if mixture is None else ExpertBalance(model, mixture, router_loss)
         names = [name for name, updated in model.part.sets.items() if updated]
         assert len(names) == 1, f"a trainer updates one parameter set, not {', '.join(names) or 'none'}"
         (self.parameter_set,) = names
@@ -101,7 +113,8 @@ class Trainer:
         has nothing to learn, is left out, so that neither momentum nor weight decay changes anything. Returns
         metrics added up over data-parallel ranks: the method's own, `grad_norm` (mean over the steps that were not
         skipped), `skipped_steps` (their number), `skipped_for/QUANTITY` (by what was not finite first),
-        `empty_steps` (how many were left out, if any were) and `learning_rate`.
+        `empty_steps` (how many were left out, if any were), `learning_rate`, and those of `ExpertBalance.end_call`
+        for a mixture.
 
         Raises SkippedStepsError, on every rank, when too many steps in a row were skipped.
         """
@@ -112,6 +125,8 @@ class Trainer:
         reduce_metrics(metrics, data, model.device)
         steps = [positions for _ in range(method.epochs) for positions in minibatches]
         self._skipped.begin_call(call)
+        if self._balance is not None:
+            self._balance.begin_call()
         empty = 0
         for positions in steps:
             minibatch = batch.select(positions)
@@ -141,6 +156,8 @@ class Trainer:
         if empty:
             metrics.mean("empty_steps", torch.tensor(float(empty)), 1)
         metrics.mean("learning_rate", torch.tensor(lr), 1)
+        if self._balance is not None:
+            metrics.update(self._balance.end_call())
         metrics.update(method.finish())
         return metrics
 
@@ -177,11 +194,12 @@ class Trainer:
         Its metrics over data-parallel ranks, and whether it has any weight, on every stage.
         """
         model = self.model
-        weight = torch.full((), float(method.weight(batch)), device=model.device)
-        weight = model.groups.data.sum(weight)
+        rows = method.sequences(batch)
+        totals = torch.tensor([float(method.weight(batch)), len(rows)], device=model.device)
+        weight, sequences = model.groups.data.sum(totals)
         learns = bool(weight != 0)
         weight = torch.where(weight > 0, weight, 1.0)  # without weight, all losses are 0
-        costs = count_item_tokens(batch, method.sequences(batch))
+        costs = count_item_tokens(batch, rows)
         parts = model.split_micro_batches(costs, max_tokens)
         tokens = [sum(costs[i] for i in positions) for positions in parts]
         received = model.receive_activations(tokens)
@@ -198,7 +216,7 @@ class Trainer:
                 positions = parts[action.micro_batch]
                 part, its = batch.select(positions), sampled.select(positions)
                 done = self._forward(
-                    part, method, next(received), weight, metrics, recompute, candidates, its
+                    part, method, next(received), weight, sequences, metrics, recompute, candidates, its
                 )
                 if self._has_backward:
                     passes[action.micro_batch] = done
@@ -216,6 +234,7 @@ class Trainer:
         method: TrainMethod,
         received: Tensor | None,
         weight: Tensor,
+        sequences: Tensor,
         metrics: Metrics,
         recompute: bool,
         candidates: Candidates | None,
@@ -227,6 +246,8 @@ class Trainer:
         if received is not None:
             received.requires_grad_(self._sends_gradients)
         routing = sampled.make_routing(model.shard, rows, packing)
+        if self._balance is not None:
+            routing = self._balance.route(routing, packing, sequences)
         hidden = model.forward(rows, packing, received, recompute=recompute, routing=routing)
         if not model.shard.last:
             model.pipeline.send(hidden)

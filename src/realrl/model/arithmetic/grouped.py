@@ -11,10 +11,10 @@ from torch.autograd import Function
 
 from realrl.model.arithmetic.autograd import apply_function
 from realrl.model.arithmetic.ops import Products, find_gradient
-from realrl.model.gpu.path import on_gpu
+from realrl.model.gpu.path import has_grouped_products, on_gpu
 
 _ALIGNMENT = 16
-"""Bytes of which a row must be a multiple for the grouped kernel of torch."""
+"""Bytes of which rows and addresses must be multiples for the grouped kernel of torch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,18 +69,24 @@ class Groups:
         return rows.index_select(0, self.places).view(-1, self.copies, rows.shape[1]).sum(1)
 
 
-def has_grouped_kernel(x: Tensor, columns: int) -> bool:
-    """Tell whether one kernel multiplies all groups of rows, without their number on the host.
+def has_grouped_kernel(weights: Tensor, products: Products) -> bool:
+    """Tell whether one kernel multiplies all groups of rows, whose number the host then need not know.
 
-    It takes bfloat16 numbers on a GPU, and rows that are aligned. x: [R, K], results [R, columns]
+    It takes bfloat16 numbers on a GPU, in rows that are aligned. weights: [E, M, K]
     """
-    rest = _ALIGNMENT // x.element_size()
-    return on_gpu(x) and x.dtype == torch.bfloat16 and not (x.shape[1] % rest or columns % rest)
+    aligned = _ALIGNMENT // weights.element_size()
+    return (
+        on_gpu(weights)
+        and weights.dtype == torch.bfloat16
+        and not products.exact
+        and not any(number % aligned for number in (*weights.shape[1:], weights.storage_offset()))
+        and has_grouped_products(weights.device)
+    )
 
 
 def _multiply(products: Products, x: Tensor, weights: Tensor, groups: Groups, *, forward: bool) -> Tensor:
     """Compute x @ weights[group].T row by row, without gradient. x: [R, K], weights: [E, M, K] -> [R, M]"""
-    if has_grouped_kernel(x, weights.shape[1]) and not products.exact:
+    if has_grouped_kernel(weights, products):
         return F.grouped_mm(x, weights.transpose(1, 2), offs=groups.ends)
     out = x.new_empty(len(x), weights.shape[1])
     multiply = products.forward_nt if forward else products.matmul_nt
@@ -89,9 +95,11 @@ def _multiply(products: Products, x: Tensor, weights: Tensor, groups: Groups, *,
     return out
 
 
-def _add_gradients(products: Products, grad: Tensor, x: Tensor, groups: Groups, into: Tensor) -> None:
-    """Add the gradients of the groups' weights. grad: [R, M], x: [R, K], into: [E, M, K] float32"""
-    if has_grouped_kernel(x, grad.shape[1]) and not products.exact:
+def _add_gradients(
+    products: Products, grad: Tensor, x: Tensor, weights: Tensor, groups: Groups, into: Tensor
+) -> None:
+    """Add the gradients of weights [E, M, K]. grad: [R, M], x: [R, K], into: [E, M, K] float32"""
+    if has_grouped_kernel(weights, products):
         into += F.grouped_mm(grad.T, x, offs=groups.ends)
         return
     for group, first, end in groups.bounds:
@@ -113,16 +121,16 @@ class _GroupedLinear(Function):
         x, stack = ctx.saved_tensors
         groups: Groups = ctx.groups
         need_x, need_stack, *_ = ctx.needs_input_grad
-        grad = grad.contiguous()
+        grad, weights = grad.contiguous(), split_stack(stack, groups)
         if need_stack:
             # Gathered again: k times as many rows need not be kept.
             rows = groups.gather(x) if ctx.of_tokens else x
-            _add_gradients(ctx.products, grad, rows, groups, split_stack(find_gradient(stack), groups))
+            into = split_stack(find_gradient(stack), groups)
+            _add_gradients(ctx.products, grad, rows, weights, groups, into)
+            del rows
         if not need_x:
             return None, None, None, None, None
-        grad_x = _multiply(
-            ctx.products, grad, split_stack(stack, groups).transpose(1, 2), groups, forward=False
-        )
+        grad_x = _multiply(ctx.products, grad, weights.transpose(1, 2), groups, forward=False)
         return groups.sum_copies(grad_x) if ctx.of_tokens else grad_x, None, None, None, None
 
 

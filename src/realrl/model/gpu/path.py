@@ -18,10 +18,20 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
+GROUPED_CAPABILITY = (8, 0)
+"""Compute capability from which on one kernel multiplies rows by groups (`torch.nn.functional.grouped_mm`)."""
+
+
 @cache
 def has_flash_attention(device: torch.device) -> bool:
     """Check whether a GPU has a flash kernel for packed sequences."""
     return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+
+
+@cache
+def has_grouped_products(device: torch.device) -> bool:
+    """Check whether a GPU has a kernel for products of groups of rows."""
+    return torch.cuda.get_device_capability(device) >= GROUPED_CAPABILITY
 
 
 def load_exact_kernels() -> ModuleType:

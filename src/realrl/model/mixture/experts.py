@@ -8,7 +8,7 @@ from realrl.families.experts import Mixture
 from realrl.families.options import Activation
 from realrl.model.arithmetic.elementwise import activate
 from realrl.model.arithmetic.grouped import Groups, sum_copies
-from realrl.model.matrices import Matrices
+from realrl.model.arithmetic.matrices import Matrices
 from realrl.model.mixture.routing import Routing
 
 
@@ -38,6 +38,9 @@ class ExpertBlock:
         groups = Groups.of(experts, mixture.experts)
         gate_up = matrices.multiply_groups(x, self.gate_up, groups, of_tokens=True)
         inner = activate(gate_up, self.activation, gated=True)
+        del gate_up
         # Before the last product, which has more columns than most experts have units.
         inner = inner * weights.flatten().index_select(0, groups.order).to(inner.dtype)[:, None]
-        return sum_copies(matrices.multiply_groups(inner, self.down, groups), groups)
+        rows = matrices.multiply_groups(inner, self.down, groups)
+        del inner
+        return sum_copies(rows, groups)

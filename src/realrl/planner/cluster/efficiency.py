@@ -55,6 +55,8 @@ class Efficiency:
     """Query, key, value and output vectors read or written by attention itself."""
     activation_passes: float = 5.0
     """Vectors of the feed-forward dimension read or written by SiLU (2) and its product with `up` (3)."""
+    router_passes: float = 8.0
+    """Vectors of an expert's probabilities that are read or written: a cast, a softmax, and a choice by sorting."""
     backward_passes: float = 2.0
     """Memory traffic outside matmuls backward, relative to forward: each value is read again, with its gradient."""
     logit_bytes: float = 30.0
@@ -78,6 +80,8 @@ class Efficiency:
 
     forward_operations: int = 20
     """Kernels launched for a layer forward; backward launches twice as many."""
+    expert_operations: int = 22
+    """Kernels of a mixture besides: its router, the choice and order of experts, and the sum of what they give."""
     decode_operations: int = 24
     """Kernels of a layer in a decode step."""
     sampling_operations: int = 25

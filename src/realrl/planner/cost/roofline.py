@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
+from realrl.planner.workload.experts import count_visited_experts
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.windows import average_context, average_squares
 
@@ -47,7 +48,19 @@ class Roofline:
             + self._scores(tokens, squares, self.efficiency.score_bytes)
             + self._elementwise(tokens)
             + self.adapters(tokens)
+            + self.experts(tokens)
         )
+
+    def experts(self, rows: float) -> float:
+        """Time the products of a layer's experts forward, for tokens that are spread evenly.
+
+        Each token has a row for each of its experts; of the weights, those of experts without a token are not read.
+        """
+        visited = count_visited_experts(self.sizes.shape, rows)
+        if not visited:
+            return 0.0
+        each = rows * self.sizes.copies / visited
+        return visited * sum(self.matmul(each, *matrix) for matrix in self.sizes.expert_shapes)
 
     def adapters(self, rows: float) -> float:
         """Time a layer's adapters forward: products that are added to others; with DoRA, norms of rows, too."""
@@ -70,6 +83,7 @@ class Roofline:
         products = 1 if self.sizes.frozen_matrices else 2
         return (
             products * sum(self.matmul(tokens, *matrix) for matrix in self.sizes.matmul_shapes)
+            + products * self.experts(tokens)
             + 2.5 * self._attention(tokens, squares)
             + self._scores(tokens, squares, self.efficiency.score_backward_bytes)
             + self.efficiency.backward_passes * self._elementwise(tokens)
@@ -103,6 +117,7 @@ class Roofline:
             2 * rows * average_context(self.sizes.shape, context) * self.sizes.cache_dim * self.element_bytes
         )
         products = sum(self.matmul(rows, *matrix) for matrix in self.sizes.matmul_shapes)
+        products += self.experts(rows)
         return products + self.traffic(cache) + self._elementwise(rows) + self.adapters(rows)
 
     def qkv(self, tokens: float) -> float:
@@ -138,8 +153,12 @@ class Roofline:
             e.normal_passes * hidden
             + e.rotary_passes * (s.q_dim + s.kv_dim)
             + e.attention_passes * (2 * s.q_dim + 2 * s.kv_dim)
-            + e.activation_passes * s.gate_up_dim / 2
+            + s.copies * e.activation_passes * s.gate_up_dim / 2
         )
+        if s.experts:
+            # Rows are gathered, weighted, and those of a token added up; the router's probabilities are float32.
+            values += s.copies * (2 * s.shape.hidden_size + 2 * s.ffn_dim + 3 * s.shape.hidden_size)
+            values += e.router_passes * s.experts * 4 / self.element_bytes
         if s.qk_norm:
             values += 2 * (s.q_dim + s.kv_dim) + 2 * (s.q_dim + 2 * s.kv_dim)  # normalised, and put together
         return self.traffic(tokens * values * self.element_bytes)

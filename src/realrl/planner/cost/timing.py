@@ -11,6 +11,7 @@ from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.roofline import Roofline
 from realrl.planner.profile.profile import WHOLE, CollectiveKind, LayerKind, Profile
 from realrl.planner.workload.batching import Chunks
+from realrl.planner.workload.experts import count_visited_experts
 from realrl.planner.workload.shard_sizes import LocalSizes
 
 
@@ -89,7 +90,7 @@ class Timing:
         if measured is not None:
             return DeviceHostTime(self._exact * (measured + self.roofline.adapters(size.tokens)))
         layer = self._exact * self.roofline.layer(size.tokens, size.squares)
-        return self._device_host_time(layer, self.efficiency.forward_operations + self._adapter_operations)
+        return self._device_host_time(layer, self.efficiency.forward_operations + self._more_operations)
 
     def backward(self, size: BatchSize) -> DeviceHostTime:
         """Time a layer backward without recomputation, gradient accumulation included."""
@@ -98,13 +99,15 @@ class Timing:
             return DeviceHostTime(
                 measured * self._trained_share(size) + 2 * self.roofline.adapters(size.tokens)
             )
-        elements = sum(outputs * inputs for outputs, inputs in self.sizes.matmul_shapes)
+        elements = float(sum(outputs * inputs for outputs, inputs in self.sizes.matmul_shapes))
+        visited = count_visited_experts(self.sizes.shape, size.tokens)
+        elements += visited * sum(outputs * inputs for outputs, inputs in self.sizes.expert_shapes)
         if self.sizes.frozen_matrices:
             elements = sum(adapter.elements for adapter in self.sizes.adapters)
         adding = self.roofline.traffic(self.efficiency.gradient_bytes * elements)
         device = self.roofline.layer_backward(size.tokens, size.squares) + adding
         return self._device_host_time(
-            device, 2 * (self.efficiency.forward_operations + self._adapter_operations)
+            device, 2 * (self.efficiency.forward_operations + self._more_operations)
         )
 
     def _trained_share(self, size: BatchSize) -> float:
@@ -155,7 +158,7 @@ class Timing:
         if measured is not None:
             return DeviceHostTime(self._exact * (measured + self.roofline.adapters(rows)))
         device = self._exact * self.roofline.decode(rows, context)
-        return self._launched(device, self.efficiency.decode_operations + self._adapter_operations)
+        return self._launched(device, self.efficiency.decode_operations + self._more_operations)
 
     def decode_step_overhead(self, rows: float) -> float:
         """Time the work of a decode step on every stage outside its layers; 0 in the roofline."""
@@ -195,9 +198,17 @@ class Timing:
         return self.efficiency.exact_forward if self.exact else 1.0
 
     @property
-    def _adapter_operations(self) -> int:
-        """Operations of a layer's adapters forward: a product with A and its scaling; for each block two more."""
-        return sum(2 + 2 * len(adapter.blocks) + 8 * adapter.dora for adapter in self.sizes.adapters)
+    def _more_operations(self) -> int:
+        """Operations forward that not every layer has: of a mixture, and of adapters.
+
+        Adapters have a product with A and its scaling; for each block two more.
+        """
+        adapters = sum(2 + 2 * len(adapter.blocks) + 8 * adapter.dora for adapter in self.sizes.adapters)
+        if not self.sizes.experts:
+            return adapters
+        # On a CPU there is a product for each expert.
+        loops = 2 * self.sizes.experts if self.device.cpu else 0
+        return adapters + self.efficiency.expert_operations + loops
 
     @property
     def _scalar(self) -> bool:

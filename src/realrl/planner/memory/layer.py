@@ -58,8 +58,8 @@ class LayerMemory:
         Where it pads, it also holds padded copies of queries, keys and values, keys and values once more for every
         query head, and three padded outputs. The feed-forward block holds the stream before and after attention,
         and gate, up and their product, or the tensors that these are computed from or projected to, normalised
-        or with a bias. Norms of heads hold the stream, queries, keys and values, and the normalised ones before and
-        after they are put together.
+        or with a bias; of a mixture, see `_computed_experts`. Norms of heads hold the stream, queries, keys and
+        values, and the normalised ones before and after they are put together.
         """
         s = self.stream
         inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
@@ -76,6 +76,8 @@ class LayerMemory:
         block = max(
             entering + up, gate_up + inner, inner + self.hidden + self._added(self.hidden), 2 * self.hidden
         )
+        if self.sizes.experts:
+            block = entering + self._computed_experts
         joined = 2 * self._qkv + self.sizes.q_dim + self.sizes.kv_dim if self.sizes.qk_norm else 0
         return max(s + joined, attention, 2 * s + block)
 
@@ -99,7 +101,42 @@ class LayerMemory:
             attention = self._padded_rows * (self._read + 2 * self.sizes.q_dim + results) + self.sizes.q_dim
         else:
             attention = self._read + self.sizes.q_dim + sums
-        return norms + attention + self.sizes.gate_up_dim + self.sizes.ffn_dim + self._kept_adapters
+        return norms + attention + self._kept_block + self._kept_adapters
+
+    @property
+    def _kept_block(self) -> float:
+        """Elements per token that the feed-forward block keeps: gate, up and their product.
+
+        An expert also keeps that product times the weight of the expert. A mixture keeps its probabilities.
+        """
+        inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
+        if not self.sizes.experts:
+            return gate_up + inner
+        return self.sizes.copies * (gate_up + 2 * inner) + self._probabilities + self._choices
+
+    @property
+    def _computed_experts(self) -> float:
+        """Peak elements per token that a mixture computes without gradients, besides its input.
+
+        A token has a row for each of its experts: its own copies and gate and up, these and their product, that
+        product times a weight, the outputs of the experts, and these in the order of tokens.
+        """
+        inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
+        rows = max(self.hidden + gate_up, gate_up + inner, 2 * inner, inner + self.hidden, 2 * self.hidden)
+        return self.sizes.copies * rows + self.hidden + self._probabilities + self._choices
+
+    @property
+    def _probabilities(self) -> float:
+        """Elements that the float32 probabilities of a token's experts take."""
+        return self.sizes.experts * self._float32
+
+    @property
+    def _choices(self) -> float:
+        """Elements that the choice of a token's experts takes.
+
+        These are their numbers, places, order and tokens in int64, and two float32 weights.
+        """
+        return self.sizes.copies * (4 * 8 / self.element_bytes + 2 * self._float32)
 
     @property
     def _kept_adapters(self) -> int:
@@ -154,6 +191,8 @@ class LayerMemory:
             self.bytes(tokens, s + gathered + copied + inner) + added(inner * hidden),
             self.bytes(tokens, s + hidden + copied - inner) + added(gate_up * hidden),
         ]
+        if self.sizes.experts:
+            moments = self._expert_moments(tokens)
         queries = self.sizes.q_dim
         if self._pads:
             # The gradients of padded outputs, queries, and keys and values for every query head, and the product of
@@ -166,8 +205,38 @@ class LayerMemory:
                 attention += self._widened(2 * self._read + 2 * queries)
         # What the feed-forward block saved, which is done, has been freed.
         scores = self.score_bytes(tokens, backward=True)
-        moments.append(self.bytes(tokens, attention - gate_up - inner - hidden) + scores)
+        moments.append(self.bytes(tokens, attention - self._kept_block - hidden) + scores)
         return max(moments)
+
+    def _expert_moments(self, tokens: float) -> list[int]:
+        """Compute the bytes of gradients at moments of a mixture's backward pass, less what has been freed by then.
+
+        The rows of an expert are gathered once more for the gradients of its matrices. On a GPU one kernel gives
+        those of all experts, apart from the float32 gradients that they are added to.
+        """
+        inner, gate_up, hidden = self.sizes.ffn_dim, self.sizes.gate_up_dim, self.hidden
+        gathered = hidden if self.strategy.sequence_parallel else 0
+        frozen, narrow = self.sizes.frozen_matrices, self.element_bytes < 4
+
+        def apart(elements: int) -> int:
+            if frozen:
+                return 0
+            if self.cpu:
+                return added_bytes(elements, self.element_bytes)
+            return self.sizes.experts * elements * self.element_bytes if narrow else 0
+
+        k = self.sizes.copies
+        return [
+            # At the end of the forward pass, what experts give, in their order and in that of tokens.
+            self.bytes(tokens, 2 * k * hidden),
+            # The gradients of what experts give, and of the weighted products.
+            self.bytes(tokens, self.stream + k * (hidden + inner)) + apart(inner * hidden),
+            # Those of the products, and of gate and up; the weighted products have been freed.
+            self.bytes(tokens, self.stream + k * gate_up),
+            # Those of gate and up, and their inputs, which are gathered, or added up; all else has been freed.
+            self.bytes(tokens, self.stream + gathered + k * (hidden - 2 * inner)) + apart(gate_up * hidden),
+            self.bytes(tokens, self.stream + gathered + k * (2 * hidden - 2 * inner)),
+        ]
 
     def forward_bytes(self, tokens: float, held: float = 0.0) -> int:
         """Compute the peak bytes without gradients, with `held` elements per token besides."""

@@ -11,7 +11,8 @@ from realrl.planner.workload.shard_sizes import LocalSizes
 
 def packed_weight_bytes(sizes: LocalSizes, dtype: Dtype, *, layers: int, head: bool) -> int:
     """Compute the bytes of a packed copy of the matrices of `layers` and, if `head`, of the head's."""
-    shapes = layers * sizes.matmul_shapes + (_head_shape(sizes) if head else ())
+    shapes = layers * (sizes.matmul_shapes + sizes.experts * sizes.expert_shapes)
+    shapes += _head_shape(sizes) if head else ()
     return _element_bytes(dtype) * sum(_add_rows(rows) * columns for rows, columns in shapes)
 
 
@@ -34,7 +35,7 @@ def _copies(shape: tuple[int, int], dtype: Dtype) -> int:
 
 
 def _shapes(sizes: LocalSizes, head: bool) -> tuple[tuple[int, int], ...]:
-    return sizes.matmul_shapes + (_head_shape(sizes) if head else ())
+    return sizes.matmul_shapes + sizes.expert_shapes + (_head_shape(sizes) if head else ())
 
 
 def _head_shape(sizes: LocalSizes) -> tuple[tuple[int, int]]:

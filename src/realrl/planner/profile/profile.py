@@ -24,6 +24,7 @@ from realrl.config.explain import brief, explain
 from realrl.config.files import write_whole
 from realrl.config.json_file import read_json
 from realrl.config.paths import local_path
+from realrl.families.experts import Mixture
 from realrl.families.shape import ModelShape
 from realrl.plan.placement import Dtype
 from realrl.planner.profile.corrections import Correction
@@ -89,6 +90,7 @@ class ShapeKey(Settings):
     head_dim: PositiveInt
     vocab_size: PositiveInt
     window: PositiveInt | None = None
+    mixture: Mixture | None = None
 
     @classmethod
     def of(cls, shape: ModelShape) -> "ShapeKey":

@@ -2,6 +2,7 @@
 
 from realrl.dataflow.call import Call, Kind
 from realrl.families.adapters import LORA_A, LORA_B
+from realrl.families.products import count_layer_weights
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.planner.workload.windows import average_squares
@@ -66,12 +67,6 @@ def _forward(
     each = 2 * tokens * (count_layer_weights(shape) + count_adapter_weights(shape)) + attention
     outputs = 2 * scored * count_head_weights(shape, model.head)
     return (shape.layers if layers is None else layers) * each + outputs
-
-
-def count_layer_weights(shape: ModelShape) -> int:
-    """Count the parameters of the matrices of a layer."""
-    rotated = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
-    return shape.hidden_size * (rotated + 3 * shape.intermediate_size)
 
 
 def count_adapter_weights(shape: ModelShape) -> int:

@@ -68,19 +68,41 @@ class LocalSizes:
         return padded_vocabulary(self.shape, self.tp)
 
     @cached_property
+    def matrices(self) -> Mapping[Parameter, tuple[int, int]]:
+        """Matrices of a layer that all tokens are multiplied by, as (outputs, inputs)."""
+        hidden, mixture = self.shape.hidden_size, self.shape.mixture
+        attention: dict[Parameter, tuple[int, int]] = {
+            "qkv": (self.q_dim + 2 * self.kv_dim, hidden),
+            "out": (hidden, self.q_dim),
+        }
+        if mixture is not None:
+            return {**attention, "router": (mixture.experts, hidden)}
+        return {**attention, "gate_up": (self.gate_up_dim, hidden), "down": (hidden, self.ffn_dim)}
+
+    @property
     def matmul_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Matmuls of a layer as (outputs, inputs): fused QKV, output, gate (if there is one) and up, down."""
+        """Sizes of `matrices`."""
+        return tuple(self.matrices.values())
+
+    @cached_property
+    def expert_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Matrices of an expert as (outputs, inputs): gate and up, down; none without experts."""
         hidden = self.shape.hidden_size
-        return (
-            (self.q_dim + 2 * self.kv_dim, hidden),
-            (hidden, self.q_dim),
-            (self.gate_up_dim, hidden),
-            (hidden, self.ffn_dim),
-        )
+        return () if self.shape.mixture is None else ((self.gate_up_dim, hidden), (hidden, self.ffn_dim))
+
+    @property
+    def experts(self) -> int:
+        """Number of experts of a layer; 0 without a mixture."""
+        return 0 if self.shape.mixture is None else self.shape.mixture.experts
+
+    @property
+    def copies(self) -> int:
+        """Feed-forward blocks that a token passes through in a layer."""
+        return 1 if self.shape.mixture is None else self.shape.mixture.per_token
 
     @cached_property
     def adapters(self) -> tuple["AdapterSizes", ...]:
-        """Adapters of a layer's matrices, in the order of `matmul_shapes`; none of a matrix without them."""
+        """Adapters of a layer's matrices, in the order of `matrices`; none of a matrix without them."""
         lora = self.shape.lora
         if lora is None:
             return ()
@@ -92,10 +114,11 @@ class LocalSizes:
             return max(local_tensor(self.shape, spec, self.tp, t).shape[0] for t in range(self.tp))
 
         found = []
-        for matrix, (_, inputs) in zip(LORA_A, self.matmul_shapes, strict=True):
+        for matrix in LORA_A:
             modules = [m for m in list_modules(specs.get(matrix, ())) if is_adapted(m, lora)]
             if modules:
                 blocks = tuple(sum(map(rows, module.parts)) for module in modules)
+                _, inputs = self.matrices[matrix]
                 found.append(AdapterSizes(inputs, lora.rank, blocks, lora.dora))
         return tuple(found)
 

@@ -12,7 +12,8 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cost.peaks import find_peak_bandwidth, find_peak_flops
 from realrl.planner.profile.profile import Profile
-from realrl.planner.workload.flops import count_head_weights, count_layer_weights, count_pass_flops
+from realrl.planner.workload.experts import count_read_weights
+from realrl.planner.workload.flops import count_head_weights, count_pass_flops
 from realrl.planner.workload.windows import average_context
 from realrl.program.memory import StoredModel
 from realrl.runtime.measure.aligned_spans import AlignedSpan
@@ -115,7 +116,8 @@ class Performance:
             return
         model = self.models[done.call.model_role]
         shape, width = model.shape, model.width(done.place.strategy)
-        weights = shape.layers * count_layer_weights(shape) + count_head_weights(shape, model.head)
+        weights = shape.layers * count_read_weights(shape, rows / steps)
+        weights += count_head_weights(shape, model.head)
         cache = 2 * shape.layers * shape.kv_heads * shape.head_dim
         decoded = max(1, done.sum("decoded"))
         cached = decoded * average_context(shape, done.sum("cached") / decoded)

@@ -128,7 +128,8 @@ def stored_models(
 ) -> dict[str, StoredModel]:
     """Describe the storage of roles whose shapes, as files have them, are given.
 
-    UserError where more layers are to be trained than there are, or models disagree on what tokens there are.
+    UserError where more layers are to be trained than there are, experts are to be balanced where there are none,
+    or models disagree on what tokens there are.
     """
     _check_candidates(graph, shapes)
     configs = models(experiment)
@@ -146,6 +147,12 @@ def stored_models(
             raise UserError(
                 f"models.{role}.trainable_layers={layers} is more than the {shape.layers} decoder layers of the"
                 " model; null trains all of them"
+            )
+    for role, config in trained_models(configs).items():
+        if config.router_loss and role in shapes and shapes[role].mixture is None:
+            raise UserError(
+                f"models.{role}.router_loss={config.router_loss:g} balances the experts of a mixture, but layers of"
+                " the model have no experts; leave it out"
             )
     return {
         role: StoredModel(

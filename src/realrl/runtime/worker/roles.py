@@ -153,8 +153,10 @@ class Roles:
         if read or self._parts[role].adapters:  # whose frozen weights no checkpoint has
             self._read_weights(role, model)
         if role in self._trained:
-            optimizer = self._trained[role].optimizer
-            self.trainers[role] = Trainer(model, optimizer, max_skipped=self._max_skipped)
+            config = self._trained[role]
+            self.trainers[role] = Trainer(
+                model, config.optimizer, router_loss=config.router_loss, max_skipped=self._max_skipped
+            )
 
     def _read_weights(self, role: str, model: Model) -> None:
         config, tensors = self._configs[role], model.layout.specs

@@ -1,0 +1,71 @@
+"""Balance of experts in train calls of a mixture: how it is learnt, and its metrics."""
+
+import torch
+from torch import Tensor
+
+from realrl.algorithms.method import Metrics
+from realrl.engine.model import Model
+from realrl.families.experts import Mixture
+from realrl.model.mixture.balance import BalancedRouting, ExpertCounts
+from realrl.model.mixture.routing import Routing
+from realrl.model.packing import Packing
+
+
+class ExpertBalance:
+    """Balance of a model's experts in train calls.
+
+    The loss of an optimizer step is `coefficient` times the balance loss of a sequence in a layer (see
+    `BalancedRouting`), averaged over the sequences of the mini-batch and all layers of the model, so that neither
+    micro-batches nor any parallelism change it.
+    """
+
+    def __init__(self, model: Model, mixture: Mixture, coefficient: float) -> None:
+        self._model, self._mixture, self._coefficient = model, mixture, coefficient
+        self.begin_call()
+
+    def begin_call(self) -> None:
+        """Begin anew, with another call."""
+        model = self._model
+        self._counts = ExpertCounts(len(model.transformer.layers), self._mixture.experts, model.device)
+        self._sequences = 0
+
+    def route(self, inner: Routing, packing: Packing, sequences: Tensor) -> Routing:
+        """Have `inner` choose the experts of a micro-batch, for its only forward pass and its recomputation.
+
+        `sequences`: number of sequences of the mini-batch, on all data-parallel ranks.
+        """
+        self._sequences += len(packing.lengths)
+        coefficient = None
+        if self._coefficient:
+            # TP ranks all add the whole gradient to what is summed over them.
+            terms = self._model.shape.layers * self._model.shard.tp
+            coefficient = self._coefficient / (terms * sequences)
+        return BalancedRouting(
+            inner, self._counts, rows=packing.rows, lengths=packing.starts.diff(), coefficient=coefficient
+        )
+
+    def end_call(self) -> Metrics:
+        """Compute the metrics of the call, equal on all ranks, which call it together.
+
+        router_loss: mean of the balance losses; router_busiest: tokens of a layer's busiest expert over those of
+        the average one; router_idle: share of a layer's experts that no token chose. The latter two are means over
+        layers, of choices of the whole call.
+        """
+        device, groups = self._model.device, self._model.groups
+        counts = self._counts
+        sequences = torch.full((1,), float(self._sequences), dtype=torch.float64, device=device)
+        summed = groups.data.sum(torch.cat((counts.chosen.double().flatten(), counts.losses, sequences)))
+        layers = len(counts.losses)
+        chosen = summed[: counts.chosen.numel()].view_as(counts.chosen)
+        of_stage = [
+            summed[chosen.numel() : -1].sum(),
+            (chosen.amax(1) / chosen.mean(1)).sum(),
+            (chosen == 0).double().mean(1).sum(),
+            torch.full_like(summed[0], layers),
+        ]
+        loss, busiest, idle, total = groups.pipeline.sum(torch.stack(of_stage))
+        metrics = Metrics()
+        metrics.mean("router_loss", loss, total * summed[-1])
+        metrics.mean("router_busiest", busiest, total)
+        metrics.mean("router_idle", idle, total)
+        return metrics
