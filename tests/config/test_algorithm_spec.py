@@ -173,6 +173,14 @@ def graph_of(*calls: Call) -> Callable[[Any], DataflowGraph]:
             "train_graph: no call produces sequences",
         ),
         (
+            {
+                "train_graph": lambda e: DataflowGraph(
+                    (GENERATE, TRAIN), (*KEYS, Key("routed_experts", "int16"))
+                )
+            },
+            "train_graph: key routed_experts has a name that is kept for router replay",
+        ),
+        (
             {"train_graph": graph_of(replace(GENERATE, outputs=("sequences", "reply")), TRAIN)},
             "train_graph: actor.generate cannot produce reply; a generate call has sequences, logprobs,",
         ),

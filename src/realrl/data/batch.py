@@ -1,13 +1,13 @@
 """Batches of variable-length rows: no padding anywhere."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-KEY_DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
+KEY_DTYPES = {"int64": torch.int64, "int32": torch.int32, "int16": torch.int16, "float32": torch.float32}
 """Types of the values of keys, by the names that a `Key` has for them."""
 
 
@@ -122,6 +122,10 @@ class Batch:
     def with_fields(self, **fields: Ragged) -> "Batch":
         """Copy the batch with fields added or replaced."""
         return Batch(self.ids, {**self.fields, **fields})
+
+    def without(self, keys: Collection[str]) -> "Batch":
+        """Copy the batch without some of its fields."""
+        return Batch(self.ids, {key: field for key, field in self.fields.items() if key not in keys})
 
     def to(self, device: torch.device) -> "Batch":
         """Copy the batch to another device."""

@@ -16,7 +16,10 @@ class Kind(StrEnum):
     FUNCTION = "function"
 
 
-_BYTES = {"int64": 8, "int32": 4, "float32": 4}
+_BYTES = {"int64": 8, "int32": 4, "int16": 2, "float32": 4}
+
+ROUTED_EXPERTS = "routed_experts"
+"""Key in which a generate call gives the experts that its model chose, without the call's prefix."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Key:
     """
 
     name: str
-    dtype: Literal["int64", "int32", "float32"]
+    dtype: Literal["int64", "int32", "int16", "float32"]
     length: str = "own"
     width: int | None = None
 
@@ -50,6 +53,18 @@ class Candidates:
     count: int
     ids: str | None = None
     setting: str = "count"
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Experts that a call's model takes over from the one that sampled (router replay).
+
+    `sequences` and `experts` are keys of one generate call: at each position the experts of every layer, -1 where
+    none were chosen.
+    """
+
+    sequences: str
+    experts: str
 
 
 @dataclass(frozen=True)
@@ -89,6 +104,9 @@ class Call:
 
     With `candidates`, a language model gives log-probabilities of further tokens at each position of its one row
     per item, the `work` of the call.
+
+    With `replays`, a mixture of experts chooses those that the sampler chose, wherever a row of the i-th key of
+    `work` repeats the sequence of the i-th of them; `dataflow.replay` sets them.
     """
 
     name: str
@@ -102,6 +120,7 @@ class Call:
     record_fields: bool = False
     prefix: str = ""
     candidates: Candidates | None = None
+    replays: tuple[Replay | None, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.role is None) != (self.kind is Kind.FUNCTION):
@@ -134,6 +153,11 @@ class Call:
             raise DescriptionError(
                 f"call {self.name}: candidates are {candidates.ids!r}, none of its inputs {self.inputs}"
             )
+
+    @property
+    def records_experts(self) -> bool:
+        """Whether it generates, and gives the experts that its model chose."""
+        return self.kind is Kind.GENERATE and f"{self.prefix}{ROUTED_EXPERTS}" in self.outputs
 
     @property
     def is_function(self) -> bool:

@@ -10,13 +10,14 @@ from torch import Tensor
 from realrl.algorithms.method import InferenceMethod, Metrics, ModelOutput
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import even_micro_batches, micro_batches
-from realrl.dataflow.call import Candidates
+from realrl.dataflow.call import Candidates, Replay
 from realrl.engine.dtypes import find_set_dtype
 from realrl.engine.local_set import LocalSet, Parameters
 from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.pass_counts import PassCounts
 from realrl.engine.pipeline.messages import Pipeline, prefetch_receives
 from realrl.engine.reduced_metrics import reduce_metrics
+from realrl.engine.replay import SampledItems
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.sets import BASE, WHOLE, TrainablePart, build_parameter_sets
@@ -96,7 +97,7 @@ class Model:
     ) -> Tensor:
         """Compute this stage's hidden states of packed token rows.
 
-        `received` are the hidden states of the stage before, if any.
+        `received` are the hidden states of the stage before, if any; `routing` chooses the experts of mixtures.
 
         With `recompute` the backward pass computes layers again, of which only the inputs are kept. `routing`
         chooses the experts of mixtures.
@@ -192,21 +193,24 @@ class Model:
         max_tokens: int,
         after_micro_batch: Callable[[], None] = lambda: None,
         candidates: Candidates | None = None,
+        replays: Sequence[Replay | None] = (),
     ) -> tuple[Batch, Metrics]:
         """Run an inference call on this rank's items, in micro-batches of at most `max_tokens` tokens.
 
-        `after_micro_batch` is called after each of them; `candidates` are those of the call.
+        `after_micro_batch` is called after each of them; `candidates` and `replays` are those of the call.
 
         On the last stage, returns the batch with the call's outputs among its fields, and metrics added up
         over data-parallel ranks; on the others the batch as it was, and no metrics.
         """
         collected: dict[str, list[Tensor | None]] = {}
+        sampled = SampledItems.of(batch, replays)
+        batch = batch.without(sampled.keys)
         costs = count_item_tokens(batch, method.sequences(batch))
         parts = self.split_micro_batches(costs, max_tokens)
         received = self.receive_activations([sum(costs[i] for i in positions) for positions in parts])
         for positions in parts:
             part = batch.select(positions).to(self.device)
-            outputs = self._infer_part(part, method, received, candidates)
+            outputs = self._infer_part(part, method, received, candidates, sampled.select(positions))
             for key, field in outputs.items():
                 slots = collected.setdefault(key, [None] * len(batch))
                 for position, row in zip(positions, field.to(torch.device("cpu")).rows(), strict=True):
@@ -227,11 +231,13 @@ class Model:
         method: InferenceMethod,
         received: Iterator[Tensor | None],
         candidates: Candidates | None,
+        sampled: SampledItems,
     ) -> dict[str, Ragged]:
         """Run a micro-batch of an inference call; its outputs on the last stage, none on the others."""
         rows = method.sequences(part)
         packing = Packing.of(rows.lengths, self.device)
-        hidden = self.forward(rows, packing, next(received))
+        routing = sampled.make_routing(self.shard, rows, packing)
+        hidden = self.forward(rows, packing, next(received), routing=routing)
         if self.shard.last:
             likeliest = candidates.count if candidates is not None and candidates.ids is None else 0
             ids = read_candidates(part, candidates)

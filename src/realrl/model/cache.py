@@ -9,6 +9,8 @@ from torch import Tensor
 
 from realrl.layout.kv_blocks import BLOCK_TOKENS, CacheSize
 from realrl.model.attention_rule import CAUSAL, AttentionRule
+from realrl.model.mixture.replay import EXPERT_DTYPE, RecordedRouting
+from realrl.model.mixture.routing import LIKELIEST
 from realrl.model.paged_attention import CachedRows, CachePlaces, attend_to_cache, attend_to_runs
 
 
@@ -17,6 +19,7 @@ class PagedCache:
 
     k, v: [layers, blocks, kv_heads, BLOCK_TOKENS, D]. On a CPU, keys of a block are stored dim by dim, so that
     scores of its tokens are computed side by side, and values are padded to whole vectors.
+    experts: [layers, blocks, BLOCK_TOKENS, k], those that tokens passed through, if they are recorded.
     """
 
     def __init__(
@@ -28,7 +31,9 @@ class PagedCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        experts: int = 0,
     ) -> None:
+        """`experts`: how many of a token are recorded in each layer; 0 for none."""
         pool = (layers, size.blocks + 1, kv_heads)  # and the scratch block
         if device.type == "cpu":
             width = -(-head_dim // BLOCK_TOKENS) * BLOCK_TOKENS
@@ -37,6 +42,15 @@ class PagedCache:
         else:
             self.k = torch.empty(*pool, BLOCK_TOKENS, head_dim, dtype=dtype, device=device)
             self.v = torch.empty_like(self.k)
+        self.experts: Tensor | None = None
+        if experts:
+            places = layers, size.blocks + 1, BLOCK_TOKENS, experts
+            self.experts = torch.empty(places, dtype=EXPERT_DTYPE, device=device)
+
+    def record(self, places: CachePlaces) -> RecordedRouting:
+        """Make the routing of tokens that records their experts at their places."""
+        assert self.experts is not None, "the cache has no room for experts"
+        return RecordedRouting(self.experts, (places.blocks, places.offsets), places.source, LIKELIEST)
 
     def store(self, layer: int, k: Tensor, v: Tensor, places: CachePlaces) -> None:
         """Store keys and values of packed sequences. k, v: [T, kv_heads, D]"""

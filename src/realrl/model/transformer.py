@@ -199,16 +199,19 @@ class Transformer(nn.Module):
             cache.store(layer, k, v, places)
             return varlen_attention(qkv, packing, heads, kv_heads, rule, exact=self._products.exact)
 
+        record = None if cache.experts is None else cache.record(places)
         tp = TensorParallel(self.tensor_group, len(packing.positions))
         x, tables = self._enter(x, packing.positions, tp)
         count = len(self.layers) - self.shard.last
         for i, layer in enumerate(self.layers[:count]):
-            x = layer(x, tables[i], partial(attend, i), tp, self._matrices, LIKELIEST)
+            x = layer(x, tables[i], partial(attend, i), tp, self._matrices, record or LIKELIEST)
         if not self.shard.last:
             return x
         last = cast(Layer, self.layers[count])
         qkv = self._repeat_kv_heads(last.compute_qkv(x, tables[count], tp, self._matrices))
         cache.store(count, *split_heads(qkv, heads, kv_heads)[1:], places)
+        if record is not None:
+            record.skip(count)
         return None
 
     def prepare_decoding(self) -> DecodeWeights:
@@ -237,7 +240,8 @@ class Transformer(nn.Module):
 
         positions = rows.prompt_lengths + rows.own_lengths
         tp = TensorParallel(self.tensor_group, len(x))
-        return self._run_layers(x, positions, attend, tp, weights, LIKELIEST)
+        routing = LIKELIEST if cache.experts is None else cache.record(rows.newest)
+        return self._run_layers(x, positions, attend, tp, weights, routing)
 
     def _repeat_kv_heads(self, qkv: Tensor) -> Tensor:
         """Repeat key/value heads to one per query head where groups are uneven."""

@@ -5,7 +5,7 @@ from itertools import chain
 from typing import Any
 
 from realrl.config.errors import UserError
-from realrl.dataflow.call import Kind
+from realrl.dataflow.call import ROUTED_EXPERTS, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import SCORE, get_spec
 from realrl.recipe.experiment import Experiment
@@ -62,6 +62,9 @@ def _problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
     missing = [key for key in graph.sources if key not in FORMS[spec.form].keys]
     if missing:
         yield f"no call produces {', '.join(missing)}, and records of form {spec.form!r} yield no such key"
+    for key in graph.keys:
+        if key.endswith(ROUTED_EXPERTS):
+            yield f"key {key} has a name that is kept for router replay, which adds its keys by itself"
     for call in graph.calls:
         if call.kind is not Kind.GENERATE:
             continue

@@ -180,6 +180,10 @@ class TrainedModelConfig(ModelConfig):
     layer, the number of experts times the sum over them of the share of tokens that chose one times its mean
     probability (Switch Transformer, by sequence), averaged over sequences and layers. Frozen layers learn nothing
     of it."""
+    router_replay: bool | None = None
+    """Whether a mixture of experts that samples uses, where it is trained on its samples or infers on them, the
+    experts that were chosen while they were sampled (router replay, R3); null for yes. Else rounding may have a
+    token pass through other experts in training than it did in sampling."""
 
     @model_validator(mode="after")
     def _one_part(self) -> Self:

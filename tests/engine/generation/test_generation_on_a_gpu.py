@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from realrl.model.arithmetic import grouped
 from realrl.model.cache import PagedCache
 from realrl.recipe.settings import GenerationConfig
 from tests.engine.generation.test_shared_prompts import assert_same, draw, make_items, make_model
+from tests.engine.test_router_replay import CAPACITIES, make_models, sample, shape_of
 
 WAITING = ("nonzero", "_local_scalar_dense", "masked_select", "unique")
 """Operations whose results have shapes, or are numbers, that the host must wait for."""
@@ -68,6 +70,18 @@ def test_turns_of_many_steps_sample_what_single_steps_do(
     assert_same(got, draw(model, items, 1, max_new_tokens=40))
 
 
+@pytest.mark.parametrize("kv_capacity", CAPACITIES)
+def test_turns_of_many_steps_record_the_experts_of_single_steps(
+    as_on_a_gpu: type[Graphs], monkeypatch: pytest.MonkeyPatch, kv_capacity: int
+) -> None:
+    model, _ = make_models(shape_of("mixtral"))
+    got = sample(model, kv_capacity)
+    monkeypatch.undo()
+    expected = sample(model)
+    for key in ("sequences", "routed_experts"):
+        torch.testing.assert_close(got[key].values, expected[key].values, rtol=0, atol=0)
+
+
 def test_the_host_looks_at_tokens_once_per_turn(
     as_on_a_gpu: type[Graphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,11 +107,17 @@ EXPERTS = DENSE.model_copy(
 
 
 def make_step(
-    device: torch.device, shape: ModelShape = DENSE, **sampling: object
+    device: torch.device, shape: ModelShape = DENSE, experts: int = 0, **sampling: object
 ) -> tuple[DecodeStep, RowBuffers]:
     model: Model = make_unsharded_model(shape, "lm", dtype=torch.bfloat16, device=device)
     cache = PagedCache(
-        CacheSize(100, 16), layers=2, kv_heads=2, head_dim=16, dtype=torch.bfloat16, device=device
+        CacheSize(100, 16),
+        layers=2,
+        kv_heads=2,
+        head_dim=16,
+        dtype=torch.bfloat16,
+        device=device,
+        experts=experts,
     )
     settings = GenerationConfig.model_validate(sampling)
     sampler = Sampler(settings, temperature=1.0, stop_token_ids=(3, 4), device=device)
@@ -129,6 +149,22 @@ def test_a_decode_step_needs_no_value_on_the_host(
     assert called.count("realrl.attend_to_blocks.default") == 2
     assert not [name for name in called if any(word in name for word in (*WAITING, "aten.sort"))]
     assert captured.graph.nodes and rows.sampled.shape == (GPU_STEPS, 8)
+
+
+@torch.no_grad()
+def test_a_decode_step_records_experts_without_a_value_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    monkeypatch.setattr(grouped, "has_grouped_products", lambda _: True)
+    written = []
+    for recorded in (0, 3):
+        step, buffers = make_step(NOWHERE, EXPERTS, recorded)
+        rows = buffers.view(8)
+        rows.begin_turn(SamplingNoise(SamplingSeed(1, 2, call=1)))
+        captured = make_fx(partial(step.run, rows, None))()
+        called = [str(node.target) for node in captured.graph.nodes if node.op == "call_function"]
+        assert not [name for name in called if any(word in name for word in WAITING)]
+        written.append(sum(name.startswith("aten.index_put") for name in called))
+    assert written[1] == written[0] + 2  # once in each layer
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from realrl.data.batch import Ragged
+from realrl.engine.generation.routed_experts import RoutedExperts
 from realrl.engine.generation.sampler import Sampler
 from realrl.engine.generation.sampling import SamplingNoise, SamplingSeed
 from realrl.engine.generation.scheduler import DecodeRow, Scheduler
@@ -47,6 +48,8 @@ class GenerateCall:
     """Decode batches: one per stage of the pipeline."""
     rows: int
     """Most rows of a decode batch."""
+    experts: RoutedExperts | None
+    """Experts of rows that have left the cache, where they are recorded."""
 
     @classmethod
     def of(
@@ -61,13 +64,16 @@ class GenerateCall:
         seed: SamplingSeed,
         kv_capacity: int,
         pass_tokens: int | None = None,
+        record_experts: bool = False,
     ) -> "GenerateCall":
         """Allocate what the continuation of `rows` takes.
 
         `ids` are those of the items, by number of the row; `kv_capacity` the tokens that the cache holds for each
         decode batch, of which a pipeline has one per stage; `pass_tokens` those of a forward pass that prefills, by
-        default what suits the device.
+        default what suits the device. With `record_experts`, those of a mixture are kept as rows leave the cache.
         """
+        mixture = model.shape.mixture if record_experts else None
+        assert mixture is not None or not record_experts, "only mixtures have experts"
         batches = model.groups.pipeline.size
         size = size_cache(
             batches * kv_capacity,
@@ -79,6 +85,15 @@ class GenerateCall:
         cpu = model.device.type == "cpu"
         steps = count_steps_per_look(cpu=cpu)
         noise = SamplingNoise(seed)
+        cache = PagedCache(
+            size,
+            layers=len(model.shard.layers),
+            kv_heads=model.transformer.cache_kv_heads,
+            head_dim=model.shape.head_dim,
+            dtype=model.dtype,
+            device=model.device,
+            experts=0 if mixture is None else mixture.per_token,
+        )
         return cls(
             model=model,
             weights=model.transformer.prepare_decoding(),
@@ -90,14 +105,7 @@ class GenerateCall:
             ),
             stop_token_ids=frozenset(stop_token_ids),
             new_tokens=sampling.max_new_tokens,
-            cache=PagedCache(
-                size,
-                layers=len(model.shard.layers),
-                kv_heads=model.transformer.cache_kv_heads,
-                head_dim=model.shape.head_dim,
-                dtype=model.dtype,
-                device=model.device,
-            ),
+            cache=cache,
             scheduler=Scheduler(
                 rows,
                 size,
@@ -110,4 +118,5 @@ class GenerateCall:
             steps=steps,
             batches=batches,
             rows=-(-size.rows // batches),
+            experts=None if cache.experts is None else RoutedExperts(cache.experts),
         )

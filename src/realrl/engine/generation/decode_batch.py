@@ -99,6 +99,8 @@ class DecodeBatch:
         call = self._call
         turn = call.scheduler.plan(self._number)
         self._turn = turn
+        if call.experts is not None:
+            call.experts.read(turn.released)
         self._buffers.arrange(turn, self._last_tokens, call.keys)
         if turn.rearranged:
             self._width = self._pad(len(turn.rows))

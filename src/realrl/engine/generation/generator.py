@@ -6,14 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from realrl.data.batch import Batch, Ragged
+from realrl.dataflow.call import ROUTED_EXPERTS
 from realrl.engine.finite import NotFiniteLogitsError, all_finite
 from realrl.engine.generation.call import GenerateCall
 from realrl.engine.generation.decode_batch import DecodeBatch
 from realrl.engine.generation.prefill import as_tensor
 from realrl.engine.generation.prompts import group_samples
+from realrl.engine.generation.routed_experts import join_stages
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.generation.scheduler import DecodeRow, Prompt
 from realrl.engine.model import Model
+from realrl.model.mixture.replay import EXPERT_DTYPE
 from realrl.recipe.settings import GenerationConfig
 
 
@@ -29,6 +32,7 @@ def generate(
     kv_capacity: int,
     samples: int = 1,
     after_step: Callable[[], None] = lambda: None,
+    record_experts: bool = False,
 ) -> Batch:
     """Continue the rows of field `prompts`, by at most `sampling.max_new_tokens` tokens each.
 
@@ -39,6 +43,9 @@ def generate(
     always where the model's products are exact, and else but where rounding turns a choice (docs/exact.md).
     Items i * `samples` to (i + 1) * `samples` - 1 are samples of one prompt: those that run at the same time share
     its prefill and its part of the KV cache, which holds at least one row.
+    With `record_experts`, a mixture of experts adds routed_experts, too, on the first TP rank: those of each token
+    in all layers of the model, k a layer, [T, layers * k]. They are -1 where it has not passed through any: the
+    last token in all layers, a prompt but for its last token in the last layer.
     `after_step` is called after each decode step. NotFiniteLogitsError if the model's logits are not finite.
     """
     given = batch[prompts]
@@ -55,12 +62,15 @@ def generate(
         stop_token_ids=stop_token_ids,
         seed=seed,
         kv_capacity=kv_capacity,
+        # Others choose the same ones.
+        record_experts=record_experts and model.groups.tensor.index == 0,
     )
     _interleave([DecodeBatch(call, number) for number in range(call.batches)], after_step)
     model.pipeline.wait_sends()
+    rows.sort(key=lambda row: row.number)
+    experts = [] if call.experts is None else join_stages(model, rows, call.experts)
     if not model.shard.last:
         return batch
-    rows.sort(key=lambda row: row.number)
     for row, item in zip(rows, batch.ids, strict=True):
         _check_finite(row, seed.first_sequence + item)
     sequences = [torch.cat([given.row(row.number).cpu(), as_tensor(row.tokens, torch.int64)]) for row in rows]
@@ -68,6 +78,8 @@ def generate(
         torch.cat([torch.zeros(row.prompt.length), as_tensor(row.logprobs, torch.float32)]) for row in rows
     ]
     finished = torch.tensor([float(row.tokens[-1] in call.stop_token_ids) for row in rows])
+    if experts:
+        batch = batch.with_fields(**{ROUTED_EXPERTS: Ragged.of(experts, dtype=EXPERT_DTYPE)})
     return batch.with_fields(
         sequences=Ragged.of(sequences, dtype=torch.int64),
         logprobs=Ragged.of(logprobs, dtype=torch.float32),

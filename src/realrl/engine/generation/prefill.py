@@ -51,11 +51,13 @@ def _find_places(prefill: RowPrefill) -> np.ndarray:
     """Find the places of the tokens that are stored, counted over all blocks. [length - first] int64"""
     row = prefill.row
     shared = row.prompt.length - 1
-    prompt, own = (
-        (np.asarray(blocks, dtype=np.int64)[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).reshape(-1)
-        for blocks in (row.prompt.blocks, row.blocks)
-    )
+    prompt, own = list_places(row.prompt.blocks), list_places(row.blocks)
     return np.concatenate([prompt[:shared], own[: prefill.length - shared]])[prefill.first :]
+
+
+def list_places(blocks: Sequence[int]) -> np.ndarray:
+    """List the places of a segment of blocks, counted over all blocks. [BLOCK_TOKENS * blocks] int64"""
+    return (np.asarray(blocks, dtype=np.int64)[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).reshape(-1)
 
 
 def as_tensor(values: "array[int] | array[float]", dtype: torch.dtype) -> Tensor:

@@ -68,6 +68,16 @@ class RowPrefill:
 
 
 @dataclass(frozen=True)
+class ReleasedRow:
+    """Row that has given its blocks back, done or preempted. What they hold is there until others write to them."""
+
+    row: DecodeRow
+    prompt_blocks: Sequence[int]
+    """Blocks of its prompt, which other rows may hold on to."""
+    blocks: Sequence[int]
+
+
+@dataclass(frozen=True)
 class DecodeTurn:
     """Work of a decode batch until the host looks at its tokens again."""
 
@@ -81,6 +91,8 @@ class DecodeTurn:
     """Sequences that are prefilled before, in one forward pass."""
     steps: int = 0
     """Decode steps."""
+    released: Sequence[ReleasedRow] = ()
+    """Rows that have left since the last turn."""
 
 
 class Scheduler:
@@ -104,6 +116,8 @@ class Scheduler:
         self._running: list[list[DecodeRow]] = [[] for _ in range(batches)]
         """Rows by decode batch, in the order in which they were admitted."""
         self._turns = [DecodeTurn()] * batches
+        self._released: list[ReleasedRow] = []
+        """Rows that leave in the turn that is being planned."""
         self._limit = -(-size.rows // batches)
         self._new_tokens = new_tokens
         self._steps = steps
@@ -123,6 +137,7 @@ class Scheduler:
         """Plan the next turn of a decode batch."""
         running = self._running[batch]
         before = len(running)
+        self._released = []
         retired = [row for row in running if row.done]
         if retired:
             running[:] = [row for row in running if not row.done]
@@ -143,6 +158,7 @@ class Scheduler:
             grown=[row for row in grown if row.blocks],
             prefills=prefills,
             steps=1 if more else self._steps if rows else 0,
+            released=self._released,
         )
         return self._turns[batch]
 
@@ -166,6 +182,7 @@ class Scheduler:
 
     def _release(self, row: DecodeRow) -> None:
         """Give the blocks of a row back, and those of its prompt with its last row."""
+        self._released.append(ReleasedRow(row, row.prompt.blocks, row.blocks))
         self._pool.give_back(row.blocks)
         row.blocks = []
         row.slot = -1

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from realrl.algorithms.method import Metrics, TrainMethod
 from realrl.data.batch import Batch
-from realrl.dataflow.call import Candidates
+from realrl.dataflow.call import Candidates, Replay
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.model import Model, count_item_tokens, read_candidates
 from realrl.engine.offload import Offloadable
 from realrl.engine.pipeline.schedule import make_1f1b_schedule
 from realrl.engine.reduced_metrics import reduce_metrics
+from realrl.engine.replay import SampledItems
 from realrl.engine.training.expert_balance import ExpertBalance
 from realrl.engine.training.grad_reduce import OverlappedGradReduce
 from realrl.engine.training.gradients import (
@@ -25,7 +26,6 @@ from realrl.engine.training.gradients import (
 )
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.engine.training.skipped_steps import SkippedSteps, find_first_not_finite
-from realrl.model.mixture.routing import LIKELIEST
 from realrl.model.packing import Packing
 from realrl.recipe.model import OptimizerConfig
 
@@ -99,6 +99,7 @@ class Trainer:
         before_update: Callable[[], None] = lambda: None,
         call: str = "train",
         candidates: Candidates | None = None,
+        replays: Sequence[Replay | None] = (),
     ) -> Metrics:
         """Run a train call on this rank's items.
 
@@ -106,7 +107,7 @@ class Trainer:
         `max_tokens` is the limit of a micro-batch; with `recompute` only inputs of layers are kept of it.
         `after_pass` is called after each forward and each backward pass of a micro-batch, and `before_update`
         before parameters or optimizer state change. `call` is the name of the
-        call, for errors, and `candidates` are its own.
+        call, for errors, and `candidates` and `replays` are its own.
         Losses are sums divided by their global weight, so neither micro-batches nor any parallelism change
         them. An optimizer step whose gradient is not finite is skipped; that of a mini-batch without weight, which
         has nothing to learn, is left out, so that neither momentum nor weight decay changes anything. Returns
@@ -119,7 +120,8 @@ class Trainer:
         """
         model = self.model
         data = model.groups.data
-        batch, metrics = method.prepare(batch.to(model.device), data.sum)
+        sampled = SampledItems.of(batch, replays)
+        batch, metrics = method.prepare(batch.without(sampled.keys).to(model.device), data.sum)
         reduce_metrics(metrics, data, model.device)
         steps = [positions for _ in range(method.epochs) for positions in minibatches]
         self._skipped.begin_call(call)
@@ -129,7 +131,7 @@ class Trainer:
         for positions in steps:
             minibatch = batch.select(positions)
             minibatch_metrics, learns = self._accumulate_gradients(
-                minibatch, method, max_tokens, recompute, after_pass, candidates
+                minibatch, method, max_tokens, recompute, after_pass, candidates, sampled.select(positions)
             )
             metrics.update(minibatch_metrics)
             if not learns:
@@ -185,6 +187,7 @@ class Trainer:
         recompute: bool,
         after_pass: Callable[[], None],
         candidates: Candidates | None,
+        sampled: SampledItems,
     ) -> tuple[Metrics, bool]:
         """Accumulate the gradient of one mini-batch.
 
@@ -210,9 +213,10 @@ class Trainer:
             if action is actions[-1]:
                 self._grad_reduce.start_last_backward()
             if action.kind == "F":
-                part = batch.select(parts[action.micro_batch])
+                positions = parts[action.micro_batch]
+                part, its = batch.select(positions), sampled.select(positions)
                 done = self._forward(
-                    part, method, next(received), weight, sequences, metrics, recompute, candidates
+                    part, method, next(received), weight, sequences, metrics, recompute, candidates, its
                 )
                 if self._has_backward:
                     passes[action.micro_batch] = done
@@ -234,13 +238,14 @@ class Trainer:
         metrics: Metrics,
         recompute: bool,
         candidates: Candidates | None,
+        sampled: SampledItems,
     ) -> "_Pass":
         model = self.model
         rows = method.sequences(part)
         packing = Packing.of(rows.lengths, model.device)
         if received is not None:
             received.requires_grad_(self._sends_gradients)
-        routing = LIKELIEST
+        routing = sampled.make_routing(model.shard, rows, packing)
         if self._balance is not None:
             routing = self._balance.route(routing, packing, sequences)
         hidden = model.forward(rows, packing, received, recompute=recompute, routing=routing)

@@ -20,6 +20,7 @@ from realrl.planner.memory.activations import Activations, Parts
 from realrl.planner.memory.candidates import add_candidates
 from realrl.planner.memory.communicators import count_layout_bytes, world_bytes
 from realrl.planner.memory.packed_weights import packed_matrix_bytes
+from realrl.planner.memory.routed_experts import add_routed_experts
 from realrl.planner.workload.batching import split_work
 from realrl.planner.workload.generation import split_generation
 from realrl.planner.workload.shard_sizes import LocalSizes, SetSizes
@@ -212,6 +213,10 @@ class MemoryModel:
                     packed = packed_matrix_bytes(sizes, activations.dtype, head=head)
                     parts = {**parts, "packed weights": parts.get("packed weights", 0) + packed}
                 parts = add_candidates(parts, call, work, strategy, tokens, cpu=cpu, last=stage == last)
+                routed = tokens if generation is None else generation.cache.tokens
+                parts = add_routed_experts(
+                    parts, call, model.shape, work, strategy, routed, layers=layers, cpu=cpu
+                )
                 passing = sum(size for name, size in parts.items() if name not in _LASTING)
                 found[alike] = {**parts, "fragmentation": int(FRAGMENTATION * passing)}
             yield found[alike]

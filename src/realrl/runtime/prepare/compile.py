@@ -26,6 +26,7 @@ from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.model import ModelConfig, freeze, trained_models
 from realrl.runtime.prepare.adapters import adapt_shapes, find_adapters_of_roles, find_shared_bases
+from realrl.runtime.prepare.replay import replay_routers
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,7 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
     """
     graph = build_graph(experiment)
     stored = _known_models(experiment, graph)
+    graph = replay_routers(graph, models(experiment), {role: of.shape for role, of in stored.items()})
     if plan is None:
         plan = make_written_plan(experiment, cluster)
     else:

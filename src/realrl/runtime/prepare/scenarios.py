@@ -22,6 +22,7 @@ from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.runtime.prepare.compile import Compiled, models, stored_models
 from realrl.runtime.prepare.devices import host_is_device
+from realrl.runtime.prepare.replay import replay_routers
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ def make_scenario(experiment: Experiment, spec: ClusterSpec, measured: Measured 
     measured, graph = measured or Measured(), build_graph(experiment)
     workload = Workload.of(experiment, prompts=measured.prompts, answers=measured.answers)
     stored = _all_stored(experiment, graph)
+    graph = replay_routers(graph, models(experiment), {role: of.shape for role, of in stored.items()})
     return Scenario(
         graph=graph,
         models=stored,

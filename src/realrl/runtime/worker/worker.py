@@ -247,6 +247,7 @@ class Worker:
                     kv_capacity=max_tokens,
                     samples=store.samples,
                     after_step=now.after_pass,
+                    record_experts=call.records_experts,
                 )
             except NotFiniteLogitsError as error:
                 raise NotFiniteError(f"{call.name}: {_describe_logits(error, step)}") from None
@@ -258,7 +259,12 @@ class Worker:
         elif call.kind is Kind.INFERENCE:
             metrics: Metrics
             batch, metrics = model.infer(
-                batch, cast(InferenceMethod, method), max_tokens, now.after_pass, call.candidates
+                batch,
+                cast(InferenceMethod, method),
+                max_tokens,
+                now.after_pass,
+                call.candidates,
+                call.replays,
             )
             now.metrics[call.name] = metrics
         else:
@@ -283,6 +289,7 @@ class Worker:
             before_update=self._roles.before_change,
             call=call.name,
             candidates=call.candidates,
+            replays=call.replays,
         )
 
 

@@ -1,0 +1,80 @@
+"""Router replay in calls of a model: experts of sampled sequences, beside the rows that the model is run on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from realrl.data.batch import Batch, Ragged, copy_to_device
+from realrl.dataflow.call import Replay
+from realrl.layout.shard import Shard
+from realrl.model.mixture.replay import EXPERT_DTYPE, NONE_CHOSEN, ReplayedRouting
+from realrl.model.mixture.routing import LIKELIEST, Routing
+from realrl.model.packing import Packing
+
+_NO_TOKEN = -1
+
+
+@dataclass(frozen=True, eq=False)
+class SampledItems:
+    """Items whose sequences were sampled, with the experts that were chosen; in host memory, which has room."""
+
+    batch: Batch
+    """Sequences and experts of all items."""
+    replays: Sequence[Replay | None]
+    """Keys of these, for each row of an item; None for a row that was not sampled by the model."""
+    positions: Sequence[int]
+    """Items of the batch that are selected."""
+
+    @classmethod
+    def of(cls, batch: Batch, replays: Sequence[Replay | None]) -> "SampledItems":
+        """Take all items of a call, with what there is to replay of them."""
+        names = [name for made in replays if made is not None for name in (made.sequences, made.experts)]
+        return cls(Batch(batch.ids, {name: batch[name] for name in names}), replays, range(len(batch)))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of experts, which methods have no use for."""
+        return tuple(made.experts for made in self.replays if made is not None)
+
+    def select(self, positions: Sequence[int]) -> "SampledItems":
+        """Select items by their positions among these."""
+        return replace(self, positions=[self.positions[i] for i in positions])
+
+    def make_routing(self, shard: Shard, rows: Ragged, packing: Packing) -> Routing:
+        """Make the routing of rows that a method has selected, equally many for each item.
+
+        At each token of the j-th row of an item its experts are those of the j-th replay, as far as the row repeats
+        the sequence that was sampled: in a part of it, too, and up to where it differs.
+        """
+        if not any(self.replays):
+            return LIKELIEST
+        tokens, experts = self._pack(rows.lengths, shard)
+        tokens, experts = copy_to_device((tokens, experts), rows.values.device)
+        differs = tokens != rows.values
+        count = differs.cumsum(0)
+        starts = torch.arange(len(tokens), device=tokens.device) - packing.positions
+        before = count[starts] - differs[starts].long()
+        return ReplayedRouting(torch.where((count > before)[:, None, None], NONE_CHOSEN, experts))
+
+    def _pack(self, lengths: Sequence[int], shard: Shard) -> tuple[Tensor, Tensor]:
+        """Pack sampled tokens and their experts as rows of these lengths. -> [T], [T, layers of the stage, k]"""
+        mixture, layers = shard.shape.mixture, slice(shard.layers.start, shard.layers.stop)
+        assert mixture is not None, "only mixtures have experts"
+        size = shard.shape.layers, mixture.per_token
+        tokens = torch.full((sum(lengths),), _NO_TOKEN, dtype=torch.int64)
+        experts = torch.full((len(tokens), len(shard.layers), size[1]), NONE_CHOSEN, dtype=EXPERT_DTYPE)
+        per_item = len(lengths) // len(self.positions)
+        start = 0
+        for number, length in enumerate(lengths):
+            position, place = self.positions[number // per_item], number % per_item
+            made = self.replays[place] if place < len(self.replays) else None
+            if made is not None:
+                sequence = self.batch[made.sequences].row(position)[:length]
+                found = self.batch[made.experts].row(position)[:length]
+                stop = start + len(sequence)
+                tokens[start:stop] = sequence
+                experts[start:stop] = found.view(len(sequence), *size)[:, layers]
+            start += length
+        return tokens, experts
