@@ -1,13 +1,23 @@
 """Low-rank adapters of matrices: what they add to products, and the norms of rows that DoRA divides by."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
+from realrl.families.adapters import (
+    LORA_A,
+    LORA_B,
+    MAGNITUDES,
+    AdaptedMatrix,
+    LowRank,
+    is_adapted,
+    list_modules,
+)
+from realrl.families.tensors import Parameter, TensorSpec
 from realrl.model.arithmetic.autograd import apply_function
 from realrl.model.arithmetic.matrices import Multiply
 from realrl.model.arithmetic.ops import Products, find_gradient
@@ -138,3 +148,36 @@ def adapt(multiply: Multiply, adapters: Mapping[int, Adapter]) -> Multiply:
         return multiply(x, weight, bias) if adapter is None else adapter.multiply(x, bias, multiply)
 
     return adapted
+
+
+def make_adapters(
+    layer: nn.Module,
+    tensors: Mapping[AdaptedMatrix, Sequence[TensorSpec]],
+    lora: LowRank,
+    weights: Callable[..., Tensor],
+    parameter: Callable[[Parameter], nn.Parameter | None],
+    products: Products,
+    tensor_group: Group,
+) -> dict[int, Adapter]:
+    """Give a layer its adapters, whose parameters are those of the layer, too; by the `id` of their matrices.
+
+    `tensors`: those that each matrix consists of, of which `weights` gives the rank's rows by name.
+    """
+    found = {}
+    for matrix, parts in tensors.items():
+        names = LORA_A[matrix], LORA_B[matrix], MAGNITUDES[matrix]
+        a, b, magnitude = map(parameter, names)
+        if a is None or b is None:
+            continue
+        for name, tensor in zip(names, (a, b, magnitude), strict=True):
+            layer.register_parameter(name, tensor)
+        blocks, start = [], 0
+        for module in list_modules(parts):
+            stop = start + sum(len(weights(part.name)) for part in module.parts)
+            if is_adapted(module, lora):
+                blocks.append(range(start, stop))
+            start = stop
+        weight = getattr(layer, matrix)
+        columns = tensor_group if matrix in ("out", "down") and tensor_group.size > 1 else None
+        found[id(weight)] = Adapter(weight, a, b, blocks, lora.scale, products, magnitude, columns)
+    return found

@@ -1,18 +1,18 @@
 """Decoder with one code path for training, inference and generation, whole or as one rank's shard."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from realrl.families.adapters import LORA_A, LORA_B, MAGNITUDES, LowRank, is_adapted, list_modules
+from realrl.families.adapters import LORA_A
 from realrl.families.registry import find_layer_options, model_tensors
 from realrl.families.tensors import Parameter, TensorSpec
 from realrl.layout.shard import Shard
-from realrl.model.adapter import Adapter
+from realrl.model.adapter import Adapter, make_adapters
 from realrl.model.arithmetic.autograd import checkpoint_activations
 from realrl.model.arithmetic.matrices import Matrices
 from realrl.model.arithmetic.ops import PLAIN, Products, embed, linear
@@ -81,11 +81,14 @@ class Transformer(nn.Module):
             self._embedding_scale = torch.tensor(scale, dtype=self.embedding.dtype, device="cpu").item()
         self.positions = parameter(None, "positions")
         self.layers = nn.ModuleList(Layer(shard, i, partial(parameter, i)) for i in shard.layers)
-        self._adapters: dict[int, Adapter] = {}
         numbered = [*zip(shard.layers, self.layers, strict=True)]
+        self._adapters: dict[int, Adapter] = {}
         if shape.lora is not None:
             for number, layer in numbered:
-                self._add_adapters(layer, number, shape.lora, tensors, weights, partial(parameter, number))
+                of_layer = {matrix: tensors[number, matrix] for matrix in LORA_A}
+                self._adapters |= make_adapters(
+                    layer, of_layer, shape.lora, weights, partial(parameter, number), products, tensor_group
+                )
         self._quantised = find_matrices(numbered, parameter, shape.quantised)
         self._matrices = OwnMatrices(products, self._adapters, self._quantised)
         self.norm = parameter(None, "norm")
@@ -106,42 +109,6 @@ class Transformer(nn.Module):
             key_heads = heads + torch.tensor(shard.uneven_groups)
             value_heads = key_heads + len(shard.keys)
             self._kv_head_index = torch.cat([torch.arange(heads), key_heads, value_heads]).to(device)
-
-    def _add_adapters(
-        self,
-        layer: nn.Module,
-        number: int,
-        lora: LowRank,
-        tensors: Mapping[tuple[int | None, Parameter], Sequence[TensorSpec]],
-        weights: Callable[..., Tensor],
-        parameter: Callable[[Parameter], nn.Parameter | None],
-    ) -> None:
-        """Give a layer its adapters, whose parameters are those of the layer, too."""
-        for matrix in LORA_A:
-            names = LORA_A[matrix], LORA_B[matrix], MAGNITUDES[matrix]
-            a, b, magnitude = map(parameter, names)
-            if a is None or b is None:
-                continue
-            for name, tensor in zip(names, (a, b, magnitude), strict=True):
-                layer.register_parameter(name, tensor)
-            blocks, start = [], 0
-            for module in list_modules(tensors[number, matrix]):
-                stop = start + sum(len(weights(part.name)) for part in module.parts)
-                if is_adapted(module, lora):
-                    blocks.append(range(start, stop))
-                start = stop
-            weight = getattr(layer, matrix)
-            cut_by_columns = matrix in ("out", "down") and self.tensor_group.size > 1
-            self._adapters[id(weight)] = Adapter(
-                weight,
-                a,
-                b,
-                blocks,
-                lora.scale,
-                self._products,
-                magnitude,
-                self.tensor_group if cut_by_columns else None,
-            )
 
     @torch.no_grad()
     def initialise_magnitudes(self) -> None:
