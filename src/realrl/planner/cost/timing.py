@@ -206,9 +206,9 @@ class Timing:
         adapters = sum(2 + 2 * len(adapter.blocks) + 8 * adapter.dora for adapter in self.sizes.adapters)
         if not self.sizes.experts:
             return adapters
-        # On a CPU there is a product for each expert.
+        # On a CPU there is a product for each expert; a shared block has two, an activation and a sum.
         loops = 2 * self.sizes.experts if self.device.cpu else 0
-        return adapters + self.efficiency.expert_operations + loops
+        return adapters + self.efficiency.expert_operations + loops + 4 * self.sizes.shared_blocks
 
     @property
     def _scalar(self) -> bool:
