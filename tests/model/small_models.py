@@ -138,7 +138,7 @@ SHAPES = {
         family="llama4_text", vocab_size=85, hidden_size=40, intermediate_size=28, layers=2, heads=6, kv_heads=3,
         head_dim=12, rope_theta=500.0, unrotated_layers=(1,),
         rope_scaling=RopeScaling(
-            factor=8.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=64
+            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
         ),
         mixture=Mixture(
             experts=5, per_token=2, scores="sigmoid", normalised=False, weighed="inputs", shared=True

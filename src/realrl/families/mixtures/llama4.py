@@ -33,6 +33,8 @@ DEFAULTS = {
 }
 """Values of Llama4TextConfig for settings that a file may leave out, where they are not the usual ones."""
 CHUNKED = "chunked_attention"
+MIXTURE = Mixture(experts=16, per_token=1, scores="sigmoid", normalised=False, weighed="inputs", shared=True)
+"""That of Llama4TextConfig, of which a file may change the numbers of experts."""
 _START = 8192
 """Usual position, counted from 1, after which attention has chunks, and from which scores are scaled."""
 _POSITIONS = (
@@ -52,19 +54,12 @@ def _read(config: ConfigReader) -> dict[str, Any]:
     _check_layers_alike(config, layers)
     unrotated = read_unrotated(config, layers)
     bias = config.flag("attention_bias", False)
-    found = read_mixture(config, experts=16, per_token=1, normalised=False)
+    found = read_mixture(config, experts=MIXTURE.experts, per_token=MIXTURE.per_token, normalised=False)
     return {
         **sizes,
         "max_positions": min(sizes["max_positions"], *_read_starts(config, layers, unrotated)),
         "unrotated_layers": unrotated,
-        "mixture": Mixture(
-            experts=found.experts,
-            per_token=found.per_token,
-            scores="sigmoid",
-            normalised=False,
-            weighed="inputs",
-            shared=True,
-        ),
+        "mixture": MIXTURE.model_copy(update={"experts": found.experts, "per_token": found.per_token}),
         "layer": LayerOptions(
             qk_norm="rotated" if config.flag("use_qk_norm", True) else "none",
             qkv_bias=bias,
