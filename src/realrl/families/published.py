@@ -42,7 +42,7 @@ def _qwen(
 
 
 _QWEN_EXPERTS = Mixture(experts=128, per_token=8)
-_LLAMA_4 = {
+_LLAMA_4: Mapping[str, Any] = {
     "rope_theta": 5e5,
     "rope_scaling": RopeScaling(
         factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=8192
@@ -348,149 +348,8 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
         # arXiv 2401.04088 and config.json of mistralai/Mixtral-8x7B-v0.1 and Mixtral-8x22B-v0.1.
         "mixtral-8x7b": _mixtral(4096, 14336, 32, 32, 32768),
         "mixtral-8x22b": _mixtral(6144, 16384, 56, 48, 65536),
-        # text_config in config.json of meta-llama/Llama-4-Scout-17B-16E-Instruct.
+        # text_config in config.json of meta-llama/Llama-4-Scout-17B-16E and -Instruct.
         "llama-4-scout": _shape("llama4_text", 202048, 5120, 8192, 48, (40, 8), 128, 8191, **_LLAMA_4),
-        # arXiv 2505.09388 and config.json of Qwen/Qwen3-0.6B to -32B.
-        "qwen3-0.6b": _qwen("qwen3", 1024, 3072, 28, 16, 8, max_positions=40960, tied=True),
-        "qwen3-1.7b": _qwen("qwen3", 2048, 6144, 28, 16, 8, max_positions=40960, tied=True),
-        "qwen3-4b": _qwen("qwen3", 2560, 9728, 36, 32, 8, max_positions=40960, tied=True),
-        "qwen3-8b": _qwen("qwen3", 4096, 12288, 36, 32, 8, max_positions=40960),
-        "qwen3-14b": _qwen("qwen3", 5120, 17408, 40, 40, 8, max_positions=40960),
-        "qwen3-32b": _qwen("qwen3", 5120, 25600, 64, 64, 8, max_positions=40960),
-        # arXiv 2407.21783 and config.json of meta-llama/Llama-3.1-8B, -70B, -405B.
-        "llama-3.1-8b": _shape(
-            "llama",
-            128256,
-            4096,
-            14336,
-            32,
-            (32, 8),
-            128,
-            131072,
-            rope_theta=5e5,
-            rope_scaling=_LLAMA_3_SCALING,
-        ),
-        "llama-3.1-70b": _shape(
-            "llama",
-            128256,
-            8192,
-            28672,
-            80,
-            (64, 8),
-            128,
-            131072,
-            rope_theta=5e5,
-            rope_scaling=_LLAMA_3_SCALING,
-        ),
-        "llama-3.1-405b": _shape(
-            "llama",
-            128256,
-            16384,
-            53248,
-            126,
-            (128, 8),
-            128,
-            131072,
-            rope_theta=5e5,
-            rope_scaling=_LLAMA_3_SCALING,
-        ),
-        "llama-3.2-3b": _shape(
-            "llama",
-            128256,
-            3072,
-            8192,
-            28,
-            (24, 8),
-            128,
-            131072,
-            rope_theta=5e5,
-            rope_scaling=_LLAMA_3_SCALING.model_copy(update={"factor": 32.0}),
-            tied_embeddings=True,
-        ),
-        # arXiv 2310.06825 and config.json of mistralai/Mistral-7B-v0.3 and Mistral-Nemo-Instruct-2407.
-        "mistral-7b": _shape("mistral", 32768, 4096, 14336, 32, (32, 8), 128, 32768, rope_theta=1e6),
-        "mistral-nemo-12b": _shape("mistral", 131072, 5120, 14336, 40, (32, 8), 128, 131072, rope_theta=1e6),
-        # arXiv 2403.08295 and config.json of google/gemma-2b, -7b.
-        "gemma-2b": _shape(
-            "gemma", 256000, 2048, 16384, 18, (8, 1), 256, 8192, norm_eps=1e-6, tied_embeddings=True
-        ),
-        "gemma-7b": _shape(
-            "gemma", 256000, 3072, 24576, 28, (16, 16), 256, 8192, norm_eps=1e-6, tied_embeddings=True
-        ),
-        # arXiv 2408.00118 and config.json of google/gemma-2-2b, -9b, -27b.
-        "gemma-2-2b": _gemma2(2304, 9216, 26, (8, 4), 256),
-        "gemma-2-9b": _gemma2(3584, 14336, 42, (16, 8), 256),
-        "gemma-2-27b": _gemma2(4608, 36864, 46, (32, 16), 128, _GEMMA_2_27B),
-        # arXiv 2503.19786 and config.json of google/gemma-3-1b-pt.
-        "gemma-3-1b": _shape(
-            "gemma3_text",
-            262144,
-            1152,
-            6912,
-            26,
-            (4, 1),
-            256,
-            32768,
-            rope_theta=1e6,
-            windowed_rope_theta=1e4,
-            norm_eps=1e-6,
-            tied_embeddings=True,
-            window=512,
-            windowed_layers=tuple(layer for layer in range(26) if layer % 6 != 5),
-        ),
-        # config.json of mistralai/Ministral-8B-Instruct-2410.
-        "ministral-8b": _shape(
-            "mistral",
-            131072,
-            4096,
-            12288,
-            36,
-            (32, 8),
-            128,
-            32768,
-            rope_theta=1e8,
-            window=32768,
-            windowed_layers=tuple(range(36)),
-        ),
-        # arXiv 2412.08905 and config.json of microsoft/phi-4.
-        "phi-4": _shape("phi3", 100352, 5120, 17920, 40, (40, 10), 128, 16384, rope_theta=250000.0),
-        # arXiv 2501.00656 and config.json of allenai/OLMo-2-1124-7B, -13B.
-        "olmo-2-7b": _shape(
-            "olmo2", 100352, 4096, 11008, 32, (32, 32), 128, 4096, rope_theta=5e5, norm_eps=1e-6
-        ),
-        "olmo-2-13b": _shape(
-            "olmo2", 100352, 5120, 13824, 40, (40, 40), 128, 4096, rope_theta=5e5, norm_eps=1e-6
-        ),
-        # config.json of zai-org/GLM-4-9B-0414.
-        "glm-4-9b": _shape("glm4", 151552, 4096, 13696, 40, (32, 2), 128, 32768, rotary_dim=64),
-        # config.json of ibm-granite/granite-3.1-2b-base, -8b-base.
-        "granite-3.1-2b": _granite(2048, 8192, 64, 5e6, 1 / 8),
-        "granite-3.1-8b": _granite(4096, 12800, 128, 1e7, 1 / 16),
-        # arXiv 2401.04088 and config.json of mistralai/Mixtral-8x7B-v0.1 and Mixtral-8x22B-v0.1.
-        "mixtral-8x7b": _shape(
-            "mixtral",
-            32000,
-            4096,
-            14336,
-            32,
-            (32, 8),
-            128,
-            32768,
-            rope_theta=1e6,
-            mixture=Mixture(experts=8, per_token=2),
-        ),
-        "mixtral-8x22b": _shape(
-            "mixtral",
-            32000,
-            6144,
-            16384,
-            56,
-            (48, 8),
-            128,
-            65536,
-            rope_theta=1e6,
-            mixture=Mixture(experts=8, per_token=2),
-        ),
         # arXiv 2505.09388 and config.json of Qwen/Qwen3-30B-A3B and Qwen3-235B-A22B.
         "qwen3-30b-a3b": _qwen("qwen3_moe", 2048, 768, 48, 32, 4, max_positions=40960, mixture=_QWEN_EXPERTS),
         "qwen3-235b-a22b": _qwen(

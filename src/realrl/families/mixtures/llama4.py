@@ -98,7 +98,10 @@ def _read_starts(config: ConfigReader, layers: int, unrotated: tuple[int, ...]) 
         found += [chunk] if CHUNKED in kinds else []
     floor = config.size("floor_scale", _START, least=2)
     config.number("attn_scale", 0.1)
-    if config.flag("attn_temperature_tuning", True) and unrotated:
+    tuned = config.read("attn_temperature_tuning", True)
+    if type(tuned) not in (bool, int):  # older versions of transformers write numbers
+        raise config.fail(f"attn_temperature_tuning={brief(tuned)} is not true or false")
+    if tuned and unrotated:
         found.append(floor - 1)
     return found
 
