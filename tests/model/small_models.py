@@ -17,6 +17,7 @@ from realrl.checkpoint.stored import join_tensors, read_parts
 from realrl.engine.flat import FlatBuffer
 from realrl.families.config_json import shape_to_hf
 from realrl.families.experts import Mixture
+from realrl.families.mixtures.llama4 import MIXTURE
 from realrl.families.options import LayerOptions
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape, RopeScaling
@@ -140,9 +141,7 @@ SHAPES = {
         rope_scaling=RopeScaling(
             factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
         ),
-        mixture=Mixture(
-            experts=5, per_token=2, scores="sigmoid", normalised=False, weighed="inputs", shared=True
-        ),
+        mixture=MIXTURE.model_copy(update={"experts": 5, "per_token": 2}),
     ),
     "dynamic": ModelShape(
         vocab_size=85, hidden_size=48, intermediate_size=48, layers=2, heads=6, kv_heads=3, head_dim=12,

@@ -9,6 +9,7 @@ import pytest
 from realrl.dataflow.call import Call, Candidates, Kind
 from realrl.families.adapters import LowRank
 from realrl.families.experts import Mixture
+from realrl.families.mixtures.llama4 import MIXTURE
 from realrl.families.options import LayerOptions
 from realrl.families.shape import ModelShape
 from realrl.layout.ranges import stage_layers
@@ -55,9 +56,7 @@ FAMILIES = {
         "mixtral": {"mixture": Mixture(experts=4, per_token=2), "intermediate_size": 400},
         "qwen3_moe": {"mixture": Mixture(experts=24, per_token=6), "intermediate_size": 96},
         "llama4_text": {
-            "mixture": Mixture(
-                experts=8, per_token=1, scores="sigmoid", normalised=False, weighed="inputs", shared=True
-            ),
+            "mixture": MIXTURE.model_copy(update={"experts": 8}),
             "intermediate_size": 400,
             "unrotated_layers": (3,),
         },

@@ -57,7 +57,7 @@ def _read(config: ConfigReader) -> dict[str, Any]:
     found = read_mixture(config, experts=MIXTURE.experts, per_token=MIXTURE.per_token, normalised=False)
     return {
         **sizes,
-        "max_positions": min(sizes["max_positions"], *_read_starts(config, layers, unrotated)),
+        "max_positions": min([sizes["max_positions"], *_read_starts(config, layers, unrotated)]),
         "unrotated_layers": unrotated,
         "mixture": MIXTURE.model_copy(update={"experts": found.experts, "per_token": found.per_token}),
         "layer": LayerOptions(
