@@ -24,6 +24,8 @@ from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import build_layout
 from realrl.layout.sets import WHOLE, TrainablePart
+from realrl.model.mixture.balance import BalancedRouting, ExpertCounts
+from realrl.model.mixture.routing import LIKELIEST
 from realrl.plan.communicators import list_rank_sets
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.recipe.model import OptimizerConfig
@@ -131,6 +133,23 @@ def test_loss_and_gradients_are_those_of_autograd_over_each_sequence(family: str
         torch.testing.assert_close(
             ours, gradient, rtol=0, atol=1e-4 * scale, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def test_scores_that_do_not_add_up_to_one_are_balanced_as_shares_of_their_sum() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(sum(LENGTHS), 6, requires_grad=True)
+    counts = ExpertCounts(1, 6, CPU)
+    lengths = torch.tensor(LENGTHS)
+    rows = torch.arange(len(LENGTHS)).repeat_interleave(lengths)
+    balanced = BalancedRouting(LIKELIEST, counts, rows=rows, lengths=lengths, coefficient=torch.tensor(2.0))
+    scores, _ = balanced.route(0, logits.sigmoid(), 2)
+    scores.backward(torch.zeros_like(scores))
+    found, logits.grad = logits.grad, None
+    shares = logits.sigmoid() / logits.sigmoid().sum(1, keepdim=True)
+    loss = torch.stack([balance_loss(part, 2) for part in shares.split(LENGTHS)]).sum()
+    (2 * loss).backward()
+    torch.testing.assert_close(found, logits.grad)
+    torch.testing.assert_close(counts.losses[0].float(), loss.detach())
 
 
 SHAPE = ModelShape(

@@ -34,6 +34,7 @@ TOTALS = {
     "ministral-8b": 8019808256,
     "mixtral-8x7b": 46702792704,
     "mixtral-8x22b": 140620634112,
+    "llama-4-scout": 107769861120,  # of 108641793536, whose others are the vision model's
     "qwen3-30b-a3b": 30532122624,
     "qwen3-235b-a22b": 235093634560,
 }

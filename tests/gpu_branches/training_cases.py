@@ -11,6 +11,7 @@ from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Candidates
 from realrl.families.adapters import LowRank
 from realrl.families.experts import Mixture
+from realrl.families.mixtures.llama4 import MIXTURE
 from realrl.families.options import LayerOptions
 from realrl.families.shape import Head, ModelShape
 
@@ -50,6 +51,10 @@ SHAPES = {
         family="qwen3_moe", vocab_size=53, hidden_size=24, intermediate_size=9, layers=2, heads=2, kv_heads=2,
         # All experts: no rounding turns a choice.
         head_dim=12, mixture=Mixture(experts=5, per_token=5, normalised=False),
+    ),
+    "llama4, shared": ModelShape(
+        family="llama4_text", vocab_size=53, hidden_size=24, intermediate_size=16, layers=2, heads=4, kv_heads=2,
+        head_dim=8, unrotated_layers=(1,), mixture=MIXTURE.model_copy(update={"experts": 3, "per_token": 3}),
     ),
 }  # fmt: skip
 SHORT = (5, 9, 3, 12)

@@ -17,6 +17,7 @@ from realrl.checkpoint.stored import join_tensors, read_parts
 from realrl.engine.flat import FlatBuffer
 from realrl.families.config_json import shape_to_hf
 from realrl.families.experts import Mixture
+from realrl.families.mixtures.llama4 import MIXTURE
 from realrl.families.options import LayerOptions
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape, RopeScaling
@@ -137,6 +138,14 @@ SHAPES = {
         family="qwen3_moe", vocab_size=85, hidden_size=40, intermediate_size=20, layers=2, heads=6, kv_heads=3,
         head_dim=12, norm_eps=1e-6, mixture=Mixture(experts=7, per_token=3, normalised=False),
         tied_embeddings=True,
+    ),
+    "llama4": ModelShape(
+        family="llama4_text", vocab_size=85, hidden_size=40, intermediate_size=28, layers=2, heads=6, kv_heads=3,
+        head_dim=12, rope_theta=500.0, unrotated_layers=(1,),
+        rope_scaling=RopeScaling(
+            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+        ),
+        mixture=MIXTURE.model_copy(update={"experts": 5, "per_token": 2}),
     ),
     "dynamic": ModelShape(
         vocab_size=85, hidden_size=48, intermediate_size=48, layers=2, heads=6, kv_heads=3, head_dim=12,

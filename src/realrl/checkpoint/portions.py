@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from realrl.checkpoint.stored import Weights, group_by_file_tensor, join_tensors
+from realrl.checkpoint.stored import Weights, group_by_file_tensor, group_by_number, join_tensors
 from realrl.families.tensors import TensorSpec
 from realrl.layout.layout import LocalTensor
 from realrl.layout.region import Region
@@ -34,11 +34,11 @@ def list_files(tensors: Sequence[TensorSpec], dtype: torch.dtype, limit: float) 
 def list_portions(tensors: Sequence[TensorSpec], dtype: torch.dtype) -> Sequence[Portion]:
     """Group tensors into portions, in the order in which they are saved.
 
-    A portion has at most `PORTION_BYTES`, or the tensors that are joined to one of a file.
+    A portion has at most `PORTION_BYTES`, or the tensors that are joined to one of a file, or to one matrix of it.
     """
     portions: list[list[LocalTensor]] = [[]]
     used = 0
-    for group in group_by_file_tensor(tensors):
+    for group in (matrix for whole in group_by_file_tensor(tensors) for matrix in group_by_number(whole)):
         size = _count_bytes(group, dtype)
         if portions[-1] and used + size > PORTION_BYTES:
             portions.append([])

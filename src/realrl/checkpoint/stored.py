@@ -58,26 +58,36 @@ def _read_rows(stored: Any, where: Stored | None, first: int, last: int, columns
         return stored[(slice(first, last), *columns)]
     numbers = where.rows(first, last)
     start, stop = min(numbers), max(numbers) + 1
+    stack = () if where.number is None else (where.number,)
     part = (
-        stored[(*columns, slice(start, stop))].T
+        stored[(*stack, *columns, slice(start, stop))].T
         if where.transposed
-        else stored[(slice(start, stop), *columns)]
+        else stored[(*stack, slice(start, stop), *columns)]
     )
     return part if where.order is None else part[torch.tensor(numbers) - start]
 
 
 def join_tensors(specs: Sequence[TensorSpec], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Put tensors of a model together to those of files, by their names there. `values` are whole, by own names."""
+    """Put tensors of a model together to those of files, by their names there. `values` are whole, by own names.
+
+    `specs` may be some matrices of a stack, one after the other, which become as many of its rows.
+    """
     files: dict[str, Tensor] = {}
-    for spec in specs:
-        value, where = values[spec.name].detach(), spec.stored
-        if where is None:
-            files[spec.name] = value
-            continue
-        if where.name not in files:
-            files[where.name] = value.new_empty(where.shape)
-        own = files[where.name].T if where.transposed else files[where.name]
-        own[torch.tensor(where.rows(0, len(value)), device=value.device)] = value
+    for group in group_by_file_tensor(specs):
+        name = group[0].file_name
+        stacks = group_by_number(group)
+        for place, matrix in enumerate(stacks):
+            for spec in matrix:
+                value, where = values[spec.name].detach(), spec.stored
+                if where is None:
+                    files[name] = value
+                    continue
+                if name not in files:
+                    count = () if where.number is None else (len(stacks),)
+                    files[name] = value.new_empty((*count, *where.shape[len(count) :]))
+                own = files[name] if where.number is None else files[name][place]
+                rows = torch.tensor(where.rows(0, len(value)), device=value.device)
+                (own.T if where.transposed else own)[rows] = value
     return files
 
 
@@ -86,4 +96,12 @@ def group_by_file_tensor(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
     groups: dict[str, list[TensorSpec]] = {}
     for spec in specs:
         groups.setdefault(spec.file_name, []).append(spec)
+    return list(groups.values())
+
+
+def group_by_number(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
+    """Group tensors of a model that are parts of one of a file by their matrix, where that is a stack, in order."""
+    groups: dict[int | None, list[TensorSpec]] = {}
+    for spec in specs:
+        groups.setdefault(None if spec.stored is None else spec.stored.number, []).append(spec)
     return list(groups.values())

@@ -40,6 +40,13 @@ def shape_from_hf(
     if family is None:
         known = list_families()
         if model_type not in known:
+            text = config.get("text_config")
+            if isinstance(text, Mapping) and text.get("model_type") in known:
+                raise UserError(
+                    f"{where}: model_type {brief(model_type)}, which reads more than text, is not supported; its"
+                    f" text model is, {text['model_type']}, in a directory of its own: save it by itself, and its"
+                    " text_config as config.json"
+                )
             raise UserError(
                 f"{where}: model_type {brief(model_type)} is not supported; supported are: {', '.join(known)};"
                 f" {_compare_with_nearest(config, known)}a family of your own is named by models.ROLE.family in a"

@@ -7,7 +7,16 @@ from typing import Literal
 
 from realrl.families.options import LayerOptions
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import Axis, Init, Parameter, Partial, Partition, Place, Stored, TensorSpec
+from realrl.families.tensors import (
+    Axis,
+    Init,
+    Parameter,
+    Partial,
+    Partition,
+    Place,
+    StoredRows,
+    TensorSpec,
+)
 
 _NormName = Literal["attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "norm"]
 _BIASES: dict[_NormName, Parameter] = {
@@ -54,6 +63,11 @@ class Names:
     expert_gate: str = "gate_proj"
     expert_up: str = "up_proj"
     expert_down: str = "down_proj"
+    experts_gate_up: str | None = None
+    """A tensor that holds gate and up of all experts, [experts, inputs, outputs], those of gates first; None where
+    each expert has its own."""
+    experts_down: str | None = None
+    """A tensor that holds the last matrices of all experts, [experts, inputs, outputs]."""
     mlp_post_norm: str = "post_feedforward_layernorm"
     norm: str = "model.norm"
     head: str = "lm_head"
@@ -158,11 +172,12 @@ class _Table:
             yield from self._norm(f"{root}.{names.attention_post_norm}", "attention_post_norm", layer)
         if before:
             yield from self._norm(f"{root}.{names.mlp_norm}", "mlp_norm", layer)
-        if self.shape.mixture is None:
+        mixture = self.shape.mixture
+        if mixture is not None:
+            yield from self._experts(root, layer, mixture.experts)
+        if mixture is None or mixture.shared:
             yield from self._gate_up(root, layer)
             yield from self._out(f"{root}.{names.down}", "down", "down_bias", Axis.FEED_FORWARD, layer)
-        else:
-            yield from self._experts(root, layer, self.shape.mixture.experts)
         if after:
             yield from self._norm(f"{root}.{names.mlp_post_norm}", "mlp_post_norm", layer)
 
@@ -179,7 +194,7 @@ class _Table:
                 (names.v, shape.kv_heads, Axis.KV_HEADS),
             )
         ):
-            stored = _Rows(
+            stored = StoredRows(
                 name=f"{root}.{names.qkv or name}",
                 rows=total if names.qkv else heads * dim,
                 start=(number * dim if names.qkv_by_heads else start) if names.qkv else 0,
@@ -193,7 +208,7 @@ class _Table:
         yield from self._columns(parts, "qkv", layer)
         if options.qkv_bias:
             yield from self._column_biases(parts, "qkv_bias", layer)
-        if options.qk_norm != "none":
+        if options.qk_norm in ("heads", "all"):
             yield self._qk_norm(
                 f"{root}.{names.q_norm}.weight", "q_norm", shape.heads, Axis.QUERY_HEADS, layer
             )
@@ -207,7 +222,7 @@ class _Table:
         parts = []
         for number, name in enumerate(own):
             fused = names.gate_up if self.options.gated else None
-            stored = _Rows(
+            stored = StoredRows(
                 name=f"{root}.{fused or name}",
                 rows=len(own) * ffn_dim if fused else ffn_dim,
                 start=number * ffn_dim if fused else 0,
@@ -235,8 +250,8 @@ class _Table:
             partial_gradient=Partial.TENSOR_PARALLEL,
         )
         for expert in range(experts):
-            for name in (names.expert_gate, names.expert_up):
-                yield TensorSpec(
+            for number, name in enumerate((names.expert_gate, names.expert_up)):
+                spec = TensorSpec(
                     name=f"{root}.{names.expert}.{expert}.{name}.weight",
                     shape=(shape.intermediate_size, shape.hidden_size),
                     parameter="experts_gate_up",
@@ -244,8 +259,9 @@ class _Table:
                     expert=expert,
                     partition=cut,
                 )
+                yield self._in_stack(spec, root, names.experts_gate_up, number, parts=2)
         for expert in range(experts):
-            yield TensorSpec(
+            spec = TensorSpec(
                 name=f"{root}.{names.expert}.{expert}.{names.expert_down}.weight",
                 shape=(shape.hidden_size, shape.intermediate_size),
                 parameter="experts_down",
@@ -254,6 +270,19 @@ class _Table:
                 partition=replace(cut, dim=1),
                 init=Init.RESIDUAL,
             )
+            yield self._in_stack(spec, root, names.experts_down, 0, parts=1)
+
+    def _in_stack(
+        self, spec: TensorSpec, root: str, stack: str | None, number: int, *, parts: int
+    ) -> TensorSpec:
+        """Describe an expert's matrix where files may stack those of all; it is one of `parts` of that."""
+        if stack is None or self.shape.mixture is None:
+            return spec
+        each = spec.shape[0]
+        rows = StoredRows(
+            name=f"{root}.{stack}", rows=parts * each, start=number * each, block=each, period=each
+        )
+        return rows.describe(spec, transposed=True, stack=self.shape.mixture.experts)
 
     def _columns(self, parts: "Iterable[_Part]", parameter: Parameter, layer: int) -> Iterator[TensorSpec]:
         """Describe column-parallel matrices."""
@@ -297,7 +326,7 @@ class _Table:
             partition=Partition(axis, dim=1),
             init=Init.RESIDUAL,
         )
-        whole = _Rows(name=name, rows=hidden, start=0, block=hidden, period=hidden)
+        whole = StoredRows(name=name, rows=hidden, start=0, block=hidden, period=hidden)
         yield whole.describe(spec, ".weight", transposed=self.names.transposed)
         if options.out_bias if parameter == "out" else options.mlp_bias:
             yield self._residual_vector(f"{name}.bias", bias, Init.ZEROS, layer)
@@ -336,7 +365,7 @@ class _Table:
             decay=False,
             partial_gradient=Partial.NEVER if every else Partial.TENSOR_PARALLEL,
         )
-        stored = _Rows(name=name, rows=rows, start=0, block=dim, period=dim, order=self._rotated_order())
+        stored = StoredRows(name=name, rows=rows, start=0, block=dim, period=dim, order=self._rotated_order())
         return stored.describe(spec, "")
 
     def _rotated_order(self) -> tuple[int, ...] | None:
@@ -356,35 +385,5 @@ class _Table:
         return (*firsts, *rest[:half], *seconds, *rest[half:])
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rows:
-    """Rows of a stored tensor."""
-
-    name: str
-    rows: int
-    """Of all of it."""
-    start: int
-    block: int
-    period: int
-    order: tuple[int, ...] | None = None
-
-    def describe(self, spec: TensorSpec, ending: str, *, transposed: bool = False) -> TensorSpec:
-        """Say of a tensor that these rows are it, where that is not what its name and shape say."""
-        name = f"{self.name}{ending}"
-        if name == spec.name and self.order is None and not transposed:
-            return spec
-        stored = (self.rows, *spec.shape[1:])
-        where = Stored(
-            name=name,
-            shape=stored[::-1] if transposed else stored,
-            start=self.start,
-            block=self.block,
-            period=self.period,
-            order=self.order,
-            transposed=transposed,
-        )
-        return replace(spec, stored=where)
-
-
-_Part = tuple[str, int, Axis, _Rows]
+_Part = tuple[str, int, Axis, StoredRows]
 """Name of a tensor of the model, its rows, what they are, and where they are stored."""

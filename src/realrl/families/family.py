@@ -34,6 +34,8 @@ class Family:
     """All tensors of a model in storage order, under their names in Hugging Face files."""
     mixture: bool = False
     """Whether its feed-forward blocks are mixtures of experts, so that shapes have a `mixture`."""
+    position_bounds: str = ""
+    """What makes sequences of shapes shorter than their files declare, where something does, for error messages."""
     untouched: tuple[str, ...] = ()
     """Settings of `config.json` besides the usual ones that a shape does not hold and training leaves as they
     are."""

@@ -21,8 +21,9 @@ class LayerOptions(Settings):
     """Where the norms of a block are: at its input, at its output before that is added (OLMo 2), or at both."""
     parallel_blocks: bool = False
     """Whether attention and feed-forward block read the same input, and both are added to it (GPT-NeoX)."""
-    qk_norm: Literal["none", "heads", "all"] = "none"
-    """RMSNorm of queries and keys: none, of each head over its dims, or over all heads together (OLMo 2)."""
+    qk_norm: Literal["none", "heads", "all", "rotated"] = "none"
+    """RMSNorm of queries and keys: none, of each head over its dims, over all heads together (OLMo 2), or of each
+    head after its rotation, without weights, in layers that rotate heads (Llama 4)."""
     qkv_bias: bool = False
     """Whether the projections to queries, keys and values have biases."""
     out_bias: bool = False

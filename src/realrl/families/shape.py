@@ -66,8 +66,8 @@ class RopeScaling(Settings):
             if getattr(self, name) is None:
                 raise ValueError(f"{name} is missing, which kind={self.kind} needs")
         low, high = self.low_freq_factor, self.high_freq_factor
-        if self.kind == "llama3" and low is not None and high is not None and low >= high:
-            raise ValueError(f"low_freq_factor={low:g} must be below high_freq_factor={high:g}")
+        if self.kind == "llama3" and low is not None and high is not None and low > high:
+            raise ValueError(f"low_freq_factor={low:g} must be at most high_freq_factor={high:g}")
         return self
 
 

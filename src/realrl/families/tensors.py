@@ -1,6 +1,6 @@
 """Descriptions of a model's global tensors. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
 from typing import Literal
@@ -143,6 +143,8 @@ class Stored:
     """Where each row of a block is in it; None where they are in order."""
     transposed: bool = False
     """Whether these rows are the file's columns."""
+    number: int | None = None
+    """Where the file's tensor is a stack of matrices, the number of the one that these rows are in."""
 
     def rows(self, first: int, last: int) -> list[int]:
         """List the file's rows (columns, if transposed) of the model's from `first` until before `last`."""
@@ -195,3 +197,40 @@ class TensorSpec:
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredRows:
+    """Rows of a tensor of a file, or of each matrix of a stack of them."""
+
+    name: str
+    rows: int
+    """Of all of it."""
+    start: int = 0
+    block: int
+    period: int
+    order: tuple[int, ...] | None = None
+
+    def describe(
+        self, spec: TensorSpec, ending: str = "", *, transposed: bool = False, stack: int | None = None
+    ) -> TensorSpec:
+        """Say of a tensor that these rows are it, where that is not what its name and shape say.
+
+        `stack`: number of experts whose matrices the file's tensor has one after the other, None where it has one.
+        """
+        name = f"{self.name}{ending}"
+        if name == spec.name and self.order is None and not transposed:
+            return spec
+        matrix = (self.rows, *spec.shape[1:])
+        stored = matrix[::-1] if transposed else matrix
+        where = Stored(
+            name=name,
+            shape=stored if stack is None else (stack, *stored),
+            start=self.start,
+            block=self.block,
+            period=self.period,
+            order=self.order,
+            transposed=transposed,
+            number=None if stack is None else spec.expert,
+        )
+        return replace(spec, stored=where)

@@ -41,6 +41,10 @@ class Norm:
             return rms_norm(x, add_one(weight) if self._offset else weight, self._eps)
         return F.layer_norm(x, weight.shape, weight, bias, self._eps)
 
+    def normalize_plainly(self, x: Tensor, ones: Tensor) -> Tensor:
+        """Divide rows by the roots of their mean squares, whatever norms multiply by. x: [..., H], ones: [H]"""
+        return rms_norm(x, ones, self._eps)
+
     def add(self, x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add to the residual stream, and normalize the sum. x, delta: [N, H] -> sum and norm, [N, H] each"""
         if self._is_rms:
@@ -116,6 +120,10 @@ class Layer(nn.Module):
         self.q_norm = parameter("q_norm")
         self.k_norm = parameter("k_norm")
         self.sinks = parameter("sinks")
+        self._ones: Tensor | None = None
+        """Weights of norms without any, of heads that are rotated."""
+        if options.qk_norm == "rotated" and number not in shard.shape.unrotated_layers:
+            self._ones = torch.ones(shard.shape.head_dim, device=self.qkv.device)
         if self._norms_all:
             device = self.qkv.device
             self._query_shares = torch.ones(self._heads, device=device)
@@ -127,7 +135,7 @@ class Layer(nn.Module):
         self.mlp_norm = parameter("mlp_norm")
         self.mlp_norm_bias = parameter("mlp_norm_bias")
         mixture = shard.shape.mixture
-        feed_forward = require if mixture is None else parameter
+        feed_forward = require if mixture is None or mixture.shared else parameter
         self.gate_up = feed_forward("gate_up")
         self.gate_up_bias = parameter("gate_up_bias")
         self.down = feed_forward("down")
@@ -189,17 +197,21 @@ class Layer(nn.Module):
             normed = x = x + block
         del block
         normed = tp.copy_to_region(normed)
-        if self._experts is not None:
-            block = self._experts.run(normed, matrices, routing)
+        routed = None if self._experts is None else self._experts.run(normed, matrices, routing)
+        if self.gate_up is None or self.down is None:
+            assert routed is not None, "a layer has experts, one block, or both"
+            block = routed
             del normed
         else:
-            assert self.gate_up is not None and self.down is not None, "a layer without experts has one block"
             gate_up = matrices.multiply(normed, self.gate_up, self.gate_up_bias)
             del normed
             inner = activate(gate_up, self._activation, gated=self._gated)
             del gate_up
             block = matrices.multiply(inner, self.down, None)
             del inner
+            if routed is not None:
+                block = block + routed
+        del routed
         block = tp.reduce_from_region(block)
         return x + self._finish(block, self.down_bias, self.mlp_post_norm, self.mlp_post_norm_bias)
 
@@ -221,7 +233,15 @@ class Layer(nn.Module):
                 q = self._norm.normalize(q, self.q_norm)
                 k = self._norm.normalize(k, self.k_norm)
                 qkv = torch.cat((q, k, v), 1).view(len(qkv), -1)
-        return qkv if tables is None else apply_rotary_emb(qkv, *tables, self._heads + self._kv_heads)
+        if tables is None:
+            return qkv
+        rotated = self._heads + self._kv_heads
+        qkv = apply_rotary_emb(qkv, *tables, rotated)
+        if self._ones is None:
+            return qkv
+        heads = qkv.view(len(qkv), -1, len(self._ones))
+        normed = self._norm.normalize_plainly(heads[:, :rotated], self._ones)
+        return torch.cat((normed, heads[:, rotated:]), 1).view(len(qkv), -1)
 
     def _enter(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Normalize the input of a block, where the family does so."""

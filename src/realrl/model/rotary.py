@@ -92,7 +92,8 @@ def _scale_as_llama3(plain: Tensor, scaling: RopeScaling, original: int) -> Tens
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     assert low is not None and high is not None, "RopeScaling has checked it"
     rotations = original * plain / (2 * math.pi)
-    blend = ((rotations - low) / (high - low)).clamp(0, 1)
+    # Llama 4 has equal bounds.
+    blend = ((rotations - low) / (high - low)).clamp(0, 1) if low < high else (rotations > low).float()
     return blend * plain + (1 - blend) * plain / scaling.factor
 
 

@@ -14,6 +14,7 @@ from realrl.data.tokenization import check_tokenizer
 from realrl.data.tokenizer import load_tokenizer
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.families.registry import find_family
 from realrl.families.shape import ModelShape
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
@@ -202,6 +203,8 @@ def find_longest(experiment: Experiment) -> tuple[int, str]:
 def check_length(what: str, tokens: int, shape: ModelShape, model: str) -> None:
     """Check that a model is declared for so many tokens, due to `what`; else UserError."""
     if tokens > shape.max_positions:
+        bounds = find_family(shape.family).position_bounds
         raise UserError(
             f"{what} is more than the {shape.max_positions} positions that {model} is declared for"
+            + (f", or has within {bounds}" if bounds else "")
         )

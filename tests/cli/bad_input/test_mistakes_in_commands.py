@@ -113,7 +113,7 @@ CONFIGS: list[tuple[dict[str, Any] | str, str]] = [
                 "original_max_position_embeddings": 512,
             }
         },
-        "rope_scaling: low_freq_factor=4 must be below high_freq_factor=1",
+        "rope_scaling: low_freq_factor=4 must be at most high_freq_factor=1",
     ),
 ]
 """What a `config.json` says, or its text."""

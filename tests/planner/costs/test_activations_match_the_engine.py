@@ -9,6 +9,7 @@ import pytest
 from realrl.dataflow.call import Call, Candidates, Kind
 from realrl.families.adapters import LowRank
 from realrl.families.experts import Mixture
+from realrl.families.mixtures.llama4 import MIXTURE
 from realrl.families.options import LayerOptions
 from realrl.families.shape import ModelShape
 from realrl.layout.ranges import stage_layers
@@ -54,6 +55,11 @@ FAMILIES = {
         "starcoder2": {},
         "mixtral": {"mixture": Mixture(experts=4, per_token=2), "intermediate_size": 400},
         "qwen3_moe": {"mixture": Mixture(experts=24, per_token=6), "intermediate_size": 96},
+        "llama4_text": {
+            "mixture": MIXTURE.model_copy(update={"experts": 8}),
+            "intermediate_size": 400,
+            "unrotated_layers": (3,),
+        },
     }.items()
 }
 NEW_TOKENS = 24
@@ -215,10 +221,14 @@ def test_parallel_ranks_allocate_the_predicted_bytes(strategy: str, kind: str) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", ["1 2 1 s", "1 1 2"])
-def test_parallel_ranks_of_a_mixture_allocate_the_predicted_bytes(strategy: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "strategy"), [("qwen3_moe", "1 2 1 s"), ("qwen3_moe", "1 1 2"), ("llama4_text", "1 2 1 s")]
+)
+def test_parallel_ranks_of_a_mixture_allocate_the_predicted_bytes(
+    family: str, strategy: str, kind: str
+) -> None:
     name, *flags = kind.split()
-    model = StoredModel(FAMILIES["qwen3_moe"], "lm", "float32", True)
+    model = StoredModel(FAMILIES[family], "lm", "float32", True)
     check(name, model, place([strategy, *flags], 400), EVEN)
 
 

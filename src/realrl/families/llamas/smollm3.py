@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from realrl.config.explain import brief
 from realrl.families.decoder import decoder_tensors
 from realrl.families.family import Family
+from realrl.families.llamas.unrotated_settings import read_unrotated, write_unrotated
 from realrl.families.options import LayerOptions
 from realrl.families.settings import (
     ACTIVATIONS,
@@ -37,21 +37,10 @@ def _read(config: ConfigReader) -> dict[str, Any]:
     )
     sizes = read_sizes(config, DEFAULTS)
     layers = sizes["layers"]
-    unrotated = _read_unrotated(config, layers)
+    unrotated = read_unrotated(config, layers)
     on = config.flag("use_sliding_window", False)
     windows = read_windows(config, layers, lambda layer: on and layer in unrotated, None)
     return {**sizes, **windows, "unrotated_layers": unrotated, "layer": options}
-
-
-def _read_unrotated(config: ConfigReader, layers: int) -> tuple[int, ...]:
-    """Read which layers have no rotary embeddings: those with a 0 in `no_rope_layers`, else every n-th one."""
-    interval = config.size("no_rope_layer_interval", 4)
-    rotated = config.read("no_rope_layers")
-    if rotated is None:
-        rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
-    if not isinstance(rotated, list) or len(rotated) != layers or any(n not in (0, 1) for n in rotated):
-        raise config.fail(f"no_rope_layers={brief(rotated)} must be a list of {layers} numbers, each 0 or 1")
-    return tuple(layer for layer, on in enumerate(rotated) if not on)
 
 
 def _write(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
@@ -59,7 +48,7 @@ def _write(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
         **write_sizes(shape),
         **write_windows(shape),
         "use_sliding_window": bool(shape.windowed_layers),
-        "no_rope_layers": [int(layer not in shape.unrotated_layers) for layer in range(shape.layers)],
+        **write_unrotated(shape),
         "attention_bias": options.qkv_bias,
         "mlp_bias": options.mlp_bias,
         "hidden_act": write_activation(options),

@@ -10,7 +10,8 @@ def count_layer_weights(shape: ModelShape) -> int:
     block = count_block_weights(shape)
     mixture = shape.mixture
     if mixture is not None:
-        return shape.hidden_size * (rotated + mixture.experts) + mixture.per_token * block
+        blocks = mixture.per_token + mixture.shared
+        return shape.hidden_size * (rotated + mixture.experts) + blocks * block
     return shape.hidden_size * rotated + block
 
 

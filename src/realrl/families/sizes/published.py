@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from realrl.families.experts import Mixture
+from realrl.families.mixtures.llama4 import MIXTURE
 from realrl.families.options import LayerOptions
 from realrl.families.shape import ModelShape, RopeScaling
 
@@ -41,6 +42,14 @@ def _qwen(
 
 
 _QWEN_EXPERTS = Mixture(experts=128, per_token=8)
+_LLAMA_4: Mapping[str, Any] = {
+    "rope_theta": 5e5,
+    "rope_scaling": RopeScaling(
+        factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=8192
+    ),
+    "unrotated_layers": tuple(range(3, 48, 4)),
+    "mixture": MIXTURE,
+}
 
 _LLAMA_3_SCALING = RopeScaling(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
@@ -84,6 +93,11 @@ def _pythia(vocabulary: int, hidden: int, layers: int, heads: int) -> ModelShape
     return _shape(
         "gpt_neox", vocabulary, hidden, 4 * hidden, layers, (heads, heads), dim, 2048, rotary_dim=dim // 4
     )
+
+
+def _mixtral(hidden: int, ffn_dim: int, layers: int, heads: int, max_positions: int) -> ModelShape:
+    sizes = 32000, hidden, ffn_dim, layers, (heads, 8), 128, max_positions
+    return _shape("mixtral", *sizes, rope_theta=1e6, mixture=Mixture(experts=8, per_token=2))
 
 
 def _granite(hidden: int, ffn_dim: int, head_dim: int, theta: float, scale: float) -> ModelShape:
@@ -332,30 +346,10 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
         "granite-3.1-2b": _granite(2048, 8192, 64, 5e6, 1 / 8),
         "granite-3.1-8b": _granite(4096, 12800, 128, 1e7, 1 / 16),
         # arXiv 2401.04088 and config.json of mistralai/Mixtral-8x7B-v0.1 and Mixtral-8x22B-v0.1.
-        "mixtral-8x7b": _shape(
-            "mixtral",
-            32000,
-            4096,
-            14336,
-            32,
-            (32, 8),
-            128,
-            32768,
-            rope_theta=1e6,
-            mixture=Mixture(experts=8, per_token=2),
-        ),
-        "mixtral-8x22b": _shape(
-            "mixtral",
-            32000,
-            6144,
-            16384,
-            56,
-            (48, 8),
-            128,
-            65536,
-            rope_theta=1e6,
-            mixture=Mixture(experts=8, per_token=2),
-        ),
+        "mixtral-8x7b": _mixtral(4096, 14336, 32, 32, 32768),
+        "mixtral-8x22b": _mixtral(6144, 16384, 56, 48, 65536),
+        # text_config in config.json of meta-llama/Llama-4-Scout-17B-16E and -Instruct.
+        "llama-4-scout": _shape("llama4_text", 202048, 5120, 8192, 48, (40, 8), 128, 8191, **_LLAMA_4),
         # arXiv 2505.09388 and config.json of Qwen/Qwen3-30B-A3B and Qwen3-235B-A22B.
         "qwen3-30b-a3b": _qwen("qwen3_moe", 2048, 768, 48, 32, 4, max_positions=40960, mixture=_QWEN_EXPERTS),
         "qwen3-235b-a22b": _qwen(

@@ -149,6 +149,27 @@ def grouped_linear(
     return apply_function(_GroupedLinear, x, stack, groups, products, of_tokens)
 
 
+class _GatherWeighed(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        ctx.groups = groups
+        return groups.gather(x).mul_(weights.to(x.dtype)[:, None])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weights = ctx.saved_tensors
+        # Gathered again, as for the gradients of matrices.
+        grad_weights = ctx.groups.gather(x).mul_(grad).sum(1, dtype=weights.dtype)
+        grad_x = ctx.groups.sum_copies(grad * weights.to(grad.dtype)[:, None])
+        return grad_x, grad_weights, None
+
+
+def gather_weighed(x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+    """Copy tokens to their rows, each times the weight of its row. x: [T, K], weights: [R] -> [R, K]"""
+    return apply_function(_GatherWeighed, x, weights, groups)
+
+
 class _SumCopies(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, groups: Groups) -> Tensor:

@@ -26,7 +26,7 @@ class BalancedRouting(Routing):
     the number of its tokens that chose e, divided by T, and P_e the mean probability of e (Switch Transformer,
     arXiv 2101.03961, equations 4 to 6; of each sequence by itself as in DeepSeek-V3, arXiv 2412.19437, equations 17
     to 20). It is k, the experts of a token, where all experts are alike. Choices are constants, so that the loss is
-    linear in the probabilities.
+    linear in the probabilities. Scores that do not add up to 1 are divided by their sum, as in the latter.
     """
 
     def __init__(
@@ -57,8 +57,9 @@ class BalancedRouting(Routing):
             self._counted.add(layer)
             self._counts.chosen[layer] += counts.sum(0)
             # By tokens, whose order is fixed, and not added up by sequences, whose order of additions is not.
-            losses = probabilities.detach() * slopes[self._rows]
-            self._counts.losses[layer] += losses.sum(dtype=torch.float64)
+            scores = probabilities.detach()
+            losses = (scores * slopes[self._rows]).sum(1, dtype=torch.float64) / scores.sum(1)
+            self._counts.losses[layer] += losses.sum()
         if self._coefficient is not None and torch.is_grad_enabled():
             slopes = slopes * self._coefficient
             probabilities = _AddGradient.apply(probabilities, slopes, self._rows)
@@ -76,14 +77,16 @@ class BalancedRouting(Routing):
 
 
 class _AddGradient(Function):
-    """Identity whose backward pass adds the gradient of a loss to that which comes back."""
+    """Identity whose backward pass adds the gradient of a loss, linear in the shares of a row's sum."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, slopes: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(slopes, rows)
+        ctx.save_for_backward(values, slopes, rows)
         return values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        slopes, rows = ctx.saved_tensors
-        return grad + slopes[rows], None, None
+        values, slopes, rows = ctx.saved_tensors
+        slopes, sums = slopes[rows], values.sum(1, keepdim=True)
+        mean = (slopes * values).sum(1, keepdim=True) / sums
+        return grad + (slopes - mean) / sums, None, None

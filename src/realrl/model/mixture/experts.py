@@ -7,7 +7,7 @@ from torch import Tensor
 from realrl.families.experts import Mixture
 from realrl.families.options import Activation
 from realrl.model.arithmetic.elementwise import activate
-from realrl.model.arithmetic.grouped import Groups, sum_copies
+from realrl.model.arithmetic.grouped import Groups, gather_weighed, sum_copies
 from realrl.model.arithmetic.matrices import Matrices
 from realrl.model.mixture.routing import Routing
 
@@ -30,17 +30,31 @@ class ExpertBlock:
     def run(self, x: Tensor, matrices: Matrices, routing: Routing) -> Tensor:
         """Compute this rank's part of what the experts of each token add up to. x: [T, H] -> [T, H]"""
         mixture = self.mixture
-        probabilities = matrices.multiply(x, self.router, None).float().softmax(1)
-        probabilities, experts = routing.route(self.layer, probabilities, mixture.per_token)
-        weights = probabilities.gather(1, experts)
+        scores = self._score(matrices.multiply(x, self.router, None))
+        scores, experts = routing.route(self.layer, scores, mixture.per_token)
+        weights = scores.gather(1, experts)
         if mixture.normalised:
             weights = weights / weights.sum(1, keepdim=True)
         groups = Groups.of(experts, mixture.experts)
-        gate_up = matrices.multiply_groups(x, self.gate_up, groups, of_tokens=True)
+        weights = weights.flatten().index_select(0, groups.order)
+        if mixture.weighed == "inputs":
+            rows = gather_weighed(x, weights, groups)
+            gate_up = matrices.multiply_groups(rows, self.gate_up, groups)
+            del rows
+        else:
+            gate_up = matrices.multiply_groups(x, self.gate_up, groups, of_tokens=True)
         inner = activate(gate_up, self.activation, gated=True)
         del gate_up
-        # Before the last product, which has more columns than most experts have units.
-        inner = inner * weights.flatten().index_select(0, groups.order).to(inner.dtype)[:, None]
+        if mixture.weighed == "outputs":
+            # Before the last product, which has more columns than most experts have units.
+            inner = inner * weights.to(inner.dtype)[:, None]
         rows = matrices.multiply_groups(inner, self.down, groups)
         del inner
         return sum_copies(rows, groups)
+
+    def _score(self, logits: Tensor) -> Tensor:
+        """Compute the scores of experts. [T, E] -> [T, E] float32"""
+        if self.mixture.scores == "softmax":
+            return logits.float().softmax(1)
+        # torch's vectors, and what is left over beside them, differ in their last bits, which float32 then drops.
+        return logits.double().sigmoid().float()

@@ -7,7 +7,7 @@ class Routing:
     """Choice of experts in a pass: the likeliest ones."""
 
     def route(self, layer: int, probabilities: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
-        """Choose the experts of tokens in a layer of the stage. probabilities: [T, E] float32
+        """Choose the experts of tokens in a layer of the stage. probabilities, or other scores: [T, E] float32
 
         -> those that weights are made of [T, E], and numbers of experts [T, per_token] int64
         """

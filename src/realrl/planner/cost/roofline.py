@@ -169,11 +169,13 @@ class Roofline:
             e.normal_passes * hidden
             + e.rotary_passes * (s.q_dim + s.kv_dim)
             + e.attention_passes * (2 * s.q_dim + 2 * s.kv_dim)
-            + s.copies * e.activation_passes * s.gate_up_dim / 2
+            + (s.copies + s.shared_blocks) * e.activation_passes * s.gate_up_dim / 2
         )
         if s.experts:
             # Rows are gathered, weighted, and those of a token added up; the router's probabilities are float32.
-            values += s.copies * (2 * s.shape.hidden_size + 2 * s.ffn_dim + 3 * s.shape.hidden_size)
+            weighed = s.shape.hidden_size if s.weighs_inputs else s.ffn_dim
+            values += s.copies * (2 * s.shape.hidden_size + 2 * weighed + 3 * s.shape.hidden_size)
+            values += 3 * s.shared_blocks * s.shape.hidden_size
             values += e.router_passes * s.experts * 4 / self.element_bytes
         if s.qk_norm:
             values += 2 * (s.q_dim + s.kv_dim) + 2 * (s.q_dim + 2 * s.kv_dim)  # normalised, and put together

@@ -211,9 +211,9 @@ class Timing:
         operations = sum(2 + 2 * len(adapter.blocks) + 8 * adapter.dora for adapter in self.sizes.adapters)
         operations += 2 * len(self.sizes.widened_shapes)
         if self.sizes.experts:
-            # On a CPU there is a product for each expert.
+            # On a CPU there is a product for each expert; a shared block has two, an activation and a sum.
             loops = 2 * self.sizes.experts if self.device.cpu else 0
-            operations += self.efficiency.expert_operations + loops
+            operations += self.efficiency.expert_operations + loops + 4 * self.sizes.shared_blocks
         return operations
 
     @property

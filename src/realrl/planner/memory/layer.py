@@ -77,7 +77,9 @@ class LayerMemory:
             entering + up, gate_up + inner, inner + self.hidden + self._added(self.hidden), 2 * self.hidden
         )
         if self.sizes.experts:
-            block = entering + self._computed_experts
+            # What experts give is held beside a shared block.
+            shared = max(block, 2 * self.hidden) + self.hidden if self.sizes.shared_blocks else 0
+            block = max(entering + self._computed_experts, shared)
         joined = 2 * self._qkv + self.sizes.q_dim + self.sizes.kv_dim if self.sizes.qk_norm else 0
         return max(s + joined, attention, 2 * s + block)
 
@@ -105,30 +107,48 @@ class LayerMemory:
 
     @property
     def _kept_block(self) -> float:
-        """Elements per token that the feed-forward block keeps: gate, up and their product.
+        """Elements per token that feed-forward blocks keep: gate, up and their product.
 
-        An expert also keeps that product times the weight of the expert. A mixture keeps its probabilities.
+        An expert also keeps that product times the weight of the expert, or its input times the weight. A mixture
+        keeps its probabilities.
         """
-        inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
         if not self.sizes.experts:
-            return gate_up + inner
-        return self.sizes.copies * (gate_up + 2 * inner) + self._probabilities + self._choices
+            return self._kept_shared
+        weighed = self.hidden if self.sizes.weighs_inputs else self.sizes.ffn_dim
+        rows = self.sizes.copies * (self.sizes.gate_up_dim + self.sizes.ffn_dim + weighed)
+        return rows + self._probabilities + self._choices + self._kept_shared
+
+    @property
+    def _kept_shared(self) -> int:
+        """Elements per token that a feed-forward block keeps that all tokens pass through."""
+        return self.sizes.shared_blocks * (self.sizes.gate_up_dim + self.sizes.ffn_dim)
 
     @property
     def _computed_experts(self) -> float:
         """Peak elements per token that a mixture computes without gradients, besides its input.
 
         A token has a row for each of its experts: its own copies and gate and up, these and their product, that
-        product times a weight, the outputs of the experts, and these in the order of tokens.
+        product times a weight, the outputs of the experts, and these in the order of tokens and added up. On a CPU
+        the products of an expert come apart before they are put beside others.
         """
         inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
-        rows = max(self.hidden + gate_up, gate_up + inner, 2 * inner, inner + self.hidden, 2 * self.hidden)
-        return self.sizes.copies * rows + self.hidden + self._probabilities + self._choices
+        k = self.sizes.copies
+        apart = k / self.sizes.experts if self.cpu else 0
+        rows = max(
+            k * (self.hidden + gate_up) + apart * gate_up,
+            k * (gate_up + inner),
+            2 * k * inner,
+            k * (inner + self.hidden) + apart * self.hidden,
+            (2 * k + 1) * self.hidden,
+        )
+        return rows + self._probabilities + self._choices
 
     @property
     def _probabilities(self) -> float:
-        """Elements that the float32 probabilities of a token's experts take."""
-        return self.sizes.experts * self._float32
+        """Elements that the float32 probabilities of a token's experts take; sigmoids are float64 numbers first."""
+        mixture = self.sizes.shape.mixture
+        sigmoid = mixture is not None and mixture.scores == "sigmoid"
+        return self.sizes.experts * self._float32 * (3 if sigmoid else 1)
 
     @property
     def _choices(self) -> float:
@@ -192,7 +212,11 @@ class LayerMemory:
             self.bytes(tokens, s + hidden + copied - inner) + added(gate_up * hidden),
         ]
         if self.sizes.experts:
-            moments = self._expert_moments(tokens)
+            # A shared block is differentiated first: the gradient of what it reads is held, what it saved is freed.
+            after = self.bytes(tokens, hidden - self._kept_shared) if self.sizes.shared_blocks else 0
+            held = self.bytes(tokens, gathered) if self.sizes.shared_blocks else 0
+            shared = [moment + held for moment in moments] if self.sizes.shared_blocks else []
+            moments = shared + [moment + after for moment in self._expert_moments(tokens)]
         queries = self.sizes.q_dim
         if self._pads:
             # The gradients of padded outputs, queries, and keys and values for every query head, and the product of
@@ -226,16 +250,28 @@ class LayerMemory:
             return self.sizes.experts * elements * self.element_bytes if narrow else 0
 
         k = self.sizes.copies
-        return [
+        moments = [
             # At the end of the forward pass, what experts give, in their order and in that of tokens.
             self.bytes(tokens, 2 * k * hidden),
-            # The gradients of what experts give, and of the weighted products.
+            # The gradients of what experts give, and of the products that are their inputs.
             self.bytes(tokens, self.stream + k * (hidden + inner)) + apart(inner * hidden),
-            # Those of the products, and of gate and up; the weighted products have been freed.
+            # Those of the products, and of gate and up; what the last product read has been freed.
             self.bytes(tokens, self.stream + k * gate_up),
+        ]
+        entering = self.stream + gathered
+        if self.sizes.weighs_inputs:
+            return [
+                *moments,
+                # Those of gate and up, and of their inputs, which have been kept.
+                self.bytes(tokens, entering + k * (hidden - inner)) + apart(gate_up * hidden),
+                # Those of their inputs, times weights, and in the order of tokens; all else has been freed.
+                self.bytes(tokens, entering + k * (2 * hidden - gate_up - inner)),
+            ]
+        return [
+            *moments,
             # Those of gate and up, and their inputs, which are gathered, or added up; all else has been freed.
-            self.bytes(tokens, self.stream + gathered + k * (hidden - 2 * inner)) + apart(gate_up * hidden),
-            self.bytes(tokens, self.stream + gathered + k * (2 * hidden - 2 * inner)),
+            self.bytes(tokens, entering + k * (hidden - 2 * inner)) + apart(gate_up * hidden),
+            self.bytes(tokens, entering + k * (2 * hidden - 2 * inner)),
         ]
 
     def forward_bytes(self, tokens: float, held: float = 0.0) -> int:

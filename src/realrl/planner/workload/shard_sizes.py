@@ -76,9 +76,12 @@ class LocalSizes:
             "qkv": (self.q_dim + 2 * self.kv_dim, hidden),
             "out": (hidden, self.q_dim),
         }
+        router: dict[Parameter, tuple[int, int]] = {}
         if mixture is not None:
-            return {**attention, "router": (mixture.experts, hidden)}
-        return {**attention, "gate_up": (self.gate_up_dim, hidden), "down": (hidden, self.ffn_dim)}
+            router = {"router": (mixture.experts, hidden)}
+        if not self.shared_blocks:
+            return attention | router
+        return attention | router | {"gate_up": (self.gate_up_dim, hidden), "down": (hidden, self.ffn_dim)}
 
     @property
     def matmul_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -107,8 +110,18 @@ class LocalSizes:
 
     @property
     def copies(self) -> int:
-        """Feed-forward blocks that a token passes through in a layer."""
-        return 1 if self.shape.mixture is None else self.shape.mixture.per_token
+        """Experts that a token passes through in a layer; 0 without a mixture."""
+        return 0 if self.shape.mixture is None else self.shape.mixture.per_token
+
+    @property
+    def shared_blocks(self) -> int:
+        """Feed-forward blocks of a layer that all tokens pass through: one, or none beside experts."""
+        return int(self.shape.mixture is None or self.shape.mixture.shared)
+
+    @property
+    def weighs_inputs(self) -> bool:
+        """Whether what experts are given is multiplied by weights, and not what they give."""
+        return self.shape.mixture is not None and self.shape.mixture.weighed == "inputs"
 
     @cached_property
     def adapters(self) -> tuple["AdapterSizes", ...]:
@@ -144,8 +157,9 @@ class LocalSizes:
 
     @cached_property
     def qk_norm(self) -> bool:
-        """Whether the heads of queries and keys are normalised."""
-        return any(spec.parameter == "q_norm" for spec in self._layer_specs)
+        """Whether the heads of queries and keys are normalised, in some layers at least."""
+        without_weights = self.options.qk_norm == "rotated"
+        return without_weights or any(spec.parameter == "q_norm" for spec in self._layer_specs)
 
     def partial_elements(self, *, sequence_parallel: bool) -> int:
         """Count a layer's elements with partial gradients, which TP ranks all-reduce, without shared KV heads."""
