@@ -5,7 +5,6 @@ from types import MappingProxyType
 from typing import Any
 
 from realrl.families.experts import Mixture
-from realrl.families.mixtures.llama4 import MIXTURE
 from realrl.families.options import LayerOptions
 from realrl.families.shape import ModelShape, RopeScaling
 
@@ -48,7 +47,9 @@ _LLAMA_4: Mapping[str, Any] = {
         factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=8192
     ),
     "unrotated_layers": tuple(range(3, 48, 4)),
-    "mixture": MIXTURE,
+    "mixture": Mixture(
+        experts=16, per_token=1, scores="sigmoid", normalised=False, weighed="inputs", shared=True
+    ),
 }
 
 _LLAMA_3_SCALING = RopeScaling(
