@@ -33,6 +33,8 @@ DEFAULTS = {
 }
 """Values of Llama4TextConfig for settings that a file may leave out, where they are not the usual ones."""
 CHUNKED = "chunked_attention"
+FIXED = {"router_jitter_noise": 0.0}
+"""Noise that other mixtures add in training, and transformers not to this one."""
 MIXTURE = Mixture(experts=16, per_token=1, scores="sigmoid", normalised=False, weighed="inputs", shared=True)
 """That of Llama4TextConfig, of which a file may change the numbers of experts."""
 _START = 8192
@@ -50,6 +52,7 @@ _POSITIONS = (
 
 def _read(config: ConfigReader) -> dict[str, Any]:
     sizes = read_sizes(config, DEFAULTS)
+    config.fixed(FIXED)
     layers = sizes["layers"]
     _check_layers_alike(config, layers)
     unrotated = read_unrotated(config, layers)
@@ -111,6 +114,7 @@ def _write(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
         **write_sizes(shape),
         **write_mixture(find_mixture(shape, "llama4_text")),
         **write_unrotated(shape),
+        **FIXED,
         "moe_layers": [*range(shape.layers)],
         "interleave_moe_layer_step": 1,
         "attention_chunk_size": max(_START, shape.max_positions),
@@ -145,7 +149,6 @@ FAMILY = Family(
         *_POSITIONS,
         "no_rope_layer_interval",
         "intermediate_size_mlp",
-        "router_jitter_noise",
         "for_llm_compressor",
         *ROUTER_LOSS,
     ),
