@@ -214,7 +214,8 @@ def check(case: str, placement: Placement, found: dict[str, object]) -> None:
     shape, part = CASES[case]
     where, trained = f"{case}, {placement}", updated(part, shape)
     expected, norms = reference(case)
-    assert found["norms"] == pytest.approx(norms, rel=1e-4), where
+    # Those of the second step, after Adam has divided by small gradients, differ by as much from float64 numbers.
+    assert found["norms"] == pytest.approx(norms, rel=5e-4), where
     before, numel = fresh(shape), 0
     for name, (slices, values) in found["tensors"].items():  # type: ignore[attr-defined]
         if name in trained:
@@ -263,6 +264,6 @@ def test_a_part_learns_what_transformers_learns_and_the_rest_stays(world: int, t
 
 @pytest.mark.parametrize("sets", [{"base": True, "tuned": True}, {"base": False}])
 def test_a_trainer_updates_exactly_one_parameter_set(sets: dict[str, bool]) -> None:
-    model = SimpleNamespace(part=SimpleNamespace(sets=sets), sets=dict.fromkeys(sets))
+    model = SimpleNamespace(part=SimpleNamespace(sets=sets), sets=dict.fromkeys(sets), shape=SHAPE)
     with pytest.raises(AssertionError, match=r"a trainer updates one parameter set, not (base, tuned|none)"):
         Trainer(cast(Model, model), OptimizerConfig())
