@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realrl.config.errors import UserError
+from realrl.families.experts import Mixture
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.profile.curves import Curve, Surface
@@ -114,6 +115,18 @@ def test_newer_measurements_of_a_shape_replace_older_ones() -> None:
     merged = profile().merged([layers])
     assert len(merged.layers) == 1 and merged.collectives == profile().collectives
     assert merged.seconds("forward", SMALL, "bfloat16", 1, 512, 256) == 5.0
+
+
+def test_a_mixture_has_times_of_its_own_also_in_a_file(tmp_path: Path) -> None:
+    mixture = SMALL.model_copy(update={"mixture": Mixture(experts=4, per_token=2)})
+    measured = Measurement(kind="forward", tokens=512, context=256, seconds=5.0)
+    layers = LayerTimes(shape=ShapeKey.of(mixture), dtype="bfloat16", measurements=(measured,))
+    profile().merged([layers]).save(tmp_path / "p.json")
+    loaded = Profile.load(tmp_path / "p.json")
+    assert loaded.seconds("forward", mixture, "bfloat16", 1, 512, 256) == 5.0
+    before = profile().seconds("forward", SMALL, "bfloat16", 1, 512, 256)
+    assert loaded.seconds("forward", SMALL, "bfloat16", 1, 512, 256) == before
+    assert loaded.degrees(mixture, "bfloat16") == loaded.degrees(SMALL, "bfloat16") == {1}
 
 
 def test_products_of_rounded_operands_have_times_of_their_own() -> None:

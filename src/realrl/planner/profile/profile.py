@@ -291,7 +291,7 @@ class Profile(Settings):
     @cached_property
     def _surfaces(self) -> Mapping[tuple[object, Dtype, str, int], Surface]:
         return {
-            (tuple(part.shape.model_dump().values()), part.dtype, *key): surface
+            (_key(part.shape), part.dtype, *key): surface
             for part in self.layers
             for key, surface in part.surfaces.items()
         }
@@ -304,5 +304,5 @@ class Profile(Settings):
         return {key: Curve.of(points) for key, points in groups.items()}
 
 
-def _key(shape: ModelShape) -> tuple[object, ...]:
+def _key(shape: ModelShape | ShapeKey) -> tuple[object, ...]:
     return tuple(getattr(shape, name) for name in ShapeKey.model_fields)
