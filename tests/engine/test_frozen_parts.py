@@ -121,7 +121,7 @@ def updated(part: TrainablePart, shape: ModelShape) -> set[str]:
 
 @cache
 def reference(case: str) -> tuple[dict[str, Tensor], tuple[float, ...]]:
-    """Weights and gradient norms of the same steps with transformers and torch's AdamW."""
+    """Weights and gradient norms of the same steps with transformers and torch's AdamW, in float64."""
     shape, part = CASES[case]
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -138,6 +138,7 @@ def reference(case: str) -> tuple[dict[str, Tensor], tuple[float, ...]]:
                 r=shape.lora.rank, lora_alpha=shape.lora.alpha, target_modules=names, use_dora=shape.lora.dora
             ),
         )
+    model = model.double()
     parameters = {name_in_files(name): parameter for name, parameter in model.named_parameters()}
     with torch.no_grad():
         for name, values in fresh(shape).items():
@@ -162,7 +163,7 @@ def reference(case: str) -> tuple[dict[str, Tensor], tuple[float, ...]]:
         (total / weight).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), OPTIMIZER.grad_clip or 0)))
         optimizer.step()
-    return {name: p.detach() for name, p in parameters.items()}, tuple(norms)
+    return {name: p.detach().float() for name, p in parameters.items()}, tuple(norms)
 
 
 def name_in_files(name: str) -> str:
@@ -214,8 +215,10 @@ def check(case: str, placement: Placement, found: dict[str, object]) -> None:
     shape, part = CASES[case]
     where, trained = f"{case}, {placement}", updated(part, shape)
     expected, norms = reference(case)
-    # Those of the second step, after Adam has divided by small gradients, differ by as much from float64 numbers.
-    assert found["norms"] == pytest.approx(norms, rel=5e-4), where
+    first, *later = found["norms"]  # type: ignore[misc]
+    assert first == pytest.approx(norms[0], rel=2e-5), where
+    # Adam has divided by small gradients, which magnifies rounding.
+    assert later == pytest.approx(norms[1:], rel=2e-4), where
     before, numel = fresh(shape), 0
     for name, (slices, values) in found["tensors"].items():  # type: ignore[attr-defined]
         if name in trained:

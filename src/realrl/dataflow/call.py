@@ -156,7 +156,7 @@ class Call:
 
     @property
     def records_experts(self) -> bool:
-        """Whether it generates, and gives the experts that its model chose."""
+        """Whether a generate call gives the experts that its model chose."""
         return self.kind is Kind.GENERATE and f"{self.prefix}{ROUTED_EXPERTS}" in self.outputs
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from realrl.config.base import Settings
 from realrl.config.errors import UserCodeError, UserError
 from realrl.config.explain import brief, explain
 from realrl.config.json_file import read_json
@@ -89,6 +90,9 @@ def check_writing(shape: ModelShape) -> None:
     Families write when a model is saved, when it is too late for a mistake to come up.
     """
     label, family = f"family={shape.family}", find_family(shape.family)
+    if (shape.mixture is not None) != family.mixture:
+        problem = "needs a mixture: experts and per_token" if family.mixture else "has no mixture of experts"
+        raise UserError(f"{label}: a shape of it {problem}")
     config = shape_to_hf(shape, "lm", "float32", {})
     try:
         config = json.loads(json.dumps(config))
@@ -103,13 +107,26 @@ def check_writing(shape: ModelShape) -> None:
         raise UserCodeError(f"{label}: read_config of {where}: {problem}", error.trace) from error
     except UserError as error:
         raise UserError(f"{label}: {str(error).removeprefix(f'{label}: ')}") from None
-    for name in ModelShape.model_fields:
-        given, read = getattr(shape, name), getattr(again, name)
-        if given != read:
-            raise UserError(
-                f"{label}: read_config does not read what write_config gives:"
-                f" {name}={brief(given)} comes back as {brief(read)}"
-            )
+    changed = _find_change(shape, again)
+    if changed is not None:
+        name, given, read = changed
+        raise UserError(
+            f"{label}: read_config does not read what write_config gives:"
+            f" {name}={brief(given)} comes back as {brief(read)}"
+        )
+
+
+def _find_change(given: Settings, read: Settings) -> tuple[str, Any, Any] | None:
+    """Find the first setting that two objects of a class differ in: its name, and its values."""
+    for name in type(given).model_fields:
+        one, other = getattr(given, name), getattr(read, name)
+        if isinstance(one, Settings) and type(one) is type(other):
+            within = _find_change(one, other)
+            if within is not None:
+                return f"{name}.{within[0]}", *within[1:]
+        elif one != other:
+            return name, one, other
+    return None
 
 
 def _check_model_type(found: Family, config: Mapping[str, Any], where: str, family: str) -> None:

@@ -23,12 +23,12 @@ class AttentionRule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is a causal softmax and nothing else."""
+        """Whether attention by a rule is a causal softmax and nothing else."""
         return self.window is None and self.needs_scores is False
 
     @property
     def needs_scores(self) -> bool:
-        """Whether there is more than a mask: what kernels of libraries do not know."""
+        """Whether a rule changes scores by a cap or sinks, which kernels of libraries do not know."""
         return self.cap is not None or self.sinks is not None
 
     def within(self, length: int) -> "AttentionRule":

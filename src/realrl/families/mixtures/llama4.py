@@ -12,7 +12,7 @@ from realrl.families.decoder import Names, named_decoder
 from realrl.families.experts import Mixture
 from realrl.families.family import Family
 from realrl.families.llamas.unrotated_settings import read_unrotated, write_unrotated
-from realrl.families.mixtures.router_settings import ROUTER_LOSS, find_mixture, read_mixture, write_mixture
+from realrl.families.mixtures.router_settings import ROUTER_LOSS, read_mixture, write_mixture
 from realrl.families.options import LayerOptions
 from realrl.families.settings import (
     ACTIVATIONS,
@@ -112,7 +112,7 @@ def _read_starts(config: ConfigReader, layers: int, unrotated: tuple[int, ...]) 
 def _write(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
     return {
         **write_sizes(shape),
-        **write_mixture(find_mixture(shape, "llama4_text")),
+        **write_mixture(shape),
         **write_unrotated(shape),
         **FIXED,
         "moe_layers": [*range(shape.layers)],

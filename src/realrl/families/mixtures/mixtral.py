@@ -5,7 +5,7 @@ from typing import Any
 
 from realrl.families.decoder import Names, named_decoder
 from realrl.families.family import Family
-from realrl.families.mixtures.router_settings import ROUTER_LOSS, find_mixture, read_mixture, write_mixture
+from realrl.families.mixtures.router_settings import ROUTER_LOSS, read_mixture, write_mixture
 from realrl.families.options import LayerOptions
 from realrl.families.settings import (
     ACTIVATIONS,
@@ -43,7 +43,7 @@ def _read(config: ConfigReader) -> dict[str, Any]:
 def _write(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
     return {
         **write_sizes(shape),
-        **write_mixture(find_mixture(shape, "mixtral")),
+        **write_mixture(shape),
         **FIXED,
         "sliding_window": shape.window,
         "hidden_act": write_activation(options),

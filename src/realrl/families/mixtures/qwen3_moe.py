@@ -6,7 +6,7 @@ from typing import Any
 from realrl.config.explain import brief
 from realrl.families.decoder import decoder_tensors
 from realrl.families.family import Family
-from realrl.families.mixtures.router_settings import ROUTER_LOSS, find_mixture, read_mixture, write_mixture
+from realrl.families.mixtures.router_settings import ROUTER_LOSS, read_mixture, write_mixture
 from realrl.families.options import LayerOptions
 from realrl.families.settings import (
     ACTIVATIONS,
@@ -52,12 +52,12 @@ def _read(config: ConfigReader) -> dict[str, Any]:
 
 
 def _write(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
-    mixture = find_mixture(shape, "qwen3_moe")
+    mixture = shape.mixture
     return {
         **write_sizes(shape),
-        **write_mixture(mixture),
+        **write_mixture(shape),
         "moe_intermediate_size": shape.intermediate_size,
-        "norm_topk_prob": mixture.normalised,
+        "norm_topk_prob": mixture is not None and mixture.normalised,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "use_sliding_window": bool(shape.windowed_layers),

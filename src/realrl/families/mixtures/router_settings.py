@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from realrl.config.errors import UserError
 from realrl.families.experts import MOST_EXPERTS, Mixture
 from realrl.families.settings import ConfigReader
 from realrl.families.shape import ModelShape
@@ -29,13 +28,8 @@ def read_mixture(config: ConfigReader, *, experts: int, per_token: int, normalis
     return Mixture(experts=found, per_token=chosen, normalised=normalised)
 
 
-def find_mixture(shape: ModelShape, family: str) -> Mixture:
-    """Find the mixture of a shape; UserError where it has none."""
-    if shape.mixture is None:
-        raise UserError(f"a shape of family={family} needs a mixture: experts and per_token")
-    return shape.mixture
-
-
-def write_mixture(mixture: Mixture) -> dict[str, Any]:
-    """Write the settings that `read_mixture` reads."""
+def write_mixture(shape: ModelShape) -> dict[str, Any]:
+    """Write the settings that `read_mixture` reads, of a shape that has a mixture."""
+    mixture = shape.mixture
+    assert mixture is not None, "`check_writing` has seen to it"
     return {**dict.fromkeys(_NAMES, mixture.experts), "num_experts_per_tok": mixture.per_token}

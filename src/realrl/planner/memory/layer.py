@@ -212,11 +212,13 @@ class LayerMemory:
             self.bytes(tokens, s + hidden + copied - inner) + added(gate_up * hidden),
         ]
         if self.sizes.experts:
-            # A shared block is differentiated first: the gradient of what it reads is held, what it saved is freed.
-            after = self.bytes(tokens, hidden - self._kept_shared) if self.sizes.shared_blocks else 0
-            held = self.bytes(tokens, gathered) if self.sizes.shared_blocks else 0
-            shared = [moment + held for moment in moments] if self.sizes.shared_blocks else []
-            moments = shared + [moment + after for moment in self._expert_moments(tokens)]
+            routed = self._expert_moments(tokens)
+            if self.sizes.shared_blocks:
+                # It is differentiated first: the gradient of what it reads is held, what it saved has been freed.
+                held, after = self.bytes(tokens, gathered), self.bytes(tokens, hidden - self._kept_shared)
+                moments = [*(moment + held for moment in moments), *(moment + after for moment in routed)]
+            else:
+                moments = routed
         queries = self.sizes.q_dim
         if self._pads:
             # The gradients of padded outputs, queries, and keys and values for every query head, and the product of

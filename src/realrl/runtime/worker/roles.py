@@ -204,8 +204,8 @@ class Roles:
         sets = build_parameter_sets(shape, head, self._parts[role], trained=True)
         return build_layout(shape, head, placement, sets[parameter_set].tensors)
 
-    def _dtype(self, role: str, placement: Placement) -> torch.dtype:
-        return find_torch_dtype(self._named_dtype(role, placement))
+    def _dtype(self, role: str, placement: Placement, parameter_set: str = BASE) -> torch.dtype:
+        return find_set_dtype(parameter_set, find_torch_dtype(self._named_dtype(role, placement)))
 
     def _named_dtype(self, role: str, placement: Placement) -> Dtype:
         return placement.strategy.dtype or DTYPES[self._configs[role].compute_dtype]
@@ -250,15 +250,13 @@ class Roles:
         parameter_set = instruction.parameter_set
         source = self._layout(role, instruction.source, parameter_set)
         target = self._layout(into, instruction.target, parameter_set)
-        dtypes = (
-            find_set_dtype(parameter_set, self._dtype(role, instruction.source)),
-            find_set_dtype(parameter_set, self._dtype(into, instruction.target)),
-        )
+        before = self._dtype(role, instruction.source, parameter_set)
+        after = self._dtype(into, instruction.target, parameter_set)
         groups = None
         if instruction.mix is not None:
-            groups = group_tensors(target, dtypes[1].itemsize, MIX_BYTES)
+            groups = group_tensors(target, after.itemsize, MIX_BYTES)
         name = name_parameters(role, parameter_set) + ("" if into == role else f" into {into}")
-        return self._compile(name, source, target, dtypes, groups)
+        return self._compile(name, source, target, (before, after), groups)
 
     def _compile(
         self,
@@ -329,9 +327,7 @@ class Roles:
     def save(
         self, role: str, directory: Path, tokenizer: huggingface.Tokenizer, stop_token_ids: Collection[int]
     ) -> None:
-        """Write the role as a Hugging Face directory, or its adapters.
-
-        All ranks of its home call this, the first one writes.
+        """Write the role as a Hugging Face directory, or its adapters: ranks of its home together, the first one.
 
         `stop_token_ids` are all tokens that sequences of the run can end with. Parameters are brought into its host
         memory portion by portion.
