@@ -10,7 +10,7 @@ from realrl.families.tensors import TensorSpec
 from realrl.layout.layout import LocalTensor
 from realrl.layout.region import Region
 
-PORTION_BYTES = 16 << 20
+PORTION_BYTES = 8 << 20
 """Maximum bytes of weights brought to one process at a time to be written, unless they become one larger tensor."""
 
 Portion = Sequence[LocalTensor]
@@ -34,7 +34,8 @@ def list_files(tensors: Sequence[TensorSpec], dtype: torch.dtype, limit: float) 
 def list_portions(tensors: Sequence[TensorSpec], dtype: torch.dtype) -> Sequence[Portion]:
     """Group tensors into portions, in the order in which they are saved.
 
-    A portion has at most `PORTION_BYTES`, or the tensors that are joined to one of a file, or to one matrix of it.
+    A portion has at most `PORTION_BYTES`, or the least that becomes rows of a file's tensor: a row, a head of each
+    of queries, keys and values where these take turns, or all of a matrix whose rows are the file's columns.
     """
     portions: list[list[LocalTensor]] = [[]]
     used = 0
@@ -43,8 +44,8 @@ def list_portions(tensors: Sequence[TensorSpec], dtype: torch.dtype) -> Sequence
         if portions[-1] and used + size > PORTION_BYTES:
             portions.append([])
             used = 0
-        if size > PORTION_BYTES and len(group) == 1 and group[0].stored is None:
-            portions[-1:] = ([part] for part in _divide(group[0], dtype))
+        if size > PORTION_BYTES:
+            portions[-1:] = (list(part) for part in _divide(group, dtype))
         else:
             portions[-1] += (_take_rows(spec, 0, spec.shape[0]) for spec in group)
         used += size
@@ -52,15 +53,16 @@ def list_portions(tensors: Sequence[TensorSpec], dtype: torch.dtype) -> Sequence
 
 
 def take_whole(tensors: Sequence[TensorSpec]) -> Portion:
-    """Make one portion of few and small tensors."""
+    """Make one portion of tensors."""
     return [_take_rows(spec, 0, spec.shape[0]) for spec in tensors]
 
 
 def join_portions(portions: Iterator[tuple[Portion, Weights]]) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors of files by name, in order, or rows of them, one part after the other."""
     for portion, weights in portions:
+        first = {part.spec.name: part.region.offset[0] for part in portion}
         for group in group_by_file_tensor([part.stored for part in portion]):
-            yield from join_tensors(group, {spec.name: weights[spec.name] for spec in group}).items()
+            yield from join_tensors(group, {spec.name: weights[spec.name] for spec in group}, first).items()
         del weights  # before the next ones take memory
 
 
@@ -68,11 +70,26 @@ def _count_bytes(tensors: Sequence[TensorSpec], dtype: torch.dtype) -> int:
     return sum(tensor.numel for tensor in tensors) * dtype.itemsize
 
 
-def _divide(spec: TensorSpec, dtype: torch.dtype) -> Iterator[LocalTensor]:
-    rows = spec.shape[0]
-    step = max(1, PORTION_BYTES * rows // (spec.numel * dtype.itemsize))
-    for first in range(0, rows, step):
-        yield _take_rows(spec, first, min(first + step, rows))
+def _divide(matrix: Sequence[TensorSpec], dtype: torch.dtype) -> Iterator[Portion]:
+    """Divide the parts of a matrix of a file into portions that become rows of it, one after the other."""
+    if any(spec.stored is not None and spec.stored.transposed for spec in matrix):
+        yield take_whole(matrix)
+        return
+    take_turns = any(spec.stored is not None and spec.stored.period > spec.stored.block for spec in matrix)
+    in_order = sorted(matrix, key=lambda spec: 0 if spec.stored is None else spec.stored.start)
+    for specs in [in_order] if take_turns else [[spec] for spec in in_order]:
+        heights = [_find_block(spec) for spec in specs]
+        blocks = specs[0].shape[0] // heights[0]
+        step = max(1, PORTION_BYTES * blocks // _count_bytes(specs, dtype))
+        for first in range(0, blocks, step):
+            last = min(first + step, blocks)
+            yield [_take_rows(spec, first * n, last * n) for spec, n in zip(specs, heights, strict=True)]
+
+
+def _find_block(spec: TensorSpec) -> int:
+    """Find how many rows have to be saved together."""
+    where = spec.stored
+    return 1 if where is None or (where.order is None and where.period == where.block) else where.block
 
 
 def _take_rows(spec: TensorSpec, first: int, last: int) -> LocalTensor:

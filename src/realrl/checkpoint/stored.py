@@ -67,9 +67,12 @@ def _read_rows(stored: Any, where: Stored | None, first: int, last: int, columns
     return part if where.order is None else part[torch.tensor(numbers) - start]
 
 
-def join_tensors(specs: Sequence[TensorSpec], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Put tensors of a model together to those of files, by their names there. `values` are whole, by own names.
+def join_tensors(
+    specs: Sequence[TensorSpec], values: Mapping[str, Tensor], first: Mapping[str, int] | None = None
+) -> dict[str, Tensor]:
+    """Put tensors of a model together to those of files, by their names there. `values` are by own names.
 
+    They are whole or, with `first`, rows from that number on, which become rows of the file's that lie together.
     `specs` may be some matrices of a stack, one after the other, which become as many of its rows.
     """
     files: dict[str, Tensor] = {}
@@ -77,18 +80,29 @@ def join_tensors(specs: Sequence[TensorSpec], values: Mapping[str, Tensor]) -> d
         name = group[0].file_name
         stacks = group_by_number(group)
         for place, matrix in enumerate(stacks):
-            for spec in matrix:
+            rows = [_list_file_rows(spec, values, first or {}) for spec in matrix]
+            for spec, own_rows in zip(matrix, rows, strict=True):
                 value, where = values[spec.name].detach(), spec.stored
                 if where is None:
                     files[name] = value
                     continue
                 if name not in files:
+                    shape = (sum(map(len, rows)), *value.shape[1:])
                     count = () if where.number is None else (len(stacks),)
-                    files[name] = value.new_empty((*count, *where.shape[len(count) :]))
+                    files[name] = value.new_empty((*count, *(shape[::-1] if where.transposed else shape)))
                 own = files[name] if where.number is None else files[name][place]
-                rows = torch.tensor(where.rows(0, len(value)), device=value.device)
-                (own.T if where.transposed else own)[rows] = value
+                numbers = torch.tensor(own_rows, device=value.device) - min(map(min, rows))
+                (own.T if where.transposed else own)[numbers] = value
     return files
+
+
+def _list_file_rows(
+    spec: TensorSpec, values: Mapping[str, Tensor], first: Mapping[str, int]
+) -> Sequence[int]:
+    """List the rows of a file's tensor that the values become."""
+    start = first.get(spec.name, 0)
+    numbers = range(start, start + len(values[spec.name]))
+    return numbers if spec.stored is None else spec.stored.rows(numbers.start, numbers.stop)
 
 
 def group_by_file_tensor(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
