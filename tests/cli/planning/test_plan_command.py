@@ -225,12 +225,17 @@ def test_a_profile_of_another_device_is_noted_as_unused(
             ["models.actor.shape=null", "models.actor.path=./gone"],
             "models.actor: planning needs the size of the model: ./gone: no such model directory",
         ),
+        (
+            ["models.actor.shape=null", "models.actor.path=mixtral-8x7b"],
+            "models.actor.path=null and models.actor.shape to a size, for example mixtral-8x7b",
+        ),
         (["--cluster", "rtx-4090:1x2", "models.actor.shape=llama-2-7b"], "no plan fits llama-2-7b"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_status_2(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], sentence: str
 ) -> None:
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: 1 / 0)  # no network
     assert run_app(["plan", REFERENCE, *SMALL, *QUICK, *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -7,6 +7,7 @@ from realrl.checkpoint.directory import find_model_shape
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
 from realrl.dataflow.graph import DataflowGraph
+from realrl.families.sizes.published import SHAPES
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, SEARCH, load_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
@@ -84,9 +85,10 @@ def _all_stored(experiment: Experiment, graph: DataflowGraph) -> dict[str, Store
         try:
             shapes[role] = find_model_shape(config)
         except UserError as error:
+            size = config.path if config.path in SHAPES else "llama-2-7b"
             raise UserError(
                 f"models.{role}: planning needs the size of the model: {error}; or set models.{role}.path=null and"
-                f" models.{role}.shape to a size, for example llama-2-7b"
+                f" models.{role}.shape to a size, for example {size}"
             ) from None
     return stored_models(experiment, graph, shapes)
 
