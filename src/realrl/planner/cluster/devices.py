@@ -46,6 +46,8 @@ class DeviceKind:
     """Threads of the process, of a CPU; the figures are those of all of them together."""
     guessed: frozenset[str] = frozenset()
     """Names of figures that stand for any such device, so that nothing can be a share of them."""
+    measured: str | None = None
+    """Name of the tables of measured operators of such devices, in `operators/measured`; None without any."""
 
     def flops(self, dtype: Dtype) -> float:
         """Peak FLOP/s of matmuls of models in a data type; those of `mixed` ones have bfloat16 operands."""
@@ -102,6 +104,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 host_bytes_per_s=_PCIE4,
                 host_memory_bytes=128 * _GB,
                 node_bytes_per_s=25e9,
+                measured="a100",
             ),
             DeviceKind(
                 name="a100-80g",
@@ -114,6 +117,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 host_bytes_per_s=_PCIE4,
                 host_memory_bytes=256 * _GB,
                 node_bytes_per_s=25e9,
+                measured="a100",
             ),
             # The A100 with NVLink reduced to 400 GB/s both ways.
             DeviceKind(
@@ -127,6 +131,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 host_bytes_per_s=_PCIE4,
                 host_memory_bytes=256 * _GB,
                 node_bytes_per_s=25e9,
+                measured="a100",
             ),
             # NVIDIA H100 data sheet (SXM5): 989 / 67 TFLOP/s, 3.35 TB/s, NVLink 900 GB/s; DGX: 8 x 400 Gbit/s.
             DeviceKind(
@@ -140,6 +145,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 host_bytes_per_s=_PCIE5,
                 host_memory_bytes=256 * _GB,
                 node_bytes_per_s=400e9,
+                measured="h100",
             ),
             # NVIDIA H200 data sheet: as the H100, with 141 GB at 4.8 TB/s.
             DeviceKind(
@@ -153,6 +159,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 host_bytes_per_s=_PCIE5,
                 host_memory_bytes=256 * _GB,
                 node_bytes_per_s=400e9,
+                measured="h200",
             ),
             # NVIDIA HGX B200 data sheet, per device: 2.25 PFLOP/s dense, 75 TFLOP/s, 8 TB/s, NVLink 1.8 TB/s.
             DeviceKind(
@@ -166,6 +173,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 host_bytes_per_s=_PCIE5,
                 host_memory_bytes=256 * _GB,
                 node_bytes_per_s=400e9,
+                measured="b200",
             ),
             # NVIDIA L40S data sheet: 362 / 91.6 TFLOP/s, 48 GB at 864 GB/s, PCIe 4 and no NVLink.
             DeviceKind(
@@ -179,6 +187,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 host_bytes_per_s=_PCIE4,
                 host_memory_bytes=96 * _GB,
                 node_bytes_per_s=25e9,
+                measured="l40s",
             ),
             # NVIDIA Ada white paper: 165 / 82.6 TFLOP/s, 24 GB at 1,008 GB/s; without peer-to-peer access, so that
             # what devices exchange passes PCIe twice.

@@ -23,6 +23,9 @@ class Efficiency:
     attention: float = 0.4
     """Fraction of peak FLOP/s that causal attention achieves, forward and backward. FlashAttention-2 (arXiv
     2307.08691, figure 5) reaches 0.3 at 512 and 0.6 at 16k tokens with heads of 128 on an A100."""
+    least_kernel_s: float = 2e-6
+    """Seconds from the start of a kernel of a GPU to that of the next, however little it does; the least of
+    thousands of operators that `operators/measured` tabulates is 2.5 µs on an H100, 4 µs on an A100."""
     score_bytes: float = 84.0
     """Bytes of traffic per score that is computed in memory, forward, counted by the operations of
     `model/gpu/scored_attention.py`: float32 numbers written and read by a product, a scale, a cap, a mask, a

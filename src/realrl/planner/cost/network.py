@@ -8,7 +8,8 @@ from functools import cached_property
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import NodeGroup
 from realrl.planner.cluster.efficiency import Efficiency
-from realrl.planner.profile.profile import CollectiveKind, Profile
+from realrl.planner.operators.tables import MOST_RANKS, Operators, Reduction, find_operators
+from realrl.planner.profile.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,8 @@ class Ring:
     nodes: int = 1
     """Most nodes that one of the groups spans."""
     profile: Profile | None = None
+    operators: Operators | None = None
+    """Tables of collectives inside a node."""
 
     def all_gather(self, number_bytes: float) -> float:
         """Compute the seconds of an all-gather whose result has `number_bytes`."""
@@ -34,13 +37,15 @@ class Ring:
         """Compute the seconds of an all-reduce of `number_bytes`: a reduce-scatter and an all-gather."""
         return self._seconds("all_reduce", 2, number_bytes)
 
-    def _seconds(self, kind: CollectiveKind, rounds: int, number_bytes: float) -> float:
+    def _seconds(self, kind: Reduction, rounds: int, number_bytes: float) -> float:
         if self.size == 1:
             return 0.0
         if self.profile is not None:
             measured = self.profile.collective(kind, self.size, self.nodes, number_bytes)
             if measured is not None:
                 return measured
+        if self.operators is not None and self.nodes == 1 and self.size <= MOST_RANKS:
+            return self.operators.collective(kind, self.size, number_bytes)
         steps = self.size - 1
         return rounds * steps * (self.hop_s + number_bytes / self.size / self.bytes_per_s)
 
@@ -148,4 +153,5 @@ class Network:
             hop_s=hop,
             nodes=max_nodes,
             profile=self.profile,
+            operators=find_operators(device),
         )

@@ -1,19 +1,25 @@
-"""Roofline time model of a layer, for sizes that have not been measured."""
+"""Time model of a layer without a profile: tables of measured operators, and a roofline for the rest."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
+from realrl.planner.operators.tables import Operators, find_operators
 from realrl.planner.workload.experts import count_visited_experts
 from realrl.planner.workload.shard_sizes import LocalSizes
-from realrl.planner.workload.windows import average_context, average_squares
+from realrl.planner.workload.windows import average_context, average_squares, find_windowed_share
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """Time model of one TP rank from data-sheet figures and efficiencies, in seconds."""
+    """Time model of one TP rank, in seconds.
+
+    Products and attention in bfloat16 are those of tables, for devices that have some; all else is computed from
+    data-sheet figures and efficiencies.
+    """
 
     device: DeviceKind
     efficiency: Efficiency
@@ -26,8 +32,24 @@ class Roofline:
         """Bytes of an element of activations and parameters."""
         return ELEMENT_BYTES[self.dtype]
 
+    @cached_property
+    def operators(self) -> Operators | None:
+        """Tables of measured operators, which are in bfloat16."""
+        return find_operators(self.device) if self.dtype == "bfloat16" else None
+
     def matmul(self, rows: float, outputs: float, inputs: float) -> float:
-        """Time a matmul of [rows, inputs] and [inputs, outputs]: arithmetic plus the traffic of three matrices.
+        """Time a matmul of [rows, inputs] and [inputs, outputs]."""
+        if self.operators is not None:
+            return self.operators.product(rows, outputs, inputs)
+        return self._estimate_matmul(rows, outputs, inputs)
+
+    def matmul_backward(self, rows: float, outputs: float, inputs: float, *, trained: bool) -> float:
+        """Time the gradient of a matmul's input, and that of its weights if they are trained."""
+        seconds = self.matmul(rows, inputs, outputs)
+        return seconds + self.matmul(outputs, inputs, rows) if trained else seconds
+
+    def _estimate_matmul(self, rows: float, outputs: float, inputs: float) -> float:
+        """Time a matmul by arithmetic plus the traffic of three matrices.
 
         The sum rather than the maximum, because the first and last tiles overlap nothing. It reproduces how slow
         narrow matmuls are: with 1/8 of 4096 columns an A100 loses a fifth.
@@ -40,6 +62,11 @@ class Roofline:
     def traffic(self, number_bytes: float) -> float:
         """Time reads and writes of `number_bytes` of device memory."""
         return number_bytes / (self.device.memory_bytes_per_s * self.efficiency.memory)
+
+    def _stream(self, number_bytes: float, kernels: int) -> float:
+        """Time kernels that read and write `number_bytes`, each of which takes a while on a GPU."""
+        least = 0.0 if self.device.cpu else kernels * self.efficiency.least_kernel_s
+        return max(least, self.traffic(number_bytes))
 
     def layer(self, tokens: float, squares: float) -> float:
         """Time a layer forward. `squares`: sum of squared sequence lengths."""
@@ -57,12 +84,13 @@ class Roofline:
         """Time the products of a layer's experts forward, for tokens that are spread evenly.
 
         Each token has a row for each of its experts; of the weights, those of experts without a token are not read.
+        One kernel computes them all on a GPU, so that tables of single products do not tell its time.
         """
         visited = count_visited_experts(self.sizes.shape, rows)
         if not visited:
             return 0.0
         each = rows * self.sizes.copies / visited
-        return visited * sum(self.matmul(each, *matrix) for matrix in self.sizes.expert_shapes)
+        return visited * sum(self._estimate_matmul(each, *matrix) for matrix in self.sizes.expert_shapes)
 
     def adapters(self, rows: float) -> float:
         """Time a layer's adapters forward: products that are added to others; with DoRA, norms of rows, too."""
@@ -95,10 +123,10 @@ class Roofline:
 
         A frozen matrix has one, and its adapters two.
         """
-        products = 1 if self.sizes.frozen_matrices else 2
+        trained = not self.sizes.frozen_matrices
         return (
-            products * sum(self.matmul(tokens, *matrix) for matrix in self.sizes.matmul_shapes)
-            + products * self.experts(tokens)
+            sum(self.matmul_backward(tokens, *matrix, trained=trained) for matrix in self.sizes.matmul_shapes)
+            + (1 + trained) * self.experts(tokens)
             + 2.5 * self._attention(tokens, squares)
             + self._scores(tokens, squares, self.efficiency.score_backward_bytes)
             + self.efficiency.backward_passes * self._elementwise(tokens)
@@ -123,17 +151,31 @@ class Roofline:
             return 2 * self.head(tokens)
         rows = self.sizes.padded_vocab
         logits = self.traffic(self.efficiency.logit_backward_bytes * tokens * rows)
-        products = 1 + self.sizes.trains_head + (not self.sizes.keeps_logits(tokens, cpu=self.device.cpu))
-        return products * self.matmul(tokens, rows, self.sizes.shape.hidden_size) + logits
+        matrix = rows, self.sizes.shape.hidden_size
+        kept = self.sizes.keeps_logits(tokens, cpu=self.device.cpu)
+        again = 0.0 if kept else self.matmul(tokens, *matrix)
+        return again + self.matmul_backward(tokens, *matrix, trained=self.sizes.trains_head) + logits
 
     def decode(self, rows: float, context: float) -> float:
         """Time a layer of a decode step of `rows` sequences with `context` tokens each in the KV cache."""
-        cache = (
-            2 * rows * average_context(self.sizes.shape, context) * self.sizes.cache_dim * self.element_bytes
-        )
         products = sum(self.matmul(rows, *matrix) for matrix in self.sizes.matmul_shapes)
         products += self.experts(rows) + self.widen(self.sizes.widened_shapes)
-        return products + self.traffic(cache) + self._elementwise(rows) + self.adapters(rows)
+        attention = self._decode_attention(rows, context)
+        return products + attention + self._elementwise(rows) + self.adapters(rows)
+
+    def _decode_attention(self, rows: float, context: float) -> float:
+        """Seconds of attention in a decode step, which reads the keys and values of all rows."""
+        sizes = self.sizes
+        if self.operators is not None:
+            head = sizes.shape.head_dim
+            heads = sizes.q_dim / head, sizes.cache_dim / head, head
+            share = find_windowed_share(sizes.shape)
+            seconds = (1 - share) * self.operators.decode(rows, context, *heads)
+            if share:
+                seconds += share * self.operators.decode(rows, context, *heads, sizes.shape.window)
+            return seconds
+        keys = rows * average_context(sizes.shape, context)
+        return self.traffic(2 * keys * sizes.cache_dim * self.element_bytes)
 
     def qkv(self, tokens: float) -> float:
         """Time the queries, keys and values of a layer."""
@@ -143,15 +185,27 @@ class Roofline:
     def sample(self, rows: float) -> float:
         """Time logits and sampling of the next token of `rows` sequences."""
         logits = self.matmul(rows, self.sizes.padded_vocab, self.sizes.shape.hidden_size)
-        return logits + self.traffic(self.efficiency.sampled_logit_bytes * rows * self.sizes.shape.vocab_size)
+        number_bytes = self.efficiency.sampled_logit_bytes * rows * self.sizes.shape.vocab_size
+        return logits + self._stream(number_bytes, self.efficiency.sampling_operations - 1)
 
     def _attention(self, tokens: float, squares: float) -> float:
         """Seconds of causal attention, 2 * s² * query dimension FLOPs: half of scores and their product with
         values; less in layers with a sliding window."""
+        if self.operators is not None:
+            return self._tabulated_attention(self.operators, tokens, squares)
         # `mixed` models round no operands of attention.
         dtype = "float32" if self.dtype == "mixed" else self.dtype
         peak = self.device.flops(dtype) * self.efficiency.attention
         return 2 * average_squares(self.sizes.shape, tokens, squares) * self.sizes.q_dim / peak
+
+    def _tabulated_attention(self, operators: Operators, tokens: float, squares: float) -> float:
+        sizes, head = self.sizes, self.sizes.shape.head_dim
+        heads = sizes.q_dim / head, sizes.kv_dim / head, head
+        share = find_windowed_share(sizes.shape)
+        seconds = (1 - share) * operators.prefill(tokens, squares, *heads)
+        if share:
+            seconds += share * operators.prefill(tokens, squares, *heads, sizes.shape.window)
+        return seconds
 
     def _scores(self, tokens: float, squares: float, score_bytes: float) -> float:
         """Seconds of the traffic of scores, where they are computed in memory: on a GPU, by rules that no kernel of
@@ -179,4 +233,5 @@ class Roofline:
             values += e.router_passes * s.experts * 4 / self.element_bytes
         if s.qk_norm:
             values += 2 * (s.q_dim + s.kv_dim) + 2 * (s.q_dim + 2 * s.kv_dim)  # normalised, and put together
-        return self.traffic(tokens * values * self.element_bytes)
+        kernels = e.forward_operations - len(s.matmul_shapes) - 1
+        return self._stream(tokens * values * self.element_bytes, kernels)

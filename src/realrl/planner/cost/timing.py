@@ -224,7 +224,9 @@ class Timing:
         """Device and host seconds of operations of a decode step, which a GPU launches as one graph."""
         if self.device.cpu or not self.efficiency.decode_graphs:
             return self._device_host_time(device, operations)
-        return DeviceHostTime(device + operations * self.efficiency.graph_kernel_s)
+        # What tables say of a kernel was measured in a graph, with the gap to the next one.
+        gaps = 0.0 if self.roofline.operators else operations * self.efficiency.graph_kernel_s
+        return DeviceHostTime(device + gaps)
 
     def _device_host_time(self, device: float, operations: int) -> DeviceHostTime:
         """Device seconds with those of the host to launch `operations`; on a CPU both run on the same cores."""

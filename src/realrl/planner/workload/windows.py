@@ -9,7 +9,7 @@ def average_squares(shape: ModelShape, tokens: float, squares: float, *, layers:
     A query of a sequence of s tokens sees s / 2 keys on average; with a window w, s² - (s - w)² stands for
     s². Exact where sequences are of equal length; else that of their length averaged over tokens, squares / tokens.
     """
-    share = _find_share(shape, layers)
+    share = find_windowed_share(shape, layers)
     if not share or not squares:
         return squares
     length = squares / tokens
@@ -19,11 +19,11 @@ def average_squares(shape: ModelShape, tokens: float, squares: float, *, layers:
 
 def average_context(shape: ModelShape, context: float) -> float:
     """Compute the keys that a decoded token reads of a context in an average layer."""
-    share = _find_share(shape, None)
+    share = find_windowed_share(shape)
     return context - share * max(0.0, context - (shape.window or 0)) if share else context
 
 
-def _find_share(shape: ModelShape, layers: int | None) -> float:
+def find_windowed_share(shape: ModelShape, layers: int | None = None) -> float:
     """Find the share of all layers, or of the last ones, that have a window."""
     last = shape.layers if layers is None else layers
     if not last:

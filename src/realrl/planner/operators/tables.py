@@ -1,0 +1,115 @@
+"""Measured seconds of operators, by device kind: products, attention and collectives, interpolated between sizes.
+
+The tables of `measured/` are distilled by `tools/operator_tables.py` from measurements that NVIDIA publishes in the
+package aiconfigurator-core (Apache-2.0): of products by torch.nn.functional.linear, attention by the kernels of
+vLLM (FlashAttention 2 on A100 and L40S, 3 on H100 and H200, FlashInfer on B200), and collectives of NCCL inside a
+node, all in bfloat16.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from importlib.resources import files
+from math import exp
+from typing import Any, Literal
+
+from realrl.planner.cluster.devices import DeviceKind
+from realrl.planner.operators.bounds import (
+    TILE,
+    bound_collective,
+    bound_decode,
+    bound_prefill,
+    bound_product,
+)
+from realrl.planner.operators.grid import Grid
+
+Reduction = Literal["all_reduce", "all_gather", "reduce_scatter"]
+"""Collectives that have tables."""
+
+ROUNDS: dict[Reduction, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+"""How many times a ring passes all parts on."""
+MOST_RANKS = 8
+"""Largest group that has been measured."""
+
+
+@dataclass(frozen=True)
+class Operators:
+    """Seconds of operators on a device: bounds by its peaks times what the tables of its kind say of their ratio."""
+
+    device: DeviceKind
+    grids: Mapping[str, Grid]
+
+    def product(self, rows: float, outputs: float, inputs: float) -> float:
+        """Time a product of [rows, inputs] and [inputs, outputs]."""
+        sizes = rows, outputs, inputs
+        known = self._products.get(sizes)
+        if known is None:
+            known = self._scale("product", bound_product(self.device, *sizes), *sizes)
+            self._products[sizes] = known
+        return known
+
+    def prefill(
+        self,
+        tokens: float,
+        squares: float,
+        heads: float,
+        kv_heads: float,
+        head_dim: float,
+        window: int | None = None,
+    ) -> float:
+        """Time causal attention of sequences, as if they were of equal length. `squares`: sum of squared lengths.
+
+        With a window, its length and their number are those of as many tokens in sequences as long as a token sees.
+        """
+        length = squares / tokens
+        seen = length if window is None else min(length, window + TILE)
+        visible = squares * (1 - (1 - seen / length) ** 2)
+        bound = bound_prefill(self.device, tokens, visible, heads, kv_heads, head_dim)
+        return self._scale("prefill", bound, seen, tokens / seen * heads, heads / kv_heads, head_dim)
+
+    def decode(
+        self,
+        rows: float,
+        context: float,
+        heads: float,
+        kv_heads: float,
+        head_dim: float,
+        window: int | None = None,
+    ) -> float:
+        """Time attention of one new token of each of `rows` sequences that have `context` tokens."""
+        seen = context if window is None else min(context, window + TILE)
+        bound = bound_decode(self.device, rows, seen, heads, kv_heads, head_dim)
+        return self._scale("decode", bound, seen, rows * kv_heads, heads / kv_heads, head_dim)
+
+    def collective(self, kind: Reduction, ranks: int, number_bytes: float) -> float:
+        """Time a collective of 2 to `MOST_RANKS` ranks of a node.
+
+        `number_bytes`: of the result of an all-gather, of the input of the others.
+        """
+        bound = bound_collective(self.device, ROUNDS[kind], ranks, number_bytes)
+        return self._scale(kind, bound, ranks, number_bytes)
+
+    def _scale(self, table: str, bound: float, *sizes: float) -> float:
+        return bound * exp(self.grids[table].at(*sizes))
+
+    @cached_property
+    def _products(self) -> dict[tuple[float, float, float], float]:
+        """Seconds of products so far: a search asks for few sizes, each very often."""
+        return {}
+
+
+@lru_cache
+def find_operators(device: DeviceKind) -> Operators | None:
+    """Read the tables of a device's kind; None if it has none."""
+    if device.measured is None:
+        return None
+    grids = read_tables(device.measured)["grids"]
+    return Operators(device, {name: Grid.read(stored) for name, stored in grids.items()})
+
+
+def read_tables(name: str) -> dict[str, Any]:
+    """Read a file of tables: what was measured (`source`), and its `grids` by name."""
+    path = files("realrl.planner.operators.measured") / f"{name}.json"
+    tables: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return tables
