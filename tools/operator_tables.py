@@ -143,10 +143,10 @@ def held_out(table: str, sizes: Sizes) -> bool:
 
 
 def fit(axes: Sequence[Sequence[float]], points: Sequence[Sizes], values: Floats) -> Grid:
-    """Fit a grid to values at points: least absolute deviations, by reweighted least squares, and as smooth as can be.
+    """Fit a grid to values at points: least absolute deviations, by reweighted least squares, and smooth.
 
-    Between neighbouring points of the grid, second differences cost 0.3 of what a deviation costs: that fills points
-    that no row determines. Solved by conjugate gradients.
+    Second differences along each axis cost 0.3 of what a deviation costs, which fills points that no row
+    determines. Solved by conjugate gradients.
     """
     frame = Grid(tuple(tuple(axis) for axis in axes), (0.0,) * int(np.prod([len(axis) for axis in axes])))
     index, weight = _corners(frame, points)
@@ -286,7 +286,9 @@ def main() -> None:
             sources[table] = ", ".join(sorted(rows.sources))
             held = [[*sizes, seconds] for sizes, seconds in medians.items() if held_out(table, sizes)]
             step = max(1, len(held) // SAMPLED)
-            sample.setdefault(device.measured, {})[table] = list(itertools.islice(sorted(held), 0, None, step))
+            sample.setdefault(device.measured, {})[table] = list(
+                itertools.islice(sorted(held), 0, None, step)
+            )
         path = TABLES / f"{device.measured}.json"
         write(path, {"source": package, "measured_by": sources, "spread": spreads, "grids": grids})
         print(f"{path.name}: {path.stat().st_size // 1000} KB")

@@ -23,6 +23,15 @@ STEP = Workload(256, (128,), (384,), 384)
 KINDS = ("actor.generate", "ref.inference", "actor.train")
 
 
+def drop_tables(spec: ClusterSpec) -> ClusterSpec:
+    """A cluster without tables of measured operators, whose times are those of formulas alone."""
+    groups = [replace(group, device=replace(group.device, measured=None)) for group in spec.groups]
+    return ClusterSpec(spec.name, tuple(groups))
+
+
+BARE_NODES = drop_tables(NODES)
+
+
 def call(name: str) -> Call:
     """A call of PPO."""
     return GRAPH.call(name)

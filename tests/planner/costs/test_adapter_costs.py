@@ -64,4 +64,4 @@ def test_training_adapters_takes_less_time_and_memory_than_training_all(dora: bo
     assert states[0] < 0.02 * states[1]
     inference = call("ref.inference")
     slower = [cost.call(inference, model, place(8), workload).seconds for model in (part, whole)]
-    assert 1 < slower[0] / slower[1] < (1.3 if dora else 1.15)
+    assert 1 < slower[0] / slower[1] < (1.3 if dora else 1.2)

@@ -10,6 +10,7 @@ from realrl.planner.cost.cost_model import CallCost, CostModel
 from realrl.planner.moves.transfers import Layouts
 from realrl.planner.profile.profile import CollectiveTime, LayerTimes, Measurement, Profile, ShapeKey
 from tests.planner.problems import (
+    BARE_NODES,
     GRAPH,
     GROUPED,
     KINDS,
@@ -27,6 +28,7 @@ MODEL = CostModel(NODES)
 IDEAL = Efficiency(
     matmul=1,
     memory=1e9,
+    least_kernel_s=0,
     attention=1e9,
     link=1e9,
     decode_operations=0,
@@ -77,13 +79,13 @@ def test_compute_time_is_that_of_the_parameters(name: str, times: int) -> None:
     layer = SMALL.hidden_size * (4 * SMALL.heads * SMALL.head_dim + 3 * SMALL.intermediate_size)
     table = SMALL.vocab_size * SMALL.hidden_size
     head_times = {1: 1, 3: 4}[times]  # logits are computed again
-    found = cost(name, place(1), model=CostModel(NODES, efficiency=IDEAL)).terms["compute"]
+    found = cost(name, place(1), model=CostModel(BARE_NODES, efficiency=IDEAL)).terms["compute"]
     operations = 2 * STEP.tokens(GRAPH) * (times * SMALL.layers * layer + head_times * table)
     assert found == pytest.approx(operations / 312e12, rel=1e-6)
 
 
 def test_recomputation_costs_one_more_forward_pass() -> None:
-    model = CostModel(NODES, efficiency=IDEAL)
+    model = CostModel(BARE_NODES, efficiency=IDEAL)
     plain, again = (
         cost("actor.train", placement, model=model).terms["compute"]
         for placement in (place(1), recomputing(place(1)))
@@ -95,7 +97,7 @@ def test_recomputation_costs_one_more_forward_pass() -> None:
 
 @pytest.mark.parametrize("name", KINDS[1:])
 def test_tensor_parallelism_halves_matmul_time(name: str) -> None:
-    model = CostModel(NODES, efficiency=IDEAL)
+    model = CostModel(BARE_NODES, efficiency=IDEAL)
     one, two = (cost(name, place(1, tp), model=model).terms["compute"] for tp in (1, 2))
     assert two == pytest.approx(one / 2, rel=1e-6)
 
@@ -112,7 +114,7 @@ def test_narrow_matmuls_are_less_efficient() -> None:
 
 
 def test_float32_takes_as_much_longer_as_its_peak_is_lower() -> None:
-    model = CostModel(NODES, efficiency=IDEAL)
+    model = CostModel(BARE_NODES, efficiency=IDEAL)
     half, full = (
         cost("ref.inference", place(1), model=model, dtype=dtype).seconds for dtype in ("bfloat16", "float32")
     )
@@ -140,7 +142,8 @@ def test_a_four_stage_pipeline_has_the_bubble_of_its_schedule() -> None:
 def test_decoding_is_bound_by_memory_and_without_graphs_by_the_host() -> None:
     """One token for each of few sequences reads all parameters once."""
     step = replace(STEP, items=4, answers=(1000,), max_new_tokens=1000)
-    terms = cost("actor.generate", place(1), step=step).terms
+    model = CostModel(BARE_NODES, efficiency=Efficiency(least_kernel_s=0))
+    terms = cost("actor.generate", place(1), step=step, model=model).terms
     assert terms["decode"] > 1000 * 2 * 6.5e9 / 2039e9
     assert terms["decode"] == pytest.approx(1000 * 2 * 6.7e9 / (0.85 * 2039e9), rel=0.2)
     assert terms["launch"] == 0
@@ -201,8 +204,9 @@ def test_fewer_sequences_than_ranks_raise_a_user_error() -> None:
 
 
 def test_compute_time_scales_with_parameters() -> None:
-    ratio = cost("ref.inference", place(4, 8), shape=LARGE).terms["compute"]
-    ratio /= cost("ref.inference", place(4, 8)).terms["compute"]
+    model = CostModel(BARE_NODES)
+    ratio = cost("ref.inference", place(4, 8), shape=LARGE, model=model).terms["compute"]
+    ratio /= cost("ref.inference", place(4, 8), model=model).terms["compute"]
     assert ratio == pytest.approx(69 / 6.7, rel=0.15)
 
 

@@ -232,7 +232,7 @@ class _Device(Settings):
             if not kind.cpu:
                 raise UserError(f"threads: {self.like} is a GPU; only processes on a CPU have threads")
             kind = kind.with_threads(self.threads)
-        return replace(kind, **changes, guessed=kind.guessed - changes.keys())
+        return replace(kind, **changes, guessed=kind.guessed.difference(changes))
 
 
 class _Group(Settings):

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.operators.bounds import (
+    LEAST_S,
     TILE,
     bound_collective,
     bound_decode,
@@ -35,7 +36,10 @@ MOST_RANKS = 8
 
 @dataclass(frozen=True)
 class Operators:
-    """Seconds of operators on a device: bounds by its peaks times what the tables of its kind say of their ratio."""
+    """Seconds of operators on a device: bounds by its peaks, times what the tables of its kind say of their ratio.
+
+    Nothing takes less than `LEAST_S`, also where sizes lie outside of tables.
+    """
 
     device: DeviceKind
     grids: Mapping[str, Grid]
@@ -91,7 +95,7 @@ class Operators:
         return self._scale(kind, bound, ranks, number_bytes)
 
     def _scale(self, table: str, bound: float, *sizes: float) -> float:
-        return bound * exp(self.grids[table].at(*sizes))
+        return max(LEAST_S, bound * exp(self.grids[table].at(*sizes)))
 
     @cached_property
     def _products(self) -> dict[tuple[float, float, float], float]:
