@@ -26,16 +26,18 @@ def said(profile: Profile | None, cluster: str, **shapes: ModelShape) -> str:
 
 def test_a_complete_profile_is_named_alone() -> None:
     assert said(measured(1, 2), "h100:2x2") == "times of h100 measured (p.json)"
-    assert said(None, "h100:2x2") == "times from data sheets (roofline)"
+    assert said(None, "rtx-4090:2x2") == "times from data sheets (roofline)"
     assert "which are rough for a CPU; realrl profile measures it" in said(None, "cpu:1x2")
 
 
 def test_unmeasured_times_are_named_as_from_data_sheets() -> None:
-    assert said(measured(1), "h100:2x8").endswith("measured (p.json), but for tp=2, 4, 8 from data sheets")
+    assert said(measured(1), "h100:2x8").endswith(", but for tp=2, 4, 8 from tables and data sheets")
     assert said(measured(1), "h100:1x1", actor=SMALL, ref=OTHER, reward=OTHER).endswith(
-        "(p.json), but for ref and reward from data sheets"
+        "(p.json), but for ref and reward from tables and data sheets"
     )
-    assert said(measured(1), "h100:1x1+l40s:1x1").endswith("but for the other devices from data sheets")
+    assert said(measured(1), "h100:1x1+l40s:1x1").endswith(
+        "but for the other devices from tables and data sheets"
+    )
     assert "p.json has none of these models" in said(measured(1), "h100:1x1", actor=OTHER)
     assert "is of h100, so it was not used" in said(measured(1), "l40s:1x1")
 
@@ -43,8 +45,22 @@ def test_unmeasured_times_are_named_as_from_data_sheets() -> None:
 def test_a_profile_of_runs_alone_corrects_data_sheets() -> None:
     strategy = place(1).strategy
     one = Correction.of(call("actor.train"), stored(SMALL), strategy, 1.5, 3)
-    profile = measured().model_copy(update={"corrections": (one,)})
-    assert said(profile, "h100:1x1") == "times from data sheets (roofline), corrected by runs (p.json)"
+    profile = measured(device="rtx-4090").model_copy(update={"corrections": (one,)})
+    assert said(profile, "rtx-4090:1x1") == "times from data sheets (roofline), corrected by runs (p.json)"
+
+
+def test_each_term_is_said_to_come_from_tables_data_sheets_or_constants() -> None:
+    text = said(None, "h100:2x8")
+    assert text.startswith("compute, decode, tensor, data from tables of operators measured on h100; launch")
+    assert text.endswith("; the rest from data sheets")
+    spec = ClusterSpec.parse("h100:1x8+rtx-4090:1x8")
+    models = {"actor": stored(SMALL), "critic": stored(SMALL, "scalar", "float32")}
+    assert describe_times(None, "", spec, models)[-1].endswith(
+        "the rest, and all of critic in float32 and rtx-4090 from data sheets"
+    )
+    assert describe_times(None, "", spec, {"critic": models["critic"]}) == (
+        "times from data sheets (roofline)",
+    )
 
 
 def test_other_measuring_conditions_are_named() -> None:

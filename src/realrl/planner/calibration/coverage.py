@@ -1,9 +1,10 @@
-"""Profile coverage: which predicted times are measured and which are modelled."""
+"""Where predicted times come from: a profile, tables of measured operators, or data sheets."""
 
 from collections.abc import Iterable, Mapping
 
 from realrl.config.words import join
 from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.operators.tables import TABULATED
 from realrl.planner.profile.profile import Profile
 from realrl.planner.profile.versions import read_versions
 from realrl.program.memory import StoredModel
@@ -42,26 +43,54 @@ def _model_times(
     profile: Profile | None, path: str, spec: ClusterSpec, models: Mapping[str, StoredModel]
 ) -> tuple[str, ...]:
     """Describe the sources of predicted times, and the caveats of those measured."""
+    modelled = _describe_models(spec, models)
     if profile is None:
         rough = any(group.device.cpu for group in spec.groups)
-        return (f"{_SHEETS}, which are rough for a CPU; realrl profile measures it" if rough else _SHEETS,)
+        return (
+            *modelled[:-1],
+            modelled[-1] + ", which are rough for a CPU; realrl profile measures it" * rough,
+        )
     kinds = {group.device.name for group in spec.groups}
     if profile.device not in kinds:
-        return _SHEETS, f"the profile {path} is of {profile.device}, so it was not used"
+        return *modelled, f"the profile {path} is of {profile.device}, so it was not used"
     missing = _missing(profile, models)
     if len(missing) == len(models):
         corrected = (
             f", corrected by runs ({path})" if profile.corrections else f"; {path} has none of these models"
         )
-        return _SHEETS + corrected, *_doubts(profile, spec)
+        return *modelled[:-1], modelled[-1] + corrected, *_doubts(profile, spec)
     sheets = [*missing]
     if len(kinds) > 1:
         sheets.append("the other devices")
     degrees = _degrees(profile, spec, {role: model for role, model in models.items() if role not in missing})
     if degrees:
         sheets.append("tp=" + ", ".join(map(str, degrees)))
-    rest = f", but for {join(sheets)} from data sheets" if sheets else ""
+    lacking = {role: models[role] for role in missing} or models
+    sources = "tables and data sheets" if _find_tables(spec, lacking) else "data sheets"
+    rest = f", but for {join(sheets)} from {sources}" if sheets else ""
     return f"times of {profile.device} measured ({path}){rest}", *_doubts(profile, spec)
+
+
+def _find_tables(spec: ClusterSpec, models: Mapping[str, StoredModel]) -> list[str]:
+    """Names of the devices whose tables of measured operators are used."""
+    if all(model.dtype != TABULATED for model in models.values()):
+        return []
+    return list(dict.fromkeys(group.device.name for group in spec.groups if group.device.measured))
+
+
+def _describe_models(spec: ClusterSpec, models: Mapping[str, StoredModel]) -> tuple[str, ...]:
+    """Say of each term of a call where it comes from, without a profile."""
+    tables = _find_tables(spec, models)
+    if not tables:
+        return (_SHEETS,)
+    others = [role for role, model in models.items() if model.dtype != TABULATED]
+    besides = [*(f"{role} in {models[role].dtype}" for role in others)]
+    besides += dict.fromkeys(group.device.name for group in spec.groups if not group.device.measured)
+    return (
+        f"compute, decode, tensor, data from tables of operators measured on {join(tables)}",
+        "launch from constants of the engine",
+        f"the rest{', and all of ' + join(besides) if besides else ''} from data sheets",
+    )
 
 
 def _missing(profile: Profile, models: Mapping[str, StoredModel]) -> list[str]:

@@ -7,7 +7,7 @@ from functools import cached_property
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
-from realrl.planner.operators.tables import Operators, find_operators
+from realrl.planner.operators.tables import TABULATED, Operators, find_operators
 from realrl.planner.workload.experts import count_visited_experts
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.windows import average_context, average_squares, find_windowed_share
@@ -35,7 +35,7 @@ class Roofline:
     @cached_property
     def operators(self) -> Operators | None:
         """Tables of measured operators, which are in bfloat16."""
-        return find_operators(self.device) if self.dtype == "bfloat16" else None
+        return find_operators(self.device) if self.dtype == TABULATED else None
 
     def matmul(self, rows: float, outputs: float, inputs: float) -> float:
         """Time a matmul of [rows, inputs] and [inputs, outputs]."""

@@ -14,6 +14,7 @@ from importlib.resources import files
 from math import exp
 from typing import Any, Literal
 
+from realrl.plan.placement import Dtype
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.operators.bounds import (
     LEAST_S,
@@ -30,6 +31,8 @@ Reduction = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 ROUNDS: dict[Reduction, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """How many times a ring passes all parts on."""
+TABULATED: Dtype = "bfloat16"
+"""Type of the operands of all operators in the tables."""
 MOST_RANKS = 8
 """Largest group that has been measured."""
 
