@@ -33,6 +33,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
 from realrl.dataflow.call import Call, Kind
 from realrl.families.sizes.published import SHAPES
@@ -167,6 +169,34 @@ def disorder(first: list[float], second: list[float]) -> int:
     )
 
 
+def fit_baseline(rows: list[Setting], published: list[float]) -> list[float]:
+    """Fit two numbers: seconds per published operation of a GPU, and per layer and generated token."""
+    terms = np.array([_baseline_terms(row) for row in rows])
+    fitted, *_ = np.linalg.lstsq(terms / np.array(published)[:, None], np.ones(len(rows)), rcond=None)
+    return list(fitted)
+
+
+def _baseline_terms(setting: Setting) -> tuple[float, float]:
+    r = setting.row
+    return r["iter_PFLOP"] / r["gpus"], SHAPES[NAMES[r["actor"]]].layers * r["gen"]
+
+
+def describe_baseline(rows: list[Setting]) -> str:
+    """Say how far such a formula is off, on the rows that it is fitted to, and on those of a size left out."""
+
+    def errors(fitted: list[Setting], asked: list[Setting]) -> list[float]:
+        numbers = fit_baseline(fitted, [row.published(HEURISTIC) for row in fitted])
+        return [
+            abs(float(np.dot(numbers, _baseline_terms(row))) / row.published(HEURISTIC) - 1) for row in asked
+        ]
+
+    apart = []
+    for size in sorted({row.row["actor"] for row in rows}):
+        inside = [row for row in rows if row.row["actor"] == size]
+        apart += errors([row for row in rows if row not in inside], inside)
+    return f"{np.mean(errors(rows, rows)):.1%}, and {np.mean(apart):.1%} on a size that it was not fitted to"
+
+
 def row_of(setting: Setting) -> dict[str, Any]:
     """A row of the table."""
     found = predict(setting, ENGINE, searching=True)
@@ -212,12 +242,15 @@ def main() -> None:
             flush=True,
         )
     errors = [row["predicted"] / row["published"] - 1 for row in rows]
+    bare = [abs(row["this_engine"] / row["published"] - 1) for row in rows]
     apart = [row["predicted_gain"] - row["published_gain"] for row in rows]
     wrong = disorder([row["published"] for row in rows], [row["predicted"] for row in rows])
     pairs = len(rows) * (len(rows) - 1) // 2
     print(
         f"heuristic: errors {min(errors):+.1%} to {max(errors):+.1%}, mean of their sizes"
         f" {sum(map(abs, errors)) / len(errors):.1%}; {wrong} of {pairs} pairs in another order\n"
+        f"with the constants of this project's engine: mean {sum(bare) / len(bare):.1%}\n"
+        f"two numbers fitted (operations / GPUs, layers x generated tokens): mean {describe_baseline(settings())}\n"
         f"gains: {min(apart) * 100:+.0f} to {max(apart) * 100:+.0f} percentage points from the published ones,"
         f" {sum(abs(a) <= 0.15 for a in apart)} of {len(rows)} within 15"
     )

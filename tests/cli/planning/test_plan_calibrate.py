@@ -42,7 +42,10 @@ def test_the_profile_of_the_recipe_is_corrected(tmp_path: Path, capsys: pytest.C
     assert calibrated(tmp_path, *recipe, "--cluster", "a100-80g:1x2", "--seconds", "1") == 0
     assert Profile.load(file) == calibrate_profile(profile(), run())
     said = " ".join(capsys.readouterr().out.split())
-    assert "times of a100-80g measured (" in said and "but for actor, ref and tp=2 from data sheets" in said
+    assert (
+        "times of a100-80g measured (" in said
+        and "but for actor, ref and tp=2 from tables and data sheets" in said
+    )
 
 
 def test_calibrating_from_a_directory_without_costs_is_a_user_error(

@@ -83,7 +83,7 @@ def test_a_cluster_file_describes_custom_devices_and_prices(tmp_path: Path) -> N
     assert spec.name == "ours" and second.device == DEVICES["l40s"]
     assert first.node_bytes_per_s == 12.5e9
     assert first.device == replace(
-        DEVICES["h100"], name="h100-pcie", memory_bytes=90 << 30, link_bytes_per_s=32e9
+        DEVICES["h100"], name="h100-pcie", memory_bytes=90 << 30, link_bytes_per_s=32e9, measured=None
     )
     assert spec.with_nodes(2).price_per_hour == 20 and spec.price_per_hour == 28
 

@@ -1,4 +1,4 @@
-"""Where predicted times come from: a profile, tables of measured operators, or data sheets."""
+"""Sources of predicted times: a profile, tables of measured operators, data sheets."""
 
 from collections.abc import Iterable, Mapping
 

@@ -194,7 +194,8 @@ class _Device(Settings):
     like: str
     """Name of the built-in kind that supplies defaults."""
     name: str | None = None
-    """Name of the kind; the key of measured profiles."""
+    """Name of a kind of its own, the key of measured profiles; tables of operators that were measured on the built-in
+    kind are not used for it."""
     memory: str | None = None
     """Device memory, for example `80GiB`."""
     bf16_tflops: PositiveFloat | None = None
@@ -232,6 +233,8 @@ class _Device(Settings):
             if not kind.cpu:
                 raise UserError(f"threads: {self.like} is a GPU; only processes on a CPU have threads")
             kind = kind.with_threads(self.threads)
+        if self.name is not None:
+            changes["measured"] = None
         return replace(kind, **changes, guessed=kind.guessed.difference(changes))
 
 

@@ -1,6 +1,7 @@
 """Constants of the roofline model: fractions of peak performance, memory traffic, host overheads.
 
-They are used wherever nothing has been measured. Each names its source; none depends on model, plan or cluster.
+They are used wherever nothing has been measured, by a profile or by the tables of `planner/operators`. Each names
+its source; none depends on model, plan or cluster.
 The sources of `matmul` allow 0.65 to 0.8; it was set to the lower end after a comparison with the published
 settings in `bench/reference_table.py`. The other constants were not fitted.
 """
