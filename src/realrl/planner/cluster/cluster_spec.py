@@ -194,8 +194,8 @@ class _Device(Settings):
     like: str
     """Name of the built-in kind that supplies defaults."""
     name: str | None = None
-    """Name of a kind of its own, the key of measured profiles; tables of operators that were measured on the built-in
-    kind are not used for it."""
+    """Name of a kind of its own, the key of measured profiles; tables of operators that were measured on the
+    built-in kind are not used for it."""
     memory: str | None = None
     """Device memory, for example `80GiB`."""
     bf16_tflops: PositiveFloat | None = None
