@@ -158,7 +158,7 @@ def predict(setting: Setting, efficiency: Efficiency, *, searching: bool = False
         call.name: scenario.cost.call(call, scenario.models[call.role], plan[call.name], scenario.workload)
         for call in graph.order
     }
-    found = search_plans(problem, seconds=10, starts=[assignment]) if searching else None
+    found = search_plans(problem, starts=[assignment]) if searching else None
     return Prediction(Timeline(problem).evaluate(assignment), costs, found)
 
 

@@ -4,14 +4,20 @@ Everything runs on one core. `evaluations per second` are those of random plans 
 at a time; a plan's evaluation is its time line and its memory, reallocations included. The load of the machine
 beside the numbers says how much else was running.
 
-    OMP_NUM_THREADS=1 python bench/search.py [--json FILE] [--seed N]
+    OMP_NUM_THREADS=1 python bench/search.py [--json FILE] [--seed N] [--busy N] [--few]
+
+`--busy` runs so many endless loops beside it: `plan`, a digest of what was found, stays the same. `--few` leaves
+out the clusters of 1,024 GPUs.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import platform
 import resource
+import subprocess
+import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -27,6 +33,7 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.evaluate.timeline import Timeline
 from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.search.plan_search import default_effort
 from realrl.planner.search.search import search_plans
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import build_problem
@@ -50,18 +57,16 @@ class Setting:
     tokens: int
     """Of each prompt, and of each answer."""
     sequences: int
-    seconds: float
-    """Time for the search, building the problem included."""
 
 
 SETTINGS = (
-    Setting("a100-80g:16x8", "llama-2-70b", "llama-2-7b", 128, 512, 10),
-    Setting("a100-80g:16x8", "llama-2-70b", "llama-2-7b", 1024, 512, 10),
-    Setting("a100-80g:16x8", "llama-2-70b", "llama-2-70b", 128, 512, 10),
-    Setting("a100-80g:16x8", "llama-2-7b", "llama-2-7b", 1024, 512, 10),
-    Setting("h100:16x8", "llama-3-70b", "llama-3-8b", 512, 1024, 10),
-    Setting("a100-80g:128x8", "llama-2-70b", "llama-2-7b", 1024, 4096, 60),
-    Setting("h100:128x8", "llama-3-70b", "llama-3-70b", 1024, 4096, 60),
+    Setting("a100-80g:16x8", "llama-2-70b", "llama-2-7b", 128, 512),
+    Setting("a100-80g:16x8", "llama-2-70b", "llama-2-7b", 1024, 512),
+    Setting("a100-80g:16x8", "llama-2-70b", "llama-2-70b", 128, 512),
+    Setting("a100-80g:16x8", "llama-2-7b", "llama-2-7b", 1024, 512),
+    Setting("h100:16x8", "llama-3-70b", "llama-3-8b", 512, 1024),
+    Setting("a100-80g:128x8", "llama-2-70b", "llama-2-7b", 1024, 4096),
+    Setting("h100:128x8", "llama-3-70b", "llama-3-70b", 1024, 4096),
 )
 
 
@@ -84,6 +89,8 @@ class Row:
     evaluations_per_second: float
     peak_rss_bytes: int
     """Of this process so far."""
+    plan: str
+    """Digest of the plan that was found."""
     load: float
     """Of the machine, over the last minute."""
 
@@ -137,7 +144,7 @@ def measure(setting: Setting, seed: int) -> Row:
     start = time.perf_counter()
     problem = build(setting)
     built = time.perf_counter() - start
-    result = search_plans(problem, seconds=setting.seconds - built - 0.3, seed=seed)
+    result = search_plans(problem, effort=default_effort(ClusterSpec.parse(setting.cluster)), seed=seed)
     return Row(
         setting,
         sum(map(len, problem.candidates.values())) // len(problem.candidates),
@@ -151,6 +158,7 @@ def measure(setting: Setting, seed: int) -> Row:
         result.nodes,
         round(rate(problem, seed)),
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        hashlib.sha256(str(problem.plan(result.assignment)).encode()).hexdigest()[:8],
         round(os.getloadavg()[0], 1),
     )
 
@@ -159,11 +167,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--busy", type=int, default=0)
+    parser.add_argument("--few", action="store_true")
     arguments = parser.parse_args()
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(arguments.busy)]
+    try:
+        run(arguments)
+    finally:
+        for loop in loops:
+            loop.kill()
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Search all settings, print and write what was found."""
     rows = []
-    header = "options  build  search    step  heuristic   gap  evaluations  nodes    evals/s   RSS  load"
+    header = (
+        "options  build  search    step  heuristic   gap  evaluations  nodes    evals/s   RSS  load  plan"
+    )
     print(f"{'setting':58} {header}")
-    for setting in SETTINGS:
+    for setting in SETTINGS[:5] if arguments.few else SETTINGS:
         row = measure(setting, arguments.seed)
         rows.append(row)
         models = f"{setting.actor} + {setting.critic}, {setting.sequences}x2x{setting.tokens}"
@@ -171,7 +193,7 @@ def main() -> None:
             f"{setting.cluster + ': ' + models:58} {row.options_per_call:7} {row.build_seconds:6.2f}"
             f" {row.search_seconds:7.2f} {row.step_seconds:7.2f} {row.heuristic_seconds:10.2f} {row.gap:5.1%}"
             f" {row.evaluations:12,} {row.nodes / 1e6:5.1f}M {row.evaluations_per_second:10,.0f}"
-            f" {row.peak_rss_bytes / 2**30:4.1f}G {row.load:5.1f}",
+            f" {row.peak_rss_bytes / 2**30:4.1f}G {row.load:5.1f}  {row.plan}",
             flush=True,
         )
     if arguments.json is not None:

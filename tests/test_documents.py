@@ -139,7 +139,7 @@ def test_a_command_that_needs_no_weights_does_what_the_document_says(
     here: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     document, arguments = COMPLETE[command], filled(command, here)
-    status = run_app([*arguments, *(["--seconds", "0.5"] if arguments[0] == "plan" else [])])
+    status = run_app([*arguments, *(["--effort", "50000"] if arguments[0] == "plan" else [])])
     said = capsys.readouterr().err
     if command not in FAILING:
         assert status == 0, f"{document} does not say that this fails: {said}"

@@ -50,8 +50,8 @@ def test_plans_clusters_lengths_and_profiles_may_be_files_of_the_home(home: Path
         "plan",
         "~/recipe.yaml",
         "cluster=~/cluster.yaml",
-        "--seconds",
-        "0.5",
+        "--effort",
+        "50000",
         "--lengths",
         "~/lengths.json",
     ]

@@ -57,11 +57,11 @@ ObjectiveText = Annotated[
         " prices, the one of fewest device-hours.",
     ),
 ]
-SecondsOption = Annotated[
+EffortOption = Annotated[
     float | None,
     typer.Option(
-        help="How long to plan, for each number of nodes; if not given 8, and 45 above 128 devices. The search has"
-        " at least half of it, however long it takes to cost what it may choose from.",
+        help="How long to search, for each number of nodes: plans to score, and sets of plans to bound, four of"
+        " which count as one; if not given 600000, and 2400000 above 128 devices.",
         show_default=False,
     ),
 ]
@@ -101,7 +101,7 @@ def plan(
     trace: TraceOption = None,
     nodes: Nodes = None,
     objective: ObjectiveText = "time",
-    seconds: SecondsOption = None,
+    effort: EffortOption = None,
     seed: Seed = 0,
     profile: ProfileOption = None,
     lengths: LengthsOption = None,
@@ -130,10 +130,10 @@ def plan(
     files = plan_input.files_to_write(recipe, cluster, profile, lengths, out=out, html=html, trace=trace)
     counts = plan_input.parse_nodes(nodes)
     goal = plan_input.parse_objective(objective)
-    plan_input.check_seconds(seconds)
+    plan_input.check_effort(effort)
     draft, scenario, source = plan_input.read_scenario(experiment, cluster, profile, lengths)
     constraints = read_constraints(experiment, scenario.spec, files.get("out"))
-    report = _report(draft, scenario, constraints, nodes=counts, objective=goal, seconds=seconds, seed=seed)
+    report = _report(draft, scenario, constraints, nodes=counts, objective=goal, effort=effort, seed=seed)
     if as_json:
         from realrl.planner.report.to_json import report_to_json
 
@@ -173,7 +173,7 @@ def _report(
     *,
     nodes: Sequence[int],
     objective: "Objective",
-    seconds: float | None,
+    effort: float | None,
     seed: int,
 ) -> "PlanReport":
     from rich.console import Console
@@ -188,7 +188,7 @@ def _report(
                 scenario,
                 nodes=nodes,
                 objective=objective,
-                seconds=seconds,
+                effort=effort,
                 seed=seed,
                 constraints=constraints,
             )

@@ -39,7 +39,7 @@ def test_the_profile_of_the_recipe_is_corrected(tmp_path: Path, capsys: pytest.C
     file = tmp_path / "p.json"
     profile().save(file)
     recipe = ["recipes/reference/ppo.yaml", f"profile={file}", "models.actor.shape=qwen2.5-0.5b"]
-    assert calibrated(tmp_path, *recipe, "--cluster", "a100-80g:1x2", "--seconds", "1") == 0
+    assert calibrated(tmp_path, *recipe, "--cluster", "a100-80g:1x2", "--effort", "100000") == 0
     assert Profile.load(file) == calibrate_profile(profile(), run())
     said = " ".join(capsys.readouterr().out.split())
     assert (

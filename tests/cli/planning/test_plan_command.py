@@ -20,7 +20,7 @@ SMALL = (
     "data.batch=32",
     "ppo.minibatches=2",
 )
-QUICK = ("--seconds", "0.3")
+QUICK = ("--effort", "30000")
 KEYS = {
     "plan",
     "step_seconds",
@@ -212,8 +212,8 @@ def test_a_profile_of_another_device_is_noted_as_unused(
         (["--nodes", "0"], "write numbers of nodes, for example 1,2,4,8"),
         (["--cluster", "h100:1x8+l40s:1x8", "--nodes", "4"], "has 2 nodes of several kinds"),
         (["--objective", "speed"], "--objective: 'speed' is neither time nor cost"),
-        (["--seconds", "0"], "--seconds: 0 must be above 0"),
-        (["--seconds", "nan"], "--seconds: nan must be above 0"),
+        (["--effort", "0"], "--effort: 0 must be above 0"),
+        (["--effort", "nan"], "--effort: nan must be above 0"),
         (["--html", "."], "--html .: this is a directory"),
         (["--out", "plan.txt"], "--out plan.txt: the name of a plan file ends in .yaml"),
         (["--out", REFERENCE], "name another one"),

@@ -139,7 +139,7 @@ def test_the_device_kind_of_the_contributing_guide_can_be_planned_for(
     (group,) = ClusterSpec.parse(str(file)).groups
     assert (group.device.name, group.device.memory_bytes) == ("mi300x", 191 << 30)
     recipe = ROOT / "recipes" / "reference" / "ppo.yaml"
-    assert run_app(["plan", str(recipe), "--cluster", str(file), "--seconds", "0.3"]) == 0
+    assert run_app(["plan", str(recipe), "--cluster", str(file), "--effort", "30000"]) == 0
     assert "2 × 8 mi300x" in capsys.readouterr().out
 
 

@@ -48,7 +48,7 @@ def scenario(cluster: str, memory: int | None = None) -> Scenario:
 
 @pytest.fixture(scope="module")
 def report() -> PlanReport:
-    return make_report(scenario("a100-40g:2x2"), seconds=0.5)
+    return make_report(scenario("a100-40g:2x2"), effort=50_000)
 
 
 def test_the_chosen_plan_is_valid_and_within_its_bound(report: PlanReport) -> None:
@@ -65,7 +65,7 @@ def test_no_preset_that_fits_is_faster(report: PlanReport) -> None:
 
 
 def test_impossible_presets_have_an_error_message() -> None:
-    presets = make_report(scenario("a100-40g:1x2"), seconds=0.3).presets
+    presets = make_report(scenario("a100-40g:1x2"), effort=30_000).presets
     assert presets["disjoint"].estimate is None
     assert "needs at least 4 devices" in str(presets["disjoint"].refused)
 
@@ -77,7 +77,7 @@ def test_presets_are_tuned_in_micro_batches_and_recomputation() -> None:
     taken = ample.spec.groups[0].device.memory_bytes - plain.peak_device.capacity
     tight = scenario("a100-40g:1x2", taken + (plain.peak_bytes + leaner.peak_bytes) // 2)
     assert not estimate_plan(tight, plan).fits
-    preset = make_report(tight, seconds=0.3).presets["symmetric"]
+    preset = make_report(tight, effort=30_000).presets["symmetric"]
     assert preset.estimate is not None and preset.estimate.fits
     assert preset.estimate.step_seconds <= estimate_plan(tight, plan.recomputing(GRAPH)).step_seconds
     assert preset.recompute == any(p.strategy.recompute for p in preset.estimate.plan.placements.values())
@@ -109,9 +109,9 @@ def test_alternatives_run_one_call_otherwise_and_are_slower_or_do_not_fit(report
 
 def test_no_alternative_offloads_if_offloading_frees_nothing() -> None:
     constraints = UserConstraints(search_space=SearchSpace(offload=False))
-    tight = make_report(scenario("a100-40g:1x2", 12 << 30), seconds=2, constraints=constraints)
+    tight = make_report(scenario("a100-40g:1x2", 12 << 30), effort=200_000, constraints=constraints)
     assert tight.alternatives and not any(other.offload for other in tight.alternatives)
-    free = make_report(scenario("a100-40g:1x2", 12 << 30), seconds=2)
+    free = make_report(scenario("a100-40g:1x2", 12 << 30), effort=200_000)
     assert any(other.offload or other.on_device for other in free.alternatives)
 
 
@@ -134,9 +134,9 @@ def test_step_times_of_alternatives_are_near_their_own_estimates(report: PlanRep
 
 
 def test_faster_alternatives_that_do_not_fit_name_their_largest_part() -> None:
-    ample = make_report(scenario("a100-40g:1x2"), seconds=0.3).chosen
+    ample = make_report(scenario("a100-40g:1x2"), effort=30_000).chosen
     taken = scenario("a100-40g:1x2").spec.groups[0].device.memory_bytes - ample.peak_device.capacity
-    tight = make_report(scenario("a100-40g:1x2", taken + int(0.8 * ample.peak_bytes)), seconds=0.3)
+    tight = make_report(scenario("a100-40g:1x2", taken + int(0.8 * ample.peak_bytes)), effort=30_000)
     reasons = [other.reason for other in tight.alternatives if not other.fits]
     assert reasons and all(re.match(SHORTAGE, reason) for reason in reasons)
 
@@ -157,7 +157,7 @@ def test_sizes_without_a_plan_have_infinite_cost_at_any_price() -> None:
 
 
 def test_sizes_are_compared_and_the_fastest_is_planned() -> None:
-    found = make_report(scenario("a100-40g:1x2"), seconds=0.3, nodes=[1, 2])
+    found = make_report(scenario("a100-40g:1x2"), effort=30_000, nodes=[1, 2])
     assert [size.nodes for size in found.sizes] == [1, 2]
     assert found.scenario.spec.nodes == 2
     assert found.sizes[1].estimate is found.chosen
@@ -168,6 +168,6 @@ def test_sizes_are_compared_and_the_fastest_is_planned() -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 def test_the_first_nodes_of_a_heterogeneous_cluster_can_be_planned(nodes: int) -> None:
-    found = make_report(scenario("h100:1x2+a100-40g:2x2"), seconds=0.3, nodes=[nodes])
+    found = make_report(scenario("h100:1x2+a100-40g:2x2"), effort=30_000, nodes=[nodes])
     assert found.scenario.spec.size == 2 * nodes
     assert found.scenario.spec.groups[0].device.name == "h100"

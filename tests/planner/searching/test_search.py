@@ -16,7 +16,7 @@ from realrl.planner.search.bound import Bound
 from realrl.planner.search.groups import ALONE
 from realrl.planner.search.mcmc import anneal
 from realrl.planner.search.nodes import search_node_counts
-from realrl.planner.search.search import SearchBudget, search_plans
+from realrl.planner.search.search import SearchBudget, SearchResult, search_plans
 from realrl.planner.space.problem import Problem
 from tests.planner.exhaustive import cheapest, cost
 from tests.planner.reference import sampled_problem
@@ -86,13 +86,13 @@ def test_no_plan_of_a_set_is_below_the_bound_of_the_set(seed: int) -> None:
         assert np.where(fill <= 1, seconds, np.inf).min() >= limit * (1 - 1e-9)
 
 
-def test_annealing_cools_down_within_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_annealing_cools_down_within_its_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = Timeline(sampled_problem(random.Random(3), combinations=5_000))
     starts = np.zeros((len(timeline.tables.sizes), 1), dtype=np.int64)
     calm = anneal(Scorer(timeline, 1e9), starts, rounds=40, chains=16, seed=0)
     asked = itertools.count()
-    monkeypatch.setattr(Scorer, "time_used", lambda self, time_fraction=1.0: max(0, next(asked) - 1) / 40)
-    # Asked before the rounds, and by each: of 4,000 there is time for 40.
+    monkeypatch.setattr(Scorer, "used", lambda self, share=1.0: max(0, next(asked) - 1) / 40)
+    # Asked before the rounds, and by each: of 4,000 the effort suffices for 40.
     hurried = anneal(Scorer(timeline, 1e9), starts, rounds=4000, chains=16, seed=0)
     assert (hurried == calm).all()
 
@@ -102,6 +102,23 @@ def test_searches_with_equal_seeds_find_the_same_plan() -> None:
     first, second = (search_plans(problem, seed=5, budget=LITTLE) for _ in range(2))
     assert (first.assignment, first.lower_bound) == (second.assignment, second.lower_bound)
     assert first.evaluations == second.evaluations
+
+
+def test_what_a_search_finds_does_not_depend_on_how_busy_the_machine_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = sampled_problem(random.Random(7), combinations=30_000)
+
+    def search() -> SearchResult:
+        return search_plans(problem, effort=600, tolerance=0.0, budget=SearchBudget(plans=0))
+
+    first = search()
+    assert 600 <= first.evaluations + first.nodes / 4 < 100_000
+    hours = itertools.count(step=3600.0)
+    monkeypatch.setattr("realrl.planner.evaluate.scorer.time.perf_counter", lambda: next(hours))
+    second = search()
+    assert second.search_seconds > 3600
+    assert replace(second, search_seconds=0, history=()) == replace(first, search_seconds=0, history=())
 
 
 def test_a_search_is_never_worse_than_what_it_starts_from() -> None:

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,9 +17,8 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.evaluate.timeline import Timeline
 from realrl.planner.memory.memory_model import MemoryModel
-from realrl.planner.search import plan_search
 from realrl.planner.search.plan_search import UserConstraints, find_plan
-from realrl.planner.search.search import SearchBudget, SearchResult, search_plans
+from realrl.planner.search.search import SearchBudget, search_plans
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace, build_problem
 from realrl.planner.space.candidates import list_meshes, list_micro_batches
@@ -147,26 +145,5 @@ def test_small_micro_batches_are_tried_where_nothing_else_fits() -> None:
         memory=MemoryModel(spec),
     )
     lean = UserConstraints(search_space=SearchSpace(offload=False))
-    found = find_plan(of, seconds=1.0, presets={}, constraints=lean)
+    found = find_plan(of, effort=100_000, presets={}, constraints=lean)
     assert found.plan["actor.train"].strategy.micro_batch_tokens == 128
-
-
-def test_a_search_has_half_of_the_time_however_long_candidates_take(
-    built: Problem, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, given = [0.0], []
-
-    def build(*_: object, **__: object) -> Problem:
-        now[0] += 7.0
-        return built
-
-    def search(*_: object, seconds: float, **__: object) -> SearchResult:
-        given.append(seconds)
-        return search_plans(built, budget=SearchBudget(plans=0, chains=8, rounds=2, nodes=100))
-
-    monkeypatch.setattr(plan_search, "build_problem", build)
-    monkeypatch.setattr(plan_search, "search_plans", search)
-    monkeypatch.setattr(plan_search, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    for seconds in (8.0, 20.0):
-        find_plan(scenario(ClusterSpec.parse("a100-80g:2x4")), seconds=seconds, presets={})
-    assert given == [4.0, 13.0]

@@ -175,7 +175,7 @@ def test_show_plan_and_the_start_of_a_run_name_what_is_trained(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(world.recipe("sft", tmp_path, models__actor__trainable_layers=1, training__steps=1))
-    for command in (["show", file], ["plan", file, "--seconds", "0.5", "--json"], ["train", file]):
+    for command in (["show", file], ["plan", file, "--effort", "50000", "--json"], ["train", file]):
         assert run_app(command) == 0
         captured = " ".join("".join(capsys.readouterr()).split())
         assert "models.actor trains " in captured and f"(layer 1, norm; {TIED})" in captured, command

@@ -28,6 +28,7 @@ from realrl.runtime.prepare.gpu import Gpu
 from realrl.runtime.prepare.scenarios import make_scenario
 from realrl.runtime.prepare.search.cached_plan import cached_plan, make_plan_key, plans_directory
 from realrl.runtime.prepare.search.fingerprint import make_fingerprint
+from realrl.runtime.prepare.search.sources import read_sources
 from tests.conftest import World, keep_full_precision, read_metrics
 from tests.runtime.conftest import Command
 from tests.runtime.processes import end, start
@@ -41,13 +42,13 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds allowed to each search so far, all of which are cut short."""
+    """The effort allowed to each search so far, all of which are cut short."""
     found: list[float] = []
     search = fit_search.find_best_plan
 
-    def counted(*args: object, seconds: float, **more: object) -> object:
-        found.append(seconds)
-        return search(*args, seconds=0.5, **more)  # type: ignore[arg-type]
+    def counted(*args: object, effort: float, **more: object) -> object:
+        found.append(effort)
+        return search(*args, effort=50_000, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fit_search, "find_best_plan", counted)
     return found
@@ -284,3 +285,7 @@ def test_a_users_module_and_what_it_imports_are_part_of_the_key(
     before = make_key(scenario)
     (tmp_path / "users_helper.py").write_text("WIDTH = 4")
     assert make_key(scenario) != before
+
+
+def test_tables_of_operators_are_among_what_a_kept_plan_depends_on() -> None:
+    assert sum("aiconfigurator-core" in text and text.startswith("{") for text in read_sources()) == 5

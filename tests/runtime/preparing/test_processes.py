@@ -251,11 +251,11 @@ def test_plan_says_what_was_chosen_and_why(
 ) -> None:
     machine(monkeypatch, 4)
     recipe = world.recipe("sft", tmp_path, cluster="auto")
-    assert run_app(["plan", str(recipe), "--seconds", "1"]) == 0
+    assert run_app(["plan", str(recipe), "--effort", "100000"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "cluster=auto: 1 process with 4 threads, of which a step at full lengths takes" in text
     assert "with 2×2 and " in text and "with 4×1" in text
-    assert run_app(["plan", str(recipe), "cluster=1x2", "--seconds", "1"]) == 0
+    assert run_app(["plan", str(recipe), "cluster=1x2", "--effort", "100000"]) == 0
     assert "cpu:1x2, with 2 threads each" in " ".join(capsys.readouterr().out.split())
 
 

@@ -43,7 +43,7 @@ def draft(
 def refusal(of: Draft, wanted: UserConstraints) -> str:
     """What the user is told."""
     with pytest.raises(DoesNotFit) as caught:
-        find_plan(of.scenario(), seconds=2.0, constraints=wanted)
+        find_plan(of.scenario(), effort=200_000, constraints=wanted)
     error = explain_no_plan(of, of.scenario(), caught.value.shortage, wanted, seconds=60.0)
     assert isinstance(error, UserError)
     return str(error)
@@ -71,9 +71,9 @@ def test_the_fewest_nodes_that_suffice_are_found() -> None:
     nodes = int(found[1])
     assert nodes > 1
     scenario = of.scenario()
-    find_plan(scenario.on(of.spec.with_nodes(nodes)), seconds=2.0, constraints=LEAN)
+    find_plan(scenario.on(of.spec.with_nodes(nodes)), effort=200_000, constraints=LEAN)
     with pytest.raises(DoesNotFit):
-        find_plan(scenario.on(of.spec.with_nodes(nodes - 1)), seconds=2.0, constraints=LEAN)
+        find_plan(scenario.on(of.spec.with_nodes(nodes - 1)), effort=200_000, constraints=LEAN)
 
 
 @pytest.mark.parametrize(("batch", "wanted"), [(8, (4, 2, 1)), (6, (3,)), (5, ())])
@@ -115,7 +115,7 @@ def test_measured_prompts_are_cut_off_as_the_recipe_says() -> None:
 def test_a_search_that_ran_out_of_time_proves_nothing() -> None:
     of = draft("a100-40g:1x1", model="llama-2-70b")
     with pytest.raises(DoesNotFit) as caught:
-        find_plan(of.scenario(), seconds=2.0, constraints=LEAN)
+        find_plan(of.scenario(), effort=200_000, constraints=LEAN)
     shortage = caught.value.shortage
     for proven, words in ((True, "no plan fits llama"), (False, "no plan was found that fits llama")):
         error = explain_no_plan(of, of.scenario(), replace(shortage, proven=proven), LEAN, seconds=0.0)

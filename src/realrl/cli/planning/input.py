@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from realrl.runtime.prepare.fit.change import Draft
     from realrl.runtime.prepare.scenarios import Measured
 
-_DAY = 86400
-"""Seconds of a day."""
+_MOST_EFFORT = 1e12
+"""Effort of more than a day."""
 
 
 @dataclass(frozen=True)
@@ -162,10 +162,10 @@ def parse_objective(text: str) -> "Objective":
     return "time" if text == "time" else "cost"
 
 
-def check_seconds(seconds: float | None) -> None:
-    """Check that the search time is above 0 and finite; else UserError."""
-    if seconds is not None and not 0 < seconds <= _DAY:
-        raise UserError(f"--seconds: {seconds:g} must be above 0 and at most {_DAY}, which is a day")
+def check_effort(effort: float | None) -> None:
+    """Check that the effort of a search is above 0 and finite; else UserError."""
+    if effort is not None and not 0 < effort <= _MOST_EFFORT:
+        raise UserError(f"--effort: {effort:g} must be above 0 and at most {_MOST_EFFORT:g}")
 
 
 def files_to_write(*sources: str | None, **paths: str | None) -> dict[str, Path]:

@@ -10,6 +10,8 @@ from realrl.planner.moves.transfers import Floats, Ints
 
 _PENALTY = 8.0
 """Penalty weight: a plan that exceeds memory by a fraction x is scored as if it took 1 + 8 x times as long."""
+_BOUNDED_AT_ONCE = 4
+"""Sets of plans that are bounded in the time that it takes to score a plan."""
 _WORST = 1e3
 """Upper limit of the memory excess that is penalised."""
 
@@ -30,12 +32,16 @@ class Scorer:
     Assignments are [calls, plans]: indices of candidates, calls in the order of the graph.
     """
 
-    def __init__(self, timeline: Timeline, seconds: float) -> None:
-        """`seconds`: time limit of the search."""
+    def __init__(self, timeline: Timeline, effort: float) -> None:
+        """`effort`: limit of the search, in plans that are scored; of sets that are bounded four count as one.
+
+        It is no time, so that what a search finds does not depend on how busy the machine is.
+        """
         self.timeline = timeline
         self.started = time.perf_counter()
-        self._allowed = seconds
+        self.effort = effort
         self.evaluations = 0
+        self.bounded = 0
         self.best: Ints | None = None
         self.best_seconds = np.inf
         self.least_fill = np.inf
@@ -48,13 +54,14 @@ class Scorer:
         """Seconds since the search started."""
         return time.perf_counter() - self.started
 
-    def time_used(self, time_fraction: float = 1.0) -> float:
-        """Return the elapsed share of `time_fraction` of the time limit: 1 or more once it is exceeded."""
-        return self.elapsed / (time_fraction * self._allowed) if self._allowed > 0 else np.inf
+    def used(self, share: float = 1.0) -> float:
+        """Return how much of a share of the effort has been spent: 1 or more once all of it is."""
+        spent = self.evaluations + self.bounded / _BOUNDED_AT_ONCE
+        return spent / (share * self.effort) if self.effort > 0 else np.inf
 
-    def deadline_exceeded(self, time_fraction: float = 1.0) -> bool:
-        """Return whether `time_fraction` of the time limit has elapsed."""
-        return self.time_used(time_fraction) >= 1
+    def exhausted(self, share: float = 1.0) -> bool:
+        """Return whether a share of the effort has been spent."""
+        return self.used(share) >= 1
 
     def __call__(self, assignment: Ints) -> Floats:
         """Score plans by their seconds, with a penalty for those that do not fit."""

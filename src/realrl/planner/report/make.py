@@ -10,7 +10,7 @@ from realrl.planner.report.report import Objective, PlanReport, Preset
 from realrl.planner.search.plan_search import (
     BestPlan,
     UserConstraints,
-    default_search_seconds,
+    default_effort,
     find_best_plan,
 )
 from realrl.planner.simulate.estimate import Estimate
@@ -20,7 +20,7 @@ from realrl.planner.simulate.scenario import Scenario
 def make_report(
     scenario: Scenario,
     *,
-    seconds: float | None = None,
+    effort: float | None = None,
     seed: int = 0,
     constraints: UserConstraints | None = None,
     nodes: Sequence[int] = (),
@@ -30,7 +30,7 @@ def make_report(
 
     `nodes`: numbers of nodes to choose from by `objective`, each meaning the first nodes of the cluster.
     Without them, `time` plans for the whole cluster, and `cost` for the number of nodes that makes a step
-    cheapest. `seconds`: time limit of the search, and of a search before it for each of `nodes`, or for all
+    cheapest. `effort`: limit of the search, and of a search before it for each of `nodes`, or for all
     numbers of nodes together under `cost`. DoesNotFit if no plan fits; UserError if a call cannot run on the
     cluster at all.
     """
@@ -38,18 +38,18 @@ def make_report(
     if not nodes and objective == "time":
         return _report(
             scenario,
-            find_best_plan(scenario, seconds=seconds, seed=seed, constraints=constraints),
+            find_best_plan(scenario, effort=effort, seed=seed, constraints=constraints),
             constraints,
         )
     counts = sorted(set(nodes)) or range(1, scenario.spec.nodes + 1)
     largest = scenario.spec.with_nodes(counts[-1])
-    seconds = default_search_seconds(largest) if seconds is None else seconds
-    each = seconds if nodes else seconds / len(counts)
+    effort = default_effort(largest) if effort is None else effort
+    each = effort if nodes else effort / len(counts)
     scenario = scenario.on(largest)
-    sizes = compare_sizes(scenario, counts, seconds=each, seed=seed, constraints=constraints)
+    sizes = compare_sizes(scenario, counts, effort=each, seed=seed, constraints=constraints)
     best = min(sizes, key=lambda size: size.step_seconds if objective == "time" else size.cost)
     scenario = scenario.on(scenario.spec.with_nodes(best.nodes))
-    best_plan = find_best_plan(scenario, seconds=seconds, seed=seed, constraints=constraints, start=best.plan)
+    best_plan = find_best_plan(scenario, effort=effort, seed=seed, constraints=constraints, start=best.plan)
     report = _report(scenario, best_plan, constraints)
     row = make_size_report(scenario, report.chosen, report.gap)
     sizes = tuple(row if size.nodes == row.nodes else size for size in sizes)

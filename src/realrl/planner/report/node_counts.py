@@ -15,20 +15,20 @@ from realrl.planner.space.build import build_problem
 
 
 def compare_sizes(
-    scenario: Scenario, nodes: Sequence[int], *, seconds: float, seed: int, constraints: UserConstraints
+    scenario: Scenario, nodes: Sequence[int], *, effort: float, seed: int, constraints: UserConstraints
 ) -> tuple[SizeReport, ...]:
     """Find the best plan on the first nodes of the cluster, for each number in `nodes`.
 
-    `nodes` are ascending, up to all of the scenario's. `seconds`: time limit of each search. DoesNotFit if no plan
+    `nodes` are ascending, up to all of the scenario's. `effort`: that of each search. DoesNotFit if no plan
     fits even on all nodes.
     """
     spec = scenario.spec
     problem = build_problem(scenario, search_space=constraints.search_space)
-    sizes = search_node_counts(problem, nodes, seconds=seconds, seed=seed)
+    sizes = search_node_counts(problem, nodes, effort=effort, seed=seed)
     if sizes[-1].shortage is not None:
         raise DoesNotFit(sizes[-1].shortage)
     return tuple(
-        _part_report(scenario.on(spec.with_nodes(size.nodes)), size, constraints=constraints, seconds=seconds)
+        _part_report(scenario.on(spec.with_nodes(size.nodes)), size, constraints=constraints, effort=effort)
         for size in sizes
     )
 
@@ -49,7 +49,7 @@ def make_size_report(
 
 
 def _part_report(
-    scenario: Scenario, size: ClusterSize, *, constraints: UserConstraints, seconds: float
+    scenario: Scenario, size: ClusterSize, *, constraints: UserConstraints, effort: float
 ) -> SizeReport:
     if size.problem is not None and size.result is not None:
         plan = size.problem.plan(size.result.assignment)
@@ -58,7 +58,7 @@ def _part_report(
     if shortage is None:
         # Candidates for a large cluster leave out small meshes: search anew on these few nodes.
         try:
-            found = find_plan(scenario, seconds=seconds, constraints=constraints)
+            found = find_plan(scenario, effort=effort, constraints=constraints)
         except DoesNotFit as error:
             shortage = error.shortage
         except UserError as error:

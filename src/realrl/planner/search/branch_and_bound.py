@@ -42,17 +42,15 @@ class Proof:
     """Number of sets of plans that were bounded."""
 
 
-def prove(
-    scorer: Scorer, *, tolerance: float, max_nodes: int, seed: int = 0, time_fraction: float = 1.0
-) -> Proof:
+def prove(scorer: Scorer, *, tolerance: float, max_nodes: int, seed: int = 0, share: float = 1.0) -> Proof:
     """Search best-first until the best plan is within `tolerance` (relative) of the lower bound.
 
     Calls are branched one after the other, the longest first: by size, then by kind, and finally all of them
     into single candidates; a node of single candidates is a plan. From time to time a primal heuristic improves
-    a plan of the most promising node, so that more nodes can be pruned. Stops early after `max_nodes`, or once
-    `time_fraction` of the time limit is over.
+    a plan of the most promising node, so that more nodes can be pruned. Stops early after `max_nodes`, or once a
+    `share` of the effort is spent.
     """
-    return _Search(scorer, tolerance, seed).run(max_nodes, time_fraction)
+    return _Search(scorer, tolerance, seed).run(max_nodes, share)
 
 
 class _Search:
@@ -78,11 +76,11 @@ class _Search:
         """Bound from which nodes are pruned."""
         return self.scorer.best_seconds * (1 - self.tolerance)
 
-    def run(self, max_nodes: int, time_fraction: float) -> Proof:
+    def run(self, max_nodes: int, share: float) -> Proof:
         next_heuristic = _FIRST_HEURISTIC
-        while self.pools and self.looked_at < max_nodes and not self.scorer.deadline_exceeded(time_fraction):
+        while self.pools and self.looked_at < max_nodes and not self.scorer.exhausted(share):
             if self.looked_at >= next_heuristic:
-                self._run_primal_heuristic(time_fraction)
+                self._run_primal_heuristic(share)
                 next_heuristic = self.looked_at + self.looked_at // 2
             pool = heapq.heappop(self.pools)
             if pool.bound >= self.goal:
@@ -110,7 +108,7 @@ class _Search:
             nodes[call] = child[batch]
             self._add(pool.depth + 1, nodes)
 
-    def _run_primal_heuristic(self, time_fraction: float) -> None:
+    def _run_primal_heuristic(self, share: float) -> None:
         """Improve the best of some plans sampled from the deepest node with the lowest bound."""
         deepest = max(pool.depth for pool in self.pools)
         node = min(pool for pool in self.pools if pool.depth == deepest).nodes[:, 0]
@@ -123,11 +121,12 @@ class _Search:
                 high = int(groups.child_end[high - 1])
             candidates.append(groups.candidate[self.rng.integers(low, high, _SAMPLES)])
         plans = np.array(candidates)
-        improve_locally(self.scorer, plans[:, int(self.scorer(plans).argmin())], time_fraction=time_fraction)
+        improve_locally(self.scorer, plans[:, int(self.scorer(plans).argmin())], share=share)
 
     def _add(self, depth: int, nodes: Numbers) -> None:
         """Bound nodes, prune them, and score those that are plans."""
         self.looked_at += nodes.shape[1]
+        self.scorer.bounded += nodes.shape[1]
         bounds = self.bound(nodes)
         if depth == len(self.steps):
             fitting = nodes[:, bounds < self.scorer.best_seconds]

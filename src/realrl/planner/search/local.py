@@ -8,17 +8,17 @@ from realrl.planner.evaluate.scorer import Scorer
 from realrl.planner.moves.transfers import Ints
 
 
-def improve_locally(scorer: Scorer, assignment: Ints, *, time_fraction: float = 1.0) -> Ints:
+def improve_locally(scorer: Scorer, assignment: Ints, *, share: float = 1.0) -> Ints:
     """Improve `assignment`, [calls], until no change of one call or one role improves it.
 
-    Returns the best plan so far once `time_fraction` of the time limit is over.
+    Returns the best plan so far once a `share` of the effort is spent.
     """
     moves = [*_call_moves(scorer), *_role_moves(scorer)]
     score = np.inf
     unchanged = 0
     while unchanged < len(moves):
         for calls, candidates in moves:
-            if scorer.deadline_exceeded(time_fraction):
+            if scorer.exhausted(share):
                 return assignment
             plans = np.repeat(assignment[:, None], candidates.shape[1] + 1, axis=1)
             plans[calls, 1:] = candidates

@@ -11,17 +11,14 @@ _EXCHANGE = 25
 """Rounds between replacements of the worst chains by copies of the best."""
 
 
-def anneal(
-    scorer: Scorer, starts: Ints, *, rounds: int, chains: int, seed: int, time_fraction: float = 1.0
-) -> Ints:
+def anneal(scorer: Scorer, starts: Ints, *, rounds: int, chains: int, seed: int, share: float = 1.0) -> Ints:
     """Run Metropolis search as in ReaL (arXiv 2406.14088): a round changes one call of each chain.
 
     `starts`: [calls, plans], from which chains start. Returns the chains' final plans, the best first, [calls,
     chains]. Candidates are sorted so that similar ones are neighbours, and the distance of a change in that
-    order is log-uniform. The temperature falls with the number of rounds or with the used share of
-    `time_fraction` of the time limit, whichever is further; periodically the worst quarter of the chains is
-    replaced by copies of the best quarter. Results are reproducible by seed unless the time limit is what ends
-    the search.
+    order is log-uniform. The temperature falls with the number of rounds or with what is spent
+    of a `share` of the effort, whichever is further; periodically the worst quarter of the chains is
+    replaced by copies of the best quarter. Results are reproducible by seed.
     """
     rng = np.random.default_rng(seed)
     tables = scorer.timeline.tables
@@ -35,9 +32,9 @@ def anneal(
         place[c, numbers] = np.arange(len(numbers))
     plans = starts[:, rng.integers(0, starts.shape[1], chains)].copy()
     scores = scorer(plans)
-    used_before = scorer.time_used(time_fraction)
+    used_before = scorer.used(share)
     for i in range(rounds):
-        if (used := scorer.time_used(time_fraction)) >= 1:
+        if (used := scorer.used(share)) >= 1:
             break
         elapsed = (used - used_before) / (1 - used_before)
         done = elapsed if elapsed > (i + 1) / rounds else i / rounds

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from realrl.planner.evaluate.shortage import DoesNotFit, Shortage
-from realrl.planner.search.search import SearchBudget, SearchResult, search_plans
+from realrl.planner.search.search import DEFAULT_EFFORT, SearchBudget, SearchResult, search_plans
 from realrl.planner.space.problem import Assignment, Candidate, Problem
 
 
@@ -24,14 +24,14 @@ def search_node_counts(
     problem: Problem,
     counts: Iterable[int],
     *,
-    seconds: float = 10.0,
+    effort: float = DEFAULT_EFFORT,
     seed: int = 0,
     budget: SearchBudget | None = None,
 ) -> list[ClusterSize]:
     """Find the fastest plan on the first nodes of a cluster, for each number of nodes in `counts`.
 
-    Each search starts, among others, from the previous plan, which leaves additional nodes idle. `seconds`:
-    time limit of each search.
+    Each search starts, among others, from the previous plan, which leaves additional nodes idle. `effort`:
+    that of each search.
     """
     sizes: list[ClusterSize] = []
     previous: Mapping[str, Candidate] | None = None
@@ -42,7 +42,7 @@ def search_node_counts(
         if restricted is not None:
             starts = _find_assignments(restricted, previous) if previous else []
             try:
-                result = search_plans(restricted, seconds=seconds, seed=seed, starts=starts, budget=budget)
+                result = search_plans(restricted, effort=effort, seed=seed, starts=starts, budget=budget)
                 previous = restricted.chosen_candidates(result.assignment)
             except DoesNotFit as error:
                 shortage = error.shortage

@@ -11,7 +11,7 @@ from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.evaluate.shortage import DoesNotFit
-from realrl.planner.search.search import SearchBudget, SearchResult, search_plans
+from realrl.planner.search.search import DEFAULT_EFFORT, SearchBudget, SearchResult, search_plans
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
@@ -23,12 +23,10 @@ from realrl.program.lower import home_placements, kept_copies, offloaded
 from realrl.program.memory import Memory, list_sharers
 from realrl.program.shared_bases import check_offloading, find_holders
 
-_LITTLE, _SECONDS_FOR_PRESET = SearchBudget(plans=10_000, chains=32, rounds=20, nodes=20_000), 1.0
-"""Search budget and seconds per preset, in which only micro-batches and recomputation vary."""
-_FEW_DEVICES = 128
-_SEARCHING = 0.5
-"""Fraction of the time that is left for the search, however long candidates took: a plan that is searched for too
-short a time is a bad one."""
+_LITTLE = SearchBudget(plans=10_000, chains=32, rounds=20, nodes=20_000)
+"""Search budget of a preset, in which only micro-batches and recomputation vary."""
+_FEW_DEVICES, _MANY_DEVICES = 128, 4
+"""Devices up to which a search has the default effort, and how many times as much it has beyond."""
 
 
 @dataclass(frozen=True)
@@ -80,22 +78,21 @@ class BestPlan:
 def find_best_plan(
     scenario: Scenario,
     *,
-    seconds: float | None = None,
+    effort: float | None = None,
     seed: int = 0,
     constraints: UserConstraints | None = None,
     start: Plan | None = None,
 ) -> BestPlan:
     """Find the best plan by `find_plan`, started from presets and `start`, and among the presets that fit.
 
-    `seconds`: time limit (see `find_plan`), by default `default_search_seconds`. Raises what `find_plan` raises.
+    `effort`: limit of the search (see `search_plans`), by default `default_effort`. Raises what `find_plan` raises.
     """
     begin = time.monotonic()
-    if seconds is None:
-        seconds = default_search_seconds(scenario.spec)
+    if effort is None:
+        effort = default_effort(scenario.spec)
     presets = make_preset_plans(scenario, constraints)
     starts = presets | ({} if start is None else {"": start})
-    left = seconds - (time.monotonic() - begin)
-    found = find_plan(scenario, seconds=left, seed=seed, constraints=constraints, presets=starts)
+    found = find_plan(scenario, effort=effort, seed=seed, constraints=constraints, presets=starts)
     estimates = {
         name: estimate_plan(scenario, plan) if isinstance(plan, Plan) else plan
         for name, plan in presets.items()
@@ -105,15 +102,15 @@ def find_best_plan(
     return BestPlan(best, found, estimates, time.monotonic() - begin)
 
 
-def default_search_seconds(spec: ClusterSpec) -> float:
-    """Return the default time limit of a search for a cluster."""
-    return 8.0 if spec.size <= _FEW_DEVICES else 45.0
+def default_effort(spec: ClusterSpec) -> float:
+    """Return the default effort of a search for a cluster."""
+    return DEFAULT_EFFORT if spec.size <= _FEW_DEVICES else _MANY_DEVICES * DEFAULT_EFFORT
 
 
 def find_plan(
     scenario: Scenario,
     *,
-    seconds: float = 10.0,
+    effort: float = DEFAULT_EFFORT,
     seed: int = 0,
     constraints: UserConstraints | None = None,
     presets: Mapping[str, Plan | UserError] | None = None,
@@ -121,19 +118,16 @@ def find_plan(
 ) -> FoundPlan:
     """Search for the plan with the shortest step, starting from the presets.
 
-    `seconds` are for everything, but the search has at least half of them, however long it took to cost candidates.
     `presets`: the result of `make_preset_plans`, if the caller has it already. Raises DoesNotFit if no plan fits
     into device memory, and UserError if a call cannot run on the cluster at all.
     """
-    begin = time.monotonic()
     constraints = constraints or UserConstraints()
     if presets is None:
         presets = make_preset_plans(scenario, constraints)
     plans = [_as_candidates(plan) for plan in presets.values() if isinstance(plan, Plan)]
     problem = build_problem(scenario, search_space=constraints.search_space, include=plans)
     starts = [assignment for plan in plans if (assignment := problem.find_assignment(plan)) is not None]
-    left = max(_SEARCHING * seconds, seconds - (time.monotonic() - begin))
-    result = search_plans(problem, seconds=left, seed=seed, starts=starts, budget=budget)
+    result = search_plans(problem, effort=effort, seed=seed, starts=starts, budget=budget)
     return FoundPlan(problem.plan(result.assignment), problem, result)
 
 
@@ -213,7 +207,7 @@ def tune_plan(scenario: Scenario, plan: Plan) -> Plan:
     if plan.keep:
         problem = _with_kept_copies(problem, scenario, plan)
     try:
-        result = search_plans(problem, seconds=_SECONDS_FOR_PRESET, budget=_LITTLE)
+        result = search_plans(problem, budget=_LITTLE)
     except DoesNotFit:
         return plan
     best = problem.plan(result.assignment)

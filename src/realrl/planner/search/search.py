@@ -16,6 +16,8 @@ from realrl.planner.search.mcmc import anneal
 from realrl.planner.search.prune import prune_candidates
 from realrl.planner.space.problem import Assignment, Candidate, Problem
 
+DEFAULT_EFFORT = 600_000
+"""Effort of a search unless it is told otherwise: about 5 seconds for 128 devices."""
 _AT_ONCE = 2048
 """Plans that are scored at once."""
 _STARTS, _IMPROVED = 64, 3
@@ -62,24 +64,24 @@ class SearchResult:
 def search_plans(
     problem: Problem,
     *,
-    seconds: float = 60.0,
+    effort: float = DEFAULT_EFFORT,
     seed: int = 0,
     tolerance: float = 0.005,
     starts: Sequence[Assignment] = (),
     budget: SearchBudget | None = None,
 ) -> SearchResult:
-    """Search for the plan with the shortest step within `seconds`, and bound all plans from below.
+    """Search for the plan with the shortest step, and bound all plans from below.
 
     Of a problem with few plans all are scored. Else chains start from `starts` (presets, for example) and from
     random plans; local search improves their results. Then branch and bound searches the rest and stops once the
     plan is within `tolerance` (relative) of the lower bound; where a short search is not enough for that, both are
-    done again, at length. Results are reproducible by seed unless `seconds` run out. Raises DoesNotFit if no plan
-    is found that fits into device memory.
+    done again, at length. `effort` limits plans that are scored, bounding four sets of them counting like one;
+    results are reproducible by seed. Raises DoesNotFit if no plan is found that fits into device memory.
     """
     budget = budget or SearchBudget()
     pruned, kept = prune_candidates(problem)
-    scorer = Scorer(Timeline(pruned), seconds)
-    if _score_all(scorer, budget.plans):
+    scorer = Scorer(Timeline(pruned), effort)
+    if _score_all(scorer, min(budget.plans, effort)):
         proof = Proof(lower_bound=scorer.best_seconds, nodes=0)
     else:
         begin = _initial_plans(scorer, [problem.chosen_candidates(start) for start in starts], seed)
@@ -107,15 +109,13 @@ def search_plans(
     )
 
 
-def _score_all(scorer: Scorer, limit: int) -> bool:
-    """Score every plan, if they are at most `limit` and time suffices; returns whether it has."""
+def _score_all(scorer: Scorer, limit: float) -> bool:
+    """Score every plan, if they are at most `limit`; returns whether it has."""
     sizes = scorer.timeline.tables.sizes
     count = prod(map(int, sizes))
     if count > limit:
         return False
     for start in range(0, count, _AT_ONCE):
-        if scorer.deadline_exceeded():
-            return False
         scorer(np.stack(np.unravel_index(np.arange(start, min(start + _AT_ONCE, count)), sizes)))
     return True
 
@@ -123,26 +123,22 @@ def _score_all(scorer: Scorer, limit: int) -> bool:
 def _search_shortly(scorer: Scorer, begin: Ints, budget: SearchBudget, seed: int, tolerance: float) -> Proof:
     """Search and bound with a small part of the budget, which is enough where devices are few."""
     rounds, nodes = min(budget.rounds, _SHORT.rounds), min(budget.nodes, _SHORT.nodes)
-    _improve(scorer, begin, replace(budget, rounds=rounds), seed, time_fraction=0.2)
-    return prove(scorer, tolerance=tolerance, max_nodes=nodes, seed=seed, time_fraction=0.3)
+    _improve(scorer, begin, replace(budget, rounds=rounds), seed, share=0.1)
+    return prove(scorer, tolerance=tolerance, max_nodes=nodes, seed=seed, share=0.15)
 
 
-def _improve(
-    scorer: Scorer, begin: Ints, budget: SearchBudget, seed: int, *, time_fraction: float = 0.6
-) -> None:
-    """Improve initial plans, [calls, plans], by local search and annealing until so much of the time is used."""
+def _improve(scorer: Scorer, begin: Ints, budget: SearchBudget, seed: int, *, share: float = 0.4) -> None:
+    """Improve initial plans, [calls, plans], by local search and annealing until a share of the effort is spent."""
     scores = scorer(begin)
-    improve_locally(scorer, begin[:, int(scores.argmin())], time_fraction=time_fraction / 3)
+    improve_locally(scorer, begin[:, int(scores.argmin())], share=share / 3)
     if scorer.best is not None:
         begin = np.concatenate([begin, scorer.best[:, None]], axis=1)
-    fraction = time_fraction * 5 / 6
-    ends = anneal(
-        scorer, begin, rounds=budget.rounds, chains=budget.chains, seed=seed, time_fraction=fraction
-    )
+    fraction = share * 5 / 6
+    ends = anneal(scorer, begin, rounds=budget.rounds, chains=budget.chains, seed=seed, share=fraction)
     for i in range(min(_IMPROVED, ends.shape[1])):
-        improve_locally(scorer, ends[:, i], time_fraction=time_fraction * 11 / 12)
+        improve_locally(scorer, ends[:, i], share=share * 11 / 12)
     if scorer.best is not None:
-        improve_locally(scorer, scorer.best, time_fraction=time_fraction)
+        improve_locally(scorer, scorer.best, share=share)
 
 
 def _initial_plans(scorer: Scorer, starts: Sequence[Mapping[str, Candidate]], seed: int) -> Ints:

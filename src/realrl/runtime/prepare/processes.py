@@ -25,8 +25,8 @@ WORTH_IT = 0.15
 Steps of two processes with data parallelism took 8 to 17 % longer than predicted, those of one 1 to 7 %
 (`bench/reality.py --sizes small`, 2-core Intel Xeon), and each process takes memory of its own.
 """
-_SECONDS = 2.0
-"""Maximum seconds of a search for each number of processes."""
+_EFFORT = 200_000
+"""Effort of a search for each number of processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ def _estimate(experiment: Experiment, cluster: Cluster, measured: Measured) -> E
     if experiment.plan != SEARCH:
         return estimate_plan(scenario, make_written_plan(experiment, cluster))
     constraints = read_constraints(experiment, spec)
-    return find_best_plan(scenario, seconds=_SECONDS, constraints=constraints).estimate
+    return find_best_plan(scenario, effort=_EFFORT, constraints=constraints).estimate
 
 
 def _explain(chosen: Split, compared: Sequence[Split], measured: Measured) -> str:

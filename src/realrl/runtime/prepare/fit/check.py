@@ -22,11 +22,9 @@ from realrl.runtime.prepare.scenarios import read_constraints
 
 _NAMED = 3
 """Number of memory parts named in the message."""
-_SECONDS = 5.0
-"""Seconds for a search that shows whether any plan fits, for single changes, and for combined ones.
-
-Each assessment takes seconds where there are a thousand devices.
-"""
+_SECONDS, _EFFORT = 5.0, 400_000
+"""Seconds for single changes, and for combined ones, each of whose assessments takes seconds where there are a
+thousand devices; effort of a search that shows whether any plan fits."""
 
 
 def check_fit(experiment: Experiment, compiled: Compiled, here: Here | None = None) -> None:
@@ -128,7 +126,7 @@ def _search(draft: Draft) -> str:
     change = set_fields(f"plan={SEARCH}")
     constraints = replace(read_constraints(draft.experiment, draft.spec), own={})
     try:
-        found = search_plan(replace(draft, plan=None), constraints, seconds=_SECONDS)
+        found = search_plan(replace(draft, plan=None), constraints, effort=_EFFORT)
         after = _assess(replace(draft, plan=found.plan))
     except UserError as error:
         return str(error)

@@ -16,8 +16,8 @@ from realrl.runtime.prepare.fit.remedies import Outcome, Remedy, Trials, describ
 from realrl.runtime.prepare.fit.search_changes import list_search_changes
 
 _BUDGET = SearchBudget(plans=20_000, chains=128, rounds=100, nodes=2000)
-_SEARCH_SECONDS = 2.0
-"""Maximum seconds of one short search."""
+_SEARCH_EFFORT = 200_000
+"""Effort of one short search."""
 _NAMED = 3
 """Maximum number of suggested changes."""
 
@@ -33,11 +33,11 @@ class SearchedPlan:
     """Predicted time and optimality gap, in one line."""
 
 
-def search_plan(draft: Draft, constraints: UserConstraints, *, seconds: float | None = None) -> SearchedPlan:
+def search_plan(draft: Draft, constraints: UserConstraints, *, effort: float | None = None) -> SearchedPlan:
     """Search for the best plan; UserError, with what would help, where no plan fits."""
     scenario = draft.scenario()
     try:
-        best = find_best_plan(scenario, seconds=seconds, constraints=constraints)
+        best = find_best_plan(scenario, effort=effort, constraints=constraints)
     except DoesNotFit as error:
         raise explain_no_plan(draft, scenario, error.shortage, constraints) from None
     about = (
@@ -72,12 +72,12 @@ def explain_no_plan(
 def find_remedies(draft: Draft, constraints: UserConstraints, *, seconds: float) -> list[Remedy[Outcome]]:
     """Find changes with which some plan fits, the cheapest first, each by a short search."""
 
-    def assess(changed: Draft, left: float) -> Outcome:
+    def assess(changed: Draft, _: float) -> Outcome:
         # Without presets, at whose best a search of its own looks each time.
         try:
             found = find_plan(
                 changed.scenario(),
-                seconds=min(_SEARCH_SECONDS, left),
+                effort=_SEARCH_EFFORT,
                 constraints=replace(constraints, own={}),
                 presets={},
                 budget=_BUDGET,

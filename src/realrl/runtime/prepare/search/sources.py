@@ -1,4 +1,4 @@
-"""Source code that a plan may depend on: this package's, installed extensions', and the user's own. No torch."""
+"""Source code and tables that a plan may depend on: this package's, extensions', and the user's own. No torch."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ _PACKAGES = {"site-packages", "dist-packages"}
 def read_sources() -> Iterator[str]:
     """Read all of it, in the same order in every process: whatever a plan may depend on is among it."""
     with as_file(files("realrl")) as package:
-        for file in sorted(package.rglob("*.py")):
+        for file in sorted([*package.rglob("*.py"), *package.rglob("*.json")]):
             yield file.read_text(encoding="utf-8")
         for file in _user_files(package.resolve()):
             yield f"{file}\n{file.read_text(encoding='utf-8')}"
