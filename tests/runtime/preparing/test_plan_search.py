@@ -75,7 +75,7 @@ def test_two_processes_run_the_searched_plan_and_reuse_it(
     status, first = realrl("train", file)
     assert status == 0, first
     sentence = (
-        r"plan: [\d.]+ s a step predicted, proven (within [\d.]+ % of|to be) the best,"
+        r"plan: [\d.]+ s a step predicted, proven (within [\d.]+ % of|to be) the best by these times,"
         r" searched in [\d.]+ s; kept"
     )
     assert re.search(sentence, first)

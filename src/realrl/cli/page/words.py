@@ -74,7 +74,8 @@ def write_notes(report: "PlanReport", source: str) -> list[tuple[str, str]]:
             "Search.",
             f"{format_count(report.evaluations)} plans were costed in {format_seconds(report.search_seconds)}, made"
             f" of {ways} ways to run each call. No plan that can be made of them has a step shorter than"
-            f" {format_seconds(report.lower_bound_seconds)}; that is proven by branch and bound.",
+            f" {format_seconds(report.lower_bound_seconds)}; that is proven by branch and bound,"
+            " of the times that are predicted here, not of those of a machine.",
         ),
         (
             "Utilisation and MFU.",
