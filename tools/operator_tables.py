@@ -26,8 +26,15 @@ from numpy.typing import NDArray
 from pyarrow import parquet
 
 from realrl.planner.cluster.devices import DEVICES, DeviceKind
+from realrl.planner.operators.bounds import (
+    Point,
+    place_collective,
+    place_decode,
+    place_prefill,
+    place_product,
+)
 from realrl.planner.operators.grid import Grid
-from realrl.planner.operators.tables import ROUNDS, Operators
+from realrl.planner.operators.tables import ROUNDS
 
 ROOT = Path(__file__).parents[1]
 TABLES = ROOT / "src/realrl/planner/operators/measured"
@@ -109,26 +116,18 @@ def read_collectives(folder: Path, kind: str) -> Rows:
     return rows
 
 
-def call(operators: Operators, table: str, sizes: Sizes) -> float:
-    """Predict the seconds of a row."""
+def place(device: DeviceKind, table: str, sizes: Sizes) -> Point:
+    """Place a row in its table."""
     if table == "product":
-        return operators.product(*sizes)
+        return place_product(device, *sizes)
     if table in ATTENTION:
         batch, length, heads, kv_heads, head_dim, window = sizes
         shape = heads, kv_heads, head_dim, int(window) or None
         if table == "decode":
-            return operators.decode(batch, length, *shape)
-        return operators.prefill(batch * length, batch * length**2, *shape)
-    return operators.collective(next(kind for kind in ROUNDS if kind == table), int(sizes[0]), sizes[1])
-
-
-class Asked(Grid):
-    """A grid that remembers what it was asked for, and answers 0: the operator is its bound."""
-
-    def at(self, *sizes: float) -> float:
-        """Remember the sizes."""
-        self.__dict__["asked"] = sizes
-        return 0.0
+            return place_decode(device, batch, length, *shape)
+        return place_prefill(device, batch * length, batch * length**2, *shape)
+    rounds = next(count for kind, count in ROUNDS.items() if kind == table)
+    return place_collective(device, rounds, int(sizes[0]), sizes[1])
 
 
 def whole(table: str, sizes: Sizes) -> bool:
@@ -231,25 +230,25 @@ def choose_axes(table: str, asked: Iterable[Sizes]) -> list[list[float]]:
 
 def distil(device: DeviceKind, table: str, rows: Mapping[Sizes, float]) -> tuple[Grid, float]:
     """Fit a table to its rows that are not held out; also returns how its errors scatter over held out rows."""
-    recorder = Asked(((1.0,),), (0.0,))
-    bare = Operators(device, {table: recorder})
-    points, values = [], []
-    for sizes, seconds in rows.items():
-        bound = call(bare, table, sizes)
-        if whole(table, sizes) and not held_out(table, sizes):
-            points.append(recorder.__dict__["asked"])
-            values.append(log(seconds / bound))
+    seen = [sizes for sizes in rows if whole(table, sizes) and not held_out(table, sizes)]
+    placed = [place(device, table, sizes) for sizes in seen]
+    points = [point.sizes for point in placed]
+    values = [log(rows[sizes] / point.bound) for sizes, point in zip(seen, placed, strict=True)]
     grid = Grid.read(fit(choose_axes(table, points), points, np.array(values)).write())
     return grid, report(device, table, grid, rows)
 
 
 def report(device: DeviceKind, table: str, grid: Grid, rows: Mapping[Sizes, float]) -> float:
     """Print the errors of held out rows; return |ln(measured / predicted)| that 68.3 % of them do not exceed."""
-    operators = Operators(device, {table: grid})
+
+    def off(sizes: Sizes, seconds: float) -> float:
+        point = place(device, table, sizes)
+        return log(seconds / point.bound) - grid.at(*point.sizes)
+
     spread = 0.0
     for windows in (False, True):
         errors = [
-            log(seconds / call(operators, table, sizes))
+            off(sizes, seconds)
             for sizes, seconds in rows.items()
             if held_out(table, sizes) and whole(table, sizes) is not windows
         ]

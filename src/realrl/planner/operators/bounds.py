@@ -1,8 +1,10 @@
-"""Seconds that operators cannot fall below, by arithmetic and traffic: what measured seconds are divided by.
+"""Points of tables: bounds of operators by arithmetic and traffic, and the sizes that their seconds depend on.
 
-Their ratio varies slowly with sizes, so that it can be interpolated, and carries over to devices with other peaks.
-All operands have two bytes per element. A kernel that does nothing takes `LEAST_S`.
+Measured seconds over a bound vary slowly with sizes, so that the ratio can be interpolated, and it carries over to
+devices with other peaks. All operands have two bytes per element.
 """
+
+from dataclasses import dataclass
 
 from realrl.planner.cluster.devices import DeviceKind
 
@@ -15,35 +17,64 @@ TILE = 128
 """Keys that a block of an attention kernel reads at a time, also where a window hides most of them."""
 
 
-def bound_product(device: DeviceKind, rows: float, outputs: float, inputs: float) -> float:
-    """Bound a product of [rows, inputs] and [inputs, outputs]."""
-    arithmetic = 2 * rows * outputs * inputs / device.bf16_flops
+@dataclass(frozen=True)
+class Point:
+    """Where a table is asked, and what its answer is relative to."""
+
+    bound: float
+    """Seconds."""
+    sizes: tuple[float, ...]
+    """One for each axis of the table."""
+
+
+def place_product(device: DeviceKind, rows: float, outputs: float, inputs: float) -> Point:
+    """Place a product of [rows, inputs] and [inputs, outputs]."""
     elements = rows * inputs + inputs * outputs + rows * outputs
-    return LEAST_S + max(arithmetic, ELEMENT * elements / device.memory_bytes_per_s)
+    return Point(_bound(device, 2 * rows * outputs * inputs, elements), (rows, outputs, inputs))
 
 
-def bound_prefill(
-    device: DeviceKind, tokens: float, squares: float, heads: float, kv_heads: float, head_dim: float
-) -> float:
-    """Bound causal attention of whole sequences: half of the scores, and their product with values.
+def place_prefill(
+    device: DeviceKind,
+    tokens: float,
+    squares: float,
+    heads: float,
+    kv_heads: float,
+    head_dim: float,
+    window: int | None = None,
+) -> Point:
+    """Place causal attention of sequences, as if they were of equal length. `squares`: sum of squared lengths.
 
-    `squares`: sum of squared sequence lengths.
+    Half of the scores are computed, and their product with values. With a window, length and number are those of as
+    many tokens in sequences as long as a token sees.
     """
-    arithmetic = 2 * squares * heads * head_dim / device.bf16_flops
-    elements = 2 * tokens * (heads + kv_heads) * head_dim
-    return LEAST_S + max(arithmetic, ELEMENT * elements / device.memory_bytes_per_s)
+    length = squares / tokens
+    seen = length if window is None else min(length, window + TILE)
+    visible = squares * (1 - (1 - seen / length) ** 2)
+    bound = _bound(device, 2 * visible * heads * head_dim, 2 * tokens * (heads + kv_heads) * head_dim)
+    return Point(bound, (seen, tokens / seen * heads, heads / kv_heads, head_dim))
 
 
-def bound_decode(
-    device: DeviceKind, rows: float, context: float, heads: float, kv_heads: float, head_dim: float
-) -> float:
-    """Bound attention of one new token per row, which reads keys and values of `context` tokens."""
-    arithmetic = 4 * rows * context * heads * head_dim / device.bf16_flops
-    elements = 2 * rows * context * kv_heads * head_dim
-    return LEAST_S + max(arithmetic, ELEMENT * elements / device.memory_bytes_per_s)
+def place_decode(
+    device: DeviceKind,
+    rows: float,
+    context: float,
+    heads: float,
+    kv_heads: float,
+    head_dim: float,
+    window: int | None = None,
+) -> Point:
+    """Place attention of one new token per row, which reads keys and values of `context` tokens."""
+    seen = context if window is None else min(context, window + TILE)
+    bound = _bound(device, 4 * rows * seen * heads * head_dim, 2 * rows * seen * kv_heads * head_dim)
+    return Point(bound, (seen, rows * kv_heads, heads / kv_heads, head_dim))
 
 
-def bound_collective(device: DeviceKind, rounds: int, ranks: float, number_bytes: float) -> float:
-    """Bound a ring collective in a node: `rounds` times, each rank sends all parts of `number_bytes` but one."""
+def place_collective(device: DeviceKind, rounds: int, ranks: int, number_bytes: float) -> Point:
+    """Place a ring collective in a node: `rounds` times, each rank sends all parts of `number_bytes` but one."""
     share = (ranks - 1) / ranks
-    return LEAST_S + rounds * share * number_bytes / device.link_bytes_per_s
+    return Point(LEAST_S + rounds * share * number_bytes / device.link_bytes_per_s, (ranks, number_bytes))
+
+
+def _bound(device: DeviceKind, operations: float, elements: float) -> float:
+    """Seconds of arithmetic or of traffic, whichever is longer, and of a kernel that does nothing."""
+    return LEAST_S + max(operations / device.bf16_flops, ELEMENT * elements / device.memory_bytes_per_s)

@@ -18,11 +18,11 @@ from realrl.plan.placement import Dtype
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.operators.bounds import (
     LEAST_S,
-    TILE,
-    bound_collective,
-    bound_decode,
-    bound_prefill,
-    bound_product,
+    Point,
+    place_collective,
+    place_decode,
+    place_prefill,
+    place_product,
 )
 from realrl.planner.operators.grid import Grid
 
@@ -52,8 +52,7 @@ class Operators:
         sizes = rows, outputs, inputs
         known = self._products.get(sizes)
         if known is None:
-            known = self._scale("product", bound_product(self.device, *sizes), *sizes)
-            self._products[sizes] = known
+            known = self._products[sizes] = self._time("product", place_product(self.device, *sizes))
         return known
 
     def prefill(
@@ -65,15 +64,9 @@ class Operators:
         head_dim: float,
         window: int | None = None,
     ) -> float:
-        """Time causal attention of sequences, as if they were of equal length. `squares`: sum of squared lengths.
-
-        With a window, its length and their number are those of as many tokens in sequences as long as a token sees.
-        """
-        length = squares / tokens
-        seen = length if window is None else min(length, window + TILE)
-        visible = squares * (1 - (1 - seen / length) ** 2)
-        bound = bound_prefill(self.device, tokens, visible, heads, kv_heads, head_dim)
-        return self._scale("prefill", bound, seen, tokens / seen * heads, heads / kv_heads, head_dim)
+        """Time causal attention of whole sequences. `squares`: sum of squared lengths."""
+        point = place_prefill(self.device, tokens, squares, heads, kv_heads, head_dim, window)
+        return self._time("prefill", point)
 
     def decode(
         self,
@@ -85,20 +78,18 @@ class Operators:
         window: int | None = None,
     ) -> float:
         """Time attention of one new token of each of `rows` sequences that have `context` tokens."""
-        seen = context if window is None else min(context, window + TILE)
-        bound = bound_decode(self.device, rows, seen, heads, kv_heads, head_dim)
-        return self._scale("decode", bound, seen, rows * kv_heads, heads / kv_heads, head_dim)
+        point = place_decode(self.device, rows, context, heads, kv_heads, head_dim, window)
+        return self._time("decode", point)
 
     def collective(self, kind: Reduction, ranks: int, number_bytes: float) -> float:
         """Time a collective of 2 to `MOST_RANKS` ranks of a node.
 
         `number_bytes`: of the result of an all-gather, of the input of the others.
         """
-        bound = bound_collective(self.device, ROUNDS[kind], ranks, number_bytes)
-        return self._scale(kind, bound, ranks, number_bytes)
+        return self._time(kind, place_collective(self.device, ROUNDS[kind], ranks, number_bytes))
 
-    def _scale(self, table: str, bound: float, *sizes: float) -> float:
-        return max(LEAST_S, bound * exp(self.grids[table].at(*sizes)))
+    def _time(self, table: str, point: Point) -> float:
+        return max(LEAST_S, point.bound * exp(self.grids[table].at(*point.sizes)))
 
     @cached_property
     def _products(self) -> dict[tuple[float, float, float], float]:
