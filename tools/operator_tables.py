@@ -27,7 +27,7 @@ from pyarrow import parquet
 
 from realrl.planner.cluster.devices import DEVICES, DeviceKind
 from realrl.planner.operators.bounds import (
-    Point,
+    TablePoint,
     place_collective,
     place_decode,
     place_prefill,
@@ -116,7 +116,7 @@ def read_collectives(folder: Path, kind: str) -> Rows:
     return rows
 
 
-def place(device: DeviceKind, table: str, sizes: Sizes) -> Point:
+def place(device: DeviceKind, table: str, sizes: Sizes) -> TablePoint:
     """Place a row in its table."""
     if table == "product":
         return place_product(device, *sizes)

@@ -17,6 +17,7 @@ from realrl.recipe.algorithm import get_spec
 
 if TYPE_CHECKING:
     from realrl.planner.report.report import Objective, PlanReport
+    from realrl.planner.report.sizing import Wanted
     from realrl.planner.search.plan_search import UserConstraints
     from realrl.planner.simulate.scenario import Scenario
     from realrl.runtime.prepare.fit.change import Draft
@@ -55,6 +56,21 @@ ObjectiveText = Annotated[
         metavar="time|cost",
         help="time: the fastest step. cost: the cheapest, on as many of the first nodes as that takes; without"
         " prices, the one of fewest device-hours.",
+    ),
+]
+TargetStep = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Choose the cluster, too: the cheapest whose step is this short, among the first nodes of each group"
+        " of the cluster (groups are not combined; a cluster file gives their prices).",
+    ),
+]
+Budget = Annotated[
+    float | None,
+    typer.Option(
+        metavar="PRICE",
+        help="Choose the cluster, too: the one with the shortest step that costs at most this per hour.",
     ),
 ]
 EffortOption = Annotated[
@@ -101,6 +117,8 @@ def plan(
     trace: TraceOption = None,
     nodes: Nodes = None,
     objective: ObjectiveText = "time",
+    target_step: TargetStep = None,
+    budget: Budget = None,
     effort: EffortOption = None,
     seed: Seed = 0,
     profile: ProfileOption = None,
@@ -130,10 +148,13 @@ def plan(
     files = plan_input.files_to_write(recipe, cluster, profile, lengths, out=out, html=html, trace=trace)
     counts = plan_input.parse_nodes(nodes)
     goal = plan_input.parse_objective(objective)
+    wanted = plan_input.parse_wanted(target_step, budget, others=nodes is not None or objective != "time")
     plan_input.check_effort(effort)
     draft, scenario, source = plan_input.read_scenario(experiment, cluster, profile, lengths)
     constraints = read_constraints(experiment, scenario.spec, files.get("out"))
-    report = _report(draft, scenario, constraints, nodes=counts, objective=goal, effort=effort, seed=seed)
+    report = _report(
+        draft, scenario, constraints, nodes=counts, objective=goal, wanted=wanted, effort=effort, seed=seed
+    )
     if as_json:
         from realrl.planner.report.to_json import report_to_json
 
@@ -173,6 +194,7 @@ def _report(
     *,
     nodes: Sequence[int],
     objective: "Objective",
+    wanted: "Wanted | None",
     effort: float | None,
     seed: int,
 ) -> "PlanReport":
@@ -188,6 +210,7 @@ def _report(
                 scenario,
                 nodes=nodes,
                 objective=objective,
+                wanted=wanted,
                 effort=effort,
                 seed=seed,
                 constraints=constraints,

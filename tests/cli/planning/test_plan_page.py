@@ -147,9 +147,18 @@ REPORTS = {
         objective="cost",
         sizes=(
             SizeReport(
-                nodes=1, devices=8, estimate=None, gap=None, refused="is too small", price_per_hour=None
+                cluster="l40s:1x8",
+                kind="l40s",
+                nodes=1,
+                devices=8,
+                estimate=None,
+                gap=None,
+                refused="is too small",
+                price_per_hour=None,
             ),
             SizeReport(
+                cluster="l40s:2x8",
+                kind="l40s",
                 nodes=2,
                 devices=16,
                 estimate=ppo_report().chosen,

@@ -150,8 +150,26 @@ def test_json_holds_the_numbers_of_the_report(report: PlanReport) -> None:
 
 def test_sizes_without_a_plan_have_infinite_cost_at_any_price() -> None:
     sizes = [
-        SizeReport(nodes=1, devices=8, estimate=None, gap=None, refused="needs more", price_per_hour=0.0),
-        SizeReport(nodes=2, devices=16, estimate=None, gap=None, refused="needs more", price_per_hour=8.0),
+        SizeReport(
+            cluster="l40s:1x8",
+            kind="l40s",
+            nodes=1,
+            devices=8,
+            estimate=None,
+            gap=None,
+            refused="needs more",
+            price_per_hour=0.0,
+        ),
+        SizeReport(
+            cluster="l40s:2x8",
+            kind="l40s",
+            nodes=2,
+            devices=16,
+            estimate=None,
+            gap=None,
+            refused="needs more",
+            price_per_hour=8.0,
+        ),
     ]
     assert all(size.cost == math.inf for size in sizes)
 

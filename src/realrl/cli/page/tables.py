@@ -156,9 +156,9 @@ def make_sizes_table(report: "PlanReport") -> Table:
     base = min((size for size in sizes if size.estimate), key=lambda size: size.nodes, default=None)
     rows = []
     for size in sizes:
-        counts = (f"{size.nodes:,}", f"{size.devices:,}")
+        counts = (f"{size.kind}:{size.nodes:,}", f"{size.devices:,}")
         if size.estimate is None or base is None:
-            rows.append((*counts, f"does not fit: {size.refused}", *[""] * (6 + priced)))
+            rows.append((*counts, f"no plan: {size.refused}", *[""] * (6 + priced)))
             continue
         faster = base.step_seconds / size.step_seconds
         figures = (
@@ -184,7 +184,7 @@ def make_sizes_table(report: "PlanReport") -> Table:
         *price,
         "gap",
     )
-    looks = ["chosen" if size.nodes == report.scenario.spec.nodes else "" for size in sizes]
+    looks = ["chosen" if size.cluster == report.scenario.spec.name else "" for size in sizes]
     return Table(head=head, rows=tuple(rows), words=3, looks=tuple(looks), calls=("",) * len(sizes))
 
 

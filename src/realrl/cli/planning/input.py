@@ -1,5 +1,6 @@
 """Input of `realrl plan` besides a recipe: cluster, measured lengths, profile, and files to write."""
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from realrl.recipe.algorithm import get_spec
 if TYPE_CHECKING:
     from realrl.planner.cluster.cluster_spec import ClusterSpec
     from realrl.planner.report.report import Objective
+    from realrl.planner.report.sizing import Wanted
     from realrl.planner.simulate.scenario import Scenario
     from realrl.recipe.experiment import Experiment
     from realrl.runtime.prepare.fit.change import Draft
@@ -160,6 +162,29 @@ def parse_objective(text: str) -> "Objective":
     if text not in ("time", "cost"):
         raise UserError(f"--objective: {text!r} is neither time nor cost")
     return "time" if text == "time" else "cost"
+
+
+def parse_wanted(target_step: str | None, budget: float | None, *, others: bool) -> "Wanted | None":
+    """Parse what a cluster is chosen by: `60`, `60s` or `2min`, or a price per hour; None for neither.
+
+    UserError for anything else, and for both, or one beside options that choose a number of nodes (`others`).
+    """
+    from realrl.planner.report.sizing import Wanted
+
+    if target_step is None and budget is None:
+        return None
+    if (target_step is not None and budget is not None) or others:
+        raise UserError(
+            "--target-step, --budget, and --nodes or --objective choose a cluster: give one of them"
+        )
+    if budget is not None:
+        if not 0 < budget < math.inf:
+            raise UserError(f"--budget: {budget:g} must be a price per hour above 0")
+        return Wanted(price_per_hour=budget)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min)?\s*", target_step or "")
+    if match is None or not float(match[1]):
+        raise UserError(f"--target-step: {brief(target_step)} is no time above 0; write seconds, 60s or 2min")
+    return Wanted(step_seconds=float(match[1]) * (60 if match[2] == "min" else 1))
 
 
 def check_effort(effort: float | None) -> None:

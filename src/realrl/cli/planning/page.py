@@ -18,6 +18,7 @@ from realrl.cli.page.templating import find_template
 from realrl.cli.page.text import format_batch, format_devices
 from realrl.cli.page.timeline import draw_timeline
 from realrl.cli.page.words import list_legend, list_remarks, write_notes
+from realrl.cli.planning.node_counts_table import name_reason
 from realrl.config.files import write_whole
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def write_page(report: "PlanReport", path: Path, title: str, *, source: str = ""
         rivals=list_rivals(report),
         bound=place_bound(report),
         sizes=make_sizes_table(report),
-        objective={"time": "the fastest", "cost": "the cheapest"}[report.objective],
+        objective=f"the {name_reason(report.objective, priced=all(s.price is not None for s in report.sizes))}",
         calls=make_calls_table(report),
         remarks=list_remarks(report.chosen.plan, report.scenario),
         moves=make_moves_table(report),

@@ -53,7 +53,7 @@ def _parts(report: PlanReport, source: str) -> Iterator[RenderableType]:
     yield _headline(report)
     if report.sizes:
         yield _section(
-            "Numbers of nodes", make_size_table(report.sizes, report.scenario.spec.nodes, report.objective)
+            "Numbers of nodes", make_size_table(report.sizes, report.scenario.spec.name, report.objective)
         )
     yield _section("Calls", _calls(chosen, report.scenario))
     yield _section("Reallocations", _moves(chosen)) if chosen.moves else Text("Nothing is reallocated.\n")

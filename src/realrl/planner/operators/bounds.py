@@ -18,8 +18,8 @@ TILE = 128
 
 
 @dataclass(frozen=True)
-class Point:
-    """Where a table is asked, and what its answer is relative to."""
+class TablePoint:
+    """Place of an operator in its table, and the seconds that the table's answer is relative to."""
 
     bound: float
     """Seconds."""
@@ -27,10 +27,10 @@ class Point:
     """One for each axis of the table."""
 
 
-def place_product(device: DeviceKind, rows: float, outputs: float, inputs: float) -> Point:
+def place_product(device: DeviceKind, rows: float, outputs: float, inputs: float) -> TablePoint:
     """Place a product of [rows, inputs] and [inputs, outputs]."""
     elements = rows * inputs + inputs * outputs + rows * outputs
-    return Point(_bound(device, 2 * rows * outputs * inputs, elements), (rows, outputs, inputs))
+    return TablePoint(_bound(device, 2 * rows * outputs * inputs, elements), (rows, outputs, inputs))
 
 
 def place_prefill(
@@ -41,7 +41,7 @@ def place_prefill(
     kv_heads: float,
     head_dim: float,
     window: int | None = None,
-) -> Point:
+) -> TablePoint:
     """Place causal attention of sequences, as if they were of equal length. `squares`: sum of squared lengths.
 
     Half of the scores are computed, and their product with values. With a window, length and number are those of as
@@ -51,7 +51,7 @@ def place_prefill(
     seen = length if window is None else min(length, window + TILE)
     visible = squares * (1 - (1 - seen / length) ** 2)
     bound = _bound(device, 2 * visible * heads * head_dim, 2 * tokens * (heads + kv_heads) * head_dim)
-    return Point(bound, (seen, tokens / seen * heads, heads / kv_heads, head_dim))
+    return TablePoint(bound, (seen, tokens / seen * heads, heads / kv_heads, head_dim))
 
 
 def place_decode(
@@ -62,17 +62,19 @@ def place_decode(
     kv_heads: float,
     head_dim: float,
     window: int | None = None,
-) -> Point:
+) -> TablePoint:
     """Place attention of one new token per row, which reads keys and values of `context` tokens."""
     seen = context if window is None else min(context, window + TILE)
     bound = _bound(device, 4 * rows * seen * heads * head_dim, 2 * rows * seen * kv_heads * head_dim)
-    return Point(bound, (seen, rows * kv_heads, heads / kv_heads, head_dim))
+    return TablePoint(bound, (seen, rows * kv_heads, heads / kv_heads, head_dim))
 
 
-def place_collective(device: DeviceKind, rounds: int, ranks: int, number_bytes: float) -> Point:
+def place_collective(device: DeviceKind, rounds: int, ranks: int, number_bytes: float) -> TablePoint:
     """Place a ring collective in a node: `rounds` times, each rank sends all parts of `number_bytes` but one."""
     share = (ranks - 1) / ranks
-    return Point(LEAST_S + rounds * share * number_bytes / device.link_bytes_per_s, (ranks, number_bytes))
+    return TablePoint(
+        LEAST_S + rounds * share * number_bytes / device.link_bytes_per_s, (ranks, number_bytes)
+    )
 
 
 def _bound(device: DeviceKind, operations: float, elements: float) -> float:

@@ -18,7 +18,7 @@ from realrl.plan.placement import Dtype
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.operators.bounds import (
     LEAST_S,
-    Point,
+    TablePoint,
     place_collective,
     place_decode,
     place_prefill,
@@ -88,7 +88,7 @@ class Operators:
         """
         return self._time(kind, place_collective(self.device, ROUNDS[kind], ranks, number_bytes))
 
-    def _time(self, table: str, point: Point) -> float:
+    def _time(self, table: str, point: TablePoint) -> float:
         return max(LEAST_S, point.bound * exp(self.grids[table].at(*point.sizes)))
 
     @cached_property

@@ -6,7 +6,8 @@ from dataclasses import replace
 from realrl.config.errors import UserError
 from realrl.planner.report.alternatives import find_alternatives
 from realrl.planner.report.node_counts import compare_sizes, make_size_report
-from realrl.planner.report.report import Objective, PlanReport, Preset
+from realrl.planner.report.report import Objective, PlanReport, Preset, SizeReport
+from realrl.planner.report.sizing import Wanted, choose_cluster
 from realrl.planner.search.plan_search import (
     BestPlan,
     UserConstraints,
@@ -25,16 +26,24 @@ def make_report(
     constraints: UserConstraints | None = None,
     nodes: Sequence[int] = (),
     objective: Objective = "time",
+    wanted: Wanted | None = None,
 ) -> PlanReport:
     """Plan a step and compare the plan with presets, alternatives, and other numbers of nodes.
 
     `nodes`: numbers of nodes to choose from by `objective`, each meaning the first nodes of the cluster.
     Without them, `time` plans for the whole cluster, and `cost` for the number of nodes that makes a step
     cheapest. `effort`: limit of the search, and of a search before it for each of `nodes`, or for all
-    numbers of nodes together under `cost`. DoesNotFit if no plan fits; UserError if a call cannot run on the
-    cluster at all.
+    numbers of nodes together under `cost`. `wanted`: choose the cluster, too, as `choose_cluster` does.
+    DoesNotFit if no plan fits; UserError if a call cannot run on the cluster at all.
     """
     constraints = constraints or UserConstraints()
+    if wanted is not None:
+        spec, rows = choose_cluster(scenario, wanted, constraints, effort=effort, seed=seed)
+        scenario = scenario.on(spec)
+        start = next(row.plan for row in rows if row.cluster == spec.name)
+        best_plan = find_best_plan(scenario, effort=effort, seed=seed, constraints=constraints, start=start)
+        goal: Objective = "step" if wanted.price_per_hour is None else "budget"
+        return _with_sizes(_report(scenario, best_plan, constraints), rows, goal)
     if not nodes and objective == "time":
         return _report(
             scenario,
@@ -50,10 +59,14 @@ def make_report(
     best = min(sizes, key=lambda size: size.step_seconds if objective == "time" else size.cost)
     scenario = scenario.on(scenario.spec.with_nodes(best.nodes))
     best_plan = find_best_plan(scenario, effort=effort, seed=seed, constraints=constraints, start=best.plan)
-    report = _report(scenario, best_plan, constraints)
-    row = make_size_report(scenario, report.chosen, report.gap)
-    sizes = tuple(row if size.nodes == row.nodes else size for size in sizes)
-    return replace(report, sizes=sizes, objective=objective)
+    return _with_sizes(_report(scenario, best_plan, constraints), sizes, objective)
+
+
+def _with_sizes(report: PlanReport, sizes: Sequence[SizeReport], objective: Objective) -> PlanReport:
+    """Add what was compared to a report, whose own plan replaces that of its number of nodes."""
+    row = make_size_report(report.scenario, report.chosen, report.gap)
+    rows = tuple(row if size.cluster == row.cluster else size for size in sizes)
+    return replace(report, sizes=rows, objective=objective)
 
 
 def _report(scenario: Scenario, best: BestPlan, constraints: UserConstraints) -> PlanReport:

@@ -39,6 +39,8 @@ def make_size_report(
     """Build the report of a scenario's number of nodes."""
     spec = scenario.spec
     return SizeReport(
+        cluster=spec.name,
+        kind=spec.groups[0].device.name,
         nodes=spec.nodes,
         devices=spec.size,
         estimate=found,

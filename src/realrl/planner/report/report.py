@@ -12,7 +12,9 @@ from realrl.planner.simulate.estimate import Estimate
 if TYPE_CHECKING:  # rendering a report needs no cost model and must not import numpy
     from realrl.planner.simulate.scenario import Scenario
 
-Objective = Literal["time", "cost"]
+Objective = Literal["time", "cost", "step", "budget"]
+"""What a number of nodes is chosen by: the shortest step, the cheapest step, the cheapest cluster with a step
+that is short enough, the shortest step within a budget."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class Alternative:
 class SizeReport:
     """Best plan on some number of nodes."""
 
+    cluster: str
+    """Name of the cluster of these nodes."""
+    kind: str
+    """Kind of the devices of its first node."""
     nodes: int
     devices: int
     estimate: Estimate | None

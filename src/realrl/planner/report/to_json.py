@@ -177,7 +177,13 @@ def _lengths(lengths: Sequence[int]) -> dict[str, float]:
 
 
 def _size(size: SizeReport, graph: DataflowGraph) -> dict[str, Any]:
-    result: dict[str, Any] = {"nodes": size.nodes, "devices": size.devices, "fits": size.estimate is not None}
+    result: dict[str, Any] = {
+        "cluster": size.cluster,
+        "nodes": size.nodes,
+        "devices": size.devices,
+        "price_per_hour": size.price_per_hour,
+        "fits": size.estimate is not None,
+    }
     if size.estimate is None:
         return {**result, "refused": size.refused}
     return {

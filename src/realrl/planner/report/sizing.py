@@ -1,0 +1,128 @@
+"""Choice of a cluster: the cheapest one whose step is short enough, or the fastest one within a budget."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from realrl.config.errors import UserError
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.evaluate.shortage import DoesNotFit
+from realrl.planner.report.node_counts import make_size_report
+from realrl.planner.report.report import SizeReport
+from realrl.planner.report.shortage_text import describe_shortage
+from realrl.planner.search.plan_search import UserConstraints, default_effort, find_plan
+from realrl.planner.simulate.estimator import estimate_plan
+from realrl.planner.simulate.scenario import Scenario
+
+_PART = 0.25
+"""Effort of a search that only decides between clusters, relative to that for the chosen one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Target by which a cluster is chosen: one of the two."""
+
+    step_seconds: float | None = None
+    """Longest step, for the least price per hour."""
+    price_per_hour: float | None = None
+    """Highest price per hour, for the shortest step."""
+
+
+def choose_cluster(
+    scenario: Scenario,
+    wanted: Wanted,
+    constraints: UserConstraints,
+    *,
+    effort: float | None = None,
+    seed: int = 0,
+) -> tuple[ClusterSpec, tuple[SizeReport, ...]]:
+    """Choose among the first nodes of each group of a cluster; also returns all that was planned on the way.
+
+    More nodes never take longer, since a plan may leave some idle: the fewest that suffice are found by bisection,
+    and within a budget all that it buys are taken. Groups are not combined. UserError where prices are missing, and
+    where nothing is short or cheap enough.
+    """
+    offers = [ClusterSpec(str(group), (group,)) for group in scenario.spec.groups]
+    _check_prices(scenario.spec, wanted)
+
+    def plan(offer: ClusterSpec, nodes: int) -> SizeReport:
+        part = scenario.on(offer.with_nodes(nodes))
+        return _plan(part, constraints, effort or _PART * default_effort(part.spec), seed)
+
+    if wanted.price_per_hour is not None:
+        found = [_buy(scenario, offer, wanted.price_per_hour, plan) for offer in offers]
+    else:
+        assert wanted.step_seconds is not None, "one of the two is wanted"
+        found = [row for offer in offers for row in _bisect(offer, wanted.step_seconds, plan)]
+    best = _choose(found, wanted)
+    spec = next(offer.with_nodes(best.nodes) for offer in offers if offer.groups[0].device.name == best.kind)
+    return spec, tuple(found)
+
+
+def _buy(
+    scenario: Scenario,
+    offer: ClusterSpec,
+    price_per_hour: float,
+    plan: Callable[[ClusterSpec, int], SizeReport],
+) -> SizeReport:
+    """Plan for as many nodes as a budget buys."""
+    one = offer.with_nodes(1)
+    each = one.price_per_hour or 0.0
+    affordable = offer.nodes if not each else min(offer.nodes, int(price_per_hour / each + 1e-9))
+    if affordable:
+        return plan(offer, affordable)
+    return make_size_report(scenario.on(one), None, None, f"a node costs {each:,.4g} an hour")
+
+
+def _bisect(
+    offer: ClusterSpec, seconds: float, plan: Callable[[ClusterSpec, int], SizeReport]
+) -> list[SizeReport]:
+    """Plan for the fewest nodes whose step is short enough, and those tried before, in ascending order."""
+    found = [plan(offer, offer.nodes)]
+    low, high = 0, offer.nodes
+    while high - low > 1 and found[0].step_seconds <= seconds:
+        middle = (low + high) // 2
+        found.append(plan(offer, middle))
+        if found[-1].step_seconds <= seconds:
+            high = middle
+        else:
+            low = middle
+    return sorted(found, key=lambda row: row.nodes)
+
+
+def _choose(rows: Sequence[SizeReport], wanted: Wanted) -> SizeReport:
+    """Choose the best row; UserError where none will do."""
+    fastest = min(rows, key=lambda row: row.step_seconds)
+    if fastest.estimate is None:
+        raise UserError("; ".join(f"{row.cluster} {row.refused}" for row in rows))
+    if wanted.step_seconds is None:
+        return fastest
+    enough = [row for row in rows if row.step_seconds <= wanted.step_seconds]
+    if not enough:
+        raise UserError(
+            f"--target-step: no step of {wanted.step_seconds:g} s: the fastest, on {fastest.cluster}, takes"
+            f" {fastest.step_seconds:.3g} s"
+        )
+    return min(enough, key=lambda row: (row.price_per_hour or 0.0, row.devices, row.step_seconds))
+
+
+def _check_prices(spec: ClusterSpec, wanted: Wanted) -> None:
+    """UserError where prices decide and there are none; of one kind of device, the fewest are cheapest."""
+    if spec.price_per_hour is None and (wanted.price_per_hour is not None or len(spec.groups) > 1):
+        option = "--target-step" if wanted.price_per_hour is None else "--budget"
+        raise UserError(
+            f"{option}: cluster {spec.name} has no prices; give price_per_device_hour for each group of a cluster"
+            " file"
+        )
+    names = [group.device.name for group in spec.groups]
+    if len(set(names)) < len(names):
+        raise UserError(f"cluster {spec.name}: groups to choose from must be of different kinds of devices")
+
+
+def _plan(scenario: Scenario, constraints: UserConstraints, effort: float, seed: int) -> SizeReport:
+    try:
+        found = find_plan(scenario, effort=effort, seed=seed, constraints=constraints)
+    except DoesNotFit as error:
+        return make_size_report(scenario, None, None, describe_shortage(scenario, error.shortage))
+    except UserError as error:
+        return make_size_report(scenario, None, None, str(error))
+    return make_size_report(scenario, estimate_plan(scenario, found.plan), found.result.gap)
