@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import numpy as np
+
 from realrl.families.adapters import LORA_A, is_adapted, list_modules
 from realrl.families.options import LayerOptions
 from realrl.families.quantisation import SCALES
@@ -17,6 +19,7 @@ from realrl.layout.limits import max_kept_logits
 from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
 from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
+from realrl.planner.arrays.arrays import Bools, Ints, Real, tabulate_stages
 
 
 @dataclass(frozen=True)
@@ -213,10 +216,10 @@ class LocalSizes:
             return any(self.trained.embedding)
         return any(self.trained.end)
 
-    def keeps_logits(self, tokens: float, *, cpu: bool) -> bool:
+    def keeps_logits(self, tokens: Real, *, cpu: bool) -> Bools:
         """Tell whether training keeps the logits of so many tokens; those with a cap are not kept on a CPU."""
         capped = self.options.logit_cap is not None and cpu
-        return not capped and tokens * self.padded_vocab <= max_kept_logits(cpu=cpu)
+        return np.asarray(tokens * self.padded_vocab <= (0 if capped else max_kept_logits(cpu=cpu)))
 
     @cached_property
     def layer_elements(self) -> int:
