@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.estimate import Estimate
+from realrl.planner.uncertainty.outlook import Outlook
 
 if TYPE_CHECKING:  # rendering a report needs no cost model and must not import numpy
     from realrl.planner.simulate.scenario import Scenario
@@ -26,6 +27,22 @@ class Preset:
     """Error message if the preset is not possible on this cluster."""
     recompute: bool = False
     """Whether tuning added recomputation that the recipe does not ask for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """Plan that fits, with what is to be expected of it beside the others that do."""
+
+    name: str
+    """`CHOSEN`, `FASTEST`, a preset or plan file, or `RUNNER_UP` with a number."""
+    estimate: Estimate
+    outlook: Outlook
+    parts: int
+    """What makes it complex (`count_parts`)."""
+
+
+CHOSEN, FASTEST, RUNNER_UP = "this one", "fastest found", "runner-up"
+"""Names of plans that have no other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +127,21 @@ class PlanReport:
     candidates: Mapping[str, int]
     """Number of candidates, by call."""
     presets: Mapping[str, Preset]
+    contenders: Mapping[str, Contender]
+    """The chosen plan and those that it was compared with, by name, the fastest first."""
     alternatives: tuple[Alternative, ...]
     """Nearest alternatives, a few for each call."""
     sizes: tuple[SizeReport, ...] = ()
     """Best plans on the requested numbers of nodes, that of this plan included."""
     objective: Objective = "time"
     """Objective by which the number of nodes was chosen."""
+
+    @property
+    def outlook(self) -> Outlook:
+        """What is to be expected of the chosen plan."""
+        return self.contenders[CHOSEN].outlook
+
+    @property
+    def given_up(self) -> Contender | None:
+        """The plan that is predicted to be the fastest, where a simpler one was preferred to it."""
+        return self.contenders.get(FASTEST)
