@@ -32,7 +32,7 @@ from realrl.planner.report.report import CHOSEN, Alternative, PlanReport, Preset
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.uncertainty.ranking import Sampler
+from realrl.planner.uncertainty.ranking import StepSampler
 from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Run
 from realrl.program.memory import StoredModel
@@ -90,7 +90,7 @@ def make_report(scenario: Scenario, chosen: Estimate, **presets: Preset) -> Plan
         evaluations=123_456,
         candidates=options,
         presets=presets,
-        contenders=compare_contenders(scenario, {CHOSEN: chosen} | fitting, Sampler(scenario)),
+        contenders=compare_contenders(scenario, {CHOSEN: chosen} | fitting, StepSampler(scenario)),
         alternatives=(other,),
     )
 

@@ -16,7 +16,7 @@ from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.uncertainty import sampled_steps, spreads
 from realrl.planner.uncertainty.draws import Draws
 from realrl.planner.uncertainty.outlook import LEVEL
-from realrl.planner.uncertainty.ranking import Sampler, find_interval
+from realrl.planner.uncertainty.ranking import StepSampler, find_interval
 from realrl.planner.uncertainty.sampled_steps import sample_step
 from realrl.planner.uncertainty.sources import CallErrors, find_call_errors, widen
 from realrl.planner.uncertainty.spreads import SPREADS, Spread
@@ -45,7 +45,7 @@ def test_nine_in_ten_of_other_samples_lie_in_the_interval() -> None:
     of = scenario()
     inside = []
     for name in ("symmetric", "heuristic", "disjoint"):
-        interval = Sampler(of).compare({name: estimate_plan(of, preset(name, of))})[name].interval
+        interval = StepSampler(of).compare({name: estimate_plan(of, preset(name, of))})[name].interval
         truths = sample_step(of, preset(name, of), Draws(seed=1, count=4000)).step
         inside.append(np.mean([truth in interval for truth in truths]))
     assert inside == pytest.approx([LEVEL] * 3, abs=0.03)
@@ -55,10 +55,10 @@ def test_the_interval_holds_the_prediction_and_is_wider_where_less_is_known() ->
     of = scenario()
     plan = preset("heuristic", of)
     estimate = estimate_plan(of, plan)
-    tables = find_interval(Sampler(of)(plan).step)
+    tables = find_interval(StepSampler(of)(plan).step)
     bare = replace(of.spec.groups[0], device=replace(of.spec.groups[0].device, measured=None))
     unknown = of.on(replace(of.spec, groups=(bare,)))
-    sheets = find_interval(Sampler(unknown)(plan).step)
+    sheets = find_interval(StepSampler(unknown)(plan).step)
     assert estimate.step_seconds in tables
     assert sheets.high / sheets.low > tables.high / tables.low
 
@@ -70,7 +70,7 @@ def test_an_error_of_the_machine_widens_intervals_and_leaves_the_ranking(
     estimates = {name: estimate_plan(of, preset(name, of)) for name in ("symmetric", "heuristic")}
     first = min(estimates, key=lambda name: estimates[name].step_seconds)
     only(monkeypatch, CallErrors("profile", Spread(machine=0.5, call=0.0)))
-    outlooks = Sampler(of).compare(estimates)
+    outlooks = StepSampler(of).compare(estimates)
     assert outlooks[first].fastest == 1.0
     assert outlooks[first].interval.high > 2 * estimates[first].step_seconds
 
@@ -78,8 +78,8 @@ def test_an_error_of_the_machine_widens_intervals_and_leaves_the_ranking(
 def test_the_ranking_of_plans_does_not_depend_on_what_else_is_compared() -> None:
     of = scenario()
     plans = {name: preset(name, of) for name in ("symmetric", "heuristic", "disjoint")}
-    alone = Sampler(of).probability_of(plans["symmetric"], plans["heuristic"])
-    sampler = Sampler(of)
+    alone = StepSampler(of).probability_of(plans["symmetric"], plans["heuristic"])
+    sampler = StepSampler(of)
     sampler.compare({name: estimate_plan(of, plan) for name, plan in reversed(plans.items())})
     assert sampler.probability_of(plans["symmetric"], plans["heuristic"]) == alone
 
@@ -87,17 +87,17 @@ def test_the_ranking_of_plans_does_not_depend_on_what_else_is_compared() -> None
 def test_probabilities_add_up_to_one_and_equal_plans_have_equal_ones() -> None:
     of = scenario()
     estimates = {name: estimate_plan(of, preset(name, of)) for name in ("symmetric", "heuristic", "disjoint")}
-    outlooks = Sampler(of).compare(estimates)
+    outlooks = StepSampler(of).compare(estimates)
     assert sum(outlook.fastest for outlook in outlooks.values()) == pytest.approx(1.0)
-    again = Sampler(of).compare({**estimates, "mine.yaml": estimates["heuristic"]})
+    again = StepSampler(of).compare({**estimates, "mine.yaml": estimates["heuristic"]})
     assert again["mine.yaml"] == again["heuristic"] == outlooks["heuristic"]
 
 
 def test_results_are_those_of_the_seed() -> None:
     of = scenario()
     estimates = {"symmetric": estimate_plan(of, preset("symmetric", of))}
-    assert Sampler(of, 3).compare(estimates) == Sampler(of, 3).compare(estimates)
-    assert Sampler(of, 3).compare(estimates) != Sampler(of, 4).compare(estimates)
+    assert StepSampler(of, 3).compare(estimates) == StepSampler(of, 3).compare(estimates)
+    assert StepSampler(of, 3).compare(estimates) != StepSampler(of, 4).compare(estimates)
 
 
 def calibrated(of: Scenario, ratio: float = 1.5) -> tuple[Scenario, Plan]:
@@ -137,7 +137,7 @@ def test_a_run_narrows_the_interval_of_its_own_plan_most() -> None:
     other = preset("disjoint", before)
 
     def width(of: Scenario, plan: Plan) -> float:
-        interval = find_interval(Sampler(of)(plan).step)
+        interval = find_interval(StepSampler(of)(plan).step)
         return interval.high / interval.low
 
     assert width(after, plan) < 0.75 * width(before, plan)

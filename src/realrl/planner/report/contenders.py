@@ -7,7 +7,7 @@ from realrl.planner.search.plan_search import BestPlan
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.uncertainty.preference import count_parts
-from realrl.planner.uncertainty.ranking import Sampler
+from realrl.planner.uncertainty.ranking import StepSampler
 
 _RUNNERS_UP = 2
 _NEAR = 1.25
@@ -26,7 +26,7 @@ def list_contenders(scenario: Scenario, best: BestPlan) -> dict[str, Contender]:
 
 
 def compare_contenders(
-    scenario: Scenario, found: Mapping[str, Estimate], sampler: Sampler
+    scenario: Scenario, found: Mapping[str, Estimate], sampler: StepSampler
 ) -> dict[str, Contender]:
     """Compare plans by name, the fastest first."""
     ordered = dict(sorted(found.items(), key=lambda item: item[1].step_seconds))

@@ -20,7 +20,7 @@ from realrl.planner.space.build import SearchSpace, build_problem
 from realrl.planner.space.candidates import list_micro_batches
 from realrl.planner.space.problem import Problem
 from realrl.planner.uncertainty.preference import MOST_LONGER, choose_plan
-from realrl.planner.uncertainty.ranking import Sampler
+from realrl.planner.uncertainty.ranking import StepSampler
 from realrl.planner.workload.workload import Workload
 from realrl.program.lower import home_placements, kept_copies, offloaded
 from realrl.program.memory import Memory, list_sharers
@@ -71,7 +71,7 @@ class BestPlan:
     found: FoundPlan
     presets: Mapping[str, Estimate | UserError]
     """Estimates of presets by name, or the error of one that is not possible."""
-    sampler: Sampler
+    sampler: StepSampler
     """Samples of steps under these plans."""
     seconds: float
     """Seconds spent on presets, candidates, search and proof."""
@@ -113,7 +113,7 @@ def find_best_plan(
     fitting = [e for e in estimates.values() if isinstance(e, Estimate) and e.fits]
     searched = _estimate_searched(scenario, found)
     everything = [*searched, *fitting]
-    sampler = Sampler(scenario, seed)
+    sampler = StepSampler(scenario, seed)
     return BestPlan(
         estimate=choose_plan(scenario.graph, sampler, everything),
         fastest=min(everything, key=lambda estimate: estimate.step_seconds),

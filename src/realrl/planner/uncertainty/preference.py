@@ -6,7 +6,7 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.uncertainty.outlook import CONVINCING
-from realrl.planner.uncertainty.ranking import Sampler
+from realrl.planner.uncertainty.ranking import StepSampler
 from realrl.program.lower import home_placements, kept_copies
 
 MOST_LONGER = 0.02
@@ -26,7 +26,7 @@ def count_parts(graph: DataflowGraph, plan: Plan) -> int:
     return len(layouts) + away + copies + len(plan.offload) + len(plan.offload_optimizer)
 
 
-def choose_plan(graph: DataflowGraph, sampler: Sampler, estimates: Sequence[Estimate]) -> Estimate:
+def choose_plan(graph: DataflowGraph, sampler: StepSampler, estimates: Sequence[Estimate]) -> Estimate:
     """Choose the plan with the shortest predicted step, unless a simpler one may well be as fast.
 
     That is the simplest one, by `count_parts`, whose predicted step is at most `MOST_LONGER` longer, and which is
@@ -39,7 +39,7 @@ def choose_plan(graph: DataflowGraph, sampler: Sampler, estimates: Sequence[Esti
     )
 
 
-def _list_rivals(sampler: Sampler, fastest: Estimate, estimates: Iterable[Estimate]) -> list[Estimate]:
+def _list_rivals(sampler: StepSampler, fastest: Estimate, estimates: Iterable[Estimate]) -> list[Estimate]:
     """List plans that may well be as fast as the one that is predicted to be the fastest."""
     near = (e for e in estimates if e.step_seconds <= fastest.step_seconds * (1 + MOST_LONGER))
     return [e for e in near if sampler.probability_of(fastest.plan, e.plan) < CONVINCING]

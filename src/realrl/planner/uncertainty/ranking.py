@@ -14,7 +14,7 @@ from realrl.planner.uncertainty.outlook import LEVEL, Interval, Outlook
 from realrl.planner.uncertainty.sampled_steps import StepSamples, sample_step
 
 
-class Sampler:
+class StepSampler:
     """Samples of steps under several plans of a scenario, with the same errors for all of them."""
 
     def __init__(self, scenario: Scenario, seed: int = 0) -> None:

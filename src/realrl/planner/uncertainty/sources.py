@@ -1,4 +1,4 @@
-"""Source of a call's predicted time, and the sizes of its errors."""
+"""TimeSource of a call's predicted time, and the sizes of its errors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ from realrl.planner.operators.tables import TABULATED, read_tables
 from realrl.planner.profile.corrections import find_nearest
 from realrl.planner.profile.profile import SweepSpread
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.uncertainty.spreads import FUNCTION, SPREADS, TABLES_OF_TERMS, Source, Spread
+from realrl.planner.uncertainty.spreads import FUNCTION, SPREADS, TABLES_OF_TERMS, Spread, TimeSource
 
 _TRANSFERS = ("tensor", "data", "pipeline")
 """Terms of communication."""
@@ -19,9 +19,9 @@ _TRANSFERS = ("tensor", "data", "pipeline")
 
 @dataclass(frozen=True)
 class CallErrors:
-    """Source of a call's time, and the sizes of its errors."""
+    """TimeSource of a call's time, and the sizes of its errors."""
 
-    source: Source
+    source: TimeSource
     spread: Spread
     residuals: Mapping[str, float] = field(default_factory=dict)
     """Error of terms in this call alone: that of the tables they come from."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Source = Literal["run", "profile", "tables", "data sheet"]
+TimeSource = Literal["run", "profile", "tables", "data sheet"]
 """Where the time of a call comes from: a run that has measured the call itself under the same strategy, a profile,
 tables of measured operators, or formulas with figures of data sheets."""
 
@@ -33,7 +33,7 @@ class Spread:
         return self.terms.get(name, self.other_terms)
 
 
-SPREADS: Mapping[Source, Spread] = {
+SPREADS: Mapping[TimeSource, Spread] = {
     # A run on another day. Its own calls have no error but that of their median.
     "run": Spread(machine=0.06, call=0.04),
     # Ranks of a CPU share cores and memory, which costs collectives most; on GPUs there was nothing to compare.

@@ -22,7 +22,7 @@ from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.uncertainty.outlook import Interval
-from realrl.planner.uncertainty.ranking import Sampler, find_interval
+from realrl.planner.uncertainty.ranking import StepSampler, find_interval
 from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Program, Reallocate
 from realrl.program.text import format_instruction
@@ -77,7 +77,7 @@ def predict(info: RunInfo, profile: Profile | None) -> Prediction | None:
         memory=MemoryModel(info.spec),
     )
     plan = info.compiled.train.plan
-    return Prediction(estimate_plan(scenario, plan), find_interval(Sampler(scenario)(plan).repeated))
+    return Prediction(estimate_plan(scenario, plan), find_interval(StepSampler(scenario)(plan).repeated))
 
 
 def compare(info: RunInfo, prediction: Prediction | None, log: "TimingLog") -> Comparison:
