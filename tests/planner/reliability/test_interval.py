@@ -14,8 +14,8 @@ OFTEN = Interruptions(rate=1 / 300, stop=3.0, write=3.0, restart=25.0)
 def fail_at_random(of: Interruptions, step: float, every: int, checkpoints: int, seed: int) -> float:
     """Seconds per step of a run until so many checkpoints are complete, failure by failure.
 
-    A step begins at once after the stop for a checkpoint, which becomes complete later; a failure takes the run back
-    to the last complete one.
+    A step begins at once after the stop for a checkpoint, which becomes complete later; a failure takes the run
+    back to the last complete one.
     """
     rng = random.Random(seed)
     now, next_failure, complete = 0.0, rng.expovariate(of.rate), 0

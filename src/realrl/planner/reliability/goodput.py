@@ -8,7 +8,7 @@ from realrl.plan.communicators import list_rank_sets
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.failures import DAY, Failures
 from realrl.planner.reliability.interval import Interruptions, best_interval, expected_step
-from realrl.planner.reliability.startup import Start, predict_start
+from realrl.planner.reliability.startup import StartEstimate, predict_start
 from realrl.planner.reliability.storage import StorageTraffic, count_saved_bytes, count_traffic
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.scenario import Scenario
@@ -31,7 +31,7 @@ class Goodput:
     """Bytes of a checkpoint, on all ranks together."""
     restart: Mapping[str, float]
     """Seconds of a restart by part."""
-    start: Start
+    start: StartEstimate
 
     @property
     def share(self) -> float:
@@ -111,7 +111,7 @@ def bound_expected_seconds(scenario: Scenario, step_seconds: float) -> float:
     return expected_step(of, step_seconds, 1)
 
 
-def _predict_start(scenario: Scenario, plan: Plan) -> Start:
+def _predict_start(scenario: Scenario, plan: Plan) -> StartEstimate:
     spec = scenario.spec
     models = [plan[call.name] for call in scenario.graph.calls if not call.is_function]
     return predict_start(
@@ -122,7 +122,7 @@ def _predict_start(scenario: Scenario, plan: Plan) -> Start:
     )
 
 
-def _restart_parts(failures: Failures, start: Start, traffic: StorageTraffic) -> Mapping[str, float]:
+def _restart_parts(failures: Failures, start: StartEstimate, traffic: StorageTraffic) -> Mapping[str, float]:
     if failures.restart_seconds is not None:
         return {"as given": failures.restart_seconds}
     return {"notice": failures.notice_seconds, **start.seconds, "read": traffic.read_seconds}

@@ -10,8 +10,8 @@ from realrl.plan.communicators import RankSets, group_splits, list_communicators
 from realrl.planner.cluster.efficiency import Efficiency
 
 _GLOO_ADDRESS = 168
-"""Bytes of a rank's address in the store, beside 8 for each rank of the group: 152 and the name of its host, counted
-with torch 2.13."""
+"""Bytes of a rank's address in the store, beside 8 for each rank of the group: 152 and the name of its host, with
+torch 2.13."""
 _GLOO_REQUESTS = 2
 """Requests to the store for the address of each rank: to wait for it, and to read it."""
 _MEETING = 6
@@ -46,7 +46,7 @@ class StartTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class StartEstimate:
     """Start of all ranks, but for reading weights and checkpoints."""
 
     seconds: Mapping[str, float]
@@ -63,12 +63,12 @@ class Start:
 
 def predict_start(
     rank_sets: RankSets, world: int, *, gpus: bool, efficiency: Efficiency, times: StartTimes | None = None
-) -> Start:
+) -> StartEstimate:
     """Predict the start of ranks with these groups; of one rank, which has none, processes alone."""
     times = times or StartTimes()
     seconds = {"process": times.process, "compile": times.compile * world, "warm-up": times.warm_up}
     if world == 1:
-        return Start(seconds=seconds, sockets=0, communicators=0, store_requests=0, store_bytes=0)
+        return StartEstimate(seconds=seconds, sockets=0, communicators=0, store_requests=0, store_bytes=0)
     everyone = tuple(range(world))
     # The default group, that of `Process.control`, and that of the threads that write checkpoints.
     gloo = [everyone, everyone]
@@ -87,7 +87,7 @@ def predict_start(
         for split in group_splits(others):
             largest = max(len(one.ranks) for one in split)
             seconds["nccl"] += times.split + times.nccl_rank * (times.split_share * world + largest)
-    return Start(
+    return StartEstimate(
         seconds=seconds,
         sockets=sockets,
         communicators=communicators,

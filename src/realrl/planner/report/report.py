@@ -97,7 +97,7 @@ class SizeReport:
         """Price per step in steady state; None if prices are not given, infinite if there is no plan."""
         if self.price_per_hour is None:
             return None
-        return self.repeated_seconds / 3600 * self.price_per_hour
+        return self.repeated_seconds / 3600 * self.price_per_hour if self.estimate else math.inf
 
     @property
     def cost(self) -> float:
