@@ -110,7 +110,7 @@ class Nearest:
 
     @property
     def ratio(self) -> float:
-        """Their geometric mean, weighted by steps."""
+        """Geometric mean of the ratios, weighted by steps."""
         weight = sum(c.steps for c in self.corrections)
         return math.exp(sum(c.steps * math.log(c.ratio) for c in self.corrections) / weight)
 

@@ -182,7 +182,7 @@ class FunctionTime(Settings):
 
 
 class SweepSpread(Settings):
-    """How far sweeps over all sizes differed as a whole: root mean square of each one's ln(seconds / median)."""
+    """Differences between sweeps over all sizes: root mean square of ln(seconds / median) of each as a whole."""
 
     layers: NonNegativeFloat = 0.0
     """Parts of calls."""

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind
@@ -11,6 +12,8 @@ from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.evaluate.shortage import DoesNotFit
+from realrl.planner.reliability.goodput import compute_expected_seconds
+from realrl.planner.reliability.homes import find_better_homes
 from realrl.planner.search.search import DEFAULT_EFFORT, SearchBudget, SearchResult, search_plans
 from realrl.planner.search.variants import Variants
 from realrl.planner.simulate.estimate import Estimate
@@ -114,9 +117,10 @@ def find_best_plan(
     searched = _estimate_searched(scenario, found)
     everything = [*searched, *fitting]
     sampler = StepSampler(scenario, seed)
+    objective = partial(compute_expected_seconds, scenario)
     return BestPlan(
-        estimate=choose_plan(scenario.graph, sampler, everything),
-        fastest=min(everything, key=lambda estimate: estimate.step_seconds),
+        estimate=choose_plan(scenario.graph, sampler, everything, objective),
+        fastest=min(everything, key=objective),
         searched=searched,
         found=found,
         presets=estimates,
@@ -126,11 +130,15 @@ def find_best_plan(
 
 
 def _estimate_searched(scenario: Scenario, found: FoundPlan) -> tuple[Estimate, ...]:
-    """Estimate the plan that was found, a simpler one that is nearly as fast, and runners-up."""
+    """Estimate the plan that was found, others that are nearly as fast, and one that fails at less cost.
+
+    Of the others, one is simpler, and some are runners-up.
+    """
     variants, problem, result = Variants(found.problem), found.problem, found.result
     simple = variants.simplify(result.assignment, result.evaluation.seconds * (1 + MOST_LONGER))
     near = [simple, *variants.find_runners_up(result.assignment, _RUNNERS_UP)]
-    plans = [plan for plan in map(problem.plan, near) if plan != found.plan]
+    plans = [*map(problem.plan, near), *find_better_homes(scenario, problem, result.assignment)]
+    plans = [plan for plan in plans if plan != found.plan]
     estimates = [estimate_plan(scenario, plan) for i, plan in enumerate(plans) if plan not in plans[:i]]
     return estimate_plan(scenario, found.plan), *(estimate for estimate in estimates if estimate.fits)
 

@@ -1,4 +1,4 @@
-"""What is to be expected of a plan: an interval, and the probability that it is the fastest."""
+"""Outlook of a plan: an interval of its step, and the probability that it is the fastest."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is to be expected of a plan beside others."""
+    """Expected step of a plan beside others."""
 
     interval: Interval
     """Seconds of one isolated step."""

@@ -1,6 +1,6 @@
 """Preference for simpler plans where predicted times cannot tell plans apart."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.plan import Plan
@@ -26,20 +26,18 @@ def count_parts(graph: DataflowGraph, plan: Plan) -> int:
     return len(layouts) + away + copies + len(plan.offload) + len(plan.offload_optimizer)
 
 
-def choose_plan(graph: DataflowGraph, sampler: StepSampler, estimates: Sequence[Estimate]) -> Estimate:
-    """Choose the plan with the shortest predicted step, unless a simpler one may well be as fast.
+def choose_plan(
+    graph: DataflowGraph,
+    sampler: StepSampler,
+    estimates: Sequence[Estimate],
+    objective: Callable[[Estimate], float],
+) -> Estimate:
+    """Choose the best plan by an objective in seconds, unless a simpler one may well be as fast.
 
-    That is the simplest one, by `count_parts`, whose predicted step is at most `MOST_LONGER` longer, and which is
-    slower than the fastest plan with a probability below `CONVINCING`; of equally simple ones the fastest.
+    That is the simplest one, by `count_parts`, whose predicted seconds are at most `MOST_LONGER` longer, and whose
+    step is longer than that of the best one with a probability below `CONVINCING`; of equally simple ones the best.
     """
-    fastest = min(estimates, key=lambda estimate: estimate.step_seconds)
-    return min(
-        (fastest, *_list_rivals(sampler, fastest, estimates)),
-        key=lambda estimate: (count_parts(graph, estimate.plan), estimate.step_seconds),
-    )
-
-
-def _list_rivals(sampler: StepSampler, fastest: Estimate, estimates: Iterable[Estimate]) -> list[Estimate]:
-    """List plans that may well be as fast as the one that is predicted to be the fastest."""
-    near = (e for e in estimates if e.step_seconds <= fastest.step_seconds * (1 + MOST_LONGER))
-    return [e for e in near if sampler.probability_of(fastest.plan, e.plan) < CONVINCING]
+    best = min(estimates, key=objective)
+    near = (e for e in estimates if objective(e) <= objective(best) * (1 + MOST_LONGER))
+    rivals = [e for e in near if sampler.probability_of(best.plan, e.plan) < CONVINCING]
+    return min((best, *rivals), key=lambda estimate: (count_parts(graph, estimate.plan), objective(estimate)))

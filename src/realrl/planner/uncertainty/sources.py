@@ -1,4 +1,4 @@
-"""TimeSource of a call's predicted time, and the sizes of its errors."""
+"""Source of a call's predicted time, and the sizes of its errors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ _TRANSFERS = ("tensor", "data", "pipeline")
 
 @dataclass(frozen=True)
 class CallErrors:
-    """TimeSource of a call's time, and the sizes of its errors."""
+    """Source of a call's time, and the sizes of its errors."""
 
     source: TimeSource
     spread: Spread

@@ -38,7 +38,7 @@ class Odds:
 def choose(longer: float, probability: float) -> Estimate:
     """Choose between a complex plan of 10 s and a simple one that takes longer by a fraction."""
     fastest, other = replace(COMPLEX, step_seconds=10.0), replace(SIMPLE, step_seconds=10.0 * (1 + longer))
-    return choose_plan(OF.graph, Odds(probability), [other, fastest])  # type: ignore[arg-type]
+    return choose_plan(OF.graph, Odds(probability), [other, fastest], lambda e: e.step_seconds)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
