@@ -2,8 +2,8 @@
 
 Where a GPU computes, the host launches kernel after kernel, and looks at tokens every few decode steps; the planner
 charges the device for waiting (`Efficiency.look_row_s`, `DeviceKind.kernel_s`). Python, torch's dispatcher and
-autograd take the same time on a machine without a GPU: a layer of a model so small that its arithmetic takes next to
-no time runs on the CPU, and the scheduler as it is. What the driver and Triton's launcher take is not in it.
+autograd take the same time on a machine without a GPU: a layer of a model so small that its arithmetic takes
+next to no time runs on the CPU, and the scheduler as it is. It lacks what the driver and Triton's launcher take.
 
     python bench/host_launches.py
 """

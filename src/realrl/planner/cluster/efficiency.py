@@ -77,8 +77,9 @@ class Efficiency:
     router_passes: float = 6.0
     """Numbers in float32 that are read or written per expert and token, forward as backward: a cast, a softmax,
     and a choice."""
-    logit_bytes: float = 8.0
-    """Bytes of traffic per logit forward, on a GPU: float32 numbers that a product writes and sums read."""
+    logit_bytes: float = 4.0
+    """Bytes of traffic per logit forward, on a GPU: float32 numbers that sums read. A product writes them, here and
+    below, in float32 instead of the model's type."""
     logit_backward_bytes: float = 8.0
     """Bytes of traffic per logit backward, on a GPU: read, beside those of a product that computes it once more,
     and its gradient written."""
@@ -87,9 +88,9 @@ class Efficiency:
     passes."""
     cpu_logit_backward_bytes: float = 50.0
     """Bytes of traffic per logit backward, on a CPU: those of forward again, and exponential, scaling and cast."""
-    sampled_logit_bytes: float = 44.0
-    """Bytes of traffic per logit of a sampled token, all in float32: written, summed, scaled (8), log-probabilities
-    (8), probabilities (8), those in whole blocks (8), and sums of blocks."""
+    sampled_logit_bytes: float = 40.0
+    """Bytes of traffic per logit of a sampled token, all in float32: summed (4), scaled (8), log-probabilities (8),
+    probabilities (8), those in whole blocks (8), and sums of blocks (4)."""
     gathered_logit_bytes: float = 8.0
     """Bytes of traffic to put logits of several TP ranks side by side."""
     minimum_bytes: float = 8.0
@@ -102,9 +103,9 @@ class Efficiency:
     likeliest_bytes: float = 24.0
     """Bytes of traffic per logit to select the likeliest tokens: a radix select reads float32 numbers four times,
     and collects what it has found in two further passes."""
-    gradient_bytes: float = 8.0
-    """Bytes of traffic per parameter of a matrix and micro-batch to accumulate gradients in float32: the product
-    reads and writes the sum, which takes the place of a result of its own."""
+    gradient_bytes: float = 4.0
+    """Bytes of traffic per parameter of a matrix and micro-batch to accumulate gradients: the product reads the
+    sum, and writes it instead of a result of its own, in float32."""
     apart_gradient_bytes: float = 10.0
     """The same where products give gradients of their own, which are added afterwards: of experts on a GPU, and in
     bfloat16 on a CPU."""

@@ -135,13 +135,10 @@ class Roofline:
         )
 
     def accumulate_gradients(self, tokens: float) -> float:
-        """Time what the gradients of a layer's matrices take beside their products, in float32, for a micro-batch.
-
-        A product that adds to the sum itself does not write a result of the model's type.
-        """
+        """Time what the gradients of a layer's matrices take beside their products, for a micro-batch."""
         e, sizes = self.efficiency, self.sizes
         apart = e.apart_gradient_bytes
-        own = apart if self.device.cpu and self.element_bytes < 4 else e.gradient_bytes - self.element_bytes
+        own = apart if self.device.cpu and self.element_bytes < 4 else e.gradient_bytes + self._widened
         if sizes.frozen_matrices:
             return self.traffic(own * sum(adapter.elements for adapter in sizes.adapters))
         visited = count_visited_experts(sizes.shape, tokens)
@@ -154,8 +151,7 @@ class Roofline:
         if self.sizes.head == "scalar":
             return self.traffic(tokens * self.sizes.shape.hidden_size * self.element_bytes)
         rows, e = self.sizes.padded_vocab, self.efficiency
-        # The product's own output is in the type of the model, and counted there.
-        each = e.cpu_logit_bytes if self.device.cpu else e.logit_bytes - self.element_bytes
+        each = e.cpu_logit_bytes if self.device.cpu else e.logit_bytes + self._widened
         return self.matmul(tokens, rows, self.sizes.shape.hidden_size) + self.traffic(each * tokens * rows)
 
     def likeliest(self, tokens: float) -> float:
@@ -211,7 +207,7 @@ class Roofline:
             + e.top_k_bytes * sampling.top_k
             + e.top_p_bytes * sampling.top_p
         )
-        number_bytes = (each - self.element_bytes) * rows * self.sizes.shape.vocab_size
+        number_bytes = (each + self._widened) * rows * self.sizes.shape.vocab_size
         return logits + self._stream(number_bytes, self.count_sampling_operations(sampling) - 1)
 
     def count_sampling_operations(self, sampling: Sampling) -> int:
@@ -271,7 +267,7 @@ class Roofline:
         return self._stream(tokens * values * self.element_bytes, kernels)
 
     def _elementwise_backward(self, tokens: float) -> float:
-        """The same backward."""
+        """Seconds of what a layer reads and writes backward outside products and attention."""
         e, s = self.efficiency, self.sizes
         projected = s.q_dim + 2 * s.kv_dim
         values = (
@@ -288,6 +284,11 @@ class Roofline:
             values += 5 * (s.q_dim + s.kv_dim) + e.head_norm_passes * projected
         kernels = e.backward_operations - 2 * len(s.matmul_shapes) - 1
         return self._stream(tokens * values * self.element_bytes, kernels)
+
+    @property
+    def _widened(self) -> int:
+        """Bytes that a result of a product takes more where it is written in float32, not the model's type."""
+        return max(0, 4 - self.element_bytes)
 
     @property
     def _own_hidden(self) -> float:

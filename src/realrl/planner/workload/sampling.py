@@ -1,4 +1,4 @@
-"""What restricts the tokens that a generate call samples: each takes passes over the vocabulary of its own."""
+"""Restrictions of the tokens that a generate call samples: each takes passes over the vocabulary of its own."""
 
 from dataclasses import dataclass
 from typing import Self
