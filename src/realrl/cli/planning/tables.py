@@ -20,6 +20,7 @@ from realrl.cli.page.text import (
 )
 from realrl.cli.page.words import list_remarks
 from realrl.cli.planning.bars import format_memory_bars, format_time_bars
+from realrl.cli.planning.failures import describe_failures
 from realrl.cli.planning.node_counts_table import make_size_table
 from realrl.config.units import format_bytes
 from realrl.config.words import join
@@ -55,6 +56,8 @@ def _parts(report: PlanReport, source: str) -> Iterator[RenderableType]:
         yield _section(
             "Numbers of nodes", make_size_table(report.sizes, report.scenario.spec.name, report.objective)
         )
+    if report.goodput:
+        yield _section("Failures", *map(Text, describe_failures(report)))
     yield _section("Calls", _calls(chosen, report.scenario))
     yield _section("Reallocations", _moves(chosen)) if chosen.moves else Text("Nothing is reallocated.\n")
     yield _section("Where the devices' time goes", format_time_bars(chosen))

@@ -10,6 +10,7 @@ from realrl.plan.plan import Plan
 from realrl.planner.simulate.estimate import Estimate
 
 if TYPE_CHECKING:  # rendering a report needs no cost model and must not import numpy
+    from realrl.planner.reliability.goodput import Goodput
     from realrl.planner.simulate.scenario import Scenario
 
 Objective = Literal["time", "cost", "step", "budget"]
@@ -64,6 +65,8 @@ class SizeReport:
     """Error message if there is no plan, for example `needs 93 GiB of 79 GiB during actor.train, ...`."""
     price_per_hour: float | None
     """Price of these nodes per hour; None if prices are not given."""
+    goodput: "Goodput | None" = None
+    """Prediction of the run with its failures; None without a rate of failures, or a plan."""
 
     @property
     def plan(self) -> Plan | None:
@@ -72,20 +75,29 @@ class SizeReport:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of one step; infinite if there is no plan."""
+        """Seconds of one step, expected ones where there are failures; infinite if there is no plan."""
+        if self.goodput is not None:
+            return self.goodput.step_seconds
         return self.estimate.step_seconds if self.estimate else math.inf
+
+    @property
+    def repeated_seconds(self) -> float:
+        """Steady-state seconds per step, longer by the share that failures take; infinite if there is no plan."""
+        if self.estimate is None:
+            return math.inf
+        return self.estimate.repeated_seconds / (self.goodput.share if self.goodput else 1.0)
 
     @property
     def device_hours(self) -> float:
         """Device-hours per step in steady state; infinite if there is no plan."""
-        return self.estimate.repeated_seconds * self.devices / 3600 if self.estimate else math.inf
+        return self.repeated_seconds * self.devices / 3600
 
     @property
     def price(self) -> float | None:
         """Price per step in steady state; None if prices are not given, infinite if there is no plan."""
         if self.price_per_hour is None:
             return None
-        return self.estimate.repeated_seconds / 3600 * self.price_per_hour if self.estimate else math.inf
+        return self.repeated_seconds / 3600 * self.price_per_hour if self.estimate else math.inf
 
     @property
     def cost(self) -> float:
@@ -116,3 +128,14 @@ class PlanReport:
     """Best plans on the requested numbers of nodes, that of this plan included."""
     objective: Objective = "time"
     """Objective by which the number of nodes was chosen."""
+    goodput: "Goodput | None" = None
+    """Prediction of the run with its failures; None without a rate of failures."""
+    expected_bound_seconds: float | None = None
+    """Lower bound on the expected step of every plan of the search space, likewise."""
+
+    @property
+    def expected_gap(self) -> float:
+        """Relative optimality gap of the expected step; that of the step without failures."""
+        if self.goodput is None or self.expected_bound_seconds is None:
+            return self.gap
+        return max(0.0, 1 - self.expected_bound_seconds / self.goodput.step_seconds)

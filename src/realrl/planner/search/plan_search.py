@@ -11,6 +11,8 @@ from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.evaluate.shortage import DoesNotFit
+from realrl.planner.reliability.goodput import compute_expected_seconds
+from realrl.planner.reliability.homes import find_better_homes
 from realrl.planner.search.search import DEFAULT_EFFORT, SearchBudget, SearchResult, search_plans
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
@@ -98,7 +100,11 @@ def find_best_plan(
         for name, plan in presets.items()
     }
     fitting = [e for e in estimates.values() if isinstance(e, Estimate) and e.fits]
-    best = min([estimate_plan(scenario, found.plan), *fitting], key=lambda e: e.step_seconds)
+    searched = [found.plan, *find_better_homes(scenario, found.problem, found.result.assignment)]
+    best = min(
+        [*(estimate_plan(scenario, plan) for plan in searched), *fitting],
+        key=lambda estimate: compute_expected_seconds(scenario, estimate),
+    )
     return BestPlan(best, found, estimates, time.monotonic() - begin)
 
 
