@@ -28,3 +28,9 @@ def tabulate_stages(of: Callable[[int], Sequence[int]], pp: Ints) -> Ints:
 def truncate(numbers: Real) -> Ints:
     """Round to whole numbers towards 0, as `int` does."""
     return np.asarray(numbers).astype(np.int64)
+
+
+def apply_each(of: Callable[[int], int], numbers: Ints) -> Ints:
+    """Apply a function to each number, once for equal ones."""
+    different, where = np.unique(numbers, return_inverse=True)
+    return np.array([of(n) for n in different.tolist()])[where]

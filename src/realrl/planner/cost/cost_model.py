@@ -32,7 +32,7 @@ from realrl.planner.profile.corrections import find_correction
 from realrl.planner.profile.profile import Profile
 from realrl.planner.workload.batching import records_per_rank
 from realrl.planner.workload.shard_sizes import LocalSizes
-from realrl.planner.workload.strategies import Strategies, group_alike
+from realrl.planner.workload.strategies import Strategies, group_strategies
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
 from realrl.program.order import changed_sets, changes, set_names
@@ -109,7 +109,7 @@ class CostModel:
             Kind.GENERATE: cost_generation,
         }[call.kind]
         terms: dict[str, Floats] = {}
-        for members, alike in group_alike(strategies):
+        for members, alike in group_strategies(strategies):
             for name, seconds in cost_by_kind(self._context(call, model, first, alike, workload)).items():
                 terms.setdefault(name, np.zeros(len(strategies)))[members] = seconds
         factors = self._corrections(call, model, first, strategies)

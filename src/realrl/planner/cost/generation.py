@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from realrl.planner.arrays.arrays import Floats, Ints, Real, truncate
+from realrl.layout.kv_blocks import REPLACED_TOGETHER, count_graphs, count_steps_per_look, pad_rows
+from realrl.planner.arrays.arrays import Floats, Ints, Real, apply_each, truncate
 from realrl.planner.cost.call_context import CallContext
 from realrl.planner.cost.passes import OutsideLayers, at_last, cost_forward_pass
 from realrl.planner.cost.timing import BatchSize
@@ -30,31 +31,37 @@ class DecodeSegment:
     context: Real
 
 
-def split_decode_steps(work: CallWork, sizes: ManyGenerations, *, shares: bool) -> Iterator[DecodeSegment]:
+def split_decode_steps(
+    work: CallWork, sizes: ManyGenerations, *, steps_per_look: int, shares: bool
+) -> Iterator[DecodeSegment]:
     """Split the decode steps of a call, until its longest sequence ends.
 
-    While rows wait, the cache is full: that takes as long as the tokens of the rows that waited. The last rows are
-    taken to be decoded from their first token on, fewer and fewer of them. Attention reads what a row has in the
-    cache; where it `shares`, it reads a prompt once for all of its rows.
+    A row is decoded until the host looks at its tokens, and replaced together with others. While rows wait, the
+    cache is full: that takes as long as the tokens of the rows that waited. The last rows are taken to be decoded
+    from their first token on, fewer and fewer of them. Attention reads what a row has in the cache; where it
+    `shares`, it reads a prompt once for all of its rows.
     """
-    answers = np.sort(work.answers)
+    answers = np.sort([-(-n // steps_per_look) * steps_per_look for n in work.answers])
     count = len(answers)
     together = sizes.rows / sizes.prompts
     most = sizes.rows_at_a_time
     mean = answers.mean()
     # A row is met at a random one of its tokens: longer ones more often.
-    own = (answers**2).mean() / (2 * mean)
+    own = (answers * (answers - 1)).mean() / (2 * mean)
     read = 1 / together if shares else 1.0
-    yield DecodeSegment((sizes.rows - most) * mean / most, most, read * work.mean + own)
+    # Rows of one length end together; of others, half of those that are replaced at a time have ended.
+    waiting = 0.0 if answers[0] == answers[-1] else 1 / (2 * REPLACED_TOGETHER)
+    yield DecodeSegment((sizes.rows - most) * mean / (most * (1 - waiting)), most, read * work.mean + own)
     # Of n draws the largest is at the quantile n / (n + 1), on average.
     steps = answers[np.minimum(count - 1, truncate(count * most / (most + 1)))]
     for i in range(_SEGMENTS):
         begin = steps * i / _SEGMENTS
         end = steps * (i + 1) / _SEGMENTS
-        alive = np.maximum(1 / most, 1 - np.searchsorted(answers, begin, side="right") / count)
+        alive = np.maximum(1 / most, (count - np.searchsorted(answers, begin, side="right")) / count)
         # Prompts that are left, per row that is left.
         read = (1 - (1 - alive) ** together) / (alive * together) if shares else 1.0
-        context = read * work.mean + (begin + end + 1) / 2
+        # The first step of a row reads its prompt, whose last token is its input.
+        context = read * work.mean + (begin + end - 1) / 2
         yield DecodeSegment(end - begin, np.maximum(1.0, most * alive), context)
 
 
@@ -85,10 +92,23 @@ def cost_generation(context: CallContext) -> Mapping[str, Floats]:
     )
     terms = cost_forward_pass(context, passes, timing.prefill(size), outside)
     terms["decode"] = np.zeros(len(sizes.rows))
-    for segment in split_decode_steps(work, sizes, shares=cpu):
+    looked = count_steps_per_look(cpu=cpu)
+    for segment in split_decode_steps(work, sizes, steps_per_look=looked, shares=cpu):
         for name, seconds in _cost_decode_step(context, sizes.batches, segment).items():
             terms[name] = terms[name] + segment.steps * seconds
+    if timing.decodes_by_graphs:
+        alike = min(work.answers) == max(work.answers)
+        graphs = 1 if alike else apply_each(count_graphs, sizes.rows_per_batch)
+        terms["launch"] = terms["launch"] + sizes.batches * graphs * _cost_graph(context)
     return terms
+
+
+def _cost_graph(context: CallContext) -> Floats:
+    """Seconds of the host for a graph: its step is first launched kernel by kernel, and then captured."""
+    timing = context.timing
+    layers = context.layers.max(axis=0) * (timing.decode_operations + 2 * (context.strategies.tp > 1))
+    operations = layers + timing.roofline.count_sampling_operations(context.work.sampling)
+    return 2 * operations * timing.device.kernel_s
 
 
 def _cost_decode_step(context: CallContext, batches: Ints, segment: DecodeSegment) -> dict[str, Floats]:
@@ -100,11 +120,16 @@ def _cost_decode_step(context: CallContext, batches: Ints, segment: DecodeSegmen
     timing = context.timing
     layers = context.layers
     pp = context.strategies.pp
-    rows = np.maximum(1.0, segment.rows / batches)
-    layer = timing.decode(rows, segment.context)
-    sample = timing.sample(rows)
+    own_rows = np.maximum(1.0, segment.rows / batches)
+    # A GPU computes as many rows as its graph has, of which some have no keys.
+    rows = own_rows if timing.device.cpu else apply_each(pad_rows, truncate(np.ceil(own_rows)))
+    layer = timing.decode(rows, segment.context * own_rows / rows)
+    sample = timing.sample(rows, context.work.sampling)
     layer_communication = context.layer_communication(rows)
-    wait = np.maximum(0.0, layer.host + layer_communication.host - layer.device - layer_communication.device)
+    wait: Real = 0.0
+    if not timing.decodes_by_graphs:
+        waited = layer.host + layer_communication.host - layer.device - layer_communication.device
+        wait = np.maximum(0.0, waited)
     outside = OutsideLayers(
         every=timing.decode_step_overhead(rows),
         last=sample.device,
@@ -113,7 +138,7 @@ def _cost_decode_step(context: CallContext, batches: Ints, segment: DecodeSegmen
     )
     own = layers * layer.device + outside.own(pp)
     communication = layers * layer_communication.device + outside.communication(pp)
-    waits = layers * wait + at_last(pp, sample.wait)
+    waits = layers * wait + at_last(pp, sample.wait) + timing.look(own_rows)
     # Each stage receives once and sends once; the last hop sends the sampled tokens back to the first stage.
     hop = context.hop(rows)
     stages = np.where(np.arange(len(layers))[:, None] < pp, own + communication + waits + hop, 0.0)

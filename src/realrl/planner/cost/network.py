@@ -17,8 +17,8 @@ from realrl.planner.workload.strategies import Strategies
 GroupKind = Literal["tp", "dp", "mesh", "embedding"]
 """Process groups of a placement.
 
-tp: ranks that shard the same matrices. dp: ranks that hold the same parameters. mesh: all ranks. embedding: first and
-last stage of each pipeline."""
+tp: ranks that shard the same matrices. dp: ranks that hold the same parameters. mesh: all ranks. embedding: first
+and last stage of each pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,18 +114,21 @@ class Network:
         return np.where(size > per_node, between, inside)
 
     def _ring(self, kind: GroupKind) -> Ring:
-        """Build a ring; groups that communicate at the same time share the network of a node."""
+        """Build a ring; groups that communicate at the same time share the network of a node.
+
+        A part passes every link of the ring but one, of which as many cross nodes as there are nodes.
+        """
         device = self.group.device
         s = self.strategies
         degrees = zip(s.dp.tolist(), s.pp.tolist(), strict=True)
         spans = [_find_span(kind, dp, s.tp, pp, self.group.devices_per_node) for dp, pp in degrees]
         size, nodes, through = np.array(spans, dtype=np.int64).reshape(-1, 3).T
         shared = np.minimum(device.link_bytes_per_s, self.group.node_bytes_per_s / np.maximum(through, 1))
-        apart = max(device.link_latency_s, device.node_latency_s)
+        crossing = np.where(through > 0, nodes / size, 0.0)
         return Ring(
             size=size,
             bytes_per_s=np.where(through > 0, shared, device.link_bytes_per_s) * self.efficiency.link,
-            hop_s=np.where(through > 0, apart, device.link_latency_s),
+            hop_s=crossing * device.node_latency_s + (1 - crossing) * device.link_latency_s,
             nodes=nodes,
             profile=self.profile,
             operators=find_operators(device),

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from realrl.layout.limits import bucket_count
-from realrl.planner.arrays.arrays import Floats, Ints, Real, tabulate_stages
+from realrl.layout.limits import GATHER_STAGES, bucket_count
+from realrl.planner.arrays.arrays import Floats, Ints, Real, apply_each, tabulate_stages
 from realrl.planner.cost.call_context import CallContext
 from realrl.planner.cost.timing import BatchSize, DeviceHostTime
 from realrl.planner.workload.batching import ManyChunks, split_all_work
@@ -44,7 +44,7 @@ def _by_stage(pp: Ints, every: Real, first: Real, last: Real) -> Floats:
 
 
 def at_last(pp: Ints, seconds: Real) -> Floats:
-    """Seconds of the last stage alone, [stages, strategies]."""
+    """Put seconds at the last stage alone, [stages, strategies]."""
     return np.where(np.arange(pp.max())[:, None] == pp - 1, seconds, 0.0)
 
 
@@ -115,7 +115,7 @@ def _cost_gradient_reduction(context: CallContext, elements: Ints, last_pass: Re
     that several TP ranks or stages sum first. Partial gradients of small tensors are summed apart.
     """
     network = context.network
-    num_buckets = _count_buckets(elements)
+    num_buckets = apply_each(bucket_count, elements)
     seconds = num_buckets * network.dp_group.reduce_scatter(4 * elements / num_buckets)
     small = 3 * network.dp_group.all_reduce(_SMALL)
     late = seconds * _find_late_share(context, elements)
@@ -123,10 +123,6 @@ def _cost_gradient_reduction(context: CallContext, elements: Ints, last_pass: Re
     first = np.where(early > 0, seconds / num_buckets, 0.0)
     exposed = np.maximum(early - last_pass * context.overlap, first)
     return small + _cost_partial_gradients(context) + late + exposed
-
-
-def _count_buckets(elements: Ints) -> Ints:
-    return np.array([bucket_count(n) for n in elements.tolist()])
 
 
 def _find_late_share(context: CallContext, elements: Ints) -> Real:
@@ -162,11 +158,12 @@ def _cost_partial_gradients(context: CallContext) -> Real:
 
 
 def _cost_parameter_gather(context: CallContext, elements: Ints, update: Real) -> Floats:
-    """Exposed seconds of the parameter all-gather, which overlaps the update of the next bucket."""
-    num_buckets = _count_buckets(elements)
+    """Exposed seconds of the parameter all-gather: groups of buckets are gathered while the next one is updated."""
+    num_buckets = apply_each(bucket_count, elements)
     bucket_bytes = context.timing.element_bytes * elements / num_buckets
     seconds = num_buckets * context.network.dp_group.all_gather(bucket_bytes)
-    return np.maximum(seconds - update * context.overlap, seconds / num_buckets)
+    last = 1 / np.minimum(GATHER_STAGES, num_buckets)
+    return np.maximum(seconds - update * (1 - last) * context.overlap, seconds * last)
 
 
 def cost_inference(context: CallContext) -> Mapping[str, Floats]:

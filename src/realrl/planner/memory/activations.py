@@ -27,7 +27,7 @@ from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.strategies import Strategies
 
 Parts = Mapping[str, Ints]
-"""Bytes of `activations`, `logits`, `cache` and `packed weights` at one moment, [stages, strategies] or less."""
+"""Bytes of `activations`, `logits`, `cache`, `packed weights` and `graphs` at one moment, [stages, strategies]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,8 @@ class Activations:
     sample: Ints
     candidates: Candidates | None = None
     """Those of the call."""
+    decode_graphs: bool = False
+    """Whether decode steps are CUDA graphs."""
 
     def inferring(self, tokens: Real, *, stage: Ints, chunks: Ints) -> Parts:
         """Compute the peak of an inference call: in a layer, or at the logits."""
@@ -62,7 +64,8 @@ class Activations:
         """Compute the peak of a generate call: as weights are packed, in a layer, or while tokens are sampled.
 
         `tokens` count the prompts of a forward pass, `rows` the sequences of one of the `batches` of rows that are
-        decoded, and `cached` the tokens that the KV cache has room for.
+        decoded, and `cached` the tokens that the KV cache has room for. Graphs of decode steps hold in memory of
+        their own what such a step takes; the first step of each number of rows is none.
         """
         last = stage == self._last
         held: dict[str, Ints] = {"cache": self.cache(cached, layers)}
@@ -72,6 +75,10 @@ class Activations:
             packing = packing_bytes(self.sizes, self.dtype, head=last)
             moments.append({"packed weights": packed + packing})
             held["packed weights"] = packed
+        decoded = {"activations": self._forward(rows, stage, batches)}
+        sampled = _only(last, {"logits": self.logits.sampled(rows)})
+        if self.decode_graphs:
+            held["graphs"] = total(_peak(decoded, sampled))
         # The receives of other batches are posted.
         expected = (batches - 1) * self._expected(tokens, stage, batches - 1)
         prefill = {"activations": self._forward(tokens, stage, batches) + expected}
@@ -80,8 +87,7 @@ class Activations:
         little = expected + self.layer.rotation_bytes(tokens)
         little = little + self.layer.bytes(tokens, received + self.layer.projected)
         prefill["activations"] = np.where(last & (layers == 1), little, prefill["activations"])
-        moments += [held | prefill, held | {"activations": self._forward(rows, stage, batches)}]
-        moments.append(_only(last, held | {"logits": self.logits.sampled(rows)}))
+        moments += [held | prefill, held | decoded, {**held, **sampled}]
         return _peak(*moments)
 
     def training(
@@ -194,7 +200,7 @@ def _peak(*moments: Parts) -> Parts:
 
 
 def total(parts: Parts) -> Ints:
-    """Bytes of all parts together."""
+    """Add up all parts."""
     return np.asarray(sum(parts.values()))
 
 

@@ -22,8 +22,8 @@ from realrl.planner.workload.strategies import Strategies
 class LayerMemory:
     """Activation sizes of a layer.
 
-    `lengths` are samples of sequence lengths, `sample` that of each strategy; they matter where attention pads sequences: on a GPU in float32, and
-    where layers have a cap or sinks.
+    `lengths` are samples of sequence lengths, `sample` that of each strategy; they matter where attention pads
+    sequences: on a GPU in float32, and where layers have a cap or sinks.
     """
 
     sizes: LocalSizes

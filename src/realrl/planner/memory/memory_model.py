@@ -23,6 +23,7 @@ from realrl.planner.memory.activations import Activations, Parts, total
 from realrl.planner.memory.candidates import add_candidates
 from realrl.planner.memory.communicators import count_layout_bytes, world_bytes
 from realrl.planner.memory.packed_weights import packed_matrix_bytes
+from realrl.planner.memory.reserves import DRIVER_BYTES, FRAGMENTATION, PROCESS_BYTES
 from realrl.planner.memory.routed_experts import add_routed_experts
 from realrl.planner.workload.batching import split_all_work
 from realrl.planner.workload.generation import split_generations
@@ -32,24 +33,15 @@ from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
 
 _FLOAT32 = 4
-_GIB = 1 << 30
-DRIVER_BYTES = int(0.6 * _GIB)
-"""Memory reserved by driver and libraries on a GPU: the CUDA context and the kernels that are used."""
-PROCESS_BYTES = 4 * _GIB
-"""Host memory reserved for a device's process: torch, CUDA, and a file of weights while a model is saved."""
-FRAGMENTATION = 0.1
-"""Fraction of dynamic memory that the caching allocator holds but cannot use.
-
-Static memory consists of a few flat buffers and does not fragment; nor do the cache and packed weights, which a
-call holds from its beginning to its end."""
-_LASTING = ("cache", "packed weights")
+_LASTING = ("cache", "packed weights", "graphs")
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
     """Bytes on one device: `static` while it holds a role, `dynamic` while a call runs.
 
-    static: parameters, gradients, optimizer. dynamic: activations, logits, cache, packed weights, fragmentation.
+    static: parameters, gradients, optimizer. dynamic: activations, logits, cache, packed weights, graphs,
+    fragmentation.
     """
 
     static: Mapping[str, int]
@@ -208,6 +200,8 @@ class MemoryModel:
             lengths=chunks.peak_lengths,
             sample=chunks.peak,
             candidates=call.candidates,
+            decode_graphs=self.efficiency.decode_graphs
+            and sizes.runs_ahead(_dtype(model, strategies), exact=model.exact, cpu=cpu),
         )
         layers = tabulate_stages(
             lambda pp: list(map(len, stage_layers(model.shape.layers, pp))), strategies.pp

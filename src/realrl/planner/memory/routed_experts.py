@@ -24,7 +24,8 @@ def add_routed_experts(
     """Add what a stage of `layers` holds of them to the peak of a call.
 
     `tokens` are those of the cache where the call generates, which has a record beside keys and values, else of a
-    micro-batch, `rank_records` the records of a rank. Host memory, that of the device on a CPU, has those of all items: of the step, and of the call.
+    micro-batch, `rank_records` the records of
+    a rank. Host memory, that of the device on a CPU, has those of all items: of the step, and of the call.
     """
     if shape.mixture is None or not (call.records_experts or any(call.replays)):
         return parts

@@ -35,6 +35,8 @@ ROUNDS: dict[Reduction, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatte
 """How many times a ring passes all parts on."""
 TABULATED: Dtype = "bfloat16"
 """Type of the operands of all operators in the tables."""
+FLASH3 = frozenset({"h100", "h200"})
+"""Tables whose attention is that of FlashAttention 3."""
 MOST_RANKS = 8
 """Largest group that has been measured."""
 
@@ -54,6 +56,11 @@ class Operators:
     def product(self, rows: Real, outputs: Real, inputs: Real) -> Floats:
         """Time a product of [rows, inputs] and [inputs, outputs]."""
         return self._time("product", place_product(self.device, rows, outputs, inputs))
+
+    @property
+    def flash3(self) -> bool:
+        """Whether attention was measured with FlashAttention 3."""
+        return self.device.measured in FLASH3
 
     def prefill(
         self,

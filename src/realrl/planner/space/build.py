@@ -126,6 +126,8 @@ class _Builder:
             strategies = [
                 strategy for size in alike for strategy in self._strategies(call, alike[size][0], tokens)
             ]
+            if not strategies:
+                continue
             first = next(iter(alike.values()))[0].first
             ways = list_ways(self.scenario, call, first, strategies, shares=self._shares(call))
             for size, meshes in alike.items():

@@ -10,7 +10,7 @@ from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.arrays.arrays import Bools, Floats, Ints
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.problem import Candidate
-from realrl.planner.workload.strategies import group_alike
+from realrl.planner.workload.strategies import group_strategies
 from realrl.program.memory import StoredModel
 from realrl.program.order import changed_sets
 
@@ -84,7 +84,7 @@ def list_ways(
     model = scenario.models[call.model_role]
     n = len(strategies)
     weights, resident, whole, base = (np.zeros(n) for _ in range(4))
-    for members, alike in group_alike(strategies):
+    for members, alike in group_strategies(strategies):
         needs = scenario.memory.needs(call, model, first, alike, scenario.workload)
         there = np.arange(int(alike.pp.max()))[:, None] < alike.pp
         static = sum(needs.static.values())
@@ -152,7 +152,7 @@ def _offload_parameters(
     }
     state = _states(scenario, model, some)[0] if call.kind is Kind.TRAIN else np.zeros(len(some))
     sizes: dict[str, Floats] = {}
-    for members, alike in group_alike([some.strategies[i] for i in some.strategy.tolist()]):
+    for members, alike in group_strategies([some.strategies[i] for i in some.strategy.tolist()]):
         for name, size in scenario.memory.largest_sets(model, alike).items():
             sizes.setdefault(name, np.zeros(len(some)))[members] = size
     copies = {name: np.asarray(scenario.cost.offload(size, first)) for name, size in sizes.items()}
@@ -172,6 +172,6 @@ def _offload_parameters(
 def _states(scenario: Scenario, model: StoredModel, ways: Ways) -> tuple[Floats, Floats]:
     """Bytes that optimizer offloading frees on the peak device, and those that it keeps on the host."""
     state, kept = np.zeros(len(ways)), np.zeros(len(ways))
-    for members, alike in group_alike([ways.strategies[i] for i in ways.strategy.tolist()]):
+    for members, alike in group_strategies([ways.strategies[i] for i in ways.strategy.tolist()]):
         state[members], kept[members] = scenario.memory.states(model, alike)
     return state, kept

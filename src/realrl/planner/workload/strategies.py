@@ -37,7 +37,7 @@ class Strategies:
         )
 
 
-def group_alike(strategies: Sequence[Strategy]) -> list[tuple[Ints, Strategies]]:
+def group_strategies(strategies: Sequence[Strategy]) -> list[tuple[Ints, Strategies]]:
     """Group strategies by what arrays of them have in common: indices, and the strategies there."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, s in enumerate(strategies):
