@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from realrl.planner.search.plan_search import UserConstraints
     from realrl.planner.simulate.scenario import Scenario
     from realrl.runtime.prepare.fit.change import Draft
-    from realrl.runtime.trials.halving import Trials
+    from realrl.runtime.trials.halving import PlanTrials
     from realrl.runtime.trials.try_plans import TrialSettings
 
 PlanRecipe = Annotated[
@@ -191,7 +191,7 @@ def plan(
 
 def _print(
     report: "PlanReport", source: str, trial: "TrialSettings | None", *, as_json: bool
-) -> "Trials | None":
+) -> "PlanTrials | None":
     """Print the report, and what plans took that are to be tried."""
     from realrl.cli.planning.tables import print_report
     from realrl.cli.planning.trials import run_trials, trials_to_json

@@ -12,7 +12,7 @@ from realrl.planner.profile.profile import Profile
 from realrl.planner.report.make import make_report
 from realrl.runtime.processes.signals import Interrupted
 from realrl.runtime.trials import try_plans as trying
-from realrl.runtime.trials.halving import Trials
+from realrl.runtime.trials.halving import PlanTrials
 from realrl.runtime.trials.local_runs import LocalRuns
 from realrl.runtime.trials.try_plans import TrialSettings, choose_contenders, try_plans
 from tests.conftest import World
@@ -110,7 +110,7 @@ def test_an_interruption_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch
 
 def test_without_a_measurement_the_chosen_plan_stays() -> None:
     report = make_report(scenario("a100-80g:1x2"), effort=30_000)
-    assert trying.find_fastest_plan(report, Trials.of(report.contenders)) == report.chosen.plan
+    assert trying.find_fastest_plan(report, PlanTrials.of(report.contenders)) == report.chosen.plan
 
 
 def test_a_run_that_only_measures_leaves_no_models_and_no_checkpoints(world: World, tmp_path: Path) -> None:

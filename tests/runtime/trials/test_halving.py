@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from realrl.planner.calibration.comparison import Comparison
-from realrl.runtime.trials.halving import OutOfTime, TrialFailed, Trials
+from realrl.runtime.trials.halving import OutOfTime, PlanTrials, TrialFailed
 from tests.planner.profiles.test_calibrate import run
 
 Asked = list[tuple[str, int]]
@@ -23,7 +23,7 @@ def measuring(seconds: Mapping[str, float], asked: Asked) -> Callable[[str, int]
 
 def test_the_faster_half_runs_twice_as_long_until_one_is_left() -> None:
     asked: Asked = []
-    trials = Trials.of("abcd")
+    trials = PlanTrials.of("abcd")
     trials.run(measuring({"a": 4.0, "b": 1.0, "c": 3.0, "d": 2.0}, asked), 3)
     assert asked == [("a", 3), ("b", 3), ("c", 3), ("d", 3), ("b", 6), ("d", 6)]
     assert trials.complete and trials.fastest is trials.tried["b"]
@@ -32,14 +32,14 @@ def test_the_faster_half_runs_twice_as_long_until_one_is_left() -> None:
 
 def test_of_three_plans_two_go_on() -> None:
     asked: Asked = []
-    trials = Trials.of("abc")
+    trials = PlanTrials.of("abc")
     trials.run(measuring({"a": 1.0, "b": 2.0, "c": 3.0}, asked), 5)
     assert asked[3:] == [("a", 10), ("b", 10)]
 
 
 def test_all_steps_of_a_plan_count_so_that_a_lucky_start_does_not_decide() -> None:
     times = {("a", 3): 1.0, ("a", 6): 3.0, ("b", 3): 2.0, ("b", 6): 2.0, ("c", 3): 1.9, ("c", 6): 1.9}
-    trials = Trials.of("abc")
+    trials = PlanTrials.of("abc")
     trials.run(lambda name, steps: run({"actor.train": times[name, steps]}, steps=steps), 3)
     assert trials.tried["a"].seconds == pytest.approx((3 * 1.0 + 6 * 3.0) / 9)
     assert trials.fastest is trials.tried["c"]
@@ -54,7 +54,7 @@ def test_a_plan_that_fails_is_dropped_and_the_others_go_on() -> None:
             raise TrialFailed("out of memory")
         return measure(name, steps)
 
-    trials = Trials.of("abc")
+    trials = PlanTrials.of("abc")
     trials.run(failing, 3)
     assert trials.tried["a"].failure == "out of memory"
     assert trials.fastest is trials.tried["c"] and trials.complete
@@ -64,7 +64,7 @@ def test_where_every_plan_fails_none_is_the_fastest() -> None:
     def failing(name: str, steps: int) -> Comparison:
         raise TrialFailed(name)
 
-    trials = Trials.of("ab")
+    trials = PlanTrials.of("ab")
     trials.run(failing, 3)
     assert trials.fastest is None
     assert [trial.failure for trial in trials.tried.values()] == ["a", "b"]
@@ -80,7 +80,7 @@ def test_what_is_known_when_the_time_is_up_counts(before: int, fastest: str | No
             raise OutOfTime
         return measure(name, steps)
 
-    trials = Trials.of("abc")
+    trials = PlanTrials.of("abc")
     trials.run(limited, 3)
     assert not trials.complete
     assert (trials.fastest.name if trials.fastest else None) == fastest

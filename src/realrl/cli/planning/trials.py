@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from realrl.planner.report.report import PlanReport
-    from realrl.runtime.trials.halving import Trial, Trials
+    from realrl.runtime.trials.halving import PlanTrials, Trial
     from realrl.runtime.trials.try_plans import TrialSettings
 
 TryOption = Annotated[
@@ -27,7 +27,7 @@ TryMinutes = Annotated[
 ]
 
 
-def run_trials(report: "PlanReport", settings: "TrialSettings", *, quiet: bool) -> "Trials":
+def run_trials(report: "PlanReport", settings: "TrialSettings", *, quiet: bool) -> "PlanTrials":
     """Try the best plans of a report, print what they took unless `quiet`, and remember it in the profile."""
     from realrl.config.paths import local_path
     from realrl.runtime.trials.try_plans import remember_trials, try_plans
@@ -52,7 +52,7 @@ def say_trial(trial: "Trial") -> None:
     typer.echo(f"try: {trial.name}: {format_seconds(run.step.median)} a step, of {run.step.steps}", err=True)
 
 
-def print_trials(trials: "Trials", console: "Console | None" = None) -> None:
+def print_trials(trials: "PlanTrials", console: "Console | None" = None) -> None:
     """Print the plans that were tried, the fastest first."""
     from rich.console import Console
     from rich.text import Text
@@ -88,7 +88,7 @@ def _figures(trial: "Trial") -> tuple[str, ...]:
     )
 
 
-def _remark(trial: "Trial", trials: "Trials") -> str:
+def _remark(trial: "Trial", trials: "PlanTrials") -> str:
     if trial.failure:
         return f"failed: {trial.failure}"
     if trial is trials.fastest:
@@ -96,7 +96,7 @@ def _remark(trial: "Trial", trials: "Trials") -> str:
     return "" if trial.runs else "not tried"
 
 
-def trials_to_json(trials: "Trials") -> dict[str, Any]:
+def trials_to_json(trials: "PlanTrials") -> dict[str, Any]:
     """Convert what was measured to dicts, lists, text, numbers and None."""
     fastest = trials.fastest
     return {

@@ -43,7 +43,7 @@ class Trial:
 
 
 @dataclass
-class Trials:
+class PlanTrials:
     """Plans that are tried, by name, and those still in the contest."""
 
     tried: dict[str, Trial]
@@ -52,7 +52,7 @@ class Trials:
     """Whether the contest was decided; else it was ended by the time limit or the user."""
 
     @classmethod
-    def of(cls, names: Iterable[str]) -> "Trials":
+    def of(cls, names: Iterable[str]) -> "PlanTrials":
         """Begin with these plans."""
         tried = {name: Trial(name) for name in names}
         return cls(tried, list(tried))

@@ -20,7 +20,7 @@ from realrl.runtime.launcher.launch import check_local
 from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.gpu import ask_machine
 from realrl.runtime.processes.signals import Interrupted
-from realrl.runtime.trials.halving import Trial, Trials
+from realrl.runtime.trials.halving import PlanTrials, Trial
 from realrl.runtime.trials.local_runs import LocalRuns
 
 _LEAST_STEPS, _MOST_STEPS = 3, 20
@@ -82,14 +82,14 @@ def choose_contenders(report: PlanReport, count: int) -> dict[str, Contender]:
     return dict(list(chosen.items())[:count])
 
 
-def try_plans(report: PlanReport, settings: TrialSettings, say: Callable[[Trial], None]) -> Trials:
+def try_plans(report: PlanReport, settings: TrialSettings, say: Callable[[Trial], None]) -> PlanTrials:
     """Try the best plans of a report for a few steps each, and keep the fastest by successive halving.
 
     `say` is called after each run. An interruption ends it with what is known. UserError where no plan runs.
     """
     contenders = choose_contenders(report, settings.count)
     plans = {name: contender.estimate.plan for name, contender in contenders.items()}
-    trials = Trials.of(plans)
+    trials = PlanTrials.of(plans)
     shortest = min(contender.estimate.step_seconds for contender in contenders.values())
     steps = min(_MOST_STEPS, max(_LEAST_STEPS, ceil(_ENOUGH_SECONDS / shortest)))
     with tempfile.TemporaryDirectory(prefix="realrl-try-") as scratch:
@@ -107,13 +107,13 @@ def try_plans(report: PlanReport, settings: TrialSettings, say: Callable[[Trial]
     return trials
 
 
-def find_fastest_plan(report: PlanReport, trials: Trials) -> Plan:
+def find_fastest_plan(report: PlanReport, trials: PlanTrials) -> Plan:
     """Find the plan that was the fastest as measured; the chosen one where none was measured."""
     fastest = trials.fastest
     return report.chosen.plan if fastest is None else report.contenders[fastest.name].estimate.plan
 
 
-def remember_trials(trials: Trials, path: Path) -> None:
+def remember_trials(trials: PlanTrials, path: Path) -> None:
     """Correct the profile in a file by what was measured, so that following predictions know of it."""
     profile = Profile.load(path)
     for trial in trials.tried.values():
