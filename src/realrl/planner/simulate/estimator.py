@@ -25,12 +25,16 @@ def estimate_plan(scenario: Scenario, plan: Plan) -> Estimate:
     kept = kept_copies(graph, plan, homes)
     programs = lower(graph, plan, homes, kept, scenario.parts)
     durations = Durations(scenario, plan)
-    simulation = simulate(programs, durations)
+    simulation = simulate(programs, durations, reporting=durations.reporting)
     repeated = 0.0
     for due, share in share_steps(graph.periods).items():
         steps = simulation
         if due != graph.periods:
-            steps = simulate(lower(graph.with_due(due), plan, homes, kept, scenario.parts), durations)
+            steps = simulate(
+                lower(graph.with_due(due), plan, homes, kept, scenario.parts),
+                durations,
+                reporting=durations.reporting,
+            )
         repeated += share * steps.repeated_seconds
     memory = Memory(scenario.models, homes, offloaded(plan), kept)
     return Estimate(

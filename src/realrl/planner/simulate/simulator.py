@@ -16,6 +16,7 @@ from realrl.program.instructions import (
     Send,
     ShareLengths,
 )
+from realrl.program.lower import WRITER
 from realrl.program.text import format_instruction
 
 STEPS = 5
@@ -58,18 +59,23 @@ class Simulation:
 
 
 def simulate(
-    programs: Sequence[Program], seconds: Callable[[Instruction], float], steps: int = STEPS
+    programs: Sequence[Program],
+    seconds: Callable[[Instruction], float],
+    steps: int = STEPS,
+    *,
+    reporting: float = 0.0,
 ) -> Simulation:
     """Simulate several steps of programs that `validate` accepts.
 
-    `seconds`: duration of an instruction once all participants and inputs have arrived. The simulator blocks where
+    `seconds`: duration of an instruction once all participants and inputs have arrived; `reporting`: seconds that the
+    rank which writes has to do between two steps, while others begin the next one. The simulator blocks where
     workers block: ranks of a call start together, as do those of a reallocation that sends anything. Sends, and the
     sender's side of a report, do not block, but a rank starts its next step only when all its messages have been
     received, because gloo does not buffer for a receiver that has not posted. Nothing else synchronises ranks.
     Functions run beside the instructions that follow, on each rank by itself and one after the other, until their
     outputs or metrics are sent or the step ends. SimulationError for a deadlock.
     """
-    return _Simulator(programs, seconds, steps).run()
+    return _Simulator(programs, seconds, steps, reporting).run()
 
 
 @dataclass
@@ -99,9 +105,14 @@ class _Group:
 
 class _Simulator:
     def __init__(
-        self, programs: Sequence[Program], seconds: Callable[[Instruction], float], steps: int
+        self,
+        programs: Sequence[Program],
+        seconds: Callable[[Instruction], float],
+        steps: int,
+        reporting: float,
     ) -> None:
         self.steps = steps
+        self.reporting = reporting
         self.instructions, numbered = _numbered(programs)
         self.seconds = [seconds(instruction) for instruction in self.instructions]
         alike: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -154,7 +165,7 @@ class _Simulator:
                 return False
             group.clock = max(group.clock, group.host_free)
             ends[group.step] = max(ends[group.step], group.clock)
-            group.clock = max(group.clock, received)
+            group.clock = max(group.clock, received) + (self.reporting if WRITER in group.members else 0.0)
             group.step += 1
             group.position = 0
             group.functions = {}
