@@ -222,7 +222,8 @@ class Facts:
 
     def _sharing_seconds(self, c: int) -> Floats:
         """Seconds in which a call's output ranks tell all ranks that need them the lengths of its rows."""
-        told = self.tables.length_receivers[c]
+        graph, told = self.tables.problem.graph, self.tables.length_receivers[c]
+        keys = sum(graph.keys[key].length == "own" for key in self.tables.calls[c].outputs)
         order = np.argsort(self.columns.first[told], axis=0)
         first = np.take_along_axis(self.columns.first[told], order, 0)
         reached = np.maximum.accumulate(np.take_along_axis(self.columns.end[told], order, 0), axis=0)
@@ -231,7 +232,7 @@ class Facts:
             ranks = ranks + np.maximum(0, reached[i] - np.maximum(first[i], reached[i - 1]))
         placed = self.tables.layouts(c)[self.columns.layout[c]]
         senders = placed.size // (placed.tp * placed.pp)
-        return self.tables.problem.exchange.lengths_seconds(senders, ranks)
+        return keys * self.tables.problem.exchange.lengths_seconds(senders, ranks)
 
     def _moved(self, kind: ActivityKind) -> Bools:
         """Whether a role's parameters, if offloaded, are loaded or offloaded again at this point.

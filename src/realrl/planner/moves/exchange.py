@@ -42,8 +42,10 @@ class ExchangeModel:
         return np.asarray((senders - 1 + told) * self.links.latency_s + posted)
 
     def reports_seconds(self, ranks: int) -> float:
-        """Compute the seconds in which the writer takes the times of a step from all ranks: two messages of each, and
-        their contents (`StepReports`)."""
+        """Compute the seconds in which the writer takes the times of a step from all ranks (`StepReports`).
+
+        Each sends two messages.
+        """
         return (ranks - 1) * (2 * self.links.latency_s + _REPORT_S)
 
     def seconds(self, producer: str, consumer: str, source: Layouts, target: Layouts) -> Floats:

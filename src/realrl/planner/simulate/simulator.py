@@ -67,8 +67,8 @@ def simulate(
 ) -> Simulation:
     """Simulate several steps of programs that `validate` accepts.
 
-    `seconds`: duration of an instruction once all participants and inputs have arrived; `reporting`: seconds that the
-    rank which writes has to do between two steps, while others begin the next one. The simulator blocks where
+    `seconds`: duration of an instruction once all participants and inputs have arrived; `reporting`: seconds that
+    the rank which writes has to do between two steps, while others begin the next one. The simulator blocks where
     workers block: ranks of a call start together, as do those of a reallocation that sends anything. Sends, and the
     sender's side of a report, do not block, but a rank starts its next step only when all its messages have been
     received, because gloo does not buffer for a receiver that has not posted. Nothing else synchronises ranks.
