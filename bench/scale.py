@@ -1,8 +1,8 @@
 """Predictions for PPO of a 70B actor on 8 to 10,000 H100, and what of a run's own work grows with its ranks.
 
 `plans` searches a plan for `recipes/reference/ppo-70b.yaml` on each number of nodes, with a batch that grows with
-the devices (weak: 8 prompts a device) or stays (strong: 1,024 prompts), and predicts start, checkpoints, failures at
-the rate of Llama 3's training, messages, and what slow devices cost. Planning seconds are processor time of one
+the devices (weak: 8 prompts a device) or stays (strong: 1,024 prompts), and predicts start, checkpoints, failures
+at the rate of Llama 3's training, messages, and what slow devices cost. Planning seconds are processor time of one
 core. All else is predicted: nothing of it was measured on GPUs.
 
 `host` measures, in processor time of one core, what every rank or the first one does alone in a run of so many

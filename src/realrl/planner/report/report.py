@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.estimate import Estimate
+from realrl.planner.uncertainty.outlook import Outlook
 
 if TYPE_CHECKING:  # rendering a report needs no cost model and must not import numpy
     from realrl.planner.reliability.goodput import Goodput
@@ -27,6 +28,22 @@ class Preset:
     """Error message if the preset is not possible on this cluster."""
     recompute: bool = False
     """Whether tuning added recomputation that the recipe does not ask for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """Plan that fits, with its interval and probability beside the others that do."""
+
+    name: str
+    """`CHOSEN`, `FASTEST`, a preset or plan file, or `RUNNER_UP` with a number."""
+    estimate: Estimate
+    outlook: Outlook
+    parts: int
+    """What makes it complex (`count_parts`)."""
+
+
+CHOSEN, FASTEST, RUNNER_UP = "this one", "fastest found", "runner-up"
+"""Names of plans that have no other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +139,8 @@ class PlanReport:
     candidates: Mapping[str, int]
     """Number of candidates, by call."""
     presets: Mapping[str, Preset]
+    contenders: Mapping[str, Contender]
+    """The chosen plan and those that it was compared with, by name, the fastest first."""
     alternatives: tuple[Alternative, ...]
     """Nearest alternatives, a few for each call."""
     sizes: tuple[SizeReport, ...] = ()
@@ -139,3 +158,13 @@ class PlanReport:
         if self.goodput is None or self.expected_bound_seconds is None:
             return self.gap
         return max(0.0, 1 - self.expected_bound_seconds / self.goodput.step_seconds)
+
+    @property
+    def outlook(self) -> Outlook:
+        """Outlook of the chosen plan."""
+        return self.contenders[CHOSEN].outlook
+
+    @property
+    def given_up(self) -> Contender | None:
+        """The plan that is predicted to be the fastest, where a simpler one was preferred to it."""
+        return self.contenders.get(FASTEST)

@@ -8,9 +8,10 @@ import yaml
 
 from realrl.dataflow.graph import DataflowGraph
 from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.report.report import Alternative, PlanReport, Preset, SizeReport
+from realrl.planner.report.report import Alternative, Contender, PlanReport, Preset, SizeReport
 from realrl.planner.simulate.estimate import CallEstimate, Estimate, MoveEstimate
 from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.uncertainty.outlook import LEVEL, Interval
 
 if TYPE_CHECKING:
     from realrl.planner.reliability.goodput import Goodput
@@ -26,6 +27,11 @@ def report_to_json(report: PlanReport) -> dict[str, Any]:
         "evaluations": report.evaluations,
         "options": dict(report.candidates),
         "objective": report.objective,
+        "interval": _interval(report.outlook.interval),
+        "level": LEVEL,
+        "contenders": [
+            _contender(contender, report.scenario.graph) for contender in report.contenders.values()
+        ],
         "presets": {name: _preset(preset, report.scenario.graph) for name, preset in report.presets.items()},
         "alternatives": [_alternative(alternative) for alternative in report.alternatives],
         "cluster": _cluster(report.scenario.spec),
@@ -79,6 +85,21 @@ def _plan(estimate: Estimate, graph: DataflowGraph) -> dict[str, Any]:
     """Convert a plan to the content of its file."""
     content: dict[str, Any] = yaml.safe_load(estimate.plan.to_text(graph))
     return content
+
+
+def _interval(interval: Interval) -> list[float]:
+    return [interval.low, interval.high]
+
+
+def _contender(contender: Contender, graph: DataflowGraph) -> dict[str, Any]:
+    return {
+        "name": contender.name,
+        "step_seconds": contender.estimate.step_seconds,
+        "interval": _interval(contender.outlook.interval),
+        "fastest": contender.outlook.fastest,
+        "parts": contender.parts,
+        "plan": _plan(contender.estimate, graph),
+    }
 
 
 def _preset(preset: Preset, graph: DataflowGraph) -> dict[str, Any]:
