@@ -3,7 +3,10 @@
 The profiles of those runs are gone. So intervals are computed relative to the prediction: errors are those of
 profiled times, and the shares of a step's terms those that the data sheet of a CPU predicts. A row counts as
 inside if measured over predicted seconds are. Also, of each case, by how much the fastest of the three plans with
-the shortest predictions is slower than the fastest of all. Takes seconds, and measures nothing.
+the shortest predictions is slower than the fastest of all.
+
+Then, of what others have published of training and decoding on GPUs (`bench/published_rows.py`), which rows lie in
+the intervals of the planner's predictions, by engine. Takes seconds, and measures nothing.
 
     python bench/intervals.py
 """
@@ -14,19 +17,24 @@ from collections import defaultdict
 from pathlib import Path
 from unittest.mock import patch
 
+import published_rows
 from reality import CLUSTER, SEARCHED, TRIED, World, make_plans
 
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.uncertainty import sampled_steps
+from realrl.planner.uncertainty.draws import Draws
 from realrl.planner.uncertainty.ranking import StepSampler, find_interval
-from realrl.planner.uncertainty.sources import CallErrors
+from realrl.planner.uncertainty.sampled_steps import sample_call
+from realrl.planner.uncertainty.sources import CallErrors, read_residuals
 from realrl.planner.uncertainty.spreads import SPREADS
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.scenarios import make_scenario
 
 RESULTS = Path(__file__).parent / "results"
 FILES = {"EPYC": "reality.json", "Xeon": "reality-xeon.json"}
+CALLS = {"train": "train", "generate": "generate"}
+"""Calls of published rows, by what they are of."""
 LIKE_SEARCHED = "dp"
 """Plan whose relative interval counts for the searched one, which was not kept."""
 
@@ -43,6 +51,21 @@ def find_relative_intervals(world: World, size: str) -> dict[str, tuple[float, f
             predicted = estimate_plan(scenario, plan).repeated_seconds
             found[name] = (interval.low / predicted, interval.high / predicted)
     return {**found, SEARCHED: found[LIKE_SEARCHED]}
+
+
+def check_published() -> dict[str, list[bool]]:
+    """Check by engine which published rows lie in the interval of their prediction; GRPO is no single call."""
+    draws, inside = Draws(), defaultdict(list)
+    for row in filter(lambda row: row.of["work"] in CALLS, published_rows.read_rows()):
+        prediction, published = published_rows.predict(row), row.of["value"]
+        device = row.spec.groups[0].device
+        errors = CallErrors("tables", SPREADS["tables"], read_residuals(device.measured or ""))
+        strategy = row.place(row.of.get("micro_batch", 1)).strategy
+        seconds = sample_call(draws, prediction.terms, errors, CALLS[row.of["work"]], device.name, strategy)
+        # Rates are inverse to seconds, also where the bubble of the row was reduced.
+        measured = prediction.seconds * prediction.value / published
+        inside[row.name.split(",")[0]].append(measured in find_interval(seconds))
+    return inside
 
 
 def main() -> None:
@@ -63,6 +86,8 @@ def main() -> None:
                     f"{machine} {size}: {inside} of {len(rows)} inside; best of {TRIED} tried"
                     f" {best_tried / best - 1:.1%} slower than the fastest"
                 )
+    for engine, inside in check_published().items():
+        print(f"{engine}: {sum(inside)} of {len(inside)} published rows inside")
 
 
 if __name__ == "__main__":

@@ -69,7 +69,9 @@ def print_trials(trials: "PlanTrials", console: "Console | None" = None) -> None
     console.print(Text("Tried on this machine", style="bold"))
     console.print(rows)
     if not trials.complete:
-        console.print("Ended before all plans were tried as long as planned; --try-minutes gives more time.")
+        console.print(
+            "Not every plan was tried as long as planned: the time (--try-minutes) was up, or Ctrl-C came."
+        )
     console.print()
 
 

@@ -15,8 +15,8 @@ class Variants:
         self._timeline = Timeline(problem)
         self._tables = self._timeline.tables
         self._moves = list_moves(self._tables)
-        chosen = [problem.candidates[call.name] for call in self._tables.calls]
-        self._optimizer = np.array([o.offload_optimizer for of in chosen for o in of])
+        self._candidates = [problem.candidates[call.name] for call in self._tables.calls]
+        self._optimizer = np.array([o.offload_optimizer for of in self._candidates for o in of])
         self._models = [c for c, call in enumerate(self._tables.calls) if not call.is_function]
 
     def simplify(self, assignment: Assignment, most_seconds: float) -> Assignment:
@@ -36,17 +36,20 @@ class Variants:
             current, parts = plans[:, best], int(counts[best])
 
     def find_runners_up(self, assignment: Assignment, count: int) -> list[Assignment]:
-        """Find the fastest plans near a plan in which other layouts are used than in it, and in each other."""
+        """Find the fastest plans near a plan in which calls have other degrees than in it, and in each other.
+
+        Where the mesh of a call lies makes no other plan.
+        """
         begin = self._read(assignment)
         plans, seconds = self._neighbours(begin)
-        seen = {self._layouts(begin)}
+        seen = {self._degrees(begin)}
         found: list[Assignment] = []
         for i in np.argsort(seconds, kind="stable"):
             if len(found) == count or not np.isfinite(seconds[i]):
                 break
-            layouts = self._layouts(plans[:, i])
-            if layouts not in seen:
-                seen.add(layouts)
+            degrees = self._degrees(plans[:, i])
+            if degrees not in seen:
+                seen.add(degrees)
                 found.append(self._name(plans[:, i]))
         return found
 
@@ -71,9 +74,10 @@ class Variants:
         counts: Ints = layouts + away + offloaded
         return counts
 
-    def _layouts(self, plan: Ints) -> tuple[int, ...]:
-        columns = self._tables.gather(plan[:, None])
-        return tuple(columns.code[:, 0].tolist())
+    def _degrees(self, plan: Ints) -> tuple[tuple[int, int, int], ...]:
+        """Degrees of parallelism by call."""
+        placements = (self._candidates[c][i].placement for c, i in enumerate(plan))
+        return tuple((p.strategy.dp, p.strategy.tp, p.strategy.pp) for p in placements)
 
     def _read(self, assignment: Assignment) -> Ints:
         return np.array([assignment[call.name] for call in self._tables.calls])

@@ -13,6 +13,9 @@ from realrl.planner.uncertainty.draws import Draws
 from realrl.planner.uncertainty.outlook import LEVEL, Interval, Outlook
 from realrl.planner.uncertainty.sampled_steps import StepSamples, sample_step
 
+_TIE = 1e-3
+"""Relative difference in seconds that no measurement shows: of plans that differ off the critical path alone."""
+
 
 class StepSampler:
     """Samples of steps under several plans of a scenario, with the same errors for all of them."""
@@ -59,6 +62,7 @@ def find_interval(samples: Samples) -> Interval:
 
 
 def _share_first_places(steps: Sequence[Samples]) -> list[float]:
+    """Find the share of samples in which each plan is the fastest; those within `_TIE` of it share the place."""
     seconds = np.array(steps)
-    first: NDArray[np.bool_] = seconds == seconds.min(axis=0)
+    first: NDArray[np.bool_] = seconds <= (1 + _TIE) * seconds.min(axis=0)
     return [float(share) for share in (first / first.sum(axis=0)).mean(axis=1)]

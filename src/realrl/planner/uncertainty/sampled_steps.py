@@ -1,19 +1,20 @@
 """Samples of a step's seconds: its programs simulated with sampled errors of every duration."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from realrl.dataflow.call import Call
-from realrl.plan.placement import Placement
+from realrl.plan.placement import Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.durations import Durations
 from realrl.planner.simulate.estimator import list_steps
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.simulate.simulator import SETTLED, Samples, simulate_samples
 from realrl.planner.uncertainty.draws import Draws
-from realrl.planner.uncertainty.sources import find_call_errors
+from realrl.planner.uncertainty.sources import CallErrors, find_call_errors
 from realrl.planner.uncertainty.spreads import MOVES
 from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Receive, Run
 
@@ -82,22 +83,29 @@ class SampledDurations:
 
     def _call(self, call: Call, placement: Placement) -> Samples:
         """Sample the seconds of a call."""
-        draws, terms = self._draws, self._predicted.terms(call.name)
         errors = find_call_errors(self._scenario, call, placement)
-        spread, strategy = errors.spread, placement.strategy
         device = self._scenario.spec.device(placement.mesh.first).name
-        layout = (call.name, device, strategy.dp, strategy.tp, strategy.pp)
-        seconds = np.zeros(draws.count)
-        for name, predicted in terms.items():
-            if name != _BUBBLE:
-                residual = errors.residuals.get(name, 0.0)
-                factor = draws.sample_factor(spread.term(name), "term", name, device, errors.source)
-                seconds += predicted * factor * draws.sample_factor(residual, "residual", name, *layout)
-        bubble = terms.get(_BUBBLE, 0.0)
-        if bubble:
-            # Stages wait for what the other terms take.
-            seconds *= 1 + bubble / (sum(terms.values()) - bubble)
-        common, own = (spread.call * math.sqrt(share) for share in (_OF_LAYOUT, 1 - _OF_LAYOUT))
-        seconds *= draws.sample_factor(common, "call", *layout)
-        seconds *= draws.sample_factor(own, "strategy", call.name, device, strategy)
-        return seconds * draws.sample_factor(spread.machine, "machine", device)
+        terms = self._predicted.terms(call.name)
+        return sample_call(self._draws, terms, errors, call.name, device, placement.strategy)
+
+
+def sample_call(
+    draws: Draws, terms: Mapping[str, float], errors: CallErrors, call: str, device: str, strategy: Strategy
+) -> Samples:
+    """Sample the seconds of a call, of which the `terms` are predicted."""
+    spread = errors.spread
+    layout = (call, device, strategy.dp, strategy.tp, strategy.pp)
+    seconds = np.zeros(draws.count)
+    for name, predicted in terms.items():
+        if name != _BUBBLE:
+            residual = errors.residuals.get(name, 0.0)
+            factor = draws.sample_factor(spread.term(name), "term", name, device, errors.source)
+            seconds += predicted * factor * draws.sample_factor(residual, "residual", name, *layout)
+    bubble = terms.get(_BUBBLE, 0.0)
+    if bubble:
+        # Stages wait for what the other terms take.
+        seconds *= 1 + bubble / (sum(terms.values()) - bubble)
+    common, own = (spread.call * math.sqrt(share) for share in (_OF_LAYOUT, 1 - _OF_LAYOUT))
+    seconds *= draws.sample_factor(common, "call", *layout)
+    seconds *= draws.sample_factor(own, "strategy", call, device, strategy)
+    return seconds * draws.sample_factor(spread.machine, "machine", device)
