@@ -1,4 +1,4 @@
-"""Mutants of the planner that `tools/mutate_planner.py` tries: valid Python, all different, drawn by a seed alone."""
+"""Mutants that `tools/mutate_planner.py` tries of the planner: valid Python, all different, drawn by a seed."""
 
 import ast
 import random
