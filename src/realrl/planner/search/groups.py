@@ -53,6 +53,8 @@ class CandidateGroups:
     """Largest usable bytes of a device."""
     layouts: Layouts
     """Layout of one candidate of each kind."""
+    alone: Ints
+    """Group of each single candidate, by its index."""
     kind_starts: tuple[Ints, Ints, Ints]
     """First kind of each group, by level down to `KIND`."""
 
@@ -107,6 +109,7 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
         working=least(columns.working + columns.communicators),
         limit=-least(-columns.limit),
         layouts=layouts[order[starts[KIND]]],
+        alone=offsets[ALONE] + np.argsort(order),
         kind_starts=(
             np.array([0]),
             np.searchsorted(starts[KIND], starts[SIZE]),

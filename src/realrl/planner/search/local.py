@@ -7,20 +7,26 @@ import numpy as np
 from realrl.planner.arrays.arrays import Ints
 from realrl.planner.evaluate.scorer import Scorer
 from realrl.planner.evaluate.tables import Tables
+from realrl.planner.search.bound import Bound
+from realrl.planner.search.groups import KIND
 
 
-def improve_locally(scorer: Scorer, assignment: Ints, *, share: float = 1.0) -> Ints:
+def improve_locally(scorer: Scorer, bound: Bound, assignment: Ints, *, share: float = 1.0) -> Ints:
     """Improve `assignment`, [calls], until no change of one call or one role improves it.
 
-    Returns the best plan so far once a `share` of the effort is spent.
+    Of a plan that fits, changes whose lower bound is no better are not scored. Returns the best plan so far once a
+    `share` of the effort is spent.
     """
     moves = list_moves(scorer.timeline.tables)
+    fits = False
     score = np.inf
     unchanged = 0
     while unchanged < len(moves):
         for calls, candidates in moves:
             if scorer.exhausted(share):
                 return assignment
+            if fits:
+                candidates = candidates[:, _find_promising(scorer, bound, assignment, calls, candidates, score)]
             plans = np.repeat(assignment[:, None], candidates.shape[1] + 1, axis=1)
             plans[calls, 1:] = candidates
             scores = scorer(plans)
@@ -30,9 +36,32 @@ def improve_locally(scorer: Scorer, assignment: Ints, *, share: float = 1.0) -> 
                 assignment = plans[:, best]
                 unchanged = 0
             score = min(score, float(scores[best]))
+            fits = bool(scorer.fits[best])
             if unchanged >= len(moves):
                 break
     return assignment
+
+
+def _find_promising(
+    scorer: Scorer, bound: Bound, assignment: Ints, calls: list[int], candidates: Ints, score: float
+) -> Ints:
+    """Find the changes of a plan, indices of `candidates`, that may have a better score than it."""
+    own = np.array([groups.alone[i] for groups, i in zip(bound.groups, assignment, strict=True)])
+    among = np.arange(candidates.shape[1])
+    if len(calls) == 1:
+        # First all positions of a mesh at once.
+        groups = bound.groups[calls[0]]
+        kinds = np.flatnonzero(groups.level == KIND)
+        nodes = np.repeat(own[:, None], len(kinds), axis=1)
+        nodes[calls[0]] = kinds
+        scorer.bounded += len(kinds)
+        hopeful = bound(nodes) < score
+        among = among[hopeful[groups.kind[groups.alone[candidates[0]]]]]
+    nodes = np.repeat(own[:, None], len(among), axis=1)
+    for call, row in zip(calls, candidates, strict=True):
+        nodes[call] = bound.groups[call].alone[row[among]]
+    scorer.bounded += len(among)
+    return among[bound(nodes) < score]
 
 
 def list_moves(tables: Tables) -> list[tuple[list[int], Ints]]:
