@@ -1,5 +1,7 @@
 """Lower bound on step time for sets of plans."""
 
+from itertools import combinations
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,7 +23,9 @@ class Bound:
       meshes overlap its own; two meshes overlap for certain if they have more devices together than the cluster;
     - work: before a call starts, all its ancestors have spent their device-seconds on the devices of the cluster,
       and those that cannot start before some moment, after it (energetic reasoning, as in cumulative scheduling);
-    - cheapest reallocation over all positions of the meshes of a kind, where the order exposes it.
+    - cheapest reallocation over all positions of the meshes of a kind, where the order exposes it;
+    - packing: of three meshes that have more devices together than the cluster, two overlap, so that one of their
+      calls waits for another one; not those that do not fit into the memory of one device.
 
     The bound is infinite for nodes under which some device must run out of memory.
     """
@@ -40,6 +44,7 @@ class Bound:
         self._ancestors: list[list[int]] = []
         for direct in tables.feeds:
             self._ancestors.append(sorted({*direct, *(a for d in direct for a in self._ancestors[d])}))
+        self._triples = list(combinations([c for c, used in enumerate(uses) if used], 3))
 
     def __call__(self, nodes: Numbers) -> Floats:
         """Bound nodes. `nodes`: [calls, nodes], group indices."""
@@ -50,8 +55,14 @@ class Bound:
         moves: dict[
             int, tuple[Floats, Floats]
         ] = {}  # call -> earliest start and device-seconds of its reallocation
+        apart = self._apart(nodes)
+        packed: dict[tuple[int, int, int], Floats] = {}
         for c in range(len(nodes)):
             ready = np.zeros(nodes.shape[1])
+            for triple, end in packed.items():
+                for p in set(triple).difference(self._ancestors[c]):
+                    end = np.where(meets[c, p], end, 0.0)
+                np.maximum(ready, end, out=ready)
             for p in range(c):
                 np.maximum(ready, np.where(meets[c, p], tail[p], 0.0), out=ready)
             if c in self._least:
@@ -64,7 +75,14 @@ class Bound:
             work = self._work(self._ancestors[c], head, area, moves)
             head[c] = np.maximum(ready, work)
             tail[c] = head[c] + seconds[c]
+            for triple in (triple for triple in self._triples if triple[2] == c):
+                crowded = size[list(triple)].sum(axis=0) > self.devices
+                if crowded.any():
+                    end = self._one_after_another(triple, tail, seconds, apart)
+                    packed[triple] = np.where(crowded, end, 0.0)
         bound = np.maximum(tail.max(axis=0), self._work(range(len(nodes)), head, area, moves))
+        for end in packed.values():
+            np.maximum(bound, end, out=bound)
         return np.where(self._too_full(nodes, size), np.inf, bound)
 
     def _received(self, c: int, nodes: Numbers, ready: Floats, tail: Floats) -> Floats:
@@ -99,6 +117,27 @@ class Bound:
         apart = (first[:, None] >= end) | (first >= end[:, None])
         certain = known[:, None] & known & ~apart
         return (certain | (size[:, None] + size > self.devices)) & self._compete
+
+    def _apart(self, nodes: Numbers) -> Bools:
+        """Whether meshes cannot overlap, [calls, calls, nodes]: a device would have too little memory for both."""
+        home = np.array([self.tables.home[c] == c for c in range(len(nodes))])[:, None]
+        own, working, limit = (self._take(name, nodes) for name in ("own", "working", "limit"))
+        held = np.where(home, own, 0.0)
+        needed = np.array([working[c] + self._copy(c, nodes) for c in range(len(nodes))])
+        most = np.maximum(needed[:, None], needed)
+        full = held[:, None] + held + most > np.maximum(limit[:, None], limit)
+        first, size = self._take("first", nodes), self._take("size", nodes)
+        known, end = first >= 0, first + size
+        return full | (known[:, None] & known & ((first[:, None] >= end) | (first >= end[:, None])))
+
+    @staticmethod
+    def _one_after_another(triple: tuple[int, int, int], tail: Floats, seconds: Floats, apart: Bools) -> Floats:
+        """Earliest end of three calls of which two overlap; infinite if none can."""
+        ends = [
+            np.where(apart[p, c], np.inf, np.maximum(tail[p] + seconds[c], tail[c]))
+            for p, c in combinations(triple, 2)
+        ]
+        return np.asarray(np.minimum.reduce(ends))
 
     def _reallocation(self, c: int, nodes: Numbers, tail: Floats, meets: Bools) -> tuple[Floats, Floats]:
         """Earliest start and least seconds of the reallocation before call `c`."""
