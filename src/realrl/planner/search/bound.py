@@ -131,7 +131,9 @@ class Bound:
         return full | (known[:, None] & known & ((first[:, None] >= end) | (first >= end[:, None])))
 
     @staticmethod
-    def _one_after_another(triple: tuple[int, int, int], tail: Floats, seconds: Floats, apart: Bools) -> Floats:
+    def _one_after_another(
+        triple: tuple[int, int, int], tail: Floats, seconds: Floats, apart: Bools
+    ) -> Floats:
         """Earliest end of three calls of which two overlap; infinite if none can."""
         ends = [
             np.where(apart[p, c], np.inf, np.maximum(tail[p] + seconds[c], tail[c]))

@@ -16,6 +16,8 @@ _PARENTS, _CHILDREN = 512, 1 << 15
 _FIRST_HEURISTIC, _SAMPLES = 2000, 512
 """Nodes before the primal heuristic first runs, and number of plans that it samples; it runs again whenever the
 number of nodes has grown by half."""
+_LONG = 0.3
+"""Shortest seconds of a long call, relative to those of the longest."""
 _EXACT = 1e-12
 """Relative rounding error of bounds."""
 
@@ -45,8 +47,9 @@ class Proof:
 class BranchAndBound:
     """Best-first search of all plans for one within a tolerance (relative) of their lower bound.
 
-    Calls are branched one after the other, the longest first: by size, then by kind, and finally all of them
-    into single candidates; a node of single candidates is a plan. From time to time a primal heuristic improves
+    Calls are branched, the longest first: long ones one after the other by size and by kind; then the others, all by
+    size before any by kind, since their sizes tell which of them can run side by side; and finally all into single
+    candidates. A node of single candidates is a plan. From time to time a primal heuristic improves
     a plan of the most promising node, so that more nodes can be pruned.
     """
 
@@ -58,7 +61,11 @@ class BranchAndBound:
         self.next_heuristic = _FIRST_HEURISTIC
         groups = self.bound.groups
         longest = sorted(range(len(groups)), key=lambda c: -groups[c].seconds[0])
-        self.steps = [(c, level) for c in longest for level in (SIZE, KIND)]
+        most = groups[longest[0]].seconds[0]
+        long = [c for c in longest if groups[c].seconds[0] > _LONG * most]
+        short = longest[len(long) :]
+        self.steps = [(c, level) for c in long for level in (SIZE, KIND)]
+        self.steps += [(c, level) for level in (SIZE, KIND) for c in short]
         self.steps += [(c, ALONE) for c in longest]
         root = np.zeros((len(groups), 1), dtype=np.int32)
         self.pools: list[_Pool] = []

@@ -26,7 +26,9 @@ def improve_locally(scorer: Scorer, bound: Bound, assignment: Ints, *, share: fl
             if scorer.exhausted(share):
                 return assignment
             if fits:
-                candidates = candidates[:, _find_promising(scorer, bound, assignment, calls, candidates, score)]
+                candidates = candidates[
+                    :, _find_promising(scorer, bound, assignment, calls, candidates, score)
+                ]
             plans = np.repeat(assignment[:, None], candidates.shape[1] + 1, axis=1)
             plans[calls, 1:] = candidates
             scores = scorer(plans)
