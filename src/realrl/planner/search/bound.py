@@ -46,8 +46,8 @@ class Bound:
             self._ancestors.append(sorted({*direct, *(a for d in direct for a in self._ancestors[d])}))
         self._triples = list(combinations([c for c, used in enumerate(uses) if used], 3))
 
-    def __call__(self, nodes: Numbers) -> Floats:
-        """Bound nodes. `nodes`: [calls, nodes], group indices."""
+    def __call__(self, nodes: Numbers, *, memory: bool = True) -> Floats:
+        """Bound nodes. `nodes`: [calls, nodes], group indices. Without `memory`, as if all plans fitted."""
         seconds, area, size = (self._take(name, nodes) for name in ("seconds", "area", "size"))
         meets = self._meeting(nodes, size)
         head = np.zeros(nodes.shape)
@@ -55,7 +55,7 @@ class Bound:
         moves: dict[
             int, tuple[Floats, Floats]
         ] = {}  # call -> earliest start and device-seconds of its reallocation
-        apart = self._apart(nodes)
+        apart = self._apart(nodes, memory=memory)
         packed: dict[tuple[int, int, int], Floats] = {}
         for c in range(len(nodes)):
             ready = np.zeros(nodes.shape[1])
@@ -83,7 +83,7 @@ class Bound:
         bound = np.maximum(tail.max(axis=0), self._work(range(len(nodes)), head, area, moves))
         for end in packed.values():
             np.maximum(bound, end, out=bound)
-        return np.where(self._too_full(nodes, size), np.inf, bound)
+        return np.where(self._too_full(nodes, size), np.inf, bound) if memory else bound
 
     def _received(self, c: int, nodes: Numbers, ready: Floats, tail: Floats) -> Floats:
         """Earliest time at which call `c` has received all inputs, one after the other, once devices are
@@ -118,23 +118,25 @@ class Bound:
         certain = known[:, None] & known & ~apart
         return (certain | (size[:, None] + size > self.devices)) & self._compete
 
-    def _apart(self, nodes: Numbers) -> Bools:
+    def _apart(self, nodes: Numbers, *, memory: bool) -> Bools:
         """Whether meshes cannot overlap, [calls, calls, nodes]: a device would have too little memory for both."""
+        first, size = self._take("first", nodes), self._take("size", nodes)
+        known, end = first >= 0, first + size
+        apart = known[:, None] & known & ((first[:, None] >= end) | (first >= end[:, None]))
+        if not memory:
+            return apart
         home = np.array([self.tables.home[c] == c for c in range(len(nodes))])[:, None]
         own, working, limit = (self._take(name, nodes) for name in ("own", "working", "limit"))
         held = np.where(home, own, 0.0)
         needed = np.array([working[c] + self._copy(c, nodes) for c in range(len(nodes))])
         most = np.maximum(needed[:, None], needed)
-        full = held[:, None] + held + most > np.maximum(limit[:, None], limit)
-        first, size = self._take("first", nodes), self._take("size", nodes)
-        known, end = first >= 0, first + size
-        return full | (known[:, None] & known & ((first[:, None] >= end) | (first >= end[:, None])))
+        return apart | (held[:, None] + held + most > np.maximum(limit[:, None], limit))
 
     @staticmethod
     def _one_after_another(
         triple: tuple[int, int, int], tail: Floats, seconds: Floats, apart: Bools
     ) -> Floats:
-        """Earliest end of three calls of which two overlap; infinite if none can."""
+        """Earliest end of three calls of which two overlap; infinite if no two can."""
         ends = [
             np.where(apart[p, c], np.inf, np.maximum(tail[p] + seconds[c], tail[c]))
             for p, c in combinations(triple, 2)

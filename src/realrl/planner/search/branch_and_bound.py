@@ -14,8 +14,9 @@ from realrl.planner.search.local import improve_locally
 _PARENTS, _CHILDREN = 512, 1 << 15
 """Nodes branched, and bounded, at once: enough to amortise numpy calls, few enough for the caches."""
 _FIRST_HEURISTIC, _SAMPLES = 2000, 512
-"""Nodes before the primal heuristic first runs, and number of plans that it samples; it runs again whenever the
-number of nodes has grown by half."""
+"""Nodes before the primal heuristic first runs, and number of plans that it samples."""
+_SOON, _LATER = 1.5, 2.5
+"""Growth of the number of nodes until it runs again: after it has found a better plan, and otherwise."""
 _LONG = 0.3
 """Shortest seconds of a long call, relative to those of the longest."""
 _EXACT = 1e-12
@@ -47,10 +48,10 @@ class Proof:
 class BranchAndBound:
     """Best-first search of all plans for one within a tolerance (relative) of their lower bound.
 
-    Calls are branched, the longest first: long ones one after the other by size and by kind; then the others, all by
-    size before any by kind, since their sizes tell which of them can run side by side; and finally all into single
-    candidates. A node of single candidates is a plan. From time to time a primal heuristic improves
-    a plan of the most promising node, so that more nodes can be pruned.
+    Calls are branched, the longest first: long ones one after the other by size and by kind; then the others, all
+    by size before any by kind, since their sizes tell which of them can run side by side; and finally all into
+    single candidates. A node of single candidates is a plan. From time to time a primal heuristic improves a plan
+    of the most promising node, so that more nodes can be pruned.
     """
 
     def __init__(self, scorer: Scorer, bound: Bound, *, tolerance: float, seed: int = 0) -> None:
@@ -58,7 +59,7 @@ class BranchAndBound:
         self.tolerance = tolerance
         self.rng = np.random.default_rng(seed)
         self.bound = bound
-        self.next_heuristic = _FIRST_HEURISTIC
+        self.next_heuristic = float(_FIRST_HEURISTIC)
         groups = self.bound.groups
         longest = sorted(range(len(groups)), key=lambda c: -groups[c].seconds[0])
         most = groups[longest[0]].seconds[0]
@@ -81,14 +82,16 @@ class BranchAndBound:
         return self.scorer.best_seconds * (1 - self.tolerance)
 
     def run(self, max_nodes: int, share: float = 1.0) -> Proof:
-        """Search until the tolerance is reached, `max_nodes` were bounded in all, or a `share` of the effort is spent.
+        """Search until the tolerance is reached, or the limit of nodes in all, or a `share` of the effort is spent.
 
         Another run goes on where it stopped.
         """
         while self.pools and self.looked_at < max_nodes and not self.scorer.exhausted(share):
             if self.looked_at >= self.next_heuristic:
+                before = self.scorer.best_seconds
                 self._run_primal_heuristic(share)
-                self.next_heuristic = self.looked_at + self.looked_at // 2
+                better = self.scorer.best_seconds < before
+                self.next_heuristic = self.looked_at * (_SOON if better else _LATER)
             pool = heapq.heappop(self.pools)
             if pool.bound >= self.goal:
                 heapq.heappush(self.pools, pool)

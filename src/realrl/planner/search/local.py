@@ -14,8 +14,9 @@ from realrl.planner.search.groups import KIND
 def improve_locally(scorer: Scorer, bound: Bound, assignment: Ints, *, share: float = 1.0) -> Ints:
     """Improve `assignment`, [calls], until no change of one call or one role improves it.
 
-    Of a plan that fits, changes whose lower bound is no better are not scored. Returns the best plan so far once a
-    `share` of the effort is spent.
+    Changes whose lower bound says that they are no better are not scored; nor are those of a plan that does not fit
+    which cannot be as fast as the best plan that does. Returns the best plan so far once a `share` of the effort
+    is spent.
     """
     moves = list_moves(scorer.timeline.tables)
     fits = False
@@ -25,10 +26,10 @@ def improve_locally(scorer: Scorer, bound: Bound, assignment: Ints, *, share: fl
         for calls, candidates in moves:
             if scorer.exhausted(share):
                 return assignment
-            if fits:
-                candidates = candidates[
-                    :, _find_promising(scorer, bound, assignment, calls, candidates, score)
-                ]
+            if fits or scorer.best is not None:
+                limit = score if fits else scorer.best_seconds
+                promising = _find_promising(scorer, bound, assignment, calls, candidates, limit, fits=fits)
+                candidates = candidates[:, promising]
             plans = np.repeat(assignment[:, None], candidates.shape[1] + 1, axis=1)
             plans[calls, 1:] = candidates
             scores = scorer(plans)
@@ -45,9 +46,17 @@ def improve_locally(scorer: Scorer, bound: Bound, assignment: Ints, *, share: fl
 
 
 def _find_promising(
-    scorer: Scorer, bound: Bound, assignment: Ints, calls: list[int], candidates: Ints, score: float
+    scorer: Scorer,
+    bound: Bound,
+    assignment: Ints,
+    calls: list[int],
+    candidates: Ints,
+    limit: float,
+    *,
+    fits: bool,
 ) -> Ints:
-    """Find the changes of a plan, indices of `candidates`, that may have a better score than it."""
+    """Find the changes of a plan, indices of `candidates`, that may take less than `limit` seconds, and fit if the
+    plan `fits`."""
     own = np.array([groups.alone[i] for groups, i in zip(bound.groups, assignment, strict=True)])
     among = np.arange(candidates.shape[1])
     if len(calls) == 1:
@@ -57,13 +66,13 @@ def _find_promising(
         nodes = np.repeat(own[:, None], len(kinds), axis=1)
         nodes[calls[0]] = kinds
         scorer.bounded += len(kinds)
-        hopeful = bound(nodes) < score
+        hopeful = bound(nodes, memory=fits) < limit
         among = among[hopeful[groups.kind[groups.alone[candidates[0]]]]]
     nodes = np.repeat(own[:, None], len(among), axis=1)
     for call, row in zip(calls, candidates, strict=True):
         nodes[call] = bound.groups[call].alone[row[among]]
     scorer.bounded += len(among)
-    return among[bound(nodes) < score]
+    return among[bound(nodes, memory=fits) < limit]
 
 
 def list_moves(tables: Tables) -> list[tuple[list[int], Ints]]:

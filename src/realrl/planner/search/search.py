@@ -124,7 +124,7 @@ def _score_all(scorer: Scorer, limit: float) -> bool:
 def _improve_and_prove(
     scorer: Scorer, begin: Ints, budget: SearchBudget, seed: int, tolerance: float
 ) -> Proof:
-    """Improve initial plans, [calls, plans], and bound all of them, until the tolerance or the effort is reached."""
+    """Improve initial plans, [calls, plans], and bound all plans, until the tolerance or the effort is reached."""
     bound = Bound(scorer.timeline.tables)
     proving = BranchAndBound(scorer, bound, tolerance=tolerance, seed=seed)
     short = replace(budget, rounds=min(budget.rounds, _SHORT_ROUNDS))
