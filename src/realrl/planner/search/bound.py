@@ -182,9 +182,13 @@ class Bound:
         i, j = np.divmod(np.arange(n * m), m)
         transfers = self.tables.problem.transfers
         role = self.tables.calls[c].model_role
-        kinds = transfers.at_least(role, source.layouts[i], target.layouts[j]).reshape(n, m)
-        rows = np.concatenate([np.minimum.reduceat(kinds, s, axis=0) for s in source.kind_starts])
-        return np.concatenate([np.minimum.reduceat(rows, s, axis=1) for s in target.kind_starts], axis=1)
+        pairs = transfers.at_least(role, source.layouts[i], target.layouts[j]).reshape(n, m)
+        rows = [np.minimum.reduceat(pairs, s, axis=0) for s in source.layout_starts]
+        rows.append(pairs[source.layout_of_kind])
+        table = np.concatenate(rows)
+        columns = [np.minimum.reduceat(table, s, axis=1) for s in target.layout_starts]
+        columns.append(table[:, target.layout_of_kind])
+        return np.concatenate(columns, axis=1)
 
     def _work(
         self, calls: "range | list[int]", head: Floats, area: Floats, moves: dict[int, tuple[Floats, Floats]]

@@ -8,7 +8,7 @@ import numpy as np
 from realrl.planner.arrays.arrays import Floats
 from realrl.planner.evaluate.scorer import Scorer
 from realrl.planner.search.bound import Bound, Numbers
-from realrl.planner.search.groups import ALONE, KIND, SIZE
+from realrl.planner.search.groups import ALONE, KIND, LAYOUT, SIZE
 from realrl.planner.search.local import improve_locally
 
 _PARENTS, _CHILDREN = 512, 1 << 15
@@ -48,10 +48,10 @@ class Proof:
 class BranchAndBound:
     """Best-first search of all plans for one within a tolerance (relative) of their lower bound.
 
-    Calls are branched, the longest first: long ones one after the other by size and by kind; then the others, all
-    by size before any by kind, since their sizes tell which of them can run side by side; and finally all into
-    single candidates. A node of single candidates is a plan. From time to time a primal heuristic improves a plan
-    of the most promising node, so that more nodes can be pruned.
+    Calls are branched, the longest first: long ones one after the other by size, by layout and by kind; then the
+    others, all by size before any by layout, since their sizes tell which of them can run side by side; and finally
+    all into single candidates. A node of single candidates is a plan. From time to time a primal heuristic improves
+    a plan of the most promising node, so that more nodes can be pruned.
     """
 
     def __init__(self, scorer: Scorer, bound: Bound, *, tolerance: float, seed: int = 0) -> None:
@@ -65,8 +65,8 @@ class BranchAndBound:
         most = groups[longest[0]].seconds[0]
         long = [c for c in longest if groups[c].seconds[0] > _LONG * most]
         short = longest[len(long) :]
-        self.steps = [(c, level) for c in long for level in (SIZE, KIND)]
-        self.steps += [(c, level) for level in (SIZE, KIND) for c in short]
+        self.steps = [(c, level) for c in long for level in (SIZE, LAYOUT, KIND)]
+        self.steps += [(c, level) for level in (SIZE, LAYOUT, KIND) for c in short]
         self.steps += [(c, ALONE) for c in longest]
         root = np.zeros((len(groups), 1), dtype=np.int32)
         self.pools: list[_Pool] = []

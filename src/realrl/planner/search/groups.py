@@ -1,4 +1,4 @@
-"""Hierarchy of candidate groups per call: all, by size, by kind, single candidates."""
+"""Hierarchy of candidate groups per call: all, by size, by layout, by kind, single candidates."""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -12,8 +12,9 @@ from realrl.planner.moves.transfers import Layouts
 
 Scalar = TypeVar("Scalar", np.float64, np.int64)
 
-ALL, SIZE, KIND, ALONE = range(4)
-"""Levels of the hierarchy; candidates of a kind differ only in the position of their mesh."""
+ALL, SIZE, LAYOUT, KIND, ALONE = range(5)
+"""Levels of the hierarchy: layouts are those of meshes of one size, wherever they lie; candidates of a kind differ
+only in the position of their mesh."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,13 @@ class CandidateGroups:
     limit: Floats
     """Largest usable bytes of a device."""
     layouts: Layouts
-    """Layout of one candidate of each kind."""
+    """Layout of one candidate of each group at the level of layouts."""
     alone: Ints
     """Group of each single candidate, by its index."""
-    kind_starts: tuple[Ints, Ints, Ints]
-    """First kind of each group, by level down to `KIND`."""
+    layout_starts: tuple[Ints, Ints, Ints]
+    """First of `layouts` of each group, by level down to `LAYOUT`."""
+    layout_of_kind: Ints
+    """Index in `layouts` of each kind."""
 
 
 def group_candidates(tables: Tables, call: int) -> CandidateGroups:
@@ -73,9 +76,11 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
     order = np.lexsort((columns.first, kind.reshape(-1)))  # kinds are numbered by size before all else
     sorted_kind = kind.reshape(-1)[order]
     sorted_size = size[order]
+    sorted_layout = (sorted_size * (1 << 20) + layouts.tp[order]) * (1 << 20) + layouts.pp[order]
     starts = [
         np.array([0]),
         np.flatnonzero(np.diff(sorted_size, prepend=-1)),
+        np.flatnonzero(np.diff(sorted_layout, prepend=-1)),
         np.flatnonzero(np.diff(sorted_kind, prepend=-1)),
         np.arange(len(order)),
     ]
@@ -89,10 +94,10 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
         return np.concatenate([np.minimum.reduceat(values[order], s) for s in starts])
 
     return CandidateGroups(
-        level=np.repeat(np.arange(4), counts),
+        level=np.repeat(np.arange(5), counts),
         child=np.concatenate([*child, nothing]),
         child_end=np.concatenate([*ends, nothing]),
-        kind=np.concatenate([np.full(counts[0] + counts[1], -1), np.arange(counts[KIND]), sorted_kind]),
+        kind=np.concatenate([np.full(offsets[KIND], -1), np.arange(counts[KIND]), sorted_kind]),
         candidate=np.concatenate([np.full(offsets[ALONE], -1), order]),
         seconds=least(columns.seconds),
         area=least(busy * size),
@@ -108,11 +113,12 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
         base=least(columns.base),
         working=least(columns.working + columns.communicators),
         limit=-least(-columns.limit),
-        layouts=layouts[order[starts[KIND]]],
+        layouts=layouts[order[starts[LAYOUT]]],
         alone=offsets[ALONE] + np.argsort(order),
-        kind_starts=(
+        layout_starts=(
             np.array([0]),
-            np.searchsorted(starts[KIND], starts[SIZE]),
-            np.arange(counts[KIND]),
+            np.searchsorted(starts[LAYOUT], starts[SIZE]),
+            np.arange(counts[LAYOUT]),
         ),
+        layout_of_kind=np.searchsorted(starts[LAYOUT], starts[KIND], side="right") - 1,
     )
