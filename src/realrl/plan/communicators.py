@@ -5,7 +5,7 @@ The runtime makes them, and the planner reserves memory for them.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import pairwise
 from typing import Literal
 
 from realrl.plan.placement import Placement
@@ -116,12 +116,6 @@ def group_splits(communicators: Iterable[Communicator]) -> list[list[Communicato
 def reallocates(placements: Iterable[Placement]) -> bool:
     """Check whether parameters may move between ranks: calls of a plan have several layouts."""
     return len({placement.layout for placement in placements}) > 1
-
-
-def list_node_pairs(world: int, per_node: int) -> Iterator[tuple[int, int]]:
-    """List all pairs of ranks of one node."""
-    for first in range(0, world, per_node):
-        yield from combinations(range(first, min(first + per_node, world)), 2)
 
 
 def list_stage_pairs(ranks: RankSet) -> Iterator[tuple[int, int]]:

@@ -14,7 +14,7 @@ from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import reallocate
 from realrl.layout.sets import BASE, TrainablePart, element_width
 from realrl.plan.placement import Placement
-from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec, Site
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.call_context import CallContext
@@ -55,7 +55,7 @@ class CallCost:
 class CostModel:
     """Time model of calls and data movement on a cluster: interpolated from `profile`, else a roofline.
 
-    Results are cached. They depend on the size of a mesh, not on its position inside its node group.
+    Results are cached. They depend on the site of a mesh, not on where in the cluster that is.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class CostModel:
         self.efficiency = efficiency or Efficiency()
         self._calls: dict[object, CallCost] = {}
         self._sizes: dict[tuple[ModelShape, Head, int, TrainablePart], LocalSizes] = {}
-        self._networks: dict[tuple[int, int, int, int], Network] = {}
+        self._networks: dict[tuple[Site, int, int, int], Network] = {}
         self._transfers: dict[tuple[StoredModel, int, str], LinkTransfers] = {}
 
     def call(
@@ -80,8 +80,7 @@ class CostModel:
         """
         if model is None:
             return self._function(call, placement, workload)
-        group = self.spec.group_index(placement.mesh.first)
-        key = (call, model, placement.strategy, group, workload)
+        key = (call, model, placement.strategy, self.spec.site(placement.mesh), workload)
         if key not in self._calls:
             context = self._call_context(call, model, placement, workload)
             cost_by_kind = {
@@ -142,7 +141,12 @@ class CostModel:
         source_layout, target_layout = (
             build_layout(model.shape, model.head, place, tensors) for place in (source, target)
         )
-        links = _slowest(self._node_links[self.spec.node(place.mesh.first)] for place in (source, target))
+        node = self.spec.cluster.node
+        links = _slowest(
+            self._node_links[n]
+            for mesh in (source.mesh, target.mesh)
+            for n in range(node(mesh.first), node(mesh.first + mesh.size - 1) + 1)
+        )
         routes = reallocate(source_layout, target_layout, self.spec.cluster, links)
         return routes.seconds(links, element_width(parameter_set, _narrower(model, source, target)))
 
@@ -153,9 +157,7 @@ class CostModel:
         slower = Links(
             min(host, links.device_bytes_per_s), min(host, links.node_bytes_per_s), links.latency_s
         )
-        return ExchangeModel(
-            slower, self.spec.cluster.devices_per_node, count_exchanged_bytes(graph, workload)
-        )
+        return ExchangeModel(slower, self.spec.cluster, count_exchanged_bytes(graph, workload))
 
     def offload(self, number_bytes: float, rank: int = 0) -> float:
         """Compute the seconds of a copy of `number_bytes` per device between device and host memory."""
@@ -184,13 +186,13 @@ class CostModel:
     def _call_context(
         self, call: Call, model: StoredModel, placement: Placement, workload: Workload
     ) -> CallContext:
-        group = self.spec.group(placement.mesh)
+        site = self.spec.site(placement.mesh)
         strategy = placement.strategy
         key = (model.shape, model.head, strategy.tp, model.part)
         sizes = self._sizes.setdefault(key, LocalSizes(*key))
         profile = self._profile_of(placement.mesh.first)
         timing = Timing(
-            device=group.device,
+            device=site.device,
             efficiency=self.efficiency,
             sizes=sizes,
             dtype=model.dtype_under(strategy),
@@ -198,9 +200,9 @@ class CostModel:
             profile=profile,
             exact=model.exact,
         )
-        where = (self.spec.group_index(placement.mesh.first), strategy.dp, strategy.tp, strategy.pp)
+        where = (site, strategy.dp, strategy.tp, strategy.pp)
         if (network := self._networks.get(where)) is None:
-            network = self._networks[where] = Network.of(group, placement, self.efficiency, profile)
+            network = self._networks[where] = Network.of(site, placement, self.efficiency, profile)
         return CallContext(timing, network, strategy, workload.work(call), call.candidates)
 
     def _transfers_of(

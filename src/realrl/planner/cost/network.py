@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.cluster.cluster_spec import NodeGroup
+from realrl.planner.cluster.cluster_spec import Site
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.operators.tables import MOST_RANKS, Operators, Reduction, find_operators
 from realrl.planner.profile.profile import Profile
@@ -52,21 +52,21 @@ class Ring:
 
 @dataclass(frozen=True)
 class Network:
-    """Links between the ranks of one call, counted from 0 at the start of a node or an aligned slice of it."""
+    """Links between the ranks of one call, counted from the first rank of its mesh."""
 
-    group: NodeGroup
+    site: Site
     placement: Placement
     efficiency: Efficiency
     profile: Profile | None = None
 
     @classmethod
     def of(
-        cls, group: NodeGroup, placement: Placement, efficiency: Efficiency, profile: Profile | None = None
+        cls, site: Site, placement: Placement, efficiency: Efficiency, profile: Profile | None = None
     ) -> "Network":
-        """Build the network of a placement, which does not depend on its position in the node group."""
+        """Build the network of a placement, which depends on its position in so far as the site does."""
         s = placement.strategy
         ranks = Placement(Mesh(0, placement.mesh.size), Strategy(s.dp, s.tp, s.pp))
-        return cls(group, ranks, efficiency, profile)
+        return cls(site, ranks, efficiency, profile)
 
     @cached_property
     def tp_group(self) -> Ring:
@@ -105,14 +105,14 @@ class Network:
 
     def hop(self, number_bytes: float) -> float:
         """Compute the seconds until all ranks of a stage have sent `number_bytes` to their peer on the next."""
-        device = self.group.device
-        crosses = self.placement.mesh.size > self.group.devices_per_node
+        device = self.site.device
+        crosses = self.site.nodes.nodes > 1
         measured = self.profile.collective("send", 2, 1 + crosses, number_bytes) if self.profile else None
         if measured is not None:
             return measured
         if not crosses:
             return device.link_latency_s + number_bytes / (device.link_bytes_per_s * self.efficiency.link)
-        width = self.group.node_bytes_per_s / self._most_leaving
+        width = self.site.node_bytes_per_s / self._most_leaving
         seconds = number_bytes / (min(width, device.link_bytes_per_s) * self.efficiency.link)
         return device.node_latency_s + seconds
 
@@ -128,12 +128,12 @@ class Network:
         return max(leaving.values())
 
     def _node(self, rank: int) -> int:
-        return rank // self.group.devices_per_node
+        return self.site.nodes.node(rank)
 
     def _ring(self, groups: Iterable[list[int]]) -> Ring:
         """Build a ring; groups that communicate at the same time share the network of a node."""
         members = list(groups)
-        device = self.group.device
+        device = self.site.device
         groups_through: defaultdict[int, int] = defaultdict(int)
         max_nodes = 1
         for ranks in members:
@@ -145,7 +145,7 @@ class Network:
         width = device.link_bytes_per_s
         hop = device.link_latency_s
         if groups_through:
-            width = min(width, self.group.node_bytes_per_s / max(groups_through.values()))
+            width = min(width, self.site.node_bytes_per_s / max(groups_through.values()))
             hop = max(hop, device.node_latency_s)
         return Ring(
             size=len(members[0]),

@@ -11,6 +11,7 @@ from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind
 from realrl.plan.placement import Mesh, Placement, function_placement
 from realrl.plan.plan import Plan
+from realrl.planner.cluster.cluster_spec import Site
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.candidates import list_meshes, list_micro_batches, list_strategies
 from realrl.planner.space.problem import Candidate, Problem
@@ -47,13 +48,12 @@ def build_problem(
     builder = _Builder(scenario, search_space or SearchSpace())
     plans = tuple(include)
     candidates = {call.name: builder.candidates(call, plans) for call in graph.calls}
-    first_ranks = [n * spec.cluster.devices_per_node for n in range(spec.cluster.nodes)]
     return Problem(
         graph=graph,
         cluster=spec.cluster,
         candidates=candidates,
         transfers=scenario.cost.transfers(graph, scenario.models),
-        memory_bytes=tuple(float(scenario.memory.capacity(rank)) for rank in first_ranks),
+        memory_bytes=tuple(float(scenario.memory.capacity(rank)) for rank in spec.cluster.bounds[:-1]),
         exchange=scenario.cost.exchange(graph, scenario.workload),
         sharers=tuple(builder.sharers),
         host_memory_bytes=tuple(map(scenario.memory.host_capacity, range(spec.cluster.nodes))),
@@ -120,11 +120,11 @@ class _Builder:
             yield candidate, bool(cost.terms)
 
     def _candidates_on_meshes(self, call: Call, tokens: tuple[int, ...]) -> list[Candidate]:
-        """Cost candidates once per mesh size and device kind, and replicate them over equivalent meshes."""
-        kinds: dict[tuple[int, int], list[Mesh]] = defaultdict(list)
+        """Cost candidates once per site, and replicate them over all meshes that have it."""
+        kinds: dict[Site, list[Mesh]] = defaultdict(list)
         spec = self.scenario.spec
         for mesh in list_meshes(spec):
-            kinds[mesh.size, spec.group_index(mesh.first)].append(mesh)
+            kinds[spec.site(mesh)].append(mesh)
         candidates = []
         for alike in kinds.values():
             for candidate in self._candidates_of_size(call, alike[0], tokens):
@@ -136,11 +136,12 @@ class _Builder:
         spec = self.scenario.spec
         model = self.scenario.models[call.model_role]
         shape = model.shape
-        per_node = spec.groups[spec.group_index(mesh.first)].devices_per_node
+        node = spec.cluster.ranks(spec.cluster.node(mesh.first))
+        divided = math.gcd(len(node), *(devices for _, devices in spec.site(mesh).nodes.runs))
         limit = self.scenario.memory.capacity(mesh.first)
         recompute = self.search_space.recompute if call.kind is Kind.TRAIN else (False,)
         untimed = []
-        for strategy in list_strategies(mesh.size, per_node, shape.layers, shape.heads, tokens, recompute):
+        for strategy in list_strategies(mesh.size, divided, shape.layers, shape.heads, tokens, recompute):
             if model.exact and strategy.tp > 1:
                 continue
             with suppress(UserError):  # fewer records than data-parallel ranks
