@@ -41,7 +41,7 @@ def split_decode_steps(work: CallWork, sizes: GenerationWork, *, shares: bool) -
     mean = sum(answers) / count
     if sizes.rows > most:
         # A row is met at a random one of its tokens: longer ones more often.
-        own = sum(n * n for n in answers) / (2 * count * mean)
+        own = sum(n * (n - 1) for n in answers) / (2 * count * mean)
         read = 1 / together if shares else 1.0
         yield DecodeSegment((sizes.rows - most) * mean / most, most, read * work.mean + own)
     # Of n draws the largest is at the quantile n / (n + 1), on average.
@@ -52,7 +52,8 @@ def split_decode_steps(work: CallWork, sizes: GenerationWork, *, shares: bool) -
         alive = max(1 / most, sum(n > begin for n in answers) / count)
         # Prompts that are left, per row that is left.
         read = (1 - (1 - alive) ** together) / (alive * together) if shares else 1.0
-        context = read * work.mean + (begin + end + 1) / 2
+        # The first step of a row reads its prompt, whose last token is its input.
+        context = read * work.mean + (begin + end - 1) / 2
         yield DecodeSegment(end - begin, max(1.0, most * alive), context)
 
 
