@@ -156,8 +156,8 @@ def test_other_types_and_devices_without_tables_are_computed_from_data_sheets() 
 
 
 def ring(spec: str, tp: int) -> Ring:
-    group = ClusterSpec.parse(spec).groups[0]
-    return Network.of(group, place(1, tp), Efficiency()).tp_group
+    placement = place(1, tp)
+    return Network.of(ClusterSpec.parse(spec).site(placement.mesh), placement, Efficiency()).tp_group
 
 
 def test_collectives_inside_a_node_are_tabulated_and_others_computed() -> None:

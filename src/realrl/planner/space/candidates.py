@@ -8,7 +8,7 @@ from realrl.plan.placement import Mesh, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.workload.workload import CallWork
 
-_FEW_DEVICES = 32
+_FEW_DEVICES = 16
 """Devices of the largest cluster for which every run of devices inside a node is a candidate."""
 _FEW_NODES = 16
 """Largest number of nodes for which every run of nodes is a candidate."""
