@@ -15,9 +15,9 @@ from realrl.planner.evaluate.activities import (
     stores,
     takes_time,
 )
-from realrl.planner.evaluate.host_memory import HostMemory
 from realrl.planner.evaluate.hosts import Hosts
 from realrl.planner.evaluate.late_rows import LateRows
+from realrl.planner.evaluate.offloaded_state import OffloadedState
 from realrl.planner.evaluate.tables import Columns, Tables
 from realrl.planner.moves.transfers import Floats, Ints
 from realrl.planner.space.problem import Assignment, Problem
@@ -68,7 +68,7 @@ class _Steps:
     fill: Floats
     """Largest fraction of its memory that a point uses."""
     host_points: Ints
-    """Ranks on whose nodes host memory is counted (`HostMemory`), [points, plans]."""
+    """Ranks on whose nodes host memory is counted (`OffloadedState`), [points, plans]."""
     host_fill: Floats
     """Fraction of host memory that offloaded state takes there, [points, plans]."""
 
@@ -93,7 +93,7 @@ class Timeline:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.tables = tables = Tables(problem)
-        self._host_memory = HostMemory(problem, tables.home)
+        self._offloaded = OffloadedState(problem, tables.home)
         self._kinds = list_activities(tables)
         self._owner = np.array([kind.call for kind in self._kinds])
         self._timed = np.array([a for a, kind in enumerate(self._kinds) if takes_time(tables, kind)])
@@ -129,7 +129,7 @@ class Timeline:
         fill = (steps.host_fill if by_host else steps.fill)[:, 0]
         peak = int(fill.argmax())
         rank = int((steps.host_points if by_host else columns.first)[peak, 0])
-        limit = self._host_memory.limit(rank) if by_host else columns.limit[peak, 0]
+        limit = self._offloaded.limit(rank) if by_host else columns.limit[peak, 0]
         reallocation: dict[str, float] = {}
         for a, kind in enumerate(self._kinds):
             if kind.phase in (WavePhase.LOAD, WavePhase.REALLOCATE) and steps.activities.where[a].any():
@@ -152,7 +152,7 @@ class Timeline:
         key = facts.waves_of(self._kinds) * len(self._kinds) + self._place
         end, clock = self._times(facts, activities, _ordered(key, self._timed))
         fill = self._peak_bytes(facts, activities, _ordered(key, self._storing)) / columns.limit
-        host_points = self._host_memory.points(columns)
+        host_points = self._offloaded.points(columns)
         return _Steps(
             activities=activities,
             start=end - columns.seconds,
@@ -160,7 +160,7 @@ class Timeline:
             clock=clock,
             fill=fill,
             host_points=host_points,
-            host_fill=self._host_memory.fill(columns, host_points),
+            host_fill=self._offloaded.fill(columns, host_points),
         )
 
     def _times(self, facts: Facts, activities: Activities, order: Ints) -> tuple[Floats, Floats]:

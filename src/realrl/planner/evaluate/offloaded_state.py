@@ -9,7 +9,7 @@ from realrl.planner.moves.transfers import Floats, Ints, find_nodes
 from realrl.planner.space.problem import Problem
 
 
-class HostMemory:
+class OffloadedState:
     """Host memory of nodes under the roles that plans offload.
 
     A node with most of its memory in use is found among points, which are ranks of homes: along the nodes of a

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from realrl.plan.cluster import Cluster
-from realrl.planner.evaluate.host_memory import HostMemory
+from realrl.planner.evaluate.offloaded_state import OffloadedState
 from tests.plan.meshes import list_all
 
 PLANS = 200
@@ -28,7 +28,7 @@ def test_the_fullest_host_is_found_wherever_meshes_begin(seed: int) -> None:
         host=host,
     )
     problem: Any = SimpleNamespace(cluster=cluster, host_memory_bytes=limits)
-    memory = HostMemory(problem, homes)
+    memory = OffloadedState(problem, homes)
     points = memory.points(columns)
     fill = memory.fill(columns, points)
     for plan in range(PLANS):
