@@ -17,6 +17,8 @@ SLOW = make_cluster(bf16_flops=1.0, fp32_flops=0.125)
 PROMPT, ANSWER, ITEMS = 8, 24, 6
 STEP = Workload(ITEMS, (PROMPT,), (ANSWER,), ANSWER)
 TOKENS, LENGTH = ITEMS * 32, 32
+DECODED = 8 * 32
+"""Rows of all decode steps: a GPU has a graph of eight rows, and looks at their tokens every 16 steps."""
 QKV, OUT, UP, DOWN, HEAD = 64 * (128 + 2 * 64), 128 * 64, 64 * 2 * 160, 160 * 64, 64 * 960
 LAYER = QKV + OUT + UP + DOWN
 """Parameters of the matrices of a layer of `SHAPE`, which has four, and of its head."""
@@ -220,7 +222,7 @@ def test_generation_prefills_all_but_the_last_token_of_prompts() -> None:
 def test_decode_steps_multiply_each_row_and_sample_it() -> None:
     """Attention of decode steps is bound by memory, and its operations are not counted."""
     terms = cost(Kind.GENERATE, STEP, place(), SLOW)
-    assert terms["decode"] == pytest.approx(2 * ITEMS * ANSWER * (4 * LAYER + HEAD))
+    assert terms["decode"] == pytest.approx(2 * DECODED * (4 * LAYER + HEAD))
     half = cost(Kind.GENERATE, STEP, place(tp=2), SLOW)
     assert half["decode"] == pytest.approx(terms["decode"] / 2)
 
@@ -228,7 +230,7 @@ def test_decode_steps_multiply_each_row_and_sample_it() -> None:
 def test_decode_steps_visit_few_experts_of_a_mixture() -> None:
     terms = cost(Kind.GENERATE, STEP, place(), SLOW, model=store(MIXED))
     layer = QKV + OUT + 64 * 16 + 2 * (UP + DOWN)
-    assert terms["decode"] == pytest.approx(2 * ITEMS * ANSWER * (4 * layer + HEAD))
+    assert terms["decode"] == pytest.approx(2 * DECODED * (4 * layer + HEAD))
 
 
 def test_samples_of_a_prompt_share_its_prefill() -> None:
@@ -237,10 +239,11 @@ def test_samples_of_a_prompt_share_its_prefill() -> None:
 
 
 def test_a_pipeline_decodes_a_batch_per_stage() -> None:
-    """Two batches of three rows: the slower stage has the head, and the other one's time is its bubble."""
+    """Two batches of three rows, for which there is a graph of four: the slower stage has the head, and the other
+    one's time is its bubble."""
     terms = cost(Kind.GENERATE, STEP, place(pp=2), SLOW)
-    first, last = (2 * 3 * (2 * LAYER + head) for head in (0, HEAD))
-    assert terms["decode"] == pytest.approx(ANSWER * 2 * last)
+    first, last = (2 * 4 * (2 * LAYER + head) for head in (0, HEAD))
+    assert terms["decode"] == pytest.approx(32 * 2 * last)
     passes = terms["bubble"]  # of decode steps there is none: 2 * last is more than first + last
     assert first < last and 0 < passes < first * PROMPT
 

@@ -9,6 +9,7 @@ from realrl.families.adapters import LowRank
 from realrl.families.experts import Mixture
 from realrl.layout.limits import BUCKET_ELEMENTS
 from realrl.layout.sets import TrainablePart
+from realrl.planner.workload.sampling import Sampling
 from realrl.planner.workload.workload import Workload
 from tests.planner.unit_device import NOTHING, SHAPE, cost, make_cluster, place, store
 
@@ -84,7 +85,8 @@ def test_candidates_are_reduced_or_gathered_beside_chosen_tokens() -> None:
 
 
 def test_generation_sums_hidden_states_and_gathers_logits_of_every_token() -> None:
-    tp, rows, steps, prefilled = 2, 6, 24, 6 * 7
+    # Graphs are of eight rows, and tokens are looked at every 16 steps.
+    tp, rows, steps, prefilled = 2, 8, 32, 6 * 7
     states = reduce(tp, 2 * rows * HIDDEN)
     decoded = steps * ((2 * LAYERS + 1) * states + gather(tp, 4 * rows * 960))
     # The last layer of a prefill ends with keys and values, and yet is charged whole.
@@ -104,7 +106,9 @@ def test_collectives_between_nodes_share_a_nodes_network() -> None:
     across, within = (gather(2, 6 * elements) for elements in halves)
     assert data == pytest.approx(4 * (across + small)) and inside == pytest.approx(within + small)
     late = make_cluster(2, 4, link_latency_s=1.0, node_latency_s=5.0)
-    assert cost(Kind.INFERENCE, STEP, place(tp=8), late)["tensor"] == (2 * LAYERS + 1 + 3) * 2 * 7 * 5
+    # Of the eight links of the ring, two cross the network.
+    link = (2 * 5.0 + 6 * 1.0) / 8
+    assert cost(Kind.INFERENCE, STEP, place(tp=8), late)["tensor"] == (2 * LAYERS + 1 + 3) * 2 * 7 * link
 
 
 def test_achieved_fractions_divide_the_bandwidth() -> None:
@@ -208,8 +212,8 @@ def test_stages_send_hidden_states_of_every_chunk() -> None:
     split = cost(Kind.INFERENCE, STEP, place(1, 2, 2, tokens=32, sp=True), WIRE)
     assert split["pipeline"] == states / 2
     generated = cost(Kind.GENERATE, STEP, place(pp=2), WIRE)
-    # Three rows of each of two batches, every step; and a pass of the prompts of each.
-    assert generated["pipeline"] == pytest.approx(24 * 2 * 2 * 3 * HIDDEN + 2 * 3 * 7 * HIDDEN)
+    # Four rows of each of two batches, every step; and a pass of the prompts of each.
+    assert generated["pipeline"] == pytest.approx(32 * 2 * 2 * 4 * HIDDEN + 2 * 3 * 7 * HIDDEN)
 
 
 def test_stages_of_different_nodes_share_the_network() -> None:
@@ -224,7 +228,7 @@ HOST = make_cluster(kernel_s=1.0)
 
 
 def test_a_layer_waits_for_its_launches_and_collectives() -> None:
-    launches = {"forward_operations": 7}
+    launches = {"forward_operations": 7, "backward_operations": 14}
     assert cost(Kind.INFERENCE, STEP, place(tokens=64), HOST, **launches)["launch"] == 3 * LAYERS * 7
     assert cost(Kind.TRAIN, STEP, place(), HOST, **launches)["launch"] == LAYERS * (7 + 14)
     assert cost(Kind.TRAIN, STEP, place(recompute=True), HOST, **launches)["launch"] == LAYERS * (7 + 7 + 14)
@@ -255,15 +259,53 @@ def test_a_cpu_launches_and_computes_on_the_same_cores() -> None:
 
 def test_decode_steps_are_launched_one_by_one_or_as_a_graph() -> None:
     numbers = {"decode_operations": 9, "sampling_operations": 5}
+    each = LAYERS * 9 + 5
     eager = cost(Kind.GENERATE, STEP, place(), HOST, decode_graphs=False, **numbers)
-    assert eager["launch"] == pytest.approx(24 * (LAYERS * 9 + 5)) and eager["decode"] == 0
+    assert eager["launch"] == pytest.approx(32 * each) and eager["decode"] == 0
     graphs = cost(Kind.GENERATE, STEP, place(), HOST, graph_kernel_s=0.5, **numbers)
-    assert graphs["decode"] == pytest.approx(24 * (LAYERS * 9 + 5) / 2) and graphs["launch"] == 0
+    # A graph's step is launched once kernel by kernel, and once to be captured.
+    assert graphs["decode"] == pytest.approx(32 * each / 2) and graphs["launch"] == 2 * each
     posted = cost(
         Kind.GENERATE, STEP, place(tp=2), HOST, decode_graphs=False, collective_host_s=100.0, **numbers
     )
     prefill = LAYERS * 2 * 100
-    assert posted["launch"] == pytest.approx(24 * (LAYERS * (9 + 200) + 5) + prefill)
+    assert posted["launch"] == pytest.approx(32 * (LAYERS * (9 + 200) + 5) + prefill)
+    captured = cost(Kind.GENERATE, STEP, place(tp=2), HOST, collective_host_s=100.0, **numbers)
+    assert captured["launch"] == pytest.approx(2 * (each + LAYERS * 2) + prefill)
+
+
+def test_rows_that_end_apart_take_a_graph_for_each_of_few_numbers() -> None:
+    """Of 1, 2, 4 and 8 rows."""
+    step = replace(STEP, answers=(8, 24))
+    found = cost(Kind.GENERATE, step, place(), HOST, sampling_operations=5)
+    assert found["launch"] == 4 * 2 * 5
+
+
+def test_the_host_looks_at_tokens_every_sixteen_steps() -> None:
+    found = cost(Kind.GENERATE, STEP, place(), HOST, look_operations=7, look_row_s=3.0)
+    assert found["launch"] == 2 * (7 + 3 * 6)
+    assert cost(Kind.GENERATE, STEP, place(), make_cluster(cpu=True), look_row_s=3.0)["launch"] == 0
+
+
+def test_restricted_sampling_launches_more() -> None:
+    numbers = {"minimum_operations": 1, "top_k_operations": 10, "top_p_operations": 100}
+    for sampling, each in (
+        (Sampling(), 0), (Sampling(minimum=True), 1), (Sampling(top_k=True), 10), (Sampling(top_p=True), 100)
+    ):  # fmt: skip
+        step = replace(STEP, sampling=sampling)
+        found = cost(Kind.GENERATE, step, place(), HOST, decode_graphs=False, **numbers)
+        assert found["launch"] == 32 * each
+
+
+def test_experts_without_a_grouped_kernel_are_launched_one_by_one_and_decoded_without_graphs() -> None:
+    shape = SHAPE.model_copy(update={"family": "qwen3_moe", "mixture": Mixture(experts=16, per_token=2)})
+    for dtype, exact, loops in (("bfloat16", False, 0), ("float32", False, 32), ("bfloat16", True, 32)):
+        model = replace(store(shape, dtype=dtype), exact=exact)  # type: ignore[arg-type]
+        launched = cost(Kind.INFERENCE, STEP, place(), HOST, model=model)["launch"]
+        assert launched == LAYERS * loops, (dtype, exact)
+        decoded = cost(Kind.GENERATE, STEP, place(), HOST, model=model, sampling_operations=5)["launch"]
+        # Layers of a prefill and of each step; or once for a graph, and once to capture it.
+        assert decoded == ((LAYERS + 32 * LAYERS) * loops + 32 * 5 if loops else 2 * 5), (dtype, exact)
 
 
 def test_adapters_experts_and_wide_matrices_launch_more() -> None:

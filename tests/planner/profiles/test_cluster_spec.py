@@ -58,7 +58,7 @@ def test_a_mesh_has_devices_of_one_kind_and_the_slowest_network_of_its_nodes() -
     assert spec.site(Mesh(3, 5)) == spec.site(Mesh(9, 5)) != spec.site(Mesh(16, 4))
 
 
-@pytest.mark.parametrize("spec", ["a100-40g:3x8", "cpu:1x6", "h100:1x5+2x3", "h100:2x4+l40s:1x4+1x3"])
+@pytest.mark.parametrize("spec", ["a100-40g:2x8", "cpu:1x6", "h100:1x5+2x3", "h100:2x4+l40s:1x4+1x3"])
 def test_a_search_on_few_devices_considers_all_of_one_node_and_whole_nodes(spec: str) -> None:
     parsed = ClusterSpec.parse(spec)
     found = list_meshes(parsed)

@@ -9,14 +9,13 @@ src/transport/nvls.cc. Messages have connections of their own, and share buffers
 and direction between nodes.
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
 from functools import lru_cache
-from itertools import chain
 
 from realrl.plan.cluster import Cluster
-from realrl.plan.communicators import CTAS, WORLD_CTAS, RankSet, Role
-from realrl.plan.placement import Placement
+from realrl.plan.communicators import CTAS, WORLD_CTAS, RankSet, Role, list_groups, list_own_rank_sets
+from realrl.plan.placement import Mesh, Placement, Strategy
 
 _MIB = 1 << 20
 _LOCAL = 12 * _MIB
@@ -69,14 +68,18 @@ def _layout_bytes(nodes: Cluster, dp: int, tp: int, pp: int) -> int:
     """Bytes of the peak device of a layout on these nodes; of groups that lie differently, the largest count."""
     if nodes.size == 1:
         return 0
-    alike = nodes.even and nodes.runs[0][1] % tp == 0
-    merged: dict[RankSet, tuple[Iterable[RankSet], set[Role]]] = {}
-    for role, groups in _list_groups(dp, tp, pp):
-        first = next(groups)
+    placement = Placement(Mesh(0, nodes.size), Strategy(dp, tp, pp))
+    groups: dict[Role, list[RankSet]] = defaultdict(list)
+    if nodes.even and nodes.runs[0][1] % tp == 0:  # those of the first stage are most, and lie as others do
+        groups |= {role: [ranks] for role, ranks in list_own_rank_sets(placement, 0).items()}
+    else:
+        for role, ranks in list_groups(placement):
+            groups[role].append(ranks)
+    merged: dict[RankSet, set[Role]] = defaultdict(set)
+    for role, (first, *_) in groups.items():
         if len(first) > 1:
-            others = () if alike else groups
-            merged.setdefault(first, (chain([first], others), set()))[1].add(role)
-    return sum(_group_bytes(groups, nodes, uses) for groups, uses in merged.values())
+            merged[tuple(sorted(first))].add(role)
+    return sum(_group_bytes(groups[next(iter(uses))], nodes, uses) for uses in merged.values())
 
 
 def _group_bytes(groups: Iterable[RankSet], nodes: Cluster, uses: Collection[Role]) -> int:
@@ -87,17 +90,6 @@ def _group_bytes(groups: Iterable[RankSet], nodes: Cluster, uses: Collection[Rol
         collective_bytes(ranks, nodes, ctas) + (message_bytes(ranks, nodes, ctas, peers) if peers else 0)
         for ranks in groups
     )
-
-
-def _list_groups(dp: int, tp: int, pp: int) -> Iterator[tuple[Role, Iterator[RankSet]]]:
-    """List the groups of a placement's ranks, counted from 0, by their role (`list_own_rank_sets`)."""
-    stage = dp * tp
-    size = stage * pp
-    yield "data", (tuple(range(a + t, a + stage, tp)) for a in range(0, size, stage) for t in range(tp))
-    yield "tensor", (tuple(range(a, a + tp)) for a in range(0, size, tp))
-    yield "pipeline", (tuple(range(a, size, stage)) for a in range(stage))
-    yield "embedding", (tuple(sorted({a, size - stage + a})) for a in range(stage))
-    yield "mesh", iter([tuple(range(size))])
 
 
 def _spread(ranks: RankSet, cluster: Cluster) -> tuple[int, int]:
