@@ -157,7 +157,12 @@ class CostModel:
         slower = Links(
             min(host, links.device_bytes_per_s), min(host, links.node_bytes_per_s), links.latency_s
         )
-        return ExchangeModel(slower, self.spec.cluster, count_exchanged_bytes(graph, workload))
+        return ExchangeModel(
+            slower,
+            self.spec.cluster,
+            count_exchanged_bytes(graph, workload),
+            workload.items,
+        )
 
     def offload(self, number_bytes: float, rank: int = 0) -> float:
         """Compute the seconds of a copy of `number_bytes` per device between device and host memory."""
