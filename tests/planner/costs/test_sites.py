@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from realrl.plan.cluster import Cluster
@@ -11,6 +12,7 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.cost.network import Network, Ring
+from realrl.planner.workload.strategies import Strategies
 from tests.plan.meshes import list_all
 from tests.planner.problems import BARE_NODES, KINDS, SMALL, STEP, call, drop_tables, stored
 
@@ -44,7 +46,7 @@ def test_groups_share_the_network_of_the_nodes_that_their_ranks_are_on(spec: Clu
     for _ in range(200):
         placement = sampled_placement(rng, spec.cluster)
         s = placement.strategy
-        network = Network.of(spec.site(placement.mesh), placement, efficiency)
+        network = Network((spec.site(placement.mesh),), Strategies.of([s]), efficiency)
         rank, dps, tps, pps = placement.rank, range(s.dp), range(s.tp), range(s.pp)
         pairs: list[tuple[Ring, list[list[int]]]] = [
             (network.tp_group, [[rank(dp=d, tp=t, pp=p) for t in tps] for d in dps for p in pps]),
@@ -53,9 +55,21 @@ def test_groups_share_the_network_of_the_nodes_that_their_ranks_are_on(spec: Clu
         ]
         for ring, groups in pairs:
             width, hop, nodes = expected_ring(spec, groups)
-            assert (ring.size, ring.nodes) == (len(groups[0]), nodes)
-            assert ring.hop_s == pytest.approx(hop)
-            assert ring.bytes_per_s == pytest.approx(width * efficiency.link)
+            assert (ring.size[0], ring.nodes[0]) == (len(groups[0]), nodes)
+            assert ring.hop_s[0] == pytest.approx(hop)
+            assert ring.bytes_per_s[0] == pytest.approx(width * efficiency.link)
+        if s.pp > 1:
+            leaving: Counter[int] = Counter()
+            for sender in range(placement.mesh.first, placement.mesh.first + s.dp * s.tp * (s.pp - 1)):
+                nodes_of_pair = spec.cluster.node(sender), spec.cluster.node(sender + s.dp * s.tp)
+                leaving[nodes_of_pair[0]] += nodes_of_pair[0] != nodes_of_pair[1]
+            share = spec.groups[0].node_bytes_per_s / max(1, *leaving.values())
+            device = spec.groups[0].device
+            crosses = any(leaving.values())
+            width = min(share, device.link_bytes_per_s) if crosses else device.link_bytes_per_s
+            latency = device.node_latency_s if crosses else device.link_latency_s
+            seconds = latency + 1e9 / (width * efficiency.link)
+            assert network.hop(np.array([1e9]))[0] == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("name", KINDS)

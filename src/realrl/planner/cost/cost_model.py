@@ -1,9 +1,11 @@
 """Cost model: seconds of calls, reallocations and offloading on a cluster."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+
+import numpy as np
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
@@ -13,7 +15,8 @@ from realrl.layout.limits import message_limits
 from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import reallocate
 from realrl.layout.sets import BASE, TrainablePart, element_width
-from realrl.plan.placement import Placement
+from realrl.plan.placement import Placement, Strategy
+from realrl.planner.arrays.arrays import Floats, Real
 from realrl.planner.cluster.cluster_spec import ClusterSpec, Site
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
@@ -29,6 +32,7 @@ from realrl.planner.profile.corrections import find_correction
 from realrl.planner.profile.profile import Profile
 from realrl.planner.workload.batching import records_per_rank
 from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.planner.workload.strategies import Strategies, group_strategies
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
 from realrl.program.order import changed_sets, changes, set_names
@@ -67,7 +71,6 @@ class CostModel:
         self.efficiency = efficiency or Efficiency()
         self._calls: dict[object, CallCost] = {}
         self._sizes: dict[tuple[ModelShape, Head, int, TrainablePart], LocalSizes] = {}
-        self._networks: dict[tuple[Site, int, int, int], Network] = {}
         self._transfers: dict[tuple[StoredModel, int, str], LinkTransfers] = {}
 
     def call(
@@ -82,15 +85,36 @@ class CostModel:
             return self._function(call, placement, workload)
         key = (call, model, placement.strategy, self.spec.site(placement.mesh), workload)
         if key not in self._calls:
-            context = self._call_context(call, model, placement, workload)
-            cost_by_kind = {
-                Kind.TRAIN: cost_training,
-                Kind.INFERENCE: cost_inference,
-                Kind.GENERATE: cost_generation,
-            }[call.kind]
-            factor = self._correction(call, model, placement)
-            self._calls[key] = CallCost({name: factor * s for name, s in cost_by_kind(context).items()})
+            terms = self.terms(call, model, [placement], workload)
+            self._calls[key] = CallCost({name: float(seconds[0]) for name, seconds in terms.items()})
         return self._calls[key]
+
+    def terms(
+        self,
+        call: Call,
+        model: StoredModel,
+        placements: Sequence[Placement],
+        workload: Workload,
+    ) -> Mapping[str, Floats]:
+        """Cost a call under each of some placements at once, in seconds by term (see `CallCost`).
+
+        All are on one kind of device. UserError if there are fewer records than DP ranks.
+        """
+        strategies = [placement.strategy for placement in placements]
+        sites = [self.spec.site(placement.mesh) for placement in placements]
+        first = placements[0].mesh.first
+        cost_by_kind = {
+            Kind.TRAIN: cost_training,
+            Kind.INFERENCE: cost_inference,
+            Kind.GENERATE: cost_generation,
+        }[call.kind]
+        terms: dict[str, Floats] = {}
+        for members, alike in group_strategies(strategies):
+            there = [sites[i] for i in members.tolist()]
+            for name, seconds in cost_by_kind(self._context(call, model, there, alike, workload)).items():
+                terms.setdefault(name, np.zeros(len(strategies)))[members] = seconds
+        factors = self._corrections(call, model, first, strategies)
+        return terms if factors is None else {name: factors * s for name, s in terms.items()}
 
     def _function(self, call: Call, placement: Placement, workload: Workload) -> CallCost:
         """Time of a function on the busiest rank, from what runs have measured for an item."""
@@ -164,7 +188,7 @@ class CostModel:
             workload.items,
         )
 
-    def offload(self, number_bytes: float, rank: int = 0) -> float:
+    def offload(self, number_bytes: Real, rank: int = 0) -> Real:
         """Compute the seconds of a copy of `number_bytes` per device between device and host memory."""
         profile = self._profile_of(rank)
         measured = profile.collective("host", 1, 1, number_bytes) if profile else None
@@ -188,27 +212,29 @@ class CostModel:
         """Bytes per second of a rank whose host does nothing but post messages of a reallocation."""
         return message_limits(cpu=device.cpu).message_bytes / self.efficiency.collective_host_s
 
-    def _call_context(
-        self, call: Call, model: StoredModel, placement: Placement, workload: Workload
+    def _context(
+        self,
+        call: Call,
+        model: StoredModel,
+        sites: Sequence[Site],
+        strategies: Strategies,
+        workload: Workload,
     ) -> CallContext:
-        site = self.spec.site(placement.mesh)
-        strategy = placement.strategy
-        key = (model.shape, model.head, strategy.tp, model.part)
+        device = sites[0].device
+        key = (model.shape, model.head, strategies.tp, model.part)
         sizes = self._sizes.setdefault(key, LocalSizes(*key))
-        profile = self._profile_of(placement.mesh.first)
+        profile = self._profile_for(device)
         timing = Timing(
-            device=site.device,
+            device=device,
             efficiency=self.efficiency,
             sizes=sizes,
-            dtype=model.dtype_under(strategy),
-            sequence_parallel=strategy.sequence_parallel,
+            dtype=model.dtype if strategies.dtype is None else strategies.dtype,
+            sequence_parallel=strategies.sequence_parallel,
             profile=profile,
             exact=model.exact,
         )
-        where = (site, strategy.dp, strategy.tp, strategy.pp)
-        if (network := self._networks.get(where)) is None:
-            network = self._networks[where] = Network.of(site, placement, self.efficiency, profile)
-        return CallContext(timing, network, strategy, workload.work(call), call.candidates)
+        network = Network(tuple(sites), strategies, self.efficiency, profile)
+        return CallContext(timing, network, strategies, workload.work(call), call.candidates)
 
     def _transfers_of(
         self, model: StoredModel, source: Placement, target: Placement, parameter_set: str
@@ -219,14 +245,21 @@ class CostModel:
             self._transfers[key] = LinkTransfers(self.spec.cluster, weights, self._node_links)
         return self._transfers[key]
 
-    def _correction(self, call: Call, model: StoredModel, placement: Placement) -> float:
-        profile = self._profile_of(placement.mesh.first)
-        return find_correction(profile.corrections, call, model, placement.strategy) if profile else 1.0
+    def _corrections(
+        self, call: Call, model: StoredModel, first: int, strategies: Sequence[Strategy]
+    ) -> Floats | None:
+        """Factors of the seconds that a profile has of runs; None without any."""
+        profile = self._profile_of(first)
+        if profile is None or not profile.corrections:
+            return None
+        return np.array([find_correction(profile.corrections, call, model, s) for s in strategies])
 
     def _profile_of(self, rank: int) -> Profile | None:
         """The profile, if it was measured on a rank's kind of device."""
-        device = self.spec.device(rank).name
-        return self.profile if self.profile and self.profile.device == device else None
+        return self._profile_for(self.spec.device(rank))
+
+    def _profile_for(self, device: DeviceKind) -> Profile | None:
+        return self.profile if self.profile and self.profile.device == device.name else None
 
 
 def _slowest(links: Iterable[Links]) -> Links:

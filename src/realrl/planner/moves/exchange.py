@@ -9,7 +9,8 @@ from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.routing.links import Links
 from realrl.plan.cluster import Cluster
-from realrl.planner.moves.transfers import Floats, Ints, Layouts, find_nodes
+from realrl.planner.arrays.arrays import Floats, Ints
+from realrl.planner.moves.transfers import Layouts, find_nodes
 from realrl.planner.workload.workload import Workload
 from realrl.program.order import keys_between, producers
 

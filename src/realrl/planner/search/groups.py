@@ -7,8 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realrl.plan.cluster import Cluster
+from realrl.planner.arrays.arrays import Floats, Ints
 from realrl.planner.evaluate.tables import Columns, Tables
-from realrl.planner.moves.transfers import Floats, Ints, Layouts
+from realrl.planner.moves.transfers import Layouts
 
 Scalar = TypeVar("Scalar", np.float64, np.int64)
 
