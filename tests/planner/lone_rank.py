@@ -1,5 +1,6 @@
 """One rank of a placement without its peers: messages from them are zeros, so that its allocations are real."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,28 +45,46 @@ class Sent:
         """It has arrived."""
 
 
+Messages = Counter[tuple[str, int]]
+"""Kind and bytes of collectives and messages -> how many there were."""
+
+
 @contextmanager
-def nobody_else() -> Iterator[None]:
-    """Collectives and messages that involve only this rank."""
+def nobody_else() -> Iterator[Messages]:
+    """Collectives and messages that involve only this rank, counted.
+
+    Bytes are those of what is summed or sent, of the result of an all-gather, and of the input of a reduce-scatter.
+    """
+    found: Messages = Counter()
+
+    def count(kind: str, tensor: torch.Tensor) -> None:
+        found[kind, tensor.numel() * tensor.element_size()] += 1
 
     def gathered(buffer: torch.Tensor, part: torch.Tensor, **_: Any) -> None:
+        count("all_gather", buffer)
         buffer.view(-1, *part.shape)[:] = part
 
     def scattered(output: torch.Tensor, buffer: torch.Tensor, *_: Any, **__: Any) -> None:
+        count("reduce_scatter", buffer)
         output.copy_(buffer[: len(output)])
 
     def arrived(buffer: torch.Tensor, *_: Any, **__: Any) -> Sent:
+        count("receive", buffer)
         buffer.zero_()
         return Sent()
 
+    def sent(tensor: torch.Tensor, *_: Any, **__: Any) -> Sent:
+        count("send", tensor)
+        return Sent()
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", lambda *_, **__: None)
-        patch.setattr(dist, "isend", lambda *_, **__: Sent())
+        patch.setattr(dist, "all_reduce", lambda tensor, *_, **__: count("all_reduce", tensor))
+        patch.setattr(dist, "isend", sent)
         patch.setattr(dist, "irecv", arrived)
         patch.setattr(collectives, "_all_gather", gathered)
         patch.setattr(collectives, "_reduce_scatter", scattered)
         patch.setattr(Pipeline, "broadcast_metrics", lambda _, metrics: metrics)
-        yield
+        yield found
 
 
 @dataclass(frozen=True)
@@ -110,17 +129,20 @@ class Sequences:
 class LoneRank:
     """A rank that holds its shard of a model, and counts what it allocates besides."""
 
-    def __init__(self, model: StoredModel, placement: Placement, rank: int) -> None:
+    def __init__(
+        self, model: StoredModel, placement: Placement, rank: int, device: torch.device = CPU
+    ) -> None:
         self.placement = placement
         strategy = placement.strategy
         single = make_single_rank_group()
+        data = _group(strategy.dp, placement.dp_index(rank))
         tensor = _group(strategy.tp, placement.tp_index(rank))
         pipeline = _group(strategy.pp, placement.pp_index(rank))
         self.model = Model(
             build_layout(model.shape, model.head, placement),
             rank,
             ParallelGroups(
-                data=single,
+                data=data,
                 tensor=tensor,
                 pipeline=pipeline,
                 reverse_pipeline=pipeline,
@@ -128,13 +150,14 @@ class LoneRank:
                 embedding=pipeline if strategy.pp > 1 else None,
             ),
             dtype=find_torch_dtype(model.dtype),
-            device=CPU,
+            device=device,
             part=model.part,
             products=Products(bfloat16=model.dtype == "mixed", packed=True),
         )
         regions = {local.region.tensor: local.region for local in self.model.layout.tensors(rank)}
         specs = [spec for spec in self.model.layout.specs if spec.name in regions]
-        initialise(self.model.parameters, specs, model.shape, 1, regions)
+        if device == CPU:
+            initialise(self.model.parameters, specs, model.shape, 1, regions)
         self.trainer = Trainer(self.model, OptimizerConfig())
 
     def peak(self, run: Callable[[], object]) -> int:
@@ -144,14 +167,15 @@ class LoneRank:
         assert found.peak is not None
         return found.peak
 
-    def train(self, sequences: Sequences) -> None:
-        """A step on everything, but for the update."""
+    def train(self, sequences: Sequences, *, updates: bool = False) -> None:
+        """A step on everything, but for the update unless asked for."""
 
         def forget(lr: float, **_: object) -> float:
             self.trainer.optimizer.discard()
             return 0.0
 
-        self.trainer.optimizer.step = forget  # type: ignore[method-assign]
+        if not updates:
+            self.trainer.optimizer.step = forget  # type: ignore[method-assign]
         strategy = self.placement.strategy
         self.trainer.train(
             sequences.batch,

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import numpy as np
+
 from realrl.families.adapters import LORA_A, is_adapted, list_modules
 from realrl.families.options import LayerOptions
 from realrl.families.quantisation import SCALES
@@ -18,6 +20,7 @@ from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
 from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
 from realrl.plan.placement import Dtype
+from realrl.planner.arrays.arrays import Bools, Real
 
 _ALIGNED = 8
 """Numbers in bfloat16 of which the rows of experts' matrices must be a multiple for one kernel to multiply them."""
@@ -222,17 +225,20 @@ class LocalSizes:
         """Sizes of the set that training updates, if the role is trained."""
         return next(self.sets[name] for name, updated in self.part.sets.items() if updated)
 
-    @property
+    @cached_property
     def trains_head(self) -> bool:
         """Whether training updates the head: unless it is a frozen embedding table, or frozen below adapters."""
-        if self.trained.tied:
-            return any(self.trained.embedding)
-        return any(self.trained.end)
+        if not self.trained.tied:
+            return any(self.trained.end)
+        # A table of positions may be trained without it.
+        found = build_parameter_sets(self.shape, self.head, self.part, trained=True)
+        updated = next(name for name, trains in self.part.sets.items() if trains)
+        return any(spec.place is Place.BOTH_ENDS for spec in found[updated].tensors)
 
-    def keeps_logits(self, tokens: float, *, cpu: bool) -> bool:
+    def keeps_logits(self, tokens: Real, *, cpu: bool) -> Bools:
         """Tell whether training keeps the logits of so many tokens; those with a cap are not kept on a CPU."""
         capped = self.options.logit_cap is not None and cpu
-        return not capped and tokens * self.padded_vocab <= max_kept_logits(cpu=cpu)
+        return np.asarray(tokens * self.padded_vocab <= (0 if capped else max_kept_logits(cpu=cpu)))
 
     @cached_property
     def layer_elements(self) -> int:
