@@ -24,8 +24,8 @@ public code (openpsi-project/ReaLHF, `search_engine/enumerate.py` and `api/quick
 four devices, or of whole nodes; tp of 1, 2, 4 or 8; training with its data and tensor ranks inside a node, which
 crosses nodes by pipelining alone; at most as many stages as there are nodes, or 8; micro-batches as many as stages,
 and twice as many in training; and nothing offloaded but reference and reward model. Of these plans `chosen` is the
-one that ReaL's own estimator holds for the fastest (`search_engine/estimate.py`; `judge_as_real` has its rules): the
-published gains are those of such plans. Both are costed by our model.
+one that ReaL's own estimator holds for the fastest (`search_engine/estimate.py`; `judge_as_real` has its rules):
+the published gains are those of such plans. Both are costed by our model.
 
 The nodes are those of the paper's own cost constants: 170 GB/s between GPUs of a node and 20 GB/s between nodes,
 which is 85 % of the links of the A800 and of 200 Gbit/s.
@@ -225,8 +225,8 @@ def judge_as_real(scenario: Scenario, problem: Problem) -> Problem:
     """Replace the seconds of candidates by those that ReaL's estimator makes of them (`search_engine/estimate.py`).
 
     It leaves out messages between stages and the reduction of gradients, and takes what tensor-parallel ranks
-    compute to last 3 % less for each of them (generation: for each rank of data and tensor parallelism, up to 8), and
-    4 % less again in training without other parallelism; more than 8 stages take 1 % more each.
+    compute to last 3 % less for each of them (generation: for each rank of data and tensor parallelism, up to 8),
+    and 4 % less again in training without other parallelism; more than 8 stages take 1 % more each.
     """
 
     def judge(call: Call, candidate: Candidate) -> Candidate:
