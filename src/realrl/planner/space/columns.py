@@ -82,12 +82,8 @@ def drop_dominated(ways: Ways) -> Ways:
     loaded = [np.where(ways.offload, column, 0.0) for column in (ways.weights_bytes, *ways.moving_seconds)]
     held = [ways.resident_bytes, ways.working_bytes, ways.weights_bytes, -ways.base_bytes, ways.host_bytes]
     costs = np.stack([ways.seconds, *held, *loaded], axis=1)
-    stay = [
-        int(members[i])
-        for members in map(np.array, layouts.values())
-        for i in find_undominated(costs[members])
-    ]
-    return ways[np.array(sorted(stay), dtype=np.int64)]
+    stay = [np.array(members)[find_undominated(costs[members])] for members in layouts.values()]
+    return ways[np.sort(np.concatenate(stay))]
 
 
 def find_undominated(costs: Floats) -> Ints:
