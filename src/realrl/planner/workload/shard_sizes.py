@@ -12,7 +12,7 @@ from realrl.families.quantisation import SCALES
 from realrl.families.registry import find_layer_options, model_tensors, ties_embeddings
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Parameter, Partial, Place, TensorSpec
-from realrl.layout.layout import local_tensor
+from realrl.layout.local_tensors import local_tensor
 from realrl.layout.limits import max_kept_logits
 from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
 from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, build_parameter_sets

@@ -170,7 +170,7 @@ class Roles:
         absent = [tensor for tensor in tensors if tensor.name in missing and tensor.name in regions]
         initialise(model.parameters, absent, model.shape, self._seed, regions)
         if any(tensor.init is Init.MAGNITUDE for tensor in tensors if tensor.name in missing):
-            model.transformer.initialise_magnitudes()
+            model.initialise_magnitudes()
 
     def home_model(self, role: str) -> Model | None:
         """Find the role's model in its home; None where that does not include this rank."""
