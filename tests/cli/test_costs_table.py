@@ -8,6 +8,7 @@ from rich.console import Console
 from realrl.cli.progress.costs import costs_note, costs_table
 from realrl.dataflow.call import Call, Kind
 from realrl.planner.calibration.comparison import Comparison, MoveCosts, Seconds
+from realrl.planner.uncertainty.outlook import Interval
 from tests.planner.profiles.test_calibrate import SPEC, run
 
 
@@ -35,6 +36,13 @@ def test_the_costs_table_has_predicted_and_measured_seconds_and_their_ratio() ->
     assert rows["actor.train"] == ["20.0", "2.500", "0.12", "2.00", "GiB", "3.00", "GiB"]
     assert rows["reallocations"] == ["0.500", "0.250", "0.50"]
     assert rows["whole"] == ["step", "50.0", "42.5", "0.85"]
+
+
+@pytest.mark.parametrize(("high", "word"), [(60.0, "in"), (42.0, "outside")])
+def test_the_note_says_whether_the_step_was_in_the_predicted_interval(high: float, word: str) -> None:
+    costs = predicted().model_copy(update={"predicted_interval": Interval(38.0, high)})
+    assert f"{word} the predicted 50.0 s (90 %: 38 to {high:.0f} s)" in costs_note(costs)
+    assert "90 %" not in costs_note(predicted())
 
 
 def test_the_costs_table_without_a_prediction_shows_measured_seconds_only() -> None:

@@ -11,6 +11,7 @@ from realrl.plan.communicators import (
     group_splits,
     list_communicators,
     list_node_pairs,
+    list_own_rank_sets,
     list_rank_sets,
     list_stage_pairs,
 )
@@ -112,3 +113,16 @@ def test_communicators_grow_with_members_thread_blocks_and_nodes() -> None:
     # Between nodes fewer channels, each with buffers that all messages share.
     assert message_bytes(node, 8, 8, 7) == 8 * 7 * 12 * mib
     assert message_bytes(two_nodes, 8, 8, 7) == 2 * 7 * 12 * mib + 8 * 4 * mib
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_groups_are_those_that_any_of_their_ranks_needs(seed: int) -> None:
+    rng = random.Random(seed)
+    placements = [random_placement(Cluster(2, 8), rng) for _ in range(3)]
+    needed: dict[tuple[int, ...], set[str]] = {}
+    for placement in placements:
+        for rank in placement.ranks:
+            for role, ranks in list_own_rank_sets(placement, rank).items():
+                if len(ranks) > 1:
+                    needed.setdefault(ranks, set()).add(role)
+    assert list_rank_sets(placements) == needed

@@ -1,6 +1,7 @@
 """`realrl profile` on a tiny model. No test looks at how long anything takes."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import isfinite
@@ -33,7 +34,7 @@ from realrl.runtime.profiler.models.shard import make_tensor_rank
 from realrl.runtime.profiler.points.bench import Bench
 from realrl.runtime.profiler.points.clock import Clock
 from realrl.runtime.profiler.points.grid import Sizes
-from realrl.runtime.profiler.points.point import Measurer, Pace, Point, take_medians
+from realrl.runtime.profiler.points.point import Measurer, Pace, Point, find_sweep_spread, take_medians
 from realrl.testing.shape import SHAPE
 from tests.conftest import World
 
@@ -289,6 +290,23 @@ def test_the_median_over_sweeps_is_kept() -> None:
 
     found = take_medians([sweep(copy=1.0, clear=5.0), sweep(copy=9.0), sweep(copy=2.0)])
     assert {kind: entry.seconds for kind, entry in found.items()} == {"copy": 2.0, "clear": 5.0}
+
+
+def test_the_spread_of_sweeps_is_that_of_each_as_a_whole() -> None:
+    def sweep(factor: float, *odd: float) -> dict:
+        rows = [*(1.0, 2.0, 3.0, 4.0, 5.0), *odd]
+        return {
+            size: CollectiveTime(kind="copy", ranks=1, bytes=size, seconds=factor * row)
+            for size, row in enumerate(rows, 1)
+        }
+
+    factors = (1.0, 1.5, 1 / 1.5)
+    expected = math.log(1.5) * math.sqrt(2 / 3)
+    assert find_sweep_spread([sweep(f) for f in factors], ()) == pytest.approx(expected)
+    # One entry that jumps is not the machine as a whole.
+    assert find_sweep_spread([sweep(1.0, 1.0), sweep(1.0, 9.0), sweep(1.0, 5.0)], ()) == 0
+    assert find_sweep_spread([sweep(f) for f in factors], range(1, 6)) is None
+    assert find_sweep_spread([sweep(1.0)], ()) is None
 
 
 def bench() -> Bench:

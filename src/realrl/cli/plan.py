@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from realrl.cli.planning.failures import FailuresPerDay, RestartSeconds, parse_failures
 from realrl.cli.recipe import Overrides
 from realrl.config.errors import UserError
 from realrl.config.files import reason_of
@@ -119,6 +120,8 @@ def plan(
     objective: ObjectiveText = "time",
     target_step: TargetStep = None,
     budget: Budget = None,
+    failures_per_day: FailuresPerDay = None,
+    restart_seconds: RestartSeconds = None,
     effort: EffortOption = None,
     seed: Seed = 0,
     profile: ProfileOption = None,
@@ -151,6 +154,8 @@ def plan(
     wanted = plan_input.parse_wanted(target_step, budget, others=nodes is not None or objective != "time")
     plan_input.check_effort(effort)
     draft, scenario, source = plan_input.read_scenario(experiment, cluster, profile, lengths)
+    failures = parse_failures(failures_per_day, restart_seconds, scenario.spec.size, experiment)
+    scenario = replace(scenario, failures=failures)
     constraints = read_constraints(experiment, scenario.spec, files.get("out"))
     report = _report(
         draft, scenario, constraints, nodes=counts, objective=goal, wanted=wanted, effort=effort, seed=seed

@@ -14,6 +14,8 @@ MAX_DECODE_ROWS = 512
 """Rows that are decoded at a time, at most: logits take memory, and products do not become more efficient."""
 GPU_STEPS = 16
 """Decode steps of a GPU after which the host looks at tokens: waiting at every step would leave the device idle."""
+REPLACED_TOGETHER = 8
+"""Rows are replaced when one in so many of a decode batch has ended: to prefill fewer costs nearly as much."""
 EXPECTED_SHARE = 0.5
 """Part of the longest continuation that rows are expected to take when they are admitted.
 
@@ -70,6 +72,11 @@ def pad_rows(rows: int) -> int:
         return 1 << max(0, rows - 1).bit_length()
     granularity = max(8, 1 << ((rows - 1).bit_length() - 3))
     return -(-rows // granularity) * granularity
+
+
+def count_graphs(rows: int) -> int:
+    """Count the graphs of decode steps of at most so many rows."""
+    return len({pad_rows(n) for n in range(1, rows + 1)})
 
 
 def count_steps_per_look(*, cpu: bool) -> int:

@@ -6,6 +6,13 @@ BUCKET_ELEMENTS = 2**24
 """Gradients or parameters in one collective: 64 MiB of float32, enough for full bandwidth, and few enough that
 several buckets can overlap with computation."""
 
+GATHER_STAGES = 4
+"""Groups of buckets that are updated and all-gathered one after the other, each all-gather during the next update.
+
+An update reads and writes 34 bytes of device memory per parameter of a rank's part; an all-gather brings 2 bytes
+per parameter of all parts, over links that are several times slower. With four groups at most a quarter of the
+shorter one is not hidden, and the host launches four updates, not one per bucket."""
+
 CPU_LOGITS = 2**20
 """Logits computed at a time on a CPU: what its caches hold."""
 CPU_KEPT_LOGITS = 2**24

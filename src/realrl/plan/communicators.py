@@ -5,7 +5,7 @@ The runtime makes them, and the planner reserves memory for them.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from typing import Literal
 
 from realrl.plan.placement import Placement
@@ -46,19 +46,30 @@ def list_own_rank_sets(placement: Placement, rank: int) -> dict[Role, RankSet]:
 
     `reverse_pipeline` are the stages from last to first; `embedding` the first and the last one, `mesh` all ranks.
     """
-    strategy = placement.strategy
-    dp = placement.dp_index(rank)
-    tp = placement.tp_index(rank)
-    pp = placement.pp_index(rank)
-    pipeline = tuple(placement.rank(dp=dp, tp=tp, pp=i) for i in range(strategy.pp))
-    return {
-        "data": tuple(placement.rank(dp=i, tp=tp, pp=pp) for i in range(strategy.dp)),
-        "tensor": tuple(placement.rank(dp=dp, tp=i, pp=pp) for i in range(strategy.tp)),
-        "pipeline": pipeline,
-        "reverse_pipeline": pipeline[::-1],
-        "mesh": placement.ranks,
-        "embedding": tuple(sorted({pipeline[0], pipeline[-1]})),
+    where = {
+        "dp": placement.dp_index(rank),
+        "tp": placement.tp_index(rank),
+        "pp": placement.pp_index(rank),
     }
+    return {role: _list_members(placement, role, **where) for role in CTAS}
+
+
+def _list_members(placement: Placement, role: Role, *, dp: int, tp: int, pp: int) -> RankSet:
+    """List the ranks of the group that a rank with these coordinates needs."""
+    strategy = placement.strategy
+    match role:
+        case "data":
+            return tuple(placement.rank(dp=i, tp=tp, pp=pp) for i in range(strategy.dp))
+        case "tensor":
+            return tuple(placement.rank(dp=dp, tp=i, pp=pp) for i in range(strategy.tp))
+        case "pipeline":
+            return tuple(placement.rank(dp=dp, tp=tp, pp=i) for i in range(strategy.pp))
+        case "reverse_pipeline":
+            return tuple(placement.rank(dp=dp, tp=tp, pp=i) for i in reversed(range(strategy.pp)))
+        case "mesh":
+            return placement.ranks
+        case "embedding":
+            return tuple(placement.rank(dp=dp, tp=tp, pp=i) for i in sorted({0, strategy.pp - 1}))
 
 
 RankSets = Mapping[RankSet, frozenset[Role]]
@@ -69,11 +80,25 @@ def list_rank_sets(placements: Iterable[Placement]) -> RankSets:
     """List every group of the placements once."""
     found: dict[RankSet, frozenset[Role]] = {}
     for placement in dict.fromkeys(placements):
-        for rank in placement.ranks:
-            for role, ranks in list_own_rank_sets(placement, rank).items():
-                if len(ranks) > 1 and role not in found.get(ranks, ()):
-                    found[ranks] = found.get(ranks, frozenset()) | {role}
+        for role, ranks in _list_groups(placement):
+            if len(ranks) > 1:
+                found[ranks] = found.get(ranks, frozenset()) | {role}
     return found
+
+
+def _list_groups(placement: Placement) -> Iterator[tuple[Role, RankSet]]:
+    """List the groups of all ranks of a placement, each once.
+
+    To ask every rank would take the square of their number.
+    """
+    strategy = placement.strategy
+    for role in CTAS:
+        # One rank of each group, which is the first along the axis on which the group lies.
+        dps = range(1 if role in ("data", "mesh") else strategy.dp)
+        tps = range(1 if role in ("tensor", "mesh") else strategy.tp)
+        pps = range(strategy.pp if role in ("data", "tensor") else 1)
+        for pp, dp, tp in product(pps, dps, tps):
+            yield role, _list_members(placement, role, dp=dp, tp=tp, pp=pp)
 
 
 def list_communicators(rank_sets: RankSets, world: int) -> tuple[Communicator, ...]:

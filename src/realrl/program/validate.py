@@ -161,7 +161,7 @@ class _DryRun:
             case Run(role=None):
                 self._run_call(instruction, [rank])
             case Run() | Reallocate() | ShareLengths():
-                return rank.program.rank == _members(instruction)[0] and self._together(instruction)
+                return rank.program.rank == _first_member(instruction) and self._together(instruction)
         rank.position += 1
         return True
 
@@ -239,8 +239,9 @@ class _DryRun:
                 there = (copy, "optimizer") not in rank.offloaded
                 self._need(rank, there, f"has the optimizer of {call.role} in host memory")
                 rank.parameters[copy] = self.versions[call.model_role, name]
+        output_ranks = {*run.placement.output_ranks}
         for rank in members:
-            if rank.program.rank in run.placement.output_ranks:
+            if rank.program.rank in output_ranks:
                 rank.produced |= set(call.outputs)
         self.ran.add(call.name)
 
@@ -296,6 +297,17 @@ class _DryRun:
             mark = "   <-- ERROR HERE" if rank.program.rank in at else ""
             lines.append(f"  rank {rank.program.rank} line {rank.position + 1}: {here}{mark}")
         return ProgramError("\n".join(lines))
+
+
+def _first_member(instruction: Run | Reallocate | ShareLengths) -> int:
+    """The first of the ranks that take part, which every one of them asks for: not from a list of all."""
+    match instruction:
+        case Run(_, _, placement):
+            return placement.mesh.first
+        case Reallocate(_, source, target):
+            return min(source.mesh.first, target.mesh.first)
+        case ShareLengths(_, _, output_ranks, readers):
+            return min(output_ranks[0], *readers[:1])
 
 
 def _members(instruction: Run | Reallocate | ShareLengths) -> tuple[int, ...]:

@@ -12,10 +12,9 @@ from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.calibration.coverage import describe_times
 from realrl.planner.profile.profile import Profile
 from realrl.planner.profile.versions import read_versions
-from realrl.planner.simulate.estimate import Estimate
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.measure.compare import RunInfo, compare, predict
+from realrl.runtime.measure.compare import Prediction, RunInfo, compare, predict
 from realrl.runtime.measure.performance import Performance
 from realrl.runtime.measure.step_reports import StepReports
 from realrl.runtime.measure.step_timer import StepTimer, measure_clock_offsets
@@ -66,7 +65,7 @@ class Costs:
             spec=self.spec,
             profile=profile,
         )
-        self.predicted: Estimate | None = None
+        self.predicted: Prediction | None = None
         """Prediction of the last comparison, on the rank that writes."""
         self._next = 0.0
         """Time from which the next comparison may be made."""

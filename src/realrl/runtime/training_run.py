@@ -342,7 +342,7 @@ class TrainingRun:
             with self.directory.writing(self.directory.path / COSTS):
                 comparison.save(self.directory.path)
                 if self.costs.predicted is not None:
-                    predict_step(self.costs.predicted).save(self.directory.path)
+                    predict_step(self.costs.predicted.estimate).save(self.directory.path)
         if self.observer is not None and not last:
             self.trace_files.merge()
         return comparison

@@ -39,6 +39,8 @@ SEARCHED = {
     "gap",
     "search_seconds",
     "evaluations",
+    "interval",
+    "contenders",
     "presets",
     "alternatives",
     "cluster",
@@ -73,6 +75,11 @@ def test_json_output_is_one_object_with_the_whole_report(capsys: pytest.CaptureF
     found = planned(capsys, "--cluster", "a100-40g:1x4")
     assert found.keys() >= KEYS | SEARCHED
     assert found["lower_bound_seconds"] <= found["step_seconds"] and found["fits"]
+    low, high = found["interval"]
+    assert low < found["step_seconds"] < high and found["level"] == 0.9
+    # A preset may be the chosen plan.
+    distinct = {json.dumps(other["plan"]): other["fastest"] for other in found["contenders"]}
+    assert sum(distinct.values()) == pytest.approx(1.0)
     call = found["calls"]["actor.train"]
     assert call["dp"] * call["tp"] * call["pp"] <= 4
     assert sum(call["terms"].values()) == pytest.approx(call["seconds"])
@@ -103,7 +110,7 @@ def test_tables_fit_a_hundred_columns_and_need_no_colour(capsys: pytest.CaptureF
     out = plan(capsys, "--cluster", "a100-40g:2x2", "--nodes", "1,2")
     assert max(map(len, out.splitlines())) <= 100
     assert "\x1b" not in out
-    for words in ("One step takes", "proven", "actor.generate", "Compared with", "Not chosen", "█"):
+    for words in ("One step takes", "90 %:", "proven", "actor.generate", "Compared with", "Not chosen", "█"):
         assert words in out
 
 

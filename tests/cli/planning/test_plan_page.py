@@ -27,10 +27,12 @@ from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.memory_model import MemoryModel
-from realrl.planner.report.report import Alternative, PlanReport, Preset, SizeReport
+from realrl.planner.report.contenders import compare_contenders
+from realrl.planner.report.report import CHOSEN, Alternative, PlanReport, Preset, SizeReport
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.uncertainty.ranking import StepSampler
 from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Run
 from realrl.program.memory import StoredModel
@@ -78,6 +80,7 @@ def make_report(scenario: Scenario, chosen: Estimate, **presets: Preset) -> Plan
     )
     options = {call.name: 7 for call in scenario.graph.calls}
     bound = 0.9 * chosen.step_seconds
+    fitting = {name: p.estimate for name, p in presets.items() if p.estimate and p.estimate.fits}
     return PlanReport(
         scenario=scenario,
         chosen=chosen,
@@ -87,6 +90,7 @@ def make_report(scenario: Scenario, chosen: Estimate, **presets: Preset) -> Plan
         evaluations=123_456,
         candidates=options,
         presets=presets,
+        contenders=compare_contenders(scenario, {CHOSEN: chosen} | fitting, StepSampler(scenario)),
         alternatives=(other,),
     )
 

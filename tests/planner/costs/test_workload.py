@@ -8,6 +8,7 @@ from realrl.layout.kv_blocks import CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS, Cach
 from realrl.plan.placement import Strategy
 from realrl.planner.workload.batching import split_work
 from realrl.planner.workload.generation import split_generation
+from realrl.planner.workload.sampling import Sampling
 from realrl.planner.workload.workload import QUANTILES, CallWork, Workload, quantiles
 from realrl.recipe.load import load_experiment
 from tests.planner.problems import GRAPH, STEP, call
@@ -72,8 +73,9 @@ def test_unmeasured_lengths_are_the_longest_of_the_recipe() -> None:
     experiment = load_experiment(
         "recipes/reference/ppo.yaml", ["data.max_tokens=328", "generation.max_new_tokens=200", "ppo.epochs=2"]
     )
+    sampling = Sampling(minimum=True)  # the recipe has answers of full length
     assert Workload.of(experiment) == Workload(
-        512, (128,), (200,), 200, 2, experience_calls=("actor.train", "critic.train")
+        512, (128,), (200,), 200, 2, experience_calls=("actor.train", "critic.train"), sampling=sampling
     )
     measured = Workload.of(experiment, prompts=[5, 7], answers=[3])
     assert (measured.prompts, measured.answers, measured.max_new_tokens) == ((5, 7), (3,), 200)

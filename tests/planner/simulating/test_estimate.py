@@ -230,6 +230,7 @@ def test_memory_parts_are_named_by_role_and_content() -> None:
         "ref parameters",
         "activations",
         "cache",
+        "graphs",
         "fragmentation",
         "NCCL communicators",
     }

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _OF_CALLS = (
     PartKind.CACHE,
     PartKind.PACKED_WEIGHTS,
+    PartKind.GRAPHS,
     PartKind.ACTIVATIONS,
     PartKind.LOGITS,
     PartKind.FRAGMENTATION,

@@ -10,11 +10,13 @@ from realrl.cli.page.text import (
     format_parameters,
     format_seconds,
     format_share,
+    format_span,
     name_model,
 )
 from realrl.cli.page.tips import find_role_class, make_tip
 from realrl.config.units import format_bytes
 from realrl.planner.report.shortage_text import describe_misfit
+from realrl.planner.uncertainty.outlook import LEVEL
 
 if TYPE_CHECKING:
     from realrl.planner.report.report import PlanReport
@@ -119,13 +121,14 @@ def list_figures(report: "PlanReport") -> list[Figure]:
     value, unit = format_seconds(estimate.step_seconds).split()
     again = f"{format_seconds(estimate.repeated_seconds)} in a row of steps"
     differs = estimate.repeated_seconds < 0.995 * estimate.step_seconds
+    span = f"{format_share(LEVEL)}: {format_span(report.outlook.interval)}"
     fullest = estimate.peak_device
     bound = format_seconds(report.lower_bound_seconds)
     size, size_unit = format_bytes(estimate.peak_bytes).split()
     rate = format_count(estimate.tokens_per_second)
     tokens = f"{estimate.tokens:,.0f} tokens a step"
     return [
-        Figure("Step", value, unit, again if differs else "from first to last device"),
+        Figure("Step", value, unit, f"{span}; {again}" if differs else span),
         Figure("Throughput", rate, "tokens/s", tokens),
         Figure("Proven gap", *_percent(report.gap), f"no plan takes less than {bound}"),
         Figure("Utilisation", *_percent(estimate.utilisation), "of device time at work"),

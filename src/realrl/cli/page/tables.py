@@ -1,5 +1,6 @@
 """Tables of a plan's page: presets, calls, reallocations, and rejected alternatives."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,21 +11,23 @@ from realrl.cli.page.text import (
     format_interval,
     format_seconds,
     format_share,
+    format_span,
     format_strategy,
 )
 from realrl.cli.page.tips import find_call_class, find_role_class
 from realrl.config.units import format_bytes
 from realrl.planner.report.shortage_text import describe_misfit
+from realrl.planner.uncertainty.outlook import LEVEL
 from realrl.program.text import name_parameters
 
 if TYPE_CHECKING:
     from realrl.planner.report.alternatives import Alternative
-    from realrl.planner.report.report import PlanReport, Preset
+    from realrl.planner.report.report import PlanReport
 
 
 @dataclass(frozen=True)
 class Rival:
-    """Row of the comparison: the plan or a preset."""
+    """Row of the comparison: a plan or a preset."""
 
     name: str
     percent: float
@@ -49,53 +52,47 @@ class Table:
 
 
 def list_rivals(report: "PlanReport") -> list[Rival]:
-    """List the plan, the presets that fit by seconds, those that do not fit, and those that do not exist."""
-    chosen = report.chosen
-    presets = report.presets
+    """List the plans that fit, the fastest first, presets that do not fit, and those that do not exist."""
+    return [*_list_contenders(report), *_list_misfits(report)]
+
+
+def _list_contenders(report: "PlanReport") -> Iterator[Rival]:
+    chosen, longest = report.chosen, _longest(report)
+    for name, contender in report.contenders.items():
+        estimate, outlook = contender.estimate, contender.outlook
+        is_chosen = estimate is chosen
+        preset = report.presets.get(name)
+        notes = [
+            "with recomputation" if preset is not None and preset.recompute else "",
+            f"{format_span(outlook.interval)} ({format_share(LEVEL)})",
+            f"fastest with {format_share(outlook.fastest)}",
+            "" if estimate.fits else describe_misfit(estimate),
+        ]
+        yield Rival(
+            name="this plan" if is_chosen else name,
+            percent=100 * estimate.step_seconds / longest,
+            value=format_seconds(estimate.step_seconds),
+            ratio="" if is_chosen else f"{estimate.step_seconds / chosen.step_seconds:.2f} ×",
+            note=", ".join(filter(None, notes)),
+            look="chosen" * is_chosen + " unfit" * (not estimate.fits),
+        )
+
+
+def _list_misfits(report: "PlanReport") -> Iterator[Rival]:
     longest = _longest(report)
-
-    def rank(item: tuple[str, "Preset"]) -> tuple[bool, bool, float]:
-        estimate = item[1].estimate
-        if estimate is None:
-            return True, True, 0.0
-        return False, not estimate.fits, estimate.step_seconds
-
-    look = "chosen" if chosen.fits else "chosen unfit"
-    note = "" if chosen.fits else describe_misfit(chosen)
-    value = format_seconds(chosen.step_seconds)
-    first = Rival(
-        name="this plan",
-        percent=100 * chosen.step_seconds / longest,
-        value=value,
-        ratio="",
-        note=note,
-        look=look,
-    )
-    others = []
-    for name, preset in sorted(presets.items(), key=rank):
+    for name, preset in sorted(report.presets.items(), key=lambda item: item[1].estimate is None):
         estimate = preset.estimate
         if estimate is None:
-            others.append(
-                Rival(name=name, percent=0.0, value="", ratio="", note=preset.refused or "", look="refused")
-            )
-            continue
-        ratio = f"{estimate.step_seconds / chosen.step_seconds:.2f} ×"
-        note = describe_misfit(estimate)
-        if estimate.fits:
-            note = "with recomputation" if preset.recompute else ""
-        percent = 100 * estimate.step_seconds / longest
-        value = format_seconds(estimate.step_seconds)
-        others.append(
-            Rival(
+            yield Rival(name=name, percent=0.0, value="", ratio="", note=preset.refused or "", look="refused")
+        elif not estimate.fits:
+            yield Rival(
                 name=name,
-                percent=percent,
-                value=value,
-                ratio=ratio,
-                note=note,
-                look="" if estimate.fits else "unfit",
+                percent=100 * estimate.step_seconds / longest,
+                value=format_seconds(estimate.step_seconds),
+                ratio=f"{estimate.step_seconds / report.chosen.step_seconds:.2f} ×",
+                note=describe_misfit(estimate),
+                look="unfit",
             )
-        )
-    return [first, *others]
 
 
 def place_bound(report: "PlanReport") -> float:

@@ -10,6 +10,7 @@ from realrl.families.sizes.published import SHAPES
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.simulate.memory_part import MemoryPart
+from realrl.planner.uncertainty.outlook import Interval
 from realrl.program.memory import StoredModel
 
 if TYPE_CHECKING:
@@ -23,6 +24,16 @@ def format_seconds(seconds: float) -> str:
     value, unit = (seconds, "s") if abs(seconds) >= 0.9995 else (seconds * 1e3, "ms")
     digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
     return f"{value:,.{digits}f} {unit}" if value else "0 s"
+
+
+def format_span(interval: Interval) -> str:
+    """Format the seconds between which a time lies, for example `38 to 53 s` or `1.8 to 2.6 s`."""
+    factor, unit = (1.0, "s") if interval.high >= 0.9995 else (1e3, "ms")
+    bounds = (
+        f"{bound:,.0f}" if bound >= 9.95 else f"{bound:.2g}"
+        for bound in (interval.low * factor, interval.high * factor)
+    )
+    return f"{' to '.join(bounds)} {unit}"
 
 
 def format_share(share: float) -> str:

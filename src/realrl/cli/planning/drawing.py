@@ -177,7 +177,13 @@ def _most(peak: Footprint) -> tuple[str, str]:
     return f"{format_bytes(peak.bytes)} ({peak.during})", parts
 
 
-_TEMPORARY = (PartKind.ACTIVATIONS, PartKind.LOGITS, PartKind.CACHE, PartKind.PACKED_WEIGHTS)
+_TEMPORARY = (
+    PartKind.ACTIVATIONS,
+    PartKind.LOGITS,
+    PartKind.CACHE,
+    PartKind.PACKED_WEIGHTS,
+    PartKind.GRAPHS,
+)
 
 
 def _is_state(part: MemoryPart) -> bool:

@@ -18,6 +18,7 @@ from realrl.cli.page.templating import find_template
 from realrl.cli.page.text import format_batch, format_devices
 from realrl.cli.page.timeline import draw_timeline
 from realrl.cli.page.words import list_legend, list_remarks, write_notes
+from realrl.cli.planning.failures import describe_failures
 from realrl.cli.planning.node_counts_table import name_reason
 from realrl.config.files import write_whole
 
@@ -50,6 +51,7 @@ def write_page(report: "PlanReport", path: Path, title: str, *, source: str = ""
         parts=list_parts(report),
         rivals=list_rivals(report),
         bound=place_bound(report),
+        failures=describe_failures(report),
         sizes=make_sizes_table(report),
         objective=f"the {name_reason(report.objective, priced=all(s.price is not None for s in report.sizes))}",
         calls=make_calls_table(report),

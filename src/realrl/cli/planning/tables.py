@@ -11,22 +11,25 @@ from rich.text import Text
 from realrl.cli.page.text import (
     find_largest,
     format_batch,
-    format_count,
     format_count_of,
     format_devices,
     format_seconds,
     format_share,
+    format_span,
     name_model,
 )
 from realrl.cli.page.words import list_remarks
 from realrl.cli.planning.bars import format_memory_bars, format_time_bars
+from realrl.cli.planning.failures import describe_failures
 from realrl.cli.planning.node_counts_table import make_size_table
 from realrl.config.units import format_bytes
 from realrl.config.words import join
 from realrl.plan.placement import Placement
 from realrl.planner.report.gap import describe_gap
-from realrl.planner.report.report import Alternative, PlanReport, Preset
+from realrl.planner.report.preference_text import describe_preference
+from realrl.planner.report.report import Alternative, Contender, PlanReport
 from realrl.planner.simulate.estimate import CallEstimate, Estimate
+from realrl.planner.uncertainty.outlook import CONVINCING, LEVEL
 from realrl.program.text import name_parameters
 
 if TYPE_CHECKING:
@@ -55,11 +58,13 @@ def _parts(report: PlanReport, source: str) -> Iterator[RenderableType]:
         yield _section(
             "Numbers of nodes", make_size_table(report.sizes, report.scenario.spec.name, report.objective)
         )
+    if report.goodput:
+        yield _section("Failures", *map(Text, describe_failures(report)))
     yield _section("Calls", _calls(chosen, report.scenario))
     yield _section("Reallocations", _moves(chosen)) if chosen.moves else Text("Nothing is reallocated.\n")
     yield _section("Where the devices' time goes", format_time_bars(chosen))
     yield _section("Memory of the fullest device", format_memory_bars(chosen, report.scenario.spec))
-    yield _section("Compared with", _presets(report))
+    yield _section("Compared with", _comparison(report))
     if report.alternatives:
         yield _section("Not chosen", _alternatives(report))
 
@@ -97,7 +102,8 @@ def _headline(report: PlanReport) -> Text:
     kinds = sum(report.candidates.values())
     return Text.assemble(
         (f"One step takes {format_seconds(chosen.step_seconds)}", "bold"),
-        f" ({describe_gap(report.gap)}), {chosen.tokens_per_second:,.0f} tokens/s,"
+        f" ({LEVEL:.0%}: {format_span(report.outlook.interval)};".replace("%:", " %:"),
+        f" {describe_gap(report.gap)}), {chosen.tokens_per_second:,.0f} tokens/s,"
         f" {format_share(chosen.utilisation)} busy, {format_share(chosen.mfu)} MFU.\n",
         f"Found in {format_seconds(report.search_seconds)}: {report.evaluations:,} plans costed, made of"
         f" {kinds:,} ways to run {format_count_of(len(report.candidates), 'call')}.\n",
@@ -161,21 +167,32 @@ def _moves(chosen: Estimate) -> Table:
     return rows
 
 
-def _presets(report: PlanReport) -> Table:
-    rows = make_table("plan", "step>", "slower>", "tokens/s>", "memory>", "")
-    chosen = report.chosen
-    ordered = sorted(report.presets.items(), key=lambda item: _order(item[1]))
-    rows.add_row("this one", *_figures(chosen, chosen), "")
-    for name, preset in ordered:
+def _comparison(report: PlanReport) -> RenderableType:
+    """Show the plans that fit, the fastest first, with intervals and probabilities, then presets that do not."""
+    rows = make_table(
+        "plan", "step>", f"{LEVEL:.0%}>".replace("%", " %"), "fastest>", "slower>", "memory>", ""
+    )
+    for name, contender in report.contenders.items():
+        preset = report.presets.get(name)
+        remark = "with recomputation" if preset is not None and preset.recompute else ""
+        rows.add_row(name, *_figures(contender, report.chosen), remark)
+    for name, preset in report.presets.items():
         if preset.estimate is None:
-            rows.add_row(name, "-", "-", "-", "-", f"not possible: {preset.refused}")
+            rows.add_row(name, "-", "-", "-", "-", "-", f"not possible: {preset.refused}")
         elif not preset.estimate.fits:
-            figures = ("-", "-", "-", format_bytes(preset.estimate.peak_bytes))
+            figures = ("-", "-", "-", "-", format_bytes(preset.estimate.peak_bytes))
             rows.add_row(name, *figures, f"does not fit: {_blame(preset.estimate)}")
-        else:
-            remark = "with recomputation" if preset.recompute else ""
-            rows.add_row(name, *_figures(preset.estimate, chosen), remark)
-    return rows
+    return Group(rows, *map(Text, _remarks(report)))
+
+
+def _remarks(report: PlanReport) -> Iterator[str]:
+    """Say why the chosen plan is not the fastest, and what tells near ones apart."""
+    if report.given_up is not None:
+        yield describe_preference(report)
+    if report.outlook.fastest < CONVINCING and len(report.contenders) > 1:
+        yield (
+            "Predictions do not tell the first ones apart for sure; on the machine itself, --try 3 measures them."
+        )
 
 
 def _blame(estimate: Estimate) -> str:
@@ -184,17 +201,14 @@ def _blame(estimate: Estimate) -> str:
     return f"{find_largest(peak.parts)} {format_bytes(max(peak.parts.values()))} in {peak.during}"
 
 
-def _order(preset: Preset) -> tuple[bool, bool, float]:
-    found = preset.estimate
-    return found is None, found is not None and not found.fits, found.step_seconds if found else 0.0
-
-
-def _figures(estimate: Estimate, chosen: Estimate) -> tuple[str, str, str, str]:
+def _figures(contender: Contender, chosen: Estimate) -> tuple[str, ...]:
+    estimate, outlook = contender.estimate, contender.outlook
     factor = estimate.step_seconds / chosen.step_seconds
     return (
         format_seconds(estimate.step_seconds),
+        format_span(outlook.interval),
+        format_share(outlook.fastest),
         "" if estimate is chosen else f"{factor:.2f} ×",
-        format_count(estimate.tokens_per_second),
         format_bytes(estimate.peak_bytes),
     )
 

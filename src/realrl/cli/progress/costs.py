@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
+from realrl.cli.page.text import format_seconds, format_span
 from realrl.config.units import format_bytes
+from realrl.planner.uncertainty.outlook import LEVEL
 
 if TYPE_CHECKING:
     from realrl.planner.calibration.comparison import Comparison
@@ -51,6 +53,11 @@ def costs_note(comparison: "Comparison") -> str:
         unknown = "nothing was predicted, since the kind of the devices is not known"
         return f"{measured}; {unknown}{_wait_note(comparison)}{_resident_note(comparison)}"
     memory = "memory: tensors on the fullest device"
+    span, seconds = comparison.predicted_interval, comparison.predicted_step_seconds
+    if span is not None and seconds is not None:
+        inside = "in" if comparison.step.median in span else "outside"
+        within = f"{LEVEL:.0%}".replace("%", " %")
+        measured += f", {inside} the predicted {format_seconds(seconds)} ({within}: {format_span(span)})"
     return (
         f"{measured}; ratio: measured over predicted; {memory}{_wait_note(comparison)}"
         f"{_resident_note(comparison)}"

@@ -16,10 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from realrl.engine.generation.blocks import BlockPool
-from realrl.layout.kv_blocks import CacheSize, count_blocks, count_prompt_blocks
-
-_REPLACED_TOGETHER = 8
-"""Rows are replaced when one in so many of a decode batch has ended: to prefill fewer costs nearly as much."""
+from realrl.layout.kv_blocks import REPLACED_TOGETHER, CacheSize, count_blocks, count_prompt_blocks
 
 
 @dataclass(eq=False)
@@ -198,7 +195,7 @@ class Scheduler:
         """
         queue = self._queue
         slots = self._limit - len(running)
-        if not queue or (running and slots < min(len(queue), -(-self._limit // _REPLACED_TOGETHER))):
+        if not queue or (running and slots < min(len(queue), -(-self._limit // REPLACED_TOGETHER))):
             return [], False
         prefills: list[RowPrefill] = []
         tokens = 0

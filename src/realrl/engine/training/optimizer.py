@@ -13,15 +13,9 @@ from torch.optim.adamw import adamw
 from realrl.engine.flat import FlatBuffer
 from realrl.engine.training.grad_norm import sum_squares
 from realrl.families.tensors import TensorSpec
+from realrl.layout.limits import GATHER_STAGES
 from realrl.model.parallel.group import Group, all_gather, reduce_scatter
 from realrl.recipe.model import OptimizerConfig
-
-GATHER_STAGES = 4
-"""Groups of buckets that are updated and all-gathered one after the other, each all-gather during the next update.
-
-An update reads and writes 34 bytes of device memory per parameter of a rank's part; an all-gather brings 2 bytes
-per parameter of all parts, over links that are several times slower. With four groups at most a quarter of the
-shorter one is not hidden, and the host launches four updates, not one per bucket."""
 
 
 @dataclass(frozen=True)

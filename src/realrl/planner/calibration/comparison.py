@@ -17,6 +17,7 @@ from realrl.config.json_file import read_json
 from realrl.config.paths import local_path
 from realrl.dataflow.call import Call
 from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.uncertainty.outlook import Interval
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
 
@@ -102,6 +103,8 @@ class Comparison(Settings):
     their own start."""
     predicted_step_seconds: PositiveFloat | None
     """Predicted steady-state seconds per step."""
+    predicted_interval: Annotated[Interval | None, _reading(Interval)] = None
+    """Seconds between which they were expected with a probability of `LEVEL`; None in older files, too."""
     calls: tuple[CallCosts, ...] = Field(strict=False)
     """Costs of calls, in the order of the graph."""
     reallocations: tuple[MoveCosts, ...] = Field(strict=False)

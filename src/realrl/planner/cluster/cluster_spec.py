@@ -23,6 +23,10 @@ from realrl.planner.cluster.devices import DeviceKind, find_device_kind
 MOST_DEVICES = 1 << 12
 """Largest cluster that can be planned. With four times as many devices, listing candidates alone takes minutes."""
 
+STORAGE = 1e9
+"""Bytes per second between a node and storage while all nodes use it, unless a cluster file says otherwise: the
+2 TB/s that Llama 3's file system sustains, for 2,048 nodes (arXiv 2407.21783, section 3.3.1)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroup:
@@ -36,6 +40,9 @@ class NodeGroup:
     price_per_device_hour: float | None = None
     host_memory_bytes: int | None = None
     """Memory of each node's host; None for what is usual with such devices."""
+    storage_bytes_per_s: float = STORAGE
+    """Bandwidth between each node and the storage of checkpoints and weights, per direction, while all nodes use
+    it, in bytes per second."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.devices_per_node < 1:
@@ -253,6 +260,9 @@ class _Group(Settings):
     """Price of one device for an hour, in any currency."""
     host_memory: str | None = None
     """Memory of a node's host, for example `2TB`; by default what is usual with such devices."""
+    storage_gb_per_s: PositiveFloat | None = None
+    """Bandwidth between each node and the storage of checkpoints and weights while all nodes use it, in 10^9 bytes
+    per second; 1 by default."""
 
     @field_validator("host_memory", mode="before")
     @classmethod
@@ -275,6 +285,7 @@ class _Group(Settings):
             node_bytes_per_s=network,
             price_per_device_hour=self.price_per_device_hour,
             host_memory_bytes=None if self.host_memory is None else parse_bytes(self.host_memory),
+            storage_bytes_per_s=_times(self.storage_gb_per_s, 1e9) or STORAGE,
         )
 
 

@@ -37,8 +37,9 @@ class DeviceKind:
     """Default network bandwidth of a node of such devices, per direction, in bytes per second."""
     node_latency_s: float = 10e-6
     """Latency of one hop of a collective between nodes, in seconds."""
-    kernel_s: float = 8e-6
-    """Host time to launch one kernel, in seconds: about 5 µs inside torch and 3 µs of Python."""
+    kernel_s: float = 12e-6
+    """Host time to launch one kernel, in seconds: some 10 µs of Python and torch (`bench/host_launches.py`), and
+    2 to 3 µs of the driver."""
     cpu: bool = False
     """Whether the device is a process on a CPU, which has no driver and computes logits in smaller chunks."""
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import ceil
 
+from realrl.layout.kv_blocks import REPLACED_TOGETHER, count_graphs, count_steps_per_look, pad_rows
 from realrl.planner.cost.call_context import CallContext
 from realrl.planner.cost.passes import OutsideLayers, cost_forward_pass
 from realrl.planner.cost.timing import BatchSize
@@ -27,23 +29,29 @@ class DecodeSegment:
     context: float
 
 
-def split_decode_steps(work: CallWork, sizes: GenerationWork, *, shares: bool) -> Iterator[DecodeSegment]:
+def split_decode_steps(
+    work: CallWork, sizes: GenerationWork, *, steps_per_look: int, shares: bool
+) -> Iterator[DecodeSegment]:
     """Split the decode steps of a call, until its longest sequence ends.
 
-    While rows wait, the cache is full: that takes as long as the tokens of the rows that waited. The last rows are
-    taken to be decoded from their first token on, fewer and fewer of them. Attention reads what a row has in the
-    cache; where it `shares`, it reads a prompt once for all of its rows.
+    A row is decoded until the host looks at its tokens, and replaced together with others. While rows wait, the
+    cache is full: that takes as long as the tokens of the rows that waited. The last rows are taken to be decoded
+    from their first token on, fewer and fewer of them. Attention reads what a row has in the cache; where it
+    `shares`, it reads a prompt once for all of its rows.
     """
-    answers = sorted(work.answers)
+    answers = sorted(-(-n // steps_per_look) * steps_per_look for n in work.answers)
     count = len(answers)
     together = sizes.rows / sizes.prompts
     most = sizes.cache.rows
     mean = sum(answers) / count
     if sizes.rows > most:
         # A row is met at a random one of its tokens: longer ones more often.
-        own = sum(n * n for n in answers) / (2 * count * mean)
+        own = sum(n * (n - 1) for n in answers) / (2 * count * mean)
         read = 1 / together if shares else 1.0
-        yield DecodeSegment((sizes.rows - most) * mean / most, most, read * work.mean + own)
+        # Rows of one length end together; of others, half of those that are replaced at a time have ended.
+        waiting = 0.0 if answers[0] == answers[-1] else 1 / (2 * REPLACED_TOGETHER)
+        steps = (sizes.rows - most) * mean / (most * (1 - waiting))
+        yield DecodeSegment(steps, most, read * work.mean + own)
     # Of n draws the largest is at the quantile n / (n + 1), on average.
     steps = answers[min(count - 1, int(count * most / (most + 1)))]
     for i in range(_SEGMENTS):
@@ -52,7 +60,8 @@ def split_decode_steps(work: CallWork, sizes: GenerationWork, *, shares: bool) -
         alive = max(1 / most, sum(n > begin for n in answers) / count)
         # Prompts that are left, per row that is left.
         read = (1 - (1 - alive) ** together) / (alive * together) if shares else 1.0
-        context = read * work.mean + (begin + end + 1) / 2
+        # The first step of a row reads its prompt, whose last token is its input.
+        context = read * work.mean + (begin + end - 1) / 2
         yield DecodeSegment(end - begin, max(1.0, most * alive), context)
 
 
@@ -83,10 +92,23 @@ def cost_generation(context: CallContext) -> Mapping[str, float]:
     )
     terms = cost_forward_pass(context, passes, timing.prefill(size), outside)
     terms["decode"] = 0.0
-    for segment in split_decode_steps(work, sizes, shares=cpu):
+    looked = count_steps_per_look(cpu=cpu)
+    for segment in split_decode_steps(work, sizes, steps_per_look=looked, shares=cpu):
         for name, seconds in _cost_decode_step(context, sizes.batches, segment).items():
             terms[name] += segment.steps * seconds
+    if timing.decodes_by_graphs:
+        alike = min(work.answers) == max(work.answers)
+        graphs = 1 if alike else count_graphs(sizes.rows_per_batch)
+        terms["launch"] += sizes.batches * graphs * _cost_graph(context)
     return terms
+
+
+def _cost_graph(context: CallContext) -> float:
+    """Seconds of the host for a graph: its step is first launched kernel by kernel, and then captured."""
+    timing = context.timing
+    layers = max(context.layers) * (timing.decode_operations + 2 * (context.strategy.tp > 1))
+    operations = layers + timing.roofline.count_sampling_operations(context.work.sampling)
+    return 2 * operations * timing.device.kernel_s
 
 
 def _cost_decode_step(context: CallContext, batches: int, segment: DecodeSegment) -> dict[str, float]:
@@ -97,11 +119,15 @@ def _cost_decode_step(context: CallContext, batches: int, segment: DecodeSegment
     """
     timing = context.timing
     layers = context.layers
-    rows = max(1.0, segment.rows / batches)
-    layer = timing.decode(rows, segment.context)
-    sample = timing.sample(rows)
+    own_rows = max(1.0, segment.rows / batches)
+    # A GPU computes as many rows as its graph has, of which some have no keys.
+    rows = own_rows if timing.device.cpu else float(pad_rows(ceil(own_rows)))
+    layer = timing.decode(rows, segment.context * own_rows / rows)
+    sample = timing.sample(rows, context.work.sampling)
     layer_communication = context.layer_communication(rows)
-    wait = max(0.0, layer.host + layer_communication.host - layer.device - layer_communication.device)
+    wait = 0.0
+    if not timing.decodes_by_graphs:
+        wait = max(0.0, layer.host + layer_communication.host - layer.device - layer_communication.device)
     outside = OutsideLayers(
         every=timing.decode_step_overhead(rows),
         last=sample.device,
@@ -115,6 +141,8 @@ def _cost_decode_step(context: CallContext, batches: int, segment: DecodeSegment
     ]
     waits = [n * wait for n in layers]
     waits[-1] += sample.wait
+    look = timing.look(own_rows)
+    waits = [wait + look for wait in waits]
     # Each stage receives once and sends once; the last hop sends the sampled tokens back to the first stage.
     hop = context.hop(rows)
     stages = [sum(parts) + hop for parts in zip(own, communication, waits, strict=True)]

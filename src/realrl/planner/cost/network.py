@@ -131,7 +131,10 @@ class Network:
         return rank // self.group.devices_per_node
 
     def _ring(self, groups: Iterable[list[int]]) -> Ring:
-        """Build a ring; groups that communicate at the same time share the network of a node."""
+        """Build a ring; groups that communicate at the same time share the network of a node.
+
+        A part passes every link of the ring but one, of which as many cross nodes as there are nodes.
+        """
         members = list(groups)
         device = self.group.device
         groups_through: defaultdict[int, int] = defaultdict(int)
@@ -146,7 +149,8 @@ class Network:
         hop = device.link_latency_s
         if groups_through:
             width = min(width, self.group.node_bytes_per_s / max(groups_through.values()))
-            hop = max(hop, device.node_latency_s)
+            crossing = max_nodes / len(members[0])
+            hop = crossing * device.node_latency_s + (1 - crossing) * device.link_latency_s
         return Ring(
             size=len(members[0]),
             bytes_per_s=width * self.efficiency.link,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from realrl.layout.limits import bucket_count
+from realrl.layout.limits import GATHER_STAGES, bucket_count
 from realrl.planner.cost.call_context import CallContext
 from realrl.planner.cost.timing import BatchSize, DeviceHostTime
 from realrl.planner.workload.batching import Chunks, split_work
@@ -147,11 +147,12 @@ def _cost_partial_gradients(context: CallContext) -> float:
 
 
 def _cost_parameter_gather(context: CallContext, elements: int, update: float) -> float:
-    """Exposed seconds of the parameter all-gather, which overlaps the update of the next bucket."""
+    """Exposed seconds of the parameter all-gather: groups of buckets are gathered while the next one is updated."""
     num_buckets = bucket_count(elements)
     bucket_bytes = context.timing.element_bytes * elements / num_buckets
     seconds = num_buckets * context.network.dp_group.all_gather(bucket_bytes)
-    return max(seconds - update * context.overlap, seconds / num_buckets)
+    last = 1 / min(GATHER_STAGES, num_buckets)
+    return max(seconds - update * (1 - last) * context.overlap, seconds * last)
 
 
 def cost_inference(context: CallContext) -> Mapping[str, float]:

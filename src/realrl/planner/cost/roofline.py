@@ -9,6 +9,7 @@ from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.operators.tables import TABULATED, Operators, find_operators
 from realrl.planner.workload.experts import count_visited_experts
+from realrl.planner.workload.sampling import Sampling
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.windows import average_context, average_squares, find_windowed_share
 
@@ -129,17 +130,29 @@ class Roofline:
             + (1 + trained) * self.experts(tokens)
             + 2.5 * self._attention(tokens, squares)
             + self._scores(tokens, squares, self.efficiency.score_backward_bytes)
-            + self.efficiency.backward_passes * self._elementwise(tokens)
+            + self._elementwise_backward(tokens)
             + 2 * self.adapters(tokens)
         )
+
+    def accumulate_gradients(self, tokens: float) -> float:
+        """Time what the gradients of a layer's matrices take beside their products, for a micro-batch."""
+        e, sizes = self.efficiency, self.sizes
+        apart = e.apart_gradient_bytes
+        own = apart if self.device.cpu and self.element_bytes < 4 else e.gradient_bytes + self._widened
+        if sizes.frozen_matrices:
+            return self.traffic(own * sum(adapter.elements for adapter in sizes.adapters))
+        visited = count_visited_experts(sizes.shape, tokens)
+        of_experts = visited * sum(outputs * inputs for outputs, inputs in sizes.expert_shapes)
+        elements = sum(outputs * inputs for outputs, inputs in sizes.matmul_shapes)
+        return self.traffic(own * elements + apart * of_experts)
 
     def head(self, tokens: float) -> float:
         """Time log-probabilities, or values, of all tokens."""
         if self.sizes.head == "scalar":
             return self.traffic(tokens * self.sizes.shape.hidden_size * self.element_bytes)
-        rows = self.sizes.padded_vocab
-        logits = self.traffic(self.efficiency.logit_bytes * tokens * rows)
-        return self.matmul(tokens, rows, self.sizes.shape.hidden_size) + logits
+        rows, e = self.sizes.padded_vocab, self.efficiency
+        each = e.cpu_logit_bytes if self.device.cpu else e.logit_bytes + self._widened
+        return self.matmul(tokens, rows, self.sizes.shape.hidden_size) + self.traffic(each * tokens * rows)
 
     def likeliest(self, tokens: float) -> float:
         """Time the selection of the likeliest tokens at all positions."""
@@ -149,8 +162,9 @@ class Roofline:
         """Time the gradients of log-probabilities, or values; logits that are not kept are computed again."""
         if self.sizes.head == "scalar":
             return 2 * self.head(tokens)
-        rows = self.sizes.padded_vocab
-        logits = self.traffic(self.efficiency.logit_backward_bytes * tokens * rows)
+        rows, e = self.sizes.padded_vocab, self.efficiency
+        each = e.cpu_logit_backward_bytes if self.device.cpu else e.logit_backward_bytes
+        logits = self.traffic(each * tokens * rows)
         matrix = rows, self.sizes.shape.hidden_size
         kept = self.sizes.keeps_logits(tokens, cpu=self.device.cpu)
         again = 0.0 if kept else self.matmul(tokens, *matrix)
@@ -182,11 +196,29 @@ class Roofline:
         matrix = self.sizes.matmul_shapes[0]
         return self.matmul(tokens, *matrix) + self.widen([matrix])
 
-    def sample(self, rows: float) -> float:
+    def sample(self, rows: float, sampling: Sampling) -> float:
         """Time logits and sampling of the next token of `rows` sequences."""
         logits = self.matmul(rows, self.sizes.padded_vocab, self.sizes.shape.hidden_size)
-        number_bytes = self.efficiency.sampled_logit_bytes * rows * self.sizes.shape.vocab_size
-        return logits + self._stream(number_bytes, self.efficiency.sampling_operations - 1)
+        e = self.efficiency
+        each = (
+            e.sampled_logit_bytes
+            + e.gathered_logit_bytes * (self.sizes.tp > 1)
+            + e.minimum_bytes * sampling.minimum
+            + e.top_k_bytes * sampling.top_k
+            + e.top_p_bytes * sampling.top_p
+        )
+        number_bytes = (each + self._widened) * rows * self.sizes.shape.vocab_size
+        return logits + self._stream(number_bytes, self.count_sampling_operations(sampling) - 1)
+
+    def count_sampling_operations(self, sampling: Sampling) -> int:
+        """Count the kernels of a decode step outside its layers."""
+        e = self.efficiency
+        return (
+            e.sampling_operations
+            + e.minimum_operations * sampling.minimum
+            + e.top_k_operations * sampling.top_k
+            + e.top_p_operations * sampling.top_p
+        )
 
     def _attention(self, tokens: float, squares: float) -> float:
         """Seconds of causal attention, 2 * s² * query dimension FLOPs: half of scores and their product with
@@ -205,7 +237,7 @@ class Roofline:
         seconds = (1 - share) * operators.prefill(tokens, squares, *heads)
         if share:
             seconds += share * operators.prefill(tokens, squares, *heads, sizes.shape.window)
-        return seconds
+        return seconds * (self.efficiency.flash2_slower if operators.flash3 else 1.0)
 
     def _scores(self, tokens: float, squares: float, score_bytes: float) -> float:
         """Seconds of the traffic of scores, where they are computed in memory: on a GPU, by rules that no kernel of
@@ -216,22 +248,66 @@ class Roofline:
         return self.traffic(score_bytes * scores / self.sizes.shape.head_dim)
 
     def _elementwise(self, tokens: float) -> float:
-        e = self.efficiency
-        s = self.sizes
-        hidden = s.shape.hidden_size / (s.tp if self.sequence_parallel else 1)
+        """Seconds of what a layer reads and writes forward outside products and attention."""
+        e, s = self.efficiency, self.sizes
         values = (
-            e.normal_passes * hidden
+            e.normal_passes * self._own_hidden
+            + (e.copied_passes * s.shape.hidden_size if s.tp > 1 else 0)
             + e.rotary_passes * (s.q_dim + s.kv_dim)
-            + e.attention_passes * (2 * s.q_dim + 2 * s.kv_dim)
+            + self._attention_values
             + (s.copies + s.shared_blocks) * e.activation_passes * s.gate_up_dim / 2
         )
         if s.experts:
             # Rows are gathered, weighted, and those of a token added up; the router's probabilities are float32.
-            weighed = s.shape.hidden_size if s.weighs_inputs else s.ffn_dim
-            values += s.copies * (2 * s.shape.hidden_size + 2 * weighed + 3 * s.shape.hidden_size)
-            values += 3 * s.shared_blocks * s.shape.hidden_size
-            values += e.router_passes * s.experts * 4 / self.element_bytes
+            values += s.copies * (5 * s.shape.hidden_size + 2 * self._weighed)
+            values += s.shape.hidden_size * (1 + 3 * s.shared_blocks) + self._router_values
         if s.qk_norm:
             values += 2 * (s.q_dim + s.kv_dim) + 2 * (s.q_dim + 2 * s.kv_dim)  # normalised, and put together
         kernels = e.forward_operations - len(s.matmul_shapes) - 1
         return self._stream(tokens * values * self.element_bytes, kernels)
+
+    def _elementwise_backward(self, tokens: float) -> float:
+        """Seconds of what a layer reads and writes backward outside products and attention."""
+        e, s = self.efficiency, self.sizes
+        projected = s.q_dim + 2 * s.kv_dim
+        values = (
+            e.normal_backward_passes * self._own_hidden
+            + e.rotary_backward_passes * projected
+            + 2 * self._attention_values
+            + (s.copies + s.shared_blocks) * e.activation_backward_passes * s.gate_up_dim / 2
+        )
+        if s.experts:
+            # Rows are gathered twice, gradients of weights are sums of products, and those of tokens are added up.
+            values += s.copies * (7 * s.shape.hidden_size + 6 * self._weighed)
+            values += s.shape.hidden_size * (4 + 3 * s.shared_blocks) + self._router_values
+        if s.qk_norm:
+            values += 5 * (s.q_dim + s.kv_dim) + e.head_norm_passes * projected
+        kernels = e.backward_operations - 2 * len(s.matmul_shapes) - 1
+        return self._stream(tokens * values * self.element_bytes, kernels)
+
+    @property
+    def _widened(self) -> int:
+        """Bytes that a result of a product takes more where it is written in float32, not the model's type."""
+        return max(0, 4 - self.element_bytes)
+
+    @property
+    def _own_hidden(self) -> float:
+        """Numbers of a token's hidden state, of which sequence parallelism leaves a rank a part, on average."""
+        return self.sizes.shape.hidden_size / (self.sizes.tp if self.sequence_parallel else 1)
+
+    @property
+    def _attention_values(self) -> float:
+        """Numbers of a token that attention reads and writes; tables have their time."""
+        if self.operators is not None:
+            return 0.0
+        return self.efficiency.attention_passes * (2 * self.sizes.q_dim + 2 * self.sizes.kv_dim)
+
+    @property
+    def _weighed(self) -> int:
+        """Numbers of an expert's row that are multiplied by its weight."""
+        return self.sizes.shape.hidden_size if self.sizes.weighs_inputs else self.sizes.ffn_dim
+
+    @property
+    def _router_values(self) -> float:
+        """Numbers of a token that are read and written of experts' probabilities, which are float32."""
+        return self.efficiency.router_passes * self.sizes.experts * 4 / self.element_bytes

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
+from realrl.layout.kv_blocks import count_steps_per_look
 from realrl.layout.sets import WHOLE as EVERYTHING
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
 from realrl.planner.cluster.devices import DeviceKind, compute_thread_speedup
@@ -11,7 +12,7 @@ from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.roofline import Roofline
 from realrl.planner.profile.profile import WHOLE, CollectiveKind, LayerKind, Profile
 from realrl.planner.workload.batching import Chunks
-from realrl.planner.workload.experts import count_visited_experts
+from realrl.planner.workload.sampling import Sampling
 from realrl.planner.workload.shard_sizes import LocalSizes
 
 
@@ -99,16 +100,9 @@ class Timing:
             return DeviceHostTime(
                 measured * self._trained_share(size) + 2 * self.roofline.adapters(size.tokens)
             )
-        elements = float(sum(outputs * inputs for outputs, inputs in self.sizes.matmul_shapes))
-        visited = count_visited_experts(self.sizes.shape, size.tokens)
-        elements += visited * sum(outputs * inputs for outputs, inputs in self.sizes.expert_shapes)
-        if self.sizes.frozen_matrices:
-            elements = sum(adapter.elements for adapter in self.sizes.adapters)
-        adding = self.roofline.traffic(self.efficiency.gradient_bytes * elements)
+        adding = self.roofline.accumulate_gradients(size.tokens)
         device = self.roofline.layer_backward(size.tokens, size.squares) + adding
-        return self._device_host_time(
-            device, 2 * (self.efficiency.forward_operations + self._further_operations)
-        )
+        return self._device_host_time(device, self._backward_operations)
 
     def _trained_share(self, size: BatchSize) -> float:
         """Seconds of a backward pass, which was measured with all gradients, that frozen matrices leave."""
@@ -158,18 +152,41 @@ class Timing:
         if measured is not None:
             return DeviceHostTime(self._exact * (measured + self._unmeasured(rows)))
         device = self._exact * self.roofline.decode(rows, context)
-        return self._launched(device, self.efficiency.decode_operations + self._further_operations)
+        return self._launched(device, self.decode_operations)
+
+    @property
+    def decode_operations(self) -> int:
+        """Kernels of a layer in a decode step."""
+        return self.efficiency.decode_operations + self._further_operations
+
+    def look(self, rows: float) -> float:
+        """Time the host takes for each decode step to look at the tokens of `rows`, while a GPU waits for it.
+
+        What was measured of decode steps contains it.
+        """
+        if self.device.cpu or self._measured("decode_overhead", rows) is not None:
+            return 0.0
+        e = self.efficiency
+        seconds = e.look_operations * self.device.kernel_s + e.look_row_s * rows
+        return seconds / count_steps_per_look(cpu=False)
+
+    @property
+    def decodes_by_graphs(self) -> bool:
+        """Whether decode steps are CUDA graphs, of which the host launches nothing kernel by kernel."""
+        runs_ahead = self.sizes.runs_ahead(self.dtype, exact=self.exact, cpu=self.device.cpu)
+        return self.efficiency.decode_graphs and runs_ahead
 
     def decode_step_overhead(self, rows: float) -> float:
         """Time the work of a decode step on every stage outside its layers; 0 in the roofline."""
         return self._measured("decode_overhead", rows) or 0.0
 
-    def sample(self, rows: float) -> DeviceHostTime:
-        """Time head and sampling of one decode step."""
+    def sample(self, rows: float, sampling: Sampling) -> DeviceHostTime:
+        """Time head and sampling of one decode step; what was measured is of the recipe's own sampling."""
         measured = self._measured("sample", rows)
         if measured is not None:
             return DeviceHostTime(self._exact * measured)
-        return self._launched(self._exact * self.roofline.sample(rows), self.efficiency.sampling_operations)
+        operations = self.roofline.count_sampling_operations(sampling)
+        return self._launched(self._exact * self.roofline.sample(rows, sampling), operations)
 
     def prepare_experience(self, sequences: float, answer: float) -> float:
         """Time what a train call computes of all its experience before the first mini-batch; 0 in the roofline."""
@@ -210,11 +227,28 @@ class Timing:
         """
         operations = sum(2 + 2 * len(adapter.blocks) + 8 * adapter.dora for adapter in self.sizes.adapters)
         operations += 2 * len(self.sizes.widened_shapes)
+        operations += self.efficiency.head_norm_operations * self.sizes.qk_norm
         if self.sizes.experts:
-            # On a CPU there is a product for each expert; a shared block has two, an activation and a sum.
-            loops = 2 * self.sizes.experts if self.device.cpu else 0
-            operations += self.efficiency.expert_operations + loops + 4 * self.sizes.shared_blocks
+            # A shared block has two products, an activation and a sum.
+            operations += self.efficiency.expert_operations + 4 * self.sizes.shared_blocks
+            operations += 0 if self._groups_products else 2 * self.sizes.experts
         return operations
+
+    @property
+    def _backward_operations(self) -> int:
+        """Operations of a layer backward."""
+        e, sizes = self.efficiency, self.sizes
+        operations = e.backward_operations + e.head_norm_backward_operations * sizes.qk_norm
+        operations += sum(4 + 4 * len(adapter.blocks) + 16 * adapter.dora for adapter in sizes.adapters)
+        operations += 2 * len(sizes.widened_shapes)
+        if sizes.experts:
+            operations += e.expert_backward_operations + 8 * sizes.shared_blocks
+            operations += 0 if self._groups_products else 4 * sizes.experts
+        return operations
+
+    @property
+    def _groups_products(self) -> bool:
+        return self.sizes.groups_products(self.dtype, exact=self.exact, cpu=self.device.cpu)
 
     @property
     def _scalar(self) -> bool:
@@ -222,7 +256,7 @@ class Timing:
 
     def _launched(self, device: float, operations: int) -> DeviceHostTime:
         """Device and host seconds of operations of a decode step, which a GPU launches as one graph."""
-        if self.device.cpu or not self.efficiency.decode_graphs:
+        if not self.decodes_by_graphs:
             return self._device_host_time(device, operations)
         # What tables say of a kernel was measured in a graph, with the gap to the next one.
         gaps = 0.0 if self.roofline.operators else operations * self.efficiency.graph_kernel_s

@@ -23,7 +23,7 @@ from realrl.planner.memory.packed_weights import (
 from realrl.planner.workload.shard_sizes import LocalSizes
 
 Parts = Mapping[str, int]
-"""Bytes of `activations`, `logits`, `cache` and `packed weights` at one moment."""
+"""Bytes of `activations`, `logits`, `cache`, `packed weights` and `graphs` at one moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,8 @@ class Activations:
     lengths: tuple[int, ...]
     candidates: Candidates | None = None
     """Those of the call."""
+    decode_graphs: bool = False
+    """Whether decode steps are CUDA graphs."""
 
     def inferring(self, tokens: float, *, stage: int, chunks: int) -> Parts:
         """Compute the peak of an inference call: in a layer, or at the logits."""
@@ -59,7 +61,8 @@ class Activations:
         """Compute the peak of a generate call: as weights are packed, in a layer, or while tokens are sampled.
 
         `tokens` count the prompts of a forward pass, `rows` the sequences of one of the `batches` of rows that are
-        decoded, and `cached` the tokens that the KV cache has room for.
+        decoded, and `cached` the tokens that the KV cache has room for. Graphs of decode steps hold in memory of
+        their own what such a step takes; the first step of each number of rows is none.
         """
         last = stage == self._last
         held = {"cache": self.cache(cached, layers)}
@@ -69,6 +72,10 @@ class Activations:
             packing = packing_bytes(self.sizes, self.dtype, head=last)
             moments.append({"packed weights": packed + packing})
             held["packed weights"] = packed
+        decoded = {"activations": self._forward(rows, stage, batches)}
+        sampled = {"logits": self.logits.sampled(rows)} if last else {}
+        if self.decode_graphs:
+            held["graphs"] = sum(_peak(decoded, sampled).values())
         # The receives of other batches are posted.
         expected = (batches - 1) * self._expected(tokens, stage, batches - 1)
         prefill = {"activations": self._forward(tokens, stage, batches) + expected}
@@ -77,9 +84,7 @@ class Activations:
             received = self.layer.stream if stage else 0
             prefill["activations"] = expected + self.layer.rotation_bytes(tokens)
             prefill["activations"] += self.layer.bytes(tokens, received + self.layer.projected)
-        moments += [held | prefill, held | {"activations": self._forward(rows, stage, batches)}]
-        if last:
-            moments.append(held | {"logits": self.logits.sampled(rows)})
+        moments += [held | prefill, held | decoded, held | sampled]
         return _peak(*moments)
 
     def training(

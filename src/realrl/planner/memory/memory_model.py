@@ -36,16 +36,17 @@ PROCESS_BYTES = 4 * _GIB
 FRAGMENTATION = 0.1
 """Fraction of dynamic memory that the caching allocator holds but cannot use.
 
-Static memory consists of a few flat buffers and does not fragment; nor do the cache and packed weights, which a
-call holds from its beginning to its end."""
-_LASTING = ("cache", "packed weights")
+Static memory consists of a few flat buffers and does not fragment; nor do the cache, packed weights and the memory
+of graphs, which a call holds from its beginning to its end."""
+_LASTING = ("cache", "packed weights", "graphs")
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
     """Bytes on one device: `static` while it holds a role, `dynamic` while a call runs.
 
-    static: parameters, gradients, optimizer. dynamic: activations, logits, cache, packed weights, fragmentation.
+    static: parameters, gradients, optimizer. dynamic: activations, logits, cache, packed weights, graphs,
+    fragmentation.
     """
 
     static: Mapping[str, int]
@@ -179,6 +180,8 @@ class MemoryModel:
             cpu=cpu,
             lengths=lengths,
             candidates=call.candidates,
+            decode_graphs=self.efficiency.decode_graphs
+            and sizes.runs_ahead(model.dtype_under(strategy), exact=model.exact, cpu=cpu),
         )
         updated = sizes.trained.stage_layers(strategy.pp)
         counts = [len(stage) for stage in stage_layers(model.shape.layers, strategy.pp)]

@@ -33,6 +33,8 @@ ROUNDS: dict[Reduction, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatte
 """How many times a ring passes all parts on."""
 TABULATED: Dtype = "bfloat16"
 """Type of the operands of all operators in the tables."""
+FLASH3 = frozenset({"h100", "h200"})
+"""Tables whose attention is that of FlashAttention 3."""
 MOST_RANKS = 8
 """Largest group that has been measured."""
 
@@ -54,6 +56,11 @@ class Operators:
         if known is None:
             known = self._products[sizes] = self._time("product", place_product(self.device, *sizes))
         return known
+
+    @property
+    def flash3(self) -> bool:
+        """Whether attention was measured with FlashAttention 3."""
+        return self.device.measured in FLASH3
 
     def prefill(
         self,

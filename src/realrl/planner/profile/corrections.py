@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Self
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -99,19 +100,39 @@ def _structure(shape: ModelShape) -> dict[str, object]:
     return shape.model_dump(exclude=_FREE)
 
 
+@dataclass(frozen=True)
+class Nearest:
+    """Corrections that are nearest to a call, all equally near."""
+
+    distance: int
+    """0 where a run has measured the call itself under the same strategy."""
+    corrections: tuple[Correction, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Geometric mean of the ratios, weighted by steps."""
+        weight = sum(c.steps for c in self.corrections)
+        return math.exp(sum(c.steps * math.log(c.ratio) for c in self.corrections) / weight)
+
+
+def find_nearest(
+    corrections: Iterable[Correction], call: Call, model: StoredModel, strategy: Strategy
+) -> Nearest | None:
+    """Find the nearest corrections of the same kind of call with the same model; None if there are none."""
+    distances = [(c.distance(call, model, strategy), c) for c in corrections]
+    least = min((distance for distance, _ in distances if distance is not None), default=None)
+    return (
+        None if least is None else Nearest(least, tuple(c for distance, c in distances if distance == least))
+    )
+
+
 def find_correction(
     corrections: Iterable[Correction], call: Call, model: StoredModel, strategy: Strategy
 ) -> float:
-    """Find the factor for a predicted time: that of the nearest correction, or 1 if there is none.
+    """Find the factor for a predicted time: that of the nearest corrections, or 1 if there are none.
 
     Only corrections of the same kind of call with the same model count. Several that are equally near are averaged
     geometrically, weighted by their steps.
     """
-    distances = [(c.distance(call, model, strategy), c) for c in corrections]
-    comparable = [(distance, c) for distance, c in distances if distance is not None]
-    if not comparable:
-        return 1.0
-    least = min(distance for distance, _ in comparable)
-    nearest = [c for distance, c in comparable if distance == least]
-    weight = sum(c.steps for c in nearest)
-    return math.exp(sum(c.steps * math.log(c.ratio) for c in nearest) / weight)
+    nearest = find_nearest(corrections, call, model, strategy)
+    return 1.0 if nearest is None else nearest.ratio

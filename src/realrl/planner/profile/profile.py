@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
@@ -181,6 +181,15 @@ class FunctionTime(Settings):
     """Steps that were measured."""
 
 
+class SweepSpread(Settings):
+    """Differences between sweeps over all sizes: root mean square of ln(seconds / median) of each as a whole."""
+
+    layers: NonNegativeFloat = 0.0
+    """Parts of calls."""
+    transfers: NonNegativeFloat = 0.0
+    """Collectives, messages and copies."""
+
+
 class Profile(Settings):
     """Measured times of one kind of device; written by `save`, read by `load`."""
 
@@ -200,6 +209,8 @@ class Profile(Settings):
     """Call times measured in runs, relative to predictions from the other fields (`calibrate_profile`)."""
     functions: tuple[FunctionTime, ...] = Field(default=(), strict=False)
     """What runs have measured of functions (`calibrate_profile`)."""
+    sweeps: SweepSpread | None = None
+    """How far sweeps differed; None where there was one alone, and in older files."""
 
     def function_seconds(self, reference: str) -> float | None:
         """Look up the seconds per item of a function; None where no run has measured it."""

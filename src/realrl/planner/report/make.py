@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from realrl.config.errors import UserError
+from realrl.planner.reliability.goodput import bound_expected_seconds, predict_goodput
 from realrl.planner.report.alternatives import find_alternatives
+from realrl.planner.report.contenders import list_contenders
 from realrl.planner.report.node_counts import compare_sizes, make_size_report
 from realrl.planner.report.report import Objective, PlanReport, Preset, SizeReport
 from realrl.planner.report.sizing import Wanted, choose_cluster
@@ -92,7 +94,10 @@ def _report(scenario: Scenario, best: BestPlan, constraints: UserConstraints) ->
         evaluations=result.evaluations,
         candidates={name: len(candidates) for name, candidates in found.problem.candidates.items()},
         presets={name: _preset(preset, constraints) for name, preset in best.presets.items()},
+        contenders=list_contenders(scenario, best),
         alternatives=alternatives,
+        goodput=predict_goodput(scenario, best.estimate),
+        expected_bound_seconds=bound_expected_seconds(scenario, best.lower_bound),
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from realrl.config.errors import UserError
 from realrl.planner.evaluate.shortage import DoesNotFit
+from realrl.planner.reliability.goodput import predict_goodput
 from realrl.planner.report.report import SizeReport
 from realrl.planner.report.shortage_text import describe_shortage
 from realrl.planner.search.nodes import ClusterSize, search_node_counts
@@ -47,6 +48,7 @@ def make_size_report(
         gap=gap,
         refused=refused,
         price_per_hour=spec.price_per_hour,
+        goodput=None if found is None else predict_goodput(scenario, found),
     )
 
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Literal
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.estimate import Estimate
+from realrl.planner.uncertainty.outlook import Outlook
 
 if TYPE_CHECKING:  # rendering a report needs no cost model and must not import numpy
+    from realrl.planner.reliability.goodput import Goodput
     from realrl.planner.simulate.scenario import Scenario
 
 Objective = Literal["time", "cost", "step", "budget"]
@@ -26,6 +28,22 @@ class Preset:
     """Error message if the preset is not possible on this cluster."""
     recompute: bool = False
     """Whether tuning added recomputation that the recipe does not ask for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """Plan that fits, with its interval and probability beside the others that do."""
+
+    name: str
+    """`CHOSEN`, `FASTEST`, a preset or plan file, or `RUNNER_UP` with a number."""
+    estimate: Estimate
+    outlook: Outlook
+    parts: int
+    """What makes it complex (`count_parts`)."""
+
+
+CHOSEN, FASTEST, RUNNER_UP = "this one", "fastest found", "runner-up"
+"""Names of plans that have no other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +82,8 @@ class SizeReport:
     """Error message if there is no plan, for example `needs 93 GiB of 79 GiB during actor.train, ...`."""
     price_per_hour: float | None
     """Price of these nodes per hour; None if prices are not given."""
+    goodput: "Goodput | None" = None
+    """Prediction of the run with its failures; None without a rate of failures, or a plan."""
 
     @property
     def plan(self) -> Plan | None:
@@ -72,20 +92,29 @@ class SizeReport:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of one step; infinite if there is no plan."""
+        """Seconds of one step, expected ones where there are failures; infinite if there is no plan."""
+        if self.goodput is not None:
+            return self.goodput.step_seconds
         return self.estimate.step_seconds if self.estimate else math.inf
+
+    @property
+    def repeated_seconds(self) -> float:
+        """Steady-state seconds per step, longer by the share that failures take; infinite if there is no plan."""
+        if self.estimate is None:
+            return math.inf
+        return self.estimate.repeated_seconds / (self.goodput.share if self.goodput else 1.0)
 
     @property
     def device_hours(self) -> float:
         """Device-hours per step in steady state; infinite if there is no plan."""
-        return self.estimate.repeated_seconds * self.devices / 3600 if self.estimate else math.inf
+        return self.repeated_seconds * self.devices / 3600
 
     @property
     def price(self) -> float | None:
         """Price per step in steady state; None if prices are not given, infinite if there is no plan."""
         if self.price_per_hour is None:
             return None
-        return self.estimate.repeated_seconds / 3600 * self.price_per_hour if self.estimate else math.inf
+        return self.repeated_seconds / 3600 * self.price_per_hour if self.estimate else math.inf
 
     @property
     def cost(self) -> float:
@@ -110,9 +139,32 @@ class PlanReport:
     candidates: Mapping[str, int]
     """Number of candidates, by call."""
     presets: Mapping[str, Preset]
+    contenders: Mapping[str, Contender]
+    """The chosen plan and those that it was compared with, by name, the fastest first."""
     alternatives: tuple[Alternative, ...]
     """Nearest alternatives, a few for each call."""
     sizes: tuple[SizeReport, ...] = ()
     """Best plans on the requested numbers of nodes, that of this plan included."""
     objective: Objective = "time"
     """Objective by which the number of nodes was chosen."""
+    goodput: "Goodput | None" = None
+    """Prediction of the run with its failures; None without a rate of failures."""
+    expected_bound_seconds: float | None = None
+    """Lower bound on the expected step of every plan of the search space, likewise."""
+
+    @property
+    def expected_gap(self) -> float:
+        """Relative optimality gap of the expected step; that of the step without failures."""
+        if self.goodput is None or self.expected_bound_seconds is None:
+            return self.gap
+        return max(0.0, 1 - self.expected_bound_seconds / self.goodput.step_seconds)
+
+    @property
+    def outlook(self) -> Outlook:
+        """Outlook of the chosen plan."""
+        return self.contenders[CHOSEN].outlook
+
+    @property
+    def given_up(self) -> Contender | None:
+        """The plan that is predicted to be the fastest, where a simpler one was preferred to it."""
+        return self.contenders.get(FASTEST)

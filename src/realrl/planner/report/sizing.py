@@ -38,8 +38,9 @@ def choose_cluster(
     """Choose among the first nodes of each group of a cluster; also returns all that was planned on the way.
 
     More nodes never take longer, since a plan may leave some idle: the fewest that suffice are found by bisection,
-    and within a budget all that it buys are taken. Groups are not combined. UserError where prices are missing, and
-    where nothing is short or cheap enough.
+    and within a budget all that it buys are taken. Where nodes fail, they may: then half as many are tried, as long
+    as that is better. Groups are not combined. UserError where prices are missing, and where nothing is short or
+    cheap enough.
     """
     offers = [ClusterSpec(str(group), (group,)) for group in scenario.spec.groups]
     _check_prices(scenario.spec, wanted)
@@ -49,10 +50,10 @@ def choose_cluster(
         return _plan(part, constraints, effort or _PART * default_effort(part.spec), seed)
 
     if wanted.price_per_hour is not None:
-        found = [_buy(scenario, offer, wanted.price_per_hour, plan) for offer in offers]
+        found = [row for offer in offers for row in _buy(scenario, offer, wanted.price_per_hour, plan)]
     else:
         assert wanted.step_seconds is not None, "one of the two is wanted"
-        found = [row for offer in offers for row in _bisect(offer, wanted.step_seconds, plan)]
+        found = [row for offer in offers for row in _bisect(scenario, offer, wanted.step_seconds, plan)]
     best = _choose(found, wanted)
     spec = next(offer.with_nodes(best.nodes) for offer in offers if offer.groups[0].device.name == best.kind)
     return spec, tuple(found)
@@ -63,23 +64,37 @@ def _buy(
     offer: ClusterSpec,
     price_per_hour: float,
     plan: Callable[[ClusterSpec, int], SizeReport],
-) -> SizeReport:
+) -> list[SizeReport]:
     """Plan for as many nodes as a budget buys."""
     one = offer.with_nodes(1)
     each = one.price_per_hour or 0.0
     affordable = offer.nodes if not each else min(offer.nodes, int(price_per_hour / each + 1e-9))
     if affordable:
-        return plan(offer, affordable)
-    return make_size_report(scenario.on(one), None, None, f"a node costs {each:,.4g} an hour")
+        return _halve(scenario, offer, affordable, plan)
+    return [make_size_report(scenario.on(one), None, None, f"a node costs {each:,.4g} an hour")]
+
+
+def _halve(
+    scenario: Scenario, offer: ClusterSpec, nodes: int, plan: Callable[[ClusterSpec, int], SizeReport]
+) -> list[SizeReport]:
+    """Plan for so many nodes and, where they fail, for half as many as long as steps get shorter; the best last."""
+    found = [plan(offer, nodes)]
+    while scenario.failures is not None and nodes > 1:
+        nodes //= 2
+        half = plan(offer, nodes)
+        if half.step_seconds >= found[-1].step_seconds:
+            break
+        found.append(half)
+    return found
 
 
 def _bisect(
-    offer: ClusterSpec, seconds: float, plan: Callable[[ClusterSpec, int], SizeReport]
+    scenario: Scenario, offer: ClusterSpec, seconds: float, plan: Callable[[ClusterSpec, int], SizeReport]
 ) -> list[SizeReport]:
     """Plan for the fewest nodes whose step is short enough, and those tried before, in ascending order."""
-    found = [plan(offer, offer.nodes)]
-    low, high = 0, offer.nodes
-    while high - low > 1 and found[0].step_seconds <= seconds:
+    found = _halve(scenario, offer, offer.nodes, plan)
+    low, high, enough = 0, found[-1].nodes, found[-1].step_seconds <= seconds
+    while high - low > 1 and enough:
         middle = (low + high) // 2
         found.append(plan(offer, middle))
         if found[-1].step_seconds <= seconds:

@@ -1,15 +1,20 @@
 """JSON form of plan reports; times are in seconds, sizes in bytes."""
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from realrl.dataflow.graph import DataflowGraph
 from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.report.report import Alternative, PlanReport, Preset, SizeReport
+from realrl.planner.report.report import Alternative, Contender, PlanReport, Preset, SizeReport
 from realrl.planner.simulate.estimate import CallEstimate, Estimate, MoveEstimate
 from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.uncertainty.outlook import LEVEL, Interval
+
+if TYPE_CHECKING:
+    from realrl.planner.reliability.goodput import Goodput
 
 
 def report_to_json(report: PlanReport) -> dict[str, Any]:
@@ -22,14 +27,40 @@ def report_to_json(report: PlanReport) -> dict[str, Any]:
         "evaluations": report.evaluations,
         "options": dict(report.candidates),
         "objective": report.objective,
+        "interval": _interval(report.outlook.interval),
+        "level": LEVEL,
+        "contenders": [
+            _contender(contender, report.scenario.graph) for contender in report.contenders.values()
+        ],
         "presets": {name: _preset(preset, report.scenario.graph) for name, preset in report.presets.items()},
         "alternatives": [_alternative(alternative) for alternative in report.alternatives],
         "cluster": _cluster(report.scenario.spec),
         "workload": _workload(report.scenario),
     }
-    return result | (
-        {"nodes": [_size(size, report.scenario.graph) for size in report.sizes]} if report.sizes else {}
-    )
+    if report.goodput is not None:
+        result["failures"] = _goodput(report.goodput, report.expected_gap)
+    if report.sizes:
+        result["nodes"] = [_size(size, report.scenario.graph) for size in report.sizes]
+    return result
+
+
+def _goodput(found: "Goodput", gap: float) -> dict[str, Any]:
+    """Convert the prediction of a run with failures; infinite seconds become None."""
+    expected = found.step_seconds if math.isfinite(found.step_seconds) else None
+    return {
+        "per_day": found.failures_per_day,
+        "step_seconds": expected,
+        "gap": gap,
+        "goodput": found.share,
+        "checkpoint_every": found.every,
+        "checkpoint_bytes": found.checkpoint_bytes,
+        "checkpoint_seconds": found.of.write,
+        "waiting_seconds": found.of.stop,
+        "restart_seconds": found.of.restart,
+        "restart": dict(found.restart),
+        "sockets": found.start.sockets,
+        "communicators": found.start.communicators,
+    }
 
 
 def estimate_to_json(estimate: Estimate, graph: DataflowGraph) -> dict[str, Any]:
@@ -54,6 +85,21 @@ def _plan(estimate: Estimate, graph: DataflowGraph) -> dict[str, Any]:
     """Convert a plan to the content of its file."""
     content: dict[str, Any] = yaml.safe_load(estimate.plan.to_text(graph))
     return content
+
+
+def _interval(interval: Interval) -> list[float]:
+    return [interval.low, interval.high]
+
+
+def _contender(contender: Contender, graph: DataflowGraph) -> dict[str, Any]:
+    return {
+        "name": contender.name,
+        "step_seconds": contender.estimate.step_seconds,
+        "interval": _interval(contender.outlook.interval),
+        "fastest": contender.outlook.fastest,
+        "parts": contender.parts,
+        "plan": _plan(contender.estimate, graph),
+    }
 
 
 def _preset(preset: Preset, graph: DataflowGraph) -> dict[str, Any]:
@@ -189,6 +235,7 @@ def _size(size: SizeReport, graph: DataflowGraph) -> dict[str, Any]:
     return {
         **result,
         "step_seconds": size.estimate.step_seconds,
+        **({} if size.goodput is None else {"failures": _goodput(size.goodput, size.gap or 0.0)}),
         "tokens_per_second": size.estimate.tokens_per_second,
         "device_hours": size.device_hours,
         "price": size.price,

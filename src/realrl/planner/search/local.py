@@ -5,6 +5,7 @@ from collections import defaultdict
 import numpy as np
 
 from realrl.planner.evaluate.scorer import Scorer
+from realrl.planner.evaluate.tables import Tables
 from realrl.planner.moves.transfers import Ints
 
 
@@ -13,7 +14,7 @@ def improve_locally(scorer: Scorer, assignment: Ints, *, share: float = 1.0) -> 
 
     Returns the best plan so far once a `share` of the effort is spent.
     """
-    moves = [*_call_moves(scorer), *_role_moves(scorer)]
+    moves = list_moves(scorer.timeline.tables)
     score = np.inf
     unchanged = 0
     while unchanged < len(moves):
@@ -34,14 +35,18 @@ def improve_locally(scorer: Scorer, assignment: Ints, *, share: float = 1.0) -> 
     return assignment
 
 
-def _call_moves(scorer: Scorer) -> list[tuple[list[int], Ints]]:
-    """Changes of single calls: the calls, and their new candidates, [calls, moves]."""
-    return [([c], np.arange(n)[None]) for c, n in enumerate(scorer.timeline.tables.sizes)]
+def list_moves(tables: Tables) -> list[tuple[list[int], Ints]]:
+    """List the changes of one call or one role: the calls, and their new candidates, [calls, moves]."""
+    return [*_call_moves(tables), *_role_moves(tables)]
 
 
-def _role_moves(scorer: Scorer) -> list[tuple[list[int], Ints]]:
+def _call_moves(tables: Tables) -> list[tuple[list[int], Ints]]:
+    """Changes of single calls."""
+    return [([c], np.arange(n)[None]) for c, n in enumerate(tables.sizes)]
+
+
+def _role_moves(tables: Tables) -> list[tuple[list[int], Ints]]:
     """Changes of all calls of a role to one layout, each to its fastest candidate there."""
-    tables = scorer.timeline.tables
     moves = []
     for home in dict.fromkeys(tables.home):
         calls = [c for c, h in enumerate(tables.home) if h == home]

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind
@@ -11,13 +12,18 @@ from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.evaluate.shortage import DoesNotFit
+from realrl.planner.reliability.goodput import compute_expected_seconds
+from realrl.planner.reliability.homes import find_better_homes
 from realrl.planner.search.search import DEFAULT_EFFORT, SearchBudget, SearchResult, search_plans
+from realrl.planner.search.variants import Variants
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace, build_problem
 from realrl.planner.space.candidates import list_micro_batches
 from realrl.planner.space.problem import Problem
+from realrl.planner.uncertainty.preference import MOST_LONGER, choose_plan
+from realrl.planner.uncertainty.ranking import StepSampler
 from realrl.planner.workload.workload import Workload
 from realrl.program.lower import home_placements, kept_copies, offloaded
 from realrl.program.memory import Memory, list_sharers
@@ -25,6 +31,8 @@ from realrl.program.shared_bases import check_offloading, find_holders
 
 _LITTLE = SearchBudget(plans=10_000, chains=32, rounds=20, nodes=20_000)
 """Search budget of a preset, in which only micro-batches and recomputation vary."""
+_RUNNERS_UP = 3
+"""Plans near the one of a search that are compared with it."""
 _FEW_DEVICES, _MANY_DEVICES = 128, 4
 """Devices up to which a search has the default effort, and how many times as much it has beyond."""
 
@@ -58,9 +66,16 @@ class BestPlan:
     """Best plan of search and presets; only presets may keep persistent replicas."""
 
     estimate: Estimate
+    fastest: Estimate
+    """The plan with the shortest predicted step: another one where a simpler plan may well be as fast
+    (`choose_plan`)."""
+    searched: tuple[Estimate, ...]
+    """The plan of the search, a simpler one that is nearly as fast, and runners-up."""
     found: FoundPlan
     presets: Mapping[str, Estimate | UserError]
     """Estimates of presets by name, or the error of one that is not possible."""
+    sampler: StepSampler
+    """Samples of steps under these plans."""
     seconds: float
     """Seconds spent on presets, candidates, search and proof."""
 
@@ -85,7 +100,8 @@ def find_best_plan(
 ) -> BestPlan:
     """Find the best plan by `find_plan`, started from presets and `start`, and among the presets that fit.
 
-    `effort`: limit of the search (see `search_plans`), by default `default_effort`. Raises what `find_plan` raises.
+    Simpler plans that may well be as fast are preferred (`choose_plan`). `effort`: limit of the search (see
+    `search_plans`), by default `default_effort`. Raises what `find_plan` raises.
     """
     begin = time.monotonic()
     if effort is None:
@@ -98,8 +114,33 @@ def find_best_plan(
         for name, plan in presets.items()
     }
     fitting = [e for e in estimates.values() if isinstance(e, Estimate) and e.fits]
-    best = min([estimate_plan(scenario, found.plan), *fitting], key=lambda e: e.step_seconds)
-    return BestPlan(best, found, estimates, time.monotonic() - begin)
+    searched = _estimate_searched(scenario, found)
+    everything = [*searched, *fitting]
+    sampler = StepSampler(scenario, seed)
+    objective = partial(compute_expected_seconds, scenario)
+    return BestPlan(
+        estimate=choose_plan(scenario.graph, sampler, everything, objective),
+        fastest=min(everything, key=objective),
+        searched=searched,
+        found=found,
+        presets=estimates,
+        sampler=sampler,
+        seconds=time.monotonic() - begin,
+    )
+
+
+def _estimate_searched(scenario: Scenario, found: FoundPlan) -> tuple[Estimate, ...]:
+    """Estimate the plan that was found, others that are nearly as fast, and one that fails at less cost.
+
+    Of the others, one is simpler, and some are runners-up.
+    """
+    variants, problem, result = Variants(found.problem), found.problem, found.result
+    simple = variants.simplify(result.assignment, result.evaluation.seconds * (1 + MOST_LONGER))
+    near = [simple, *variants.find_runners_up(result.assignment, _RUNNERS_UP)]
+    plans = [*map(problem.plan, near), *find_better_homes(scenario, problem, result.assignment)]
+    plans = [plan for plan in plans if plan != found.plan]
+    estimates = [estimate_plan(scenario, plan) for i, plan in enumerate(plans) if plan not in plans[:i]]
+    return estimate_plan(scenario, found.plan), *(estimate for estimate in estimates if estimate.fits)
 
 
 def default_effort(spec: ClusterSpec) -> float:

@@ -1,6 +1,7 @@
 """Prediction of a plan: simulation of its programs with the cost and memory models."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from realrl.dataflow.periods import share_steps
 from realrl.plan.plan import Plan
@@ -23,15 +24,12 @@ def estimate_plan(scenario: Scenario, plan: Plan) -> Estimate:
     graph = scenario.graph
     homes = home_placements(graph, plan)
     kept = kept_copies(graph, plan, homes)
-    programs = lower(graph, plan, homes, kept, scenario.parts)
+    steps = list_steps(scenario, plan)
+    programs = steps[0].programs
     durations = Durations(scenario, plan)
-    simulation = simulate(programs, durations)
-    repeated = 0.0
-    for due, share in share_steps(graph.periods).items():
-        steps = simulation
-        if due != graph.periods:
-            steps = simulate(lower(graph.with_due(due), plan, homes, kept, scenario.parts), durations)
-        repeated += share * steps.repeated_seconds
+    simulations = [simulate(kind.programs, durations) for kind in steps]
+    simulation = simulations[0]
+    repeated = sum(kind.share * of.repeated_seconds for kind, of in zip(steps, simulations, strict=True))
     memory = Memory(scenario.models, homes, offloaded(plan), kept)
     return Estimate(
         plan=plan,
@@ -44,6 +42,27 @@ def estimate_plan(scenario: Scenario, plan: Plan) -> Estimate:
         memory=compute_footprints(scenario, memory, programs),
         hosts=compute_host_memory(scenario, memory),
     )
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """Programs of steps in which the same moving averages are due."""
+
+    programs: list[Program]
+    share: float
+    """Share of all steps."""
+
+
+def list_steps(scenario: Scenario, plan: Plan) -> list[StepKind]:
+    """List the kinds of steps under a plan, first that in which all moving averages are due."""
+    graph = scenario.graph
+    homes = home_placements(graph, plan)
+    kept = kept_copies(graph, plan, homes)
+    shares = {graph.periods: 0.0, **share_steps(graph.periods)}
+    return [
+        StepKind(lower(graph.with_due(due), plan, homes, kept, scenario.parts), share)
+        for due, share in shares.items()
+    ]
 
 
 def _calls(

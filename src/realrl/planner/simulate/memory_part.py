@@ -14,6 +14,7 @@ class PartKind(StrEnum):
     ACTIVATIONS = "activations"
     CACHE = "cache"
     PACKED_WEIGHTS = "packed weights"
+    GRAPHS = "graphs"
     LOGITS = "logits"
     FRAGMENTATION = "fragmentation"
     COMMUNICATORS = "NCCL communicators"

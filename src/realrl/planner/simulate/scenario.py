@@ -7,6 +7,7 @@ from realrl.dataflow.call import Call
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cluster.failures import Failures
 from realrl.planner.cost.cost_model import CallCost, CostModel
 from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.workload.workload import Workload
@@ -24,6 +25,8 @@ class Scenario:
     workload: Workload
     cost: CostModel
     memory: MemoryModel
+    failures: Failures | None = None
+    """Failures that the run is expected to meet; plans are then compared by their expected step."""
 
     @property
     def parts(self) -> TrainableParts:

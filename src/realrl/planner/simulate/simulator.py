@@ -3,7 +3,11 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from realrl.planner.simulate.estimate import Slice
 from realrl.program.instructions import (
@@ -20,8 +24,12 @@ from realrl.program.text import format_instruction
 
 STEPS = 5
 """Number of simulated steps; only in the first do all ranks start together."""
-_SETTLED = 2
+SETTLED = 2
 """First step that is taken to be in steady state."""
+
+Samples = NDArray[np.float64]
+"""Seconds in many samples of a step, [samples]."""
+Time = TypeVar("Time", float, Samples)
 
 
 class SimulationError(Exception):
@@ -47,7 +55,7 @@ class Simulation:
     @property
     def repeated_seconds(self) -> float:
         """Steady-state seconds per step."""
-        return (self.ends[-1] - self.ends[_SETTLED - 1]) / (len(self.ends) - _SETTLED)
+        return (self.ends[-1] - self.ends[SETTLED - 1]) / (len(self.ends) - SETTLED)
 
     def slices(self, step: int) -> tuple[tuple[Slice, ...], ...]:
         """Return the timeline of one step by rank; times count from the start of the first step."""
@@ -69,27 +77,40 @@ def simulate(
     Functions run beside the instructions that follow, on each rank by itself and one after the other, until their
     outputs or metrics are sent or the step ends. SimulationError for a deadlock.
     """
-    return _Simulator(programs, seconds, steps).run()
+    simulator = _Simulator(programs, seconds, steps, max, 0.0)
+    ends = simulator.run()
+    first_of = {rank: group.ranks[0] for group in simulator.groups for rank in group.ranks}
+    return Simulation(
+        {group.ranks[0]: group.events for group in simulator.groups},
+        tuple(first_of[rank] for rank in range(len(first_of))),
+        tuple(ends),
+    )
+
+
+def simulate_samples(
+    programs: Sequence[Program], seconds: Callable[[Instruction], Samples], count: int, steps: int = STEPS
+) -> Samples:
+    """Simulate programs, as `simulate` does, with `count` samples of the duration of each instruction at once.
+
+    Returns the ends of steps, [steps, samples].
+    """
+    return np.array(_Simulator(programs, seconds, steps, np.maximum, np.zeros(count)).run())
 
 
 @dataclass
-class _Group:
+class _Group(Generic[Time]):
     """Ranks with equal programs, which execute in lockstep."""
 
     ranks: tuple[int, ...]
     program: tuple[int, ...]
     """Indices of instructions."""
-    clock: float = 0.0
+    clock: Time
     step: int = 0
     position: int = 0
     events: list[Slice] = field(default_factory=list)
-    functions: dict[str, float] = field(default_factory=dict)
+    """Executed instructions; none where many samples are simulated."""
+    functions: dict[str, Time] = field(default_factory=dict)
     """Functions of this step -> when they end."""
-
-    @property
-    def host_free(self) -> float:
-        """When the last function of this step ends."""
-        return max(self.functions.values(), default=0.0)
 
     @cached_property
     def members(self) -> frozenset[int]:
@@ -97,18 +118,30 @@ class _Group:
         return frozenset(self.ranks)
 
 
-class _Simulator:
+class _Simulator(Generic[Time]):
     def __init__(
-        self, programs: Sequence[Program], seconds: Callable[[Instruction], float], steps: int
+        self,
+        programs: Sequence[Program],
+        seconds: Callable[[Instruction], Time],
+        steps: int,
+        latest: Callable[[Time, Time], Time],
+        start: Time,
     ) -> None:
+        """`latest`: the later of two times. `start`: when the first step starts."""
         self.steps = steps
+        self.latest: Callable[[Time, Time], Time] = latest
+        self.begin: Time = start
         self.instructions, numbered = _numbered(programs)
-        self.seconds = [seconds(instruction) for instruction in self.instructions]
+        self.seconds: list[Time] = [seconds(instruction) for instruction in self.instructions]
+        self.silent = [not np.any(duration) for duration in self.seconds]
+        """Whether an instruction takes no time, by index."""
         alike: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         for rank, program in enumerate(numbered):
             alike[program].append(rank)
-        self.groups = [_Group(tuple(ranks), program) for program, ranks in alike.items()]
-        self.members: list[list[_Group]] = [[] for _ in self.instructions]
+        self.groups: list[_Group[Time]] = [
+            _Group(tuple(ranks), program, start) for program, ranks in alike.items()
+        ]
+        self.members: list[list[_Group[Time]]] = [[] for _ in self.instructions]
         for group in self.groups:
             for number in dict.fromkeys(group.program):
                 self.members[number].append(group)
@@ -117,13 +150,14 @@ class _Simulator:
         for number, instruction in enumerate(self.instructions):
             if isinstance(instruction, Send | Receive):
                 self.sides[instruction.number, type(instruction)].append(number)
-        self.came: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
+        self.came: dict[tuple[int, int], dict[int, Time]] = defaultdict(dict)
         """Arrival times by (step, instruction) and first rank of a group."""
-        self.done: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
+        self.done: dict[tuple[int, int], dict[int, Time]] = defaultdict(dict)
         """Completion times by (step, instruction) and first rank of a group."""
 
-    def run(self) -> Simulation:
-        ends = [0.0] * self.steps
+    def run(self) -> list[Time]:
+        """Simulate all steps; return when each of them has ended."""
+        ends = [self.begin] * self.steps
         while any(group.step < self.steps for group in self.groups):
             progress = False
             for group in self.groups:
@@ -131,12 +165,7 @@ class _Simulator:
                     progress = True
             if not progress:
                 raise SimulationError(f"no rank can go on: {', '.join(self._waiting())}")
-        first_of = {rank: group.ranks[0] for group in self.groups for rank in group.ranks}
-        return Simulation(
-            {group.ranks[0]: group.events for group in self.groups},
-            tuple(first_of[rank] for rank in range(len(first_of))),
-            tuple(ends),
-        )
+        return ends
 
     def _waiting(self) -> Iterator[str]:
         for group in (group for group in self.groups if group.step < self.steps):
@@ -146,15 +175,15 @@ class _Simulator:
             else:
                 yield f"rank {group.ranks[0]}, of which something is not taken"
 
-    def _advance(self, group: _Group, ends: list[float]) -> bool:
+    def _advance(self, group: _Group[Time], ends: list[Time]) -> bool:
         """Execute the group's next instruction or start its next step; False if it still has to wait."""
         if group.position == len(group.program):
             received = self._all_received(group)
             if received is None:
                 return False
-            group.clock = max(group.clock, group.host_free)
-            ends[group.step] = max(ends[group.step], group.clock)
-            group.clock = max(group.clock, received)
+            group.clock = self.latest(group.clock, self._host_free(group))
+            ends[group.step] = self.latest(ends[group.step], group.clock)
+            group.clock = self.latest(group.clock, received)
             group.step += 1
             group.position = 0
             group.functions = {}
@@ -163,24 +192,15 @@ class _Simulator:
         if (function := self._function(number)) is not None:
             self._call(group, number, function)
             return True
-        ready = max(group.clock, self._collected(group, number))
+        ready = self.latest(group.clock, self._collected(group, number))
         self.came[group.step, number].setdefault(group.ranks[0], ready)
         start = self._start(group, number, ready)
         if start is None:
             return False
         arrived = group.clock
-        group.clock = max(group.clock, start) + self.seconds[number]
+        group.clock = self.latest(arrived, start) + self.seconds[number]
         self.done[group.step, number][group.ranks[0]] = group.clock
-        waiting = max(0.0, start - arrived)
-        event = Slice(
-            rank=group.ranks[0],
-            step=group.step,
-            start=arrived,
-            seconds=group.clock - arrived,
-            waiting=waiting,
-            instruction=self.instructions[number],
-        )
-        group.events.append(event)
+        self._record(group, number, arrived, group.clock, self.latest(self.begin, start - arrived))
         group.position += 1
         return True
 
@@ -191,39 +211,48 @@ class _Simulator:
                 return call
         return None
 
-    def _call(self, group: _Group, number: int, function: str) -> None:
+    def _call(self, group: _Group[Time], number: int, function: str) -> None:
         """Run a function on the group's hosts while the group continues."""
-        start = max(group.clock, group.host_free)
-        seconds = self.seconds[number]
-        group.functions[function] = start + seconds
-        instruction = self.instructions[number]
-        event = Slice(
-            rank=group.ranks[0],
-            step=group.step,
-            start=start,
-            seconds=seconds,
-            waiting=0.0,
-            instruction=instruction,
-            host=True,
-        )
-        group.events.append(event)
+        start = self.latest(group.clock, self._host_free(group))
+        end = group.functions[function] = start + self.seconds[number]
+        self._record(group, number, start, end, self.begin, host=True)
         group.position += 1
 
-    def _collected(self, group: _Group, number: int) -> float:
+    def _host_free(self, group: _Group[Time]) -> Time:
+        """When the last function of a group's step ends."""
+        return reduce(self.latest, group.functions.values(), self.begin)
+
+    def _record(
+        self, group: _Group[Time], number: int, start: Time, end: Time, waiting: Time, *, host: bool = False
+    ) -> None:
+        """Record what a group has executed, where one step is simulated at a time."""
+        if isinstance(start, float) and isinstance(end, float) and isinstance(waiting, float):
+            event = Slice(
+                rank=group.ranks[0],
+                step=group.step,
+                start=start,
+                seconds=end - start,
+                waiting=waiting,
+                instruction=self.instructions[number],
+                host=host,
+            )
+            group.events.append(event)
+
+    def _collected(self, group: _Group[Time], number: int) -> Time:
         """End of the function whose outputs or metrics the instruction sends; 0 if it sends none."""
         match self.instructions[number]:
             case Send(producer=function) | ShareLengths(call=function):
-                return group.functions.get(function, 0.0)
+                return group.functions.get(function, self.begin)
             case Report(function, senders, _) if not group.members.isdisjoint(senders):
-                return group.functions.get(function, 0.0)
-        return 0.0
+                return group.functions.get(function, self.begin)
+        return self.begin
 
-    def _start(self, group: _Group, number: int, ready: float) -> float | None:
+    def _start(self, group: _Group[Time], number: int, ready: Time) -> Time | None:
         """Time at which all dependencies of the instruction are met, for a group that is `ready`; None if not known
         yet."""
         instruction = self.instructions[number]
         match instruction:
-            case Reallocate() if self.seconds[number] == 0:
+            case Reallocate() if self.silent[number]:
                 return ready  # nothing is sent, so ranks do not synchronise
             case Run() | Reallocate():
                 return self._last(self.came, group.step, [number])
@@ -236,9 +265,9 @@ class _Simulator:
             case _:
                 return ready
 
-    def _all_received(self, group: _Group) -> float | None:
+    def _all_received(self, group: _Group[Time]) -> Time | None:
         """Time at which all messages of the group's step have been received; None if not known yet."""
-        latest = 0.0
+        latest = self.begin
         for number in group.program:
             instruction = self.instructions[number]
             match instruction:
@@ -253,21 +282,21 @@ class _Simulator:
                     continue
             if taken is None:
                 return None
-            latest = max(latest, taken)
+            latest = self.latest(latest, taken)
         return latest
 
     def _last(
         self,
-        log: Mapping[tuple[int, int], Mapping[int, float]],
+        log: Mapping[tuple[int, int], Mapping[int, Time]],
         step: int,
         numbers: Sequence[int],
         ranks: tuple[int, ...] | None = None,
-    ) -> float | None:
+    ) -> Time | None:
         """Latest entry of the groups that execute these instructions; None if one has no entry yet.
 
         With `ranks`, only groups that contain one of them count.
         """
-        latest = 0.0
+        latest = self.begin
         for number in numbers:
             entries = log[step, number]
             for group in self.members[number]:
@@ -275,7 +304,7 @@ class _Simulator:
                     continue
                 if group.ranks[0] not in entries:
                     return None
-                latest = max(latest, entries[group.ranks[0]])
+                latest = self.latest(latest, entries[group.ranks[0]])
         return latest
 
 

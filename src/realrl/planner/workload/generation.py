@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from realrl.layout.kv_blocks import (
     EXPECTED_SHARE,
+    REPLACED_TOGETHER,
     CacheSize,
     count_blocks,
     count_prefill_tokens,
@@ -14,9 +15,6 @@ from realrl.layout.kv_blocks import (
 from realrl.plan.placement import Strategy
 from realrl.planner.workload.batching import Chunks, PeakChunk, records_per_rank
 from realrl.planner.workload.workload import CallWork
-
-_REPLACED_TOGETHER = 8
-"""Part of the rows, one in so many, that are prefilled at a time once others have ended (`engine.generation`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +72,7 @@ def _split_prompts(work: CallWork, sizes: GenerationWork, budget: int) -> Chunks
     # As many as all decode batches begin with, and those of the first one, which takes what it has slots for.
     begun = _count_first_prompts(work, sizes)
     first = max(1.0, min(begun, sizes.rows_per_batch * each))
-    later = max(1.0, first / _REPLACED_TOGETHER)
+    later = max(1.0, first / REPLACED_TOGETHER)
     rest = max(0.0, prompts - begun)
     passes = max(sizes.batches, begun * mean / budget) + max(rest / later, rest * mean / budget)
     passes = max(1, math.ceil(passes))

@@ -17,6 +17,10 @@ from realrl.layout.limits import max_kept_logits
 from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
 from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
+from realrl.plan.placement import Dtype
+
+_ALIGNED = 8
+"""Numbers in bfloat16 of which the rows of experts' matrices must be a multiple for one kernel to multiply them."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,18 @@ class LocalSizes:
     def copies(self) -> int:
         """Experts that a token passes through in a layer; 0 without a mixture."""
         return 0 if self.shape.mixture is None else self.shape.mixture.per_token
+
+    def groups_products(self, dtype: Dtype, *, exact: bool, cpu: bool) -> bool:
+        """Tell whether one kernel multiplies the rows of all experts (`has_grouped_kernel` of the engine)."""
+        aligned = not any(side % _ALIGNED for matrix in self.expert_shapes for side in matrix)
+        return not cpu and dtype == "bfloat16" and not exact and aligned
+
+    def runs_ahead(self, dtype: Dtype, *, exact: bool, cpu: bool) -> bool:
+        """Tell whether a GPU's host launches decode steps before it knows anything of them: they can be graphs.
+
+        Where experts are multiplied one by one, it must know how many rows each has.
+        """
+        return not cpu and (not self.experts or self.groups_products(dtype, exact=exact, cpu=cpu))
 
     @property
     def shared_blocks(self) -> int:

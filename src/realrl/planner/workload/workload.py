@@ -7,6 +7,7 @@ from functools import cached_property
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.kv_blocks import BLOCK_TOKENS, count_blocks, count_prompt_blocks
+from realrl.planner.workload.sampling import UNRESTRICTED, Sampling
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.forms import FORMS
@@ -43,6 +44,8 @@ class CallWork:
     """Sequences of each item."""
     samples: int = 1
     """Items that are generated from one prompt, whose prefill and part of the KV cache they share."""
+    sampling: Sampling = UNRESTRICTED
+    """Restrictions of the tokens that are generated."""
 
     @property
     def sequences(self) -> int:
@@ -101,6 +104,8 @@ class Workload:
     """Items of each prompt, all samples of it."""
     experience_calls: tuple[str, ...] = ()
     """Train calls that make experience of the answers (`AlgorithmSpec.experience_calls`)."""
+    sampling: Sampling = UNRESTRICTED
+    """Restrictions of the tokens of answers."""
 
     @classmethod
     def of(
@@ -119,7 +124,8 @@ class Workload:
         epochs = spec.epochs(experiment)
         if spec.generation is None:
             return cls(data.batch, quantiles(prompts or [data.max_tokens]), epochs=epochs)
-        longest, samples = spec.generation(experiment).max_new_tokens, spec.samples_per_prompt(experiment)
+        generation, samples = spec.generation(experiment), spec.samples_per_prompt(experiment)
+        longest = generation.max_new_tokens
         return cls(
             items=data.batch * samples,
             prompts=quantiles(prompts or [data.max_prompt_tokens]),
@@ -128,6 +134,7 @@ class Workload:
             epochs=epochs,
             samples=samples,
             experience_calls=spec.experience_calls,
+            sampling=Sampling.of(generation),
         )
 
     def work(self, call: Call) -> CallWork:
@@ -143,6 +150,7 @@ class Workload:
                 passes=1,
                 per_item=len(call.work),
                 samples=self.samples,
+                sampling=self.sampling,
             )
         # Inference, training, and functions, which see whole sequences unless their keys are of prompts alone.
         passes = self.epochs if call.kind is Kind.TRAIN else 1

@@ -21,6 +21,8 @@ from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.uncertainty.outlook import Interval
+from realrl.planner.uncertainty.ranking import StepSampler, find_interval
 from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Program, Reallocate
 from realrl.program.text import format_instruction
@@ -52,7 +54,16 @@ class RunInfo:
     """Largest resident memory of any process."""
 
 
-def predict(info: RunInfo, profile: Profile | None) -> Estimate | None:
+@dataclass(frozen=True)
+class Prediction:
+    """Prediction of a training step."""
+
+    estimate: Estimate
+    interval: Interval
+    """Steady-state seconds per step."""
+
+
+def predict(info: RunInfo, profile: Profile | None) -> Prediction | None:
     """Predict a training step for the lengths that occurred; None where the kind of the devices is unknown."""
     if info.spec is None:
         return None
@@ -65,11 +76,13 @@ def predict(info: RunInfo, profile: Profile | None) -> Estimate | None:
         cost=CostModel(info.spec, profile),
         memory=MemoryModel(info.spec),
     )
-    return estimate_plan(scenario, info.compiled.train.plan)
+    plan = info.compiled.train.plan
+    return Prediction(estimate_plan(scenario, plan), find_interval(StepSampler(scenario)(plan).repeated))
 
 
-def compare(info: RunInfo, expected: Estimate | None, log: "TimingLog") -> Comparison:
+def compare(info: RunInfo, prediction: Prediction | None, log: "TimingLog") -> Comparison:
     """Compare the measured times of training steps with the predicted ones."""
+    expected = prediction.estimate if prediction else None
     graph = info.compiled.train.graph
     plan = info.compiled.train.plan
     stored = stored_models(info.experiment, graph, info.shapes)
@@ -82,6 +95,7 @@ def compare(info: RunInfo, expected: Estimate | None, log: "TimingLog") -> Compa
         workload=workload,
         step=Seconds.of(log.step.counted),
         predicted_step_seconds=expected.repeated_seconds if expected else None,
+        predicted_interval=prediction.interval if prediction else None,
         calls=tuple(_call(call, info, expected, log) for call in graph.order),
         reallocations=tuple(
             _move(text, expected, log)

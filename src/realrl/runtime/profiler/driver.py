@@ -4,7 +4,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -16,7 +16,7 @@ from realrl.runtime.processes.process import Process, connect
 from realrl.runtime.profiler.hardware import machine
 from realrl.runtime.profiler.models.shapes import ShapeMeasurements
 from realrl.runtime.profiler.points.bench import Bench
-from realrl.runtime.profiler.points.point import Entry, Measurer, Pace, Point, take_medians
+from realrl.runtime.profiler.points.point import Entry, Measurer, Pace, Point, find_sweep_spread, take_medians
 from realrl.runtime.profiler.points.results import ResultsStore
 from realrl.runtime.profiler.request import Request
 
@@ -70,7 +70,7 @@ class _Profiler:
         clock = self._bench.clock
         per_node = count_local_processes(self._process.world)
         rows = list(machine.make_rows(self._process, per_node, clock, thin=request.sizes.thin))
-        self._measure("links and memory", lambda: rows, results.collectives)
+        self._measure("links and memory", lambda: rows, results.collectives, "transfers")
         for shape, dtype in request.models:
             degrees = request.degrees(per_node, shape)
             part = ShapeMeasurements(
@@ -82,7 +82,7 @@ class _Profiler:
                 clock=clock,
             )
             entries = results.layers(ShapeKey.of(shape), dtype)
-            self._measure(f"hidden size {shape.hidden_size}, {dtype}", part.rows, entries)
+            self._measure(f"hidden size {shape.hidden_size}, {dtype}", part.rows, entries, "layers")
         if self._observer is not None:
             self._observer.end(str(request.out), time.monotonic() - started)
 
@@ -91,6 +91,7 @@ class _Profiler:
         what: str,
         rows: Callable[[], Iterable[Sequence[Point[Entry]]]],
         entries: dict[Hashable, Entry],
+        kind: Literal["layers", "transfers"],
     ) -> None:
         """Add the missing entries of one part.
 
@@ -106,6 +107,7 @@ class _Profiler:
             for row in rows():
                 measurer.measure(row)
             found.append(measurer.entries)
+        self._results.add_spread(kind, find_sweep_spread(found, frozenset(entries)))
         entries |= take_medians(found)
         if observer is not None:
             self._results.profile.save(self._request.out)

@@ -1,5 +1,6 @@
 """Measurements to make, and the loop that makes them."""
 
+import math
 import time
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,3 +110,18 @@ def take_medians(sweeps: Sequence[Mapping[Hashable, Entry]]) -> dict[Hashable, E
         key: alike[0].model_copy(update={"seconds": median(entry.seconds for entry in alike)})
         for key, alike in found.items()
     }
+
+
+def find_sweep_spread(sweeps: Sequence[Mapping[Hashable, Entry]], known: Container[Hashable]) -> float | None:
+    """Find how far sweeps differ as a whole: the root mean square of their shifts, which are medians over entries.
+
+    A shift is ln(seconds / median of all sweeps). Entries that were `known` before are no part of it; None where
+    there is but one sweep, or nothing new.
+    """
+    medians = {key: entry.seconds for key, entry in take_medians(sweeps).items() if key not in known}
+    shifts = [
+        median(math.log(entries[key].seconds / seconds) for key, seconds in medians.items() if key in entries)
+        for entries in sweeps
+        if any(key in entries for key in medians)
+    ]
+    return math.sqrt(sum(shift**2 for shift in shifts) / len(shifts)) if len(shifts) > 1 else None

@@ -1,0 +1,128 @@
+"""Expected step of a plan where failures end the run: checkpoints, restarts, and the work that is done again."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from realrl.dataflow.call import Kind
+from realrl.plan.communicators import list_rank_sets
+from realrl.plan.plan import Plan
+from realrl.planner.cluster.failures import DAY, Failures
+from realrl.planner.reliability.interval import Interruptions, best_interval, expected_step
+from realrl.planner.reliability.startup import StartEstimate, predict_start
+from realrl.planner.reliability.storage import StorageTraffic, count_saved_bytes, count_traffic
+from realrl.planner.simulate.estimate import Estimate
+from realrl.planner.simulate.scenario import Scenario
+from realrl.program.lower import home_placements
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """Prediction of a run that fails and goes on."""
+
+    failures_per_day: float
+    undisturbed_seconds: float
+    """Seconds of a step without failures and checkpoints."""
+    step_seconds: float
+    """Expected seconds of a step, with its share of checkpoints, restarts and work done again."""
+    every: int
+    """Steps between checkpoints that make it shortest (`checkpoint.every`)."""
+    of: Interruptions
+    checkpoint_bytes: float
+    """Bytes of a checkpoint, on all ranks together."""
+    restart: Mapping[str, float]
+    """Seconds of a restart by part."""
+    start: StartEstimate
+
+    @property
+    def share(self) -> float:
+        """Share of the time that is left for steps that count; 0 where failures come too fast to get on."""
+        return self.undisturbed_seconds / self.step_seconds
+
+
+def predict_goodput(scenario: Scenario, estimate: Estimate) -> Goodput | None:
+    """Predict the expected step of a plan; None where the scenario has no failures."""
+    if scenario.failures is None:
+        return None
+    starts = {name: call.start for name, call in estimate.calls.items()}
+    return predict_plan_goodput(scenario, scenario.failures, estimate.plan, estimate.step_seconds, starts)
+
+
+def predict_plan_goodput(
+    scenario: Scenario, failures: Failures, plan: Plan, step_seconds: float, starts: Mapping[str, float]
+) -> Goodput:
+    """Predict the expected step of a plan whose calls start so many seconds after the step.
+
+    Checkpoints are taken to be written from the start of a step. Training waits for them, where they are written
+    asynchronously, when parameters are about to change: not before the first train call starts.
+    """
+    traffic = count_traffic(scenario, home_placements(scenario.graph, plan))
+    start = _predict_start(scenario, plan)
+    restart = _restart_parts(failures, start, traffic)
+    write = traffic.write_seconds
+    hidden = min((starts[call.name] for call in scenario.graph.calls if call.kind is Kind.TRAIN), default=0.0)
+    rate = failures.per_day(scenario.spec.size) / DAY
+    of = Interruptions(
+        rate=rate,
+        stop=max(0.0, write - hidden) if failures.asynchronous else write,
+        write=write,
+        restart=sum(restart.values()),
+    )
+    every = best_interval(of, step_seconds)
+    return Goodput(
+        failures_per_day=rate * DAY,
+        undisturbed_seconds=step_seconds,
+        step_seconds=expected_step(of, step_seconds, every),
+        every=every,
+        of=of,
+        checkpoint_bytes=float(traffic.written.sum()),
+        restart=restart,
+        start=start,
+    )
+
+
+def compute_expected_seconds(scenario: Scenario, estimate: Estimate) -> float:
+    """Compute the seconds of a step by which plans are compared: the expected ones where there are failures."""
+    goodput = predict_goodput(scenario, estimate)
+    return estimate.step_seconds if goodput is None else goodput.step_seconds
+
+
+def bound_expected_seconds(scenario: Scenario, step_seconds: float) -> float:
+    """Bound the expected step of every plan from below, by a bound on steps without failures.
+
+    Whatever the plan, a checkpoint has every parameter that is trained once, and a restart notices the failure,
+    starts processes, has all of them meet, and reads that checkpoint. Training waits for nothing.
+    """
+    failures = scenario.failures
+    if failures is None:
+        return step_seconds
+    spec = scenario.spec
+    through = sum(group.nodes * group.storage_bytes_per_s for group in spec.groups)
+    moved = count_saved_bytes(scenario) / through
+    gpus = not any(group.device.cpu for group in spec.groups)
+    start = predict_start({}, spec.size, gpus=gpus, efficiency=scenario.cost.efficiency)
+    least = sum(start.seconds.values()) + failures.notice_seconds + moved
+    known = failures.restart_seconds
+    of = Interruptions(
+        rate=failures.per_day(spec.size) / DAY,
+        stop=0.0,
+        write=moved,
+        restart=least if known is None else known,
+    )
+    return expected_step(of, step_seconds, 1)
+
+
+def _predict_start(scenario: Scenario, plan: Plan) -> StartEstimate:
+    spec = scenario.spec
+    models = [plan[call.name] for call in scenario.graph.calls if not call.is_function]
+    return predict_start(
+        list_rank_sets(models),
+        spec.size,
+        gpus=not any(group.device.cpu for group in spec.groups),
+        efficiency=scenario.cost.efficiency,
+    )
+
+
+def _restart_parts(failures: Failures, start: StartEstimate, traffic: StorageTraffic) -> Mapping[str, float]:
+    if failures.restart_seconds is not None:
+        return {"as given": failures.restart_seconds}
+    return {"notice": failures.notice_seconds, **start.seconds, "read": traffic.read_seconds}

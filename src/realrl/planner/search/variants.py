@@ -1,0 +1,82 @@
+"""Variants of a searched plan: simpler ones that are nearly as fast, and runners-up."""
+
+import numpy as np
+
+from realrl.planner.evaluate.timeline import Timeline
+from realrl.planner.moves.transfers import Floats, Ints
+from realrl.planner.search.local import list_moves
+from realrl.planner.space.problem import Assignment, Problem
+
+
+class Variants:
+    """Plans that differ from others in one call, or in the layout of one role."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._timeline = Timeline(problem)
+        self._tables = self._timeline.tables
+        self._moves = list_moves(self._tables)
+        chosen = [problem.candidates[call.name] for call in self._tables.calls]
+        self._optimizer = np.array([o.offload_optimizer for of in chosen for o in of])
+        self._models = [c for c, call in enumerate(self._tables.calls) if not call.is_function]
+
+    def simplify(self, assignment: Assignment, most_seconds: float) -> Assignment:
+        """Make a plan simpler, change by change, as long as its step takes at most `most_seconds`.
+
+        Each change is the one that leaves least parts, and of those the fastest.
+        """
+        current = self._read(assignment)
+        parts = int(self._count_parts(current[:, None])[0])
+        while True:
+            plans, seconds = self._neighbours(current)
+            counts = self._count_parts(plans)
+            simpler = (counts < parts) & (seconds <= most_seconds)
+            if not simpler.any():
+                return self._name(current)
+            best = min(np.flatnonzero(simpler), key=lambda i: (counts[i], seconds[i]))
+            current, parts = plans[:, best], int(counts[best])
+
+    def find_runners_up(self, assignment: Assignment, count: int) -> list[Assignment]:
+        """Find the fastest plans near a plan in which other layouts are used than in it, and in each other."""
+        begin = self._read(assignment)
+        plans, seconds = self._neighbours(begin)
+        seen = {self._layouts(begin)}
+        found: list[Assignment] = []
+        for i in np.argsort(seconds, kind="stable"):
+            if len(found) == count or not np.isfinite(seconds[i]):
+                break
+            layouts = self._layouts(plans[:, i])
+            if layouts not in seen:
+                seen.add(layouts)
+                found.append(self._name(plans[:, i]))
+        return found
+
+    def _neighbours(self, current: Ints) -> tuple[Ints, Floats]:
+        """Plans that are one change away, [calls, plans], and their seconds: infinite for those that do not fit."""
+        parts = []
+        for calls, candidates in self._moves:
+            plans = np.repeat(current[:, None], candidates.shape[1], axis=1)
+            plans[calls] = candidates
+            parts.append(plans)
+        everything = np.concatenate(parts, axis=1)
+        seconds, fill = self._timeline(everything)
+        return everything, np.where(fill <= 1, seconds, np.inf)
+
+    def _count_parts(self, plans: Ints) -> Ints:
+        """Count what `count_parts` counts of each plan, [plans]."""
+        columns = self._tables.gather(plans)
+        codes = np.sort(columns.code[self._models], axis=0)
+        layouts = 1 + (np.diff(codes, axis=0) != 0).sum(axis=0)
+        away = sum((columns.code[c] != columns.code[self._tables.home[c]]) for c in self._models)
+        offloaded = columns.offloaded.sum(axis=0) + self._optimizer[plans + self._tables.offsets].sum(axis=0)
+        counts: Ints = layouts + away + offloaded
+        return counts
+
+    def _layouts(self, plan: Ints) -> tuple[int, ...]:
+        columns = self._tables.gather(plan[:, None])
+        return tuple(columns.code[:, 0].tolist())
+
+    def _read(self, assignment: Assignment) -> Ints:
+        return np.array([assignment[call.name] for call in self._tables.calls])
+
+    def _name(self, plan: Ints) -> Assignment:
+        return {call.name: int(i) for call, i in zip(self._tables.calls, plan, strict=True)}
