@@ -114,13 +114,14 @@ class LoneRank:
         self.placement = placement
         strategy = placement.strategy
         single = make_single_rank_group()
+        data = single if strategy.zero == 1 else _group(strategy.dp, placement.dp_index(rank))
         tensor = _group(strategy.tp, placement.tp_index(rank))
         pipeline = _group(strategy.pp, placement.pp_index(rank))
         self.model = Model(
             build_layout(model.shape, model.head, placement),
             rank,
             ParallelGroups(
-                data=single,
+                data=data,
                 tensor=tensor,
                 pipeline=pipeline,
                 reverse_pipeline=pipeline,

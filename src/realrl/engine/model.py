@@ -99,7 +99,7 @@ class Model:
         return ShardedPasses(self.shard, self.gathered, tied=tied)
 
     def agree_on_passes(self, count: int) -> int:
-        """Agree with data-parallel ranks on the micro-batches of a pass that they take part in together: the most."""
+        """Agree with data-parallel ranks on the number of micro-batches that all take part in: the most."""
         found = torch.tensor(float(count), device=self.device)
         return int(self.groups.data.max(found))
 
@@ -251,6 +251,7 @@ class Model:
                     slots[position] = row
             after_micro_batch()
         if self.passes is not None:
+            self.pipeline.flush()
             for _ in range(count - len(parts)):
                 self.passes.idle_forward(last=True)
         self.pipeline.wait_sends()

@@ -42,7 +42,7 @@ class Layout:
         return self._rows[key]
 
     def gathered_tensors(self, rank: int) -> tuple[LocalTensor, ...]:
-        """List the tensors that a global rank computes with: those it stores and, under ZeRO-3, all rows of them."""
+        """List the tensors that a global rank computes with: what it stores and, under ZeRO-3, all rows of it."""
         placement = self.placement
         if rank not in placement.ranks:
             return ()

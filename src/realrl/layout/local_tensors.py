@@ -56,7 +56,7 @@ def local_tensor(shape: ModelShape, spec: TensorSpec, tp: int, t: int) -> LocalT
 
 
 def count_shard_rows(stack: Sequence[LocalTensor], parts: int) -> int:
-    """Count the rows of a parameter, made of tensors stacked by rows, that each of `parts` data-parallel ranks stores.
+    """Count the rows of a parameter, made of tensors stacked by rows, that each data-parallel rank stores.
 
     All store as many, so that collectives bring them back to back; the last ranks' are padding in part.
     """

@@ -5,8 +5,8 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 Section = int | Literal["embedding", "head"]
-"""Embedding, number of a layer in its stage, or final norm and head. With tied embeddings, on a single stage, the head
-computes with parameters of the embedding, too."""
+"""Embedding, number of a layer in its stage, or final norm and head. With tied embeddings, on a single stage, the
+head computes with parameters of the embedding, too."""
 
 
 class SectionHooks(Protocol):

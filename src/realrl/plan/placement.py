@@ -73,7 +73,7 @@ class Strategy:
     recompute: bool = field(default=False, kw_only=True)
     """Whether training checkpoints activations: keeps the inputs of layers and recomputes the rest."""
     zero: int = field(default=1, kw_only=True)
-    """Stage of ZeRO: what data-parallel ranks share out. 1: optimizer state; 2: gradients, too; 3: parameters, too."""
+    """Stage of ZeRO: ranks share out optimizer state (1), gradients, too (2), or parameters, too (3)."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "micro_batch_tokens"):

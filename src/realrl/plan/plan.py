@@ -42,7 +42,7 @@ class _Entry(Settings):
     recompute: bool = False
     """Whether training checkpoints activations: keeps the inputs of layers and recomputes the rest."""
     zero: Literal[1, 2, 3] = 1
-    """Stage of ZeRO: data-parallel ranks share out optimizer state (1), gradients, too (2), or parameters, too (3)."""
+    """Stage of ZeRO: ranks share out optimizer state (1), gradients, too (2), or parameters, too (3)."""
 
     @field_validator("mesh", mode="before")
     @classmethod
@@ -189,18 +189,18 @@ class Plan:
                 raise UserError(f"plan: {call.name}: recompute is for calls that train")
             if call.kind is not Kind.TRAIN and strategy.zero == 2:
                 raise UserError(
-                    f"plan: {call.name}: zero=2 shares out gradients, which only calls that train have; leave it out,"
-                    " or set zero=3, which shares out parameters"
+                    f"plan: {call.name}: zero=2 shares out gradients, which only calls that train have; leave it"
+                    " out, or set zero=3, which shares out parameters"
                 )
             if call.kind is Kind.GENERATE and strategy.zero == 3:
                 raise UserError(
-                    f"plan: {call.name}: zero=3 would gather all parameters for every token that is generated; leave"
-                    f" it out: {call.role} is reallocated where its other calls have it"
+                    f"plan: {call.name}: zero=3 would gather all parameters for every token that is generated;"
+                    f" leave it out: {call.role} is reallocated where its other calls have it"
                 )
         training = [call.name for call in calls if call.kind is Kind.TRAIN]
         if len({(self[name].layout, self[name].strategy.zero) for name in training}) > 1:
             raise UserError(
-                f"plan: {' and '.join(training)} train one role, so they must have one layout, and one stage of ZeRO"
+                f"plan: {' and '.join(training)} train one role, so they must have one layout, and stage of ZeRO"
             )
 
     def recomputing(self, graph: DataflowGraph) -> "Plan":

@@ -33,7 +33,7 @@ class ShardedGradients:
     """
 
     def __init__(self, model: Model, trained: LocalSet, config: OptimizerConfig, *, backward: range) -> None:
-        """`trained`: the parameter set that is updated; `backward`: layers of the stage that gradients flow through."""
+        """`trained`: the parameter set that is updated; `backward`: layers that gradients flow through."""
         self._model, self._trained = model, trained
         self._group = model.groups.data
         placement = trained.layout.placement

@@ -43,9 +43,7 @@ def group_by_section(shard: Shard, tensors: tuple[LocalTensor, ...]) -> dict[Sec
 class SectionBuffer:
     """All rows of a section of a parameter set, each parameter padded to equal rows for data-parallel ranks."""
 
-    def __init__(
-        self, stacks: Iterable[Stack], parts: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, stacks: Iterable[Stack], parts: int, dtype: torch.dtype, device: torch.device) -> None:
         """`parts`: number of data-parallel ranks."""
         tensors: list[TensorSpec] = []
         self.stacks: list[tuple[str, ...]] = []
@@ -74,7 +72,7 @@ class SectionBuffer:
         free(self.buffer.data)
 
     def fused(self, *names: str) -> Tensor:
-        """View neighbouring tensors as one, which has values while the section has memory; see `FlatBuffer.fused`."""
+        """View neighbouring tensors as one (`FlatBuffer.fused`), with values while the section has memory."""
         if self.resident:
             return self.buffer.fused(*names)
         self.allocate()  # views are only made of memory that is there
@@ -85,7 +83,7 @@ class SectionBuffer:
     def view_stack(self, names: Sequence[str]) -> Tensor:
         """View the rows of a parameter, padding included, as a flat tensor that autograd does not watch.
 
-        What is written to it leaves tensors valid that a backward pass will use: they are given the same values again.
+        What is written to it leaves tensors valid that a backward pass will use: they get the same values again.
         """
         return self.buffer.fused(*names, _name_padding(names[0])).view(-1).data
 

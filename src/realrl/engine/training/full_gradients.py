@@ -1,4 +1,4 @@
-"""Gradients of ZeRO-1: every data-parallel rank accumulates all of them, and they are reduced once per mini-batch."""
+"""Gradients of ZeRO-1: data-parallel ranks accumulate all of them, and reduce them once per mini-batch."""
 
 from collections.abc import Mapping
 

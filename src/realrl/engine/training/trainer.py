@@ -218,6 +218,7 @@ class Trainer:
         actions = make_1f1b_schedule(stages, accumulation.agree_on_passes(len(parts)))[stage]
         for action in actions:
             if action.micro_batch >= len(parts):
+                model.pipeline.flush()
                 if action.kind == "F":
                     accumulation.idle_forward()
                 elif self._has_backward:

@@ -125,7 +125,9 @@ def _cut(layout: Layout, stack: Sequence[TensorSpec]) -> list[list[_Shard]]:
         whole = [local_tensor(layout.shape, spec, strategy.tp, t) for spec in stack]
         sharded = strategy.shards_parameters
         for d in range(strategy.dp) if sharded else (None,):
-            for found, part in zip(shards, whole if d is None else cut_rows(whole, strategy.dp, d), strict=True):
+            for found, part in zip(
+                shards, whole if d is None else cut_rows(whole, strategy.dp, d), strict=True
+            ):
                 if part.region.numel:
                     found.append(((part.region.offset, part.region.size), (t, d)))
     return shards

@@ -44,8 +44,10 @@ class CallContext:
         ring = self.network.tp_group
         size = self._hidden(tokens)
         if self.strategy.sequence_parallel and not self.work.answers:
-            return DeviceHostTime(2 * (ring.all_gather(size) + ring.reduce_scatter(size)), 2 * self._host)
-        return DeviceHostTime(2 * ring.all_reduce(size), 2 * self._host)
+            return DeviceHostTime(
+                2 * (ring.all_gather(size) + ring.reduce_scatter(size)), 2 * self.collective_host
+            )
+        return DeviceHostTime(2 * ring.all_reduce(size), 2 * self.collective_host)
 
     def head_communication(self, tokens: float) -> float:
         """Time the TP communication of the head forward.
@@ -84,14 +86,14 @@ class CallContext:
         if self.strategy.pp == 1:
             return 0.0
         rows = tokens / (self.strategy.tp if self.strategy.sequence_parallel else 1)
-        return self.network.hop(self._hidden(rows)) + self._host
+        return self.network.hop(self._hidden(rows)) + self.collective_host
 
     @property
     def _head_is_local(self) -> bool:
         return self.strategy.tp == 1 or self.timing.sizes.head == "scalar"
 
     @property
-    def _host(self) -> float:
+    def collective_host(self) -> float:
         """Host seconds per collective; on a CPU they are part of the collective itself."""
         return 0.0 if self.timing.device.cpu else self.timing.efficiency.collective_host_s
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from realrl.layout.limits import GATHER_STAGES, bucket_count
 from realrl.planner.cost.call_context import CallContext
+from realrl.planner.cost.sharded import SectionSeconds, ShardedTraffic
 from realrl.planner.cost.timing import BatchSize, DeviceHostTime
 from realrl.planner.workload.batching import Chunks, split_work
 
@@ -62,15 +63,17 @@ def cost_training(context: CallContext) -> Mapping[str, float]:
     trained = timing.sizes.trained
     updated = trained.stage_layers(strategy.pp)
     frozen = [n - k for n, k in zip(context.layers, updated, strict=True)]
+    sharded = ShardedTraffic(context)
+    launches = [sharded.host(backward=backward) for backward in (False, True)]
     layers = [
         _EqualLayers(
             counts=updated,
-            layer=DeviceHostTime(device, host + rounds * layer_communication.host),
+            layer=DeviceHostTime(device, host + rounds * layer_communication.host + sum(launches)),
             communication=rounds * layer_communication.device,
         ),
         _EqualLayers(
             counts=frozen,
-            layer=DeviceHostTime(forward.device, forward.host + layer_communication.host),
+            layer=DeviceHostTime(forward.device, forward.host + layer_communication.host + launches[0]),
             communication=layer_communication.device,
         ),
     ]
@@ -90,15 +93,42 @@ def cost_training(context: CallContext) -> Mapping[str, float]:
     elements = max(trained.stage_elements(strategy.pp))
     update = timing.update(elements, strategy.dp)
     terms["optimizer"] = update + context.network.mesh_group.all_reduce(_SMALL)
-    last_pass = updated[-1] * backward.device
-    terms["data"] = _cost_gradient_reduction(context, elements, last_pass) + _cost_parameter_gather(
-        context, elements, update
-    )
+    if strategy.zero == 1:
+        last_pass = updated[-1] * backward.device
+        terms["data"] = _cost_gradient_reduction(context, elements, last_pass)
+        terms["data"] += _cost_parameter_gather(context, elements, update)
+    else:
+        seconds = SectionSeconds(
+            layer=forward.device,
+            layer_backward=device - forward.device,
+            head_backward=timing.head_backward(size),
+        )
+        terms["data"] = _cost_sharded_steps(context, sharded, chunks.count, updated, seconds)
     steps = work.minibatches * work.passes
     total = {name: seconds * steps for name, seconds in terms.items()}
     if work.episode:
         total["compute"] += timing.prepare_experience(work.sequences / strategy.dp, work.episode)
     return total
+
+
+def _cost_sharded_steps(
+    context: CallContext,
+    sharded: ShardedTraffic,
+    chunks: float,
+    updated: Sequence[int],
+    seconds: SectionSeconds,
+) -> float:
+    """Exposed seconds of data-parallel communication of a mini-batch under ZeRO-2 and ZeRO-3, on the busiest stage.
+
+    Gradients that TP ranks compute in part are summed for every chunk. Ranks agree on the number of chunks.
+    """
+    stages = [
+        chunks * (sharded.forward(stage, seconds) + sharded.backward(stage, layers, seconds))
+        + sharded.spread(stage)
+        for stage, layers in enumerate(updated)
+    ]
+    small = (3 + 1) * context.network.dp_group.all_reduce(_SMALL)
+    return small + chunks * _cost_partial_gradients(context) + max(stages)
 
 
 def _cost_gradient_reduction(context: CallContext, elements: int, last_pass: float) -> float:
@@ -168,7 +198,15 @@ def cost_inference(context: CallContext) -> Mapping[str, float]:
         comm_first=context.layer_communication(chunks.tokens).device / 2,
         comm_last=context.head_communication(chunks.tokens),
     )
-    return cost_forward_pass(context, chunks, timing.forward(size), outside)
+    layer = timing.forward(size)
+    sharded = ShardedTraffic(context)
+    launched = DeviceHostTime(layer.device, layer.host + sharded.host(backward=False))
+    terms = cost_forward_pass(context, chunks, launched, outside)
+    if strategy.shards_parameters:
+        seconds = SectionSeconds(layer=layer.device)
+        waits = max(sharded.forward(stage, seconds) for stage in range(strategy.pp))
+        terms["data"] = chunks.count * waits + context.network.dp_group.all_reduce(_SMALL)
+    return terms
 
 
 def cost_forward_pass(

@@ -12,6 +12,7 @@ from functools import cached_property
 from realrl.dataflow.call import Candidates
 from realrl.layout.limits import SENDS_PER_STAGE
 from realrl.plan.placement import ELEMENT_BYTES, Dtype, Strategy
+from realrl.planner.memory.gathered import GatheredMemory
 from realrl.planner.memory.kv_cache import kv_cache_bytes
 from realrl.planner.memory.layer import LayerMemory
 from realrl.planner.memory.logits import Logits
@@ -22,8 +23,9 @@ from realrl.planner.memory.packed_weights import (
 )
 from realrl.planner.workload.shard_sizes import LocalSizes
 
+GATHERED = "gathered layers"
 Parts = Mapping[str, int]
-"""Bytes of `activations`, `logits`, `cache`, `packed weights` and `graphs` at one moment."""
+"""Bytes of `activations`, `gathered layers`, `logits`, `cache`, `packed weights` and `graphs` at one moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +46,24 @@ class Activations:
     decode_graphs: bool = False
     """Whether decode steps are CUDA graphs."""
 
-    def inferring(self, tokens: float, *, stage: int, chunks: int) -> Parts:
-        """Compute the peak of an inference call: in a layer, or at the logits."""
+    def inferring(self, tokens: float, *, layers: int, stage: int, chunks: int) -> Parts:
+        """Compute the peak of an inference call: in the embedding, in a layer, or at the logits."""
         expected = self._expected(tokens, stage, chunks - 1)
-        layer = {"activations": self._forward(tokens, stage, chunks) + expected}
-        if stage < self._last:
+        gathered, last = self.gathered, stage == self._last
+        layer: Parts = {
+            "activations": self._forward(tokens, stage, chunks) + expected,
+            GATHERED: gathered.layer(last_stage=last, layers=layers),
+        }
+        if stage == 0:
+            embedded = self.layer.bytes(tokens, self.layer.stream)
+            layer = _peak(layer, {"activations": embedded, GATHERED: gathered.embedding()})
+        if not last:
             return layer
         states = self.layer.bytes(tokens, self.layer.stream + self.layer.hidden) + self.layer.index_bytes(
             tokens
         )
-        return _peak(layer, {"activations": states + expected, "logits": self.logits.scored(tokens)})
+        logits = {"logits": self.logits.scored(tokens), GATHERED: gathered.head()}
+        return _peak(layer, {"activations": states + expected, **logits})
 
     def generating(
         self, tokens: float, *, rows: float, cached: int, batches: int, layers: int, stage: int
@@ -95,9 +105,11 @@ class Activations:
         `layers` are those of the stage that have a backward pass; `frozen_layers`, which come before them, have
         none, and keep nothing.
         """
-        if frozen_layers and not layers and stage < self._last:
+        gathered, last_stage = self.gathered, stage == self._last
+        forward = gathered.layer(last_stage=last_stage, layers=layers + frozen_layers)
+        if frozen_layers and not layers and not last_stage:
             expected = self._expected(tokens, stage, chunks - 1)
-            return {"activations": self._forward(tokens, stage, chunks) + expected}
+            return {"activations": self._forward(tokens, stage, chunks) + expected, GATHERED: forward}
         layer = self.layer
         trains_embedding = any(self.sizes.trained.embedding)
         flying = min(chunks, self.strategy.pp - stage)
@@ -111,21 +123,31 @@ class Activations:
         if self.strategy.recompute:
             # All of the layer, recomputed. Its input was kept anyway, but its output is held needlessly.
             inside += layer.bytes(tokens, layer.kept)
-        moments = []
-        if stage == self._last:
+        moments: list[Parts] = [{"activations": 0, GATHERED: gathered.update()}]
+        if last_stage:
             # Input of the final norm, its output at predicted tokens, and the gradient of that output.
             states = layer.bytes(tokens, layer.stream + 2 * layer.hidden)
             kept = sent + flying * each + states
-            moments.append({"activations": kept, "logits": self.logits.backward(tokens)})
+            logits = self.logits.backward(tokens)
+            moments.append({"activations": kept, "logits": logits, GATHERED: gathered.head_backward()})
         if layers:
-            moments.append({"activations": sent + flying * each + inside, "logits": 0})
+            all_kept = sent + flying * each
+            there = gathered.first_layer_backward(last_stage=last_stage, layers=layers)
+            moments.append({"activations": all_kept + inside, "logits": 0, GATHERED: there})
+            there = gathered.later_layer_backward(last_stage=last_stage, layers=layers)
+            one_less = self.kept(tokens, layers) - self.kept(tokens, layers - 1)
+            moments.append({"activations": all_kept - one_less, "logits": 0, GATHERED: there})
         if frozen_layers:
             # A later micro-batch, in the layers that keep nothing.
             kept = sent + (flying - 1) * each + self._shared(tokens)
-            moments.append({"activations": kept + layer.forward_bytes(tokens, layer.stream)})
+            moments.append(
+                {"activations": kept + layer.forward_bytes(tokens, layer.stream), GATHERED: forward}
+            )
         if stage == 0 and trains_embedding:
             embedded = layer.bytes(tokens, layer.stream) + 4 * int(tokens * layer.hidden)
-            moments.append({"activations": sent + (flying - 1) * each + embedded, "logits": 0})
+            later = sent + (flying - 1) * each
+            moments.append({"activations": later + embedded, "logits": 0})
+            moments.append({"activations": later, "logits": 0, GATHERED: gathered.embedding_backward()})
         return _peak(*moments)
 
     def kept(self, tokens: float, layers: int) -> int:
@@ -152,6 +174,11 @@ class Activations:
             cpu=self.cpu,
             lengths=self.lengths,
         )
+
+    @cached_property
+    def gathered(self) -> GatheredMemory:
+        """Sections that are there while they are computed."""
+        return GatheredMemory(self.sizes, self.strategy, self.element_bytes)
 
     @cached_property
     def logits(self) -> Logits:

@@ -26,8 +26,8 @@ from realrl.planner.workload.generation import split_generation
 from realrl.planner.workload.shard_sizes import LocalSizes, SetSizes
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
+from realrl.program.training_state import TrainingState, count_training_state
 
-_FLOAT32 = 4
 _GIB = 1 << 30
 DRIVER_BYTES = int(0.6 * _GIB)
 """Memory reserved by driver and libraries on a GPU: the CUDA context and the kernels that are used."""
@@ -113,18 +113,14 @@ class MemoryModel:
 
     def state(self, model: StoredModel, placement: Placement) -> int:
         """Compute the bytes that optimizer offloading frees on the peak device: gradients and optimizer state."""
-        return max(
-            sum(_state(elements, placement.strategy.dp, model.element_bytes).values())
-            for elements in self._trained(model, placement)
-        )
+        return max(state.bytes for state in self._states(model, placement, model.element_bytes))
 
     def kept_state(self, model: StoredModel, placement: Placement) -> int:
         """Compute the bytes copied to offload the optimizer: two moments, and master weights below float32.
 
         Gradients are discarded between steps.
         """
-        parts = 2 + (model.element_bytes < _FLOAT32)
-        return _FLOAT32 * parts * max(self._trained(model, placement)) // placement.strategy.dp
+        return max(state.kept for state in self._states(model, placement, model.element_bytes))
 
     def stages(
         self, call: Call, model: StoredModel, placement: Placement, workload: Workload
@@ -138,16 +134,14 @@ class MemoryModel:
         cpu = self.spec.device(placement.mesh.first).cpu
         key = (call, model, placement.strategy, cpu, workload)
         if key not in self._needs:
-            strategy = placement.strategy
-            width = model.width(placement.strategy)
-            trained = self._trained(model, placement)
+            trained = self._states(model, placement, model.width(placement.strategy))
             stored = self._stage_bytes(model, placement)
             stages = zip(stored, trained, self._dynamic(call, model, placement, workload), strict=True)
             needs = []
-            for size, updated, dynamic in stages:
+            for size, state, dynamic in stages:
                 static = {"parameters": size}
                 if call.kind is Kind.TRAIN:
-                    static |= _state(updated, strategy.dp, width)
+                    static |= {"gradients": state.gradients, "optimizer": state.optimizer}
                 needs.append(MemoryNeed(static, dynamic))
             self._needs[key] = tuple(needs)
         return self._needs[key]
@@ -200,7 +194,7 @@ class MemoryModel:
                         frozen_layers=layers - updated[stage],
                     )
                 elif call.kind is Kind.INFERENCE:
-                    parts = activations.inferring(tokens, stage=stage, chunks=chunks.count)
+                    parts = activations.inferring(tokens, layers=layers, stage=stage, chunks=chunks.count)
                 else:
                     assert generation is not None, f"{call.name} is a function, which uses no device memory"
                     parts = activations.generating(
@@ -235,10 +229,11 @@ class MemoryModel:
 
     def _set_bytes(self, model: StoredModel, placement: Placement) -> dict[str, tuple[int, ...]]:
         """Bytes that each stage stores of each parameter set."""
-        sizes = self._local(model, placement).sets
         strategy, width = placement.strategy, model.width(placement.strategy)
+        local = self._local(model, placement)
+        sizes = local.cut_sets(strategy.dp) if strategy.shards_parameters else local.sets
         return {
-            name: tuple(element_width(name, width) * n for n in _padded(of, strategy.dp, strategy.pp))
+            name: tuple(element_width(name, width) * n for n in _padded(of, strategy.replicas, strategy.pp))
             for name, of in sizes.items()
         }
 
@@ -246,10 +241,17 @@ class MemoryModel:
         """Bytes of parameters that each stage stores."""
         return tuple(map(sum, zip(*self._set_bytes(model, placement).values(), strict=True)))
 
-    def _trained(self, model: StoredModel, placement: Placement) -> tuple[int, ...]:
-        """Elements that each stage stores of what training updates."""
-        strategy = placement.strategy
-        return _padded(self._local(model, placement).trained, strategy.dp, strategy.pp)
+    def _states(
+        self, model: StoredModel, placement: Placement, element_bytes: int
+    ) -> tuple[TrainingState, ...]:
+        """State of training on each stage, with parameters of a width."""
+        strategy, local = placement.strategy, self._local(model, placement)
+        sizes, replicas = local.trained, strategy.dp
+        if strategy.zero > 1:
+            name = next(name for name, updated in model.part.sets.items() if updated)
+            sizes, replicas = local.cut_sets(strategy.dp)[name], 1
+        elements = _padded(sizes, replicas, strategy.pp)
+        return tuple(count_training_state(strategy, n, element_bytes) for n in elements)
 
     def _local(self, model: StoredModel, placement: Placement) -> LocalSizes:
         key = (model.shape, model.head, placement.strategy.tp, model.part)
@@ -257,10 +259,10 @@ class MemoryModel:
 
 
 @lru_cache(maxsize=4096)
-def _padded(sizes: SetSizes, dp: int, pp: int) -> tuple[int, ...]:
-    """Elements that each stage stores, padded so that data-parallel ranks can share out each bucket."""
+def _padded(sizes: SetSizes, replicas: int, pp: int) -> tuple[int, ...]:
+    """Elements that each stage stores, padded so that ranks with the same can share out each bucket."""
     stages = sizes.stage_elements(pp)
-    multiples = [dp * bucket_count(elements) for elements in stages]
+    multiples = [replicas * bucket_count(elements) for elements in stages]
     return tuple(-(-n // multiple) * multiple for n, multiple in zip(stages, multiples, strict=True))
 
 
@@ -268,10 +270,3 @@ def _usable(group: NodeGroup, world: int) -> int:
     kind = group.device
     usable = kind.memory_bytes - message_limits(cpu=kind.cpu).staging_bytes
     return usable if kind.cpu else usable - DRIVER_BYTES - world_bytes(world, group.devices_per_node)
-
-
-def _state(elements: int, dp: int, element_bytes: int) -> dict[str, int]:
-    """Bytes of full gradients, and of optimizer shards: gradient unless it is the full one, two moments, master
-    weights if below float32."""
-    parts = 2 + (dp > 1) + (element_bytes < _FLOAT32)
-    return {"gradients": _FLOAT32 * elements, "optimizer": _FLOAT32 * parts * elements // dp}
