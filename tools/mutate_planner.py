@@ -5,7 +5,7 @@
     python tools/mutate_planner.py --list
 
 A mutant is the planner with one change: `*` for `/`, `+` for `-`, `min` for `max`, a term or a factor left out, a
-constant doubled, zeroed or increased by one, a ceiling turned into a floor, one branch of a condition for both, a
+constant doubled, zeroed or off by one, a ceiling turned into a floor, one branch of a condition for both, a
 result replaced by 0. Mutants are drawn by a seed, evenly over the sources as they are. Each is tried on a copy of
 `src` with the planner's tests, the fastest files first, until one fails. Exit status 1 if any mutant is alive.
 """
@@ -57,6 +57,8 @@ SWAPS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Pow: ast.Mult,
 }
 EXTREMES = {"max": "min", "min": "max", "maximum": "minimum", "minimum": "maximum"}
+MOST_COUNTED = 16
+"""Largest whole number that may count something, and be off by one."""
 NO_NUMBERS = (ast.List, ast.Tuple, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.JoinedStr)
 NO_FORMULAS = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
 
@@ -155,7 +157,8 @@ def _change(node: ast.expr | ast.Return) -> Iterator[str]:
             if isinstance(op, ast.Add | ast.Mult):
                 yield f"({ast.unparse(right)})"
         case ast.Constant(int() | float() as value) if not isinstance(value, bool):
-            yield from (str(other) for other in ([2 * value, 0, value + 1] if value else [1]))
+            others = [2 * value, 0] if value else [1]
+            yield from map(str, others + [value + 1] * (isinstance(value, int) and 0 < value <= MOST_COUNTED))
         case ast.UnaryOp(ast.USub(), ast.BinOp(ast.UnaryOp(ast.USub(), left), ast.FloorDiv(), right)):
             yield f"({ast.unparse(left)} // {ast.unparse(right)})"
         case ast.Call(ast.Name("ceil") | ast.Attribute(attr="ceil"), [argument]):

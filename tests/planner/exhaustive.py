@@ -211,8 +211,14 @@ class _Step:
     def tell(self, call: Call) -> None:
         for key in call.outputs:
             if self.graph.keys[key].length == "own":
-                for rank in length_readers(self.graph, self.plan, key):
-                    self.free[rank] = max(self.free[rank], self.end[call])
+                readers = length_readers(self.graph, self.plan, key)
+                senders = self.plan[call.name].output_ranks
+                told = len({*senders, *readers}) - 1
+                links, items = self.problem.exchange.links, self.problem.exchange.items
+                seconds = (len(senders) - 1 + told) * links.latency_s
+                seconds += 8 * items * told / links.node_bytes_per_s
+                for rank in readers:
+                    self.free[rank] = max(self.free[rank], self.end[call]) + seconds
 
     def follow(self, call: Call) -> None:
         for average in self.graph.averages if changes(self.graph, call) else ():

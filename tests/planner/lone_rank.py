@@ -110,7 +110,9 @@ class Sequences:
 class LoneRank:
     """A rank that holds its shard of a model, and counts what it allocates besides."""
 
-    def __init__(self, model: StoredModel, placement: Placement, rank: int) -> None:
+    def __init__(
+        self, model: StoredModel, placement: Placement, rank: int, device: torch.device = CPU
+    ) -> None:
         self.placement = placement
         strategy = placement.strategy
         single = make_single_rank_group()
@@ -129,13 +131,14 @@ class LoneRank:
                 embedding=pipeline if strategy.pp > 1 else None,
             ),
             dtype=find_torch_dtype(model.dtype),
-            device=CPU,
+            device=device,
             part=model.part,
             products=Products(bfloat16=model.dtype == "mixed", packed=True),
         )
         regions = {local.region.tensor: local.region for local in self.model.layout.tensors(rank)}
         specs = [spec for spec in self.model.layout.specs if spec.name in regions]
-        initialise(self.model.parameters, specs, model.shape, 1, regions)
+        if device == CPU:
+            initialise(self.model.parameters, specs, model.shape, 1, regions)
         self.trainer = Trainer(self.model, OptimizerConfig())
 
     def peak(self, run: Callable[[], object]) -> int:

@@ -24,6 +24,7 @@ from realrl.program.instructions import (
     Receive,
     Release,
     Run,
+    ShareLengths,
 )
 from realrl.program.lower import home_placements, lower
 from realrl.program.order import producers
@@ -54,6 +55,12 @@ class Walk:
             case Receive(_, _, producer, consumer):
                 pair = Layouts.of([self.plan[producer]]), Layouts.of([self.plan[consumer]])
                 return float(self.problem.exchange.seconds(producer, consumer, *pair)[0])
+            case ShareLengths(_, _, senders, readers):
+                # A message from each other sender to the first, and one from there to everyone else.
+                told = len({*senders, *readers}) - 1
+                links, items = self.problem.exchange.links, self.problem.exchange.items
+                messages = len(senders) - 1 + told
+                return messages * links.latency_s + 8 * items * told / links.node_bytes_per_s
             case Load(role, _, "parameters"):
                 return self.home[role].load_seconds
             case Offload(role, _, "parameters"):
@@ -338,10 +345,10 @@ def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bo
     transfers = LinkTransfers(cluster, weights, (links,) * cluster.nodes)
     memory = rng.choice([30.0, 60.0, 1000.0]) * sum(parameters.values()) / cluster.size
     volumes = {(p.name, c.name): rng.choice([0.0, 0.3]) for c in graph.calls for p in producers(graph, c)}
-    exchange = ExchangeModel(links, cluster.devices_per_node, volumes)
     sharers = _share(rng, candidates, {role: graph.home(role).name for role in graph.roles})
     # Without a limit, and with one that sometimes forbids to offload.
     hosts = rng.choice([0.0, 0.0, 3.0]) * sum(parameters.values())
+    exchange = ExchangeModel(links, cluster.devices_per_node, volumes, items=rng.choice([0, 0, 1]))
     return Problem(
         host_memory_bytes=(hosts,) * cluster.nodes if hosts else (),
         sharers=sharers,

@@ -24,7 +24,8 @@ from realrl.planner.reliability.homes import find_better_homes
 from realrl.planner.reliability.storage import count_saved_bytes, count_traffic
 from realrl.planner.report.make import make_report
 from realrl.planner.report.sizing import Wanted, choose_cluster
-from realrl.planner.search.plan_search import UserConstraints, find_plan
+from realrl.planner.search.plan_search import UserConstraints, find_best_plan, find_plan
+from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.program.lower import home_placements
@@ -115,15 +116,16 @@ def test_no_plan_is_expected_to_be_faster_than_the_bound(seed: int, failures: Fa
     assert bound_expected_seconds(of, estimate.step_seconds) <= compute_expected_seconds(of, estimate)
 
 
-def test_reports_choose_by_the_expected_step() -> None:
+def test_plans_are_compared_by_the_expected_step() -> None:
     of = failing("h100:2x4")
+    best = find_best_plan(of, effort=EFFORT)
+    fitting = [e for e in best.presets.values() if isinstance(e, Estimate) and e.fits]
+    others = [*fitting, *best.searched]
+    assert compute_expected_seconds(of, best.fastest) == min(compute_expected_seconds(of, e) for e in others)
     report = make_report(of, effort=EFFORT)
     assert report.goodput is not None and report.expected_bound_seconds is not None
-    assert report.expected_bound_seconds <= report.goodput.step_seconds
-    fitting = [p.estimate for p in report.presets.values() if p.estimate and p.estimate.fits]
-    searched = find_plan(of, effort=EFFORT)
-    others = [*fitting, estimate_plan(of, searched.plan)]
-    assert all(report.goodput.step_seconds <= compute_expected_seconds(of, other) for other in others)
+    assert report.expected_bound_seconds <= compute_expected_seconds(of, best.fastest)
+    assert report.goodput.step_seconds == compute_expected_seconds(of, report.chosen)
 
 
 def test_trained_roles_move_to_where_checkpoints_are_written_sooner() -> None:

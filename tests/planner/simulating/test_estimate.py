@@ -18,6 +18,7 @@ from realrl.plan.presets import PRESETS, make_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.simulate.durations import Durations
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.footprints import compute_footprints
@@ -115,7 +116,9 @@ def test_mfu_relates_each_call_to_the_peak_of_its_own_type(slow: str, factor: fl
 
 def test_a_step_ends_with_the_last_slice(found: Estimate) -> None:
     assert max(row[-1].start + row[-1].seconds for row in found.slices) == pytest.approx(found.step_seconds)
-    assert found.repeated_seconds <= found.step_seconds * (1 + 1e-9)
+    # Between steps the writer takes the times of the other ranks.
+    reports = Durations(scenario(ref_ema=0.1), found.plan).reporting
+    assert found.repeated_seconds <= (found.step_seconds + reports) * (1 + 1e-9)
 
 
 def test_steps_in_a_row_take_the_mean_over_steps_with_and_without_the_average() -> None:

@@ -154,7 +154,10 @@ class CostModel:
             min(host, links.device_bytes_per_s), min(host, links.node_bytes_per_s), links.latency_s
         )
         return ExchangeModel(
-            slower, self.spec.cluster.devices_per_node, count_exchanged_bytes(graph, workload)
+            slower,
+            self.spec.cluster.devices_per_node,
+            count_exchanged_bytes(graph, workload),
+            workload.items,
         )
 
     def offload(self, number_bytes: float, rank: int = 0) -> float:

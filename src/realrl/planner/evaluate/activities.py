@@ -204,7 +204,7 @@ class Facts:
                 return self.inside[c], nothing, np.zeros_like(self.inside[c]), nothing
             case WavePhase.SHARE_LENGTHS | WavePhase.SHARE_COLLECTED_LENGTHS:
                 receivers = np.logical_or.reduce([self.inside[r] for r in self.tables.length_receivers[c]])
-                return receivers, nothing, receivers, nothing
+                return receivers, self._sharing_seconds(c), receivers, nothing
             case WavePhase.REALLOCATE:
                 first = self.borrowed[c] & ~self._meets(c, self.tables.sharers[c])
                 seconds = self.tables.reallocation[c](columns.layout[home], columns.layout[c])
@@ -219,6 +219,20 @@ class Facts:
         seconds = columns.load if loads else columns.unload
         weights = columns.weights[home]
         return there, seconds[home], there, weights if loads else -weights
+
+    def _sharing_seconds(self, c: int) -> Floats:
+        """Seconds in which a call's output ranks tell all ranks that need them the lengths of its rows."""
+        graph, told = self.tables.problem.graph, self.tables.length_receivers[c]
+        keys = sum(graph.keys[key].length == "own" for key in self.tables.calls[c].outputs)
+        order = np.argsort(self.columns.first[told], axis=0)
+        first = np.take_along_axis(self.columns.first[told], order, 0)
+        reached = np.maximum.accumulate(np.take_along_axis(self.columns.end[told], order, 0), axis=0)
+        ranks = reached[0] - first[0]
+        for i in range(1, len(told)):
+            ranks = ranks + np.maximum(0, reached[i] - np.maximum(first[i], reached[i - 1]))
+        placed = self.tables.layouts(c)[self.columns.layout[c]]
+        senders = placed.size // (placed.tp * placed.pp)
+        return keys * self.tables.problem.exchange.lengths_seconds(senders, ranks)
 
     def _moved(self, kind: ActivityKind) -> Bools:
         """Whether a role's parameters, if offloaded, are loaded or offloaded again at this point.

@@ -12,6 +12,10 @@ from realrl.planner.moves.transfers import Floats, Ints, Layouts
 from realrl.planner.workload.workload import Workload
 from realrl.program.order import keys_between, producers
 
+_LENGTH_BYTES = 8
+_REPORT_S = 40e-6
+"""Seconds in which the writer reads the times of a rank and aligns them with the others' (`bench/scale.py`)."""
+
 
 @dataclass(frozen=True)
 class ExchangeModel:
@@ -25,6 +29,24 @@ class ExchangeModel:
     devices_per_node: int
     volumes: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """Bytes of all records of a step, by (producer, consumer)."""
+    items: int = 0
+    """Items of a step, each of which has a length."""
+
+    def lengths_seconds(self, senders: Ints, ranks: Ints) -> Floats:
+        """Compute the seconds in which `senders` tell `ranks`, themselves among them, the lengths of all items.
+
+        One of them hears from the others and tells everybody, one after the other (`Exchange.share_lengths`).
+        """
+        told = ranks - 1
+        posted = told * self.items * _LENGTH_BYTES / self.links.node_bytes_per_s
+        return np.asarray((senders - 1 + told) * self.links.latency_s + posted)
+
+    def reports_seconds(self, ranks: int) -> float:
+        """Compute the seconds in which the writer takes the times of a step from all ranks (`StepReports`).
+
+        Each sends two messages.
+        """
+        return (ranks - 1) * (2 * self.links.latency_s + _REPORT_S)
 
     def seconds(self, producer: str, consumer: str, source: Layouts, target: Layouts) -> Floats:
         """Compute the seconds of each pair of layouts."""

@@ -2,17 +2,19 @@
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from realrl.plan.plan import Plan
 from realrl.planner.moves.transfers import Layouts
 from realrl.planner.simulate.scenario import Scenario
-from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Receive, Run
+from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Receive, Run, ShareLengths
 from realrl.program.order import changed_sets, changes
 
 
 class Durations:
     """Duration of each instruction, once all its participants have arrived.
 
-    Feeding, releasing, and sharing lengths and metrics take no time: they move a few kilobytes at most.
+    Feeding, releasing, and metrics of calls take no time: they move a few kilobytes at most, between few ranks.
     """
 
     def __init__(self, scenario: Scenario, plan: Plan) -> None:
@@ -38,10 +40,18 @@ class Durations:
             case Receive(_, _, producer, consumer):
                 pair = (Layouts.of([self._plan[call]]) for call in (producer, consumer))
                 return float(self._exchange.seconds(producer, consumer, *pair)[0])
+            case ShareLengths(_, _, output_ranks, readers):
+                ranks = len({*output_ranks, *readers})
+                return float(self._exchange.lengths_seconds(np.array(len(output_ranks)), np.array(ranks)))
             case Load() | Offload():
                 return self._copy(instruction)
             case _:
                 return 0.0
+
+    @property
+    def reporting(self) -> float:
+        """Seconds between two steps in which the writer takes the times of all ranks."""
+        return self._exchange.reports_seconds(self._plan.cluster.size)
 
     def terms(self, call: str) -> Mapping[str, float]:
         """Return the seconds of a call by term."""

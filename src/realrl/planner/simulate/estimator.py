@@ -27,7 +27,7 @@ def estimate_plan(scenario: Scenario, plan: Plan) -> Estimate:
     steps = list_steps(scenario, plan)
     programs = steps[0].programs
     durations = Durations(scenario, plan)
-    simulations = [simulate(kind.programs, durations) for kind in steps]
+    simulations = [simulate(kind.programs, durations, reporting=durations.reporting) for kind in steps]
     simulation = simulations[0]
     repeated = sum(kind.share * of.repeated_seconds for kind, of in zip(steps, simulations, strict=True))
     memory = Memory(scenario.models, homes, offloaded(plan), kept)

@@ -20,6 +20,7 @@ from realrl.program.instructions import (
     Send,
     ShareLengths,
 )
+from realrl.program.lower import WRITER
 from realrl.program.text import format_instruction
 
 STEPS = 5
@@ -66,18 +67,23 @@ class Simulation:
 
 
 def simulate(
-    programs: Sequence[Program], seconds: Callable[[Instruction], float], steps: int = STEPS
+    programs: Sequence[Program],
+    seconds: Callable[[Instruction], float],
+    steps: int = STEPS,
+    *,
+    reporting: float = 0.0,
 ) -> Simulation:
     """Simulate several steps of programs that `validate` accepts.
 
-    `seconds`: duration of an instruction once all participants and inputs have arrived. The simulator blocks where
+    `seconds`: duration of an instruction once all participants and inputs have arrived; `reporting`: seconds that
+    the rank which writes has to do between two steps, while others begin the next one. The simulator blocks where
     workers block: ranks of a call start together, as do those of a reallocation that sends anything. Sends, and the
     sender's side of a report, do not block, but a rank starts its next step only when all its messages have been
     received, because gloo does not buffer for a receiver that has not posted. Nothing else synchronises ranks.
     Functions run beside the instructions that follow, on each rank by itself and one after the other, until their
     outputs or metrics are sent or the step ends. SimulationError for a deadlock.
     """
-    simulator = _Simulator(programs, seconds, steps, max, 0.0)
+    simulator = _Simulator(programs, seconds, steps, max, 0.0, reporting)
     ends = simulator.run()
     first_of = {rank: group.ranks[0] for group in simulator.groups for rank in group.ranks}
     return Simulation(
@@ -88,13 +94,18 @@ def simulate(
 
 
 def simulate_samples(
-    programs: Sequence[Program], seconds: Callable[[Instruction], Samples], count: int, steps: int = STEPS
+    programs: Sequence[Program],
+    seconds: Callable[[Instruction], Samples],
+    count: int,
+    steps: int = STEPS,
+    *,
+    reporting: float = 0.0,
 ) -> Samples:
     """Simulate programs, as `simulate` does, with `count` samples of the duration of each instruction at once.
 
     Returns the ends of steps, [steps, samples].
     """
-    return np.array(_Simulator(programs, seconds, steps, np.maximum, np.zeros(count)).run())
+    return np.array(_Simulator(programs, seconds, steps, np.maximum, np.zeros(count), reporting).run())
 
 
 @dataclass
@@ -126,9 +137,11 @@ class _Simulator(Generic[Time]):
         steps: int,
         latest: Callable[[Time, Time], Time],
         start: Time,
+        reporting: float,
     ) -> None:
-        """`latest`: the later of two times. `start`: when the first step starts."""
+        """`latest`: the later of two times. `start`: when the first step starts. `reporting`: see `simulate`."""
         self.steps = steps
+        self.reporting = reporting
         self.latest: Callable[[Time, Time], Time] = latest
         self.begin: Time = start
         self.instructions, numbered = _numbered(programs)
@@ -184,6 +197,8 @@ class _Simulator(Generic[Time]):
             group.clock = self.latest(group.clock, self._host_free(group))
             ends[group.step] = self.latest(ends[group.step], group.clock)
             group.clock = self.latest(group.clock, received)
+            if WRITER in group.members:
+                group.clock = group.clock + self.reporting
             group.step += 1
             group.position = 0
             group.functions = {}

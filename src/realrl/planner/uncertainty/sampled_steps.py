@@ -37,7 +37,7 @@ def sample_step(scenario: Scenario, plan: Plan, draws: Draws) -> StepSamples:
     durations = SampledDurations(scenario, plan, draws)
     step, repeated = np.zeros(draws.count), np.zeros(draws.count)
     for number, kind in enumerate(list_steps(scenario, plan)):
-        ends = simulate_samples(kind.programs, durations, draws.count)
+        ends = simulate_samples(kind.programs, durations, draws.count, reporting=durations.reporting)
         if number == 0:
             step = ends[0]
         repeated += kind.share * (ends[-1] - ends[SETTLED - 1]) / (len(ends) - SETTLED)
@@ -71,6 +71,11 @@ class SampledDurations:
                 return self._move("exchange", instruction)
             case _:
                 return np.full(self._draws.count, self._predicted(instruction))
+
+    @property
+    def reporting(self) -> float:
+        """Seconds between two steps in which the writer takes the times of all ranks."""
+        return self._predicted.reporting
 
     def _move(self, kind: str, instruction: Instruction) -> Samples:
         return self._predicted(instruction) * self._draws.sample_factor(MOVES[kind], kind)

@@ -242,12 +242,15 @@ class LocalSizes:
         """Sizes of the set that training updates, if the role is trained."""
         return next(self.sets[name] for name, updated in self.part.sets.items() if updated)
 
-    @property
+    @cached_property
     def trains_head(self) -> bool:
         """Whether training updates the head: unless it is a frozen embedding table, or frozen below adapters."""
-        if self.trained.tied:
-            return any(self.trained.embedding)
-        return any(self.trained.end)
+        if not self.trained.tied:
+            return any(self.trained.end)
+        # A table of positions may be trained without it.
+        found = build_parameter_sets(self.shape, self.head, self.part, trained=True)
+        updated = next(name for name, trains in self.part.sets.items() if trains)
+        return any(spec.place is Place.BOTH_ENDS for spec in found[updated].tensors)
 
     def keeps_logits(self, tokens: float, *, cpu: bool) -> bool:
         """Tell whether training keeps the logits of so many tokens; those with a cap are not kept on a CPU."""
