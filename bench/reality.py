@@ -3,9 +3,11 @@
 Profiles this machine (`realrl profile`), lets `realrl plan` search a plan for each size, and runs it and the
 plans below for some steps each (`realrl train`). What a run was predicted to take, from the profile alone, and
 what it took stand in its `costs.json`. Figures: the error of the step's seconds and of the peak memory
-(predicted / measured - 1), the rank correlation of step seconds over all runs and within each size, and by how
-much the searched plan is slower than the fastest one of its size. For this the searched plan and the two others
-that were fastest run again, taking turns: the fastest of many runs is also the one that was disturbed least.
+(predicted / measured - 1), the rank correlation of step seconds over all runs and within each size, the share of
+runs whose step lies in the predicted 90 % interval, by how much the searched plan is slower than the fastest one of
+its size, and by how much the fastest of the three plans is that `realrl plan --try 3` would run: those that are
+most probably the fastest. For the former, the searched plan and the two others that were fastest run again, taking
+turns: the fastest of many runs is also the one that was disturbed least.
 
 A round of all sizes of PPO takes about 35 minutes, and profiles the machine anew; figures are of medians over
 rounds. GRPO, ReMax and DPO run under fewer plans. Everything goes to a directory of its own; with `--keep` it
@@ -41,8 +43,13 @@ from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.plan.presets import make_plan
 from realrl.planner.calibration.comparison import Comparison
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.profile.profile import Profile
+from realrl.planner.simulate.estimator import estimate_plan
+from realrl.planner.uncertainty.ranking import StepSampler
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
+from realrl.runtime.prepare.scenarios import Measured, make_scenario
 
 CLUSTER = Cluster(1, 2)
 VOCABULARY, BUDGET = 2048, 2048
@@ -135,6 +142,8 @@ def make_plans(algorithm: str, graph: DataflowGraph) -> Mapping[str, Plan]:
 SEARCHED = "searched"
 FINALISTS = 2
 """Plans beside the searched one that run again."""
+TRIED = 3
+"""Plans that a trial measures."""
 FINAL = "final "
 """Begins the name of such a turn."""
 
@@ -152,6 +161,9 @@ class Row:
     predicted: float
     measured_bytes: int
     predicted_bytes: int
+    low: float
+    high: float
+    """Seconds between which the step was expected with 90 %."""
 
     @classmethod
     def of(cls, line: str) -> "Row":
@@ -162,7 +174,8 @@ class Row:
         """A line of the table."""
         print(
             f"{self.case:14} {self.plan:26} {self.measured:9.3f} {self.predicted:9.3f} {self.error:+7.1%}"
-            f" {self.measured_bytes / 2**20:7.1f} {self.memory_error:+7.1%}",
+            f" {self.measured_bytes / 2**20:7.1f} {self.memory_error:+7.1%}"
+            f" {'' if self.inside else 'outside'} {self.low:.3f} to {self.high:.3f}",
             flush=True,
         )
 
@@ -170,6 +183,11 @@ class Row:
     def error(self) -> float:
         """Of the step's seconds."""
         return self.predicted / self.measured - 1
+
+    @property
+    def inside(self) -> bool:
+        """Whether the step took as long as expected with 90 %."""
+        return self.low <= self.measured <= self.high
 
     @property
     def memory_error(self) -> float:
@@ -284,12 +302,13 @@ class World:
         chosen.save(path, self.graph(case))
         realrl("train", self.recipe(case), f"plan={path}", f"profile={profile}")
         found = Comparison.load(self.root / "run")
-        assert found.predicted_step_seconds is not None
+        span = found.predicted_interval
+        assert found.predicted_step_seconds is not None and span is not None
         measured, predicted = zip(
             *((call.bytes, call.predicted_bytes) for call in found.calls if call.bytes), strict=True
         )
         seconds = (found.step.median, found.predicted_step_seconds)
-        return Row(case, name, turn, *seconds, max(measured), max(predicted))
+        return Row(case, name, turn, *seconds, max(measured), max(predicted), span.low, span.high)
 
 
 def parse_case(case: str) -> tuple[str, str]:
@@ -313,9 +332,12 @@ def realrl(*arguments: object) -> None:
 
 def rounds_of(
     world: World, case: str, rounds: int, turns: int, only: Sequence[str] | None
-) -> tuple[list[Row], float]:
-    """A row per plan, and what the searched plan takes over the fastest one. What is there already counts, even if
-    it is more than is asked for. `only`: the plans beside the searched one; None for all."""
+) -> tuple[list[Row], float, float]:
+    """A row per plan, and what the searched plan, and the best of three that are tried, take over the fastest.
+
+    What is there already counts, even if it is more than is asked for. `only`: the plans beside the searched one;
+    None for all.
+    """
     found: list[Row] = []
     profile = world.profile(case, "0")
     plans = make_plans(parse_case(case)[0], world.graph(case))
@@ -333,7 +355,10 @@ def rounds_of(
         for name in finalists
     ]
     seconds = {row.plan: row.measured for row in merged(again)}
-    return rows, seconds[SEARCHED] / min(seconds.values())
+    first = {row.plan: row.measured for row in rows}
+    tried = find_tried(world, case, plans, profile)
+    best_tried = min(first[name] for name in tried) / min(first.values())
+    return rows, seconds[SEARCHED] / min(seconds.values()), best_tried
 
 
 def merged(found: list[Row]) -> list[Row]:
@@ -349,12 +374,27 @@ def merged(found: list[Row]) -> list[Row]:
             statistics.median(row.predicted for row in group),
             max(row.measured_bytes for row in group),
             max(row.predicted_bytes for row in group),
+            statistics.median(row.low for row in group),
+            statistics.median(row.high for row in group),
         )
         for key, group in groups.items()
     ]
 
 
-def summary(found: list[Row], searched_over_fastest: Mapping[str, float]) -> dict[str, Any]:
+def find_tried(world: World, case: str, plans: Mapping[str, Plan], profile: Path) -> list[str]:
+    """Find the plans that `realrl plan --try 3` would run of these: those that are most probably the fastest."""
+    experiment = load_experiment(str(world.recipe(case)))
+    spec = ClusterSpec.parse(f"cpu:{CLUSTER}")
+    scenario = make_scenario(experiment, spec, Measured(Profile.load(profile)))
+    estimates = {name: estimate_plan(scenario, plan) for name, plan in plans.items()}
+    outlooks = StepSampler(scenario).compare(estimates)
+    ordered = sorted(outlooks, key=lambda name: (-outlooks[name].fastest, estimates[name].step_seconds))
+    return ordered[:TRIED]
+
+
+def summary(
+    found: list[Row], searched_over_fastest: Mapping[str, float], tried_over_fastest: Mapping[str, float]
+) -> dict[str, Any]:
     """The figures of all rows."""
     errors, memory = [abs(row.error) for row in found], [abs(row.memory_error) for row in found]
     by_case = {
@@ -371,6 +411,8 @@ def summary(found: list[Row], searched_over_fastest: Mapping[str, float]) -> dic
         "rank_correlation_by_case": {case: round(correlation(part), 4) for case, part in by_case.items()},
         "mean_memory_error": round(statistics.mean(memory), 4),
         "worst_memory_error": round(max(memory), 4),
+        "inside_interval": round(statistics.mean(row.inside for row in found), 4),
+        "tried_over_fastest": {case: round(ratio, 4) for case, ratio in tried_over_fastest.items()},
         "searched_over_fastest": {case: round(ratio, 4) for case, ratio in searched_over_fastest.items()},
     }
 
@@ -397,16 +439,18 @@ def main() -> None:
         print(
             f"{'case':14} {'plan':26} {'measured':>9} {'predicted':>9} {'error':>7} {'MiB':>7} {'error':>7}"
         )
-        world, found, ratios = World(root, arguments.steps), [], {}
+        world, found, ratios, tried = World(root, arguments.steps), [], {}, {}
         cases = [
             size if algorithm == "ppo" else f"{algorithm} {size}"
             for algorithm in arguments.algorithms
             for size in arguments.sizes
         ]
         for case in cases:
-            rows, ratios[case] = rounds_of(world, case, arguments.rounds, arguments.turns, arguments.plans)
+            rows, ratios[case], tried[case] = rounds_of(
+                world, case, arguments.rounds, arguments.turns, arguments.plans
+            )
             found += rows
-    figures = summary(found, ratios)
+    figures = summary(found, ratios, tried)
     print(json.dumps(figures, indent=1))
     if arguments.json is not None:
         result = {

@@ -1,5 +1,6 @@
 """One rank of a placement without its peers: messages from them are zeros, so that its allocations are real."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,28 +45,46 @@ class Sent:
         """It has arrived."""
 
 
+Messages = Counter[tuple[str, int]]
+"""Kind and bytes of collectives and messages -> how many there were."""
+
+
 @contextmanager
-def nobody_else() -> Iterator[None]:
-    """Collectives and messages that involve only this rank."""
+def nobody_else() -> Iterator[Messages]:
+    """Collectives and messages that involve only this rank, counted.
+
+    Bytes are those of what is summed or sent, of the result of an all-gather, and of the input of a reduce-scatter.
+    """
+    found: Messages = Counter()
+
+    def count(kind: str, tensor: torch.Tensor) -> None:
+        found[kind, tensor.numel() * tensor.element_size()] += 1
 
     def gathered(buffer: torch.Tensor, part: torch.Tensor, **_: Any) -> None:
+        count("all_gather", buffer)
         buffer.view(-1, *part.shape)[:] = part
 
     def scattered(output: torch.Tensor, buffer: torch.Tensor, *_: Any, **__: Any) -> None:
+        count("reduce_scatter", buffer)
         output.copy_(buffer[: len(output)])
 
     def arrived(buffer: torch.Tensor, *_: Any, **__: Any) -> Sent:
+        count("receive", buffer)
         buffer.zero_()
         return Sent()
 
+    def sent(tensor: torch.Tensor, *_: Any, **__: Any) -> Sent:
+        count("send", tensor)
+        return Sent()
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", lambda *_, **__: None)
-        patch.setattr(dist, "isend", lambda *_, **__: Sent())
+        patch.setattr(dist, "all_reduce", lambda tensor, *_, **__: count("all_reduce", tensor))
+        patch.setattr(dist, "isend", sent)
         patch.setattr(dist, "irecv", arrived)
         patch.setattr(collectives, "_all_gather", gathered)
         patch.setattr(collectives, "_reduce_scatter", scattered)
         patch.setattr(Pipeline, "broadcast_metrics", lambda _, metrics: metrics)
-        yield
+        yield found
 
 
 @dataclass(frozen=True)
@@ -116,7 +135,7 @@ class LoneRank:
         self.placement = placement
         strategy = placement.strategy
         single = make_single_rank_group()
-        data = single if strategy.zero == 1 else _group(strategy.dp, placement.dp_index(rank))
+        data = _group(strategy.dp, placement.dp_index(rank))
         tensor = _group(strategy.tp, placement.tp_index(rank))
         pipeline = _group(strategy.pp, placement.pp_index(rank))
         self.model = Model(
@@ -148,14 +167,15 @@ class LoneRank:
         assert found.peak is not None
         return found.peak
 
-    def train(self, sequences: Sequences) -> None:
-        """A step on everything, but for the update."""
+    def train(self, sequences: Sequences, *, updates: bool = False) -> None:
+        """A step on everything, but for the update unless asked for."""
 
         def forget(lr: float, **_: object) -> float:
             self.trainer.optimizer.discard()
             return 0.0
 
-        self.trainer.optimizer.step = forget  # type: ignore[method-assign]
+        if not updates:
+            self.trainer.optimizer.step = forget  # type: ignore[method-assign]
         strategy = self.placement.strategy
         self.trainer.train(
             sequences.batch,

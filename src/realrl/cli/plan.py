@@ -11,17 +11,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from realrl.cli.planning.failures import FailuresPerDay, RestartSeconds, parse_failures
+from realrl.cli.planning.trials import TryMinutes, TryOption
 from realrl.cli.recipe import Overrides
 from realrl.config.errors import UserError
 from realrl.config.files import reason_of
 from realrl.recipe.algorithm import get_spec
 
 if TYPE_CHECKING:
+    from realrl.plan.plan import Plan
     from realrl.planner.report.report import Objective, PlanReport
     from realrl.planner.report.sizing import Wanted
     from realrl.planner.search.plan_search import UserConstraints
     from realrl.planner.simulate.scenario import Scenario
     from realrl.runtime.prepare.fit.change import Draft
+    from realrl.runtime.trials.halving import PlanTrials
+    from realrl.runtime.trials.try_plans import TrialSettings
 
 PlanRecipe = Annotated[
     str | None, typer.Argument(help="A recipe: YAML file; needed except to calibrate.", show_default=False)
@@ -127,6 +131,8 @@ def plan(
     profile: ProfileOption = None,
     lengths: LengthsOption = None,
     calibrate: Calibrate = None,
+    tried: TryOption = None,
+    try_minutes: TryMinutes = 10.0,
 ) -> None:
     """Find the fastest plan for a recipe on any cluster, and say what to expect of it. Needs no GPU.
 
@@ -136,6 +142,7 @@ def plan(
     from realrl.cli.planning import input as plan_input
     from realrl.recipe.load import load_experiment
     from realrl.runtime.prepare.scenarios import read_constraints
+    from realrl.runtime.trials.try_plans import TrialSettings, check_trials, find_fastest_plan
 
     if recipe is None and calibrate is None:
         raise UserError("name a recipe, a YAML file, to plan for")
@@ -157,30 +164,52 @@ def plan(
     failures = parse_failures(failures_per_day, restart_seconds, scenario.spec.size, experiment)
     scenario = replace(scenario, failures=failures)
     constraints = read_constraints(experiment, scenario.spec, files.get("out"))
+    trial = None
+    if tried is not None:
+        chooses = bool(counts) or goal != "time" or wanted is not None
+        check_trials(experiment, scenario.spec, minutes=try_minutes, chooses_nodes=chooses)
+        trial = TrialSettings(
+            count=tried,
+            minutes=try_minutes,
+            arguments=[str(recipe), *(overrides or [])],
+            cluster=cluster,
+            profile=profile or experiment.profile,
+        )
     report = _report(
         draft, scenario, constraints, nodes=counts, objective=goal, wanted=wanted, effort=effort, seed=seed
     )
-    if as_json:
-        from realrl.planner.report.to_json import report_to_json
-
-        typer.echo(json.dumps({**report_to_json(report), "source": source}, allow_nan=False))
-    else:
-        from realrl.cli.planning.tables import print_report
-
-        print_report(report, source)
+    trials = _print(report, source, trial, as_json=as_json)
+    plan = report.chosen.plan if trials is None else find_fastest_plan(report, trials)
     title = f"{get_spec(experiment).name.upper()} on {report.scenario.spec.name}"
     for name, file in files.items():
         try:
-            _write(report, name, file, title, source)
+            _write(report, name, file, title, source, plan)
         except OSError as error:
             raise UserError(f"--{name} {file} cannot be written: {reason_of(error)}") from None
         typer.echo(f"{name}: {file}", err=as_json)
 
 
-def _write(report: "PlanReport", name: str, file: Path, title: str, source: str) -> None:
-    """Write the file of an option."""
+def _print(
+    report: "PlanReport", source: str, trial: "TrialSettings | None", *, as_json: bool
+) -> "PlanTrials | None":
+    """Print the report, and what plans took that are to be tried."""
+    from realrl.cli.planning.tables import print_report
+    from realrl.cli.planning.trials import run_trials, trials_to_json
+    from realrl.planner.report.to_json import report_to_json
+
+    if not as_json:
+        print_report(report, source)
+    trials = None if trial is None else run_trials(report, trial, quiet=as_json)
+    if as_json:
+        more = {} if trials is None else {"tried": trials_to_json(trials)}
+        typer.echo(json.dumps({**report_to_json(report), "source": source, **more}, allow_nan=False))
+    return trials
+
+
+def _write(report: "PlanReport", name: str, file: Path, title: str, source: str, plan: "Plan") -> None:
+    """Write the file of an option; that of the plan has the one that was the fastest as measured, if any was."""
     if name == "out":
-        report.chosen.plan.save(file, report.scenario.graph)
+        plan.save(file, report.scenario.graph)
     elif name == "html":
         from realrl.cli.planning.page import write_page
 

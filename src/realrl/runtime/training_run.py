@@ -277,7 +277,8 @@ class TrainingRun:
         every = self.experiment.evaluation.every
         last = done >= self.steps
         evaluates = last or bool(every and done % every == 0)
-        saves = not resumed and (last or late or self.checkpointer.is_due(done))
+        keeps = last and self.experiment.checkpoint.last
+        saves = not resumed and (keeps or late or self.checkpointer.is_due(done))
         if not last and (evaluates or saves or done % COLLECT_EVERY == 0 or done in COLLECT_EARLY):
             self._collect(last=False)
         if last and not resumed:
@@ -285,7 +286,7 @@ class TrainingRun:
         # Before the user's judge may fail.
         if saves:
             self.continuation.save(done)
-        if last:
+        if keeps:
             self.saver.save(None)
         if evaluates and self.continuation.evaluated != done:
             self._evaluate(done)

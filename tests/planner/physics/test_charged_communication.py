@@ -89,8 +89,8 @@ def test_generation_sums_hidden_states_and_gathers_logits_of_every_token() -> No
     tp, rows, steps, prefilled = 2, 8, 32, 6 * 7
     states = reduce(tp, 2 * rows * HIDDEN)
     decoded = steps * ((2 * LAYERS + 1) * states + gather(tp, 4 * rows * 960))
-    # The last layer of a prefill ends with keys and values, and yet is charged whole.
-    prefill = (2 * LAYERS + 1) * reduce(tp, 2 * prefilled * HIDDEN)
+    # The last layer of a prefill ends with keys and values.
+    prefill = (2 * LAYERS - 1) * reduce(tp, 2 * prefilled * HIDDEN)
     assert cost(Kind.GENERATE, STEP, place(tp=tp), WIRE)["tensor"] == pytest.approx(decoded + prefill)
 
 

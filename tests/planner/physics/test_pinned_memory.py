@@ -39,6 +39,8 @@ CHANGES = {
     "llama": {},
     "tied": {"vocab_size": 70000, "tied_embeddings": True},
     "qwen3": {"family": "qwen3", "head_dim": 48},
+    "many heads": {"family": "qwen3", "heads": 16, "head_dim": 64, "intermediate_size": 64},
+    "wide": {"intermediate_size": 3000},
     "gpt2": {"family": "gpt2", "kv_heads": 8, "tied_embeddings": True},
     "gemma": {"family": "gemma"},
     "gemma2": {"family": "gemma2", "window": 50, "windowed_layers": (0, 2), "layer": CAPS},
@@ -142,6 +144,7 @@ def list_cases() -> Iterator[tuple[str, Call, StoredModel, Placement, str, Workl
     parts = {
         "last": TrainablePart(last_layers=2),
         "head": TrainablePart(last_layers=0),
+        "half": TrainablePart(last_layers=4),
         "frozen embeddings": TrainablePart(freeze_embeddings=True),
     }
     for name, part in parts.items():

@@ -84,11 +84,13 @@ def cost_generation(context: CallContext) -> Mapping[str, float]:
         layers=max(context.layers),
         element_bytes=timing.element_bytes,
     )
+    communication = context.layer_communication(passes.tokens).device
     outside = OutsideLayers(
         every=embedding + timing.allocate(cache) / passes.count,
-        # The last layer's keys and values end the pass; what follows is not computed.
+        # The last layer's keys and values end the pass; what follows is neither computed nor summed.
         last=timing.start(size) - embedding - timing.prefill(size).device,
-        comm_first=context.layer_communication(passes.tokens).device / 2,
+        comm_first=communication / 2,
+        comm_last=-communication,
     )
     terms = cost_forward_pass(context, passes, timing.prefill(size), outside)
     terms["decode"] = 0.0

@@ -15,6 +15,9 @@ class CheckpointConfig(Settings):
     One is also written after the last step, and where the run is told to end (SIGTERM).
     """
 
+    last: bool = True
+    """Write one, and the trained models, after the last step. false is for runs that only measure steps."""
+
     every: PositiveInt | None = None
     """Write one after every so many training steps; null for none at fixed steps."""
     minutes: float | None = Field(default=15.0, gt=0, le=1e5)
