@@ -11,8 +11,8 @@ from realrl.algorithms.method import InferenceMethod, Metrics, ModelOutput
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import even_micro_batches, micro_batches
 from realrl.dataflow.call import Candidates, Replay
+from realrl.engine.buffers.local_set import LocalSet, Parameters
 from realrl.engine.dtypes import find_set_dtype
-from realrl.engine.local_set import LocalSet, Parameters
 from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.pass_counts import PassCounts
 from realrl.engine.pipeline.messages import Pipeline, prefetch_receives

@@ -27,10 +27,10 @@ from realrl.model.mixture.routing import LIKELIEST, Routing
 from realrl.model.packing import Packing
 from realrl.model.paged_attention import CachedRows, CachePlaces
 from realrl.model.parallel.group import Group
+from realrl.model.parallel.sections import NoHooks, SectionHooks
 from realrl.model.parallel.tensor_parallel import TensorParallel
 from realrl.model.quantised import find_matrices
 from realrl.model.rotary import make_rotation
-from realrl.model.sections import NoHooks, SectionHooks
 
 AttentionFunction = Callable[[int, Tensor, AttentionRule], Tensor]
 """Attention function: (layer of the stage, rotated qkv [T, C], rule) -> output [T, query heads * D]."""

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch import Tensor
 
-from realrl.engine.local_set import LocalSet
+from realrl.engine.buffers.local_set import LocalSet
 from realrl.engine.sharding.section_buffers import SectionBuffer, group_by_section
 from realrl.layout.shard import Shard
 from realrl.model.parallel.group import Group, all_gather
-from realrl.model.sections import Section
+from realrl.model.parallel.sections import Section
 
 
 class GatheredParameters:

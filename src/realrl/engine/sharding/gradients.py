@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realrl.engine.flat import FlatBuffer
-from realrl.engine.local_set import LocalSet
+from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers.local_set import LocalSet
 from realrl.engine.sharding.section_buffers import SectionBuffer, group_by_section, list_sections
 from realrl.layout.shard import Shard
 from realrl.model.parallel.group import Group, reduce_scatter
-from realrl.model.sections import Section
+from realrl.model.parallel.sections import Section
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from realrl.engine.sharding.gathered import GatheredParameters
 from realrl.engine.sharding.gradients import SectionGradients
 from realrl.engine.sharding.section_buffers import list_sections
 from realrl.layout.shard import Shard
-from realrl.model.sections import Section
+from realrl.model.parallel.sections import Section
 
 
 class ShardedPasses:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from realrl.engine.flat import FlatBuffer
-from realrl.engine.offload import allocate, free
+from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers.offload import allocate, free
 from realrl.families.tensors import TensorSpec
 from realrl.layout.layout import group_stacks
 from realrl.layout.local_tensors import LocalTensor, count_shard_rows
 from realrl.layout.shard import Shard
-from realrl.model.sections import Section
+from realrl.model.parallel.sections import Section
 
 Stack = tuple[LocalTensor, ...]
 """Tensors of one parameter of the transformer, with all rows that a TP rank computes with."""

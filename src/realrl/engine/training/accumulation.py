@@ -5,8 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from realrl.engine.flat import FlatBuffer
-from realrl.engine.local_set import LocalSet
+from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers.local_set import LocalSet
 from realrl.engine.training.optimizer import ShardedAdamW
 
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from realrl.engine.flat import FlatBuffer
-from realrl.engine.local_set import LocalSet
+from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers.local_set import LocalSet
 from realrl.engine.model import Model
 from realrl.engine.training.grad_reduce import OverlappedGradReduce
 from realrl.engine.training.gradients import (

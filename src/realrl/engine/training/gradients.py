@@ -6,8 +6,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from realrl.engine.flat import FlatBuffer
-from realrl.engine.local_set import LocalSet
+from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers.local_set import LocalSet
 from realrl.engine.model import Model
 from realrl.families.tensors import Axis, Partial, Place, TensorSpec
 from realrl.layout.local_tensors import LocalTensor

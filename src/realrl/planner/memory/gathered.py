@@ -98,7 +98,7 @@ class GatheredMemory:
 
     @cached_property
     def embedding_section(self) -> SectionBytes:
-        """What embeds tokens."""
+        """Embedding of tokens and positions."""
         return self._section("embedding")
 
     @cached_property

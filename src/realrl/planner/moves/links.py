@@ -108,7 +108,7 @@ class LinkTransfers:
 
     A node receives once what its devices need and none of them holds; a device receives what it needs and does not
     hold. The nodes that hold the data send equal shares, and all nodes forward. Tensors are assumed to be sharded
-    evenly over TP ranks and, where parameters are shared out (ZeRO-3), as if data-parallel ranks were TP ranks, too.
+    evenly over TP ranks and, with ZeRO-3, over data-parallel ranks as if these were TP ranks, too.
     Values travel in the width of `weights`. Parameter sets are moved one after the other.
     """
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realrl.engine.local_set import LocalSet
+from realrl.engine.buffers.local_set import LocalSet
 from realrl.engine.model import Model
 from realrl.engine.sharding.gradients import SectionGradients
 from realrl.engine.sharding.section_buffers import SectionBuffer, group_by_section

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from realrl.engine.flat import FlatBuffer
-from realrl.engine.offload import Offloadable, allocate, free
+from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers.offload import Offloadable, allocate, free
 from realrl.families.tensors import TensorSpec
 from realrl.layout.layout import Layout
 from realrl.layout.limits import bucket_count
