@@ -12,6 +12,7 @@ result replaced by 0. Mutants are drawn by a seed, evenly over the sources as th
 
 import argparse
 import ast
+import compileall
 import os
 import random
 import shutil
@@ -30,7 +31,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 SOURCES = "src/realrl/planner"
-FOLDERS = ("cluster", "cost", "evaluate", "memory", "moves", "operators", "workload")
+FOLDERS = ("arrays", "cluster", "cost", "evaluate", "memory", "moves", "operators", "workload")
 TESTS = "tests/planner"
 SHORTEST_ROUND_S = 5.0
 """Seconds of the first test files that a mutant is tried with."""
@@ -59,6 +60,8 @@ SWAPS: dict[type[ast.operator], type[ast.operator]] = {
 EXTREMES = {"max": "min", "min": "max", "maximum": "minimum", "minimum": "maximum"}
 MOST_COUNTED = 16
 """Largest whole number that may count something, and be off by one."""
+NUMBERS = ("int", "float", "Real", "Ints", "Floats")
+"""Types of results that may be 0 instead."""
 NO_NUMBERS = (ast.List, ast.Tuple, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.JoinedStr)
 NO_FORMULAS = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
 
@@ -128,7 +131,7 @@ def _walk_formulas(node: ast.AST, name: str, *, inside: str = "") -> Iterator[as
         children: Iterator[ast.AST] = iter(node.body)
         if isinstance(node, ast.FunctionDef):
             returns = ast.unparse(node.returns) if node.returns else ""
-            for child in ast.walk(node) if returns in ("int", "float") else ():
+            for child in ast.walk(node) if returns in NUMBERS else ():
                 if isinstance(child, ast.Return) and not isinstance(child.value, ast.Constant):
                     yield child
     elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -161,8 +164,12 @@ def _change(node: ast.expr | ast.Return) -> Iterator[str]:
             yield from map(str, others + [value + 1] * (isinstance(value, int) and 0 < value <= MOST_COUNTED))
         case ast.UnaryOp(ast.USub(), ast.BinOp(ast.UnaryOp(ast.USub(), left), ast.FloorDiv(), right)):
             yield f"({ast.unparse(left)} // {ast.unparse(right)})"
-        case ast.Call(ast.Name("ceil") | ast.Attribute(attr="ceil"), [argument]):
+        case ast.Call(ast.Name("ceil") | ast.Attribute(ast.Name("math"), "ceil"), [argument]):
             yield f"int({ast.unparse(argument)})"
+        case ast.Call(ast.Attribute(ast.Name("np"), "ceil"), [argument]):
+            yield f"np.floor({ast.unparse(argument)})"
+        case ast.Call(ast.Attribute(ast.Name("np"), "where"), [_, body, orelse]):
+            yield from (f"({ast.unparse(branch)})" for branch in (body, orelse))
         case ast.Call(ast.Name(name), [_, _, *_], _) if name in EXTREMES:
             yield f"{EXTREMES[name]}({', '.join(map(ast.unparse, [*node.args, *node.keywords]))})"
         case ast.Call(ast.Attribute(of, name), _, _) if name in EXTREMES:
@@ -195,6 +202,9 @@ class Copies:
         for i in range(number):
             copy = directory / str(i)
             shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            compileall.compile_dir(
+                copy, quiet=2
+            )  # once, not in every run; a mutant's file is newer, and read anew
             self._free.put(copy)
 
     def time_files(self, files: Sequence[str]) -> dict[str, float]:

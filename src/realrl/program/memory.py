@@ -182,7 +182,7 @@ class Memory:
                 placement if strategy.zero == 1 else replace(placement, strategy=replace(strategy, zero=3))
             )
             number = self._parameters(role, name, updated, rank)
-            counted = count_training_state(strategy, number, stored.element_bytes)
+            counted = count_training_state(strategy.zero, strategy.dp, number, stored.element_bytes)
             size = counted.kept if host else counted.bytes
         else:
             number = self._parameters(role, name, placement, rank)

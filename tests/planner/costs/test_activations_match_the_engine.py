@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 
 from realrl.dataflow.call import Call, Candidates, Kind
@@ -21,6 +22,7 @@ from realrl.planner.memory.activations import Activations
 from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.memory.packed_weights import packed_weight_bytes, packing_bytes
 from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
 from tests.planner.lone_rank import LoneRank, Sequences
@@ -279,19 +281,26 @@ def test_packed_weights_allocate_the_predicted_bytes(shape: ModelShape, strategy
     sizes, pp = LocalSizes(shape, "lm", placement.strategy.tp), placement.strategy.pp
     for stage, layers in enumerate(stage_layers(shape.layers, pp)):
         rank = LoneRank(model, placement, placement.rank(dp=0, tp=placement.strategy.tp - 1, pp=stage))
-        packed = packed_weight_bytes(sizes, dtype, layers=len(layers), head=stage == pp - 1)
-        packing = packing_bytes(sizes, dtype, head=stage == pp - 1)
+        last = np.array(stage == pp - 1)
+        packed = packed_weight_bytes(sizes, dtype, layers=np.array(len(layers)), head=last)
+        packing = packing_bytes(sizes, dtype, head=last)
         assert packed <= rank.peak(rank.model.transformer.prepare_decoding) <= packed + packing
 
 
 def test_recomputation_keeps_the_input_of_each_layer() -> None:
     sizes = LocalSizes(GROUPED, "lm", 1)
+    one = np.array([4])
     plain, again = (
         Activations(
-            sizes=sizes, strategy=Strategy(1, recompute=r), dtype="bfloat16", cpu=False, lengths=(512,)
-        )
+            sizes=sizes,
+            strategies=Strategies.of([Strategy(1, recompute=r)]),
+            dtype="bfloat16",
+            cpu=False,
+            lengths=[(512,)],
+            sample=np.array([0]),
+        ).kept(1000, one)[0]
         for r in (False, True)
     )
     both = 1000 * 4 * GROUPED.head_dim  # sines and cosines of pairs in float32
-    assert again.kept(1000, 4) == 4 * 1000 * GROUPED.hidden_size * 2 + both
-    assert plain.kept(1000, 4) > 10 * again.kept(1000, 4)
+    assert again == 4 * 1000 * GROUPED.hidden_size * 2 + both
+    assert plain > 10 * again

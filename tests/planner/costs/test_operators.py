@@ -18,6 +18,7 @@ from realrl.planner.operators.bounds import LEAST_S
 from realrl.planner.operators.grid import Grid
 from realrl.planner.operators.tables import ROUNDS, Operators, find_operators, read_tables
 from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.planner.workload.strategies import Strategies
 from tests.planner.problems import SMALL, place
 
 HELD_OUT = json.loads((Path(__file__).parents[3] / "bench/reference/operators.json").read_text())["held_out"]
@@ -166,7 +167,7 @@ def test_other_types_and_devices_without_tables_are_computed_from_data_sheets() 
 
 def ring(spec: str, tp: int) -> Ring:
     group = ClusterSpec.parse(spec).groups[0]
-    return Network.of(group, place(1, tp), Efficiency()).tp_group
+    return Network(group, Strategies.of([place(1, tp).strategy]), Efficiency()).tp_group
 
 
 def test_collectives_inside_a_node_are_tabulated_and_others_computed() -> None:

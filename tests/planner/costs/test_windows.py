@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from realrl.dataflow.call import Kind
@@ -16,6 +17,7 @@ from realrl.planner.cost.roofline import Roofline
 from realrl.planner.memory.layer import LayerMemory
 from realrl.planner.workload.flops import count_pass_flops
 from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.planner.workload.strategies import Strategies
 from realrl.program.memory import StoredModel
 from realrl.runtime.profiler.models.layer_mix import LayerMix
 
@@ -121,12 +123,13 @@ def test_memory_of_scores_grows_with_lengths_up_to_those_of_a_block() -> None:
     def measure(shape: ModelShape, length: int, *, element_bytes: int = 2, backward: bool = False) -> int:
         layer = LayerMemory(
             sizes=LocalSizes(shape, "lm", 1),
-            strategy=Strategy(1),
+            strategies=Strategies.of([Strategy(1)]),
             element_bytes=element_bytes,
             cpu=False,
-            lengths=(length,),
+            lengths=[(length,)],
+            sample=np.array([0]),
         )
-        return layer.score_bytes(length, backward=backward)
+        return int(np.max(layer.score_bytes(length, backward=backward)))
 
     assert measure(CAPPED, 512) == 4 * 512**2 * (4 + 2)
     assert measure(CAPPED, 512, backward=True) == 4 * 512**2 * (4 * 4 + 2)

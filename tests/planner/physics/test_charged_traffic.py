@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from realrl.dataflow.call import Candidates, Kind
@@ -10,8 +11,9 @@ from realrl.families.experts import Mixture
 from realrl.families.shape import ModelShape
 from realrl.layout.sets import TrainablePart
 from realrl.planner.cost.generation import split_decode_steps
-from realrl.planner.workload.generation import split_generation
+from realrl.planner.workload.generation import split_generations
 from realrl.planner.workload.sampling import Sampling
+from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import Workload
 from tests.planner.unit_device import SHAPE, cost, make_call, make_cluster, place, store
 
@@ -299,8 +301,8 @@ def test_rows_of_several_lengths_are_replaced_when_an_eighth_of_them_has_ended()
     """So that a sixteenth of the places is empty on average while rows wait; those of one length end together."""
     for answers, places in (((32,), 8.0), ((16, 32, 32, 48), 7.5)):
         work = replace(STEP, items=64, answers=answers, max_new_tokens=48).work(make_call(Kind.GENERATE))
-        sizes = split_generation(work, place(tokens=512).strategy, cpu=False)
-        sizes = replace(sizes, cache=replace(sizes.cache, rows=8))
+        sizes = split_generations(work, Strategies.of([place(tokens=512).strategy]), cpu=False)
+        sizes = replace(sizes, rows_at_a_time=np.array([8]))
         waiting = next(iter(split_decode_steps(work, sizes, steps_per_look=16, shares=False)))
         assert (waiting.rows, waiting.steps) == (8, (64 - 8) * 32 / places)
 

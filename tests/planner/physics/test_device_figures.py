@@ -8,8 +8,10 @@ from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DEVICES, DeviceKind, compute_thread_speedup
 from realrl.planner.cost.peaks import find_peak_bandwidth, find_peak_flops
-from realrl.planner.memory.memory_model import FRAGMENTATION, MemoryModel
+from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.reserves import FRAGMENTATION
 from realrl.planner.profile.profile import Profile
+from realrl.planner.workload.strategies import Strategies
 from tests.planner.unit_device import SHAPE, place, store
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -136,5 +138,6 @@ def test_stored_state_is_that_of_the_fullest_stage_and_padded_for_data_ranks() -
     assert model.kept_state(store(), place(2)) == 12 * whole // 2
     assert model.kept_state(store(dtype="float32"), place(2)) == 8 * whole // 2
     assert model.set_bytes(store(), place(1, 1, 2)) == {"base": 2 * (2 * layer + table + 64)}
-    assert model.base_bytes(store(), place(1, 1, 2)) == 2 * (2 * layer + table)
+    strategies = Strategies.of([place(1, 1, 2).strategy])
+    assert model.least_base_bytes(store(), strategies)[0] == 2 * (2 * layer + table)
     assert FRAGMENTATION == 0.1 and SHAPE.layers == 4

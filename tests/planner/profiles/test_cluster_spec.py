@@ -10,7 +10,8 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DEVICES, find_gpu_kind
-from realrl.planner.memory.memory_model import PROCESS_BYTES, MemoryModel
+from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.memory.reserves import PROCESS_BYTES
 
 ROOT = Path(__file__).parents[3]
 MIXED = ClusterSpec.parse("h100:2x8+l40s:3x4")

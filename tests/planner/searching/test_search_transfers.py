@@ -13,8 +13,9 @@ from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.planner.arrays.arrays import Floats
 from realrl.planner.moves.links import LinkTransfers, ParameterBytes
-from realrl.planner.moves.transfers import Floats, Layouts, TransferTable
+from realrl.planner.moves.transfers import Layouts, TransferTable
 from realrl.program.memory import StoredModel
 
 SHAPE = ModelShape(

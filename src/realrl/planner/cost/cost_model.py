@@ -1,9 +1,11 @@
 """Cost model: seconds of calls, reallocations and offloading on a cluster."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+
+import numpy as np
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
@@ -13,7 +15,8 @@ from realrl.layout.limits import message_limits
 from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import reallocate
 from realrl.layout.sets import BASE, TrainablePart, element_width
-from realrl.plan.placement import Placement
+from realrl.plan.placement import Placement, Strategy
+from realrl.planner.arrays.arrays import Floats, Real
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
@@ -29,6 +32,7 @@ from realrl.planner.profile.corrections import find_correction
 from realrl.planner.profile.profile import Profile
 from realrl.planner.workload.batching import records_per_rank
 from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.planner.workload.strategies import Strategies, group_strategies
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
 from realrl.program.order import changed_sets, changes, set_names
@@ -67,7 +71,6 @@ class CostModel:
         self.efficiency = efficiency or Efficiency()
         self._calls: dict[object, CallCost] = {}
         self._sizes: dict[tuple[ModelShape, Head, int, TrainablePart], LocalSizes] = {}
-        self._networks: dict[tuple[int, int, int, int], Network] = {}
         self._transfers: dict[tuple[StoredModel, int, str], LinkTransfers] = {}
 
     def call(
@@ -80,18 +83,37 @@ class CostModel:
         """
         if model is None:
             return self._function(call, placement, workload)
+        self.spec.group(placement.mesh)
         group = self.spec.group_index(placement.mesh.first)
         key = (call, model, placement.strategy, group, workload)
         if key not in self._calls:
-            context = self._call_context(call, model, placement, workload)
-            cost_by_kind = {
-                Kind.TRAIN: cost_training,
-                Kind.INFERENCE: cost_inference,
-                Kind.GENERATE: cost_generation,
-            }[call.kind]
-            factor = self._correction(call, model, placement)
-            self._calls[key] = CallCost({name: factor * s for name, s in cost_by_kind(context).items()})
+            terms = self.terms(call, model, placement.mesh.first, [placement.strategy], workload)
+            self._calls[key] = CallCost({name: float(seconds[0]) for name, seconds in terms.items()})
         return self._calls[key]
+
+    def terms(
+        self,
+        call: Call,
+        model: StoredModel,
+        first: int,
+        strategies: Sequence[Strategy],
+        workload: Workload,
+    ) -> Mapping[str, Floats]:
+        """Cost a call under each of some strategies at once, in seconds by term (see `CallCost`).
+
+        On devices of the kind of rank `first`. UserError if there are fewer records than DP ranks.
+        """
+        cost_by_kind = {
+            Kind.TRAIN: cost_training,
+            Kind.INFERENCE: cost_inference,
+            Kind.GENERATE: cost_generation,
+        }[call.kind]
+        terms: dict[str, Floats] = {}
+        for members, alike in group_strategies(strategies):
+            for name, seconds in cost_by_kind(self._context(call, model, first, alike, workload)).items():
+                terms.setdefault(name, np.zeros(len(strategies)))[members] = seconds
+        factors = self._corrections(call, model, first, strategies)
+        return terms if factors is None else {name: factors * s for name, s in terms.items()}
 
     def _function(self, call: Call, placement: Placement, workload: Workload) -> CallCost:
         """Time of a function on the busiest rank, from what runs have measured for an item."""
@@ -160,7 +182,7 @@ class CostModel:
             workload.items,
         )
 
-    def offload(self, number_bytes: float, rank: int = 0) -> float:
+    def offload(self, number_bytes: Real, rank: int = 0) -> Real:
         """Compute the seconds of a copy of `number_bytes` per device between device and host memory."""
         profile = self._profile_of(rank)
         measured = profile.collective("host", 1, 1, number_bytes) if profile else None
@@ -184,27 +206,24 @@ class CostModel:
         """Bytes per second of a rank whose host does nothing but post messages of a reallocation."""
         return message_limits(cpu=device.cpu).message_bytes / self.efficiency.collective_host_s
 
-    def _call_context(
-        self, call: Call, model: StoredModel, placement: Placement, workload: Workload
+    def _context(
+        self, call: Call, model: StoredModel, first: int, strategies: Strategies, workload: Workload
     ) -> CallContext:
-        group = self.spec.group(placement.mesh)
-        strategy = placement.strategy
-        key = (model.shape, model.head, strategy.tp, model.part)
+        group = self.spec.groups[self.spec.group_index(first)]
+        key = (model.shape, model.head, strategies.tp, model.part)
         sizes = self._sizes.setdefault(key, LocalSizes(*key))
-        profile = self._profile_of(placement.mesh.first)
+        profile = self._profile_of(first)
         timing = Timing(
             device=group.device,
             efficiency=self.efficiency,
             sizes=sizes,
-            dtype=model.dtype_under(strategy),
-            sequence_parallel=strategy.sequence_parallel,
+            dtype=model.dtype if strategies.dtype is None else strategies.dtype,
+            sequence_parallel=strategies.sequence_parallel,
             profile=profile,
             exact=model.exact,
         )
-        where = (self.spec.group_index(placement.mesh.first), strategy.dp, strategy.tp, strategy.pp)
-        if (network := self._networks.get(where)) is None:
-            network = self._networks[where] = Network.of(group, placement, self.efficiency, profile)
-        return CallContext(timing, network, strategy, workload.work(call), call.candidates)
+        network = Network(group, strategies, self.efficiency, profile)
+        return CallContext(timing, network, strategies, workload.work(call), call.candidates)
 
     def _transfers_of(
         self, model: StoredModel, source: Placement, target: Placement, parameter_set: str
@@ -215,9 +234,14 @@ class CostModel:
             self._transfers[key] = LinkTransfers(self.spec.cluster, weights, self._node_links)
         return self._transfers[key]
 
-    def _correction(self, call: Call, model: StoredModel, placement: Placement) -> float:
-        profile = self._profile_of(placement.mesh.first)
-        return find_correction(profile.corrections, call, model, placement.strategy) if profile else 1.0
+    def _corrections(
+        self, call: Call, model: StoredModel, first: int, strategies: Sequence[Strategy]
+    ) -> Floats | None:
+        """Factors of the seconds that a profile has of runs; None without any."""
+        profile = self._profile_of(first)
+        if profile is None or not profile.corrections:
+            return None
+        return np.array([find_correction(profile.corrections, call, model, s) for s in strategies])
 
     def _profile_of(self, rank: int) -> Profile | None:
         """The profile, if it was measured on a rank's kind of device."""

@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil
+
+import numpy as np
 
 from realrl.layout.kv_blocks import REPLACED_TOGETHER, count_graphs, count_steps_per_look, pad_rows
+from realrl.planner.arrays.arrays import Floats, Ints, Real, apply_each, truncate
 from realrl.planner.cost.call_context import CallContext
-from realrl.planner.cost.passes import OutsideLayers, cost_forward_pass
+from realrl.planner.cost.passes import OutsideLayers, at_last, cost_forward_pass
 from realrl.planner.cost.timing import BatchSize
 from realrl.planner.memory.kv_cache import kv_cache_bytes
-from realrl.planner.workload.generation import GenerationWork, split_generation
+from realrl.planner.workload.generation import ManyGenerations, split_generations
 from realrl.planner.workload.workload import CallWork
 
 _SEGMENTS = 8
@@ -24,13 +26,13 @@ class DecodeSegment:
     row.
     """
 
-    steps: float
-    rows: float
-    context: float
+    steps: Real
+    rows: Real
+    context: Real
 
 
 def split_decode_steps(
-    work: CallWork, sizes: GenerationWork, *, steps_per_look: int, shares: bool
+    work: CallWork, sizes: ManyGenerations, *, steps_per_look: int, shares: bool
 ) -> Iterator[DecodeSegment]:
     """Split the decode steps of a call, until its longest sequence ends.
 
@@ -39,33 +41,31 @@ def split_decode_steps(
     from their first token on, fewer and fewer of them. Attention reads what a row has in the cache; where it
     `shares`, it reads a prompt once for all of its rows.
     """
-    answers = sorted(-(-n // steps_per_look) * steps_per_look for n in work.answers)
+    answers = np.sort([-(-n // steps_per_look) * steps_per_look for n in work.answers])
     count = len(answers)
     together = sizes.rows / sizes.prompts
-    most = sizes.cache.rows
-    mean = sum(answers) / count
-    if sizes.rows > most:
-        # A row is met at a random one of its tokens: longer ones more often.
-        own = sum(n * (n - 1) for n in answers) / (2 * count * mean)
-        read = 1 / together if shares else 1.0
-        # Rows of one length end together; of others, half of those that are replaced at a time have ended.
-        waiting = 0.0 if answers[0] == answers[-1] else 1 / (2 * REPLACED_TOGETHER)
-        steps = (sizes.rows - most) * mean / (most * (1 - waiting))
-        yield DecodeSegment(steps, most, read * work.mean + own)
+    most = sizes.rows_at_a_time
+    mean = answers.mean()
+    # A row is met at a random one of its tokens: longer ones more often.
+    own = (answers * (answers - 1)).mean() / (2 * mean)
+    read = 1 / together if shares else 1.0
+    # Rows of one length end together; of others, half of those that are replaced at a time have ended.
+    waiting = 0.0 if answers[0] == answers[-1] else 1 / (2 * REPLACED_TOGETHER)
+    yield DecodeSegment((sizes.rows - most) * mean / (most * (1 - waiting)), most, read * work.mean + own)
     # Of n draws the largest is at the quantile n / (n + 1), on average.
-    steps = answers[min(count - 1, int(count * most / (most + 1)))]
+    steps = answers[np.minimum(count - 1, truncate(count * most / (most + 1)))]
     for i in range(_SEGMENTS):
         begin = steps * i / _SEGMENTS
         end = steps * (i + 1) / _SEGMENTS
-        alive = max(1 / most, sum(n > begin for n in answers) / count)
+        alive = np.maximum(1 / most, (count - np.searchsorted(answers, begin, side="right")) / count)
         # Prompts that are left, per row that is left.
         read = (1 - (1 - alive) ** together) / (alive * together) if shares else 1.0
         # The first step of a row reads its prompt, whose last token is its input.
         context = read * work.mean + (begin + end - 1) / 2
-        yield DecodeSegment(end - begin, max(1.0, most * alive), context)
+        yield DecodeSegment(end - begin, np.maximum(1.0, most * alive), context)
 
 
-def cost_generation(context: CallContext) -> Mapping[str, float]:
+def cost_generation(context: CallContext) -> Mapping[str, Floats]:
     """Cost a generate call, in seconds by term.
 
     One decode batch per pipeline stage is in flight at a time; each of its tokens passes all stages in turn and is
@@ -74,14 +74,14 @@ def cost_generation(context: CallContext) -> Mapping[str, float]:
     timing = context.timing
     work = context.work
     cpu = timing.device.cpu
-    sizes = split_generation(work, context.strategy, cpu=cpu)
+    sizes = split_generations(work, context.strategies, cpu=cpu)
     passes = sizes.passes
     size = BatchSize.of(passes)
     embedding = timing.embed(size)
     cache = kv_cache_bytes(
         timing.sizes,
-        tokens=sizes.cache.tokens,
-        layers=max(context.layers),
+        tokens=sizes.cached_tokens,
+        layers=context.layers.max(axis=0),
         element_bytes=timing.element_bytes,
     )
     communication = context.layer_communication(passes.tokens).device
@@ -93,27 +93,27 @@ def cost_generation(context: CallContext) -> Mapping[str, float]:
         comm_last=-communication,
     )
     terms = cost_forward_pass(context, passes, timing.prefill(size), outside)
-    terms["decode"] = 0.0
+    terms["decode"] = np.zeros(len(sizes.rows))
     looked = count_steps_per_look(cpu=cpu)
     for segment in split_decode_steps(work, sizes, steps_per_look=looked, shares=cpu):
         for name, seconds in _cost_decode_step(context, sizes.batches, segment).items():
-            terms[name] += segment.steps * seconds
+            terms[name] = terms[name] + segment.steps * seconds
     if timing.decodes_by_graphs:
         alike = min(work.answers) == max(work.answers)
-        graphs = 1 if alike else count_graphs(sizes.rows_per_batch)
-        terms["launch"] += sizes.batches * graphs * _cost_graph(context)
+        graphs = 1 if alike else apply_each(count_graphs, sizes.rows_per_batch)
+        terms["launch"] = terms["launch"] + sizes.batches * graphs * _cost_graph(context)
     return terms
 
 
-def _cost_graph(context: CallContext) -> float:
+def _cost_graph(context: CallContext) -> Floats:
     """Seconds of the host for a graph: its step is first launched kernel by kernel, and then captured."""
     timing = context.timing
-    layers = max(context.layers) * (timing.decode_operations + 2 * (context.strategy.tp > 1))
+    layers = context.layers.max(axis=0) * (timing.decode_operations + 2 * (context.strategies.tp > 1))
     operations = layers + timing.roofline.count_sampling_operations(context.work.sampling)
     return 2 * operations * timing.device.kernel_s
 
 
-def _cost_decode_step(context: CallContext, batches: int, segment: DecodeSegment) -> dict[str, float]:
+def _cost_decode_step(context: CallContext, batches: Ints, segment: DecodeSegment) -> dict[str, Floats]:
     """Cost one decode step of all decode batches in flight, in seconds by term.
 
     A token passes all stages before the next one starts, and each stage works on one decode batch at a time; the
@@ -121,38 +121,34 @@ def _cost_decode_step(context: CallContext, batches: int, segment: DecodeSegment
     """
     timing = context.timing
     layers = context.layers
-    own_rows = max(1.0, segment.rows / batches)
+    pp = context.strategies.pp
+    own_rows = np.maximum(1.0, segment.rows / batches)
     # A GPU computes as many rows as its graph has, of which some have no keys.
-    rows = own_rows if timing.device.cpu else float(pad_rows(ceil(own_rows)))
+    rows = own_rows if timing.device.cpu else apply_each(pad_rows, truncate(np.ceil(own_rows)))
     layer = timing.decode(rows, segment.context * own_rows / rows)
     sample = timing.sample(rows, context.work.sampling)
     layer_communication = context.layer_communication(rows)
-    wait = 0.0
+    wait: Real = 0.0
     if not timing.decodes_by_graphs:
-        wait = max(0.0, layer.host + layer_communication.host - layer.device - layer_communication.device)
+        waited = layer.host + layer_communication.host - layer.device - layer_communication.device
+        wait = np.maximum(0.0, waited)
     outside = OutsideLayers(
         every=timing.decode_step_overhead(rows),
         last=sample.device,
         comm_first=layer_communication.device / 2,
         comm_last=context.sample_communication(rows),
     )
-    own = [n * layer.device + end for n, end in zip(layers, outside.own(len(layers)), strict=True)]
-    communication = [
-        n * layer_communication.device + end
-        for n, end in zip(layers, outside.communication(len(layers)), strict=True)
-    ]
-    waits = [n * wait for n in layers]
-    waits[-1] += sample.wait
-    look = timing.look(own_rows)
-    waits = [wait + look for wait in waits]
+    own = layers * layer.device + outside.own(pp)
+    communication = layers * layer_communication.device + outside.communication(pp)
+    waits = layers * wait + at_last(pp, sample.wait) + timing.look(own_rows)
     # Each stage receives once and sends once; the last hop sends the sampled tokens back to the first stage.
     hop = context.hop(rows)
-    stages = [sum(parts) + hop for parts in zip(own, communication, waits, strict=True)]
-    slowest = stages.index(max(stages))
+    stages = np.where(np.arange(len(layers))[:, None] < pp, own + communication + waits + hop, 0.0)
+    slowest = stages.argmax(axis=0), np.arange(len(pp))
     return {
         "decode": batches * own[slowest],
         "tensor": batches * communication[slowest],
         "launch": batches * waits[slowest],
         "pipeline": batches * hop,
-        "bubble": max(0.0, sum(stages) - batches * stages[slowest]),
+        "bubble": np.maximum(0.0, stages.sum(axis=0) - batches * stages[slowest]),
     }

@@ -1,161 +1,162 @@
-"""Time model of collectives and messages between the ranks of a placement."""
+"""Time model of collectives and messages between the ranks of placements."""
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from math import gcd
+from typing import Literal
 
-from realrl.plan.placement import Mesh, Placement, Strategy
+import numpy as np
+
+from realrl.planner.arrays.arrays import Floats, Ints, Real
 from realrl.planner.cluster.cluster_spec import NodeGroup
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.operators.tables import MOST_RANKS, Operators, Reduction, find_operators
 from realrl.planner.profile.profile import Profile
+from realrl.planner.workload.strategies import Strategies
+
+GroupKind = Literal["tp", "dp", "mesh", "embedding"]
+"""Process groups of a placement.
+
+tp: ranks that shard the same matrices. dp: ranks that hold the same parameters. mesh: all ranks. embedding: first
+and last stage of each pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """Process groups of equal size that communicate at the same time: bandwidth and latency of the slowest."""
+    """Process groups of equal size that communicate at the same time: bandwidth and latency of the slowest.
 
-    size: int
-    bytes_per_s: float
-    hop_s: float
-    nodes: int = 1
+    Arrays have an entry for each strategy.
+    """
+
+    size: Ints
+    bytes_per_s: Floats
+    hop_s: Floats
+    nodes: Ints
     """Most nodes that one of the groups spans."""
     profile: Profile | None = None
     operators: Operators | None = None
     """Tables of collectives inside a node."""
 
-    def all_gather(self, number_bytes: float) -> float:
+    def all_gather(self, number_bytes: Real) -> Floats:
         """Compute the seconds of an all-gather whose result has `number_bytes`."""
         return self._seconds("all_gather", 1, number_bytes)
 
-    def reduce_scatter(self, number_bytes: float) -> float:
+    def reduce_scatter(self, number_bytes: Real) -> Floats:
         """Compute the seconds of a reduce-scatter whose input has `number_bytes`."""
         return self._seconds("reduce_scatter", 1, number_bytes)
 
-    def all_reduce(self, number_bytes: float) -> float:
+    def all_reduce(self, number_bytes: Real) -> Floats:
         """Compute the seconds of an all-reduce of `number_bytes`: a reduce-scatter and an all-gather."""
         return self._seconds("all_reduce", 2, number_bytes)
 
-    def _seconds(self, kind: Reduction, rounds: int, number_bytes: float) -> float:
-        if self.size == 1:
-            return 0.0
+    def _seconds(self, kind: Reduction, rounds: int, number_bytes: Real) -> Floats:
+        seconds = rounds * (self.size - 1) * (self.hop_s + number_bytes / self.size / self.bytes_per_s)
+        if self.operators is not None:
+            inside = (self.nodes == 1) & (self.size <= MOST_RANKS)
+            tabulated = self.operators.collective(kind, np.maximum(self.size, 2), number_bytes)
+            seconds = np.where(inside, tabulated, seconds)
         if self.profile is not None:
-            measured = self.profile.collective(kind, self.size, self.nodes, number_bytes)
-            if measured is not None:
-                return measured
-        if self.operators is not None and self.nodes == 1 and self.size <= MOST_RANKS:
-            return self.operators.collective(kind, self.size, number_bytes)
-        steps = self.size - 1
-        return rounds * steps * (self.hop_s + number_bytes / self.size / self.bytes_per_s)
+            for size, nodes in {*zip(self.size.tolist(), self.nodes.tolist(), strict=True)}:
+                measured = self.profile.collective(kind, size, nodes, number_bytes)
+                if measured is not None:
+                    seconds = np.where((self.size == size) & (self.nodes == nodes), measured, seconds)
+        return np.where(self.size == 1, 0.0, seconds)
 
 
 @dataclass(frozen=True)
 class Network:
-    """Links between the ranks of one call, counted from 0 at the start of a node or an aligned slice of it."""
+    """Links between the ranks of a call under each of some strategies.
+
+    Ranks are counted from 0 at the start of a node or an aligned slice of it.
+    """
 
     group: NodeGroup
-    placement: Placement
+    strategies: Strategies
     efficiency: Efficiency
     profile: Profile | None = None
 
-    @classmethod
-    def of(
-        cls, group: NodeGroup, placement: Placement, efficiency: Efficiency, profile: Profile | None = None
-    ) -> "Network":
-        """Build the network of a placement, which does not depend on its position in the node group."""
-        s = placement.strategy
-        ranks = Placement(Mesh(0, placement.mesh.size), Strategy(s.dp, s.tp, s.pp))
-        return cls(group, ranks, efficiency, profile)
-
     @cached_property
     def tp_group(self) -> Ring:
-        """TP groups: ranks that shard the same matrices."""
-        s = self.placement.strategy
-        return self._ring(
-            [self.placement.rank(dp=d, tp=t, pp=p) for t in range(s.tp)]
-            for p in range(s.pp)
-            for d in range(s.dp)
-        )
+        """TP groups."""
+        return self._ring("tp")
 
     @cached_property
     def dp_group(self) -> Ring:
-        """DP groups: ranks that hold the same parameters."""
-        s = self.placement.strategy
-        return self._ring(
-            [self.placement.rank(dp=d, tp=t, pp=p) for d in range(s.dp)]
-            for p in range(s.pp)
-            for t in range(s.tp)
-        )
+        """DP groups."""
+        return self._ring("dp")
 
     @cached_property
     def mesh_group(self) -> Ring:
         """Mesh group: all ranks of the placement."""
-        return self._ring([list(self.placement.ranks)])
+        return self._ring("mesh")
 
     @cached_property
     def embedding_group(self) -> Ring:
-        """Embedding groups: first and last stage of each pipeline."""
-        s = self.placement.strategy
-        return self._ring(
-            [self.placement.rank(dp=d, tp=t, pp=p) for p in sorted({0, s.pp - 1})]
-            for d in range(s.dp)
-            for t in range(s.tp)
-        )
+        """Embedding groups."""
+        return self._ring("embedding")
 
-    def hop(self, number_bytes: float) -> float:
+    def hop(self, number_bytes: Real) -> Floats:
         """Compute the seconds until all ranks of a stage have sent `number_bytes` to their peer on the next."""
-        device = self.group.device
-        crosses = self.placement.mesh.size > self.group.devices_per_node
-        measured = self.profile.collective("send", 2, 1 + crosses, number_bytes) if self.profile else None
-        if measured is not None:
-            return measured
-        if not crosses:
-            return device.link_latency_s + number_bytes / (device.link_bytes_per_s * self.efficiency.link)
-        width = self.group.node_bytes_per_s / self._most_leaving
-        seconds = number_bytes / (min(width, device.link_bytes_per_s) * self.efficiency.link)
-        return device.node_latency_s + seconds
+        device, per_node = self.group.device, self.group.devices_per_node
+        stage = self.strategies.dp * self.strategies.tp
+        size = stage * self.strategies.pp
+        # Of the first node, from which as many ranks send to another one as from any.
+        leaving = np.minimum(per_node, size - stage) - np.maximum(0, per_node - stage)
+        width = np.minimum(self.group.node_bytes_per_s / np.maximum(leaving, 1), device.link_bytes_per_s)
+        inside = device.link_latency_s + number_bytes / (device.link_bytes_per_s * self.efficiency.link)
+        between = device.node_latency_s + number_bytes / (width * self.efficiency.link)
+        if self.profile is not None:
+            inside, between = (
+                computed if measured is None else measured
+                for nodes, computed in ((1, inside), (2, between))
+                for measured in [self.profile.collective("send", 2, nodes, number_bytes)]
+            )
+        return np.where(size > per_node, between, inside)
 
-    @cached_property
-    def _most_leaving(self) -> int:
-        """Most ranks of one node that send to another node."""
-        step = self.placement.strategy.dp * self.placement.strategy.tp
-        leaving = Counter(
-            self._node(rank)
-            for rank in range(self.placement.mesh.size - step)
-            if self._node(rank) != self._node(rank + step)
-        )
-        return max(leaving.values())
-
-    def _node(self, rank: int) -> int:
-        return rank // self.group.devices_per_node
-
-    def _ring(self, groups: Iterable[list[int]]) -> Ring:
+    def _ring(self, kind: GroupKind) -> Ring:
         """Build a ring; groups that communicate at the same time share the network of a node.
 
         A part passes every link of the ring but one, of which as many cross nodes as there are nodes.
         """
-        members = list(groups)
         device = self.group.device
-        groups_through: defaultdict[int, int] = defaultdict(int)
-        max_nodes = 1
-        for ranks in members:
-            nodes = {self._node(rank) for rank in ranks}
-            max_nodes = max(max_nodes, len(nodes))
-            if len(nodes) > 1:
-                for node in nodes:
-                    groups_through[node] += 1
-        width = device.link_bytes_per_s
-        hop = device.link_latency_s
-        if groups_through:
-            width = min(width, self.group.node_bytes_per_s / max(groups_through.values()))
-            crossing = max_nodes / len(members[0])
-            hop = crossing * device.node_latency_s + (1 - crossing) * device.link_latency_s
+        s = self.strategies
+        degrees = zip(s.dp.tolist(), s.pp.tolist(), strict=True)
+        spans = [_find_span(kind, dp, s.tp, pp, self.group.devices_per_node) for dp, pp in degrees]
+        size, nodes, through = np.array(spans, dtype=np.int64).reshape(-1, 3).T
+        shared = np.minimum(device.link_bytes_per_s, self.group.node_bytes_per_s / np.maximum(through, 1))
+        crossing = np.where(through > 0, nodes / size, 0.0)
         return Ring(
-            size=len(members[0]),
-            bytes_per_s=width * self.efficiency.link,
-            hop_s=hop,
-            nodes=max_nodes,
+            size=size,
+            bytes_per_s=np.where(through > 0, shared, device.link_bytes_per_s) * self.efficiency.link,
+            hop_s=crossing * device.node_latency_s + (1 - crossing) * device.link_latency_s,
+            nodes=nodes,
             profile=self.profile,
             operators=find_operators(device),
         )
+
+
+@lru_cache(maxsize=1 << 16)
+def _find_span(kind: GroupKind, dp: int, tp: int, pp: int, per_node: int) -> tuple[int, int, int]:
+    """Size of the groups of a kind, most nodes that one spans, and most of those that span several on one node.
+
+    The way in which groups lie on nodes repeats itself from stage to stage.
+    """
+    stage = dp * tp
+    if kind == "mesh":
+        size = stage * pp
+        nodes = -(-size // per_node)
+        return size, nodes, int(nodes > 1)
+    if kind == "tp":
+        groups = min(dp * pp, per_node // gcd(tp, per_node))
+        ranks = np.arange(groups * tp).reshape(groups, tp)
+    elif kind == "dp":
+        stages = min(pp, per_node // gcd(stage, per_node))
+        ranks = np.arange(stages * stage).reshape(stages, dp, tp).transpose(0, 2, 1).reshape(-1, dp)
+    else:
+        first = np.arange(min(stage, per_node))
+        ranks = np.stack([first, first + (pp - 1) * stage], axis=1)[:, : min(pp, 2)]
+    on = ranks // per_node
+    new = np.diff(on, axis=1, prepend=-1) > 0
+    spanned = new.sum(axis=1)
+    through = np.bincount(on[new & (spanned > 1)[:, None]], minlength=1)
+    return ranks.shape[1], int(spanned.max()), int(through.max())

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
+from realrl.planner.arrays.arrays import Real
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.operators.tables import TABULATED, Operators, find_operators
@@ -38,18 +41,18 @@ class Roofline:
         """Tables of measured operators, which are in bfloat16."""
         return find_operators(self.device) if self.dtype == TABULATED else None
 
-    def matmul(self, rows: float, outputs: float, inputs: float) -> float:
+    def matmul(self, rows: Real, outputs: Real, inputs: Real) -> Real:
         """Time a matmul of [rows, inputs] and [inputs, outputs]."""
         if self.operators is not None:
             return self.operators.product(rows, outputs, inputs)
         return self._estimate_matmul(rows, outputs, inputs)
 
-    def matmul_backward(self, rows: float, outputs: float, inputs: float, *, trained: bool) -> float:
+    def matmul_backward(self, rows: Real, outputs: Real, inputs: Real, *, trained: bool) -> Real:
         """Time the gradient of a matmul's input, and that of its weights if they are trained."""
         seconds = self.matmul(rows, inputs, outputs)
         return seconds + self.matmul(outputs, inputs, rows) if trained else seconds
 
-    def _estimate_matmul(self, rows: float, outputs: float, inputs: float) -> float:
+    def _estimate_matmul(self, rows: Real, outputs: Real, inputs: Real) -> Real:
         """Time a matmul by arithmetic plus the traffic of three matrices.
 
         The sum rather than the maximum, because the first and last tiles overlap nothing. It reproduces how slow
@@ -60,16 +63,16 @@ class Roofline:
         peak = self.device.flops(self.dtype) * self.efficiency.matmul
         return arithmetic / peak + self.traffic(moved)
 
-    def traffic(self, number_bytes: float) -> float:
+    def traffic(self, number_bytes: Real) -> Real:
         """Time reads and writes of `number_bytes` of device memory."""
         return number_bytes / (self.device.memory_bytes_per_s * self.efficiency.memory)
 
-    def _stream(self, number_bytes: float, kernels: int) -> float:
+    def _stream(self, number_bytes: Real, kernels: int) -> Real:
         """Time kernels that read and write `number_bytes`, each of which takes a while on a GPU."""
         least = 0.0 if self.device.cpu else kernels * self.efficiency.least_kernel_s
-        return max(least, self.traffic(number_bytes))
+        return np.maximum(least, self.traffic(number_bytes))
 
-    def layer(self, tokens: float, squares: float) -> float:
+    def layer(self, tokens: Real, squares: Real) -> Real:
         """Time a layer forward. `squares`: sum of squared sequence lengths."""
         return (
             sum(self.matmul(tokens, *matrix) for matrix in self.sizes.matmul_shapes)
@@ -81,21 +84,21 @@ class Roofline:
             + self.widen(self.sizes.widened_shapes)
         )
 
-    def experts(self, rows: float) -> float:
+    def experts(self, rows: Real) -> Real:
         """Time the products of a layer's experts forward, for tokens that are spread evenly.
 
         Each token has a row for each of its experts; of the weights, those of experts without a token are not read.
         One kernel computes them all on a GPU, so that tables of single products do not tell its time.
         """
-        visited = count_visited_experts(self.sizes.shape, rows)
-        if not visited:
+        if not self.sizes.experts:
             return 0.0
+        visited = count_visited_experts(self.sizes.shape, rows)
         each = rows * self.sizes.copies / visited
         return visited * sum(self._estimate_matmul(each, *matrix) for matrix in self.sizes.expert_shapes)
 
-    def adapters(self, rows: float) -> float:
+    def adapters(self, rows: Real) -> Real:
         """Time a layer's adapters forward: products that are added to others; with DoRA, norms of rows, too."""
-        seconds = 0.0
+        seconds: Real = 0.0
         for adapter in self.sizes.adapters:
             seconds += self.matmul(rows, adapter.inner, adapter.inputs)
             seconds += sum(self.matmul(rows, block, adapter.rank) for block in adapter.blocks)
@@ -106,7 +109,7 @@ class Roofline:
                 seconds += self.matmul(adapter.rows, adapter.rank, adapter.inputs)
         return seconds
 
-    def widen(self, matrices: Sequence[tuple[int, int]]) -> float:
+    def widen(self, matrices: Sequence[tuple[int, int]]) -> Real:
         """Time widening quantised matrices for their products, which read them in the type of the computation.
 
         A number is read as a byte and written; on a GPU a second kernel multiplies it by its scale.
@@ -119,7 +122,7 @@ class Roofline:
         slow = self.device.cpu and self.sizes.shape.quantised == "fp8"
         return seconds * (self.efficiency.cpu_fp8_widening if slow else 1)
 
-    def layer_backward(self, tokens: float, squares: float) -> float:
+    def layer_backward(self, tokens: Real, squares: Real) -> Real:
         """Time a layer backward: two matmuls for each, attention 2.5 times (arXiv 2307.08691, section 3.1).
 
         A frozen matrix has one, and its adapters two.
@@ -134,7 +137,7 @@ class Roofline:
             + 2 * self.adapters(tokens)
         )
 
-    def accumulate_gradients(self, tokens: float) -> float:
+    def accumulate_gradients(self, tokens: Real) -> Real:
         """Time what the gradients of a layer's matrices take beside their products, for a micro-batch."""
         e, sizes = self.efficiency, self.sizes
         apart = e.apart_gradient_bytes
@@ -146,7 +149,7 @@ class Roofline:
         elements = sum(outputs * inputs for outputs, inputs in sizes.matmul_shapes)
         return self.traffic(own * elements + apart * of_experts)
 
-    def head(self, tokens: float) -> float:
+    def head(self, tokens: Real) -> Real:
         """Time log-probabilities, or values, of all tokens."""
         if self.sizes.head == "scalar":
             return self.traffic(tokens * self.sizes.shape.hidden_size * self.element_bytes)
@@ -154,11 +157,11 @@ class Roofline:
         each = e.cpu_logit_bytes if self.device.cpu else e.logit_bytes + self._widened
         return self.matmul(tokens, rows, self.sizes.shape.hidden_size) + self.traffic(each * tokens * rows)
 
-    def likeliest(self, tokens: float) -> float:
+    def likeliest(self, tokens: Real) -> Real:
         """Time the selection of the likeliest tokens at all positions."""
         return self.traffic(self.efficiency.likeliest_bytes * tokens * self.sizes.padded_vocab)
 
-    def head_backward(self, tokens: float) -> float:
+    def head_backward(self, tokens: Real) -> Real:
         """Time the gradients of log-probabilities, or values; logits that are not kept are computed again."""
         if self.sizes.head == "scalar":
             return 2 * self.head(tokens)
@@ -167,17 +170,17 @@ class Roofline:
         logits = self.traffic(each * tokens * rows)
         matrix = rows, self.sizes.shape.hidden_size
         kept = self.sizes.keeps_logits(tokens, cpu=self.device.cpu)
-        again = 0.0 if kept else self.matmul(tokens, *matrix)
+        again = np.where(kept, 0.0, self.matmul(tokens, *matrix))
         return again + self.matmul_backward(tokens, *matrix, trained=self.sizes.trains_head) + logits
 
-    def decode(self, rows: float, context: float) -> float:
+    def decode(self, rows: Real, context: Real) -> Real:
         """Time a layer of a decode step of `rows` sequences with `context` tokens each in the KV cache."""
         products = sum(self.matmul(rows, *matrix) for matrix in self.sizes.matmul_shapes)
         products += self.experts(rows) + self.widen(self.sizes.widened_shapes)
         attention = self._decode_attention(rows, context)
         return products + attention + self._elementwise(rows) + self.adapters(rows)
 
-    def _decode_attention(self, rows: float, context: float) -> float:
+    def _decode_attention(self, rows: Real, context: Real) -> Real:
         """Seconds of attention in a decode step, which reads the keys and values of all rows."""
         sizes = self.sizes
         if self.operators is not None:
@@ -191,12 +194,12 @@ class Roofline:
         keys = rows * average_context(sizes.shape, context)
         return self.traffic(2 * keys * sizes.cache_dim * self.element_bytes)
 
-    def qkv(self, tokens: float) -> float:
+    def qkv(self, tokens: Real) -> Real:
         """Time the queries, keys and values of a layer."""
         matrix = self.sizes.matmul_shapes[0]
         return self.matmul(tokens, *matrix) + self.widen([matrix])
 
-    def sample(self, rows: float, sampling: Sampling) -> float:
+    def sample(self, rows: Real, sampling: Sampling) -> Real:
         """Time logits and sampling of the next token of `rows` sequences."""
         logits = self.matmul(rows, self.sizes.padded_vocab, self.sizes.shape.hidden_size)
         e = self.efficiency
@@ -220,7 +223,7 @@ class Roofline:
             + e.top_p_operations * sampling.top_p
         )
 
-    def _attention(self, tokens: float, squares: float) -> float:
+    def _attention(self, tokens: Real, squares: Real) -> Real:
         """Seconds of causal attention, 2 * s² * query dimension FLOPs: half of scores and their product with
         values; less in layers with a sliding window."""
         if self.operators is not None:
@@ -230,7 +233,7 @@ class Roofline:
         peak = self.device.flops(dtype) * self.efficiency.attention
         return 2 * average_squares(self.sizes.shape, tokens, squares) * self.sizes.q_dim / peak
 
-    def _tabulated_attention(self, operators: Operators, tokens: float, squares: float) -> float:
+    def _tabulated_attention(self, operators: Operators, tokens: Real, squares: Real) -> Real:
         sizes, head = self.sizes, self.sizes.shape.head_dim
         heads = sizes.q_dim / head, sizes.kv_dim / head, head
         share = find_windowed_share(sizes.shape)
@@ -239,7 +242,7 @@ class Roofline:
             seconds += share * operators.prefill(tokens, squares, *heads, sizes.shape.window)
         return seconds * (self.efficiency.flash2_slower if operators.flash3 else 1.0)
 
-    def _scores(self, tokens: float, squares: float, score_bytes: float) -> float:
+    def _scores(self, tokens: Real, squares: Real, score_bytes: float) -> Real:
         """Seconds of the traffic of scores, where they are computed in memory: on a GPU, by rules that no kernel of
         a library knows."""
         if self.device.cpu or not self.sizes.options.scores_in_memory:
@@ -247,7 +250,7 @@ class Roofline:
         scores = average_squares(self.sizes.shape, tokens, squares) / 2 * self.sizes.q_dim
         return self.traffic(score_bytes * scores / self.sizes.shape.head_dim)
 
-    def _elementwise(self, tokens: float) -> float:
+    def _elementwise(self, tokens: Real) -> Real:
         """Seconds of what a layer reads and writes forward outside products and attention."""
         e, s = self.efficiency, self.sizes
         values = (
@@ -266,7 +269,7 @@ class Roofline:
         kernels = e.forward_operations - len(s.matmul_shapes) - 1
         return self._stream(tokens * values * self.element_bytes, kernels)
 
-    def _elementwise_backward(self, tokens: float) -> float:
+    def _elementwise_backward(self, tokens: Real) -> Real:
         """Seconds of what a layer reads and writes backward outside products and attention."""
         e, s = self.efficiency, self.sizes
         projected = s.q_dim + 2 * s.kv_dim

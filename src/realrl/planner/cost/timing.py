@@ -4,14 +4,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
+import numpy as np
+
 from realrl.layout.kv_blocks import count_steps_per_look
 from realrl.layout.sets import WHOLE as EVERYTHING
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
+from realrl.planner.arrays.arrays import Floats, Ints, Real
 from realrl.planner.cluster.devices import DeviceKind, compute_thread_speedup
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.roofline import Roofline
 from realrl.planner.profile.profile import WHOLE, CollectiveKind, LayerKind, Profile
-from realrl.planner.workload.batching import Chunks
+from realrl.planner.workload.batching import ManyChunks
 from realrl.planner.workload.sampling import Sampling
 from realrl.planner.workload.shard_sizes import LocalSizes
 
@@ -20,30 +23,30 @@ from realrl.planner.workload.shard_sizes import LocalSizes
 class DeviceHostTime:
     """Seconds of device work, and of the host that launches it."""
 
-    device: float
-    host: float = 0.0
+    device: Real
+    host: Real = 0.0
 
     @property
-    def wait(self) -> float:
+    def wait(self) -> Real:
         """Seconds that the device waits for the host."""
-        return max(0.0, self.host - self.device)
+        return np.maximum(0.0, self.host - self.device)
 
 
 @dataclass(frozen=True)
 class BatchSize:
     """Size of a micro-batch."""
 
-    tokens: float
-    squares: float
+    tokens: Real
+    squares: Real
     """Sum of squared sequence lengths."""
 
     @classmethod
-    def of(cls, chunks: Chunks) -> Self:
-        """Return the size of each chunk."""
+    def of(cls, chunks: ManyChunks) -> Self:
+        """Return the size of each chunk, under each strategy."""
         return cls(chunks.tokens, chunks.squares)
 
     @property
-    def context(self) -> float:
+    def context(self) -> Real:
         """Effective sequence length, weighted by tokens."""
         return self.squares / self.tokens
 
@@ -77,13 +80,13 @@ class Timing:
             sequence_parallel=self.sequence_parallel,
         )
 
-    def embed(self, size: BatchSize) -> float:
+    def embed(self, size: BatchSize) -> Real:
         """Time packing and embedding before the first layer; 0 in the roofline."""
-        return self._measured_of("embed", size) or 0.0
+        return _or_nothing(self._measured_of("embed", size))
 
-    def embed_backward(self, size: BatchSize) -> float:
+    def embed_backward(self, size: BatchSize) -> Real:
         """Time the gradient of the embedding table; 0 in the roofline."""
-        return self._measured_of("embed_backward", size) or 0.0
+        return _or_nothing(self._measured_of("embed_backward", size))
 
     def forward(self, size: BatchSize) -> DeviceHostTime:
         """Time a layer forward."""
@@ -104,7 +107,7 @@ class Timing:
         device = self.roofline.layer_backward(size.tokens, size.squares) + adding
         return self._device_host_time(device, self._backward_operations)
 
-    def _trained_share(self, size: BatchSize) -> float:
+    def _trained_share(self, size: BatchSize) -> Real:
         """Seconds of a backward pass, which was measured with all gradients, that frozen matrices leave."""
         if not self.sizes.frozen_matrices:
             return 1.0
@@ -115,16 +118,16 @@ class Timing:
         )
         return frozen / whole
 
-    def head(self, size: BatchSize) -> float:
+    def head(self, size: BatchSize) -> Real:
         """Time the head forward."""
         measured = self._measured_of("scalar" if self._scalar else "head", size)
         return self._exact * (self.roofline.head(size.tokens) if measured is None else measured)
 
-    def likeliest(self, size: BatchSize) -> float:
+    def likeliest(self, size: BatchSize) -> Real:
         """Time the selection of the likeliest tokens after the head, which no profile has."""
         return self.roofline.likeliest(size.tokens)
 
-    def head_backward(self, size: BatchSize) -> float:
+    def head_backward(self, size: BatchSize) -> Real:
         """Time the head backward."""
         measured = self._measured_of("scalar_backward" if self._scalar else "head_backward", size)
         return self.roofline.head_backward(size.tokens) if measured is None else measured
@@ -136,7 +139,7 @@ class Timing:
             return self.forward(size)
         return DeviceHostTime(self._exact * (measured + self._unmeasured(size.tokens)))
 
-    def start(self, size: BatchSize) -> float:
+    def start(self, size: BatchSize) -> Real:
         """Time all of a pass that prefills but its layers, with the last layer's keys and values.
 
         The roofline knows of nothing but these.
@@ -146,7 +149,7 @@ class Timing:
             return measured + self.roofline.widen(self.sizes.matmul_shapes[:1])
         return self._exact * self.roofline.qkv(size.tokens)
 
-    def decode(self, rows: float, context: float) -> DeviceHostTime:
+    def decode(self, rows: Real, context: Real) -> DeviceHostTime:
         """Time a layer of a decode step of `rows` sequences."""
         measured = self._measured("decode", rows, context)
         if measured is not None:
@@ -159,7 +162,7 @@ class Timing:
         """Kernels of a layer in a decode step."""
         return self.efficiency.decode_operations + self._further_operations
 
-    def look(self, rows: float) -> float:
+    def look(self, rows: Real) -> Real:
         """Time the host takes for each decode step to look at the tokens of `rows`, while a GPU waits for it.
 
         What was measured of decode steps contains it.
@@ -176,11 +179,11 @@ class Timing:
         runs_ahead = self.sizes.runs_ahead(self.dtype, exact=self.exact, cpu=self.device.cpu)
         return self.efficiency.decode_graphs and runs_ahead
 
-    def decode_step_overhead(self, rows: float) -> float:
+    def decode_step_overhead(self, rows: Real) -> Real:
         """Time the work of a decode step on every stage outside its layers; 0 in the roofline."""
-        return self._measured("decode_overhead", rows) or 0.0
+        return _or_nothing(self._measured("decode_overhead", rows))
 
-    def sample(self, rows: float, sampling: Sampling) -> DeviceHostTime:
+    def sample(self, rows: Real, sampling: Sampling) -> DeviceHostTime:
         """Time head and sampling of one decode step; what was measured is of the recipe's own sampling."""
         measured = self._measured("sample", rows)
         if measured is not None:
@@ -188,24 +191,24 @@ class Timing:
         operations = self.roofline.count_sampling_operations(sampling)
         return self._launched(self._exact * self.roofline.sample(rows, sampling), operations)
 
-    def prepare_experience(self, sequences: float, answer: float) -> float:
+    def prepare_experience(self, sequences: Real, answer: Real) -> Real:
         """Time what a train call computes of all its experience before the first mini-batch; 0 in the roofline."""
-        return self._measured("prepare", sequences, answer) or 0.0
+        return _or_nothing(self._measured("prepare", sequences, answer))
 
-    def update(self, elements: float, dp: int) -> float:
+    def update(self, elements: Real, dp: Ints) -> Real:
         """Time one optimizer step on a rank that stores `elements` parameters."""
         measured = self._measured("optimizer", elements / dp)
         clear = self._moved("clear", 4 * elements, self.efficiency.clear_bytes * elements)
         if measured is None:
             return clear + self.roofline.traffic(self.efficiency.update_bytes * elements / dp)
         # Without data parallelism, gradients are copied instead of reduced.
-        return measured + clear + (self._moved("copy", 4 * elements, 8 * elements) if dp == 1 else 0.0)
+        return measured + clear + np.where(dp == 1, self._moved("copy", 4 * elements, 8 * elements), 0.0)
 
-    def copy(self, number_bytes: float) -> float:
+    def copy(self, number_bytes: Real) -> Real:
         """Time a copy inside device memory."""
         return self._moved("copy", number_bytes, 2 * number_bytes)
 
-    def allocate(self, number_bytes: float) -> float:
+    def allocate(self, number_bytes: Real) -> Real:
         """Time an allocation of memory from the system, zeroing included."""
         return self._moved("allocate", number_bytes, number_bytes)
 
@@ -214,7 +217,7 @@ class Timing:
         """Seconds of a forward pass relative to one that is not exact."""
         return self.efficiency.exact_forward if self.exact else 1.0
 
-    def _unmeasured(self, rows: float) -> float:
+    def _unmeasured(self, rows: Real) -> Real:
         """Seconds of what a layer computes forward and no profile has: adapters, and widening of matrices."""
         return self.roofline.adapters(rows) + self.roofline.widen(self.sizes.widened_shapes)
 
@@ -254,7 +257,7 @@ class Timing:
     def _scalar(self) -> bool:
         return self.sizes.head == "scalar"
 
-    def _launched(self, device: float, operations: int) -> DeviceHostTime:
+    def _launched(self, device: Real, operations: int) -> DeviceHostTime:
         """Device and host seconds of operations of a decode step, which a GPU launches as one graph."""
         if not self.decodes_by_graphs:
             return self._device_host_time(device, operations)
@@ -262,12 +265,12 @@ class Timing:
         gaps = 0.0 if self.roofline.operators else operations * self.efficiency.graph_kernel_s
         return DeviceHostTime(device + gaps)
 
-    def _device_host_time(self, device: float, operations: int) -> DeviceHostTime:
+    def _device_host_time(self, device: Real, operations: int) -> DeviceHostTime:
         """Device seconds with those of the host to launch `operations`; on a CPU both run on the same cores."""
         host = operations * self.device.kernel_s
         return DeviceHostTime(device + host) if self.device.cpu else DeviceHostTime(device, host)
 
-    def _moved(self, kind: CollectiveKind, number_bytes: float, traffic: float) -> float:
+    def _moved(self, kind: CollectiveKind, number_bytes: Real, traffic: Real) -> Real:
         measured = self.profile.collective(kind, 1, 1, number_bytes) if self.profile else None
         return self.roofline.traffic(traffic) if measured is None else measured * self._slower
 
@@ -279,13 +282,18 @@ class Timing:
             return 1.0
         return compute_thread_speedup(then) / compute_thread_speedup(self.device.threads)
 
-    def _measured_of(self, kind: LayerKind, size: BatchSize) -> float | None:
+    def _measured_of(self, kind: LayerKind, size: BatchSize) -> Floats | None:
         return self._measured(kind, size.tokens, size.context)
 
-    def _measured(self, kind: LayerKind, size: float, context: float = 0) -> float | None:
+    def _measured(self, kind: LayerKind, size: Real, context: Real = 0.0) -> Floats | None:
         if self.profile is None:
             return None
         shape = self.sizes.shape
         tp = 1 if kind in WHOLE else self.sizes.tp
         seconds = self.profile.seconds(kind, shape, self.dtype, tp, size, context)
         return None if seconds is None else seconds * self._slower
+
+
+def _or_nothing(measured: Floats | None) -> Real:
+    """What was measured, else 0."""
+    return 0.0 if measured is None else measured

@@ -7,8 +7,8 @@ from enum import IntEnum
 import numpy as np
 
 from realrl.dataflow.call import Kind
-from realrl.planner.evaluate.tables import Bools, Columns, EmaUpdate, Tables
-from realrl.planner.moves.transfers import Floats, Ints
+from realrl.planner.arrays.arrays import Bools, Floats, Ints
+from realrl.planner.evaluate.tables import Columns, EmaUpdate, Tables
 
 
 class WavePhase(IntEnum):

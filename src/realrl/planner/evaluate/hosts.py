@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from realrl.planner.evaluate.tables import Bools
-from realrl.planner.moves.transfers import Floats, Ints
+from realrl.planner.arrays.arrays import Bools, Floats, Ints
 
 
 class Hosts:

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from realrl.planner.arrays.arrays import Bools, Floats, Ints
 from realrl.planner.evaluate.activities import Facts
-from realrl.planner.evaluate.tables import Bools
-from realrl.planner.moves.transfers import Floats, Ints
 
 Shared = tuple[int, ...]
 """Activities that share lengths."""

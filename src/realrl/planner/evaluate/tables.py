@@ -3,15 +3,13 @@
 from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.typing import NDArray
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.planner.moves.transfers import Floats, Ints, Layouts, TransferTable, name_mixing
+from realrl.planner.arrays.arrays import Bools, Floats, Ints
+from realrl.planner.moves.transfers import Layouts, TransferTable, name_mixing
 from realrl.planner.space.problem import Candidate, Problem
 from realrl.program.order import changes, dependents, dividing_keys, length_calls, producers
-
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realrl.dataflow.call import Kind
+from realrl.planner.arrays.arrays import Floats, Ints
 from realrl.planner.evaluate.activities import (
     Activities,
     Facts,
@@ -18,7 +19,6 @@ from realrl.planner.evaluate.activities import (
 from realrl.planner.evaluate.hosts import Hosts
 from realrl.planner.evaluate.late_rows import LateRows
 from realrl.planner.evaluate.tables import Columns, Tables
-from realrl.planner.moves.transfers import Floats, Ints
 from realrl.planner.space.problem import Assignment, Problem
 
 Scalar = TypeVar("Scalar", bound=np.generic)

@@ -5,13 +5,16 @@ token (tokens, positions, log-probabilities and what a loss computes from them),
 allocate outside torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from realrl.dataflow.call import Candidates
 from realrl.layout.limits import SENDS_PER_STAGE
-from realrl.plan.placement import ELEMENT_BYTES, Dtype, Strategy
+from realrl.plan.placement import ELEMENT_BYTES, Dtype
+from realrl.planner.arrays.arrays import Bools, Ints, Real, tabulate_stages, truncate
 from realrl.planner.memory.gathered import GatheredMemory
 from realrl.planner.memory.kv_cache import kv_cache_bytes
 from realrl.planner.memory.layer import LayerMemory
@@ -22,51 +25,54 @@ from realrl.planner.memory.packed_weights import (
     widened_matrix_bytes,
 )
 from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.planner.workload.strategies import Strategies
 
 GATHERED = "gathered layers"
-Parts = Mapping[str, int]
-"""Bytes of `activations`, `gathered layers`, `logits`, `cache`, `packed weights` and `graphs` at one moment."""
+Parts = Mapping[str, Ints]
+"""Bytes of `activations`, `gathered layers`, `logits`, `cache`, `packed weights` and `graphs` at one moment,
+[stages, strategies]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Activation memory of a model under a strategy, in bytes per rank.
+    """Activation memory of a model under each of some strategies, in bytes per rank.
 
-    `lengths` are a sample of sequence lengths. In methods, `tokens` are those of the largest micro-batch and
-    `chunks` is the number of micro-batches.
+    `lengths` are samples of sequence lengths, `sample` that of each strategy. In methods, `tokens` are those of the
+    largest micro-batch and `chunks` is the number of micro-batches, of each strategy; `stage` is [stages, 1].
     """
 
     sizes: LocalSizes
-    strategy: Strategy
+    strategies: Strategies
     dtype: Dtype
     cpu: bool
-    lengths: tuple[int, ...]
+    lengths: Sequence[tuple[int, ...]]
+    sample: Ints
     candidates: Candidates | None = None
     """Those of the call."""
     decode_graphs: bool = False
     """Whether decode steps are CUDA graphs."""
 
-    def inferring(self, tokens: float, *, layers: int, stage: int, chunks: int) -> Parts:
+    def inferring(self, tokens: Real, *, layers: Ints, stage: Ints, chunks: Ints) -> Parts:
         """Compute the peak of an inference call: in the embedding, in a layer, or at the logits."""
         expected = self._expected(tokens, stage, chunks - 1)
-        gathered, last = self.gathered, stage == self._last
-        layer: Parts = {
-            "activations": self._forward(tokens, stage, chunks) + expected,
-            GATHERED: gathered.layer(last_stage=last, layers=layers),
+        layer: Parts = {"activations": self._forward(tokens, stage, chunks) + expected}
+        states = self.layer.bytes(tokens, self.layer.stream + self.layer.hidden)
+        states = states + self.layer.index_bytes(tokens) + expected
+        last = stage == self._last
+        scored: Parts = {"activations": states, "logits": self.logits.scored(tokens)}
+        if self.strategies.zero == 1:
+            return _peak(layer, _only(last, scored))
+        gathered = self.gathered
+        embedded = {
+            "activations": self.layer.bytes(tokens, self.layer.stream),
+            GATHERED: gathered.embedding(),
         }
-        if stage == 0:
-            embedded = self.layer.bytes(tokens, self.layer.stream)
-            layer = _peak(layer, {"activations": embedded, GATHERED: gathered.embedding()})
-        if not last:
-            return layer
-        states = self.layer.bytes(tokens, self.layer.stream + self.layer.hidden) + self.layer.index_bytes(
-            tokens
-        )
-        logits = {"logits": self.logits.scored(tokens), GATHERED: gathered.head()}
-        return _peak(layer, {"activations": states + expected, **logits})
+        layer = {**layer, GATHERED: gathered.layer(last_stage=last, layers=layers)}
+        scored = {**scored, GATHERED: gathered.head()}
+        return _peak(layer, _only(stage == 0, embedded), _only(last, scored))
 
     def generating(
-        self, tokens: float, *, rows: float, cached: int, batches: int, layers: int, stage: int
+        self, tokens: Real, *, rows: Real, cached: Ints, batches: Ints, layers: Ints, stage: Ints
     ) -> Parts:
         """Compute the peak of a generate call: as weights are packed, in a layer, or while tokens are sampled.
 
@@ -75,7 +81,7 @@ class Activations:
         their own what such a step takes; the first step of each number of rows is none.
         """
         last = stage == self._last
-        held = {"cache": self.cache(cached, layers)}
+        held: dict[str, Ints] = {"cache": self.cache(cached, layers)}
         moments: list[Parts] = []
         if self.cpu:
             packed = packed_weight_bytes(self.sizes, self.dtype, layers=layers, head=last)
@@ -83,79 +89,88 @@ class Activations:
             moments.append({"packed weights": packed + packing})
             held["packed weights"] = packed
         decoded = {"activations": self._forward(rows, stage, batches)}
-        sampled = {"logits": self.logits.sampled(rows)} if last else {}
+        sampled = _only(last, {"logits": self.logits.sampled(rows)})
         if self.decode_graphs:
-            held["graphs"] = sum(_peak(decoded, sampled).values())
+            held["graphs"] = total(_peak(decoded, sampled))
         # The receives of other batches are posted.
         expected = (batches - 1) * self._expected(tokens, stage, batches - 1)
         prefill = {"activations": self._forward(tokens, stage, batches) + expected}
-        if last and layers == 1:
-            # Of its only layer nothing is computed but queries, keys and values.
-            received = self.layer.stream if stage else 0
-            prefill["activations"] = expected + self.layer.rotation_bytes(tokens)
-            prefill["activations"] += self.layer.bytes(tokens, received + self.layer.projected)
-        moments += [held | prefill, held | decoded, held | sampled]
+        # Of the only layer of the last stage nothing is computed but queries, keys and values.
+        received = np.where(stage > 0, self.layer.stream, 0)
+        little = expected + self.layer.rotation_bytes(tokens)
+        little = little + self.layer.bytes(tokens, received + self.layer.projected)
+        prefill["activations"] = np.where(last & (layers == 1), little, prefill["activations"])
+        moments += [held | prefill, held | decoded, {**held, **sampled}]
         return _peak(*moments)
 
     def training(
-        self, tokens: float, *, layers: int, stage: int, chunks: int, frozen_layers: int = 0
+        self, tokens: Real, *, layers: Ints, stage: Ints, chunks: Ints, frozen_layers: Ints
     ) -> Parts:
         """Compute the peak of a train call: in the backward pass of the logits, of a layer, or of the embedding.
 
         `layers` are those of the stage that have a backward pass; `frozen_layers`, which come before them, have
         none, and keep nothing.
         """
-        gathered, last_stage = self.gathered, stage == self._last
-        forward = gathered.layer(last_stage=last_stage, layers=layers + frozen_layers)
-        if frozen_layers and not layers and not last_stage:
-            expected = self._expected(tokens, stage, chunks - 1)
-            return {"activations": self._forward(tokens, stage, chunks) + expected, GATHERED: forward}
-        layer = self.layer
+        layer, last = self.layer, self._last
         trains_embedding = any(self.sizes.trained.embedding)
-        flying = min(chunks, self.strategy.pp - stage)
-        back = trains_embedding or any(self.sizes.trained.stage_layers(self.strategy.pp)[:stage])
-        sent = self._sent(tokens, chunks * ((stage > 0 and back) + (stage < self._last)))
-        sent += self._expected(tokens, stage, chunks - flying)
-        if stage < self._last and chunks > 1:
-            sent += layer.bytes(tokens, layer.stream)  # the posted receive of the next gradient
+        flying = np.minimum(chunks, self.strategies.pp - stage)
+        updated = tabulate_stages(self.sizes.trained.stage_layers, self.strategies.pp)
+        back = trains_embedding | (updated.cumsum(axis=0) > updated)
+        sent = self._sent(tokens, chunks * (((stage > 0) & back).astype(int) + (stage < last)))
+        sent = sent + self._expected(tokens, stage, chunks - flying)
+        # The posted receive of the next gradient.
+        sent = sent + np.where((stage < last) & (chunks > 1), layer.bytes(tokens, layer.stream), 0)
         each = self.kept(tokens, layers)
         inside = layer.backward_bytes(tokens)
-        if self.strategy.recompute:
-            # All of the layer, recomputed. Its input was kept anyway, but its output is held needlessly.
-            inside += layer.bytes(tokens, layer.kept)
-        moments: list[Parts] = [{"activations": 0, GATHERED: gathered.update()}]
-        if last_stage:
-            # Input of the final norm, its output at predicted tokens, and the gradient of that output.
-            states = layer.bytes(tokens, layer.stream + 2 * layer.hidden)
-            kept = sent + flying * each + states
-            logits = self.logits.backward(tokens)
-            moments.append({"activations": kept, "logits": logits, GATHERED: gathered.head_backward()})
-        if layers:
-            all_kept = sent + flying * each
-            there = gathered.first_layer_backward(last_stage=last_stage, layers=layers)
-            moments.append({"activations": all_kept + inside, "logits": 0, GATHERED: there})
-            there = gathered.later_layer_backward(last_stage=last_stage, layers=layers)
-            one_less = self.kept(tokens, layers) - self.kept(tokens, layers - 1)
-            moments.append({"activations": all_kept - one_less, "logits": 0, GATHERED: there})
-        if frozen_layers:
-            # A later micro-batch, in the layers that keep nothing.
-            kept = sent + (flying - 1) * each + self._shared(tokens)
-            moments.append(
-                {"activations": kept + layer.forward_bytes(tokens, layer.stream), GATHERED: forward}
-            )
-        if stage == 0 and trains_embedding:
-            embedded = layer.bytes(tokens, layer.stream) + 4 * int(tokens * layer.hidden)
-            later = sent + (flying - 1) * each
-            moments.append({"activations": later + embedded, "logits": 0})
-            moments.append({"activations": later, "logits": 0, GATHERED: gathered.embedding_backward()})
-        return _peak(*moments)
+        # All of the layer, recomputed. Its input was kept anyway, but its output is held needlessly.
+        inside = inside + np.where(self.strategies.recompute, layer.bytes(tokens, layer.kept), 0)
+        # Input of the final norm, its output at predicted tokens, and the gradient of that output.
+        states = layer.bytes(tokens, layer.stream + 2 * layer.hidden)
+        all_kept = sent + flying * each
+        logits: Parts = {"activations": all_kept + states, "logits": self.logits.backward(tokens)}
+        first: Parts = {"activations": all_kept + inside}
+        # A later micro-batch, in the layers that keep nothing.
+        later = sent + (flying - 1) * each + self._shared(tokens)
+        frozen: Parts = {"activations": later + layer.forward_bytes(tokens, layer.stream)}
+        # Stages without a backward pass.
+        forward = self._forward(tokens, stage, chunks) + self._expected(tokens, stage, chunks - 1)
+        without: Parts = {"activations": forward}
+        moments: list[Parts] = []
+        if self.strategies.zero > 1:
+            gathered, last_stage = self.gathered, stage == last
+            there = gathered.layer(last_stage=last_stage, layers=layers + frozen_layers)
+            frozen, without = {**frozen, GATHERED: there}, {**without, GATHERED: there}
+            logits = {**logits, GATHERED: gathered.head_backward()}
+            first = {
+                **first,
+                GATHERED: gathered.first_layer_backward(last_stage=last_stage, layers=layers),
+            }
+            one_less = each - self.kept(tokens, layers - 1)
+            second = {
+                "activations": all_kept - one_less,
+                GATHERED: gathered.later_layer_backward(last_stage=last_stage, layers=layers),
+            }
+            moments += [
+                {"activations": np.zeros_like(all_kept), GATHERED: gathered.update()},
+                _only(layers > 0, second),
+            ]
+        moments += [_only(stage == last, logits), _only(layers > 0, first), _only(frozen_layers > 0, frozen)]
+        if trains_embedding:
+            others = sent + (flying - 1) * each
+            embedded = layer.bytes(tokens, layer.stream) + 4 * truncate(tokens * layer.hidden)
+            moments.append(_only(stage == 0, {"activations": others + embedded}))
+            if self.strategies.zero > 1:
+                reduced = {"activations": others, GATHERED: self.gathered.embedding_backward()}
+                moments.append(_only(stage == 0, reduced))
+        alone = (frozen_layers > 0) & (layers == 0) & (stage < last)
+        return choose(alone, without, _peak(*moments))
 
-    def kept(self, tokens: float, layers: int) -> int:
+    def kept(self, tokens: Real, layers: Ints) -> Ints:
         """Compute the bytes kept for backward by one micro-batch; with checkpointing, the input of each layer."""
-        each = self.layer.stream if self.strategy.recompute else self.layer.kept
-        return self.layer.bytes(tokens, layers * each) + (self._shared(tokens) if layers else 0)
+        each = np.where(self.strategies.recompute, self.layer.stream, self.layer.kept)
+        return self.layer.bytes(tokens, layers * each) + np.where(layers > 0, self._shared(tokens), 0)
 
-    def cache(self, tokens: float, layers: int) -> int:
+    def cache(self, tokens: Real, layers: Ints) -> Ints:
         """Compute the bytes of a KV cache."""
         return kv_cache_bytes(self.sizes, tokens=tokens, layers=layers, element_bytes=self.element_bytes)
 
@@ -169,49 +184,71 @@ class Activations:
         """Activation sizes of one layer."""
         return LayerMemory(
             sizes=self.sizes,
-            strategy=self.strategy,
+            strategies=self.strategies,
             element_bytes=self.element_bytes,
             cpu=self.cpu,
             lengths=self.lengths,
+            sample=self.sample,
         )
 
     @cached_property
     def gathered(self) -> GatheredMemory:
         """Sections that are there while they are computed."""
-        return GatheredMemory(self.sizes, self.strategy, self.element_bytes)
+        return GatheredMemory(self.sizes, self.strategies, self.element_bytes)
 
     @cached_property
     def logits(self) -> Logits:
         """Activation sizes of the output head."""
         return Logits(self.sizes, self.element_bytes, self.cpu, self.candidates)
 
-    def _forward(self, tokens: float, stage: int, chunks: int) -> int:
+    def _forward(self, tokens: Real, stage: Ints, chunks: Ints) -> Ints:
         """Bytes in a stage's layers without gradients, when all chunks but one have been sent on.
 
         A quantised matrix is widened while activations are; which of them are at their peak is not looked at.
         """
-        sent = self._sent(tokens, 0 if stage == self._last else chunks - 1)
-        received = self.layer.stream if stage else 0
+        sent = self._sent(tokens, np.where(stage == self._last, 0, chunks - 1))
+        received = np.where(stage > 0, self.layer.stream, 0)
         widened = widened_matrix_bytes(self.sizes, self.dtype)
         return sent + self.layer.forward_bytes(tokens, received) + self._shared(tokens) + widened
 
-    def _expected(self, tokens: float, stage: int, later: int) -> int:
+    def _expected(self, tokens: Real, stage: Ints, later: Ints) -> Ints:
         """Bytes of the posted receive from the previous stage, if there is a later micro-batch."""
-        return self.layer.bytes(tokens, self.layer.stream) if stage and later > 0 else 0
+        return np.where((stage > 0) & (later > 0), self.layer.bytes(tokens, self.layer.stream), 0)
 
-    def _shared(self, tokens: float) -> int:
+    def _shared(self, tokens: Real) -> Ints:
         """Bytes shared by all layers: rotary tables, and indices of padded heads."""
         return self.layer.rotation_bytes(tokens) + self.layer.index_bytes(tokens)
 
-    def _sent(self, tokens: float, sends: int) -> int:
+    def _sent(self, tokens: Real, sends: Ints) -> Ints:
         """Bytes of sent hidden states and gradients whose sends have not completed."""
-        sends = min(sends, SENDS_PER_STAGE * self.strategy.pp) if self.strategy.pp > 1 else 0
+        pp = self.strategies.pp
+        sends = np.where(pp > 1, np.minimum(sends, SENDS_PER_STAGE * pp), 0)
         return self.layer.bytes(tokens, sends * self.layer.stream)
 
     @property
-    def _last(self) -> int:
-        return self.strategy.pp - 1
+    def _last(self) -> Ints:
+        return self.strategies.pp - 1
 
 
 def _peak(*moments: Parts) -> Parts:
-    return max(moments, key=lambda parts: sum(parts.values()))
+    """Parts at the moment when they are most together, for each stage and strategy."""
+    peak, *others = moments
+    for moment in others:
+        peak = choose(total(moment) > total(peak), moment, peak)
+    return peak
+
+
+def total(parts: Parts) -> Ints:
+    """Add up all parts."""
+    return np.asarray(sum(parts.values()))
+
+
+def choose(where: Bools, parts: Parts, others: Parts) -> Parts:
+    """Choose parts in some places, and others elsewhere."""
+    names = {**others, **parts}
+    return {name: np.where(where, parts.get(name, 0), others.get(name, 0)) for name in names}
+
+
+def _only(where: Bools, parts: Parts) -> Parts:
+    """Parts of a moment that there is in some places alone."""
+    return {name: np.where(where, size, 0) for name, size in parts.items()}

@@ -1,24 +1,28 @@
 """Memory of sections that ZeRO-2 and ZeRO-3 have whole while they are computed: parameters, and their gradients."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from realrl.layout.sets import element_width
-from realrl.plan.placement import Strategy
+from realrl.planner.arrays.arrays import Bools, Ints, apply_each
 from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.planner.workload.strategies import Strategies
 
 _FLOAT32 = 4
 
 
-@dataclass(frozen=True, order=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SectionBytes:
-    """Bytes of a section on the fullest TP rank."""
+    """Bytes of a section on the fullest TP rank, under each of some strategies."""
 
-    parameters: int
+    parameters: Ints
     """What is gathered of it; 0 where all of it is in memory anyway."""
-    gradients: int
+    gradients: Ints
     """Float32 gradients of all rows."""
-    sums: int
+    sums: Ints
     """Float32 sums of a rank's rows of them, which a reduce-scatter gives."""
     tensors: int
     """Parameters that it consists of, each of which has a collective of its own."""
@@ -26,70 +30,67 @@ class SectionBytes:
 
 @dataclass(frozen=True)
 class GatheredMemory:
-    """Bytes at moments of passes; all are 0 under ZeRO-1.
+    """Bytes at moments of passes under strategies of ZeRO-2 or ZeRO-3. Stages are rows of arrays.
 
     While a section is computed, the parameters of the next one arrive; gradients of a section are there until those
     of the one that follows in the backward pass are on their way, too (`engine.sharding`).
     """
 
     sizes: LocalSizes
-    strategy: Strategy
+    strategies: Strategies
     element_bytes: int
 
-    def embedding(self) -> int:
+    def embedding(self) -> Ints:
         """Compute the bytes while tokens are embedded."""
         return self.embedding_section.parameters + self.layer_section.parameters
 
-    def layer(self, *, last_stage: bool, layers: int) -> int:
+    def layer(self, *, last_stage: Bools, layers: Ints) -> Ints:
         """Compute the most bytes while layers of a stage are computed forward."""
-        following = [self.layer_section.parameters] if layers > 1 else []
-        following += [self.head_section.parameters] if last_stage else []
-        return self.layer_section.parameters + max(following, default=0)
+        layer = self.layer_section.parameters
+        next_layer = np.where(layers > 1, layer, 0)
+        return layer + np.maximum(next_layer, np.where(last_stage, self.head_section.parameters, 0))
 
-    def head(self) -> int:
+    def head(self) -> Ints:
         """Compute the bytes while the head is computed forward, without a backward pass."""
         return self.head_section.parameters
 
-    def head_backward(self) -> int:
+    def head_backward(self) -> Ints:
         """Compute the bytes while the head is computed backward: parameters of the last layer arrive."""
-        return self.head_section.parameters + self.head_section.gradients + self.layer_section.parameters
+        head = self.head_section
+        return head.parameters + head.gradients + self.layer_section.parameters
 
-    def first_layer_backward(self, *, last_stage: bool, layers: int) -> int:
+    def first_layer_backward(self, *, last_stage: Bools, layers: Ints) -> Ints:
         """Compute the bytes in the backward pass of a stage's last layer, while all activations are there."""
-        arriving = self.layer_section.parameters if layers > 1 else 0
-        return (
-            self.layer_section.parameters
-            + arriving
-            + self.layer_section.gradients
-            + self._leaving_head(last_stage)
-        )
-
-    def later_layer_backward(self, *, last_stage: bool, layers: int) -> int:
-        """Compute the bytes while the gradients of a layer are reduced, and those of one before it still are."""
         layer = self.layer_section
-        arriving = layer.parameters if layers > 1 else 0
-        leaving = self._leaving_head(last_stage) if layers == 1 or last_stage else 0
-        leaving = max(leaving, layer.gradients + layer.sums if layers > 1 else 0)
+        arriving = np.where(layers > 1, layer.parameters, 0)
+        return layer.parameters + arriving + layer.gradients + self._leaving_head(last_stage)
+
+    def later_layer_backward(self, *, last_stage: Bools, layers: Ints) -> Ints:
+        """Compute the bytes while the gradients of a layer are reduced, and those of one before it still are."""
+        layer, several = self.layer_section, layers > 1
+        arriving = np.where(several, layer.parameters, 0)
+        leaving = np.where(several, layer.gradients + layer.sums, 0)
+        leaving = np.maximum(leaving, self._leaving_head(last_stage))
         return layer.parameters + arriving + layer.gradients + layer.sums + leaving
 
-    def _leaving_head(self, last_stage: bool) -> int:
-        return self.head_section.gradients + self.head_section.sums if last_stage else 0
-
-    def embedding_backward(self) -> int:
+    def embedding_backward(self) -> Ints:
         """Compute the bytes while gradients of the embedding, which takes no parameters for them, are reduced."""
         embedding, layer = self.embedding_section, self.layer_section
         return embedding.gradients + embedding.sums + layer.gradients + layer.sums
 
-    def update(self) -> int:
+    def update(self) -> Ints:
         """Compute the bytes while ranks spread what they have updated: two sections that are under way (ZeRO-2)."""
-        if self.strategy.zero != 2:
-            return 0
-        sizes = self.sizes.cut_sets(self.strategy.dp)
-        (trained,) = [sizes[name] for name, updated in self.sizes.part.sets.items() if updated]
-        sections = sorted((max(trained.embedding), max(trained.layer), max(trained.layer), max(trained.end)))
-        # Of a lower precision, rows are rounded first.
-        each = self.strategy.dp * self.element_bytes + (self.element_bytes if self.element_bytes < 4 else 0)
-        return each * sum(sections[-2:])
+        if self.strategies.zero != 2:
+            return np.zeros_like(self.strategies.dp)
+        width = self.element_bytes
+
+        def count(dp: int) -> int:
+            (trained,) = [of for name, of in self.sizes.cut_sets(dp).items() if self.sizes.part.sets[name]]
+            sections = sorted((trained.embedding, trained.layer, trained.layer, trained.end), key=max)
+            # Of a lower precision, rows are rounded first.
+            return (dp * width + (width if width < _FLOAT32 else 0)) * sum(map(max, sections[-2:]))
+
+        return apply_each(count, self.strategies.dp)
 
     @cached_property
     def layer_section(self) -> SectionBytes:
@@ -114,24 +115,36 @@ class GatheredMemory:
             tensors=end.tensors + embedding.tensors,
         )
 
+    def _leaving_head(self, last_stage: Bools) -> Ints:
+        head = self.head_section
+        return np.where(last_stage, head.gradients + head.sums, 0)
+
     def _section(self, name: str) -> SectionBytes:
-        """Find a section's bytes; of layers those of the first or of the last one, which may be in other sets."""
-        strategy = self.strategy
-        found = SectionBytes(parameters=0, gradients=0, sums=0, tensors=0)
-        if strategy.zero == 1:
-            return found
-        cut = self.sizes.cut_sets(strategy.dp)
-        for number in (0, self.sizes.shape.layers - 1):
-            parameters = sums = 0
-            for of, sizes in cut.items():
-                rows = max(getattr(sizes, name)) if name != "layer" or number in sizes.layers else 0
-                if strategy.shards_parameters:
-                    parameters += strategy.dp * rows * element_width(of, self.element_bytes)
-                if self.sizes.part.sets[of]:
-                    sums += _FLOAT32 * rows
-            tensors = self.sizes.parameter_counts[name]
-            candidate = SectionBytes(
-                parameters=parameters, gradients=strategy.dp * sums, sums=sums, tensors=tensors
+        dp, shares = self.strategies.dp, self.strategies.zero == 3
+        sums = apply_each(self._counter(name, lambda of: _FLOAT32 * self.sizes.part.sets[of]), dp)
+        rows = apply_each(self._counter(name, lambda of: element_width(of, self.element_bytes)), dp)
+        return SectionBytes(
+            parameters=dp * rows if shares else np.zeros_like(dp),
+            gradients=dp * sums,
+            sums=sums,
+            tensors=self.sizes.parameter_counts[name],
+        )
+
+    def _counter(self, name: str, width: Callable[[str], int]) -> Callable[[int], int]:
+        """Make a function that counts the bytes of a rank's rows of a section, for a number of ranks.
+
+        `width` is that of an element of a parameter set. Of layers, the first or the last one counts: they may be
+        in other sets.
+        """
+
+        def count(dp: int) -> int:
+            return max(
+                sum(
+                    width(of) * max(getattr(sizes, name))
+                    for of, sizes in self.sizes.cut_sets(dp).items()
+                    if name != "layer" or number in sizes.layers
+                )
+                for number in (0, self.sizes.shape.layers - 1)
             )
-            found = max(found, candidate)
-        return found
+
+        return count

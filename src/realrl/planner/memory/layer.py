@@ -4,29 +4,34 @@ Counted are the tensors that `model.transformer` and `model.attention` allocate,
 gradient save. Unless stated otherwise, sizes are elements per token in the model's type.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, reduce
+
+import numpy as np
 
 from realrl.layout import limits
 from realrl.layout.padding import bucket_lengths
-from realrl.plan.placement import Strategy
+from realrl.planner.arrays.arrays import Floats, Ints, Real, truncate
 from realrl.planner.memory.matrix_gradients import added_bytes
 from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.planner.workload.strategies import Strategies
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMemory:
     """Activation sizes of a layer.
 
-    `lengths` are a sample of sequence lengths; they matter where attention pads sequences: on a GPU in float32, and
-    where layers have a cap or sinks.
+    `lengths` are samples of sequence lengths, `sample` that of each strategy; they matter where attention pads
+    sequences: on a GPU in float32, and where layers have a cap or sinks.
     """
 
     sizes: LocalSizes
-    strategy: Strategy
+    strategies: Strategies
     element_bytes: int
     cpu: bool
-    lengths: tuple[int, ...]
+    lengths: Sequence[tuple[int, ...]]
+    sample: Ints
 
     @cached_property
     def hidden(self) -> int:
@@ -36,21 +41,21 @@ class LayerMemory:
     @cached_property
     def stream(self) -> float:
         """Elements of the residual stream per token, which sequence parallelism shards."""
-        return self.hidden / (self.sizes.tp if self.strategy.sequence_parallel else 1)
+        return self.hidden / (self.sizes.tp if self.strategies.sequence_parallel else 1)
 
-    def rotation_bytes(self, tokens: float) -> int:
+    def rotation_bytes(self, tokens: Real) -> Ints:
         """Compute the bytes of the rotary tables, shared by all layers: cosines and sines of pairs in float32."""
-        return int(tokens * 4 * self.sizes.shape.head_dim)
+        return truncate(tokens * 4 * self.sizes.shape.head_dim)
 
-    def index_bytes(self, tokens: float) -> int:
+    def index_bytes(self, tokens: Real) -> Ints:
         """Compute the bytes of int64 indices to padded heads and back, shared by all layers."""
         if not self._pads:
-            return 0
+            return truncate(0)
         heads = 2 * (self.sizes.q_dim + self.sizes.cache_dim) / self.sizes.shape.head_dim
-        return int(8 * heads * (self._padded_rows + 1) * tokens)
+        return truncate(8 * heads * (self._padded_rows + 1) * tokens)
 
     @cached_property
-    def computed(self) -> float:
+    def computed(self) -> Real:
         """Peak elements per token without gradients: in attention or in the feed-forward block.
 
         Attention holds the residual stream, queries, keys and values, and its output. On a CPU it also holds a
@@ -64,14 +69,14 @@ class LayerMemory:
         s = self.stream
         inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
         queries = self.sizes.q_dim
-        attention = s + self._qkv + max(queries, self.hidden + self._added(self._qkv))
+        attention: Real = s + self._qkv + max(queries, self.hidden + self._added(self._qkv))
         if self.sizes.cache_dim != self.sizes.kv_dim:
             attention += self._read
         if self.cpu:
             attention += self._float32 * self._heads + self._widened(self._read + queries)
         if self._pads:
             attention += self._padded_rows * (self._read + 5 * queries)
-        entering = self.hidden + (s if self.strategy.sequence_parallel else 0)
+        entering = self.hidden + (s if self.strategies.sequence_parallel else 0)
         up = gate_up + self._added(self.sizes.gate_up_dim)
         block = max(
             entering + up, gate_up + inner, inner + self.hidden + self._added(self.hidden), 2 * self.hidden
@@ -81,10 +86,10 @@ class LayerMemory:
             shared = max(block, 2 * self.hidden) + self.hidden if self.sizes.shared_blocks else 0
             block = max(entering + self._computed_experts, shared)
         joined = 2 * self._qkv + self.sizes.q_dim + self.sizes.kv_dim if self.sizes.qk_norm else 0
-        return max(s + joined, attention, 2 * s + block)
+        return np.maximum(attention, max(s + joined, 2 * s + block))
 
     @cached_property
-    def kept(self) -> float:
+    def kept(self) -> Real:
         """Elements per token saved for the backward pass.
 
         These are inputs of the two norms, their outputs and their scales in float32; queries, keys and values as
@@ -97,6 +102,7 @@ class LayerMemory:
             heads = (self.sizes.q_dim + self.sizes.kv_dim) / self.sizes.shape.head_dim
             norms += self._qkv + heads * self._float32
         sums = self._heads * self._float32
+        attention: Real
         if self._pads:
             # Where scores are computed in memory, the output and its sums are not kept.
             results = 0 if self.sizes.options.scores_in_memory else self.sizes.q_dim + sums
@@ -186,7 +192,7 @@ class LayerMemory:
         """Elements per token of a layer that ends with keys and values: its input, that normalized, and these."""
         return self.stream + self.hidden + self._qkv
 
-    def backward_bytes(self, tokens: float) -> int:
+    def backward_bytes(self, tokens: Real) -> Ints:
         """Compute the peak bytes of gradients in backward, less saved tensors that have been freed by then."""
         s = self.stream
         hidden = self.hidden
@@ -196,7 +202,7 @@ class LayerMemory:
         apart = options.gated and options.activation != "silu" and not self.cpu
         between = 2 * inner if apart else 0
         frozen = self.sizes.frozen_matrices
-        gathered = hidden if self.strategy.sequence_parallel else 0
+        gathered = hidden if self.strategies.sequence_parallel else 0
         # oneDNN copies an operand of the matmul for the weight gradient; adapters give a second gradient of inputs.
         copied = hidden if self.cpu or frozen else 0
 
@@ -220,6 +226,7 @@ class LayerMemory:
             else:
                 moments = routed
         queries = self.sizes.q_dim
+        attention: Real
         if self._pads:
             # The gradients of padded outputs, queries, and keys and values for every query head, and the product of
             # outputs with their gradients; in bfloat16 those of keys and values are float32 numbers first.
@@ -232,16 +239,16 @@ class LayerMemory:
         # What the feed-forward block saved, which is done, has been freed.
         scores = self.score_bytes(tokens, backward=True)
         moments.append(self.bytes(tokens, attention - self._kept_block - hidden) + scores)
-        return max(moments)
+        return reduce(np.maximum, moments)
 
-    def _expert_moments(self, tokens: float) -> list[int]:
+    def _expert_moments(self, tokens: Real) -> list[Ints]:
         """Compute the bytes of gradients at moments of a mixture's backward pass, less what has been freed by then.
 
         The rows of an expert are gathered once more for the gradients of its matrices. On a GPU one kernel gives
         those of all experts, apart from the float32 gradients that they are added to.
         """
         inner, gate_up, hidden = self.sizes.ffn_dim, self.sizes.gate_up_dim, self.hidden
-        gathered = hidden if self.strategy.sequence_parallel else 0
+        gathered = hidden if self.strategies.sequence_parallel else 0
         frozen, narrow = self.sizes.frozen_matrices, self.element_bytes < 4
 
         def apart(elements: int) -> int:
@@ -276,11 +283,11 @@ class LayerMemory:
             self.bytes(tokens, entering + k * (2 * hidden - 2 * inner)),
         ]
 
-    def forward_bytes(self, tokens: float, held: float = 0.0) -> int:
+    def forward_bytes(self, tokens: Real, held: Real = 0.0) -> Ints:
         """Compute the peak bytes without gradients, with `held` elements per token besides."""
         return self.bytes(tokens, held + self.computed) + self.score_bytes(tokens, backward=False)
 
-    def score_bytes(self, tokens: float, *, backward: bool) -> int:
+    def score_bytes(self, tokens: Real, *, backward: bool) -> Ints:
         """Compute the bytes of attention's scores where they are computed in memory, some queries at a time.
 
         Forward they are float32, and cast to the model's type. Backward there are the weights, the slope of the
@@ -288,26 +295,29 @@ class LayerMemory:
         """
         options, float32 = self.sizes.options, self.element_bytes == 4
         if self.cpu or not (options.scores_in_memory or (float32 and self.sizes.shape.windowed_layers)):
-            return 0
-        most = tokens * self._padded_rows * max(self.lengths) * self._heads
+            return truncate(0)
+        longest = np.array([max(lengths) for lengths in self.lengths])[self.sample]
+        most = tokens * self._padded_rows * longest * self._heads
         copies = 3 + (options.attention_cap is not None) if backward else 1
-        return int(min(most, limits.GPU_SCORES) * (4 * copies + (0 if float32 else self.element_bytes)))
+        return truncate(
+            np.minimum(most, limits.GPU_SCORES) * (4 * copies + (0 if float32 else self.element_bytes))
+        )
 
-    def bytes(self, tokens: float, numbers: float) -> int:
+    def bytes(self, tokens: Real, numbers: Real) -> Ints:
         """Compute the bytes of `numbers` elements per token."""
-        return int(tokens * numbers * self.element_bytes)
+        return truncate(tokens * numbers * self.element_bytes)
 
     @cached_property
-    def _padded_rows(self) -> float:
+    def _padded_rows(self) -> Floats:
         """Tokens with attention's padding, per token."""
-        return sum(bucket.tokens for bucket in bucket_lengths(self.lengths)) / sum(self.lengths)
+        return np.array([_count_padded(lengths) for lengths in self.lengths])[self.sample]
 
     @property
     def _pads(self) -> bool:
         """Whether attention pads sequences into a dense batch."""
         return not self.cpu and (self.element_bytes == 4 or self.sizes.options.scores_in_memory)
 
-    def _widened(self, numbers: float) -> float:
+    def _widened(self, numbers: Real) -> Real:
         """Elements that float32 copies of so many elements take; none where they are float32."""
         return numbers * self._float32 if self.element_bytes < 4 else 0
 
@@ -329,3 +339,9 @@ class LayerMemory:
     @property
     def _float32(self) -> float:
         return 4 / self.element_bytes
+
+
+@lru_cache(maxsize=4096)
+def _count_padded(lengths: tuple[int, ...]) -> float:
+    """Tokens of a batch with attention's padding, per token."""
+    return sum(bucket.tokens for bucket in bucket_lengths(lengths)) / sum(lengths)

@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from realrl.dataflow.call import Candidates
 from realrl.layout.limits import max_logits
+from realrl.planner.arrays.arrays import Ints, Real, truncate
 from realrl.planner.memory.matrix_gradients import added_bytes
 from realrl.planner.workload.shard_sizes import LocalSizes
 
@@ -31,31 +34,33 @@ class Logits:
     candidates: Candidates | None = None
     """Those of the call."""
 
-    def sampled(self, rows: float) -> int:
+    def sampled(self, rows: Real) -> Ints:
         """Compute the bytes of the next tokens' logits, which every TP rank holds in full."""
         each = _SAMPLED_BYTES + (0 if self.cpu else 4)
-        return 0 if self._scalar else int(each * rows * self.sizes.shape.vocab_size)
+        return truncate(0 if self._scalar else each * rows * self.sizes.shape.vocab_size)
 
-    def scored(self, tokens: float) -> int:
+    def scored(self, tokens: Real) -> Ints:
         """Compute the bytes of one logit chunk in inference; for a scalar head, of hidden states cast to
         float32."""
         if self._scalar:
-            return int(self._float32 * tokens * self.sizes.shape.hidden_size)
+            return truncate(self._float32 * tokens * self.sizes.shape.hidden_size)
         chunk = self._log_softmax * self._chunk(tokens)
         if self.candidates is None:
-            return int(chunk)
+            return truncate(chunk)
         numbers, tp = self.candidates.count * tokens, self.sizes.tp
         in_chunk = numbers * self._chunk(tokens) / (tokens * self.sizes.padded_vocab)
         if self.candidates.ids is None:
             # Of all TP ranks log-probabilities are gathered, then ids, which are put side by side.
             selection = _FOUND_BYTES + (8 + (4 + 2 * 8) * tp if tp > 1 else 0)
             # At last they are found for predicted tokens, and copied to the places of all tokens.
-            return int(_FOUND_BYTES * numbers + max(chunk + selection * in_chunk, _FOUND_BYTES * numbers))
+            return truncate(
+                _FOUND_BYTES * numbers + np.maximum(chunk + selection * in_chunk, _FOUND_BYTES * numbers)
+            )
         # In a chunk: which are on this rank, their ids there, and log-probabilities twice.
-        computed = 4 * numbers + max(chunk + 17 * in_chunk, _DIVERGENCE_BYTES * numbers - 8 * numbers)
-        return int(computed + _GIVEN_BYTES * numbers)
+        computed = 4 * numbers + np.maximum(chunk + 17 * in_chunk, _DIVERGENCE_BYTES * numbers - 8 * numbers)
+        return truncate(computed + _GIVEN_BYTES * numbers)
 
-    def backward(self, tokens: float) -> int:
+    def backward(self, tokens: Real) -> Ints:
         """Compute the bytes of one logit chunk in the backward pass.
 
         Up to a number of log-probabilities, a micro-batch keeps them. The peak is either at the log-probabilities,
@@ -63,28 +68,31 @@ class Logits:
         where it is computed before it is added to those of other passes. A frozen head has none.
         """
         if self._scalar:
-            return int(2 * self._float32 * tokens * self.sizes.shape.hidden_size)
+            return truncate(2 * self._float32 * tokens * self.sizes.shape.hidden_size)
         chunk = self._chunk(tokens)
         logits = tokens * self.sizes.padded_vocab
-        kept = 4 * logits if self.sizes.keeps_logits(tokens, cpu=self.cpu) else 0
+        keeps = self.sizes.keeps_logits(tokens, cpu=self.cpu)
+        kept = np.where(keeps, 4 * logits, 0)
         if self.cpu:
-            computed = 4 + self._narrow if chunk == logits else self._log_softmax
+            computed = np.where(chunk == logits, 4 + self._narrow, self._log_softmax)
             if self.sizes.options.logit_cap is not None:
                 # Beside the slope of the cap: logits, of which several ranks also hold the exponential.
-                computed = max(computed, 4 + (8 if self.sizes.tp > 1 else 4))
+                computed = np.maximum(computed, 4 + (8 if self.sizes.tp > 1 else 4))
             hidden = self.sizes.shape.hidden_size
             product = self.element_bytes * hidden * chunk / self.sizes.padded_vocab
             if self.sizes.trains_head:
-                product = max(product, added_bytes(self.sizes.padded_vocab * hidden, self.element_bytes))
-            inside = max(computed * chunk, self.element_bytes * chunk + product)
+                product = np.maximum(
+                    product, added_bytes(self.sizes.padded_vocab * hidden, self.element_bytes)
+                )
+            inside = np.maximum(computed * chunk, self.element_bytes * chunk + product)
         else:  # logits, and their gradient, which in float32 takes their place
-            inside = (self._narrow if kept else 4 + self._narrow) * chunk
+            inside = np.where(keeps, self._narrow, 4 + self._narrow) * chunk
         if self.candidates is None:
-            return int(kept + inside)
+            return truncate(kept + inside)
         numbers = self.candidates.count * tokens
         # The gradient of log-probabilities comes twice: as it is, and divided by the temperature.
-        inside = max(inside + 2 * 4 * numbers, _LOSS_BYTES * numbers)
-        return int(kept + inside + _GIVEN_BYTES * numbers)
+        inside = np.maximum(inside + 2 * 4 * numbers, _LOSS_BYTES * numbers)
+        return truncate(kept + inside + _GIVEN_BYTES * numbers)
 
     @property
     def _log_softmax(self) -> int:
@@ -110,5 +118,5 @@ class Logits:
     def _scalar(self) -> bool:
         return self.sizes.head == "scalar"
 
-    def _chunk(self, tokens: float) -> float:
-        return min(tokens * self.sizes.padded_vocab, max_logits(cpu=self.cpu))
+    def _chunk(self, tokens: Real) -> Real:
+        return np.minimum(tokens * self.sizes.padded_vocab, max_logits(cpu=self.cpu))

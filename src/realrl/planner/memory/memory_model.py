@@ -1,10 +1,12 @@
 """Device memory of calls, by named parts."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+
+import numpy as np
 
 from realrl.config.errors import UserError
 from realrl.config.units import format_bytes
@@ -13,31 +15,24 @@ from realrl.families.shape import Head, ModelShape
 from realrl.layout.limits import bucket_count, message_limits
 from realrl.layout.ranges import stage_layers
 from realrl.layout.sets import BASE, TrainablePart, element_width
-from realrl.plan.placement import Placement
+from realrl.plan.placement import ELEMENT_BYTES, Dtype, Placement
+from realrl.planner.arrays.arrays import Ints, tabulate_stages, truncate
 from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.memory.activations import Activations, Parts
 from realrl.planner.memory.candidates import add_candidates
 from realrl.planner.memory.communicators import count_layout_bytes, world_bytes
 from realrl.planner.memory.packed_weights import packed_matrix_bytes
+from realrl.planner.memory.reserves import DRIVER_BYTES, FRAGMENTATION, PROCESS_BYTES
 from realrl.planner.memory.routed_experts import add_routed_experts
-from realrl.planner.workload.batching import split_work
-from realrl.planner.workload.generation import split_generation
+from realrl.planner.workload.batching import split_all_work
+from realrl.planner.workload.generation import split_generations
 from realrl.planner.workload.shard_sizes import LocalSizes, SetSizes
+from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
 from realrl.program.training_state import TrainingState, count_training_state
 
-_GIB = 1 << 30
-DRIVER_BYTES = int(0.6 * _GIB)
-"""Memory reserved by driver and libraries on a GPU: the CUDA context and the kernels that are used."""
-PROCESS_BYTES = 4 * _GIB
-"""Host memory reserved for a device's process: torch, CUDA, and a file of weights while a model is saved."""
-FRAGMENTATION = 0.1
-"""Fraction of dynamic memory that the caching allocator holds but cannot use.
-
-Static memory consists of a few flat buffers and does not fragment; nor do the cache, packed weights and the memory
-of graphs, which a call holds from its beginning to its end."""
 _LASTING = ("cache", "packed weights", "graphs")
 
 
@@ -61,6 +56,15 @@ class MemoryNeed:
     def bytes(self) -> int:
         """Static and dynamic bytes in total."""
         return self.static_bytes + sum(self.dynamic.values())
+
+
+@dataclass(frozen=True)
+class ManyNeeds:
+    """`MemoryNeed` of each pipeline stage under many strategies, [stages, strategies]; entries of `dynamic` past a
+    strategy's last stage have no meaning."""
+
+    static: Parts
+    dynamic: Parts
 
 
 class MemoryModel:
@@ -101,26 +105,38 @@ class MemoryModel:
 
     def parameters(self, model: StoredModel, placement: Placement) -> int:
         """Compute the bytes of a copy of the parameters on the peak device of a placement."""
-        return max(self._stage_bytes(model, placement))
+        return int(self._stage_bytes(model, Strategies.of([placement.strategy])).max())
 
     def set_bytes(self, model: StoredModel, placement: Placement) -> dict[str, int]:
         """Compute the bytes of a copy of each parameter set, on the device that has most of it."""
-        return {name: max(stages) for name, stages in self._set_bytes(model, placement).items()}
+        sizes = self.largest_sets(model, Strategies.of([placement.strategy]))
+        return {name: int(size[0]) for name, size in sizes.items()}
 
-    def base_bytes(self, model: StoredModel, placement: Placement) -> int:
-        """Compute the bytes of a copy of the base set, on the device that has least of it."""
-        return min(self._set_bytes(model, placement)[BASE])
+    def largest_sets(self, model: StoredModel, strategies: Strategies) -> dict[str, Ints]:
+        """Compute `set_bytes` under each of some strategies."""
+        return {name: size.max(axis=0) for name, size in self._set_bytes(model, strategies).items()}
+
+    def least_base_bytes(self, model: StoredModel, strategies: Strategies) -> Ints:
+        """Compute the bytes of a copy of the base set under each strategy, on the device that has least of it."""
+        size = self._set_bytes(model, strategies)[BASE]
+        there = np.arange(len(size))[:, None] < strategies.pp
+        return np.where(there, size, size.max()).min(axis=0)
 
     def state(self, model: StoredModel, placement: Placement) -> int:
         """Compute the bytes that optimizer offloading frees on the peak device: gradients and optimizer state."""
-        return max(state.bytes for state in self._states(model, placement, model.element_bytes))
+        return int(self.states(model, Strategies.of([placement.strategy]))[0][0])
 
     def kept_state(self, model: StoredModel, placement: Placement) -> int:
         """Compute the bytes copied to offload the optimizer: two moments, and master weights below float32.
 
         Gradients are discarded between steps.
         """
-        return max(state.kept for state in self._states(model, placement, model.element_bytes))
+        return int(self.states(model, Strategies.of([placement.strategy]))[1][0])
+
+    def states(self, model: StoredModel, strategies: Strategies) -> tuple[Ints, Ints]:
+        """Compute `state` and `kept_state` under each of some strategies."""
+        state = self._training_state(model, strategies, model.element_bytes)
+        return state.bytes.max(axis=0), state.kept.max(axis=0)
 
     def stages(
         self, call: Call, model: StoredModel, placement: Placement, workload: Workload
@@ -134,89 +150,89 @@ class MemoryModel:
         cpu = self.spec.device(placement.mesh.first).cpu
         key = (call, model, placement.strategy, cpu, workload)
         if key not in self._needs:
-            trained = self._states(model, placement, model.width(placement.strategy))
-            stored = self._stage_bytes(model, placement)
-            stages = zip(stored, trained, self._dynamic(call, model, placement, workload), strict=True)
-            needs = []
-            for size, state, dynamic in stages:
-                static = {"parameters": size}
-                if call.kind is Kind.TRAIN:
-                    static |= {"gradients": state.gradients, "optimizer": state.optimizer}
-                needs.append(MemoryNeed(static, dynamic))
-            self._needs[key] = tuple(needs)
+            strategies = Strategies.of([placement.strategy])
+            needs = self.needs(call, model, placement.mesh.first, strategies, workload)
+            self._needs[key] = tuple(
+                MemoryNeed(_pick(needs.static, stage), _pick(needs.dynamic, stage))
+                for stage in range(placement.strategy.pp)
+            )
         return self._needs[key]
+
+    def needs(
+        self, call: Call, model: StoredModel, first: int, strategies: Strategies, workload: Workload
+    ) -> "ManyNeeds":
+        """Compute the memory needs under each of some strategies at once, as `stages` does under one.
+
+        On devices of the kind of rank `first`.
+        """
+        static = {"parameters": self._stage_bytes(model, strategies)}
+        if call.kind is Kind.TRAIN:
+            state = self._training_state(model, strategies, ELEMENT_BYTES[_dtype(model, strategies)])
+            static |= {"gradients": state.gradients, "optimizer": state.optimizer}
+        cpu = self.spec.device(first).cpu
+        return ManyNeeds(static, self._dynamic(call, model, strategies, workload, cpu=cpu))
 
     def call(self, call: Call, model: StoredModel, placement: Placement, workload: Workload) -> MemoryNeed:
         """Compute the largest memory need among the pipeline stages."""
         return max(self.stages(call, model, placement, workload), key=lambda need: need.bytes)
 
     def _dynamic(
-        self, call: Call, model: StoredModel, placement: Placement, workload: Workload
-    ) -> Iterator[Parts]:
-        """Peak dynamic memory of each stage."""
-        strategy = placement.strategy
+        self, call: Call, model: StoredModel, strategies: Strategies, workload: Workload, *, cpu: bool
+    ) -> Parts:
+        """Peak dynamic memory of each stage, [stages, strategies]; past the last one it has no meaning."""
         work = workload.work(call)
-        cpu = self.spec.device(placement.mesh.first).cpu
         generation = None
         if call.kind is Kind.GENERATE:
-            generation = split_generation(work, strategy, cpu=cpu)
+            generation = split_generations(work, strategies, cpu=cpu)
             chunks = generation.passes
-            strategy = replace(strategy, sequence_parallel=False)  # it pays for long sequences
         else:
-            chunks = split_work(work, strategy, self.efficiency.pass_chunks_per_stage)
-        tokens = chunks.peak.tokens
-        lengths = chunks.peak.lengths
-        sizes = self._local(model, placement)
+            chunks = split_all_work(work, strategies, self.efficiency.pass_chunks_per_stage)
+        tokens = chunks.peak_tokens
+        sizes = self._local(model, strategies.tp)
         activations = Activations(
             sizes=sizes,
-            strategy=strategy,
-            dtype=model.dtype_under(strategy),
+            # In generation sequence parallelism is not used: it pays for long sequences.
+            strategies=strategies if generation is None else replace(strategies, sequence_parallel=False),
+            dtype=_dtype(model, strategies),
             cpu=cpu,
-            lengths=lengths,
+            lengths=chunks.peak_lengths,
+            sample=chunks.peak,
             candidates=call.candidates,
             decode_graphs=self.efficiency.decode_graphs
-            and sizes.runs_ahead(model.dtype_under(strategy), exact=model.exact, cpu=cpu),
+            and sizes.runs_ahead(_dtype(model, strategies), exact=model.exact, cpu=cpu),
         )
-        updated = sizes.trained.stage_layers(strategy.pp)
-        counts = [len(stage) for stage in stage_layers(model.shape.layers, strategy.pp)]
-        last = strategy.pp - 1
-        found: dict[tuple[int, ...], Parts] = {}
-        for stage, layers in enumerate(counts):
-            # Without gradients, stages between the first and the last one are alike.
-            alike = (stage,) if call.kind is Kind.TRAIN else (min(stage, 1), stage == last, layers)
-            if alike not in found:
-                if call.kind is Kind.TRAIN:
-                    parts: Parts = activations.training(
-                        tokens,
-                        layers=updated[stage],
-                        stage=stage,
-                        chunks=chunks.count,
-                        frozen_layers=layers - updated[stage],
-                    )
-                elif call.kind is Kind.INFERENCE:
-                    parts = activations.inferring(tokens, layers=layers, stage=stage, chunks=chunks.count)
-                else:
-                    assert generation is not None, f"{call.name} is a function, which uses no device memory"
-                    parts = activations.generating(
-                        tokens,
-                        rows=generation.rows_per_batch,
-                        cached=generation.cache.tokens,
-                        batches=generation.batches,
-                        layers=layers,
-                        stage=stage,
-                    )
-                if cpu and model.exact:  # forward passes pack each matrix for its product
-                    head = stage == last and model.head == "lm"
-                    packed = packed_matrix_bytes(sizes, activations.dtype, head=head)
-                    parts = {**parts, "packed weights": parts.get("packed weights", 0) + packed}
-                parts = add_candidates(parts, call, work, strategy, tokens, cpu=cpu, last=stage == last)
-                routed = tokens if generation is None else generation.cache.tokens
-                parts = add_routed_experts(
-                    parts, call, model.shape, work, strategy, routed, layers=layers, cpu=cpu
-                )
-                passing = sum(size for name, size in parts.items() if name not in _LASTING)
-                found[alike] = {**parts, "fragmentation": int(FRAGMENTATION * passing)}
-            yield found[alike]
+        layers = tabulate_stages(
+            lambda pp: list(map(len, stage_layers(model.shape.layers, pp))), strategies.pp
+        )
+        stage = np.arange(len(layers))[:, None]
+        last = stage == strategies.pp - 1
+        parts: Parts
+        if call.kind is Kind.TRAIN:
+            updated = tabulate_stages(sizes.trained.stage_layers, strategies.pp)
+            parts = activations.training(
+                tokens, layers=updated, stage=stage, chunks=chunks.count, frozen_layers=layers - updated
+            )
+        elif call.kind is Kind.INFERENCE:
+            parts = activations.inferring(tokens, layers=layers, stage=stage, chunks=chunks.count)
+        else:
+            assert generation is not None, f"{call.name} is a function, which uses no device memory"
+            parts = activations.generating(
+                tokens,
+                rows=generation.rows_per_batch,
+                cached=generation.cached_tokens,
+                batches=generation.batches,
+                layers=layers,
+                stage=stage,
+            )
+        if cpu and model.exact:  # forward passes pack each matrix for its product
+            packed = packed_matrix_bytes(sizes, activations.dtype, head=last & (model.head == "lm"))
+            parts = {**parts, "packed weights": parts.get("packed weights", 0) + packed}
+        records = -(-(work.items // work.minibatches) // strategies.dp)
+        parts = add_candidates(parts, call, work, records, tokens, cpu=cpu, last=last)
+        routed = tokens if generation is None else generation.cached_tokens
+        parts = add_routed_experts(parts, call, model.shape, work, records, routed, layers=layers, cpu=cpu)
+        passing = sum(size for name, size in parts.items() if name not in _LASTING)
+        return {**parts, "fragmentation": truncate(FRAGMENTATION * np.asarray(passing))}
 
     def _per_node(self, rank: int) -> int:
         return self.spec.groups[self.spec.group_index(rank)].devices_per_node
@@ -227,35 +243,52 @@ class MemoryModel:
         ends = accumulate(group.nodes for group in self.spec.groups)
         return list(zip(ends, self.spec.groups, strict=True))
 
-    def _set_bytes(self, model: StoredModel, placement: Placement) -> dict[str, tuple[int, ...]]:
-        """Bytes that each stage stores of each parameter set."""
-        strategy, width = placement.strategy, model.width(placement.strategy)
-        local = self._local(model, placement)
-        sizes = local.cut_sets(strategy.dp) if strategy.shards_parameters else local.sets
+    def _set_bytes(self, model: StoredModel, strategies: Strategies) -> dict[str, Ints]:
+        """Bytes that each stage stores of each parameter set, [stages, strategies]."""
+        width = ELEMENT_BYTES[_dtype(model, strategies)]
+        cut = strategies.zero == 3
         return {
-            name: tuple(element_width(name, width) * n for n in _padded(of, strategy.replicas, strategy.pp))
-            for name, of in sizes.items()
+            name: element_width(name, width) * self._pad_all(model, strategies, name, cut=cut)
+            for name in model.part.sets
         }
 
-    def _stage_bytes(self, model: StoredModel, placement: Placement) -> tuple[int, ...]:
+    def _stage_bytes(self, model: StoredModel, strategies: Strategies) -> Ints:
         """Bytes of parameters that each stage stores."""
-        return tuple(map(sum, zip(*self._set_bytes(model, placement).values(), strict=True)))
+        return np.sum(list(self._set_bytes(model, strategies).values()), axis=0)
 
-    def _states(
-        self, model: StoredModel, placement: Placement, element_bytes: int
-    ) -> tuple[TrainingState, ...]:
+    def _training_state(
+        self, model: StoredModel, strategies: Strategies, element_bytes: int
+    ) -> TrainingState:
         """State of training on each stage, with parameters of a width."""
-        strategy, local = placement.strategy, self._local(model, placement)
-        sizes, replicas = local.trained, strategy.dp
-        if strategy.zero > 1:
-            name = next(name for name, updated in model.part.sets.items() if updated)
-            sizes, replicas = local.cut_sets(strategy.dp)[name], 1
-        elements = _padded(sizes, replicas, strategy.pp)
-        return tuple(count_training_state(strategy, n, element_bytes) for n in elements)
+        name = next(name for name, updated in model.part.sets.items() if updated)
+        elements = self._pad_all(model, strategies, name, cut=strategies.zero > 1)
+        return count_training_state(strategies.zero, strategies.dp, elements, element_bytes)
 
-    def _local(self, model: StoredModel, placement: Placement) -> LocalSizes:
-        key = (model.shape, model.head, placement.strategy.tp, model.part)
+    def _pad_all(self, model: StoredModel, strategies: Strategies, name: str, *, cut: bool) -> Ints:
+        """Elements of a set that each stage stores, [stages, strategies], padded (`_padded`).
+
+        `cut`: whether data-parallel ranks store rows of their own.
+        """
+        local, stages = self._local(model, strategies.tp), int(strategies.pp.max())
+        degrees = zip(strategies.dp.tolist(), strategies.pp.tolist(), strict=True)
+        sizes = (
+            _padded(local.cut_sets(dp)[name], 1, pp) if cut else _padded(local.sets[name], dp, pp)
+            for dp, pp in degrees
+        )
+        return np.array([of_stages + (0,) * (stages - len(of_stages)) for of_stages in sizes]).T
+
+    def _local(self, model: StoredModel, tp: int) -> LocalSizes:
+        key = (model.shape, model.head, tp, model.part)
         return self._sizes.setdefault(key, LocalSizes(*key))
+
+
+def _dtype(model: StoredModel, strategies: Strategies) -> Dtype:
+    return model.dtype if strategies.dtype is None else strategies.dtype
+
+
+def _pick(parts: Parts, stage: int) -> dict[str, int]:
+    """Parts of a stage under the only strategy."""
+    return {name: int(size[stage, 0]) for name, size in parts.items()}
 
 
 @lru_cache(maxsize=4096)

@@ -5,28 +5,40 @@ likewise, and have no packed copy. Whether a generate call packs weights is a ch
 what is counted is an upper bound.
 """
 
+import numpy as np
+
 from realrl.layout.limits import LANES
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
+from realrl.planner.arrays.arrays import Bools, Ints
 from realrl.planner.workload.shard_sizes import LocalSizes
 
 
-def packed_weight_bytes(sizes: LocalSizes, dtype: Dtype, *, layers: int, head: bool) -> int:
+def packed_weight_bytes(sizes: LocalSizes, dtype: Dtype, *, layers: Ints, head: Bools) -> Ints:
     """Compute the bytes of a packed copy of the matrices of `layers` and, if `head`, of the head's."""
     matrices = () if sizes.shape.quantised else sizes.matmul_shapes + sizes.experts * sizes.expert_shapes
-    shapes = layers * matrices + (_head_shape(sizes) if head else ())
-    return _element_bytes(dtype) * sum(_add_rows(rows) * columns for rows, columns in shapes)
-
-
-def packing_bytes(sizes: LocalSizes, dtype: Dtype, *, head: bool) -> int:
-    """Compute the bytes held beside it while a matrix is packed: what is rounded, and what has rows added."""
-    return _element_bytes(dtype) * max(_copies(shape, dtype) for shape in _shapes(sizes, head))
-
-
-def packed_matrix_bytes(sizes: LocalSizes, dtype: Dtype, *, head: bool) -> int:
-    """Compute the most bytes held while one matrix is packed for a product, as exact forward passes do."""
-    return _element_bytes(dtype) * max(
-        _add_rows(rows) * columns + _copies((rows, columns), dtype) for rows, columns in _shapes(sizes, head)
+    of_layer, of_head = (
+        sum(_add_rows(rows) * columns for rows, columns in shapes)
+        for shapes in (matrices, _head_shape(sizes))
     )
+    return _element_bytes(dtype) * (layers * of_layer + head * of_head)
+
+
+def packing_bytes(sizes: LocalSizes, dtype: Dtype, *, head: Bools) -> Ints:
+    """Compute the bytes held beside it while a matrix is packed: what is rounded, and what has rows added."""
+    with_head, without = (max(_copies(s, dtype) for s in _shapes(sizes, of)) for of in (True, False))
+    return _element_bytes(dtype) * np.where(head, with_head, without)
+
+
+def packed_matrix_bytes(sizes: LocalSizes, dtype: Dtype, *, head: Bools) -> Ints:
+    """Compute the most bytes held while one matrix is packed for a product, as exact forward passes do."""
+    with_head, without = (
+        max(
+            _add_rows(rows) * columns + _copies((rows, columns), dtype)
+            for rows, columns in _shapes(sizes, of)
+        )
+        for of in (True, False)
+    )
+    return _element_bytes(dtype) * np.where(head, with_head, without)
 
 
 def widened_matrix_bytes(sizes: LocalSizes, dtype: Dtype) -> int:

@@ -2,9 +2,8 @@
 
 from realrl.dataflow.call import Call
 from realrl.families.shape import ModelShape
-from realrl.plan.placement import Strategy
+from realrl.planner.arrays.arrays import Ints, Real, truncate
 from realrl.planner.memory.activations import Parts
-from realrl.planner.workload.batching import records_per_rank
 from realrl.planner.workload.workload import CallWork
 
 _BYTES = 2
@@ -16,23 +15,24 @@ def add_routed_experts(
     call: Call,
     shape: ModelShape,
     work: CallWork,
-    strategy: Strategy,
-    tokens: float,
+    rank_records: Ints,
+    tokens: Real,
     *,
-    layers: int,
+    layers: Ints,
     cpu: bool,
 ) -> Parts:
     """Add what a stage of `layers` holds of them to the peak of a call.
 
     `tokens` are those of the cache where the call generates, which has a record beside keys and values, else of a
-    micro-batch. Host memory, that of the device on a CPU, has those of all items: of the step, and of the call.
+    micro-batch, `rank_records` the records of
+    a rank. Host memory, that of the device on a CPU, has those of all items: of the step, and of the call.
     """
     if shape.mixture is None or not (call.records_experts or any(call.replays)):
         return parts
     each = _BYTES * shape.mixture.per_token
     if call.records_experts:
-        return {**parts, "cache": parts.get("cache", 0) + int(each * layers * tokens)}
+        return {**parts, "cache": parts.get("cache", truncate(0)) + truncate(each * layers * tokens)}
     held = each * layers * tokens
     if cpu:
-        held += 2 * each * shape.layers * records_per_rank(work, strategy) * work.minibatches * work.mean
-    return {**parts, "activations": parts.get("activations", 0) + int(held)}
+        held = held + 2 * each * shape.layers * rank_records * work.minibatches * work.mean
+    return {**parts, "activations": parts.get("activations", truncate(0)) + truncate(held)}

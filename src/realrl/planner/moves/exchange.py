@@ -8,7 +8,8 @@ import numpy as np
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.routing.links import Links
-from realrl.planner.moves.transfers import Floats, Ints, Layouts
+from realrl.planner.arrays.arrays import Floats, Ints
+from realrl.planner.moves.transfers import Layouts
 from realrl.planner.workload.workload import Workload
 from realrl.program.order import keys_between, producers
 

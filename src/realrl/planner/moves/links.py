@@ -12,7 +12,8 @@ from realrl.layout.routing.links import Links
 from realrl.layout.sets import BASE, element_width
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
-from realrl.planner.moves.transfers import Floats, Ints, Layouts
+from realrl.planner.arrays.arrays import Floats, Ints
+from realrl.planner.moves.transfers import Layouts
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.program.memory import StoredModel
 

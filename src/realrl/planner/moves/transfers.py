@@ -5,12 +5,9 @@ from dataclasses import dataclass, fields
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from realrl.plan.placement import Mesh, Placement, Strategy
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from realrl.planner.arrays.arrays import Floats, Ints
 
 
 @dataclass(frozen=True)

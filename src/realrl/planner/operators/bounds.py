@@ -6,6 +6,9 @@ devices with other peaks. All operands have two bytes per element.
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from realrl.planner.arrays.arrays import Real
 from realrl.planner.cluster.devices import DeviceKind
 
 ELEMENT = 2
@@ -21,13 +24,13 @@ TILE = 128
 class TablePoint:
     """Place of an operator in its table, and the seconds that the table's answer is relative to."""
 
-    bound: float
+    bound: Real
     """Seconds."""
-    sizes: tuple[float, ...]
+    sizes: tuple[Real, ...]
     """One for each axis of the table."""
 
 
-def place_product(device: DeviceKind, rows: float, outputs: float, inputs: float) -> TablePoint:
+def place_product(device: DeviceKind, rows: Real, outputs: Real, inputs: Real) -> TablePoint:
     """Place a product of [rows, inputs] and [inputs, outputs]."""
     elements = rows * inputs + inputs * outputs + rows * outputs
     return TablePoint(_bound(device, 2 * rows * outputs * inputs, elements), (rows, outputs, inputs))
@@ -35,8 +38,8 @@ def place_product(device: DeviceKind, rows: float, outputs: float, inputs: float
 
 def place_prefill(
     device: DeviceKind,
-    tokens: float,
-    squares: float,
+    tokens: Real,
+    squares: Real,
     heads: float,
     kv_heads: float,
     head_dim: float,
@@ -48,7 +51,7 @@ def place_prefill(
     many tokens in sequences as long as a token sees.
     """
     length = squares / tokens
-    seen = length if window is None else min(length, window + TILE)
+    seen = length if window is None else np.minimum(length, window + TILE)
     visible = squares * (1 - (1 - seen / length) ** 2)
     bound = _bound(device, 2 * visible * heads * head_dim, 2 * tokens * (heads + kv_heads) * head_dim)
     return TablePoint(bound, (seen, tokens / seen * heads, heads / kv_heads, head_dim))
@@ -56,20 +59,20 @@ def place_prefill(
 
 def place_decode(
     device: DeviceKind,
-    rows: float,
-    context: float,
+    rows: Real,
+    context: Real,
     heads: float,
     kv_heads: float,
     head_dim: float,
     window: int | None = None,
 ) -> TablePoint:
     """Place attention of one new token per row, which reads keys and values of `context` tokens."""
-    seen = context if window is None else min(context, window + TILE)
+    seen = context if window is None else np.minimum(context, window + TILE)
     bound = _bound(device, 4 * rows * seen * heads * head_dim, 2 * rows * seen * kv_heads * head_dim)
     return TablePoint(bound, (seen, rows * kv_heads, heads / kv_heads, head_dim))
 
 
-def place_collective(device: DeviceKind, rounds: int, ranks: int, number_bytes: float) -> TablePoint:
+def place_collective(device: DeviceKind, rounds: int, ranks: Real, number_bytes: Real) -> TablePoint:
     """Place a ring collective in a node: `rounds` times, each rank sends all parts of `number_bytes` but one."""
     share = (ranks - 1) / ranks
     return TablePoint(
@@ -77,6 +80,8 @@ def place_collective(device: DeviceKind, rounds: int, ranks: int, number_bytes: 
     )
 
 
-def _bound(device: DeviceKind, operations: float, elements: float) -> float:
+def _bound(device: DeviceKind, operations: Real, elements: Real) -> Real:
     """Seconds of arithmetic or of traffic, whichever is longer, and of a kernel that does nothing."""
-    return LEAST_S + max(operations / device.bf16_flops, ELEMENT * elements / device.memory_bytes_per_s)
+    return LEAST_S + np.maximum(
+        operations / device.bf16_flops, ELEMENT * elements / device.memory_bytes_per_s
+    )

@@ -1,11 +1,14 @@
 """Functions of several sizes that are known on a grid, and interpolated between its points."""
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import log2, prod
+from math import prod
 from typing import Any, Self
+
+import numpy as np
+
+from realrl.planner.arrays.arrays import Floats, Ints, Real
 
 PERCENT = 100
 """Steps of one in which values are written to files."""
@@ -26,29 +29,31 @@ class Grid:
         if len(self.values) != prod(map(len, self.axes)):
             raise ValueError(f"{len(self.values)} values for a grid of {[len(axis) for axis in self.axes]}")
 
-    def at(self, *sizes: float) -> float:
-        """Interpolate the value at as many sizes as there are axes."""
-        return sum(weight * self.values[point] for point, weight in self.weights(sizes))
+    def at(self, *sizes: Real) -> Floats:
+        """Interpolate the values at as many sizes, or arrays of them, as there are axes."""
+        return np.asarray(sum(weight * self._table[point] for point, weight in self.weights(sizes)))
 
-    def weights(self, sizes: Sequence[float]) -> list[tuple[int, float]]:
+    def weights(self, sizes: Sequence[Real]) -> list[tuple[Ints, Floats]]:
         """List the points whose values are averaged at some sizes, as indices in `values`, with their weights."""
-        found = [(0, 1.0)]
-        for axis, logarithms, size in zip(self.axes, self._logarithms, sizes, strict=True):
-            after = bisect_right(axis, size)
-            if after == 0:
-                near = [(0, 1.0)]
-            elif after == len(axis):
-                near = [(after - 1, 1.0)]
-            else:
-                begin, end = logarithms[after - 1], logarithms[after]
-                share = (log2(size) - begin) / (end - begin)
-                near = [(after - 1, 1 - share), (after, share)]
+        found = [(np.zeros((), dtype=np.int64), np.ones(()))]
+        for axis, size in zip(self._axes, sizes, strict=True):
+            last = len(axis) - 1
+            after = np.searchsorted(axis, size, side="right")
+            begin, end = np.maximum(after - 1, 0), np.minimum(after, last)
+            inside = np.minimum(np.maximum(size, axis[0]), axis[-1])
+            whole = np.log2(axis[end] / axis[begin])
+            share = np.log2(inside / axis[begin]) / np.where(begin < end, whole, 1.0)
+            near = [(begin, 1 - share), (end, share)]
             found = [(point * len(axis) + i, weight * part) for point, weight in found for i, part in near]
         return found
 
     @cached_property
-    def _logarithms(self) -> tuple[tuple[float, ...], ...]:
-        return tuple(tuple(log2(size) for size in axis) for axis in self.axes)
+    def _axes(self) -> tuple[Floats, ...]:
+        return tuple(np.array(axis, dtype=np.float64) for axis in self.axes)
+
+    @cached_property
+    def _table(self) -> Floats:
+        return np.array(self.values, dtype=np.float64)
 
     @classmethod
     def read(cls, stored: dict[str, Any]) -> Self:

@@ -9,12 +9,14 @@ node, all in bfloat16.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from importlib.resources import files
-from math import exp
 from typing import Any, Literal
 
+import numpy as np
+
 from realrl.plan.placement import Dtype
+from realrl.planner.arrays.arrays import Floats, Real
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.operators.bounds import (
     LEAST_S,
@@ -43,19 +45,17 @@ MOST_RANKS = 8
 class Operators:
     """Seconds of operators on a device: bounds by its peaks, times what the tables of its kind say of their ratio.
 
+    Sizes are numbers or arrays.
+
     Nothing takes less than `LEAST_S`, also where sizes lie outside of tables.
     """
 
     device: DeviceKind
     grids: Mapping[str, Grid]
 
-    def product(self, rows: float, outputs: float, inputs: float) -> float:
+    def product(self, rows: Real, outputs: Real, inputs: Real) -> Floats:
         """Time a product of [rows, inputs] and [inputs, outputs]."""
-        sizes = rows, outputs, inputs
-        known = self._products.get(sizes)
-        if known is None:
-            known = self._products[sizes] = self._time("product", place_product(self.device, *sizes))
-        return known
+        return self._time("product", place_product(self.device, rows, outputs, inputs))
 
     @property
     def flash3(self) -> bool:
@@ -64,44 +64,39 @@ class Operators:
 
     def prefill(
         self,
-        tokens: float,
-        squares: float,
+        tokens: Real,
+        squares: Real,
         heads: float,
         kv_heads: float,
         head_dim: float,
         window: int | None = None,
-    ) -> float:
+    ) -> Floats:
         """Time causal attention of whole sequences. `squares`: sum of squared lengths."""
         point = place_prefill(self.device, tokens, squares, heads, kv_heads, head_dim, window)
         return self._time("prefill", point)
 
     def decode(
         self,
-        rows: float,
-        context: float,
+        rows: Real,
+        context: Real,
         heads: float,
         kv_heads: float,
         head_dim: float,
         window: int | None = None,
-    ) -> float:
+    ) -> Floats:
         """Time attention of one new token of each of `rows` sequences that have `context` tokens."""
         point = place_decode(self.device, rows, context, heads, kv_heads, head_dim, window)
         return self._time("decode", point)
 
-    def collective(self, kind: Reduction, ranks: int, number_bytes: float) -> float:
+    def collective(self, kind: Reduction, ranks: Real, number_bytes: Real) -> Floats:
         """Time a collective of 2 to `MOST_RANKS` ranks of a node.
 
         `number_bytes`: of the result of an all-gather, of the input of the others.
         """
         return self._time(kind, place_collective(self.device, ROUNDS[kind], ranks, number_bytes))
 
-    def _time(self, table: str, point: TablePoint) -> float:
-        return max(LEAST_S, point.bound * exp(self.grids[table].at(*point.sizes)))
-
-    @cached_property
-    def _products(self) -> dict[tuple[float, float, float], float]:
-        """Seconds of products so far: a search asks for few sizes, each very often."""
-        return {}
+    def _time(self, table: str, point: TablePoint) -> Floats:
+        return np.maximum(LEAST_S, point.bound * np.exp(self.grids[table].at(*point.sizes)))
 
 
 @lru_cache

@@ -1,8 +1,11 @@
 """Interpolation of measured times."""
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+
+from realrl.planner.arrays.arrays import Floats, Real
 
 
 @dataclass(frozen=True)
@@ -30,18 +33,13 @@ class Curve:
         ordered = sorted((size, sorted(times)[len(times) // 2]) for size, times in groups.items())
         return cls(tuple(size for size, _ in ordered), tuple(seconds for _, seconds in ordered))
 
-    def __call__(self, size: float) -> float:
+    def __call__(self, size: Real) -> Floats:
         sizes = self.sizes
         seconds = self.seconds
-        if size <= sizes[0]:
-            return seconds[0]
-        i = bisect_right(sizes, size) - 1
-        if i + 1 < len(sizes):
-            fraction = (size - sizes[i]) / (sizes[i + 1] - sizes[i])
-            return seconds[i] + (seconds[i + 1] - seconds[i]) * fraction if fraction else seconds[i]
-        mean = seconds[i] / sizes[i]
-        slope = (seconds[i] - seconds[i - 1]) / (sizes[i] - sizes[i - 1]) if i else mean
-        return seconds[i] + (size - sizes[i]) * min(mean, max(mean / 2, slope))
+        mean = seconds[-1] / sizes[-1]
+        slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else mean
+        beyond = np.maximum(size - sizes[-1], 0.0) * min(mean, max(mean / 2, slope))
+        return np.asarray(np.interp(size, sizes, seconds) + beyond)
 
 
 @dataclass(frozen=True)
@@ -63,12 +61,14 @@ class Surface:
         contexts = sorted(groups)
         return cls(tuple(contexts), tuple(Curve.of(groups[context]) for context in contexts))
 
-    def __call__(self, context: float, size: float) -> float:
+    def __call__(self, context: Real, size: Real) -> Floats:
         if len(self.contexts) == 1:
             return self.curves[0](size)
-        i = min(max(bisect_right(self.contexts, context) - 1, 0), len(self.contexts) - 2)
-        low = self.curves[i](size)
-        high = self.curves[i + 1](size)
-        fraction = (context - self.contexts[i]) / (self.contexts[i + 1] - self.contexts[i])
-        value = high if fraction == 1 else low + (high - low) * fraction
-        return max(value, min(low, high) / 2)
+        context, size = np.broadcast_arrays(context, size)
+        contexts = np.array(self.contexts)
+        i = np.clip(np.searchsorted(contexts, context, side="right") - 1, 0, len(contexts) - 2)
+        table = np.array([curve(size) for curve in self.curves])
+        low, high = (np.take_along_axis(table, j[None], 0)[0] for j in (i, i + 1))
+        fraction = (context - contexts[i]) / (contexts[i + 1] - contexts[i])
+        value = np.where(fraction == 1, high, low + (high - low) * fraction)
+        return np.maximum(value, np.minimum(low, high) / 2)

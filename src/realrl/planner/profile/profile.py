@@ -27,6 +27,7 @@ from realrl.config.paths import local_path
 from realrl.families.experts import Mixture
 from realrl.families.shape import ModelShape
 from realrl.plan.placement import Dtype
+from realrl.planner.arrays.arrays import Floats, Real
 from realrl.planner.profile.corrections import Correction
 from realrl.planner.profile.curves import Curve, Surface
 
@@ -222,10 +223,10 @@ class Profile(Settings):
         shape: ModelShape,
         dtype: Dtype,
         tp: int,
-        size: float,
-        context: float = 0,
-    ) -> float | None:
-        """Interpolate a measured time; None if the kind was not measured for this shape, data type and degree.
+        size: Real,
+        context: Real = 0.0,
+    ) -> Floats | None:
+        """Interpolate measured times; None if the kind was not measured for this shape, data type and degree.
 
         Exact at measured points; between them linear in size and in context.
         """
@@ -248,8 +249,8 @@ class Profile(Settings):
         largest = max(copies, key=lambda c: c.bytes, default=None)
         return None if largest is None else 2 * largest.bytes / largest.seconds
 
-    def collective(self, kind: CollectiveKind, ranks: int, nodes: int, number_bytes: float) -> float | None:
-        """Interpolate a measured time; None if it was not measured for this number of ranks and nodes."""
+    def collective(self, kind: CollectiveKind, ranks: int, nodes: int, number_bytes: Real) -> Floats | None:
+        """Interpolate measured times; None if it was not measured for this number of ranks and nodes."""
         curve = self._curves.get((kind, ranks, nodes))
         return None if curve is None else curve(number_bytes)
 

@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from realrl.planner.evaluate.tables import Bools, Tables
-from realrl.planner.moves.transfers import Floats, Ints
+from realrl.planner.arrays.arrays import Bools, Floats, Ints
+from realrl.planner.evaluate.tables import Tables
 from realrl.planner.search.groups import ALONE, KIND, CandidateGroups, group_candidates
 
 Numbers = NDArray[np.int32]

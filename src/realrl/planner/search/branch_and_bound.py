@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from realrl.planner.arrays.arrays import Floats
 from realrl.planner.evaluate.scorer import Scorer
-from realrl.planner.moves.transfers import Floats
 from realrl.planner.search.bound import Bound, Numbers
 from realrl.planner.search.groups import ALONE, KIND, SIZE
 from realrl.planner.search.local import improve_locally

@@ -6,8 +6,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from realrl.planner.arrays.arrays import Floats, Ints
 from realrl.planner.evaluate.tables import Tables
-from realrl.planner.moves.transfers import Floats, Ints, Layouts
+from realrl.planner.moves.transfers import Layouts
 
 Scalar = TypeVar("Scalar", np.float64, np.int64)
 

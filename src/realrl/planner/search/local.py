@@ -4,9 +4,9 @@ from collections import defaultdict
 
 import numpy as np
 
+from realrl.planner.arrays.arrays import Ints
 from realrl.planner.evaluate.scorer import Scorer
 from realrl.planner.evaluate.tables import Tables
-from realrl.planner.moves.transfers import Ints
 
 
 def improve_locally(scorer: Scorer, assignment: Ints, *, share: float = 1.0) -> Ints:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from realrl.planner.arrays.arrays import Floats, Ints
 from realrl.planner.evaluate.shortage import DoesNotFit, explain_call_shortage
-from realrl.planner.moves.transfers import Floats, Ints
 from realrl.planner.space.problem import Candidate, Problem
 
 

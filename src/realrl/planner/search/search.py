@@ -6,10 +6,10 @@ from math import prod
 
 import numpy as np
 
+from realrl.planner.arrays.arrays import Ints
 from realrl.planner.evaluate.scorer import Improvement, Scorer
 from realrl.planner.evaluate.shortage import DoesNotFit, explain_plan_shortage
 from realrl.planner.evaluate.timeline import PlanEvaluation, Timeline
-from realrl.planner.moves.transfers import Ints
 from realrl.planner.search.branch_and_bound import Proof, prove
 from realrl.planner.search.local import improve_locally
 from realrl.planner.search.mcmc import anneal

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from realrl.planner.arrays.arrays import Floats, Ints
 from realrl.planner.evaluate.timeline import Timeline
-from realrl.planner.moves.transfers import Floats, Ints
 from realrl.planner.search.local import list_moves
 from realrl.planner.space.problem import Assignment, Problem
 

@@ -70,4 +70,4 @@ class Durations:
             size = scenario.memory.kept_state(model, placement)
         else:
             size = scenario.memory.set_bytes(model, placement)[name]
-        return scenario.cost.offload(size, placement.mesh.first)
+        return float(scenario.cost.offload(size, placement.mesh.first))

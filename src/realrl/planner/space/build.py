@@ -1,24 +1,21 @@
 """Construction of search problems: enumerate and cost the candidates of every call."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
 
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind
-from realrl.plan.placement import Mesh, Placement, function_placement
+from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.candidates import list_meshes, list_micro_batches, list_strategies
+from realrl.planner.space.columns import Ways, add_offloading, list_ways
 from realrl.planner.space.problem import Candidate, Problem
 from realrl.program.memory import list_sharers
-from realrl.program.order import changed_sets
-
-_WORTH_OFFLOADING = 0.05
-"""Fraction of device memory below which offloading is not considered."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +82,7 @@ class _Builder:
             candidates += self._candidates_on_meshes(call, (work.longest,))
         for placement in (plan[call.name] for plan in plans):
             if placement.strategy.dtype is None:  # layouts of a problem have no parameter type
-                sized = self._size_candidate(call, placement)
-                candidates += self._variants(call, self._time_candidate(call, sized), 0.0)
+                candidates += self._given(call, placement)
         return tuple(dict.fromkeys(candidates))
 
     def _function_candidates(self, call: Call, plans: Iterable[Plan]) -> tuple[Candidate, ...]:
@@ -121,129 +117,77 @@ class _Builder:
 
     def _candidates_on_meshes(self, call: Call, tokens: tuple[int, ...]) -> list[Candidate]:
         """Cost candidates once per mesh size and device kind, and replicate them over equivalent meshes."""
-        kinds: dict[tuple[int, int], list[Mesh]] = defaultdict(list)
+        kinds: dict[int, dict[int, list[Mesh]]] = defaultdict(lambda: defaultdict(list))
         spec = self.scenario.spec
         for mesh in list_meshes(spec):
-            kinds[mesh.size, spec.group_index(mesh.first)].append(mesh)
+            kinds[spec.group_index(mesh.first)][mesh.size].append(mesh)
         candidates = []
         for alike in kinds.values():
-            for candidate in self._candidates_of_size(call, alike[0], tokens):
-                strategy = candidate.placement.strategy
-                candidates += [replace(candidate, placement=Placement(mesh, strategy)) for mesh in alike]
+            strategies = [
+                strategy for size in alike for strategy in self._strategies(call, alike[size][0], tokens)
+            ]
+            if not strategies:
+                continue
+            first = next(iter(alike.values()))[0].first
+            ways = list_ways(self.scenario, call, first, strategies, shares=self._shares(call))
+            for size, meshes in alike.items():
+                candidates += self._choose(call, ways[ways.size == size], first).candidates(meshes)
         return candidates
 
-    def _candidates_of_size(self, call: Call, mesh: Mesh, tokens: tuple[int, ...]) -> list[Candidate]:
+    def _strategies(self, call: Call, mesh: Mesh, tokens: tuple[int, ...]) -> Iterator[Strategy]:
+        """Strategies on a mesh that leave no data-parallel rank without a record."""
         spec = self.scenario.spec
         model = self.scenario.models[call.model_role]
         shape = model.shape
         per_node = spec.groups[spec.group_index(mesh.first)].devices_per_node
-        limit = self.scenario.memory.capacity(mesh.first)
         recompute = self.search_space.recompute if call.kind is Kind.TRAIN else (False,)
-        untimed = []
+        work = self.scenario.workload.work(call)
         for strategy in list_strategies(mesh.size, per_node, shape.layers, shape.heads, tokens, recompute):
-            if model.exact and strategy.tp > 1:
-                continue
-            with suppress(UserError):  # fewer records than data-parallel ranks
-                untimed.append(self._size_candidate(call, Placement(mesh, strategy)))
-        fitting = list(filter(self._fits, untimed))
-        if not fitting:
-            # The candidate with the smallest shortage serves the error message.
-            nearest = sorted(untimed, key=lambda candidate: candidate.bytes_alone(is_home=True))[:1]
-            return [self._time_candidate(call, candidate) for candidate in nearest]
-        candidates = []
-        for candidate in fitting:
-            candidates += self._variants(call, self._time_candidate(call, candidate), limit)
-        return _worthwhile(list(filter(self._fits, candidates)), self.search_space.per_size)
+            if strategy.dp <= work.items // work.minibatches and not (model.exact and strategy.tp > 1):
+                yield strategy
+
+    def _choose(self, call: Call, ways: Ways, first: int) -> Ways:
+        """Choose the ways to run a call on a mesh that a search considers."""
+        limit = self.scenario.memory.capacity(first)
+        fitting = ways[ways.bytes_alone <= limit]
+        if not len(fitting):
+            # The one with the smallest shortage serves the error message.
+            return ways[np.argsort(ways.bytes_alone, kind="stable")[:1]]
+        variants = self._with_variants(call, fitting, first, limit)
+        return _worthwhile(variants[variants.bytes_alone <= limit], self.search_space.per_size)
+
+    def _with_variants(self, call: Call, ways: Ways, first: int, limit: float) -> Ways:
+        """Add variants with offloading, where the call decides on it."""
+        if self.scenario.graph.home(call.model_role) != call or not self.search_space.offload:
+            return ways
+        return add_offloading(self.scenario, call, first, ways, limit)
+
+    def _shares(self, call: Call) -> bool:
+        """Whether other roles have the frozen weights of a call's role."""
+        return any(call.model_role in roles for roles in self.sharers)
 
     def _fits(self, candidate: Candidate) -> bool:
         """Whether the candidate alone fits into its devices."""
         limit = self.scenario.memory.capacity(candidate.placement.mesh.first)
         return candidate.bytes_alone(is_home=True) <= limit
 
-    def _size_candidate(self, call: Call, placement: Placement) -> Candidate:
-        """A candidate's memory; its time is 0."""
-        scenario = self.scenario
-        needs = scenario.memory.stages(call, scenario.models[call.model_role], placement, scenario.workload)
-        resident = max(need.static_bytes for need in needs)
-        shares = any(call.model_role in roles for roles in self.sharers)
-        model = scenario.models[call.model_role]
-        return Candidate(
-            placement=placement,
-            seconds=0.0,
-            weights_bytes=max(need.static["parameters"] for need in needs),
-            resident_bytes=resident,
-            # Resident and total bytes may peak on different stages.
-            working_bytes=max(need.bytes for need in needs) - resident,
-            base_bytes=scenario.memory.base_bytes(model, placement) if shares else 0,
-            communicator_bytes=scenario.memory.communicators([placement]),
-        )
-
-    def _time_candidate(self, call: Call, sized: Candidate) -> Candidate:
-        return replace(sized, seconds=self.scenario.call_cost(call, sized.placement).seconds)
-
-    def _variants(self, call: Call, candidate: Candidate, limit: float) -> list[Candidate]:
-        """The candidate, and its variants with offloading."""
-        graph = self.scenario.graph
-        cost = self.scenario.cost
-        memory = self.scenario.memory
-        model = self.scenario.models[call.model_role]
-        variants = [candidate]
-        if graph.home(call.model_role) != call or not self.search_space.offload:
-            return variants
-        rank = candidate.placement.mesh.first
-        # Parameters and state may be largest on different stages, where a model is trained in part.
-        state = memory.state(model, candidate.placement) if call.kind is Kind.TRAIN else 0
-        if state > _WORTH_OFFLOADING * limit:
-            kept = memory.kept_state(model, candidate.placement)
-            moved = cost.offload(kept, rank)
-            variants.append(
-                replace(
-                    candidate,
-                    seconds=candidate.seconds + 2 * moved,
-                    resident_bytes=candidate.weights_bytes,
-                    working_bytes=candidate.working_bytes
-                    + candidate.resident_bytes
-                    - candidate.weights_bytes,
-                    host_bytes=kept,
-                    offload_optimizer=True,
-                )
-            )
-        if candidate.weights_bytes > _WORTH_OFFLOADING * limit:
-            sizes = memory.set_bytes(model, candidate.placement)
-            copies = {name: cost.offload(size, rank) for name, size in sizes.items()}
-            changing = {
-                name
-                for other in graph.calls
-                for name in changed_sets(graph, other, call.model_role, self.scenario.parts)
-            }
-            variants += [
-                replace(
-                    o,
-                    resident_bytes=0 if o.offload_optimizer else state,
-                    base_bytes=0,
-                    host_bytes=o.host_bytes + sum(sizes.values()),
-                    offload=True,
-                    load_seconds=sum(copies.values()),
-                    unload_seconds=sum(s for name, s in copies.items() if name in changing),
-                )
-                for o in tuple(variants)
-            ]
-        return variants
+    def _given(self, call: Call, placement: Placement) -> list[Candidate]:
+        """Candidates of a placement that a plan chooses."""
+        first = placement.mesh.first
+        ways = list_ways(self.scenario, call, first, [placement.strategy], shares=self._shares(call))
+        return self._with_variants(call, ways, first, 0.0).candidates([placement.mesh])
 
 
-def _worthwhile(candidates: list[Candidate], most: int) -> list[Candidate]:
-    """The `most` fastest candidates, and as many of those that keep, or need, less memory than all faster ones.
+def _worthwhile(ways: Ways, most: int) -> Ways:
+    """The `most` fastest ways, and as many of those that keep, or need, less memory than all faster ones.
 
     Of the latter the leanest is taken, and others at equal distances.
     """
-    ordered = sorted(candidates, key=lambda o: o.seconds + o.load_seconds + o.unload_seconds)
-    lean: list[Candidate] = []
-    least_kept = least_needed = math.inf
-    for i, candidate in enumerate(ordered):
-        needed = candidate.resident_bytes + candidate.working_bytes
-        if i >= most and (candidate.resident_bytes < least_kept or needed < least_needed):
-            lean.append(candidate)
-        least_kept = min(least_kept, candidate.resident_bytes)
-        least_needed = min(least_needed, needed)
+    ordered = ways[np.argsort(ways.seconds + ways.load_seconds + ways.unload_seconds, kind="stable")]
+    kept, needed = ordered.resident_bytes, ordered.resident_bytes + ordered.working_bytes
+    less = [sizes < np.minimum.accumulate(np.append(np.inf, sizes))[:-1] for sizes in (kept, needed)]
+    lean = np.flatnonzero(less[0] | less[1])
+    lean = lean[lean >= most]
     steps = min(most, len(lean))
-    return ordered[:most] + [lean[len(lean) - 1 - i * len(lean) // steps] for i in range(steps)]
+    spread = [lean[len(lean) - 1 - i * len(lean) // steps] for i in range(steps)]
+    return ordered[np.array([*range(min(most, len(ordered))), *spread], dtype=np.int64)]

@@ -1,11 +1,19 @@
 """Split of a call's work into micro-batches from a length distribution, without concrete sequences."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self, TypeVar
+
+import numpy as np
 
 from realrl.config.errors import UserError
 from realrl.plan.placement import Strategy
+from realrl.planner.arrays.arrays import Floats, Ints
+from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import CallWork
+
+Work = TypeVar("Work")
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,62 @@ class Chunks:
     squares: float
     """Sum of squared lengths."""
     peak: PeakChunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManyChunks:
+    """`Chunks` of many strategies as arrays."""
+
+    count: Ints
+    tokens: Floats
+    squares: Floats
+    peak_tokens: Floats
+    """Tokens of a forward pass of the chunk with peak memory."""
+    peak_lengths: Sequence[tuple[int, ...]]
+    """Sample of its lengths."""
+    peak: Ints
+    """Index of these, of each strategy."""
+
+    @classmethod
+    def of(cls, each: Sequence[Chunks]) -> Self:
+        """Build from the chunks of each strategy."""
+        return cls(
+            count=np.array([chunks.count for chunks in each]),
+            tokens=np.array([chunks.tokens for chunks in each], dtype=np.float64),
+            squares=np.array([chunks.squares for chunks in each], dtype=np.float64),
+            peak_tokens=np.array([chunks.peak.tokens for chunks in each], dtype=np.float64),
+            peak_lengths=[chunks.peak.lengths for chunks in each],
+            peak=np.arange(len(each)),
+        )
+
+    def __getitem__(self, index: Ints) -> "ManyChunks":
+        return ManyChunks(
+            count=self.count[index],
+            tokens=self.tokens[index],
+            squares=self.squares[index],
+            peak_tokens=self.peak_tokens[index],
+            peak_lengths=self.peak_lengths,
+            peak=self.peak[index],
+        )
+
+
+def split_each(strategies: Strategies, split: Callable[[Strategy], Work]) -> tuple[list[Work], Ints]:
+    """Split a call's work under strategies, once for all that divide it alike.
+
+    Returns what `split` gives, and the index of each strategy's in it.
+    """
+    known: dict[tuple[int, int, int], int] = {}
+    keys = zip(
+        *(a.tolist() for a in (strategies.dp, strategies.pp, strategies.micro_batch_tokens)), strict=True
+    )
+    where = np.array([known.setdefault(key, len(known)) for key in keys])
+    return [split(Strategy(dp, 1, pp, micro_batch_tokens=tokens)) for dp, pp, tokens in known], where
+
+
+def split_all_work(work: CallWork, strategies: Strategies, per_stage: int) -> ManyChunks:
+    """Split a mini-batch under each strategy (`split_work`)."""
+    each, where = split_each(strategies, lambda strategy: split_work(work, strategy, per_stage))
+    return ManyChunks.of(each)[where]
 
 
 def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:

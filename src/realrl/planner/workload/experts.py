@@ -2,9 +2,10 @@
 
 from realrl.families.shape import ModelShape
 from realrl.families.sizes.products import count_block_weights, count_layer_weights
+from realrl.planner.arrays.arrays import Real
 
 
-def count_visited_experts(shape: ModelShape, tokens: float) -> float:
+def count_visited_experts(shape: ModelShape, tokens: Real) -> Real:
     """Compute the experts of a layer that at least one of so many tokens passes through, if all are as likely.
 
     0 for a model without experts.
@@ -15,7 +16,7 @@ def count_visited_experts(shape: ModelShape, tokens: float) -> float:
     return mixture.experts * (1 - (1 - mixture.per_token / mixture.experts) ** tokens)
 
 
-def count_read_weights(shape: ModelShape, tokens: float) -> float:
+def count_read_weights(shape: ModelShape, tokens: Real) -> Real:
     """Count the parameters of a layer's matrices that a pass of so many tokens reads."""
     own = count_layer_weights(shape)
     if shape.mixture is None:

@@ -62,7 +62,7 @@ def _forward(
 ) -> float:
     """Forward operations of a sequence in the head and in all layers, or in so many of them."""
     shape = model.shape
-    seen = average_squares(shape, tokens, squares, layers=layers)
+    seen = float(average_squares(shape, tokens, squares, layers=layers))
     attention = 2 * seen * shape.heads * shape.head_dim
     each = 2 * tokens * (count_layer_weights(shape) + count_adapter_weights(shape)) + attention
     outputs = 2 * scored * count_head_weights(shape, model.head)

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from realrl.layout.kv_blocks import (
     EXPECTED_SHARE,
     REPLACED_TOGETHER,
@@ -13,7 +15,9 @@ from realrl.layout.kv_blocks import (
     size_cache,
 )
 from realrl.plan.placement import Strategy
-from realrl.planner.workload.batching import Chunks, PeakChunk, records_per_rank
+from realrl.planner.arrays.arrays import Ints
+from realrl.planner.workload.batching import Chunks, ManyChunks, PeakChunk, records_per_rank, split_each
+from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import CallWork
 
 
@@ -34,6 +38,36 @@ class GenerationWork:
     def rows_per_batch(self) -> int:
         """Rows of a decode batch."""
         return math.ceil(self.cache.rows / self.batches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManyGenerations:
+    """`GenerationWork` of many strategies as arrays."""
+
+    rows: Ints
+    prompts: Ints
+    cached_tokens: Ints
+    """Tokens of the KV cache."""
+    rows_at_a_time: Ints
+    """Rows that are decoded at a time, in all decode batches."""
+    rows_per_batch: Ints
+    batches: Ints
+    passes: ManyChunks
+
+
+def split_generations(work: CallWork, strategies: Strategies, *, cpu: bool) -> ManyGenerations:
+    """Split a generate call under each strategy (`split_generation`)."""
+    each, where = split_each(strategies, lambda strategy: split_generation(work, strategy, cpu=cpu))
+    passes = ManyChunks.of([one.passes for one in each])
+    return ManyGenerations(
+        rows=np.array([one.rows for one in each])[where],
+        prompts=np.array([one.prompts for one in each])[where],
+        cached_tokens=np.array([one.cache.tokens for one in each])[where],
+        rows_at_a_time=np.array([one.cache.rows for one in each])[where],
+        rows_per_batch=np.array([one.rows_per_batch for one in each])[where],
+        batches=np.array([one.batches for one in each])[where],
+        passes=passes[where],
+    )
 
 
 def split_generation(work: CallWork, strategy: Strategy, *, cpu: bool) -> GenerationWork:
@@ -65,7 +99,8 @@ def split_generation(work: CallWork, strategy: Strategy, *, cpu: bool) -> Genera
 
 def _split_prompts(work: CallWork, sizes: GenerationWork, budget: int) -> Chunks:
     """Split prompts into forward passes of at most `budget` tokens, the longest prompts first."""
-    lengths = sorted((length - 1 for length in work.lengths), reverse=True)  # the last token is decoded
+    # The last token is decoded.
+    lengths = sorted((max(1, length - 1) for length in work.lengths), reverse=True)
     mean = sum(lengths) / len(lengths)
     prompts = sizes.prompts
     each = prompts / sizes.rows

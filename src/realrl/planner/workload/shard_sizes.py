@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
 
+import numpy as np
+
 from realrl.families.adapters import LORA_A, is_adapted, list_modules
 from realrl.families.options import LayerOptions
 from realrl.families.quantisation import SCALES
@@ -19,6 +21,7 @@ from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
 from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
 from realrl.plan.placement import Dtype
+from realrl.planner.arrays.arrays import Bools, Real
 
 _ALIGNED = 8
 """Numbers in bfloat16 of which the rows of experts' matrices must be a multiple for one kernel to multiply them."""
@@ -252,10 +255,10 @@ class LocalSizes:
         updated = next(name for name, trains in self.part.sets.items() if trains)
         return any(spec.place is Place.BOTH_ENDS for spec in found[updated].tensors)
 
-    def keeps_logits(self, tokens: float, *, cpu: bool) -> bool:
+    def keeps_logits(self, tokens: Real, *, cpu: bool) -> Bools:
         """Tell whether training keeps the logits of so many tokens; those with a cap are not kept on a CPU."""
         capped = self.options.logit_cap is not None and cpu
-        return not capped and tokens * self.padded_vocab <= max_kept_logits(cpu=cpu)
+        return np.asarray(tokens * self.padded_vocab <= (0 if capped else max_kept_logits(cpu=cpu)))
 
     @cached_property
     def layer_elements(self) -> int:

@@ -1,26 +1,29 @@
 """Keys that attention reads, on average over layers with a sliding window and without."""
 
+import numpy as np
+
 from realrl.families.shape import ModelShape
+from realrl.planner.arrays.arrays import Real
 
 
-def average_squares(shape: ModelShape, tokens: float, squares: float, *, layers: int | None = None) -> float:
+def average_squares(shape: ModelShape, tokens: Real, squares: Real, *, layers: int | None = None) -> Real:
     """Compute what stands for the sum of squared lengths in an average layer, or in one of the last `layers`.
 
     A query of a sequence of s tokens sees s / 2 keys on average; with a window w, s² - (s - w)² stands for
     s². Exact where sequences are of equal length; else that of their length averaged over tokens, squares / tokens.
     """
     share = find_windowed_share(shape, layers)
-    if not share or not squares:
+    if not share:
         return squares
-    length = squares / tokens
-    hidden = max(0.0, length - (shape.window or 0))
+    length = np.maximum(squares / tokens, 1.0)
+    hidden = np.maximum(0.0, length - (shape.window or 0))
     return squares - share * squares * (hidden / length) ** 2
 
 
-def average_context(shape: ModelShape, context: float) -> float:
+def average_context(shape: ModelShape, context: Real) -> Real:
     """Compute the keys that a decoded token reads of a context in an average layer."""
     share = find_windowed_share(shape)
-    return context - share * max(0.0, context - (shape.window or 0)) if share else context
+    return context - share * np.maximum(0.0, context - (shape.window or 0)) if share else context
 
 
 def find_windowed_share(shape: ModelShape, layers: int | None = None) -> float:

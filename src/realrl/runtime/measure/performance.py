@@ -118,11 +118,11 @@ class Performance:
         shape, width = model.shape, model.width(done.place.strategy)
         # Of what a step has to read; widening quantised matrices is beside that.
         stored = width if shape.quantised is None else 1
-        weights = stored * shape.layers * count_read_weights(shape, rows / steps)
+        weights = float(stored * shape.layers * count_read_weights(shape, rows / steps))
         weights += width * count_head_weights(shape, model.head)
         cache = 2 * shape.layers * shape.kv_heads * shape.head_dim
         decoded = max(1, done.sum("decoded"))
-        cached = decoded * average_context(shape, done.sum("cached") / decoded)
+        cached = float(decoded * average_context(shape, done.sum("cached") / decoded))
         read = steps * weights + width * cached * cache
         yield "decode_bandwidth", read / (bandwidth * (done.seconds - prefill))
 

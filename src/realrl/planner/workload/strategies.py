@@ -1,0 +1,49 @@
+"""Strategies of a call as arrays, for formulas that cost many of them at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from realrl.plan.placement import Dtype, Strategy
+from realrl.planner.arrays.arrays import Bools, Ints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategies:
+    """Strategies that agree in what decides which operations there are; arrays have an entry for each."""
+
+    tp: int
+    sequence_parallel: bool
+    dtype: Dtype | None
+    zero: int
+    dp: Ints
+    pp: Ints
+    micro_batch_tokens: Ints
+    recompute: Bools
+
+    @classmethod
+    def of(cls, alike: Sequence[Strategy]) -> Self:
+        """Build from strategies of one TP degree, data type, use of sequence parallelism and stage of ZeRO."""
+        first = alike[0]
+        return cls(
+            tp=first.tp,
+            sequence_parallel=first.sequence_parallel,
+            dtype=first.dtype,
+            zero=first.zero,
+            dp=np.array([s.dp for s in alike]),
+            pp=np.array([s.pp for s in alike]),
+            micro_batch_tokens=np.array([s.micro_batch_tokens for s in alike]),
+            recompute=np.array([s.recompute for s in alike]),
+        )
+
+
+def group_strategies(strategies: Sequence[Strategy]) -> list[tuple[Ints, Strategies]]:
+    """Group strategies by what arrays of them have in common: indices, and the strategies there."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for i, s in enumerate(strategies):
+        groups.setdefault((s.tp, s.sequence_parallel, s.dtype, s.zero), []).append(i)
+    return [
+        (np.array(members), Strategies.of([strategies[i] for i in members])) for members in groups.values()
+    ]
