@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from math import gcd
+
 from realrl.config.errors import UserError
 from realrl.config.words import join
 from realrl.dataflow.call import Kind
@@ -80,7 +82,7 @@ def _share_out(mesh: Mesh, micro_batch_tokens: int) -> Placement:
 
 def _generate(mesh: Mesh, cluster: Cluster, micro_batch_tokens: int, shape: ModelShape | None) -> Placement:
     """Tensor parallelism inside a node, as far as the model has attention heads, and data parallelism."""
-    inside = min(mesh.size, cluster.devices_per_node)
+    inside = gcd(*(devices for _, devices in cluster.part(mesh.first, mesh.size).runs))
     most = inside if shape is None else shape.heads
     tp = max(t for t in range(1, inside + 1) if inside % t == 0 and t <= most)
     return Placement(mesh, Strategy(mesh.size // tp, tp, micro_batch_tokens=micro_batch_tokens))

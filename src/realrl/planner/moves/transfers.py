@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
+from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.arrays.arrays import Floats, Ints
 
@@ -51,6 +53,12 @@ class Layouts:
             Placement(Mesh(f, n), Strategy(n // (tp * pp), tp, pp, zero=3 if sharded else 1))
             for f, n, tp, pp, sharded in rows
         ]
+
+
+@lru_cache(maxsize=64)
+def find_nodes(cluster: Cluster) -> Ints:
+    """Find the node of every rank, [ranks]."""
+    return np.repeat(np.arange(cluster.nodes), np.diff(cluster.bounds))
 
 
 def name_mixing(role: str, source: str) -> str:

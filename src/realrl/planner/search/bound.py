@@ -33,7 +33,8 @@ class Bound:
         uses = np.array([not call.is_function for call in tables.calls])
         self._compete = (uses[:, None] & uses)[:, :, None]
         """[calls, calls, 1]: whether both use devices."""
-        self.capacity = sum(tables.problem.memory_bytes) * tables.problem.cluster.devices_per_node
+        devices = np.diff(tables.problem.cluster.bounds)
+        self.capacity = float(np.dot(tables.problem.memory_bytes, devices))
         # Calls that may share the replica of another call may not need a reallocation: leave them out.
         self.moving = [c for c, h in enumerate(tables.home) if h != c and not tables.sharers[c]]
         self._least = {c: self._cheapest(c) for c in self.moving}

@@ -6,14 +6,16 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from realrl.plan.cluster import Cluster
 from realrl.planner.arrays.arrays import Floats, Ints
-from realrl.planner.evaluate.tables import Tables
+from realrl.planner.evaluate.tables import Columns, Tables
 from realrl.planner.moves.transfers import Layouts
 
 Scalar = TypeVar("Scalar", np.float64, np.int64)
 
 ALL, SIZE, KIND, ALONE = range(4)
-"""Levels of the hierarchy; candidates of a kind differ only in the position of their mesh."""
+"""Levels of the hierarchy; candidates of a kind differ only in the position of their mesh, over equal parts of
+nodes."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,14 @@ class CandidateGroups:
     """First kind of each group, by level down to `KIND`."""
 
 
+def _number_parts(tables: Tables, columns: Columns) -> Ints:
+    """Number the parts of nodes under the mesh of each candidate; equal numbers mean equal parts."""
+    cluster = tables.problem.cluster
+    numbers: dict[Cluster, int] = {}
+    spans = zip(columns.first.tolist(), (columns.end - columns.first).tolist(), strict=True)
+    return np.array([numbers.setdefault(cluster.part(*span), len(numbers)) for span in spans])
+
+
 def group_candidates(tables: Tables, call: int) -> CandidateGroups:
     """Group a call's candidates; group 0 contains them all."""
     columns = tables.candidates(call)
@@ -66,7 +76,7 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
     busy = np.zeros_like(columns.seconds) if tables.calls[call].is_function else columns.seconds
     sizes = (columns.weights, columns.resident, columns.base, columns.working, columns.limit)
     facts = (columns.seconds, columns.load, *sizes, columns.offloaded)
-    table = np.stack([size, layouts.tp, layouts.pp, *facts], axis=1)
+    table = np.stack([size, _number_parts(tables, columns), layouts.tp, layouts.pp, *facts], axis=1)
     _, kind = np.unique(table, axis=0, return_inverse=True)
     order = np.lexsort((columns.first, kind.reshape(-1)))  # kinds are numbered by size before all else
     sorted_kind = kind.reshape(-1)[order]
