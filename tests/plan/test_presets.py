@@ -1,5 +1,7 @@
 """Each preset does on any cluster what the publication that it is named after describes."""
 
+from math import gcd
+
 import pytest
 
 from realrl.algorithms.ppo.graph import train_graph

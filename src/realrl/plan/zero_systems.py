@@ -1,7 +1,6 @@
 """Plans of systems that train with ZeRO-3. Users read the docstring of each preset as its description."""
 
 from collections.abc import Mapping
-
 from math import gcd
 
 from realrl.config.errors import UserError
