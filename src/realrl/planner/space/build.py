@@ -65,6 +65,11 @@ class _Builder:
     search_space: SearchSpace
 
     @cached_property
+    def meshes(self) -> list[Mesh]:
+        """Meshes of the cluster that calls may run on."""
+        return list_meshes(self.scenario.spec)
+
+    @cached_property
     def sharers(self) -> list[tuple[str, ...]]:
         """Roles of the graph that have the same frozen weights."""
         models = {role: self.scenario.models[role] for role in self.scenario.graph.roles}
@@ -90,7 +95,7 @@ class _Builder:
     def _function_candidates(self, call: Call, plans: Iterable[Plan]) -> tuple[Candidate, ...]:
         """Every mesh with a record for each of its ranks, and what plans choose; of a function that no run has
         measured, and which may be slow, only the meshes with most ranks."""
-        placements = [function_placement(mesh) for mesh in list_meshes(self.scenario.spec)]
+        placements = [function_placement(mesh) for mesh in self.meshes]
         if self.search_space.micro_batch_tokens == ():  # only what plans choose
             placements = []
         found = [*self._on_hosts(call, placements)]
@@ -121,7 +126,7 @@ class _Builder:
         """Cost candidates once per site, and replicate them over all meshes that have it."""
         spec = self.scenario.spec
         kinds: dict[DeviceKind, dict[Site, list[Mesh]]] = defaultdict(lambda: defaultdict(list))
-        for mesh in list_meshes(spec):
+        for mesh in self.meshes:
             site = spec.site(mesh)
             kinds[site.device][site].append(mesh)
         candidates = []
