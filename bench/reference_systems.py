@@ -71,8 +71,8 @@ def predict_system(setting: Setting, preset: str, efficiency: Efficiency) -> Pre
 def row_of(setting: Setting) -> dict[str, Any]:
     """A row of the table."""
     own = predict(setting, ENGINE, searching=True)
-    assert own.searched is not None
-    predicted = {HEURISTIC: own.heuristic.seconds, SEARCHED: own.searched.evaluation.seconds}
+    assert own.found is not None
+    predicted = {HEURISTIC: own.heuristic.seconds, SEARCHED: own.found.searched.evaluation.seconds}
     fits = {HEURISTIC: own.heuristic.fits, SEARCHED: True}
     this_engine = {}
     for system, preset in SYSTEMS.items():
