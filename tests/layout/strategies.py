@@ -28,12 +28,8 @@ def shapes(draw: st.DrawFn) -> ModelShape:
 @st.composite
 def placements(draw: st.DrawFn, cluster: Cluster, shape: ModelShape) -> Placement:
     """Any placement of a model on any mesh of a cluster."""
-    per_node = cluster.devices_per_node
-    sizes = [s for s in range(1, per_node) if per_node % s == 0]
-    sizes += [per_node * nodes for nodes in range(1, cluster.nodes + 1)]
-    size = draw(st.sampled_from(sizes))
-    step = min(size, per_node)
-    mesh = Mesh(draw(st.integers(0, (cluster.size - size) // step)) * step, size)
+    size = draw(st.integers(1, cluster.size))
+    mesh = Mesh(draw(st.integers(0, cluster.size - size)), size)
     degrees = [
         (size // (tp * pp), tp, pp)
         for tp in range(1, min(size, shape.heads) + 1)
@@ -45,8 +41,8 @@ def placements(draw: st.DrawFn, cluster: Cluster, shape: ModelShape) -> Placemen
 
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
-    """Up to four nodes of up to six devices."""
-    return Cluster(draw(st.integers(1, 4)), draw(st.integers(1, 6)))
+    """Up to four nodes of up to six devices each."""
+    return Cluster.of_nodes(draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
 
 
 @st.composite

@@ -14,7 +14,20 @@ from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
 from realrl.program.order import waves
 
-CLUSTERS = ("1x1", "1x2", "1x3", "1x6", "1x8", "2x8", "3x2", "5x3", "16x8")
+CLUSTERS = (
+    "1x1",
+    "1x2",
+    "1x3",
+    "1x6",
+    "1x8",
+    "2x8",
+    "3x2",
+    "5x3",
+    "16x8",
+    "2x8+1x4",
+    "1x2+1x1",
+    "1x1+1x6+2x3",
+)
 PPO = train_graph(minibatches=1)
 SMALL, LARGE = SHAPES["llama-3.2-1b"], SHAPES["llama-2-7b"]
 INFERENCE = ("reward.inference", "ref.inference", "critic.inference")
@@ -62,9 +75,13 @@ def test_heuristic_cuts_tensors_inside_nodes_and_layers_between_them(cluster: st
     c = Cluster.parse(cluster)
     (placement,) = set(preset("heuristic", cluster).placements.values())
     s = placement.strategy
-    assert (s.dp, s.tp, s.pp, placement.mesh) == (1, c.devices_per_node, c.nodes, everything(cluster))
-    nodes = {c.node(placement.rank(dp=0, tp=t, pp=0)) for t in range(s.tp)}
-    assert nodes == {0}
+    assert (s.dp, placement.mesh) == (1, everything(cluster))
+    for pp in range(s.pp):
+        assert len({c.node(placement.rank(dp=0, tp=t, pp=pp)) for t in range(s.tp)}) == 1
+    # With one tensor-parallel rank more, some stage would lie on two nodes.
+    assert c.even == (s.pp == c.nodes)
+    sizes = [len(c.ranks(node)) for node in range(c.nodes)]
+    assert s.tp == max(t for t in range(1, min(sizes) + 1) if all(size % t == 0 for size in sizes))
 
 
 def test_heuristic_for_a_model_with_too_few_layers_or_heads_is_one_error_message() -> None:
@@ -136,13 +153,10 @@ def test_split_by_weight_gives_valid_disjoint_meshes(cluster: str, weights: list
     assert max(mesh.size for mesh in meshes) == meshes[weights.index(max(weights))].size
 
 
-def test_mesh_sizes_are_those_of_valid_meshes() -> None:
-    c = Cluster(3, 4)
-    valid = []
-    for size in range(1, c.size + 1):
-        try:
-            Mesh(0, size).check(c)
-        except UserError:
-            continue
-        valid.append(size)
-    assert list(list_mesh_sizes(c)) == valid
+def test_presets_have_meshes_of_whole_nodes_or_of_equal_parts_of_one() -> None:
+    assert list_mesh_sizes(Cluster(3, 4)) == (1, 2, 4, 8, 12)
+    assert list_mesh_sizes(Cluster.of_nodes([4, 4, 6])) == (1, 2, 3, 4, 6, 8, 10, 14)
+    uneven = Cluster.parse("2x8+1x4")
+    assert split_evenly(uneven, 2) == [Mesh(0, 8), Mesh(8, 8)]
+    assert split_evenly(uneven, 4) == [Mesh(first, 4) for first in (0, 4, 8, 12)]
+    assert split_by_weight(uneven, [2, 1]) == [Mesh(8, 12), Mesh(0, 8)]

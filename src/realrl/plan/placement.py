@@ -17,7 +17,7 @@ ELEMENT_BYTES: dict[Dtype, int] = {"float32": 4, "mixed": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, order=True)
 class Mesh:
-    """A run of `size` consecutive ranks from `first` on: whole nodes, or an aligned slice of one node."""
+    """A run of `size` consecutive ranks from `first` on: of one node, or from one node into others."""
 
     first: int
     size: int
@@ -32,16 +32,13 @@ class Mesh:
         return self.first < other.first + other.size and other.first < self.first + self.size
 
     def check(self, cluster: Cluster) -> None:
-        """Check that the mesh is whole nodes or an aligned slice of one node of `cluster`; else UserError."""
-        per_node = cluster.devices_per_node
+        """Check that the mesh lies inside a cluster; else UserError."""
         if self.first < 0 or self.size < 1 or self.first + self.size > cluster.size:
             raise UserError(f"mesh {self} lies outside the {cluster.size} devices of cluster {cluster}")
-        whole_nodes = self.first % per_node == 0 and self.size % per_node == 0
-        slice_of_one = per_node % self.size == 0 and self.first % self.size == 0
-        if not (whole_nodes or slice_of_one):
-            raise UserError(
-                f"mesh {self} is neither whole nodes nor an aligned slice of one node of cluster {cluster}"
-            )
+
+    def nodes(self, cluster: Cluster) -> Cluster:
+        """Find the nodes of `cluster` under the mesh, each with so many devices as the mesh has of it."""
+        return cluster.part(self.first, self.size)
 
     @classmethod
     def parse(cls, text: str) -> "Mesh":

@@ -60,7 +60,7 @@ class _File(Settings):
     """A plan file. Entries are validated one by one, so that errors name the call."""
 
     cluster: str
-    """Devices, as nodes x devices per node."""
+    """Devices, as nodes x devices per node; joined by `+` where nodes differ."""
     calls: dict[str, Any]
     """Name of a call -> where and how it runs."""
     offload: tuple[str, ...] = Field(default=(), strict=False)

@@ -1,6 +1,7 @@
 """Published strategies as plans, by name. Users read the docstring of each preset as its description."""
 
 from collections.abc import Callable, Iterable, Mapping
+from math import gcd
 from pathlib import Path
 
 from realrl.config.errors import UserError
@@ -104,10 +105,11 @@ def heuristic(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, s
     """Every call on all devices, with tensor parallelism inside a node and pipeline parallelism between nodes:
     tp = devices per node, pp = nodes, dp = 1. Functions, which cannot be divided like that, run on all hosts.
 
-    The Megatron-style baseline of ReaL (Mei et al. 2024, arXiv 2406.14088).
+    The Megatron-style baseline of ReaL (Mei et al. 2024, arXiv 2406.14088). Where nodes differ in size, each is
+    divided into as many stages as it takes to make them equal.
     """
-    tp = cluster.devices_per_node
-    pp = cluster.nodes
+    tp = gcd(*(devices for _, devices in cluster.runs))
+    pp = cluster.size // tp
     everywhere = Mesh(0, cluster.size)
     placement = Placement(everywhere, Strategy(1, tp, pp, micro_batch_tokens=micro_batch_tokens))
     return Plan(cluster, {call.name: placement for call in _models(graph)} | _functions(graph, everywhere))

@@ -39,8 +39,6 @@ class Columns:
     """Whether parameters are offloaded to host memory between uses."""
     limit: Floats
     """Usable bytes of a device."""
-    host_limit: Floats
-    """Bytes of host memory for offloaded state, on the first node of the mesh."""
 
     def __getitem__(self, index: Ints) -> "Columns":
         return Columns(**{name: column[index] for name, column in vars(self).items()})
@@ -142,9 +140,6 @@ class Tables:
             offloaded=np.array([candidate.offload for candidate in candidates]),
             limit=np.array(
                 [self.problem.limit(candidate.placement) for candidate in candidates], dtype=np.float64
-            ),
-            host_limit=np.array(
-                [self.problem.host_limit(candidate.placement) for candidate in candidates], dtype=np.float64
             ),
         )
 

@@ -15,6 +15,7 @@ from realrl.families.shape import Head, ModelShape
 from realrl.layout.limits import bucket_count, message_limits
 from realrl.layout.ranges import stage_layers
 from realrl.layout.sets import BASE, TrainablePart, element_width
+from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES, Dtype, Placement
 from realrl.planner.arrays.arrays import Ints, tabulate_stages, truncate
 from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
@@ -73,7 +74,7 @@ class MemoryModel:
     def __init__(self, spec: ClusterSpec, efficiency: Efficiency | None = None) -> None:
         """Raise UserError if a device kind has no memory left for a plan."""
         self.spec = spec
-        self._capacities = [_usable(group, spec.size) for group in spec.groups]
+        self._capacities = [_usable(group, spec.cluster) for group in spec.groups]
         for group, capacity in zip(spec.groups, self._capacities, strict=True):
             if capacity <= 0:
                 raise UserError(
@@ -101,7 +102,7 @@ class MemoryModel:
     def communicators(self, placements: Iterable[Placement]) -> int:
         """Compute the bytes of NCCL communicators of a device that is part of these placements of models."""
         on_gpus = [p for p in placements if not self.spec.device(p.mesh.first).cpu]
-        return count_layout_bytes(on_gpus, self._per_node(on_gpus[0].mesh.first)) if on_gpus else 0
+        return count_layout_bytes(on_gpus, self.spec.cluster)
 
     def parameters(self, model: StoredModel, placement: Placement) -> int:
         """Compute the bytes of a copy of the parameters on the peak device of a placement."""
@@ -236,9 +237,6 @@ class MemoryModel:
         passing = sum(size for name, size in parts.items() if name not in _LASTING)
         return {**parts, "fragmentation": truncate(FRAGMENTATION * np.asarray(passing))}
 
-    def _per_node(self, rank: int) -> int:
-        return self.spec.groups[self.spec.group_index(rank)].devices_per_node
-
     @cached_property
     def _groups_by_node(self) -> list[tuple[int, NodeGroup]]:
         """Groups, each with the first node after it."""
@@ -288,10 +286,10 @@ def _padded(sizes: SetSizes, dp: int, pp: int) -> tuple[int, ...]:
     return tuple(-(-n // multiple) * multiple for n, multiple in zip(stages, multiples, strict=True))
 
 
-def _usable(group: NodeGroup, world: int) -> int:
+def _usable(group: NodeGroup, cluster: Cluster) -> int:
     kind = group.device
     usable = kind.memory_bytes - message_limits(cpu=kind.cpu).staging_bytes
-    return usable if kind.cpu else usable - DRIVER_BYTES - world_bytes(world, group.devices_per_node)
+    return usable if kind.cpu else usable - DRIVER_BYTES - world_bytes(cluster)
 
 
 def _state(elements: Ints, dp: Ints, element_bytes: int) -> dict[str, Ints]:

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
+from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.arrays.arrays import Floats, Ints
 
@@ -38,6 +40,12 @@ class Layouts:
         """Convert to placements; their micro-batch sizes are defaults and carry no meaning."""
         rows = zip(*(c.tolist() for c in (self.first, self.size, self.tp, self.pp)), strict=True)
         return [Placement(Mesh(f, n), Strategy(n // (tp * pp), tp, pp)) for f, n, tp, pp in rows]
+
+
+@lru_cache(maxsize=64)
+def find_nodes(cluster: Cluster) -> Ints:
+    """Find the node of every rank, [ranks]."""
+    return np.repeat(np.arange(cluster.nodes), np.diff(cluster.bounds))
 
 
 def name_mixing(role: str, source: str) -> str:

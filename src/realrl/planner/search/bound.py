@@ -1,5 +1,7 @@
 """Lower bound on step time for sets of plans."""
 
+from itertools import combinations
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,7 +23,9 @@ class Bound:
       meshes overlap its own; two meshes overlap for certain if they have more devices together than the cluster;
     - work: before a call starts, all its ancestors have spent their device-seconds on the devices of the cluster,
       and those that cannot start before some moment, after it (energetic reasoning, as in cumulative scheduling);
-    - cheapest reallocation over all positions of the meshes of a kind, where the order exposes it.
+    - cheapest reallocation over all positions of the meshes of a kind, where the order exposes it;
+    - packing: of three meshes that have more devices together than the cluster, two overlap, so that one of their
+      calls waits for another one; not those that do not fit into the memory of one device.
 
     The bound is infinite for nodes under which some device must run out of memory.
     """
@@ -33,16 +37,18 @@ class Bound:
         uses = np.array([not call.is_function for call in tables.calls])
         self._compete = (uses[:, None] & uses)[:, :, None]
         """[calls, calls, 1]: whether both use devices."""
-        self.capacity = sum(tables.problem.memory_bytes) * tables.problem.cluster.devices_per_node
+        devices = np.diff(tables.problem.cluster.bounds)
+        self.capacity = float(np.dot(tables.problem.memory_bytes, devices))
         # Calls that may share the replica of another call may not need a reallocation: leave them out.
         self.moving = [c for c, h in enumerate(tables.home) if h != c and not tables.sharers[c]]
         self._least = {c: self._cheapest(c) for c in self.moving}
         self._ancestors: list[list[int]] = []
         for direct in tables.feeds:
             self._ancestors.append(sorted({*direct, *(a for d in direct for a in self._ancestors[d])}))
+        self._triples = list(combinations([c for c, used in enumerate(uses) if used], 3))
 
-    def __call__(self, nodes: Numbers) -> Floats:
-        """Bound nodes. `nodes`: [calls, nodes], group indices."""
+    def __call__(self, nodes: Numbers, *, memory: bool = True) -> Floats:
+        """Bound nodes. `nodes`: [calls, nodes], group indices. Without `memory`, as if all plans fitted."""
         seconds, area, size = (self._take(name, nodes) for name in ("seconds", "area", "size"))
         meets = self._meeting(nodes, size)
         head = np.zeros(nodes.shape)
@@ -50,8 +56,14 @@ class Bound:
         moves: dict[
             int, tuple[Floats, Floats]
         ] = {}  # call -> earliest start and device-seconds of its reallocation
+        apart = self._apart(nodes, memory=memory)
+        packed: dict[tuple[int, int, int], Floats] = {}
         for c in range(len(nodes)):
             ready = np.zeros(nodes.shape[1])
+            for triple, end in packed.items():
+                for p in set(triple).difference(self._ancestors[c]):
+                    end = np.where(meets[c, p], end, 0.0)
+                np.maximum(ready, end, out=ready)
             for p in range(c):
                 np.maximum(ready, np.where(meets[c, p], tail[p], 0.0), out=ready)
             if c in self._least:
@@ -64,8 +76,15 @@ class Bound:
             work = self._work(self._ancestors[c], head, area, moves)
             head[c] = np.maximum(ready, work)
             tail[c] = head[c] + seconds[c]
+            for triple in (triple for triple in self._triples if triple[2] == c):
+                crowded = size[list(triple)].sum(axis=0) > self.devices
+                if crowded.any():
+                    end = self._one_after_another(triple, tail, seconds, apart)
+                    packed[triple] = np.where(crowded, end, 0.0)
         bound = np.maximum(tail.max(axis=0), self._work(range(len(nodes)), head, area, moves))
-        return np.where(self._too_full(nodes, size), np.inf, bound)
+        for end in packed.values():
+            np.maximum(bound, end, out=bound)
+        return np.where(self._too_full(nodes, size), np.inf, bound) if memory else bound
 
     def _received(self, c: int, nodes: Numbers, ready: Floats, tail: Floats) -> Floats:
         """Earliest time at which call `c` has received all inputs, one after the other, once devices are
@@ -99,6 +118,31 @@ class Bound:
         apart = (first[:, None] >= end) | (first >= end[:, None])
         certain = known[:, None] & known & ~apart
         return (certain | (size[:, None] + size > self.devices)) & self._compete
+
+    def _apart(self, nodes: Numbers, *, memory: bool) -> Bools:
+        """Whether meshes cannot overlap, [calls, calls, nodes]: a device would have too little memory for both."""
+        first, size = self._take("first", nodes), self._take("size", nodes)
+        known, end = first >= 0, first + size
+        apart = known[:, None] & known & ((first[:, None] >= end) | (first >= end[:, None]))
+        if not memory:
+            return apart
+        home = np.array([self.tables.home[c] == c for c in range(len(nodes))])[:, None]
+        own, working, limit = (self._take(name, nodes) for name in ("own", "working", "limit"))
+        held = np.where(home, own, 0.0)
+        needed = np.array([working[c] + self._copy(c, nodes) for c in range(len(nodes))])
+        most = np.maximum(needed[:, None], needed)
+        return apart | (held[:, None] + held + most > np.maximum(limit[:, None], limit))
+
+    @staticmethod
+    def _one_after_another(
+        triple: tuple[int, int, int], tail: Floats, seconds: Floats, apart: Bools
+    ) -> Floats:
+        """Earliest end of three calls of which two overlap; infinite if no two can."""
+        ends = [
+            np.where(apart[p, c], np.inf, np.maximum(tail[p] + seconds[c], tail[c]))
+            for p, c in combinations(triple, 2)
+        ]
+        return np.asarray(np.minimum.reduce(ends))
 
     def _reallocation(self, c: int, nodes: Numbers, tail: Floats, meets: Bools) -> tuple[Floats, Floats]:
         """Earliest start and least seconds of the reallocation before call `c`."""
@@ -139,9 +183,13 @@ class Bound:
         i, j = np.divmod(np.arange(n * m), m)
         transfers = self.tables.problem.transfers
         role = self.tables.calls[c].model_role
-        kinds = transfers.at_least(role, source.layouts[i], target.layouts[j]).reshape(n, m)
-        rows = np.concatenate([np.minimum.reduceat(kinds, s, axis=0) for s in source.kind_starts])
-        return np.concatenate([np.minimum.reduceat(rows, s, axis=1) for s in target.kind_starts], axis=1)
+        pairs = transfers.at_least(role, source.layouts[i], target.layouts[j]).reshape(n, m)
+        rows = [np.minimum.reduceat(pairs, s, axis=0) for s in source.layout_starts]
+        rows.append(pairs[source.layout_of_kind])
+        table = np.concatenate(rows)
+        columns = [np.minimum.reduceat(table, s, axis=1) for s in target.layout_starts]
+        columns.append(table[:, target.layout_of_kind])
+        return np.concatenate(columns, axis=1)
 
     def _work(
         self, calls: "range | list[int]", head: Floats, area: Floats, moves: dict[int, tuple[Floats, Floats]]

@@ -220,13 +220,13 @@ def _checked(scenario: Scenario, plan: Plan, constraints: UserConstraints) -> Pl
 
 
 def _check_calls(scenario: Scenario, plan: Plan) -> None:
-    """UserError if a call leaves ranks without a record, if its mesh spans heterogeneous nodes, or if calls cannot
-    agree bit for bit although they should."""
+    """UserError if a call leaves ranks without a record, if its mesh has several kinds of devices, or if calls
+    cannot agree bit for bit although they should."""
     if any(model.exact for model in scenario.models.values()):
         plan.check_exact()
     for call in scenario.graph.calls:
         place = plan[call.name]
-        scenario.spec.group(place.mesh)
+        scenario.spec.site(place.mesh)
         scenario.call_cost(call, place)
 
 
