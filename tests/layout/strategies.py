@@ -36,7 +36,9 @@ def placements(draw: st.DrawFn, cluster: Cluster, shape: ModelShape) -> Placemen
         for pp in range(1, min(size, shape.layers) + 1)
         if size % (tp * pp) == 0
     ]
-    return Placement(mesh, Strategy(*draw(st.sampled_from(degrees))))
+    dp, tp, pp = draw(st.sampled_from(degrees))
+    zero = draw(st.sampled_from([1, 3])) if dp > 1 else 1
+    return Placement(mesh, Strategy(dp, tp, pp, zero=zero))
 
 
 @st.composite

@@ -1,5 +1,7 @@
 """Each preset does on any cluster what the publication that it is named after describes."""
 
+from math import gcd
+
 import pytest
 
 from realrl.algorithms.ppo.graph import train_graph
@@ -46,7 +48,7 @@ def everything(cluster: str) -> Mesh:
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_fits_a_cluster_or_names_the_devices_it_needs(name: str, cluster: str) -> None:
     size = Cluster.parse(cluster).size
-    least = {"disjoint": 4, "separate": 2}.get(name, 1)
+    least = {"disjoint": 4, "separate": 2, "openrlhf": 3}.get(name, 1)
     if size < least:
         with pytest.raises(UserError, match=f"plan {name} needs at least {least} devices"):
             preset(name, cluster)
@@ -68,6 +70,47 @@ def test_symmetric_is_one_data_parallel_placement(cluster: str) -> None:
     assert set(preset("symmetric", cluster).placements.values()) == {
         Placement(mesh, Strategy(mesh.size, micro_batch_tokens=99))
     }
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_deepspeed_chat_shares_out_everything_but_generation(cluster: str) -> None:
+    c, plan = Cluster.parse(cluster), preset("deepspeed-chat", cluster)
+    for call in PPO.calls:
+        placement = plan[call.name]
+        s = placement.strategy
+        assert placement.mesh == everything(cluster) and s.pp == 1
+        if call.kind is Kind.GENERATE:
+            assert (s.tp, s.zero) == (gcd(*(devices for _, devices in c.runs)), 1)
+        else:
+            assert (s.tp, s.zero) == (1, 3 if c.size > 1 else 1)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "meshes"),
+    [("1x3", ("0", "1", "2")), ("1x8", ("0-3", "4-5", "6-7")), ("3x2", ("0-1", "2-3", "4-5"))],
+)
+def test_openrlhf_has_engines_of_its_own_beside_actor_and_critic(
+    cluster: str, meshes: tuple[str, ...]
+) -> None:
+    plan = preset("openrlhf", cluster)
+    engines, actor, critic = map(Mesh.parse, meshes)
+    places = {call.name: plan[call.name].mesh for call in PPO.calls}
+    assert places == {
+        "actor.generate": engines,
+        "actor.train": actor,
+        "ref.inference": actor,
+        "critic.train": critic,
+        "critic.inference": critic,
+        "reward.inference": critic,
+    }
+    assert plan.keep == ("actor",) and plan["actor.generate"].strategy.tp == engines.size
+    assert plan["ref.inference"].strategy.zero == (3 if actor.size > 1 else 1)
+
+
+def test_engines_have_no_more_tensor_parallel_ranks_than_a_model_has_heads() -> None:
+    shapes = {"actor": SMALL.model_copy(update={"heads": 2, "kv_heads": 2})}
+    for name in ("deepspeed-chat", "openrlhf"):
+        assert make_plan(name, PPO, Cluster(1, 8), 99, shapes)["actor.generate"].strategy.tp == 2
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)

@@ -58,6 +58,20 @@ CASES = {
     "2 heuristic": Case("1x2", "heuristic"),
     "2 two stages, everything offloaded": Case("1x2", everywhere("d1 t1 p2 @0-1"), ALL_OFFLOADED),
     "2 training recomputed": Case("1x2", (*["d1 t2 p1 @0-1"] * 4, "d1 t2 p1 @0-1 rc", "d1 t1 p2 @0-1 rc")),
+    "2 deepspeed-chat": Case("1x2", "deepspeed-chat"),
+    "4 openrlhf": Case("2x2", "openrlhf"),
+    "4 stages of ZeRO, everything offloaded": Case(
+        "1x4",
+        (
+            "d1 t4 p1 @0-3",
+            "d4 t1 p1 @0-3 z3",
+            "d2 t1 p1 @2-3 z3",
+            "d2 t1 p2 @0-3 z3",
+            "d2 t2 p1 @0-3 z3 rc",
+            "d2 t1 p2 @0-3 z2",
+        ),
+        ALL_OFFLOADED,
+    ),
     "3 symmetric, on nodes of two and one": Case("1x2+1x1", "symmetric"),
     "3 heuristic, on nodes of two and one": Case("1x2+1x1", "heuristic"),
     "3 six strategies on nodes of two and one": Case(
@@ -159,7 +173,8 @@ def recipe(world: World, directory: Path, name: str, case: Case) -> Path:
         for call, text in zip(PPO_CALLS, case.plan, strict=True):
             dp, tp, pp, mesh, *flags = text.split()
             calls[call] = {"mesh": mesh[1:], "dp": int(dp[1:]), "tp": int(tp[1:]), "pp": int(pp[1:])}
-            calls[call] |= {"recompute": True} if flags else {}
+            calls[call] |= {"recompute": True} if "rc" in flags else {}
+            calls[call] |= {"zero": int(flags[0][1:])} if flags and flags[0][0] == "z" else {}
         document["calls"] = calls
         plan = str(directory / f"{stem}.plan.yaml")
         Path(plan).write_text(yaml.safe_dump(document))

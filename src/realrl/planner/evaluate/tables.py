@@ -115,11 +115,11 @@ class Tables:
         number = {layout: i for i, layout in enumerate(layouts)}
         placements = {candidate.layout: candidate.placement for candidate in candidates}
         self._layouts.append(Layouts.of(placements[layout] for layout in layouts))
-        first, size, tp, pp = np.array([candidate.layout for candidate in candidates], dtype=np.int64).T
+        own = Layouts.of(candidate.placement for candidate in candidates)
         return Columns(
-            first=first,
-            end=first + size,
-            code=Layouts(first, size, tp, pp).codes,
+            first=own.first,
+            end=own.first + own.size,
+            code=own.codes,
             layout=np.array([number[candidate.layout] for candidate in candidates]),
             seconds=np.array([candidate.seconds for candidate in candidates], dtype=np.float64),
             load=np.array([candidate.load_seconds if candidate.offload else 0.0 for candidate in candidates]),

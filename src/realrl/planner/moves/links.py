@@ -110,7 +110,8 @@ class LinkTransfers:
 
     A node receives once what its devices need and none of them holds; a device receives what it needs and does not
     hold. The nodes that hold the data send equal shares, and all nodes forward. Tensors are assumed to be sharded
-    evenly over TP ranks. Values travel in the width of `weights`. Parameter sets are moved one after the other.
+    evenly over TP ranks and, with ZeRO-3, over data-parallel ranks as if these were TP ranks, too.
+    Values travel in the width of `weights`. Parameter sets are moved one after the other.
     """
 
     cluster: Cluster
@@ -228,9 +229,9 @@ class LinkTransfers:
         network = most / self._ports_of_nodes.node.max()
         stage = self._largest(weights, target.pp)
         before = self._largest(weights, source.pp)
-        kept = np.minimum(stage, before) * np.minimum(1 / target.tp, 1 / source.tp)
-        new = np.where(target.size > source.size, self._smallest(weights, target.pp) / target.tp, 0.0)
-        device = np.maximum(stage / target.tp - kept, new) / self._ports_of_nodes.device.max()
+        kept = np.minimum(stage, before) * np.minimum(1 / target.parts, 1 / source.parts)
+        new = np.where(target.size > source.size, self._smallest(weights, target.pp) / target.parts, 0.0)
+        device = np.maximum(stage / target.parts - kept, new) / self._ports_of_nodes.device.max()
         return np.where(_same(source, target, where=False), 0.0, np.maximum(network, device))
 
     def _ports(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
@@ -245,7 +246,7 @@ class LinkTransfers:
     def _latency(self, source: Layouts, target: Layouts) -> Floats:
         """Latency of the messages to a rank: one per stage and TP rank that holds some of its shard."""
         stages = -(-source.pp // target.pp) + 1 + (target.pp < 3)
-        ranks = np.minimum(np.lcm(source.tp, target.tp) // target.tp, source.tp)
+        ranks = np.minimum(np.lcm(source.parts, target.parts) // target.parts, source.parts)
         return np.asarray(2 * stages * ranks * self._slower(source, target).latency)
 
     def _count_nodes(self, *places: Layouts) -> Ints:
@@ -283,9 +284,9 @@ class LinkTransfers:
         stage = layouts.size // layouts.pp
         first = np.where(present, a // stage, 0)
         last = np.where(present, b // stage, 0)
-        whole = (b - a + 1 >= layouts.tp) | (a % layouts.tp > b % layouts.tp)
-        left = np.where(whole, 0, a % layouts.tp) / layouts.tp
-        right = np.where(whole, layouts.tp, b % layouts.tp + 1) / layouts.tp
+        whole = (b - a + 1 >= layouts.parts) | (a % layouts.parts > b % layouts.parts)
+        left = np.where(whole, 0, a % layouts.parts) / layouts.parts
+        right = np.where(whole, layouts.parts, b % layouts.parts + 1) / layouts.parts
         ends = (first == 0) | (weights.tied & (last == layouts.pp - 1))
         low = cuts[layouts.pp, first]
         high = cuts[layouts.pp, last + 1]
@@ -293,7 +294,7 @@ class LinkTransfers:
 
     def _needed(self, weights: ParameterBytes, layouts: Layouts) -> Floats:
         """Upper bound on the bytes of any device."""
-        return (self._largest(weights, layouts.pp) + weights.embedding) / layouts.tp
+        return (self._largest(weights, layouts.pp) + weights.embedding) / layouts.parts
 
     def _largest(self, weights: ParameterBytes, pp: Ints) -> Floats:
         """Bytes of the largest stage, without the embedding."""
@@ -342,4 +343,5 @@ def _overlap(a: Floats, b: Floats, c: Floats, d: Floats) -> Floats:
 def _same(source: Layouts, target: Layouts, *, where: bool) -> NDArray[np.bool_]:
     """Whether pairs have equal layouts; with `where`, also at equal positions."""
     equal = (source.size == target.size) & (source.tp == target.tp) & (source.pp == target.pp)
+    equal &= source.sharded == target.sharded
     return equal & (source.first == target.first) if where else equal

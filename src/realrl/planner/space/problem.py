@@ -52,10 +52,11 @@ class Candidate:
         return held + self.working_bytes + self.weights_bytes * self.offload
 
     @property
-    def layout(self) -> tuple[int, int, int, int]:
+    def layout(self) -> tuple[int, int, int, int, bool]:
         """Key that is equal for two candidates exactly if their parameters have the same layout."""
         p = self.placement
-        return p.mesh.first, p.mesh.size, p.strategy.tp, p.strategy.pp
+        s = p.strategy
+        return p.mesh.first, p.mesh.size, s.tp, s.pp, s.shards_parameters
 
 
 Assignment = Mapping[str, int]
