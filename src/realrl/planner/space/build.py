@@ -10,7 +10,7 @@ import numpy as np
 
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind
-from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
+from realrl.plan.placement import ZERO_STAGES, Mesh, Placement, Strategy, function_placement
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import Site
 from realrl.planner.cluster.devices import DeviceKind
@@ -28,6 +28,8 @@ class SearchSpace:
     micro_batch_tokens: tuple[int, ...] | None = None
     """Micro-batch sizes in tokens; None for those of `list_micro_batches`."""
     recompute: tuple[bool, ...] = (False, True)
+    zero: tuple[int, ...] = ZERO_STAGES
+    """Stages of ZeRO: of calls that train, and the first and the third one of those that infer."""
     offload: bool = True
     per_size: int = 8
     """Number of candidates per call and mesh size: this many of the fastest strategies, and as many of those that
@@ -155,7 +157,11 @@ class _Builder:
         divided = gcd(len(node), *(devices for _, devices in spec.site(mesh).nodes.runs))
         recompute = self.search_space.recompute if call.kind is Kind.TRAIN else (False,)
         work = self.scenario.workload.work(call)
-        for strategy in list_strategies(mesh.size, divided, shape.layers, shape.heads, tokens, recompute):
+        allowed = {Kind.TRAIN: ZERO_STAGES, Kind.INFERENCE: (1, 3)}.get(call.kind, (1,))
+        zero = tuple(stage for stage in self.search_space.zero if stage in allowed)
+        for strategy in list_strategies(
+            mesh.size, divided, shape.layers, shape.heads, tokens, recompute, zero
+        ):
             if strategy.dp <= work.items // work.minibatches and not (model.exact and strategy.tp > 1):
                 yield strategy
 
