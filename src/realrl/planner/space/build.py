@@ -28,7 +28,7 @@ class SearchSpace:
     micro_batch_tokens: tuple[int, ...] | None = None
     """Micro-batch sizes in tokens; None for those of `list_micro_batches`."""
     recompute: tuple[bool, ...] = (False, True)
-    zero: tuple[int, ...] = ZERO_STAGES
+    zero: tuple[int, ...] = (1,)
     """Stages of ZeRO: of calls that train, and the first and the third one of those that infer."""
     offload: bool = True
     per_size: int = 8
