@@ -57,6 +57,7 @@ bench: $(STAMP)  ## the measurements that need no CUDA device
 	$(BIN)/python bench/reallocation_bytes.py
 	$(BIN)/python bench/search.py
 	$(BIN)/python bench/reference_table.py
+	$(BIN)/python bench/published_rows.py
 	$(BIN)/python bench/messages.py
 	$(BIN)/python bench/shards.py
 	$(BIN)/python bench/reality.py

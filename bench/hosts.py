@@ -56,7 +56,7 @@ def main() -> None:
 def run_case(case: str, directory: Path, given: argparse.Namespace) -> Path:
     """Run a case in a new directory; return the run's."""
     if case == "ray":
-        with make_ray_nodes(2):
+        with make_ray_nodes(1, 1):
             return run_locally(directory, given, "cluster=2x1", "launch.by=ray")
     directory.mkdir()
     if case == "lost":

@@ -5,10 +5,12 @@ the devices (weak: 8 prompts a device) or stays (strong: 1,024 prompts), and pre
 at the rate of Llama 3's training, messages, and what slow devices cost. Planning seconds are processor time of one
 core. All else is predicted: nothing of it was measured on GPUs.
 
-`host` measures, in processor time of one core, what every rank or the first one does alone in a run of so many
-ranks.
+`widened` predicts the same for the plan of 80 or 128 devices with more data-parallel ranks, where a search would
+take minutes. `host` measures, in processor time of one core, what every rank or the first one does alone in a run
+of so many ranks.
 
-    OMP_NUM_THREADS=1 python bench/scale.py [--json FILE] [--cases plans host] [--nodes 16,128] [--batch weak]
+    OMP_NUM_THREADS=1 python bench/scale.py [--json FILE] [--cases plans widened host] [--nodes 16,128]
+                                            [--batch weak strong]
 """
 
 import argparse
@@ -33,9 +35,12 @@ from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.failures import LLAMA_3, Failures
+from realrl.planner.evaluate.shortage import DoesNotFit
 from realrl.planner.reliability.goodput import bound_expected_seconds, predict_goodput
-from realrl.planner.search.plan_search import BestPlan, find_best_plan
+from realrl.planner.search.plan_search import find_best_plan
 from realrl.planner.simulate.durations import Durations
+from realrl.planner.simulate.estimate import Estimate
+from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.simulate.stragglers import Stragglers, simulate_stragglers
 from realrl.program.instructions import Receive, ShareLengths
@@ -50,6 +55,7 @@ from realrl.runtime.worker.store import Store
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "reference" / "ppo-70b.yaml"
 NODES = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1250)
+WIDENED = ((16, 8), (16, 32), (10, 125))
 PER_DEVICE, CONSTANT = 8, 1024
 SLOW, JITTER = 1.1, 0.03
 GRAPH = train_graph(minibatches=4)
@@ -71,22 +77,46 @@ def plan(nodes: int, batch: str) -> dict[str, Any]:
     begin = time.process_time()
     best = find_best_plan(scenario)
     planning = time.process_time() - begin
+    found = describe_step(scenario, best.estimate)
+    bound = bound_expected_seconds(scenario, best.lower_bound)
     return {
         "devices": spec.size,
         "prompts": prompts,
         "planning_cpu_s": round(planning, 1),
         "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
-        **describe_step(scenario, best),
-        **describe_messages(scenario, best.estimate.plan),
-        "plan": {name: str(placement) for name, placement in best.estimate.plan.placements.items()},
+        "gap": round(best.gap, 4),
+        "expected_gap": round(max(0.0, 1 - bound / found["expected_step_s"]), 4),
+        **found,
     }
 
 
-def describe_step(scenario: Scenario, best: BestPlan) -> dict[str, Any]:
-    """Step, expected step and slow devices of a plan."""
-    found, estimate = predict_goodput(scenario, best.estimate), best.estimate
+def widen(nodes: int, by: int) -> dict[str, Any]:
+    """Predict the plan of fewer nodes, by so many times as many data-parallel ranks, with as many prompts for each.
+
+    It is searched for the fewer nodes alone, and says nothing about better plans.
+    """
+    few, spec = ClusterSpec.parse(f"h100:{nodes}x8"), ClusterSpec.parse(f"h100:{nodes * by}x8")
+    settings = [f"data.batch={PER_DEVICE * few.size}", f"cluster={few.name}"]
+    narrow = find_best_plan(make_scenario(load_experiment(str(RECIPE), settings), few)).estimate.plan
+    placements = {
+        name: Placement(
+            Mesh(by * place.mesh.first, by * place.mesh.size),
+            replace(place.strategy, dp=by * place.strategy.dp),
+        )
+        for name, place in narrow.placements.items()
+    }
+    experiment = load_experiment(
+        str(RECIPE), [f"data.batch={PER_DEVICE * spec.size}", f"cluster={spec.name}"]
+    )
+    scenario = replace(make_scenario(experiment, spec), failures=Failures(per_device_day=LLAMA_3 / 1000))
+    estimate = estimate_plan(scenario, replace(narrow, cluster=spec.cluster, placements=placements))
+    return {"devices": spec.size, "prompts": PER_DEVICE * spec.size, **describe_step(scenario, estimate)}
+
+
+def describe_step(scenario: Scenario, estimate: Estimate) -> dict[str, Any]:
+    """Step, expected step, messages and slow devices of a plan."""
+    found = predict_goodput(scenario, estimate)
     assert found is not None, "there are failures"
-    bound = bound_expected_seconds(scenario, best.lower_bound)
     slow = {
         name: simulate_stragglers(scenario, estimate.plan, stragglers).repeated_seconds
         / estimate.repeated_seconds
@@ -99,10 +129,8 @@ def describe_step(scenario: Scenario, best: BestPlan) -> dict[str, Any]:
         "step_s": round(estimate.step_seconds, 2),
         "repeated_s": round(estimate.repeated_seconds, 2),
         "tokens_per_s": round(estimate.tokens_per_second),
-        "gap": round(best.gap, 4),
         "failures_per_day": round(found.failures_per_day, 3),
         "expected_step_s": round(found.step_seconds, 2),
-        "expected_gap": round(max(0.0, 1 - bound / found.step_seconds), 4),
         "goodput": round(found.share, 4),
         "checkpoint_every": found.every,
         "checkpoint_bytes": found.checkpoint_bytes,
@@ -114,6 +142,8 @@ def describe_step(scenario: Scenario, best: BestPlan) -> dict[str, Any]:
         "communicators": found.start.communicators,
         "store_requests": found.start.store_requests,
         "slower_by": {name: round(factor - 1, 4) for name, factor in slow.items()},
+        **describe_messages(scenario, estimate.plan),
+        "plan": {name: str(placement) for name, placement in estimate.plan.placements.items()},
     }
 
 
@@ -237,7 +267,8 @@ def show(case: str, row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--cases", nargs="+", choices=("plans", "host"), default=("host", "plans"))
+    cases = ("host", "widened", "plans")
+    parser.add_argument("--cases", nargs="+", choices=cases, default=cases)
     parser.add_argument("--nodes", type=lambda text: [int(n) for n in text.split(",")], default=NODES)
     parser.add_argument("--batch", nargs="+", choices=("weak", "strong"), default=("weak", "strong"))
     parser.add_argument(
@@ -257,11 +288,13 @@ def main() -> None:
         add("host/store", measure_store())
         for nodes in (n for n in arguments.nodes if n >= 16):
             add(f"host/{8 * nodes}", host(8 * nodes))
+    for nodes, by in WIDENED if "widened" in arguments.cases else ():
+        add(f"widened/{8 * nodes * by}", widen(nodes, by))
     for batch in arguments.batch if "plans" in arguments.cases else ():
         for nodes in arguments.nodes:
             try:
                 add(f"{batch}/{8 * nodes}", plan(nodes, batch))
-            except UserError as error:
+            except (DoesNotFit, UserError) as error:
                 add(f"{batch}/{8 * nodes}", {"refused": str(error)})
 
 

@@ -27,7 +27,7 @@ from results_file import ResultsFile
 from realrl.checkpoint import huggingface
 from realrl.checkpoint.origin import read_origin
 from realrl.checkpoint.portions import list_portions
-from realrl.engine.flat import FlatBuffer
+from realrl.engine.buffers.flat import FlatBuffer
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
 from realrl.families.sizes.published import SHAPES

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from realrl.checkpoint import huggingface
 from realrl.checkpoint.adapters import ADAPTER_FILE
 from realrl.config.errors import UserError
-from realrl.engine.flat import FlatBuffer
+from realrl.engine.buffers.flat import FlatBuffer
 from realrl.families.adapter_config import ADAPTER_CONFIG, adapter_tensors
 from realrl.families.adapters import LowRank
 from realrl.families.registry import model_tensors

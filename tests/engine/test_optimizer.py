@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realrl.engine.flat import FlatBuffer
+from realrl.engine.buffers.flat import FlatBuffer
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.families.tensors import Place, TensorSpec
 from realrl.model.parallel.group import Group, make_single_rank_group

@@ -32,11 +32,40 @@ MODELS: dict[str, tuple[ModelShape, Head]] = {
     ),
 }  # fmt: skip
 
-# (dp, tp, pp), with `s` for sequence parallelism, `r` for recomputation. Every degree alone, and mixtures of them.
+# (dp, tp, pp), with `s` for sequence parallelism, `r` for recomputation, and the stage of ZeRO. Every degree alone,
+# and mixtures of them.
 STRATEGIES = {
-    2: ["2 1 1", "1 2 1", "1 2 1 s", "1 1 2", "2 1 1 r", "1 2 1 r", "1 2 1 sr", "1 1 2 r"],
-    3: ["3 1 1", "1 3 1 s", "1 3 1", "1 1 3"],
-    4: ["4 1 1", "1 4 1", "1 4 1 s", "1 1 4", "2 2 1 s", "2 1 2", "1 2 2", "1 2 2 s", "2 1 2 r", "1 2 2 sr"],
+    2: [
+        "2 1 1",
+        "1 2 1",
+        "1 2 1 s",
+        "1 1 2",
+        "2 1 1 r",
+        "1 2 1 r",
+        "1 2 1 sr",
+        "1 1 2 r",
+        "2 1 1 2",
+        "2 1 1 3",
+    ],
+    3: ["3 1 1", "1 3 1 s", "1 3 1", "1 1 3", "3 1 1 3r"],
+    4: [
+        "4 1 1",
+        "1 4 1",
+        "1 4 1 s",
+        "1 1 4",
+        "2 2 1 s",
+        "2 1 2",
+        "1 2 2",
+        "1 2 2 s",
+        "2 1 2 r",
+        "1 2 2 sr",
+        "4 1 1 2",
+        "4 1 1 3",
+        "2 2 1 2s",
+        "2 2 1 3sr",
+        "2 1 2 3",
+        "2 1 2 2r",
+    ],
     6: ["3 2 1", "2 3 1 s", "1 6 1", "1 3 2", "1 2 3 s", "3 1 2", "2 1 3", "1 2 3 sr"],
     8: ["2 2 2", "2 2 2 s", "1 4 2 s", "1 2 4", "4 1 2", "8 1 1", "2 2 2 sr", "1 2 4 r"],
 }
@@ -54,6 +83,7 @@ def placements(world: int) -> list[Placement]:
             micro_batch_tokens=40,
             sequence_parallel="s" in "".join(flags),
             recompute="r" in "".join(flags),
+            zero=next((stage for stage in (2, 3) if str(stage) in "".join(flags)), 1),
         )
         found.append(Placement(Mesh(0, world), strategy))
     return found

@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
 from realrl.checkpoint.stored import join_tensors
-from realrl.engine.flat import FlatBuffer
+from realrl.engine.buffers.flat import FlatBuffer
 from realrl.families.adapters import ADAPTERS, LowRank
 from realrl.families.registry import model_tensors
 from realrl.families.tensors import TensorSpec

@@ -155,7 +155,8 @@ def test_another_process_asks_for_the_gpus(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_doctor_examines_drivers_where_gpus_are_to_compute(log: list[str]) -> None:
     subject: Any = SimpleNamespace(
-        cluster=SimpleNamespace(devices_per_node=1, size=1),
+        cluster=SimpleNamespace(size=1),
+        ranks=1,
         experiment=None,
         launched=False,
         gpus=1,

@@ -6,14 +6,16 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def make_ray_nodes(count: int) -> Iterator[None]:
-    """Run nodes with a CPU each for a block, in which RAY_ADDRESS names their cluster."""
+def make_ray_nodes(*cpus: int) -> Iterator[None]:
+    """Run nodes with so many CPUs for a block, in which RAY_ADDRESS names their cluster."""
     from ray.cluster_utils import Cluster
 
     cluster, before = Cluster(), os.environ.get("RAY_ADDRESS")
     try:
-        for _ in range(count):
-            cluster.add_node(num_cpus=1, num_gpus=0, object_store_memory=80 * 2**20, include_dashboard=False)
+        for count in cpus:
+            cluster.add_node(
+                num_cpus=count, num_gpus=0, object_store_memory=80 * 2**20, include_dashboard=False
+            )
         os.environ["RAY_ADDRESS"] = cluster.address
         yield
     finally:

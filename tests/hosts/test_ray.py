@@ -23,8 +23,8 @@ needs_ray = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[None]:
-    """Two nodes of a Ray cluster on this machine."""
-    with make_ray_nodes(2):
+    """A node of two CPUs and one of one, of a Ray cluster on this machine."""
+    with make_ray_nodes(2, 1):
         yield
 
 
@@ -65,6 +65,17 @@ def test_ranks_on_ray_learn_the_same_although_one_dies(nodes: None, world: World
 
 
 @needs_ray
+def test_nodes_of_a_ray_cluster_may_differ_in_size(nodes: None, world: World, tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    assert run_app(["train", str(world.recipe("sft", tmp_path / "local", cluster="1x3"))]) == 0
+    run = start(world.recipe("sft", tmp_path, cluster="1x1+1x2", launch__by="ray"))
+    _, error = run.communicate(timeout=240)
+    assert run.returncode == 0, error
+    file = "final/model.safetensors"
+    assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "local" / "run" / file).read_bytes()
+
+
+@needs_ray
 def test_sigterm_has_ranks_on_ray_save_and_end(nodes: None, world: World, tmp_path: Path) -> None:
     run = start(world.recipe("sft", tmp_path, cluster="2x1", launch__by="ray", training__steps=10**6))
     deadline = time.monotonic() + 120
@@ -87,7 +98,11 @@ def test_sigterm_has_ranks_on_ray_save_and_end(nodes: None, world: World, tmp_pa
     [
         (
             {"cluster": "3x1"},
-            "cluster=3x1 needs 3 nodes with 1 CPUs each; the nodes of the Ray cluster have 1, 1",
+            "cluster=3x1 needs 3 nodes with 1 CPUs each; the nodes of the Ray cluster have",
+        ),
+        (
+            {"cluster": "1x1+1x3"},
+            "cluster=1x1+1x3 needs 1 nodes with 1 CPUs each and 1 nodes with 3 CPUs each; the nodes of the Ray",
         ),
         ({"cluster": "2x1", "data__train": "/no/such.jsonl"}, "data file /no/such.jsonl does not exist"),
     ],

@@ -28,25 +28,23 @@ def shapes(draw: st.DrawFn) -> ModelShape:
 @st.composite
 def placements(draw: st.DrawFn, cluster: Cluster, shape: ModelShape) -> Placement:
     """Any placement of a model on any mesh of a cluster."""
-    per_node = cluster.devices_per_node
-    sizes = [s for s in range(1, per_node) if per_node % s == 0]
-    sizes += [per_node * nodes for nodes in range(1, cluster.nodes + 1)]
-    size = draw(st.sampled_from(sizes))
-    step = min(size, per_node)
-    mesh = Mesh(draw(st.integers(0, (cluster.size - size) // step)) * step, size)
+    size = draw(st.integers(1, cluster.size))
+    mesh = Mesh(draw(st.integers(0, cluster.size - size)), size)
     degrees = [
         (size // (tp * pp), tp, pp)
         for tp in range(1, min(size, shape.heads) + 1)
         for pp in range(1, min(size, shape.layers) + 1)
         if size % (tp * pp) == 0
     ]
-    return Placement(mesh, Strategy(*draw(st.sampled_from(degrees))))
+    dp, tp, pp = draw(st.sampled_from(degrees))
+    zero = draw(st.sampled_from([1, 3])) if dp > 1 else 1
+    return Placement(mesh, Strategy(dp, tp, pp, zero=zero))
 
 
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
-    """Up to four nodes of up to six devices."""
-    return Cluster(draw(st.integers(1, 4)), draw(st.integers(1, 6)))
+    """Up to four nodes of up to six devices each."""
+    return Cluster.of_nodes(draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
 
 
 @st.composite

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from realrl.config.errors import UserError
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
-from realrl.layout.layout import Layout, build_layout
+from realrl.layout.layout import Layout, build_layout, group_stacks
 from realrl.layout.ranges import (
     feed_forward,
     kv_heads,
@@ -111,14 +111,41 @@ def test_a_strategy_that_the_model_does_not_fit_is_refused(degrees: tuple[int, i
 @settings(max_examples=150, deadline=None)
 @given(moves())
 def test_every_dp_replica_holds_each_element(move: tuple[Layout, Layout, Cluster]) -> None:
+    """Under ZeRO-3, data-parallel ranks hold each element together."""
     made, placement = move[0], move[0].placement
-    for dp in range(placement.strategy.dp):
+    dp = placement.strategy.dp
+    for replica in [range(dp)] if placement.strategy.shards_parameters else [[d] for d in range(dp)]:
         seen = {spec.name: np.zeros(spec.shape, dtype=int) for spec in made.specs}
         for rank in placement.ranks:
-            if placement.dp_index(rank) == dp:
+            if placement.dp_index(rank) in replica:
                 for local in made.tensors(rank):
                     region = local.region
                     box = tuple(slice(a, b) for a, b in zip(region.offset, region.end, strict=True))
                     seen[region.tensor][box] += 1
                     assert prod(local.shape) >= region.numel and local.shape[1:] == region.size[1:]
         assert all((count > 0).all() for count in seen.values())
+
+
+@settings(max_examples=100, deadline=None)
+@given(moves())
+def test_shards_of_zero_3_are_equal_and_lie_back_to_back_in_the_parameters(
+    move: tuple[Layout, Layout, Cluster],
+) -> None:
+    """So that an all-gather of each parameter's rows gives the parameter, with padding after it."""
+    made, placement = move[0], move[0].placement
+    dp = placement.strategy.dp
+    if not placement.strategy.shards_parameters:
+        return
+    for first in (rank for rank in placement.ranks if placement.dp_index(rank) == 0):
+        stored = [made.tensors(first + d * placement.strategy.tp) for d in range(dp)]
+        at = 0
+        for stack in group_stacks(made.gathered_tensors(first)):
+            parts = [tensors[at : at + len(stack)] for tensors in stored]
+            at += len(stack)
+            rows = [sum(tensor.shape[0] for tensor in part) for part in parts]
+            assert len({*rows}) == 1 and sum(rows) < sum(tensor.shape[0] for tensor in stack) + dp
+            for i, whole in enumerate(stack):
+                held = [part[i].region for part in parts if part[i].region.numel]
+                edges = [(region.offset[0], region.end[0]) for region in held]
+                assert [a for a, _ in edges[1:]] == [b for _, b in edges[:-1]]
+                assert sum(region.numel for region in held) == whole.region.numel

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from realrl.checkpoint.stored import join_tensors, read_parts
-from realrl.engine.flat import FlatBuffer
+from realrl.engine.buffers.flat import FlatBuffer
 from realrl.families.config_json import shape_to_hf
 from realrl.families.experts import Mixture
 from realrl.families.mixtures.llama4 import MIXTURE

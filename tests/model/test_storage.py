@@ -6,7 +6,7 @@ from small_models import SHAPES, pack, random_rows
 
 from realrl.checkpoint import initial_weights
 from realrl.checkpoint.initial_weights import initialise
-from realrl.engine.flat import FlatBuffer
+from realrl.engine.buffers.flat import FlatBuffer
 from realrl.families.registry import model_tensors
 from realrl.families.tensors import TensorSpec
 from realrl.layout.region import Region

@@ -37,10 +37,10 @@ def random_plan(graph: DataflowGraph, cluster: Cluster, random: Random) -> Plan:
 
 
 def random_placement(cluster: Cluster, random: Random) -> Placement:
-    per_node = cluster.devices_per_node
-    size = random.choice([n for n in range(1, cluster.size + 1) if cluster.size % n == 0])
-    step = size if size < per_node else per_node
-    mesh = Mesh(random.randrange(0, cluster.size - size + 1, step), size)
+    size = random.choice(
+        [n for n in range(1, cluster.size + 1) if cluster.size % n == 0 or random.random() < 0.3]
+    )
+    mesh = Mesh(random.randrange(0, cluster.size - size + 1), size)
     tp = random.choice([n for n in (1, 2, 4) if size % n == 0])
     pp = random.choice([n for n in (1, 2, 4) if size // tp % n == 0])
     strategy = Strategy(size // tp // pp, tp, pp, micro_batch_tokens=random.choice([20, 30]))

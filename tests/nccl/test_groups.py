@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from realrl.plan.cluster import Cluster
 from realrl.plan.communicators import list_communicators, list_rank_sets
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.runtime.processes.groups import RankPlace, make_nccl_groups, make_nccl_options
@@ -55,7 +56,7 @@ def make_as(
             mock.patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), create=True),
             mock.patch.object(torch.cuda, "synchronize") as synchronize,
         ):
-            at = RankPlace(rank=rank, world=8, per_node=4, device=CPU)
+            at = RankPlace(rank=rank, world=8, node=Cluster(2, 4).ranks(rank // 4), device=CPU)
             groups = make_nccl_groups(at, list_rank_sets(plan), with_node_pairs=moves)
         synchronize.assert_called_once()
     return groups, recorder.actions, splits

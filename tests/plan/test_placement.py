@@ -1,3 +1,5 @@
+import re
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 
@@ -6,14 +8,17 @@ import pytest
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
+from tests.plan.meshes import list_all
 
 
-@pytest.mark.parametrize("text", ["1x2", "2x8", "16x4"])
+@pytest.mark.parametrize("text", ["1x2", "2x8", "16x4", "2x8+1x4", "1x4+2x8+1x4"])
 def test_cluster_text_round_trip(text: str) -> None:
     assert str(Cluster.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["2", "x2", "0x1", "1x0", "axb", "1 x 2 x 3"])
+@pytest.mark.parametrize(
+    "text", ["2", "x2", "0x1", "1x0", "axb", "1 x 2 x 3", "2x8+", "2x8+4", "1x2+0x3", "h100:1x2+1x1"]
+)
 def test_a_cluster_that_is_not_understood_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="cluster"):
         Cluster.parse(text)
@@ -21,6 +26,24 @@ def test_a_cluster_that_is_not_understood_is_refused(text: str) -> None:
 
 def test_ranks_are_numbered_node_by_node() -> None:
     assert [Cluster(2, 3).node(rank) for rank in range(6)] == [0, 0, 0, 1, 1, 1]
+    uneven = Cluster.parse("1x3+2x1+1x2")
+    assert [uneven.node(rank) for rank in range(uneven.size)] == [0, 0, 0, 1, 2, 3, 3]
+    assert [list(uneven.ranks(node)) for node in range(uneven.nodes)] == [[0, 1, 2], [3], [4], [5, 6]]
+    assert (uneven.even, uneven.largest_node) == (False, 3)
+
+
+def test_equal_neighbours_are_one_run_of_nodes() -> None:
+    assert Cluster.parse("1x8+1x8") == Cluster(2, 8) == Cluster.of_nodes([8, 8])
+    assert str(Cluster.parse("1x8 + 1x8+2x4")) == "2x8+2x4"
+    assert Cluster.parse("1x8+2x4") != Cluster.parse("2x4+1x8")
+
+
+@pytest.mark.parametrize("devices", [[4], [4, 4], [3, 1, 2], [2, 5, 5, 1]])
+def test_the_nodes_under_a_mesh_have_its_ranks_of_each(devices: list[int]) -> None:
+    cluster = Cluster.of_nodes(devices)
+    for mesh in list_all(cluster):
+        counts = Counter(cluster.node(rank) for rank in mesh.ranks)
+        assert mesh.nodes(cluster) == Cluster.of_nodes(counts[node] for node in sorted(counts))
 
 
 @pytest.mark.parametrize("text", ["0", "3", "0-7", "8-15"])
@@ -34,22 +57,16 @@ def test_a_mesh_that_is_not_understood_is_refused(text: str) -> None:
         Mesh.parse(text)
 
 
-def test_meshes_of_a_cluster_are_whole_nodes_and_aligned_slices() -> None:
-    cluster = Cluster(2, 4)
-    valid = {
-        Mesh(0, 8),
-        Mesh(0, 4),
-        Mesh(4, 4),
-        *(Mesh(i, 2) for i in range(0, 8, 2)),
-        *(Mesh(i, 1) for i in range(8)),
-    }
+@pytest.mark.parametrize("cluster", [Cluster(2, 4), Cluster.of_nodes([3, 1, 4])], ids=str)
+def test_meshes_of_a_cluster_are_all_runs_of_its_ranks(cluster: Cluster) -> None:
+    valid = set(list_all(cluster))
     for first in range(-1, 9):
         for size in range(10):
             mesh = Mesh(first, size)
             if mesh in valid:
                 mesh.check(cluster)
             else:
-                with pytest.raises(UserError, match="mesh"):
+                with pytest.raises(UserError, match=re.escape(f"outside the 8 devices of cluster {cluster}")):
                     mesh.check(cluster)
 
 

@@ -92,8 +92,8 @@ def test_a_missing_plan_file_is_named() -> None:
         (Plan(Cluster(1, 4), {"actor.train": place("0-3", 4)}), "call actor.generate has no placement"),
         (plan_of(actor__train=place("4-7", 4)), "actor.train: mesh 4-7 lies outside the 4 devices"),
         (
-            plan_of(actor__train=place("1-2", 2)),
-            "actor.train: mesh 1-2 is neither whole nodes nor an aligned slice",
+            plan_of(actor__train=place("3-4", 2)),
+            "actor.train: mesh 3-4 lies outside the 4 devices of cluster",
         ),
         (
             plan_of(actor__train=place("0-3", 1, 4)),

@@ -1,5 +1,7 @@
 """Each preset does on any cluster what the publication that it is named after describes."""
 
+from math import gcd
+
 import pytest
 
 from realrl.algorithms.ppo.graph import train_graph
@@ -14,7 +16,20 @@ from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
 from realrl.program.order import waves
 
-CLUSTERS = ("1x1", "1x2", "1x3", "1x6", "1x8", "2x8", "3x2", "5x3", "16x8")
+CLUSTERS = (
+    "1x1",
+    "1x2",
+    "1x3",
+    "1x6",
+    "1x8",
+    "2x8",
+    "3x2",
+    "5x3",
+    "16x8",
+    "2x8+1x4",
+    "1x2+1x1",
+    "1x1+1x6+2x3",
+)
 PPO = train_graph(minibatches=1)
 SMALL, LARGE = SHAPES["llama-3.2-1b"], SHAPES["llama-2-7b"]
 INFERENCE = ("reward.inference", "ref.inference", "critic.inference")
@@ -33,7 +48,7 @@ def everything(cluster: str) -> Mesh:
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_fits_a_cluster_or_names_the_devices_it_needs(name: str, cluster: str) -> None:
     size = Cluster.parse(cluster).size
-    least = {"disjoint": 4, "separate": 2}.get(name, 1)
+    least = {"disjoint": 4, "separate": 2, "openrlhf": 3}.get(name, 1)
     if size < least:
         with pytest.raises(UserError, match=f"plan {name} needs at least {least} devices"):
             preset(name, cluster)
@@ -58,13 +73,58 @@ def test_symmetric_is_one_data_parallel_placement(cluster: str) -> None:
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
+def test_deepspeed_chat_shares_out_everything_but_generation(cluster: str) -> None:
+    c, plan = Cluster.parse(cluster), preset("deepspeed-chat", cluster)
+    for call in PPO.calls:
+        placement = plan[call.name]
+        s = placement.strategy
+        assert placement.mesh == everything(cluster) and s.pp == 1
+        if call.kind is Kind.GENERATE:
+            assert (s.tp, s.zero) == (gcd(*(devices for _, devices in c.runs)), 1)
+        else:
+            assert (s.tp, s.zero) == (1, 3 if c.size > 1 else 1)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "meshes"),
+    [("1x3", ("0", "1", "2")), ("1x8", ("0-3", "4-5", "6-7")), ("3x2", ("0-1", "2-3", "4-5"))],
+)
+def test_openrlhf_has_engines_of_its_own_beside_actor_and_critic(
+    cluster: str, meshes: tuple[str, ...]
+) -> None:
+    plan = preset("openrlhf", cluster)
+    engines, actor, critic = map(Mesh.parse, meshes)
+    places = {call.name: plan[call.name].mesh for call in PPO.calls}
+    assert places == {
+        "actor.generate": engines,
+        "actor.train": actor,
+        "ref.inference": actor,
+        "critic.train": critic,
+        "critic.inference": critic,
+        "reward.inference": critic,
+    }
+    assert plan.keep == ("actor",) and plan["actor.generate"].strategy.tp == engines.size
+    assert plan["ref.inference"].strategy.zero == (3 if actor.size > 1 else 1)
+
+
+def test_engines_have_no_more_tensor_parallel_ranks_than_a_model_has_heads() -> None:
+    shapes = {"actor": SMALL.model_copy(update={"heads": 2, "kv_heads": 2})}
+    for name in ("deepspeed-chat", "openrlhf"):
+        assert make_plan(name, PPO, Cluster(1, 8), 99, shapes)["actor.generate"].strategy.tp == 2
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
 def test_heuristic_cuts_tensors_inside_nodes_and_layers_between_them(cluster: str) -> None:
     c = Cluster.parse(cluster)
     (placement,) = set(preset("heuristic", cluster).placements.values())
     s = placement.strategy
-    assert (s.dp, s.tp, s.pp, placement.mesh) == (1, c.devices_per_node, c.nodes, everything(cluster))
-    nodes = {c.node(placement.rank(dp=0, tp=t, pp=0)) for t in range(s.tp)}
-    assert nodes == {0}
+    assert (s.dp, placement.mesh) == (1, everything(cluster))
+    for pp in range(s.pp):
+        assert len({c.node(placement.rank(dp=0, tp=t, pp=pp)) for t in range(s.tp)}) == 1
+    # With one tensor-parallel rank more, some stage would lie on two nodes.
+    assert c.even == (s.pp == c.nodes)
+    sizes = [len(c.ranks(node)) for node in range(c.nodes)]
+    assert s.tp == max(t for t in range(1, min(sizes) + 1) if all(size % t == 0 for size in sizes))
 
 
 def test_heuristic_for_a_model_with_too_few_layers_or_heads_is_one_error_message() -> None:
@@ -136,13 +196,10 @@ def test_split_by_weight_gives_valid_disjoint_meshes(cluster: str, weights: list
     assert max(mesh.size for mesh in meshes) == meshes[weights.index(max(weights))].size
 
 
-def test_mesh_sizes_are_those_of_valid_meshes() -> None:
-    c = Cluster(3, 4)
-    valid = []
-    for size in range(1, c.size + 1):
-        try:
-            Mesh(0, size).check(c)
-        except UserError:
-            continue
-        valid.append(size)
-    assert list(list_mesh_sizes(c)) == valid
+def test_presets_have_meshes_of_whole_nodes_or_of_equal_parts_of_one() -> None:
+    assert list_mesh_sizes(Cluster(3, 4)) == (1, 2, 4, 8, 12)
+    assert list_mesh_sizes(Cluster.of_nodes([4, 4, 6])) == (1, 2, 3, 4, 6, 8, 10, 14)
+    uneven = Cluster.parse("2x8+1x4")
+    assert split_evenly(uneven, 2) == [Mesh(0, 8), Mesh(8, 8)]
+    assert split_evenly(uneven, 4) == [Mesh(first, 4) for first in (0, 4, 8, 12)]
+    assert split_by_weight(uneven, [2, 1]) == [Mesh(8, 12), Mesh(0, 8)]

@@ -9,7 +9,7 @@ from realrl.dataflow.call import Call, Key, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.routing.links import Links
 from realrl.plan.cluster import Cluster
-from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
+from realrl.plan.placement import Placement, Strategy, function_placement
 from realrl.planner.moves.exchange import ExchangeModel
 from realrl.planner.moves.links import LinkTransfers, ParameterBytes
 from realrl.planner.moves.transfers import Layouts, name_mixing
@@ -28,6 +28,7 @@ from realrl.program.instructions import (
 )
 from realrl.program.lower import home_placements, lower
 from realrl.program.order import producers
+from tests.plan.meshes import list_tidy
 from tests.planner.exhaustive import connected, host_fill, shared
 
 
@@ -220,18 +221,15 @@ def late_lengths() -> DataflowGraph:
 
 def function_table(call: Call, cluster: Cluster, seconds: float) -> list[Candidate]:
     """All meshes."""
-    sizes = [s for s in range(1, cluster.devices_per_node) if cluster.devices_per_node % s == 0]
-    sizes += [cluster.devices_per_node * n for n in range(1, cluster.nodes + 1)]
     return [
         Candidate(
-            placement=function_placement(Mesh(first, size)),
-            seconds=seconds / size,
+            placement=function_placement(mesh),
+            seconds=seconds / mesh.size,
             weights_bytes=0.0,
             resident_bytes=0.0,
             working_bytes=0.0,
         )
-        for size in sizes
-        for first in range(0, cluster.size - size + 1, min(size, cluster.devices_per_node))
+        for mesh in list_tidy(cluster)
     ]
 
 
@@ -243,18 +241,16 @@ def strategy_table(
     TP communicates, pipelines have bubbles, decoding is memory-bound, small shards are inefficient,
     recomputation and offloading cost time.
     """
-    per, candidates = cluster.devices_per_node, []
-    sizes = [s for s in range(1, per) if per % s == 0] + [per * n for n in range(1, cluster.nodes + 1)]
-    for size in sizes:
-        step = min(size, per)
-        for first in range(0, cluster.size - size + 1, step):
-            for tp in (t for t in range(1, per + 1) if size % t == 0 and per % t == 0):
-                for pp in (p for p in range(1, size // tp + 1) if size // tp % p == 0):
-                    for recompute in (False, True) if call.kind is Kind.TRAIN else (False,):
-                        strategy = Strategy(size // tp // pp, tp, pp, recompute=recompute)
-                        placement = Placement(Mesh(first, size), strategy)
-                        for offload in (False, True) if home else (False,):
-                            candidates.append(_cost_candidate(call, parameters, placement, offload, trained))
+    candidates = []
+    for mesh in list_tidy(cluster):
+        parts = [devices for _, devices in mesh.nodes(cluster).runs]
+        for tp in (t for t in range(1, mesh.size + 1) if all(part % t == 0 for part in parts)):
+            for pp in (p for p in range(1, mesh.size // tp + 1) if mesh.size // tp % p == 0):
+                for recompute in (False, True) if call.kind is Kind.TRAIN else (False,):
+                    strategy = Strategy(mesh.size // tp // pp, tp, pp, recompute=recompute)
+                    placement = Placement(mesh, strategy)
+                    for offload in (False, True) if home else (False,):
+                        candidates.append(_cost_candidate(call, parameters, placement, offload, trained))
     return candidates
 
 
@@ -321,7 +317,7 @@ def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bo
     """Sample a step on 2 to 8 devices with about `combinations` plans, sometimes short of memory."""
     graph = sampled_graph(rng)
     cluster = rng.choice(
-        [Cluster(1, 2), Cluster(1, 4), Cluster(2, 2), Cluster(1, 8), Cluster(2, 4), Cluster(4, 2)]
+        [Cluster.parse(text) for text in ("1x2", "1x4", "2x2", "1x8", "2x4", "4x2", "1x3+1x2", "1x2+2x1+1x4")]
     )
     parameters = {role: rng.choice([1.0, 2.0, 7.0, 13.0]) for role in graph.roles}
     most = max(2, int(combinations ** (1 / len(graph.calls))))
@@ -348,7 +344,7 @@ def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bo
     sharers = _share(rng, candidates, {role: graph.home(role).name for role in graph.roles})
     # Without a limit, and with one that sometimes forbids to offload.
     hosts = rng.choice([0.0, 0.0, 3.0]) * sum(parameters.values())
-    exchange = ExchangeModel(links, cluster.devices_per_node, volumes, items=rng.choice([0, 0, 1]))
+    exchange = ExchangeModel(links, cluster, volumes, items=rng.choice([0, 0, 1]))
     return Problem(
         host_memory_bytes=(hosts,) * cluster.nodes if hosts else (),
         sharers=sharers,

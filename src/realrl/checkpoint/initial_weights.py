@@ -37,7 +37,8 @@ def initialise(
         if tensor.init in (Init.MAGNITUDE, Init.SCALE):
             continue
         if tensor.init in (Init.ONES, Init.ZEROS):
-            target.fill_(float(tensor.init is Init.ONES))
+            filled = len(target) if regions is None else regions[tensor.name].size[0]
+            target[:filled].fill_(float(tensor.init is Init.ONES))
             continue
         region = Region(tensor.name, (0,) * len(tensor.shape), tensor.shape)
         if regions is not None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from realrl.checkpoint.stored import Weights, group_by_file_tensor, group_by_number, join_tensors
 from realrl.families.tensors import TensorSpec
-from realrl.layout.layout import LocalTensor
+from realrl.layout.local_tensors import LocalTensor
 from realrl.layout.region import Region
 
 PORTION_BYTES = 8 << 20

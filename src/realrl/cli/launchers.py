@@ -74,6 +74,11 @@ def torchrun(
     addresses = address or [f"NODE{node}" for node in range(job.nodes)]
     if len(addresses) != job.nodes:
         raise UserError(f"--address was given {len(addresses)} times, but the recipe has {job.nodes} nodes")
+    if len(set(job.devices)) > 1 and address and sorted(address) != address:
+        raise UserError(
+            "--address: torchrun numbers nodes in the order of their addresses as text, and here they differ in"
+            f" size; name cluster and addresses in that order: {', '.join(sorted(address))}"
+        )
     for given in addresses:
         _check(r"[\w.:-]+", "--address", given, "a host name or an IP address")
     # The endpoint of an address of version 6 needs brackets.

@@ -34,7 +34,7 @@ ClusterOption = Annotated[
     str | None,
     typer.Option(
         metavar="C",
-        help="Devices as KIND:NODESxDEVICES, for example a100-80g:16x8, several kinds joined by +, or a YAML file."
+        help="Devices as KIND:NODESxDEVICES, such as a100-80g:16x8, joined by + where they differ, or a YAML file."
         " Without it, CPU processes of this machine, as many as the recipe's cluster has devices.",
     ),
 ]

@@ -8,7 +8,7 @@ from realrl.config.explain import brief
 
 def not_devices(value: Any) -> str:
     """Write the error message for a value that is no number of devices."""
-    return f"{brief(value)} is not understood; write nodes x devices per node, for example 1x2"
+    return f"{brief(value)} is not understood; write nodes x devices per node, for example 1x2 or 2x8+1x4"
 
 
 def check_cluster(value: Any) -> Any:

@@ -11,13 +11,15 @@ from realrl.algorithms.method import InferenceMethod, Metrics, ModelOutput
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import even_micro_batches, micro_batches
 from realrl.dataflow.call import Candidates, Replay
+from realrl.engine.buffers.local_set import LocalSet, Parameters
 from realrl.engine.dtypes import find_set_dtype
-from realrl.engine.local_set import LocalSet, Parameters
 from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.pass_counts import PassCounts
 from realrl.engine.pipeline.messages import Pipeline, prefetch_receives
 from realrl.engine.reduced_metrics import reduce_metrics
 from realrl.engine.replay import SampledItems
+from realrl.engine.sharding.gathered import GatheredParameters
+from realrl.engine.sharding.passes import ShardedPasses
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.sets import BASE, WHOLE, TrainablePart, build_parameter_sets
@@ -70,7 +72,17 @@ class Model:
         }
         """By name, in storage order."""
         self.parameters = Parameters({name: of.buffer for name, of in self.sets.items()})
-        self.transformer = Transformer(self.shard, self.parameters.fused, groups.tensor, products)
+        """What this rank stores."""
+        self.gathered: GatheredParameters | None = None
+        """What it computes with under ZeRO-3, section by section."""
+        if layout.placement.strategy.shards_parameters:
+            self.gathered = GatheredParameters(self.sets, self.shard, rank, groups.data)
+        weights = self.parameters.fused if self.gathered is None else self.gathered.fused
+        self.transformer = Transformer(self.shard, weights, groups.tensor, products)
+        self.passes: ShardedPasses | None = None
+        """Passes of ranks that share out parameters."""
+        if self.gathered is not None:
+            self.passes = self.transformer.hooks = self.make_passes()
         self.counts = PassCounts(device)
         """What has passed through this rank's part of the model."""
         self.pipeline = Pipeline(
@@ -80,6 +92,27 @@ class Model:
             dtype=dtype,
             device=device,
         )
+
+    def make_passes(self) -> ShardedPasses:
+        """Make the passes of ranks that share out parameters, or only their gradients."""
+        tied = self.transformer.ties_embeddings
+        return ShardedPasses(self.shard, self.gathered, tied=tied)
+
+    def agree_on_passes(self, count: int) -> int:
+        """Agree with data-parallel ranks on the number of micro-batches that all take part in: the most."""
+        found = torch.tensor(float(count), device=self.device)
+        return int(self.groups.data.max(found))
+
+    @torch.no_grad()
+    def initialise_magnitudes(self) -> None:
+        """Set the magnitudes of DoRA to the norms of the rows that they are of; ranks call it together."""
+        for layer in range(len(self.shard.layers)):
+            if self.gathered is not None:
+                self.gathered.gather(layer)
+            self.transformer.initialise_magnitudes(layer)
+            if self.gathered is not None:
+                self.gathered.store(layer)
+                self.gathered.free(layer)
 
     @property
     def resident(self) -> bool:
@@ -207,6 +240,7 @@ class Model:
         batch = batch.without(sampled.keys)
         costs = count_item_tokens(batch, method.sequences(batch))
         parts = self.split_micro_batches(costs, max_tokens)
+        count = len(parts) if self.passes is None else self.agree_on_passes(len(parts))
         received = self.receive_activations([sum(costs[i] for i in positions) for positions in parts])
         for positions in parts:
             part = batch.select(positions).to(self.device)
@@ -216,6 +250,10 @@ class Model:
                 for position, row in zip(positions, field.to(torch.device("cpu")).rows(), strict=True):
                     slots[position] = row
             after_micro_batch()
+        if self.passes is not None:
+            self.pipeline.flush()
+            for _ in range(count - len(parts)):
+                self.passes.idle_forward(last=True)
         self.pipeline.wait_sends()
         if not self.shard.last:
             return batch, Metrics()
@@ -242,6 +280,8 @@ class Model:
             likeliest = candidates.count if candidates is not None and candidates.ids is None else 0
             ids = read_candidates(part, candidates)
             output = self.compute_output(hidden, rows, packing, candidates=ids, likeliest=likeliest)
+            if self.passes is not None:
+                self.passes.release()
             return method.outputs(part, output)
         self.pipeline.send(hidden)
         return {}

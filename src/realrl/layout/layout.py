@@ -1,39 +1,15 @@
 """Layout of a model: the regions that each rank of a placement holds."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
+from itertools import groupby
 
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import Axis, Place, TensorSpec
-from realrl.layout.ranges import axis_elements, padded_vocabulary, query_heads, stage_layers
-from realrl.layout.region import Region
+from realrl.families.tensors import Place, TensorSpec
+from realrl.layout.local_tensors import LocalTensor, cut_rows, local_tensor
+from realrl.layout.ranges import query_heads, stage_layers
 from realrl.plan.placement import Placement
-
-
-@dataclass(frozen=True)
-class LocalTensor:
-    """A tensor as one rank stores it.
-
-    `shape` is allocated; `region.size`, the part of the global tensor that fills it from the first row on,
-    has as many columns and at most as many rows: fewer only where a vocabulary is padded.
-    """
-
-    spec: TensorSpec
-    """The global tensor."""
-    region: Region
-    shape: tuple[int, ...]
-
-    @property
-    def stored(self) -> TensorSpec:
-        """Description of the tensor in its allocated shape."""
-        return replace(self.spec, shape=self.shape)
-
-    @property
-    def numel(self) -> int:
-        """Number of allocated elements."""
-        return prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -45,9 +21,28 @@ class Layout:
     placement: Placement
     subset: tuple[TensorSpec, ...] | None = None
     """Global tensors of the one parameter set that is laid out; None for the whole model."""
+    _rows: dict[tuple[int, int, int], tuple[LocalTensor, ...]] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
+    """Tensors that ranks store under ZeRO-3, by stage, TP rank and data-parallel rank, as they are asked for."""
 
     def tensors(self, rank: int) -> tuple[LocalTensor, ...]:
-        """List the local tensors of a global rank in storage order; none for a rank outside the mesh."""
+        """List the tensors that a global rank stores, in storage order; none for a rank outside the mesh."""
+        placement = self.placement
+        gathered = self.gathered_tensors(rank)
+        if not (gathered and placement.strategy.shards_parameters):
+            return gathered
+        key = placement.pp_index(rank), placement.tp_index(rank), placement.dp_index(rank)
+        if key not in self._rows:
+            self._rows[key] = tuple(
+                part
+                for stack in group_stacks(gathered)
+                for part in cut_rows(stack, placement.strategy.dp, key[2])
+            )
+        return self._rows[key]
+
+    def gathered_tensors(self, rank: int) -> tuple[LocalTensor, ...]:
+        """List the tensors that a global rank computes with: what it stores and, under ZeRO-3, all rows of it."""
         placement = self.placement
         if rank not in placement.ranks:
             return ()
@@ -57,6 +52,12 @@ class Layout:
     def specs(self) -> tuple[TensorSpec, ...]:
         """All global tensors in storage order."""
         return model_tensors(self.shape, self.head) if self.subset is None else self.subset
+
+    @cached_property
+    def stacks(self) -> tuple[tuple[TensorSpec, ...], ...]:
+        """Global tensors in storage order, by the parameter of the transformer that they are stacked in."""
+        by_parameter = groupby(self.specs, key=lambda spec: (spec.place, spec.parameter))
+        return tuple(tuple(specs) for _, specs in by_parameter)
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
@@ -75,7 +76,7 @@ class Layout:
 
     @cached_property
     def _shards(self) -> tuple[tuple[tuple[LocalTensor, ...], ...], ...]:
-        """Local tensors of each stage and TP rank; the same on all data-parallel replicas."""
+        """Local tensors of each stage and TP rank, all rows of them; the same on all data-parallel ranks."""
         strategy = self.placement.strategy
         held = [
             [spec for spec, stages in zip(self.specs, self.stages, strict=True) if stage in stages]
@@ -90,6 +91,12 @@ class Layout:
         )
 
 
+def group_stacks(tensors: tuple[LocalTensor, ...]) -> list[tuple[LocalTensor, ...]]:
+    """Group tensors in storage order by the parameter of the transformer that they are stacked in."""
+    by_parameter = groupby(tensors, key=lambda tensor: (tensor.spec.place, tensor.spec.parameter))
+    return [tuple(stack) for _, stack in by_parameter]
+
+
 def build_layout(
     shape: ModelShape, head: Head, placement: Placement, subset: tuple[TensorSpec, ...] | None = None
 ) -> Layout:
@@ -100,17 +107,3 @@ def build_layout(
     stage_layers(shape.layers, placement.strategy.pp)
     query_heads(shape, placement.strategy.tp, 0)
     return Layout(shape, head, placement, subset)
-
-
-def local_tensor(shape: ModelShape, spec: TensorSpec, tp: int, t: int) -> LocalTensor:
-    """Compute the part of a global tensor on TP rank `t`, sharded as in Megatron-LM (arXiv 1909.08053)."""
-    offset, size = [0] * len(spec.shape), list(spec.shape)
-    stored = list(spec.shape)
-    if spec.partition is not None:
-        dim = spec.partition.dim
-        part = axis_elements(shape, spec.partition.axis, tp, t)
-        offset[dim] = part.start
-        size[dim] = stored[dim] = len(part)
-        if spec.partition.axis is Axis.VOCABULARY:
-            stored[dim] = padded_vocabulary(shape, tp)
-    return LocalTensor(spec=spec, region=Region(spec.name, tuple(offset), tuple(size)), shape=tuple(stored))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from realrl.layout.kv_blocks import CacheSize
+from realrl.layout.shard import Shard
 from realrl.model.arithmetic.autograd import apply_function
 from realrl.model.attention_rule import CAUSAL, AttentionRule
 from realrl.model.cache import PagedCache
@@ -238,3 +239,17 @@ def split_heads(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor,
     """View the queries [T, heads, D], keys and values [T, kv_heads, D]."""
     q, k, v = qkv.view(len(qkv), heads + 2 * kv_heads, -1).split((heads, kv_heads, kv_heads), 1)
     return q, k, v
+
+
+def find_repeated_heads(shard: Shard, device: torch.device) -> Tensor | None:
+    """Find the heads to select so that each query head has a key head and a value head; None where groups are even.
+
+    -> [3 * query heads] int64
+    """
+    if shard.uneven_groups is None:
+        return None
+    heads = len(shard.queries)
+    # Every query head is given the key head and the value head that it reads.
+    key_heads = heads + torch.tensor(shard.uneven_groups)
+    value_heads = key_heads + len(shard.keys)
+    return torch.cat([torch.arange(heads), key_heads, value_heads]).to(device)

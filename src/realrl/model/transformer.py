@@ -16,7 +16,7 @@ from realrl.model.adapter import Adapter, make_adapters
 from realrl.model.arithmetic.autograd import checkpoint_activations
 from realrl.model.arithmetic.matrices import Matrices
 from realrl.model.arithmetic.ops import PLAIN, Products, embed, linear
-from realrl.model.attention import split_heads, varlen_attention
+from realrl.model.attention import find_repeated_heads, split_heads, varlen_attention
 from realrl.model.attention_rule import AttentionRule
 from realrl.model.cache import PagedCache
 from realrl.model.decode_weights import DecodeWeights
@@ -27,6 +27,7 @@ from realrl.model.mixture.routing import LIKELIEST, Routing
 from realrl.model.packing import Packing
 from realrl.model.paged_attention import CachedRows, CachePlaces
 from realrl.model.parallel.group import Group
+from realrl.model.parallel.sections import NoHooks, SectionHooks
 from realrl.model.parallel.tensor_parallel import TensorParallel
 from realrl.model.quantised import find_matrices
 from realrl.model.rotary import make_rotation
@@ -57,6 +58,7 @@ class Transformer(nn.Module):
         self.tensor_group = tensor_group
         self._products = products
         options = find_layer_options(shape)
+        self.hooks: SectionHooks = NoHooks()
         self._norm = Norm(shape)
         self._logit_scale, self._logit_cap = options.logit_scale, options.logit_cap
         self.sources: dict[str, tuple[str, ...]] = {}
@@ -102,20 +104,20 @@ class Transformer(nn.Module):
         firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
         rotations = [make_rotation(shape, shard.layers[first]) for first in firsts]
         self.rotations = [None if r is None else r.to(device) for r in rotations]
-        self._kv_head_index = None
-        if shard.uneven_groups is not None:
-            heads = len(shard.queries)
-            # Every query head is given the key head and the value head that it reads.
-            key_heads = heads + torch.tensor(shard.uneven_groups)
-            value_heads = key_heads + len(shard.keys)
-            self._kv_head_index = torch.cat([torch.arange(heads), key_heads, value_heads]).to(device)
+        self._kv_head_index = find_repeated_heads(shard, device)
 
     @torch.no_grad()
-    def initialise_magnitudes(self) -> None:
+    def initialise_magnitudes(self, layer: int) -> None:
         """Set the magnitudes of DoRA to the norms of the rows that they are of; TP ranks call it together."""
-        for adapter in self._adapters.values():
-            if adapter.magnitude is not None:
+        for matrix in cast(Layer, self.layers[layer]).matrices:
+            adapter = self._adapters.get(id(matrix))
+            if adapter is not None and adapter.magnitude is not None:
                 adapter.magnitude.copy_(adapter.compute_norms())
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """Whether the head computes with the embedding of this stage."""
+        return self.shard.first and self.shard.last and self.shard.head == "lm" and self.lm_head is None
 
     @property
     def cache_kv_heads(self) -> int:
@@ -147,9 +149,8 @@ class Transformer(nn.Module):
             )
 
         tp = TensorParallel(self.tensor_group, len(packing.positions), sequence_parallel)
-        return self._run_layers(
-            x, packing.positions, attend, tp, self._matrices, routing, recompute=recompute
-        )
+        positions = packing.positions
+        return self._run_layers(x, positions, attend, tp, self._matrices, routing, recompute=recompute)
 
     def prefill(self, x: Tensor, packing: Packing, cache: PagedCache, places: CachePlaces) -> Tensor | None:
         """Compute keys and values of packed sequences, and store them at their places in the cache.
@@ -233,20 +234,24 @@ class Transformer(nn.Module):
             if recompute and not x.requires_grad and any(p.requires_grad for p in layer.parameters()):
                 # Everything before is frozen; checkpointing computes gradients only if its input requires one.
                 x = x.detach().requires_grad_(True)
+            x = self.hooks.enter(i, x)
             run_layer = partial(
                 layer, tables=tables[i], attend=partial(attend, i), tp=tp, matrices=matrices, routing=routing
             )
-            x = checkpoint_activations(run_layer, x) if recompute else run_layer(x)
-        return x if self.norm is None else self._norm.normalize(x, self.norm, self.norm_bias)
+            x = self.hooks.leave(i, checkpoint_activations(run_layer, x) if recompute else run_layer(x))
+        if self.norm is None:
+            return x
+        return self._norm.normalize(self.hooks.enter("head", x), self.norm, self.norm_bias)
 
     def _enter(self, x: Tensor, positions: Tensor, tp: TensorParallel) -> tuple[Tensor, list[RotaryTables]]:
         """Compute the input of the first layer, and cosines and sines of each."""
         if self.shard.first:
-            x = tp.reduce_from_region(self._embed(x))
+            x = tp.reduce_from_region(self._embed(self.hooks.enter("embedding", x)))
             if self._embedding_scale != 1:
                 x = x * self._embedding_scale
             if self.positions is not None:
                 x = x + embed(tp.own_rows(positions), self.positions)
+            x = self.hooks.leave("embedding", x)
         found = [None if rotation is None else rotation.tables(positions) for rotation in self.rotations]
         return x, [found[kind] for kind in self._kinds]
 

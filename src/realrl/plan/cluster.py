@@ -1,39 +1,94 @@
-"""Devices that a plan may use."""
+"""Nodes and devices that a plan may use."""
 
 import re
+from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from realrl.config.devices import not_devices
 from realrl.config.errors import UserError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Cluster:
-    """`nodes` machines of `devices_per_node` devices; ranks are numbered node by node."""
+    """Nodes and the number of devices of each; ranks are numbered node by node."""
 
-    nodes: int
-    devices_per_node: int
+    runs: tuple[tuple[int, int], ...]
+    """Numbers of consecutive nodes, and of the devices of each of them; neighbouring runs differ in the latter."""
 
-    def __post_init__(self) -> None:
-        if self.nodes < 1 or self.devices_per_node < 1:
-            raise UserError(f"cluster {self}: both numbers must be at least 1")
+    def __init__(self, nodes: int, devices_per_node: int, *further: tuple[int, int]) -> None:
+        """Make `nodes` nodes of `devices_per_node` devices, and after them further ones; UserError below 1."""
+        runs: list[tuple[int, int]] = []
+        for count, devices in ((nodes, devices_per_node), *further):
+            if count < 1 or devices < 1:
+                raise UserError(f"cluster {count}x{devices}: both numbers must be at least 1")
+            before = runs.pop()[0] if runs and runs[-1][1] == devices else 0
+            runs.append((before + count, devices))
+        object.__setattr__(self, "runs", tuple(runs))
+
+    @classmethod
+    def of_nodes(cls, devices: Iterable[int]) -> "Cluster":
+        """Make a cluster of nodes with these numbers of devices, one at least."""
+        first, *further = ((1, number) for number in devices)
+        return cls(*first, *further)
 
     @property
+    def even(self) -> bool:
+        """Whether all nodes have as many devices."""
+        return len(self.runs) == 1
+
+    @cached_property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return sum(count for count, _ in self.runs)
+
+    @cached_property
     def size(self) -> int:
         """Number of devices, which is the number of ranks."""
-        return self.nodes * self.devices_per_node
+        return sum(count * devices for count, devices in self.runs)
+
+    @property
+    def largest_node(self) -> int:
+        """Most devices of a node."""
+        return max(devices for _, devices in self.runs)
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """First rank of each node, and the number of all ranks."""
+        bounds = [0]
+        for count, devices in self.runs:
+            bounds += range(bounds[-1] + devices, bounds[-1] + count * devices + 1, devices)
+        return tuple(bounds)
 
     def node(self, rank: int) -> int:
         """Find the node of a rank."""
-        return rank // self.devices_per_node
+        return rank // self.runs[0][1] if self.even else bisect_right(self.bounds, rank) - 1
+
+    def ranks(self, node: int) -> range:
+        """List the ranks of a node."""
+        return range(self.bounds[node], self.bounds[node + 1])
+
+    def part(self, first: int, size: int) -> "Cluster":
+        """Find the nodes under `size` ranks from `first` on, each with so many devices as these have of it."""
+        return _part(self, first, size)
 
     @classmethod
     def parse(cls, text: str) -> "Cluster":
-        """Read `NODESxDEVICES`, for example `2x8`; UserError for anything else."""
-        match = re.fullmatch(r"(\d{1,9})x(\d{1,9})", text.strip())
-        if match is None:
+        """Read `NODESxDEVICES`, several joined by `+`, such as `2x8` or `2x8+1x4`; UserError for other texts."""
+        matches = [re.fullmatch(r"(\d{1,9})x(\d{1,9})", part.strip()) for part in text.split("+")]
+        runs = [(int(match[1]), int(match[2])) for match in matches if match is not None]
+        if len(runs) < len(matches):
             raise UserError(f"cluster={not_devices(text)}")
-        return cls(int(match[1]), int(match[2]))
+        return cls(*runs[0], *runs[1:])
 
     def __str__(self) -> str:
-        return f"{self.nodes}x{self.devices_per_node}"
+        return "+".join(f"{count}x{devices}" for count, devices in self.runs)
+
+
+@lru_cache(maxsize=1 << 14)
+def _part(cluster: Cluster, first: int, size: int) -> Cluster:
+    end = first + size
+    nodes = range(cluster.node(first), cluster.node(end - 1) + 1)
+    bounds = cluster.bounds
+    return Cluster.of_nodes(min(end, bounds[n + 1]) - max(first, bounds[n]) for n in nodes)

@@ -5,7 +5,7 @@ The runtime makes them, and the planner reserves memory for them.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations, pairwise, product
+from itertools import pairwise, product
 from typing import Literal
 
 from realrl.plan.placement import Placement
@@ -80,13 +80,13 @@ def list_rank_sets(placements: Iterable[Placement]) -> RankSets:
     """List every group of the placements once."""
     found: dict[RankSet, frozenset[Role]] = {}
     for placement in dict.fromkeys(placements):
-        for role, ranks in _list_groups(placement):
+        for role, ranks in list_groups(placement):
             if len(ranks) > 1:
                 found[ranks] = found.get(ranks, frozenset()) | {role}
     return found
 
 
-def _list_groups(placement: Placement) -> Iterator[tuple[Role, RankSet]]:
+def list_groups(placement: Placement) -> Iterator[tuple[Role, RankSet]]:
     """List the groups of all ranks of a placement, each once.
 
     To ask every rank would take the square of their number.
@@ -141,12 +141,6 @@ def group_splits(communicators: Iterable[Communicator]) -> list[list[Communicato
 def reallocates(placements: Iterable[Placement]) -> bool:
     """Check whether parameters may move between ranks: calls of a plan have several layouts."""
     return len({placement.layout for placement in placements}) > 1
-
-
-def list_node_pairs(world: int, per_node: int) -> Iterator[tuple[int, int]]:
-    """List all pairs of ranks of one node."""
-    for first in range(0, world, per_node):
-        yield from combinations(range(first, min(first + per_node, world)), 2)
 
 
 def list_stage_pairs(ranks: RankSet) -> Iterator[tuple[int, int]]:

@@ -1,23 +1,30 @@
 """Partition of a cluster into disjoint meshes."""
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import combinations
 
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh
 
 
-def list_mesh_sizes(cluster: Cluster) -> Iterator[int]:
-    """List the sizes of meshes that tile a cluster, ascending: divisors of a node, and whole nodes."""
-    per_node = cluster.devices_per_node
-    yield from (size for size in range(1, per_node) if per_node % size == 0)
-    yield from (per_node * nodes for nodes in range(1, cluster.nodes + 1))
+@lru_cache
+def list_mesh_sizes(cluster: Cluster) -> tuple[int, ...]:
+    """List the sizes of meshes that tile a cluster, ascending: divisors of a node, and runs of whole nodes."""
+    sizes = {size for _, node in cluster.runs for size in range(1, node) if node % size == 0}
+    if cluster.even:
+        sizes.update(cluster.bounds[1:])
+    else:
+        sizes.update(end - first for first, end in combinations(cluster.bounds, 2))
+    return tuple(sorted(sizes))
 
 
 def split_evenly(cluster: Cluster, count: int) -> list[Mesh]:
     """Find `count` disjoint meshes of equal size, as large as possible. The cluster must have as many devices."""
     assert 0 < count <= cluster.size, f"{count} parts of cluster {cluster}"
-    size = max(size for size in list_mesh_sizes(cluster) if size * count <= cluster.size)
-    return [Mesh(i * size, size) for i in range(count)]
+    fitting = (size for size in list_mesh_sizes(cluster) if size * count <= cluster.size)
+    parts = (_place(cluster, [size] * count) for size in sorted(fitting, reverse=True))
+    return next(meshes for meshes in parts if meshes is not None)
 
 
 def split_by_weight(cluster: Cluster, weights: Sequence[float]) -> list[Mesh]:
@@ -39,15 +46,25 @@ def split_by_weight(cluster: Cluster, weights: Sequence[float]) -> list[Mesh]:
 
 
 def _place(cluster: Cluster, sizes: Sequence[int]) -> list[Mesh] | None:
-    """Place aligned disjoint meshes of these sizes, the largest first; None if they do not fit."""
+    """Place disjoint meshes of these sizes, aligned to nodes, the largest first; None if they do not fit."""
     free = [True] * cluster.size
     meshes: list[Mesh] = [Mesh(0, 1)] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        step = min(sizes[i], cluster.devices_per_node)
-        starts = range(0, cluster.size - sizes[i] + 1, step)
+        starts = _starts(cluster, sizes[i])
         first = next((s for s in starts if all(free[s : s + sizes[i]])), None)
         if first is None:
             return None
         meshes[i] = Mesh(first, sizes[i])
         free[first : first + sizes[i]] = [False] * sizes[i]
     return meshes
+
+
+def _starts(cluster: Cluster, size: int) -> Iterator[int]:
+    """List where a mesh of a size may begin: with a node if it ends with one, or every `size` devices of one."""
+    for node in range(cluster.nodes):
+        ranks = cluster.ranks(node)
+        end = ranks.start + size
+        if size < len(ranks):
+            yield from ranks[: len(ranks) - size + 1 : size]
+        elif end == cluster.size or (end < cluster.size and cluster.ranks(cluster.node(end)).start == end):
+            yield ranks.start

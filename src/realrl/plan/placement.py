@@ -12,12 +12,15 @@ Dtype = Literal["float32", "mixed", "bfloat16"]
 DTYPES: dict[str, Dtype] = {"float32": "float32", "mixed": "mixed", "bfloat16": "bfloat16"}
 """Data types of parameters, by name."""
 
+ZERO_STAGES = (1, 2, 3)
+"""Stages of ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054)."""
+
 ELEMENT_BYTES: dict[Dtype, int] = {"float32": 4, "mixed": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, order=True)
 class Mesh:
-    """A run of `size` consecutive ranks from `first` on: whole nodes, or an aligned slice of one node."""
+    """A run of `size` consecutive ranks from `first` on: of one node, or from one node into others."""
 
     first: int
     size: int
@@ -32,16 +35,13 @@ class Mesh:
         return self.first < other.first + other.size and other.first < self.first + self.size
 
     def check(self, cluster: Cluster) -> None:
-        """Check that the mesh is whole nodes or an aligned slice of one node of `cluster`; else UserError."""
-        per_node = cluster.devices_per_node
+        """Check that the mesh lies inside a cluster; else UserError."""
         if self.first < 0 or self.size < 1 or self.first + self.size > cluster.size:
             raise UserError(f"mesh {self} lies outside the {cluster.size} devices of cluster {cluster}")
-        whole_nodes = self.first % per_node == 0 and self.size % per_node == 0
-        slice_of_one = per_node % self.size == 0 and self.first % self.size == 0
-        if not (whole_nodes or slice_of_one):
-            raise UserError(
-                f"mesh {self} is neither whole nodes nor an aligned slice of one node of cluster {cluster}"
-            )
+
+    def nodes(self, cluster: Cluster) -> Cluster:
+        """Find the nodes of `cluster` under the mesh, each with so many devices as the mesh has of it."""
+        return cluster.part(self.first, self.size)
 
     @classmethod
     def parse(cls, text: str) -> "Mesh":
@@ -69,11 +69,30 @@ class Strategy:
     """Data type of the parameters; None for the role's own. Another one is another layout, with a copy."""
     recompute: bool = field(default=False, kw_only=True)
     """Whether training checkpoints activations: keeps the inputs of layers and recomputes the rest."""
+    zero: int = field(default=1, kw_only=True)
+    """Stage of ZeRO: ranks share out optimizer state (1), gradients, too (2), or parameters, too (3)."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "micro_batch_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"strategy: {name}={getattr(self, name)} must be at least 1")
+        if self.zero not in ZERO_STAGES:
+            raise UserError(f"strategy: zero={self.zero} is none of the stages 1, 2 and 3")
+        if self.zero > 1 and self.dp == 1:
+            raise UserError(
+                f"strategy: zero={self.zero} is shared out by data-parallel ranks, and dp=1 is a single one; leave"
+                " zero out, or set dp to at least 2"
+            )
+
+    @property
+    def replicas(self) -> int:
+        """Number of data-parallel ranks that store the same parameters."""
+        return 1 if self.shards_parameters else self.dp
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether each data-parallel rank stores a part of the parameters, and gathers the rest layer by layer."""
+        return self.zero == 3
 
     @property
     def size(self) -> int:
@@ -128,32 +147,37 @@ class Placement:
     def layout(self) -> str:
         """Text that is equal for two placements exactly when parameters lie alike: `d2 t1 p1 @0-1`."""
         s = self.strategy
-        return f"d{s.dp} t{s.tp} p{s.pp} @{self.mesh}{f' {s.dtype}' if s.dtype else ''}"
+        sharded = " z3" if s.shards_parameters else ""
+        return f"d{s.dp} t{s.tp} p{s.pp}{sharded} @{self.mesh}{f' {s.dtype}' if s.dtype else ''}"
 
     def __str__(self) -> str:
-        """Format it in one line: `d2 t1 p1 @0-1 mb=8192`, then ` sp` and ` rc` where they are on."""
+        """Format it in one line: `d2 t1 p1 @0-1 mb=8192`, then ` sp`, ` rc` and ` z2` where they are on."""
         s = self.strategy
-        flags = f"{' sp' if s.sequence_parallel else ''}{' rc' if s.recompute else ''}"
+        on = {"sp": s.sequence_parallel, "rc": s.recompute, "z2": s.zero == 2}
+        flags = "".join(f" {name}" for name, value in on.items() if value)
         return f"{self.layout} mb={s.micro_batch_tokens}{flags}"
 
     @classmethod
     def parse(cls, text: str) -> "Placement":
         """Read the text form; UserError for anything else."""
-        form = r"d(\d+) t(\d+) p(\d+) @(\S+)( float32| bfloat16)? mb=(\d+)( sp)?( rc)?"
+        form = r"d(\d+) t(\d+) p(\d+)( z3)? @(\S+)( float32| bfloat16)? mb=(\d+)( sp)?( rc)?( z2)?"
         match = re.fullmatch(form, text.strip())
         if match is None:
             raise UserError(f"placement {text!r} is not understood; write for example d2 t1 p1 @0-1 mb=8192")
-        dp, tp, pp, tokens = (int(match[i]) for i in (1, 2, 3, 6))
+        dp, tp, pp, tokens = (int(match[i]) for i in (1, 2, 3, 7))
+        if match[4] and match[10]:
+            raise UserError(f"placement {text!r} has two stages of ZeRO; leave out z2 or z3")
         strategy = Strategy(
             dp,
             tp,
             pp,
             micro_batch_tokens=tokens,
-            sequence_parallel=bool(match[7]),
-            dtype=DTYPES[match[5].strip()] if match[5] else None,
-            recompute=bool(match[8]),
+            sequence_parallel=bool(match[8]),
+            dtype=DTYPES[match[6].strip()] if match[6] else None,
+            recompute=bool(match[9]),
+            zero=3 if match[4] else 2 if match[10] else 1,
         )
-        return cls(Mesh.parse(match[4]), strategy)
+        return cls(Mesh.parse(match[5]), strategy)
 
 
 def function_placement(mesh: Mesh) -> Placement:

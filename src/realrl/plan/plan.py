@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, PositiveInt, field_validator
@@ -41,6 +41,8 @@ class _Entry(Settings):
     """Data type of the parameters in a call that does not train; the role's own when not given."""
     recompute: bool = False
     """Whether training checkpoints activations: keeps the inputs of layers and recomputes the rest."""
+    zero: Literal[1, 2, 3] = 1
+    """Stage of ZeRO: ranks share out optimizer state (1), gradients, too (2), or parameters, too (3)."""
 
     @field_validator("mesh", mode="before")
     @classmethod
@@ -60,7 +62,7 @@ class _File(Settings):
     """A plan file. Entries are validated one by one, so that errors name the call."""
 
     cluster: str
-    """Devices, as nodes x devices per node."""
+    """Devices, as nodes x devices per node; joined by `+` where nodes differ."""
     calls: dict[str, Any]
     """Name of a call -> where and how it runs."""
     offload: tuple[str, ...] = Field(default=(), strict=False)
@@ -185,9 +187,21 @@ class Plan:
                 )
             if call.kind is not Kind.TRAIN and strategy.recompute:
                 raise UserError(f"plan: {call.name}: recompute is for calls that train")
+            if call.kind is not Kind.TRAIN and strategy.zero == 2:
+                raise UserError(
+                    f"plan: {call.name}: zero=2 shares out gradients, which only calls that train have; leave it"
+                    " out, or set zero=3, which shares out parameters"
+                )
+            if call.kind is Kind.GENERATE and strategy.zero == 3:
+                raise UserError(
+                    f"plan: {call.name}: zero=3 would gather all parameters for every token that is generated;"
+                    f" leave it out: {call.role} is reallocated where its other calls have it"
+                )
         training = [call.name for call in calls if call.kind is Kind.TRAIN]
-        if len({self[name].layout for name in training}) > 1:
-            raise UserError(f"plan: {' and '.join(training)} train one role, so they must have one layout")
+        if len({(self[name].layout, self[name].strategy.zero) for name in training}) > 1:
+            raise UserError(
+                f"plan: {' and '.join(training)} train one role, so they must have one layout, and stage of ZeRO"
+            )
 
     def recomputing(self, graph: DataflowGraph) -> "Plan":
         """Copy the plan with activation checkpointing in every call that trains."""
@@ -217,7 +231,9 @@ class Plan:
                 place = self[call.name]
             else:
                 place = function_placement(Mesh(0, self.cluster.size))
-            placements[call.name] = replace(place, strategy=replace(place.strategy, recompute=False))
+            sharded = place.strategy.shards_parameters and call.kind is not Kind.GENERATE
+            strategy = replace(place.strategy, recompute=False, zero=3 if sharded else 1)
+            placements[call.name] = replace(place, strategy=strategy)
         offloads = (
             tuple(role for role in chosen if role in eval_graph.roles)
             for chosen in (self.offload, self.offload_optimizer, self.keep)
@@ -286,6 +302,7 @@ def _write_entry(placement: Placement, *, is_function: bool) -> dict[str, Any]:
         **({"sequence_parallel": True} if strategy.sequence_parallel else {}),
         **({"dtype": strategy.dtype} if strategy.dtype else {}),
         **({"recompute": True} if strategy.recompute else {}),
+        **({"zero": strategy.zero} if strategy.zero > 1 else {}),
     }
 
 
@@ -299,5 +316,6 @@ def _placement(entry: _Entry, micro_batch_tokens: int) -> Placement:
         sequence_parallel=entry.sequence_parallel,
         dtype=entry.dtype,
         recompute=entry.recompute,
+        zero=entry.zero,
     )
     return Placement(Mesh.parse(entry.mesh), strategy)

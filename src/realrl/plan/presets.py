@@ -1,31 +1,28 @@
 """Published strategies as plans, by name. Users read the docstring of each preset as its description."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from math import gcd
 from pathlib import Path
 
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, nearest
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.families.shape import ModelShape
 from realrl.families.sizes.products import count_layer_weights
 from realrl.plan.cluster import Cluster
 from realrl.plan.partition import split_by_weight, split_evenly
 from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
 from realrl.plan.plan import Plan
+from realrl.plan.zero_systems import Shapes, deepspeed_chat, openrlhf
 
 SEARCH = "search"
 """Name that stands for the plan which the planner finds for the recipe."""
-
-Shapes = Mapping[str, ModelShape]
-"""Role -> model shape, for the roles whose shapes are known."""
 
 
 def symmetric(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
     """Every call on all devices under one and the same strategy: data parallelism.
 
-    The strategy of DeepSpeed-Chat (Yao et al. 2023, arXiv 2308.01320), called "flattening" by Xiao et al. (2023,
-    arXiv 2312.11819).
+    The "flattening" of Xiao et al. (2023, arXiv 2312.11819).
     """
     everywhere = Mesh(0, cluster.size)
     placement = _data_parallel(everywhere, micro_batch_tokens)
@@ -35,9 +32,9 @@ def symmetric(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, s
 def disjoint(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
     """Each role owns devices of its own, so that calls of different roles run side by side.
 
-    The strategy of OpenRLHF (Hu et al. 2024, arXiv 2405.11143). Every role gets the same number of devices, the
-    largest that makes valid meshes, and uses them for data parallelism. A function runs where what it reads first
-    comes from.
+    The simplest disjoint placement, without engines of their own for generation (see `openrlhf`). Every role gets
+    the same number of devices, the largest that makes valid meshes, and uses them for data parallelism. A function
+    runs where what it reads first comes from.
     """
     roles = graph.roles
     if cluster.size < len(roles):
@@ -104,10 +101,11 @@ def heuristic(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, s
     """Every call on all devices, with tensor parallelism inside a node and pipeline parallelism between nodes:
     tp = devices per node, pp = nodes, dp = 1. Functions, which cannot be divided like that, run on all hosts.
 
-    The Megatron-style baseline of ReaL (Mei et al. 2024, arXiv 2406.14088).
+    The Megatron-style baseline of ReaL (Mei et al. 2024, arXiv 2406.14088). Where nodes differ in size, each is
+    divided into as many stages as it takes to make them equal.
     """
-    tp = cluster.devices_per_node
-    pp = cluster.nodes
+    tp = gcd(*(devices for _, devices in cluster.runs))
+    pp = cluster.size // tp
     everywhere = Mesh(0, cluster.size)
     placement = Placement(everywhere, Strategy(1, tp, pp, micro_batch_tokens=micro_batch_tokens))
     return Plan(cluster, {call.name: placement for call in _models(graph)} | _functions(graph, everywhere))
@@ -119,6 +117,8 @@ PRESETS: dict[str, Callable[[DataflowGraph, Cluster, int, Shapes], Plan]] = {
     "interleave": interleave,
     "separate": separate,
     "heuristic": heuristic,
+    "deepspeed-chat": deepspeed_chat,
+    "openrlhf": openrlhf,
 }
 """Name -> function of the graph, the cluster, the micro-batch tokens and the shapes that are known by role."""
 

@@ -4,7 +4,7 @@ Memory that calls need while they run is modelled in `planner.memory`; `planner.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from realrl.families.shape import Head, ModelShape
@@ -22,8 +22,7 @@ from realrl.plan.placement import ELEMENT_BYTES, Dtype, Placement, Strategy
 from realrl.program.instructions import Instruction, Load, Offload, Program, Reallocate, Release, StateKind
 from realrl.program.shared_bases import find_holders, order_sharers
 from realrl.program.text import name_parameters
-
-_FLOAT32 = 4
+from realrl.program.training_state import count_training_state
 
 
 @dataclass(frozen=True)
@@ -177,17 +176,21 @@ class Memory:
             return {}
         if state == "optimizer" and not stored.sets[name].trainable:
             return {}
-        dp, number = placement.strategy.dp, self._parameters(role, name, placement, rank)
-        size = number * element_width(name, stored.width(placement.strategy))
+        strategy = placement.strategy
         if state == "optimizer":
-            # Float32 of the shard: two moments, and a master copy where parameters have a lower precision. On the
-            # device also the full gradients and, unless the rank has all of it, their reduced shard.
-            parts = 2 + (stored.element_bytes < _FLOAT32)
-            size = _FLOAT32 * (parts * number // dp if host else number + (parts + (dp > 1)) * number // dp)
+            updated = (
+                placement if strategy.zero == 1 else replace(placement, strategy=replace(strategy, zero=3))
+            )
+            number = self._parameters(role, name, updated, rank)
+            counted = count_training_state(strategy.zero, strategy.dp, number, stored.element_bytes)
+            size = counted.kept if host else counted.bytes
+        else:
+            number = self._parameters(role, name, placement, rank)
+            size = number * element_width(name, stored.width(strategy))
         return {HeldState(role, placement.layout, state, host, name): size}
 
     def _parameters(self, role: str, name: str, placement: Placement, rank: int) -> int:
-        """Count the parameters of a set that a rank stores, padded for equal data-parallel shards."""
+        """Count the parameters of a set that a rank stores, padded so that ranks with the same share them out."""
         where = (role, name, placement.layout)
         key = (*where, placement.pp_index(rank), placement.tp_index(rank))
         if key not in self._numbers:
@@ -196,6 +199,6 @@ class Memory:
                 tensors = stored.sets[name].tensors
                 self._layouts[where] = build_layout(stored.shape, stored.head, placement, tensors)
             elements = sum(tensor.numel for tensor in self._layouts[where].tensors(rank))
-            multiple = placement.strategy.dp * bucket_count(elements)
+            multiple = placement.strategy.replicas * bucket_count(elements)
             self._numbers[key] = -(-elements // multiple) * multiple
         return self._numbers[key]

@@ -60,9 +60,9 @@ class Experiment(Settings):
     """Decides data order, initialisation and sampling."""
     cluster: str = "auto"
     """Devices, as `nodes x devices per node`, for example `1x2`, with their kind before it, for example `h100:2x8`,
-    or as a cluster file (.yaml). `auto` takes what torchrun started, or the GPUs of this machine; on a CPU the
-    planner chooses how many processes share its cores as threads. Without a kind the GPU says it; only planning
-    wants to know."""
+    or as a cluster file (.yaml); nodes that differ are joined by `+`, for example `2x8+1x4`. `auto` takes what
+    torchrun started, or the GPUs of this machine; on a CPU the planner chooses how many processes share its cores
+    as threads. Without a kind the GPU says it; only planning wants to know."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; `auto` takes GPUs where torch finds any."""
     device_memory: str | None = None

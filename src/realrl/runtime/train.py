@@ -64,7 +64,7 @@ def train(
         with process.together():
             make = run_class or TrainingRun
             run = make(experiment, compiled, process, observer if process.rank == WRITER else None, earlier)
-        check_shared(run.directory.path, process, cluster.nodes)
+        check_shared(run.directory.path, process, cluster)
         # Mistakes that show without weights are found before any rank takes minutes to load some.
         run.evaluations.face_opponent()
         process.activity.enter("load")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
@@ -22,16 +23,28 @@ class Case:
 
 
 def make_uniform_plan(
-    graph: DataflowGraph, cluster: Cluster, *, tp: int = 1, pp: int = 1, micro_batch_tokens: int
+    graph: DataflowGraph,
+    cluster: Cluster,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    zero: int = 1,
+    micro_batch_tokens: int,
 ) -> Plan:
-    """Make the plan in which all calls run on all devices under one strategy; functions run on all hosts."""
+    """Make the plan in which all calls run on all devices under one strategy; functions run on all hosts.
+
+    Calls that cannot have the stage of ZeRO, such as those that generate, have the first one.
+    """
     everywhere = Mesh(0, cluster.size)
-    strategy = Strategy(cluster.size // (tp * pp), tp, pp, micro_batch_tokens=micro_batch_tokens)
-    place = Placement(everywhere, strategy)
-    return Plan(
-        cluster,
-        {call.name: function_placement(everywhere) if call.is_function else place for call in graph.calls},
-    )
+    plain = Strategy(cluster.size // (tp * pp), tp, pp, micro_batch_tokens=micro_batch_tokens)
+    stages = {Kind.TRAIN: zero, Kind.INFERENCE: 1 if zero == 2 else zero}
+    placements = {
+        call.name: function_placement(everywhere)
+        if call.is_function
+        else Placement(everywhere, replace(plain, zero=stages.get(call.kind, 1)))
+        for call in graph.calls
+    }
+    return Plan(cluster, placements)
 
 
 def list_run_cases(graph: DataflowGraph, micro_batch_tokens: int, most: int) -> Iterator[Case]:
@@ -52,9 +65,12 @@ def list_run_cases(graph: DataflowGraph, micro_batch_tokens: int, most: int) -> 
 
 def list_compiled_cases(graph: DataflowGraph, micro_batch_tokens: int) -> Iterator[Case]:
     """List the plans to make programs for: every preset on clusters of 1 to 8 devices, and everything offloaded."""
+    parts = {call.role for call in graph.calls if call.kind is Kind.TRAIN}
+    engines = any(call.kind is Kind.GENERATE for call in graph.calls)
+    least = {"disjoint": len(graph.roles), "separate": 2, "openrlhf": len(parts) + engines}
     for cluster in CLUSTERS:
         for name, preset in PRESETS.items():
-            if cluster.size >= {"disjoint": len(graph.roles), "separate": 2}.get(name, 1):
+            if cluster.size >= least.get(name, 1):
                 yield Case(name, preset(graph, cluster, micro_batch_tokens, {}))
     plan = make_uniform_plan(graph, Cluster(2, 2), tp=2, micro_batch_tokens=micro_batch_tokens)
     trained = tuple(role for role in graph.roles if graph.trained(role))

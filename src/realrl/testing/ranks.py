@@ -113,7 +113,7 @@ def _rank(rank: int, size: int, recipes: Sequence[tuple[str, bool, bool]]) -> No
     import torch
 
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
     os.environ["WORLD_SIZE"] = str(size)
     os.environ[LAUNCHER_VARIABLE] = str(os.getppid())
     for name, renewed, evaluated in recipes:
@@ -157,7 +157,10 @@ def _run(rank: int, recipe: Path, *, renewed: bool, evaluated: bool) -> None:
     # In this process, which is the test's own.
     worker.generate = watched
     experiment = load_experiment(str(recipe))
-    os.environ["LOCAL_WORLD_SIZE"] = str(Cluster.parse(experiment.cluster).devices_per_node)
+    cluster = Cluster.parse(experiment.cluster)
+    ranks = cluster.ranks(node := cluster.node(rank))
+    os.environ |= {"LOCAL_RANK": str(rank - ranks.start), "LOCAL_WORLD_SIZE": str(len(ranks))}
+    os.environ |= {"GROUP_RANK": str(node), "GROUP_WORLD_SIZE": str(cluster.nodes)}
     if evaluated:
         report = evaluate_recipe(experiment, lambda note: None)
         if report is not None:

@@ -22,11 +22,6 @@ CASES: dict[str, tuple[Changes, str, str]] = {
         "",
         "plan file DIR/plan.yaml: actor.train: dp=2 tp=4 pp=1 needs 8 devices, but mesh 0-3 has 4",
     ),
-    "mesh is not aligned": (
-        {"reward.inference": "mesh: 1-2, dp: 2"},
-        "",
-        "plan: reward.inference: mesh 1-2 is neither whole nodes nor an aligned slice of one node of cluster 1x4",
-    ),
     "mesh is outside": (
         {"reward.inference": "mesh: 4-5, dp: 2"},
         "",

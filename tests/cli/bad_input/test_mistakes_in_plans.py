@@ -108,7 +108,7 @@ CLUSTERS: list[tuple[str, str]] = [
     (GROUP.replace("nodes: 1", "nodes: 0") % "", "group 1: nodes: 0 must be above 0"),
     (GROUP.replace("nodes: 1", "nodes: x") % "", "group 1: nodes: 'x' is not a whole number"),
     (GROUP.replace("nodes: 1", "nodes: 1.0") % "", "group 1: nodes: 1.0 is not a whole number"),
-    (GROUP.replace("nodes: 1", "nodes: 100000") % "", "has 200,000 devices; 4,096 can be planned"),
+    (GROUP.replace("nodes: 1", "nodes: 100000") % "", "has 200,000 devices; 16,384 can be planned"),
     (GROUP % ", nodes: 2", "key 'nodes' twice"),
     (GROUP % ", node_gbit_per_s: 0", "node_gbit_per_s: 0 must be above 0"),
     (GROUP % ", price_per_device_hour: -1", "price_per_device_hour: -1 must be at least 0"),

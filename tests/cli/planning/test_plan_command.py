@@ -212,7 +212,7 @@ def test_a_profile_of_another_device_is_noted_as_unused(
     [
         (["--cluster", "a100-80gb:1x2"], "did you mean a100-80g?"),
         (["--cluster", "h100"], "write kind:nodes x devices per node"),
-        (["--cluster", "h100:9999x8"], "has 79,992 devices; 4,096 can be planned"),
+        (["--cluster", "h100:9999x8"], "has 79,992 devices; 16,384 can be planned"),
         (["--cluster", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["--cluster", "h100:1x8+l40s:1x4"], "all nodes must have the same number of devices"),
         (["--nodes", "1,x"], "--nodes: '1,x' is not understood"),

@@ -75,10 +75,10 @@ def test_many_strategies_cost_what_each_costs_alone(seed: int) -> None:
 
 def check_ways(of: Scenario, call: Call, strategies: list[Strategy]) -> None:
     model = of.models[call.model_role]
-    terms = of.cost.terms(call, model, 0, strategies, of.workload)
-    ways = list_ways(of, call, 0, strategies, shares=False)
-    for i, strategy in enumerate(strategies):
-        placement = Placement(Mesh(0, strategy.size), strategy)
+    placements = [Placement(Mesh(0, strategy.size), strategy) for strategy in strategies]
+    terms = of.cost.terms(call, model, placements, of.workload)
+    ways = list_ways(of, call, placements, shares=False)
+    for i, (strategy, placement) in enumerate(zip(strategies, placements, strict=True)):
         alone = of.cost.call(call, model, placement, of.workload)
         assert {name: seconds[i] for name, seconds in terms.items()} == pytest.approx(alone.terms, rel=1e-12)
         assert ways.seconds[i] == pytest.approx(alone.seconds, rel=1e-12)
@@ -97,11 +97,14 @@ def test_groups_share_the_network_of_a_node_as_counted_rank_by_rank(kind: str, p
     (group,) = ClusterSpec.parse(f"rtx-4090:24x{per_node}").groups
     # Without tables, limits of the devices and latencies, the seconds of a ring tell how many share a network.
     device = replace(group.device, link_bytes_per_s=1e15, link_latency_s=0.0, node_latency_s=0.0)
-    group = replace(group, device=device, node_bytes_per_s=1e9)
+    spec = ClusterSpec("nodes", (replace(group, device=device, node_bytes_per_s=1e9),))
     for _ in range(40):
         tp = rng.choice([1, 2, 3, 4, 8, 16])
         dp, pp = rng.randint(1, 12), rng.randint(1, 9)
-        placement = Placement(Mesh(0, dp * tp * pp), Strategy(dp, tp, pp))
+        size = dp * tp * pp
+        if size > spec.size:
+            continue
+        placement = Placement(Mesh(0, size), Strategy(dp, tp, pp))
         stages = {0: None, pp - 1: None}
         members = {
             "tp": [
@@ -116,7 +119,9 @@ def test_groups_share_the_network_of_a_node_as_counted_rank_by_rank(kind: str, p
         }[kind]
         nodes = [{rank // per_node for rank in ranks} for ranks in members]
         through = Counter(node for spanned in nodes if len(spanned) > 1 for node in spanned)
-        network = Network(group, Strategies.of([placement.strategy]), Efficiency(link=1.0))
+        network = Network(
+            (spec.site(placement.mesh),), Strategies.of([placement.strategy]), Efficiency(link=1.0)
+        )
         ring = {"tp": network.tp_group, "dp": network.dp_group, "embedding": network.embedding_group}[kind]
         assert ring.size[0] == len(members[0]) and ring.nodes[0] == max(map(len, nodes))
         shared = 1e9 / max(through.values()) if through else 1e15
@@ -127,7 +132,7 @@ def test_the_most_ranks_of_a_node_that_send_to_the_next_stage_are_counted_rank_b
     rng = random.Random(0)
     (group,) = ClusterSpec.parse("rtx-4090:24x8").groups
     device = replace(group.device, link_bytes_per_s=1e15, node_latency_s=0.0)
-    group = replace(group, device=device, node_bytes_per_s=1e9)
+    spec = ClusterSpec("nodes", (replace(group, device=device, node_bytes_per_s=1e9),))
     for _ in range(40):
         nodes = rng.randint(2, 12)
         tp = rng.choice([1, 2, 4, 8])
@@ -135,5 +140,7 @@ def test_the_most_ranks_of_a_node_that_send_to_the_next_stage_are_counted_rank_b
         step = 8 * nodes // pp
         leaving = Counter(r // 8 for r in range(8 * nodes - step) if r // 8 != (r + step) // 8)
         strategies = Strategies.of([Strategy(step // tp, tp, pp)])
-        seconds = Network(group, strategies, Efficiency(link=1.0)).hop(np.array([1e9]))
+        seconds = Network((spec.site(Mesh(0, 8 * nodes)),), strategies, Efficiency(link=1.0)).hop(
+            np.array([1e9])
+        )
         assert seconds[0] == pytest.approx(max(leaving.values()))

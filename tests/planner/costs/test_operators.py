@@ -166,8 +166,9 @@ def test_other_types_and_devices_without_tables_are_computed_from_data_sheets() 
 
 
 def ring(spec: str, tp: int) -> Ring:
-    group = ClusterSpec.parse(spec).groups[0]
-    return Network(group, Strategies.of([place(1, tp).strategy]), Efficiency()).tp_group
+    placement = place(1, tp)
+    site = ClusterSpec.parse(spec).site(placement.mesh)
+    return Network((site,), Strategies.of([placement.strategy]), Efficiency()).tp_group
 
 
 def test_collectives_inside_a_node_are_tabulated_and_others_computed() -> None:

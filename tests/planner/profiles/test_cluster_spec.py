@@ -8,10 +8,12 @@ from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh
-from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec, Site
 from realrl.planner.cluster.devices import DEVICES, find_gpu_kind
 from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.memory.reserves import PROCESS_BYTES
+from realrl.planner.space.candidates import list_meshes
+from tests.plan.meshes import list_tidy
 
 ROOT = Path(__file__).parents[3]
 MIXED = ClusterSpec.parse("h100:2x8+l40s:3x4")
@@ -32,34 +34,41 @@ def test_a_homogeneous_spec_is_a_cluster() -> None:
 
 
 def test_ranks_are_numbered_group_by_group_and_node_by_node() -> None:
-    assert MIXED.size == 28
-    assert [MIXED.node(rank) for rank in (0, 7, 8, 15, 16, 19, 20, 27)] == [0, 0, 1, 1, 2, 2, 3, 4]
+    assert MIXED.size == 28 and MIXED.cluster == Cluster.parse("2x8+3x4")
+    node = MIXED.cluster.node
+    assert [node(rank) for rank in (0, 7, 8, 15, 16, 19, 20, 27)] == [0, 0, 1, 1, 2, 2, 3, 4]
     assert MIXED.device(15).name == "h100" and MIXED.device(16).name == "l40s"
 
 
-def test_nodes_of_different_sizes_are_rejected_as_a_cluster() -> None:
-    with pytest.raises(UserError, match="same number of devices"):
-        _ = MIXED.cluster
+def test_a_part_without_a_kind_is_of_the_kind_before_it() -> None:
+    spec = ClusterSpec.parse("h100:2x8+1x4+l40s:1x4+2x2")
+    assert [str(group) for group in spec.groups] == ["h100:2x8", "h100:1x4", "l40s:1x4", "l40s:2x2"]
+    assert spec.cluster == Cluster.parse("2x8+2x4+2x2")
+    assert spec.uniform_parts == [range(3), range(3, 6)]
 
 
-def test_meshes_stay_inside_a_group() -> None:
-    assert all(MIXED.group(mesh) in MIXED.groups for mesh in MIXED.meshes())
-    with pytest.raises(UserError, match="inside one group"):
-        MIXED.group(Mesh(8, 12))
+def test_a_mesh_has_devices_of_one_kind_and_the_slowest_network_of_its_nodes() -> None:
+    with pytest.raises(
+        UserError, match=r"mesh 8-19 of cluster .* has devices of several kinds \(h100 and l40s\)"
+    ):
+        MIXED.site(Mesh(8, 12))
+    fast, few = ClusterSpec.parse("h100:2x8+1x4").groups
+    spec = ClusterSpec("ours", (fast, replace(few, node_bytes_per_s=1e9)))
+    assert spec.site(Mesh(6, 4)) == Site(fast.device, Cluster(2, 2), fast.node_bytes_per_s)
+    assert spec.site(Mesh(0, 20)) == Site(fast.device, spec.cluster, 1e9)
+    assert spec.site(Mesh(3, 5)) == spec.site(Mesh(9, 5)) != spec.site(Mesh(16, 4))
 
 
-@pytest.mark.parametrize("spec", ["a100-40g:3x8", "cpu:1x6"])
-def test_meshes_are_those_that_a_plan_accepts(spec: str) -> None:
+@pytest.mark.parametrize("spec", ["a100-40g:2x8", "cpu:1x6", "h100:1x5+2x3", "h100:2x4+l40s:1x4+1x3"])
+def test_a_search_on_few_devices_considers_all_of_one_node_and_whole_nodes(spec: str) -> None:
     parsed = ClusterSpec.parse(spec)
-    cluster, found = parsed.cluster, set(parsed.meshes())
-    for first in range(cluster.size):
-        for size in range(1, cluster.size - first + 1):
-            try:
-                Mesh(first, size).check(cluster)
-            except UserError:
-                assert Mesh(first, size) not in found
-            else:
-                assert Mesh(first, size) in found
+    found = list_meshes(parsed)
+    assert len(found) == len(set(found))
+    expected = []
+    for mesh in list_tidy(parsed.cluster):
+        if len({parsed.device(rank).name for rank in mesh.ranks}) == 1:
+            expected.append(mesh)
+    assert set(found) == set(expected)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_user_plans_with_meshes_on_heterogeneous_nodes_are_rejected() -> None:
     mesh = Placement(Mesh(0, 4), Strategy(4, micro_batch_tokens=4096))
     mine = Plan(mixed.spec.cluster, {call.name: mesh for call in GRAPH.calls})
     found = make_preset_plans(mixed, UserConstraints(own={"mine.yaml": mine}))["mine.yaml"]
-    assert isinstance(found, UserError) and "does not lie inside one group" in str(found)
+    assert isinstance(found, UserError) and "devices of several kinds (h100 and a100-40g)" in str(found)
 
 
 def test_step_times_of_alternatives_are_near_their_own_estimates(report: PlanReport) -> None:

@@ -180,4 +180,4 @@ def test_part_of_a_cluster_is_planned_with_meshes_inside_it() -> None:
         if size.problem is not None and size.result is not None:
             plan = size.problem.plan(size.result.assignment)
             last = max(p.mesh.first + p.mesh.size for p in plan.placements.values())
-            assert last <= size.nodes * problem.cluster.devices_per_node
+            assert last <= problem.cluster.bounds[size.nodes]

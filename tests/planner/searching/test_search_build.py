@@ -102,7 +102,7 @@ def test_candidate_meshes_lie_on_homogeneous_nodes_of_the_cluster(text: str) -> 
     found = list_meshes(spec)
     for mesh in found:
         mesh.check(spec.cluster)
-        spec.group(mesh)
+        assert spec.site(mesh).nodes.size == mesh.size
     assert len(found) == len(set(found))
     assert max(mesh.size for mesh in found) == max(group.size for group in spec.groups)
 

@@ -17,6 +17,7 @@ from realrl.planner.arrays.arrays import Floats
 from realrl.planner.moves.links import LinkTransfers, ParameterBytes
 from realrl.planner.moves.transfers import Layouts, TransferTable
 from realrl.program.memory import StoredModel
+from tests.plan.meshes import list_tidy
 
 SHAPE = ModelShape(
     vocab_size=512, hidden_size=256, intermediate_size=704, layers=16, heads=8, kv_heads=8, head_dim=32
@@ -42,16 +43,16 @@ class PairTransfers:
 
 
 def sampled_placement(rng: random.Random, cluster: Cluster) -> Placement:
-    per = cluster.devices_per_node
-    slices = [size for size in range(1, per) if per % size == 0]
-    size = rng.choice(slices + [per * nodes for nodes in range(1, cluster.nodes + 1)])
-    first = rng.randrange(0, cluster.size - size + 1, min(size, per))
-    tp = rng.choice([t for t in (1, 2, 4, 8) if size % t == 0 and t <= per])
-    pp = rng.choice([p for p in (1, 2, 4, 8) if (size // tp) % p == 0])
-    return Placement(Mesh(first, size), Strategy(size // tp // pp, tp, pp))
+    mesh = rng.choice(list_tidy(cluster))
+    parts = [devices for _, devices in mesh.nodes(cluster).runs]
+    tp = rng.choice([t for t in (1, 2, 3, 4, 8) if all(part % t == 0 for part in parts)])
+    pp = rng.choice([p for p in (1, 2, 4, 8) if (mesh.size // tp) % p == 0])
+    return Placement(mesh, Strategy(mesh.size // tp // pp, tp, pp))
 
 
-@pytest.mark.parametrize("cluster", [Cluster(1, 8), Cluster(4, 4), Cluster(4, 8)], ids=str)
+@pytest.mark.parametrize(
+    "cluster", [Cluster(1, 8), Cluster(4, 4), Cluster(4, 8), Cluster(2, 8, (1, 4))], ids=str
+)
 def test_reallocation_estimates_are_near_the_executed_schedules(cluster: Cluster) -> None:
     rng = random.Random(0)
     transfers = LinkTransfers(cluster, WEIGHTS, (LINKS,) * cluster.nodes)
@@ -71,7 +72,9 @@ def test_reallocation_estimates_are_near_the_executed_schedules(cluster: Cluster
     assert min(ratios) > 0.7 and max(ratios) < 1.35
 
 
-@pytest.mark.parametrize("cluster", [Cluster(1, 8), Cluster(4, 4), Cluster(3, 8)], ids=str)
+@pytest.mark.parametrize(
+    "cluster", [Cluster(1, 8), Cluster(4, 4), Cluster(3, 8), Cluster.parse("1x5+1x8+1x2+1x4")], ids=str
+)
 def test_lower_bounds_of_reallocation_hold_for_all_mesh_positions(cluster: Cluster) -> None:
     rng = random.Random(1)
     transfers = LinkTransfers(cluster, WEIGHTS, (LINKS,) * cluster.nodes)

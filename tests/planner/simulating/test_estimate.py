@@ -31,6 +31,7 @@ from realrl.program.instructions import Run
 from realrl.program.lower import home_placements, lower, offloaded
 from realrl.program.memory import Memory, StoredModel
 from realrl.program.text import format_instruction
+from tests.plan.meshes import list_tidy
 
 SMALL, LARGE = SHAPES["llama-3.2-1b"], SHAPES["llama-2-7b"]
 
@@ -66,10 +67,8 @@ def sampled_plan(rng: random.Random, of: Scenario) -> Plan:
     """Sample meshes and strategies, offloading and persistent replicas."""
     places = {}
     for call in of.graph.calls:
-        mesh = rng.choice(list(of.spec.meshes()))
-        tp = rng.choice(
-            [t for t in (1, 2, 4, 8) if mesh.size % t == 0 and t <= of.spec.cluster.devices_per_node]
-        )
+        mesh = rng.choice(list_tidy(of.spec.cluster))
+        tp = rng.choice([t for t in (1, 2, 4, 8) if mesh.size % t == 0 and t <= of.spec.cluster.largest_node])
         pp = rng.choice([p for p in (1, 2, 4) if mesh.size // tp % p == 0])
         again = call.kind is Kind.TRAIN and rng.random() < 0.5
         tokens = rng.choice([2048, 8192])

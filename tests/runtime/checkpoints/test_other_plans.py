@@ -31,11 +31,12 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
 }
 PLANS: Mapping[int, tuple[str, ...]] = {
     1: ("symmetric",),
-    2: ("1 1 2", "heuristic"),
+    2: ("1 1 2", "2 1 1 3", "2 1 1 2"),
     3: ("1 3 1", "separate"),
     8: ("2 2 2", "interleave"),
 }
-"""Number of processes -> presets, and dp, tp and pp of uniform plans, of which algorithms take turns."""
+"""Number of processes -> presets, and dp, tp, pp and the stage of ZeRO of uniform plans, of which algorithms take
+turns."""
 FEW = ("dpo", "ppo")
 """Algorithms that go on with more than three processes, which take long: one model, and four."""
 
@@ -53,9 +54,10 @@ def write_recipe(world: World, algorithm: str, directory: Path, devices: int, pl
         changes["models__actor__optimizer"] = OPTIMIZER
     changes["data__eval"] = str(world.root / f"{FORMS.get(algorithm, 'ppo')}.jsonl")
     if plan not in PRESETS:
-        dp, tp, pp = map(int, plan.split())
+        dp, tp, pp, *stage = map(int, plan.split())
         graph = build_graph(load_experiment(str(world.recipe(algorithm, directory, **changes))))
-        made = make_uniform_plan(graph, Cluster(1, dp * tp * pp), tp=tp, pp=pp, micro_batch_tokens=256)
+        cluster, zero = Cluster(1, dp * tp * pp), stage[0] if stage else 1
+        made = make_uniform_plan(graph, cluster, tp=tp, pp=pp, zero=zero, micro_batch_tokens=256)
         made.save(directory / "plan.yaml", graph)
         plan = str(directory / "plan.yaml")
     return world.recipe(algorithm, directory, plan=plan, **changes)

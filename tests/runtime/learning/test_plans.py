@@ -1,6 +1,5 @@
 """PPO samples the same tokens and learns the same under every plan, on 1 to 8 processes."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from realrl.plan.cluster import Cluster
 from realrl.testing.ranks import Tokens, run_on_ranks, sampled
 from realrl.testing.records import NOUNS
 from tests.conftest import PPO_CALLS, World, build_world, read_metrics, write_jsonl
@@ -40,7 +40,7 @@ class Case:
 
     @property
     def size(self) -> int:
-        return math.prod(map(int, self.cluster.split("x")))
+        return Cluster.parse(self.cluster).size
 
 
 def everywhere(placement: str) -> tuple[str, ...]:
@@ -58,6 +58,34 @@ CASES = {
     "2 heuristic": Case("1x2", "heuristic"),
     "2 two stages, everything offloaded": Case("1x2", everywhere("d1 t1 p2 @0-1"), ALL_OFFLOADED),
     "2 training recomputed": Case("1x2", (*["d1 t2 p1 @0-1"] * 4, "d1 t2 p1 @0-1 rc", "d1 t1 p2 @0-1 rc")),
+    "2 deepspeed-chat": Case("1x2", "deepspeed-chat"),
+    "4 openrlhf": Case("2x2", "openrlhf"),
+    "4 stages of ZeRO, everything offloaded": Case(
+        "1x4",
+        (
+            "d1 t4 p1 @0-3",
+            "d4 t1 p1 @0-3 z3",
+            "d2 t1 p1 @2-3 z3",
+            "d2 t1 p2 @0-3 z3",
+            "d2 t2 p1 @0-3 z3 rc",
+            "d2 t1 p2 @0-3 z2",
+        ),
+        ALL_OFFLOADED,
+    ),
+    "3 symmetric, on nodes of two and one": Case("1x2+1x1", "symmetric"),
+    "3 heuristic, on nodes of two and one": Case("1x2+1x1", "heuristic"),
+    "3 six strategies on nodes of two and one": Case(
+        "1x2+1x1",
+        (
+            "d1 t3 p1 @0-2",
+            "d2 t1 p1 @1-2",
+            "d1 t1 p1 @2",
+            "d1 t1 p3 @0-2",
+            "d1 t2 p1 @1-2",
+            "d3 t1 p1 @0-2",
+        ),
+        {"keep": ["critic"], "offload": ["ref"], "offload_optimizer": ["actor"]},
+    ),
     "4 disjoint": Case("1x4", "disjoint"),
     "4 heuristic": Case("1x4", "heuristic"),
     "4 four stages": Case("1x4", everywhere("d1 t1 p4 @0-3")),
@@ -90,6 +118,18 @@ CASES = {
             "d1 t1 p3 @0-2",
             "d3 t1 p1 @3-5",
         ),
+    ),
+    "6 meshes that begin anywhere, from one node into another": Case(
+        "1x4+1x2",
+        (
+            "d1 t4 p1 @1-4",
+            "d1 t3 p1 @1-3",
+            "d2 t1 p1 @4-5",
+            "d1 t1 p2 @2-3",
+            "d1 t5 p1 @1-5",
+            "d5 t1 p1 @0-4",
+        ),
+        {"offload": ["actor"]},
     ),
     "6 six strategies": Case(
         "3x2",
@@ -133,7 +173,8 @@ def recipe(world: World, directory: Path, name: str, case: Case) -> Path:
         for call, text in zip(PPO_CALLS, case.plan, strict=True):
             dp, tp, pp, mesh, *flags = text.split()
             calls[call] = {"mesh": mesh[1:], "dp": int(dp[1:]), "tp": int(tp[1:]), "pp": int(pp[1:])}
-            calls[call] |= {"recompute": True} if flags else {}
+            calls[call] |= {"recompute": True} if "rc" in flags else {}
+            calls[call] |= {"zero": int(flags[0][1:])} if flags and flags[0][0] == "z" else {}
         document["calls"] = calls
         plan = str(directory / f"{stem}.plan.yaml")
         Path(plan).write_text(yaml.safe_dump(document))
@@ -198,7 +239,7 @@ def test_one_process_changes_samples_and_weights(alone: Outcome) -> None:
 
 
 @pytest.mark.parametrize(
-    "size", [2, 4, pytest.param(6, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+    "size", [2, 3, 4, pytest.param(6, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 )
 def test_every_plan_samples_and_learns_as_one_process_does(
     wide: World, alone: Outcome, tmp_path_factory: pytest.TempPathFactory, size: int

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realrl.checkpoint import portions
-from realrl.engine.flat import FlatBuffer
+from realrl.engine.buffers.flat import FlatBuffer
 from realrl.families.shape import ModelShape
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.limits import CPU_MESSAGES, GPU_MESSAGES, MessageLimits
@@ -38,8 +38,8 @@ SHAPE = ModelShape(
 CLUSTERS = (Cluster(1, 8), Cluster(2, 4), Cluster(4, 2))
 
 
-def place(first: int, dp: int, tp: int, pp: int) -> Placement:
-    return Placement(Mesh(first, dp * tp * pp), Strategy(dp, tp, pp))
+def place(first: int, dp: int, tp: int, pp: int, zero: int = 1) -> Placement:
+    return Placement(Mesh(first, dp * tp * pp), Strategy(dp, tp, pp, zero=zero))
 
 
 EVERYWHERE = [place(0, *s) for s in product(range(1, 9), repeat=3) if s[0] * s[1] * s[2] == RANKS]
@@ -48,6 +48,7 @@ SOMEWHERE = [
     *(place(first, *s) for first, s in ((0, (2, 1, 1)), (2, (1, 2, 1)), (6, (1, 1, 2)))),
     *(place(first, *s) for first, s in ((0, (2, 2, 1)), (4, (1, 2, 2)), (2, (1, 4, 1)))),
     *(place(first, *s) for first, s in ((0, (3, 2, 1)), (2, (1, 3, 2)), (1, (2, 1, 3)))),
+    *(place(first, *s, 3) for first, s in ((0, (8, 1, 1)), (2, (3, 2, 1)), (0, (2, 1, 2)), (0, (2, 4, 1)))),
 ]
 PLACEMENTS = EVERYWHERE + SOMEWHERE
 

@@ -21,7 +21,7 @@ CPUS_BESIDE_A_GPU = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Job that runs a recipe on nodes of `per_node` devices each."""
+    """Job that runs a recipe on several nodes."""
 
     recipe: str
     arguments: tuple[str, ...]
@@ -29,8 +29,8 @@ class Job:
     command: str
     """Command line that has made the text."""
     name: str
-    nodes: int
-    per_node: int
+    devices: tuple[int, ...]
+    """Number of devices of each node; the same for all, but for torchrun."""
     gpus: bool
     cpus: int
     """CPU cores for the process of each device."""
@@ -40,6 +40,16 @@ class Job:
     grace: int
     """Seconds after SIGTERM for a step and a checkpoint, by the recipe."""
     patience: int = PATIENCE
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return len(self.devices)
+
+    @property
+    def per_node(self) -> int:
+        """Devices of a node where all have as many."""
+        return self.devices[0]
 
 
 def make_job(
@@ -77,14 +87,13 @@ def make_job(
             "overwrite=true: a pod that is started again would delete the run; set overwrite=false and choose a new"
             " run_dir"
         )
-    cluster, gpus = _find_devices(experiment)
+    cluster, gpus = _find_devices(experiment, one_kind=kind != "torchrun")
     return Job(
         recipe=recipe,
         arguments=("train", recipe, *overrides),
         command=shlex.join(["realrl", "launch", kind, recipe, *overrides]),
         name=check_job_name(name) if name is not None else _make_name(experiment.run_dir),
-        nodes=cluster.nodes,
-        per_node=cluster.devices_per_node,
+        devices=tuple(len(cluster.ranks(node)) for node in range(cluster.nodes)),
         gpus=gpus,
         cpus=cpus if cpus is not None else CPUS_BESIDE_A_GPU if gpus else 1,
         restarts=restarts,
@@ -106,8 +115,11 @@ def check_job_name(name: str) -> str:
     return name
 
 
-def _find_devices(experiment: "Experiment") -> "tuple[Cluster, bool]":
-    """Find the nodes and devices that a recipe names, and whether these are GPUs; UserError where it does not."""
+def _find_devices(experiment: "Experiment", *, one_kind: bool) -> "tuple[Cluster, bool]":
+    """Find the nodes and devices that a recipe names, and whether these are GPUs; UserError where it does not.
+
+    `one_kind` asks for nodes that are all alike.
+    """
     from realrl.config.errors import UserError
     from realrl.runtime.prepare.cluster import named_cluster, written_cluster
 
@@ -118,10 +130,15 @@ def _find_devices(experiment: "Experiment") -> "tuple[Cluster, bool]":
             " of each), or h100:2x8"
         )
     kinds = _list_kinds(named_cluster(experiment.cluster))
-    if len(kinds) > 1:
+    if len(kinds) > 1 and (one_kind or len(set(kinds.values())) > 1):
         raise UserError(
             f"cluster={experiment.cluster} has nodes of different kinds ({', '.join(kinds)}); a job asks for nodes"
             " of one kind"
+        )
+    if one_kind and not cluster.even:
+        raise UserError(
+            f"cluster={experiment.cluster} has nodes of different size; a job asks for nodes of one size, `realrl"
+            " launch torchrun` writes the command of each node"
         )
     cpu = set(kinds.values()) == {True}
     if kinds and experiment.device != "auto" and (experiment.device == "cpu") != cpu:

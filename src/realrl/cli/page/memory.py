@@ -20,6 +20,7 @@ _OF_CALLS = (
     PartKind.PACKED_WEIGHTS,
     PartKind.GRAPHS,
     PartKind.ACTIVATIONS,
+    PartKind.GATHERED,
     PartKind.LOGITS,
     PartKind.FRAGMENTATION,
     PartKind.COMMUNICATORS,

@@ -152,7 +152,7 @@ def _heights(bands: Sequence[Band]) -> list[float]:
 
 
 def _names(band: Band, spec: ClusterSpec) -> tuple[str, str]:
-    nodes = sorted({spec.node(rank) for rank in (band.ranks[0], band.ranks[-1])})
+    nodes = sorted({spec.cluster.node(rank) for rank in (band.ranks[0], band.ranks[-1])})
     name = f"device{'s' if len(band.ranks) > 1 else ''} {format_interval(band.ranks)}"
     kind = f" · {spec.device(band.ranks[0]).name}" if len(spec.groups) > 1 else ""
     return name, f"node{'s' if len(nodes) > 1 else ''} {format_interval(nodes)}{kind}"
@@ -164,7 +164,9 @@ def _borders(
     """List the borders between nodes, unless they are too many to tell apart."""
     for band, top, height in zip(bands, tops, heights, strict=False):
         device = height / len(band.ranks)
-        starts = [rank for rank in band.ranks if rank and spec.node(rank) != spec.node(rank - 1)]
+        starts = [
+            rank for rank in band.ranks if rank and spec.cluster.node(rank) != spec.cluster.node(rank - 1)
+        ]
         if device * len(band.ranks) / max(1, len(starts)) >= 4:
             yield from (top + device * (rank - band.ranks[0]) for rank in starts)
 

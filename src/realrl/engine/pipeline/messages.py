@@ -120,6 +120,10 @@ class Pipeline:
         dist.broadcast(message, source, group=handle)
         return Metrics.from_plain(json.loads(message.cpu().numpy().tobytes()))
 
+    def flush(self) -> None:
+        """Hold back nothing that is to go with the next message: others wait for it, and there is none soon."""
+        self._transport.flush()
+
     def wait_sends(self) -> None:
         """Wait until everything sent has left."""
         self._transport.finish()

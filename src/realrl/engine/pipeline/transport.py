@@ -91,6 +91,9 @@ class TaggedTransport:
         """Send to an earlier stage now, without waiting."""
         self.send(tensor, stage, tag)
 
+    def flush(self) -> None:
+        """Hold nothing back, which is so anyway."""
+
     def finish(self) -> None:
         """Wait until everything sent has left."""
         self._sends.wait()
@@ -140,7 +143,7 @@ class OrderedTransport:
         """Send to a later stage, without waiting: now, or where it is `followed`, with the next message to it."""
         self._along.append((tensor, stage))
         if not followed:
-            self._flush()
+            self.flush()
 
     def send_back(self, tensor: Tensor, stage: int, tag: int) -> None:
         """Send to an earlier stage with the next receive, or at the end."""
@@ -148,10 +151,11 @@ class OrderedTransport:
 
     def finish(self) -> None:
         """Send what is held back, and wait until everything has left."""
-        self._flush()
+        self.flush()
         self._sends.wait()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Send what is held back, without waiting."""
         sent, self._held, self._along = [*self._held, *self._along], [], []
         if sent:
             works = self._post([self._operation(dist.isend, *one) for one in sent])

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 
 from torch.autograd.graph import Node, get_gradient_edge
 
-from realrl.engine.flat import FlatBuffer
+from realrl.engine.buffers.flat import FlatBuffer
 from realrl.engine.model import Model
 from realrl.engine.training.optimizer import ShardedAdamW
 

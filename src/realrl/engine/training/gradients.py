@@ -1,12 +1,16 @@
 """Finalization of gradients that several ranks hold in part, and elements that count once in norms."""
 
+from collections.abc import Callable
+from math import prod
+
 import torch
 from torch import Tensor
 
-from realrl.engine.flat import FlatBuffer
-from realrl.engine.local_set import LocalSet
+from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers.local_set import LocalSet
 from realrl.engine.model import Model
 from realrl.families.tensors import Axis, Partial, Place, TensorSpec
+from realrl.layout.local_tensors import LocalTensor
 from realrl.layout.ranges import kv_heads
 
 
@@ -28,19 +32,56 @@ def finalize_model_grads(model: Model, gradients: FlatBuffer) -> dict[str, Tenso
     TP rank applied to tokens or heads of its own (`TensorSpec.partial_gradient`). These are small, and lie between
     large ones whose reduction has started long before.
     """
-    if model.shard.shares_keys:
-        for spec in gradients.tensors:
-            if _holds_kv_heads(spec):
-                _sum_shared_heads(model, gradients[spec.name])
+    _sum_all_shared_heads(model, gradients)
+    sum_tied_embeddings(model, gradients)
+    parts = _sum_partial(model, gradients)
+    for total in parts.values():
+        model.groups.data.sum(total)
+    return parts
+
+
+def sum_tensor_parallel(model: Model, gradients: FlatBuffer) -> None:
+    """All-reduce, in place, gradients of parameters that several TP ranks hold and each computed in part."""
+    _sum_all_shared_heads(model, gradients)
+    for name, total in _sum_partial(model, gradients).items():
+        gradients[name].view(-1).copy_(total)
+
+
+def sum_tied_embeddings(model: Model, gradients: FlatBuffer) -> None:
+    """All-reduce, in place, the gradient of an embedding table tied to the head of another stage."""
     if model.groups.embedding is not None:
         for spec in gradients.tensors:
             if spec.place is Place.BOTH_ENDS:
                 model.groups.embedding.sum(gradients[spec.name])
+
+
+def require_gradients(model: Model, trained: LocalSet, view: Callable[..., Tensor]) -> None:
+    """Have backward passes add to float32 gradients of a parameter set, and to no others.
+
+    `view(*names)` finds the gradients of neighbouring tensors as one.
+    """
+    for name, parameter in model.transformer.named_parameters():
+        sources = model.transformer.sources[name]
+        parameter.requires_grad_(sources[0] in trained.buffer)
+        if parameter.requires_grad:
+            if parameter.dtype != torch.float32:
+                parameter.grad_dtype = torch.float32
+            parameter.grad = view(*sources)
+
+
+def _sum_all_shared_heads(model: Model, gradients: FlatBuffer) -> None:
+    if model.shard.shares_keys:
+        for spec in gradients.tensors:
+            if _holds_kv_heads(spec):
+                _sum_shared_heads(model, gradients[spec.name])
+
+
+def _sum_partial(model: Model, gradients: FlatBuffer) -> dict[str, Tensor]:
+    """Sum over TP ranks what each of them computed in part. -> flat tensors by name"""
     parts = {spec.name: gradients[spec.name] for spec in gradients.tensors if _is_partial(model, spec)}
     if not parts:
         return {}
     total = model.groups.tensor.sum(torch.cat([part.flatten() for part in parts.values()]))
-    model.groups.data.sum(total)
     return dict(zip(parts, total.split([part.numel() for part in parts.values()]), strict=True))
 
 
@@ -74,14 +115,14 @@ def _sum_shared_heads(model: Model, gradient: Tensor) -> None:
     local.copy_(model.groups.tensor.sum(all_heads)[local_heads.start : local_heads.stop])
 
 
-def find_counted_elements(model: Model, spec: TensorSpec) -> tuple[int, int]:
+def find_counted_elements(model: Model, local: LocalTensor) -> tuple[int, int]:
     """Find the elements (first, end) of a local tensor that this rank counts in sums over the placement.
 
     What several TP ranks or both ends of a pipeline hold is counted once, as by Megatron's
     `param_is_not_tensor_parallel_duplicate`.
     """
-    shard = model.shard
-    end = spec.numel
+    shard, spec = model.shard, local.spec
+    end = local.numel
     if spec.place is Place.BOTH_ENDS and not shard.first:
         return 0, 0
     if shard.tp_index == 0:
@@ -91,6 +132,7 @@ def find_counted_elements(model: Model, spec: TensorSpec) -> tuple[int, int]:
     if _holds_kv_heads(spec):
         # The heads that the rank before holds too are counted there.
         previous_stop = kv_heads(shard.shape, shard.tp, shard.tp_index - 1).stop
-        shared = max(0, previous_stop - shard.keys.start)
-        return shared * (end // len(shard.keys)), end
+        first_row = previous_stop * (spec.shape[0] // shard.shape.kv_heads)
+        shared = min(max(0, first_row - local.region.offset[0]), local.region.size[0])
+        return shared * prod(local.shape[1:]), end
     return 0, end

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from realrl.engine.flat import FlatBuffer
+from realrl.engine.buffers.flat import FlatBuffer
 from realrl.engine.training.grad_norm import sum_squares
 from realrl.families.tensors import TensorSpec
 from realrl.layout.limits import GATHER_STAGES

@@ -11,20 +11,16 @@ from torch import Tensor
 from realrl.algorithms.method import Metrics, TrainMethod
 from realrl.data.batch import Batch
 from realrl.dataflow.call import Candidates, Replay
-from realrl.engine.flat import FlatBuffer
+from realrl.engine.buffers.local_set import LocalSet
+from realrl.engine.buffers.offload import Offloadable
 from realrl.engine.model import Model, count_item_tokens, read_candidates
-from realrl.engine.offload import Offloadable
 from realrl.engine.pipeline.schedule import make_1f1b_schedule
 from realrl.engine.reduced_metrics import reduce_metrics
 from realrl.engine.replay import SampledItems
+from realrl.engine.training.accumulation import Accumulation
 from realrl.engine.training.expert_balance import ExpertBalance
-from realrl.engine.training.grad_reduce import OverlappedGradReduce
-from realrl.engine.training.gradients import (
-    finalize_model_grads,
-    find_counted_elements,
-    list_late_tensors,
-)
-from realrl.engine.training.optimizer import ShardedAdamW
+from realrl.engine.training.full_gradients import FullGradients
+from realrl.engine.training.sharded_gradients import ShardedGradients
 from realrl.engine.training.skipped_steps import SkippedSteps, find_first_not_finite
 from realrl.model.packing import Packing
 from realrl.recipe.model import OptimizerConfig
@@ -56,35 +52,44 @@ class Trainer:
         assert len(names) == 1, f"a trainer updates one parameter set, not {', '.join(names) or 'none'}"
         (self.parameter_set,) = names
         trained = model.sets[self.parameter_set]
-        parameters = trained.buffer
-        groups = model.groups
         first = min(stage for stages in trained.layout.stages for stage in stages)
         self._has_backward = model.shard.pp_index >= first
         """Whether this pipeline stage, or one before it, has something to train."""
         self._sends_gradients = model.shard.pp_index > first
         """Whether one before it has."""
-        multiple = groups.data.size * parameters.buckets
-        self.gradients = FlatBuffer(parameters.tensors, torch.float32, model.device, multiple_of=multiple)
-        for name, parameter in model.transformer.named_parameters():
-            parameter.requires_grad_(model.transformer.sources[name][0] in parameters)
-            if not parameter.requires_grad:
-                continue
-            if parameter.dtype != torch.float32:
-                parameter.grad_dtype = torch.float32
-            parameter.grad = self.gradients.fused(*model.transformer.sources[name])
-        self.optimizer = ShardedAdamW(
-            parameters,
-            self.gradients,
-            config,
-            groups.data,
-            norm_group=groups.mesh,
-            counted={tensor.name: find_counted_elements(model, tensor) for tensor in parameters.tensors},
+        self._accumulation: Accumulation = (
+            FullGradients(model, trained, config)
+            if trained.layout.placement.strategy.zero == 1
+            else ShardedGradients(model, trained, config, backward=self._find_backward_layers(trained))
         )
-        self._grad_reduce = OverlappedGradReduce(
-            model, self.gradients, self.optimizer, late=list_late_tensors(model, trained)
-        )
-        self.memory = Offloadable(self.optimizer.persistent, [self.gradients.data, *self.optimizer.workspace])
+        self.optimizer = self._accumulation.optimizer
+        self.gradients = self._accumulation.gradients
+        self.updated = self._accumulation.updated
+        """Tensors, or rows of them, that the optimizer works on."""
+        workspace = [self.gradients.data, *self.optimizer.workspace]
+        self.memory = Offloadable(self._accumulation.persistent, workspace)
         """Memory that training needs besides the parameters."""
+
+    def _find_backward_layers(self, trained: LocalSet) -> range:
+        """Find the layers of this stage that gradients flow through: the last ones, or all."""
+        shard = self.model.shard
+        specs = [tensor.spec for tensor in trained.layout.gathered_tensors(self.model.rank)]
+        embeds = shard.first and any(spec.parameter in ("embedding", "positions") for spec in specs)
+        layers = [spec.layer - shard.layers.start for spec in specs if spec.layer is not None]
+        count = len(shard.layers)
+        return range(0 if embeds or self._sends_gradients else min(layers, default=count), count)
+
+    @property
+    def updated_values(self) -> Tensor:
+        """Values of `updated`, on the device or in host memory."""
+        values = self.updated.buffer.data
+        own = any(tensor is values for tensor in self._accumulation.persistent)
+        return (self.memory if own else self.updated.memory).find_values(values)
+
+    def spread(self) -> None:
+        """Bring what this rank has of updated parameters to all that compute with them; ranks call it together."""
+        self.optimizer.publish()
+        self._accumulation.spread()
 
     def train(
         self,
@@ -141,10 +146,11 @@ class Trainer:
             if method.stop(minibatch_metrics.result()):
                 self.optimizer.discard()
                 break
-            summed = finalize_model_grads(model, self.gradients)
+            summed = self._accumulation.finalize()
             before_update()
             norm = self.optimizer.step(lr, head_scale=method.head_scale, summed=summed)
             if isfinite(norm):
+                self._accumulation.spread()
                 self._skipped.count_applied()
                 metrics.mean("grad_norm", torch.tensor(norm), 1)
             else:
@@ -208,11 +214,16 @@ class Trainer:
         gradients = model.receive_gradients(tokens) if self._has_backward else None
         metrics = Metrics()
         passes: dict[int, _Pass] = {}
-        actions = make_1f1b_schedule(stages, len(parts))[stage]
+        accumulation = self._accumulation
+        actions = make_1f1b_schedule(stages, accumulation.agree_on_passes(len(parts)))[stage]
         for action in actions:
-            if action is actions[-1]:
-                self._grad_reduce.start_last_backward()
-            if action.kind == "F":
+            if action.micro_batch >= len(parts):
+                model.pipeline.flush()
+                if action.kind == "F":
+                    accumulation.idle_forward()
+                elif self._has_backward:
+                    accumulation.idle_backward()
+            elif action.kind == "F":
                 positions = parts[action.micro_batch]
                 part, its = batch.select(positions), sampled.select(positions)
                 done = self._forward(
@@ -222,7 +233,9 @@ class Trainer:
                     passes[action.micro_batch] = done
                 del done  # without a backward pass nothing needs it; it is freed before the next micro-batch
             elif gradients is not None:
+                accumulation.start_backward(last=action is actions[-1])
                 self._backward(passes.pop(action.micro_batch), next(gradients))
+                accumulation.finish_backward()
             after_pass()
         model.pipeline.wait_sends()
         reduce_metrics(metrics, model.groups.data, model.device)

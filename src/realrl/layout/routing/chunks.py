@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from realrl.layout.layout import Layout, LocalTensor, local_tensor
+from realrl.layout.layout import Layout
 from realrl.layout.limits import CPU_MESSAGES, MessageLimits
+from realrl.layout.local_tensors import LocalTensor, local_tensor
 from realrl.layout.region import Region
 from realrl.layout.routing.routes import Reallocation, Transfer
 

@@ -1,25 +1,25 @@
 """Regions to move between two layouts, grouped by the ranks that hold them and the ranks that need them."""
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from itertools import pairwise, product
 from math import prod
 from operator import add, le
 
-from realrl.families.tensors import Partition, TensorSpec
-from realrl.layout.layout import Layout, local_tensor
+from realrl.families.tensors import TensorSpec
+from realrl.layout.layout import Layout
+from realrl.layout.local_tensors import cut_rows, local_tensor
 from realrl.layout.region import Region
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size of a region; the context names its tensor."""
-_Atom = tuple[Box, tuple[int, ...], tuple[int, ...]]
-"""A box that neither layout cuts, and the TP ranks that hold it in the source and in the target."""
-
-
-_Kind = tuple[Partition | None, tuple[int, ...]]
-"""Partition of a tensor, and its shape."""
+Holder = tuple[int, int | None]
+"""TP rank and data-parallel rank; None where all data-parallel ranks hold the same."""
+_Shard = tuple[Box, Holder]
+_Atom = tuple[Box, tuple[Holder, ...], tuple[Holder, ...]]
+"""A box that neither layout cuts, and who holds it in the source and in the target."""
 
 
 @dataclass
@@ -80,59 +80,88 @@ class RegionGroup:
 def group_regions(source: Layout, target: Layout) -> list[RegionGroup]:
     """Group all regions of a model, cut wherever either layout cuts, by their holders and targets.
 
-    Tensors of one shape and partition are cut alike, so each kind of tensor is cut once.
+    Parameters whose tensors have the same shapes and partitions are cut alike, so each kind of them is cut once.
     """
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], RegionGroup] = {}
     source_ranks = cache(partial(_ranks, source))
     target_ranks = cache(partial(_ranks, target))
-    atoms: dict[_Kind, list[_Atom]] = {}
-    boxes_by_stage: dict[
-        tuple[_Kind, tuple[int, ...], tuple[int, ...]], list[tuple[Box, int, RegionGroup]]
-    ] = {}
-    for spec, before, after in zip(source.specs, source.stages, target.stages, strict=True):
-        kind = (spec.partition, spec.shape)
-        if kind not in atoms:
-            atoms[kind] = list(_atoms(_shards(source, spec), _shards(target, spec)))
+    cuts: dict[object, list[list[_Atom]]] = {}
+    boxes_by_stage: dict[object, list[list[tuple[Box, int, RegionGroup]]]] = {}
+    stages = iter(zip(source.stages, target.stages, strict=True))
+    for stack in source.stacks:
+        kind = tuple((spec.partition, spec.shape) for spec in stack)
+        if kind not in cuts:
+            both = zip(_cut(source, stack), _cut(target, stack), strict=True)
+            cuts[kind] = [list(_atoms(before, after)) for before, after in both]
+        # All tensors of a parameter are on the same stages.
+        (before, after), *_ = [next(stages) for _ in stack]
         if (kind, before, after) not in boxes_by_stage:
-            by_ranks = []
-            for box, source_tps, target_tps in atoms[kind]:
-                ranks = source_ranks(source_tps, before), target_ranks(target_tps, after)
-                by_ranks.append((box, prod(box[1]), groups.setdefault(ranks, RegionGroup(*ranks))))
-            boxes_by_stage[kind, before, after] = by_ranks
-        for box, elements, group in boxes_by_stage[kind, before, after]:
-            group.add(spec.name, box, elements)
+            boxes_by_stage[kind, before, after] = found = []
+            for atoms in cuts[kind]:
+                by_ranks = []
+                for box, source_holders, target_holders in atoms:
+                    ranks = source_ranks(source_holders, before), target_ranks(target_holders, after)
+                    by_ranks.append((box, prod(box[1]), groups.setdefault(ranks, RegionGroup(*ranks))))
+                found.append(by_ranks)
+        for spec, by_ranks in zip(stack, boxes_by_stage[kind, before, after], strict=True):
+            for box, elements, group in by_ranks:
+                group.add(spec.name, box, elements)
     return list(groups.values())
 
 
-def _ranks(layout: Layout, ts: tuple[int, ...], stages: tuple[int, ...]) -> tuple[int, ...]:
+def _ranks(layout: Layout, holders: tuple[Holder, ...], stages: tuple[int, ...]) -> tuple[int, ...]:
     placement = layout.placement
-    replicas = range(placement.strategy.dp)
-    return tuple(placement.rank(dp=dp, tp=t, pp=stage) for stage in stages for dp in replicas for t in ts)
+    every = range(placement.strategy.dp)
+    coordinates = ((dp, t) for t, d in holders for dp in (every if d is None else (d,)))
+    found = sorted(coordinates)
+    return tuple(placement.rank(dp=dp, tp=t, pp=stage) for stage in stages for dp, t in found)
 
 
-def _shards(layout: Layout, spec: TensorSpec) -> list[tuple[Box, int]]:
-    """Box of a tensor on each TP rank that holds a part of it."""
-    tp = layout.placement.strategy.tp
-    regions = [local_tensor(layout.shape, spec, tp, t).region for t in range(tp)]
-    return [((region.offset, region.size), t) for t, region in enumerate(regions) if region.numel]
+def _cut(layout: Layout, stack: Sequence[TensorSpec]) -> list[list[_Shard]]:
+    """Find the boxes of each tensor of a parameter, and who holds them."""
+    strategy = layout.placement.strategy
+    shards: list[list[_Shard]] = [[] for _ in stack]
+    for t in range(strategy.tp):
+        whole = [local_tensor(layout.shape, spec, strategy.tp, t) for spec in stack]
+        sharded = strategy.shards_parameters
+        for d in range(strategy.dp) if sharded else (None,):
+            for found, part in zip(
+                shards, whole if d is None else cut_rows(whole, strategy.dp, d), strict=True
+            ):
+                if part.region.numel:
+                    found.append(((part.region.offset, part.region.size), (t, d)))
+    return shards
 
 
-def _atoms(source: list[tuple[Box, int]], target: list[tuple[Box, int]]) -> Iterator[_Atom]:
-    """Coarsest boxes that no shard of either side cuts, each with the TP ranks that hold it."""
-    edges = [
+def _atoms(source: list[_Shard], target: list[_Shard]) -> Iterator[_Atom]:
+    """Coarsest boxes that no shard of either side cuts, each with those who hold it."""
+    rows, *columns = [
         sorted({edge for (offset, size), _ in source + target for edge in (offset[d], offset[d] + size[d])})
         for d in range(len(source[0][0][0]))
     ]
-    for corner in product(*(pairwise(line) for line in edges)):
-        low = tuple(a for a, _ in corner)
-        high = tuple(b for _, b in corner)
-        size = tuple(b - a for a, b in corner)
-        yield (low, size), _covering(source, low, high), _covering(target, low, high)
+    before, after = _sort_by_rows(source, rows), _sort_by_rows(target, rows)
+    for (first, last), in_source, in_target in zip(pairwise(rows), before, after, strict=True):
+        for corner in product(*(pairwise(line) for line in columns)):
+            low = (first, *(a for a, _ in corner))
+            high = (last, *(b for _, b in corner))
+            size = tuple(b - a for a, b in zip(low, high, strict=True))
+            yield (low, size), _covering(in_source, low, high), _covering(in_target, low, high)
 
 
-def _covering(shards: list[tuple[Box, int]], low: tuple[int, ...], high: tuple[int, ...]) -> tuple[int, ...]:
+def _sort_by_rows(shards: list[_Shard], edges: list[int]) -> list[list[_Shard]]:
+    """List the shards that cover the rows between each two neighbouring edges."""
+    place = {edge: number for number, edge in enumerate(edges)}
+    found: list[list[_Shard]] = [[] for _ in edges[1:]]
+    for shard in shards:
+        (offset, size), _ = shard
+        for number in range(place[offset[0]], place[offset[0] + size[0]]):
+            found[number].append(shard)
+    return found
+
+
+def _covering(shards: list[_Shard], low: tuple[int, ...], high: tuple[int, ...]) -> tuple[Holder, ...]:
     return tuple(
-        t
-        for (offset, size), t in shards
+        holder
+        for (offset, size), holder in shards
         if all(map(le, offset, low)) and all(map(le, high, map(add, offset, size)))
     )

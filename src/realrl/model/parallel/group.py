@@ -74,7 +74,9 @@ def all_gather(buffer: Tensor, part: Tensor, group: Group, *, async_op: bool = F
     With `async_op`, returns at once with what to wait for, if anything.
     """
     if group.handle is not None:
-        return _all_gather(buffer, part.clone(), group=group.handle, async_op=async_op)
+        inside = part.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        own = part.clone() if inside else part
+        return _all_gather(buffer, own, group=group.handle, async_op=async_op)
     if buffer.data_ptr() != part.data_ptr():
         buffer.copy_(part)
     return None

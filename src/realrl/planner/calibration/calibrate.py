@@ -39,7 +39,7 @@ def calibrate_profile(profile: Profile | None, run: Comparison) -> Profile:
     for of in run.calls:
         placement = Placement.parse(of.placement)
         steps = of.seconds.steps
-        if run.spec.group(placement.mesh).device.name != profile.device:
+        if run.spec.site(placement.mesh).device.name != profile.device:
             continue
         if of.call.function is not None:
             records = records_per_rank(run.workload.work(of.call), placement.strategy)

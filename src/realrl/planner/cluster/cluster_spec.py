@@ -2,7 +2,6 @@
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -20,8 +19,8 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh
 from realrl.planner.cluster.devices import DeviceKind, find_device_kind
 
-MOST_DEVICES = 1 << 12
-"""Largest cluster that can be planned. With four times as many devices, listing candidates alone takes minutes."""
+MOST_DEVICES = 1 << 14
+"""Largest cluster that can be planned: for 10,000 devices a search takes two minutes."""
 
 STORAGE = 1e9
 """Bytes per second between a node and storage while all nodes use it, unless a cluster file says otherwise: the
@@ -65,10 +64,22 @@ class NodeGroup:
 
 
 @dataclass(frozen=True)
+class Site:
+    """Devices and network under a mesh: calls take as long on meshes with equal ones."""
+
+    device: DeviceKind
+    nodes: Cluster
+    """Nodes under the mesh, each with so many devices as the mesh has of it."""
+    node_bytes_per_s: float
+    """Bandwidth between one of these nodes and the others, of the slowest, per direction, in bytes per second."""
+
+
+@dataclass(frozen=True)
 class ClusterSpec:
     """Cluster as groups of homogeneous nodes.
 
-    Ranks are numbered group by group and, inside a group, node by node. A mesh stays inside one group.
+    Ranks are numbered group by group and, inside a group, node by node. A mesh has devices of one kind; those of
+    neighbouring groups may be of one, and their nodes of different size.
     """
 
     name: str
@@ -92,11 +103,9 @@ class ClusterSpec:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """Nodes and devices per node; UserError if nodes differ in their number of devices."""
-        per_node = self.groups[0].devices_per_node
-        if any(group.devices_per_node != per_node for group in self.groups):
-            raise UserError(f"cluster {self.name}: all nodes must have the same number of devices")
-        return Cluster(self.nodes, per_node)
+        """Nodes, and the number of devices of each."""
+        first, *further = ((group.nodes, group.devices_per_node) for group in self.groups)
+        return Cluster(*first, *further)
 
     @cached_property
     def ends(self) -> list[int]:
@@ -107,35 +116,43 @@ class ClusterSpec:
         """Return the index of the group that a rank belongs to."""
         return bisect_right(self.ends, rank)
 
-    def group(self, mesh: Mesh) -> NodeGroup:
-        """Return the group that contains a mesh; UserError if no single group does."""
-        index = self.group_index(mesh.first)
-        if index >= len(self.groups) or mesh.first + mesh.size > self.ends[index]:
-            raise UserError(f"mesh {mesh} does not lie inside one group of cluster {self.name}")
-        return self.groups[index]
+    def site(self, mesh: Mesh) -> Site:
+        """Return the devices and network under a mesh; UserError if its devices are of several kinds."""
+        if mesh not in self._sites:
+            mesh.check(self.cluster)
+            last = self.group_index(mesh.first + mesh.size - 1)
+            groups = self.groups[self.group_index(mesh.first) : last + 1]
+            kinds = dict.fromkeys(group.device for group in groups)
+            if len(kinds) > 1:
+                names = " and ".join(dict.fromkeys(kind.name for kind in kinds))
+                raise UserError(
+                    f"mesh {mesh} of cluster {self.name} has devices of several kinds ({names}); a call runs on one"
+                )
+            network = min(group.node_bytes_per_s for group in groups)
+            self._sites[mesh] = Site(groups[0].device, mesh.nodes(self.cluster), network)
+        return self._sites[mesh]
+
+    @cached_property
+    def _sites(self) -> dict[Mesh, Site]:
+        return {}
 
     def device(self, rank: int) -> DeviceKind:
         """Return the device kind of a rank."""
         return self.groups[self.group_index(rank)].device
 
-    def node(self, rank: int) -> int:
-        """Return the index of a rank's node in the whole cluster."""
-        index = self.group_index(rank)
-        group = self.groups[index]
-        first_rank = self.ends[index] - group.size
-        first_node = sum(g.nodes for g in self.groups[:index])
-        return first_node + (rank - first_rank) // group.devices_per_node
-
-    def meshes(self) -> Iterator[Mesh]:
-        """Enumerate all meshes: aligned slices of a node whose size divides the node's, and runs of whole nodes."""
+    @cached_property
+    def uniform_parts(self) -> list[range]:
+        """Nodes of each part of the cluster that meshes stay inside: neighbouring groups of one kind of device."""
+        parts: list[range] = []
         first = 0
-        for group in self.groups:
-            per = group.devices_per_node
-            for size in (d for d in range(1, per) if per % d == 0):
-                yield from (Mesh(r, size) for r in range(first, first + group.size, size))
-            for nodes in range(1, group.nodes + 1):
-                yield from (Mesh(first + n * per, nodes * per) for n in range(group.nodes - nodes + 1))
-            first += group.size
+        for group, before in zip(self.groups, (None, *self.groups), strict=False):
+            end = first + group.nodes
+            if before is not None and before.device == group.device:
+                parts[-1] = range(parts[-1].start, end)
+            else:
+                parts.append(range(first, end))
+            first = end
+        return parts
 
     @property
     def price_per_hour(self) -> float | None:
@@ -155,7 +172,7 @@ class ClusterSpec:
         """
         if len(self.groups) > 1 and nodes > self.nodes:
             raise UserError(
-                f"cluster {self.name} has {self.nodes} nodes of several kinds, so {nodes} of them cannot be planned"
+                f"cluster {self.name} has {self.nodes} nodes that differ, so {nodes} of them cannot be planned"
             )
         if len(self.groups) == 1:
             group = replace(self.groups[0], nodes=nodes)
@@ -171,19 +188,19 @@ class ClusterSpec:
     def parse(cls, text: str) -> "ClusterSpec":
         """Parse `KIND:NODESxDEVICES`, several joined by `+`, such as `a100-80g:16x8`, or read a YAML file.
 
-        UserError for any other text.
+        A part without a kind is of the kind before it: `h100:2x8+1x4`. UserError for any other text.
         """
         if Path(text).suffix in (".yaml", ".yml"):
             return load_cluster(text)
-        groups = []
+        groups: list[NodeGroup] = []
         for part in text.split("+"):
-            match = re.fullmatch(r"\s*([\w.-]+):(\d{1,9})x(\d{1,9})\s*", part)
-            if match is None:
+            match = re.fullmatch(r"\s*(?:([\w.-]+):)?(\d{1,9})x(\d{1,9})\s*", part)
+            if match is None or (match[1] is None and not groups):
                 raise UserError(
                     f"cluster {brief(text)} is not understood; write kind:nodes x devices per node, for example"
                     " a100-80g:2x8, or name a .yaml file"
                 )
-            kind = find_device_kind(match[1].lower())
+            kind = groups[-1].device if match[1] is None else find_device_kind(match[1].lower())
             groups.append(
                 NodeGroup(
                     nodes=int(match[2]),

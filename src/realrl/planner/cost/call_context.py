@@ -51,8 +51,10 @@ class CallContext:
         ring = self.network.tp_group
         size = self._hidden(tokens)
         if self.strategies.sequence_parallel and not self.work.answers:
-            return DeviceHostTime(2 * (ring.all_gather(size) + ring.reduce_scatter(size)), 2 * self._host)
-        return DeviceHostTime(2 * ring.all_reduce(size), 2 * self._host)
+            return DeviceHostTime(
+                2 * (ring.all_gather(size) + ring.reduce_scatter(size)), 2 * self.collective_host
+            )
+        return DeviceHostTime(2 * ring.all_reduce(size), 2 * self.collective_host)
 
     def head_communication(self, tokens: Real) -> Real:
         """Time the TP communication of the head forward.
@@ -91,14 +93,16 @@ class CallContext:
     def hop(self, tokens: Real) -> Floats:
         """Time sending hidden states, or their gradient, to the next stage; the receiving host blocks on it."""
         rows = tokens / (self.strategies.tp if self.strategies.sequence_parallel else 1)
-        return np.where(self.strategies.pp == 1, 0.0, self.network.hop(self._hidden(rows)) + self._host)
+        return np.where(
+            self.strategies.pp == 1, 0.0, self.network.hop(self._hidden(rows)) + self.collective_host
+        )
 
     @property
     def _head_is_local(self) -> bool:
         return self.strategies.tp == 1 or self.timing.sizes.head == "scalar"
 
     @property
-    def _host(self) -> float:
+    def collective_host(self) -> float:
         """Host seconds per collective; on a CPU they are part of the collective itself."""
         return 0.0 if self.timing.device.cpu else self.timing.efficiency.collective_host_s
 

@@ -17,7 +17,7 @@ from realrl.layout.routing.routes import reallocate
 from realrl.layout.sets import BASE, TrainablePart, element_width
 from realrl.plan.placement import Placement, Strategy
 from realrl.planner.arrays.arrays import Floats, Real
-from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cluster.cluster_spec import ClusterSpec, Site
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.call_context import CallContext
@@ -59,7 +59,7 @@ class CallCost:
 class CostModel:
     """Time model of calls and data movement on a cluster: interpolated from `profile`, else a roofline.
 
-    Results are cached. They depend on the size of a mesh, not on its position inside its node group.
+    Results are cached. They depend on the site of a mesh, not on where in the cluster that is.
     """
 
     def __init__(
@@ -83,11 +83,9 @@ class CostModel:
         """
         if model is None:
             return self._function(call, placement, workload)
-        self.spec.group(placement.mesh)
-        group = self.spec.group_index(placement.mesh.first)
-        key = (call, model, placement.strategy, group, workload)
+        key = (call, model, placement.strategy, self.spec.site(placement.mesh), workload)
         if key not in self._calls:
-            terms = self.terms(call, model, placement.mesh.first, [placement.strategy], workload)
+            terms = self.terms(call, model, [placement], workload)
             self._calls[key] = CallCost({name: float(seconds[0]) for name, seconds in terms.items()})
         return self._calls[key]
 
@@ -95,14 +93,16 @@ class CostModel:
         self,
         call: Call,
         model: StoredModel,
-        first: int,
-        strategies: Sequence[Strategy],
+        placements: Sequence[Placement],
         workload: Workload,
     ) -> Mapping[str, Floats]:
-        """Cost a call under each of some strategies at once, in seconds by term (see `CallCost`).
+        """Cost a call under each of some placements at once, in seconds by term (see `CallCost`).
 
-        On devices of the kind of rank `first`. UserError if there are fewer records than DP ranks.
+        All are on one kind of device. UserError if there are fewer records than DP ranks.
         """
+        strategies = [placement.strategy for placement in placements]
+        sites = [self.spec.site(placement.mesh) for placement in placements]
+        first = placements[0].mesh.first
         cost_by_kind = {
             Kind.TRAIN: cost_training,
             Kind.INFERENCE: cost_inference,
@@ -110,7 +110,8 @@ class CostModel:
         }[call.kind]
         terms: dict[str, Floats] = {}
         for members, alike in group_strategies(strategies):
-            for name, seconds in cost_by_kind(self._context(call, model, first, alike, workload)).items():
+            there = [sites[i] for i in members.tolist()]
+            for name, seconds in cost_by_kind(self._context(call, model, there, alike, workload)).items():
                 terms.setdefault(name, np.zeros(len(strategies)))[members] = seconds
         factors = self._corrections(call, model, first, strategies)
         return terms if factors is None else {name: factors * s for name, s in terms.items()}
@@ -164,7 +165,12 @@ class CostModel:
         source_layout, target_layout = (
             build_layout(model.shape, model.head, place, tensors) for place in (source, target)
         )
-        links = _slowest(self._node_links[self.spec.node(place.mesh.first)] for place in (source, target))
+        node = self.spec.cluster.node
+        links = _slowest(
+            self._node_links[n]
+            for mesh in (source.mesh, target.mesh)
+            for n in range(node(mesh.first), node(mesh.first + mesh.size - 1) + 1)
+        )
         routes = reallocate(source_layout, target_layout, self.spec.cluster, links)
         return routes.seconds(links, element_width(parameter_set, _narrower(model, source, target)))
 
@@ -177,7 +183,7 @@ class CostModel:
         )
         return ExchangeModel(
             slower,
-            self.spec.cluster.devices_per_node,
+            self.spec.cluster,
             count_exchanged_bytes(graph, workload),
             workload.items,
         )
@@ -207,14 +213,19 @@ class CostModel:
         return message_limits(cpu=device.cpu).message_bytes / self.efficiency.collective_host_s
 
     def _context(
-        self, call: Call, model: StoredModel, first: int, strategies: Strategies, workload: Workload
+        self,
+        call: Call,
+        model: StoredModel,
+        sites: Sequence[Site],
+        strategies: Strategies,
+        workload: Workload,
     ) -> CallContext:
-        group = self.spec.groups[self.spec.group_index(first)]
+        device = sites[0].device
         key = (model.shape, model.head, strategies.tp, model.part)
         sizes = self._sizes.setdefault(key, LocalSizes(*key))
-        profile = self._profile_of(first)
+        profile = self._profile_for(device)
         timing = Timing(
-            device=group.device,
+            device=device,
             efficiency=self.efficiency,
             sizes=sizes,
             dtype=model.dtype if strategies.dtype is None else strategies.dtype,
@@ -222,7 +233,7 @@ class CostModel:
             profile=profile,
             exact=model.exact,
         )
-        network = Network(group, strategies, self.efficiency, profile)
+        network = Network(tuple(sites), strategies, self.efficiency, profile)
         return CallContext(timing, network, strategies, workload.work(call), call.candidates)
 
     def _transfers_of(
@@ -245,8 +256,10 @@ class CostModel:
 
     def _profile_of(self, rank: int) -> Profile | None:
         """The profile, if it was measured on a rank's kind of device."""
-        device = self.spec.device(rank).name
-        return self.profile if self.profile and self.profile.device == device else None
+        return self._profile_for(self.spec.device(rank))
+
+    def _profile_for(self, device: DeviceKind) -> Profile | None:
+        return self.profile if self.profile and self.profile.device == device.name else None
 
 
 def _slowest(links: Iterable[Links]) -> Links:

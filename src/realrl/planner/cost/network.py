@@ -7,9 +7,11 @@ from typing import Literal
 
 import numpy as np
 
+from realrl.plan.cluster import Cluster
 from realrl.planner.arrays.arrays import Floats, Ints, Real
-from realrl.planner.cluster.cluster_spec import NodeGroup
+from realrl.planner.cluster.cluster_spec import Site
 from realrl.planner.cluster.efficiency import Efficiency
+from realrl.planner.moves.transfers import find_nodes
 from realrl.planner.operators.tables import MOST_RANKS, Operators, Reduction, find_operators
 from realrl.planner.profile.profile import Profile
 from realrl.planner.workload.strategies import Strategies
@@ -65,12 +67,10 @@ class Ring:
 
 @dataclass(frozen=True)
 class Network:
-    """Links between the ranks of a call under each of some strategies.
+    """Links between the ranks of a call under each of some strategies, counted from the first of its mesh."""
 
-    Ranks are counted from 0 at the start of a node or an aligned slice of it.
-    """
-
-    group: NodeGroup
+    sites: tuple[Site, ...]
+    """Site of the mesh under each strategy, all with one kind of device."""
     strategies: Strategies
     efficiency: Efficiency
     profile: Profile | None = None
@@ -97,33 +97,35 @@ class Network:
 
     def hop(self, number_bytes: Real) -> Floats:
         """Compute the seconds until all ranks of a stage have sent `number_bytes` to their peer on the next."""
-        device, per_node = self.group.device, self.group.devices_per_node
-        stage = self.strategies.dp * self.strategies.tp
-        size = stage * self.strategies.pp
-        # Of the first node, from which as many ranks send to another one as from any.
-        leaving = np.minimum(per_node, size - stage) - np.maximum(0, per_node - stage)
-        width = np.minimum(self.group.node_bytes_per_s / np.maximum(leaving, 1), device.link_bytes_per_s)
+        device = self.sites[0].device
+        stages = (self.strategies.dp * self.strategies.tp).tolist()
+        leaving = [_count_leaving(stage, site.nodes) for stage, site in zip(stages, self.sites, strict=True)]
+        width = np.minimum(self._node_bytes_per_s / np.maximum(leaving, 1), device.link_bytes_per_s)
         inside = device.link_latency_s + number_bytes / (device.link_bytes_per_s * self.efficiency.link)
-        between = device.node_latency_s + number_bytes / (width * self.efficiency.link)
+        between: Real = device.node_latency_s + number_bytes / (width * self.efficiency.link)
         if self.profile is not None:
             inside, between = (
                 computed if measured is None else measured
                 for nodes, computed in ((1, inside), (2, between))
                 for measured in [self.profile.collective("send", 2, nodes, number_bytes)]
             )
-        return np.where(size > per_node, between, inside)
+        return np.where([site.nodes.nodes > 1 for site in self.sites], between, inside)
+
+    @cached_property
+    def _node_bytes_per_s(self) -> Floats:
+        return np.array([site.node_bytes_per_s for site in self.sites])
 
     def _ring(self, kind: GroupKind) -> Ring:
         """Build a ring; groups that communicate at the same time share the network of a node.
 
         A part passes every link of the ring but one, of which as many cross nodes as there are nodes.
         """
-        device = self.group.device
+        device = self.sites[0].device
         s = self.strategies
-        degrees = zip(s.dp.tolist(), s.pp.tolist(), strict=True)
-        spans = [_find_span(kind, dp, s.tp, pp, self.group.devices_per_node) for dp, pp in degrees]
+        degrees = zip(s.dp.tolist(), s.pp.tolist(), self.sites, strict=True)
+        spans = [_find_span(kind, dp, s.tp, pp, site.nodes) for dp, pp, site in degrees]
         size, nodes, through = np.array(spans, dtype=np.int64).reshape(-1, 3).T
-        shared = np.minimum(device.link_bytes_per_s, self.group.node_bytes_per_s / np.maximum(through, 1))
+        shared = np.minimum(device.link_bytes_per_s, self._node_bytes_per_s / np.maximum(through, 1))
         crossing = np.where(through > 0, nodes / size, 0.0)
         return Ring(
             size=size,
@@ -136,27 +138,37 @@ class Network:
 
 
 @lru_cache(maxsize=1 << 16)
-def _find_span(kind: GroupKind, dp: int, tp: int, pp: int, per_node: int) -> tuple[int, int, int]:
+def _find_span(kind: GroupKind, dp: int, tp: int, pp: int, nodes: Cluster) -> tuple[int, int, int]:
     """Size of the groups of a kind, most nodes that one spans, and most of those that span several on one node.
 
-    The way in which groups lie on nodes repeats itself from stage to stage.
+    On equal nodes the way in which groups lie on them repeats itself from stage to stage.
     """
     stage = dp * tp
     if kind == "mesh":
-        size = stage * pp
-        nodes = -(-size // per_node)
-        return size, nodes, int(nodes > 1)
+        return nodes.size, nodes.nodes, int(nodes.nodes > 1)
+    period = nodes.runs[0][1] if nodes.even else nodes.size
     if kind == "tp":
-        groups = min(dp * pp, per_node // gcd(tp, per_node))
+        groups = min(dp * pp, period // gcd(tp, period))
         ranks = np.arange(groups * tp).reshape(groups, tp)
     elif kind == "dp":
-        stages = min(pp, per_node // gcd(stage, per_node))
+        stages = min(pp, period // gcd(stage, period))
         ranks = np.arange(stages * stage).reshape(stages, dp, tp).transpose(0, 2, 1).reshape(-1, dp)
     else:
-        first = np.arange(min(stage, per_node))
+        first = np.arange(min(stage, period))
         ranks = np.stack([first, first + (pp - 1) * stage], axis=1)[:, : min(pp, 2)]
-    on = ranks // per_node
+    on = find_nodes(nodes)[ranks]
     new = np.diff(on, axis=1, prepend=-1) > 0
     spanned = new.sum(axis=1)
     through = np.bincount(on[new & (spanned > 1)[:, None]], minlength=1)
     return ranks.shape[1], int(spanned.max()), int(through.max())
+
+
+@lru_cache(maxsize=1 << 16)
+def _count_leaving(stage: int, nodes: Cluster) -> int:
+    """Most ranks of one node that send to the next stage, of `stage` ranks, on another node."""
+    if nodes.even:  # of the first node, from which as many send as from any
+        per_node = nodes.runs[0][1]
+        return min(per_node, nodes.size - stage) - max(0, per_node - stage)
+    on = find_nodes(nodes)
+    sender, receiver = on[:-stage], on[stage:]
+    return int(np.bincount(sender[sender != receiver], minlength=1).max())

@@ -8,6 +8,7 @@ import numpy as np
 from realrl.layout.limits import GATHER_STAGES, bucket_count
 from realrl.planner.arrays.arrays import Floats, Ints, Real, apply_each, tabulate_stages
 from realrl.planner.cost.call_context import CallContext
+from realrl.planner.cost.sharded import SectionSeconds, ShardedTraffic
 from realrl.planner.cost.timing import BatchSize, DeviceHostTime
 from realrl.planner.workload.batching import ManyChunks, split_all_work
 
@@ -69,15 +70,17 @@ def cost_training(context: CallContext) -> Mapping[str, Floats]:
     trained = timing.sizes.trained
     updated = tabulate_stages(trained.stage_layers, strategies.pp)
     frozen = context.layers - updated
+    sharded = ShardedTraffic(context) if strategies.zero > 1 else None
+    launches = [0.0, 0.0] if sharded is None else [sharded.host(backward=b) for b in (False, True)]
     layers = [
         _EqualLayers(
             counts=updated,
-            layer=DeviceHostTime(device, host + rounds * layer_communication.host),
+            layer=DeviceHostTime(device, host + rounds * layer_communication.host + sum(launches)),
             communication=rounds * layer_communication.device,
         ),
         _EqualLayers(
             counts=frozen,
-            layer=DeviceHostTime(forward.device, forward.host + layer_communication.host),
+            layer=DeviceHostTime(forward.device, forward.host + layer_communication.host + launches[0]),
             communication=layer_communication.device,
         ),
     ]
@@ -97,15 +100,37 @@ def cost_training(context: CallContext) -> Mapping[str, Floats]:
     elements = tabulate_stages(trained.stage_elements, strategies.pp).max(axis=0)
     update = timing.update(elements, strategies.dp)
     terms["optimizer"] = update + context.network.mesh_group.all_reduce(_SMALL)
-    last_pass = at_last(strategies.pp, updated).sum(axis=0) * backward.device
-    terms["data"] = _cost_gradient_reduction(context, elements, last_pass) + _cost_parameter_gather(
-        context, elements, update
-    )
+    if sharded is None:
+        last_pass = at_last(strategies.pp, updated).sum(axis=0) * backward.device
+        reduction = _cost_gradient_reduction(context, elements, last_pass)
+        terms["data"] = reduction + _cost_parameter_gather(context, elements, update)
+    else:
+        seconds = SectionSeconds(
+            layer=forward.device,
+            layer_backward=device - forward.device,
+            head_backward=timing.head_backward(size),
+        )
+        terms["data"] = _cost_sharded_step(context, sharded, chunks.count, updated, seconds)
     steps = work.minibatches * work.passes
     total = {name: seconds * steps for name, seconds in terms.items()}
     if work.episode:
         total["compute"] += timing.prepare_experience(work.sequences / strategies.dp, work.episode)
     return total
+
+
+def _cost_sharded_step(
+    context: CallContext, sharded: ShardedTraffic, chunks: Ints, updated: Ints, seconds: SectionSeconds
+) -> Floats:
+    """Exposed seconds of data-parallel communication of a mini-batch under ZeRO-2 and ZeRO-3, on the busiest stage.
+
+    Gradients that TP ranks compute in part are summed for every chunk. Ranks agree on the number of chunks.
+    """
+    passes = chunks * (sharded.forward(seconds) + sharded.backward(updated, seconds))
+    stages = np.where(
+        np.arange(len(updated))[:, None] < context.strategies.pp, passes + sharded.spread(updated), 0.0
+    )
+    small = 4 * context.network.dp_group.all_reduce(_SMALL)
+    return small + chunks * _cost_partial_gradients(context) + stages.max(axis=0)
 
 
 def _cost_gradient_reduction(context: CallContext, elements: Ints, last_pass: Real) -> Floats:
@@ -178,7 +203,17 @@ def cost_inference(context: CallContext) -> Mapping[str, Floats]:
         comm_first=context.layer_communication(chunks.tokens).device / 2,
         comm_last=context.head_communication(chunks.tokens),
     )
-    return cost_forward_pass(context, chunks, timing.forward(size), outside)
+    layer = timing.forward(size)
+    if context.strategies.zero == 1:
+        return cost_forward_pass(context, chunks, layer, outside)
+    sharded = ShardedTraffic(context)
+    launched = DeviceHostTime(layer.device, layer.host + sharded.host(backward=False))
+    terms = cost_forward_pass(context, chunks, launched, outside)
+    waits = sharded.forward(SectionSeconds(layer=layer.device))
+    there = np.arange(len(waits))[:, None] < context.strategies.pp
+    agreement = context.network.dp_group.all_reduce(_SMALL)
+    terms["data"] = chunks.count * np.where(there, waits, 0.0).max(axis=0) + agreement
+    return terms
 
 
 def cost_forward_pass(

@@ -48,6 +48,8 @@ class Scorer:
         self.nearest_to_fit: Ints | None = None
         """Assignment with the smallest memory excess."""
         self.history: list[Improvement] = []
+        self.fits = np.zeros(0, dtype=bool)
+        """Whether each of the plans that were scored last fits."""
 
     @property
     def elapsed(self) -> float:
@@ -67,7 +69,8 @@ class Scorer:
         """Score plans by their seconds, with a penalty for those that do not fit."""
         seconds, fill = self.timeline(assignment)
         self.evaluations += len(seconds)
-        fitting = np.where(fill <= 1, seconds, np.inf)
+        self.fits = fill <= 1
+        fitting = np.where(self.fits, seconds, np.inf)
         i = int(fitting.argmin())
         if fitting[i] < self.best_seconds:
             self.best = assignment[:, i].copy()

@@ -39,8 +39,6 @@ class Columns:
     """Whether parameters are offloaded to host memory between uses."""
     limit: Floats
     """Usable bytes of a device."""
-    host_limit: Floats
-    """Bytes of host memory for offloaded state, on the first node of the mesh."""
 
     def __getitem__(self, index: Ints) -> "Columns":
         return Columns(**{name: column[index] for name, column in vars(self).items()})
@@ -117,11 +115,11 @@ class Tables:
         number = {layout: i for i, layout in enumerate(layouts)}
         placements = {candidate.layout: candidate.placement for candidate in candidates}
         self._layouts.append(Layouts.of(placements[layout] for layout in layouts))
-        first, size, tp, pp = np.array([candidate.layout for candidate in candidates], dtype=np.int64).T
+        own = Layouts.of(candidate.placement for candidate in candidates)
         return Columns(
-            first=first,
-            end=first + size,
-            code=Layouts(first, size, tp, pp).codes,
+            first=own.first,
+            end=own.first + own.size,
+            code=own.codes,
             layout=np.array([number[candidate.layout] for candidate in candidates]),
             seconds=np.array([candidate.seconds for candidate in candidates], dtype=np.float64),
             load=np.array([candidate.load_seconds if candidate.offload else 0.0 for candidate in candidates]),
@@ -142,9 +140,6 @@ class Tables:
             offloaded=np.array([candidate.offload for candidate in candidates]),
             limit=np.array(
                 [self.problem.limit(candidate.placement) for candidate in candidates], dtype=np.float64
-            ),
-            host_limit=np.array(
-                [self.problem.host_limit(candidate.placement) for candidate in candidates], dtype=np.float64
             ),
         )
 

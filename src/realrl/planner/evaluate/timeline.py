@@ -18,6 +18,7 @@ from realrl.planner.evaluate.activities import (
 )
 from realrl.planner.evaluate.hosts import Hosts
 from realrl.planner.evaluate.late_rows import LateRows
+from realrl.planner.evaluate.offloaded_state import OffloadedState
 from realrl.planner.evaluate.tables import Columns, Tables
 from realrl.planner.space.problem import Assignment, Problem
 
@@ -66,8 +67,10 @@ class _Steps:
     """End of the step at points."""
     fill: Floats
     """Largest fraction of its memory that a point uses."""
+    host_points: Ints
+    """Ranks on whose nodes host memory is counted (`OffloadedState`), [points, plans]."""
     host_fill: Floats
-    """Fraction of host memory that offloaded state takes on the node of a point."""
+    """Fraction of host memory that offloaded state takes there, [points, plans]."""
 
 
 class Timeline:
@@ -90,6 +93,7 @@ class Timeline:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.tables = tables = Tables(problem)
+        self._offloaded = OffloadedState(problem, tables.home)
         self._kinds = list_activities(tables)
         self._owner = np.array([kind.call for kind in self._kinds])
         self._timed = np.array([a for a, kind in enumerate(self._kinds) if takes_time(tables, kind)])
@@ -113,7 +117,7 @@ class Timeline:
         parts = (assignment[:, i : i + _AT_ONCE] for i in range(0, assignment.shape[1], _AT_ONCE))
         steps = [self._schedule(self.tables.gather(part)) for part in parts]
         seconds = [step.clock.max(axis=0) for step in steps]
-        fills = [np.maximum(step.fill, step.host_fill).max(axis=0) for step in steps]
+        fills = [np.maximum(step.fill.max(axis=0), step.host_fill.max(axis=0)) for step in steps]
         return np.concatenate(seconds), np.concatenate(fills)
 
     def evaluate(self, assignment: Assignment) -> PlanEvaluation:
@@ -124,7 +128,8 @@ class Timeline:
         by_host = bool(steps.host_fill.max() > steps.fill.max())
         fill = (steps.host_fill if by_host else steps.fill)[:, 0]
         peak = int(fill.argmax())
-        limit = (columns.host_limit if by_host else columns.limit)[peak, 0]
+        rank = int((steps.host_points if by_host else columns.first)[peak, 0])
+        limit = self._offloaded.limit(rank) if by_host else columns.limit[peak, 0]
         reallocation: dict[str, float] = {}
         for a, kind in enumerate(self._kinds):
             if kind.phase in (WavePhase.LOAD, WavePhase.REALLOCATE) and steps.activities.where[a].any():
@@ -134,7 +139,7 @@ class Timeline:
             seconds=float(steps.clock.max()),
             peak_bytes=float(fill[peak] * limit),
             fill=float(fill[peak]),
-            peak_rank=int(columns.first[peak, 0]),
+            peak_rank=rank,
             by_host=by_host,
             start={name: float(steps.start[c, 0]) for c, name in enumerate(names)},
             end={name: float(steps.end[c, 0]) for c, name in enumerate(names)},
@@ -147,14 +152,15 @@ class Timeline:
         key = facts.waves_of(self._kinds) * len(self._kinds) + self._place
         end, clock = self._times(facts, activities, _ordered(key, self._timed))
         fill = self._peak_bytes(facts, activities, _ordered(key, self._storing)) / columns.limit
-        host_fill = self._host_bytes(columns) / columns.host_limit
+        host_points = self._offloaded.points(columns)
         return _Steps(
             activities=activities,
             start=end - columns.seconds,
             end=end,
             clock=clock,
             fill=fill,
-            host_fill=host_fill,
+            host_points=host_points,
+            host_fill=self._offloaded.fill(columns, host_points),
         )
 
     def _times(self, facts: Facts, activities: Activities, order: Ints) -> tuple[Floats, Floats]:
@@ -249,16 +255,6 @@ class Timeline:
         for i, c in enumerate(models):
             known = (columns.code[models[:i]] == columns.code[c]).any(axis=0)
             found += facts.inside[c] * np.where(known, 0.0, columns.communicators[c])
-        return found
-
-    def _host_bytes(self, columns: Columns) -> Floats:
-        """Bytes of offloaded state on the nodes of points, [points, plans]."""
-        per_node = self.problem.cluster.devices_per_node
-        node, found = columns.first // per_node, np.zeros(columns.host.shape)
-        for home in dict.fromkeys(self.tables.home):
-            first, last = columns.first[home] // per_node, (columns.end[home] - 1) // per_node
-            ranks = np.minimum(columns.end[home] - columns.first[home], per_node)
-            found += ((first <= node) & (node <= last)) * (ranks * columns.host[home])
         return found
 
     def _receiving(self, columns: Columns) -> tuple[Floats, Floats]:

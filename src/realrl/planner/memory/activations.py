@@ -15,6 +15,7 @@ from realrl.dataflow.call import Candidates
 from realrl.layout.limits import SENDS_PER_STAGE
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
 from realrl.planner.arrays.arrays import Bools, Ints, Real, tabulate_stages, truncate
+from realrl.planner.memory.gathered import GatheredMemory
 from realrl.planner.memory.kv_cache import kv_cache_bytes
 from realrl.planner.memory.layer import LayerMemory
 from realrl.planner.memory.logits import Logits
@@ -26,8 +27,10 @@ from realrl.planner.memory.packed_weights import (
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.strategies import Strategies
 
+GATHERED = "gathered layers"
 Parts = Mapping[str, Ints]
-"""Bytes of `activations`, `logits`, `cache`, `packed weights` and `graphs` at one moment, [stages, strategies]."""
+"""Bytes of `activations`, `gathered layers`, `logits`, `cache`, `packed weights` and `graphs` at one moment,
+[stages, strategies]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +52,24 @@ class Activations:
     decode_graphs: bool = False
     """Whether decode steps are CUDA graphs."""
 
-    def inferring(self, tokens: Real, *, stage: Ints, chunks: Ints) -> Parts:
-        """Compute the peak of an inference call: in a layer, or at the logits."""
+    def inferring(self, tokens: Real, *, layers: Ints, stage: Ints, chunks: Ints) -> Parts:
+        """Compute the peak of an inference call: in the embedding, in a layer, or at the logits."""
         expected = self._expected(tokens, stage, chunks - 1)
-        layer = {"activations": self._forward(tokens, stage, chunks) + expected}
+        layer: Parts = {"activations": self._forward(tokens, stage, chunks) + expected}
         states = self.layer.bytes(tokens, self.layer.stream + self.layer.hidden)
         states = states + self.layer.index_bytes(tokens) + expected
-        scored = {"activations": states, "logits": self.logits.scored(tokens)}
-        return _peak(layer, _only(stage == self._last, scored))
+        last = stage == self._last
+        scored: Parts = {"activations": states, "logits": self.logits.scored(tokens)}
+        if self.strategies.zero == 1:
+            return _peak(layer, _only(last, scored))
+        gathered = self.gathered
+        embedded = {
+            "activations": self.layer.bytes(tokens, self.layer.stream),
+            GATHERED: gathered.embedding(),
+        }
+        layer = {**layer, GATHERED: gathered.layer(last_stage=last, layers=layers)}
+        scored = {**scored, GATHERED: gathered.head()}
+        return _peak(layer, _only(stage == 0, embedded), _only(last, scored))
 
     def generating(
         self, tokens: Real, *, rows: Real, cached: Ints, batches: Ints, layers: Ints, stage: Ints
@@ -113,23 +126,44 @@ class Activations:
         inside = inside + np.where(self.strategies.recompute, layer.bytes(tokens, layer.kept), 0)
         # Input of the final norm, its output at predicted tokens, and the gradient of that output.
         states = layer.bytes(tokens, layer.stream + 2 * layer.hidden)
-        kept = sent + flying * each + states
-        moments = [
-            _only(stage == last, {"activations": kept, "logits": self.logits.backward(tokens)}),
-            _only(layers > 0, {"activations": sent + flying * each + inside}),
-        ]
+        all_kept = sent + flying * each
+        logits: Parts = {"activations": all_kept + states, "logits": self.logits.backward(tokens)}
+        first: Parts = {"activations": all_kept + inside}
         # A later micro-batch, in the layers that keep nothing.
         later = sent + (flying - 1) * each + self._shared(tokens)
-        later = later + layer.forward_bytes(tokens, layer.stream)
-        moments.append(_only(frozen_layers > 0, {"activations": later}))
-        if trains_embedding:
-            embedded = layer.bytes(tokens, layer.stream) + 4 * truncate(tokens * layer.hidden)
-            embedded = sent + (flying - 1) * each + embedded
-            moments.append(_only(stage == 0, {"activations": embedded}))
+        frozen: Parts = {"activations": later + layer.forward_bytes(tokens, layer.stream)}
         # Stages without a backward pass.
         forward = self._forward(tokens, stage, chunks) + self._expected(tokens, stage, chunks - 1)
+        without: Parts = {"activations": forward}
+        moments: list[Parts] = []
+        if self.strategies.zero > 1:
+            gathered, last_stage = self.gathered, stage == last
+            there = gathered.layer(last_stage=last_stage, layers=layers + frozen_layers)
+            frozen, without = {**frozen, GATHERED: there}, {**without, GATHERED: there}
+            logits = {**logits, GATHERED: gathered.head_backward()}
+            first = {
+                **first,
+                GATHERED: gathered.first_layer_backward(last_stage=last_stage, layers=layers),
+            }
+            one_less = each - self.kept(tokens, layers - 1)
+            second = {
+                "activations": all_kept - one_less,
+                GATHERED: gathered.later_layer_backward(last_stage=last_stage, layers=layers),
+            }
+            moments += [
+                {"activations": np.zeros_like(all_kept), GATHERED: gathered.update()},
+                _only(layers > 0, second),
+            ]
+        moments += [_only(stage == last, logits), _only(layers > 0, first), _only(frozen_layers > 0, frozen)]
+        if trains_embedding:
+            others = sent + (flying - 1) * each
+            embedded = layer.bytes(tokens, layer.stream) + 4 * truncate(tokens * layer.hidden)
+            moments.append(_only(stage == 0, {"activations": others + embedded}))
+            if self.strategies.zero > 1:
+                reduced = {"activations": others, GATHERED: self.gathered.embedding_backward()}
+                moments.append(_only(stage == 0, reduced))
         alone = (frozen_layers > 0) & (layers == 0) & (stage < last)
-        return choose(alone, {"activations": forward}, _peak(*moments))
+        return choose(alone, without, _peak(*moments))
 
     def kept(self, tokens: Real, layers: Ints) -> Ints:
         """Compute the bytes kept for backward by one micro-batch; with checkpointing, the input of each layer."""
@@ -156,6 +190,11 @@ class Activations:
             lengths=self.lengths,
             sample=self.sample,
         )
+
+    @cached_property
+    def gathered(self) -> GatheredMemory:
+        """Sections that are there while they are computed."""
+        return GatheredMemory(self.sizes, self.strategies, self.element_bytes)
 
     @cached_property
     def logits(self) -> Logits:

@@ -9,10 +9,12 @@ src/transport/nvls.cc. Messages have connections of their own, and share buffers
 and direction between nodes.
 """
 
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 
-from realrl.plan.communicators import CTAS, WORLD_CTAS, RankSet, Role, list_own_rank_sets
+from realrl.plan.cluster import Cluster
+from realrl.plan.communicators import CTAS, WORLD_CTAS, RankSet, Role, list_groups, list_own_rank_sets
 from realrl.plan.placement import Mesh, Placement, Strategy
 
 _MIB = 1 << 20
@@ -28,9 +30,9 @@ _CHANNELS_PER_PEER = 2
 """Channels of the messages with one peer, where a communicator spans nodes."""
 
 
-def collective_bytes(ranks: RankSet, per_node: int, ctas: int) -> int:
+def collective_bytes(ranks: RankSet, cluster: Cluster, ctas: int) -> int:
     """Compute the bytes of a member for collectives in a ring: of two neighbours, on this node or on others."""
-    local, nodes = _spread(ranks, per_node)
+    local, nodes = _spread(ranks, cluster)
     here, there = min(local - 1, 2 if nodes == 1 else 1), 0
     if nodes > 1:
         there = min(nodes - 1, 2) if local == 1 else 1
@@ -38,55 +40,59 @@ def collective_bytes(ranks: RankSet, per_node: int, ctas: int) -> int:
     return ctas * (_LOCAL * here + _REMOTE * there + sharp)
 
 
-def message_bytes(ranks: RankSet, per_node: int, ctas: int, peers: int) -> int:
+def message_bytes(ranks: RankSet, cluster: Cluster, ctas: int, peers: int) -> int:
     """Compute the bytes of a member for messages with `peers` others, as many of them as can be on its own node."""
-    local, nodes = _spread(ranks, per_node)
+    local, nodes = _spread(ranks, cluster)
     if nodes == 1:
         return ctas * _LOCAL * min(peers, local - 1)
     return min(ctas, _CHANNELS_PER_PEER) * _LOCAL * min(peers, local - 1) + ctas * _SHARED
 
 
-def world_bytes(world: int, per_node: int) -> int:
+def world_bytes(cluster: Cluster) -> int:
     """Compute the bytes of the communicator of all ranks, over which parameters are reallocated."""
-    if world == 1:
+    if cluster.size == 1:
         return 0
-    ranks = tuple(range(world))
-    return collective_bytes(ranks, per_node, WORLD_CTAS) + message_bytes(
-        ranks, per_node, WORLD_CTAS, per_node
-    )
+    ranks = tuple(range(cluster.size))
+    messages = message_bytes(ranks, cluster, WORLD_CTAS, cluster.largest_node)
+    return collective_bytes(ranks, cluster, WORLD_CTAS) + messages
 
 
-def placement_bytes(placement: Placement, per_node: int) -> int:
-    """Compute the bytes of a device for all groups of a placement, wherever its mesh lies."""
-    s = placement.strategy
-    return _layout_bytes(placement.mesh.size, s.dp, s.tp, s.pp, per_node)
-
-
-def count_layout_bytes(placements: Iterable[Placement], per_node: int) -> int:
+def count_layout_bytes(placements: Iterable[Placement], cluster: Cluster) -> int:
     """Compute the bytes of a device for the groups of several placements: those of each layout count once."""
     keys = {(p.mesh, p.strategy.dp, p.strategy.tp, p.strategy.pp) for p in placements}
-    return sum(_layout_bytes(mesh.size, dp, tp, pp, per_node) for mesh, dp, tp, pp in keys)
+    return sum(_layout_bytes(mesh.nodes(cluster), dp, tp, pp) for mesh, dp, tp, pp in keys)
 
 
 @lru_cache(maxsize=4096)
-def _layout_bytes(size: int, dp: int, tp: int, pp: int, per_node: int) -> int:
-    if size == 1:
+def _layout_bytes(nodes: Cluster, dp: int, tp: int, pp: int) -> int:
+    """Bytes of the peak device of a layout on these nodes; of groups that lie differently, the largest count."""
+    if nodes.size == 1:
         return 0
-    placement = Placement(Mesh(0, size), Strategy(dp, tp, pp))
-    roles: dict[RankSet, set[Role]] = {}
-    for role, ranks in list_own_rank_sets(placement, 0).items():  # the first stage has most groups
-        if len(ranks) > 1:
-            roles.setdefault(tuple(sorted(ranks)), set()).add(role)
-    total = 0
-    for ranks, uses in roles.items():
-        ctas = max(CTAS[use] for use in uses)
-        total += collective_bytes(ranks, per_node, ctas)
-        if "pipeline" in uses:
-            total += message_bytes(ranks, per_node, ctas, 2)
-    return total
+    placement = Placement(Mesh(0, nodes.size), Strategy(dp, tp, pp))
+    groups: dict[Role, list[RankSet]] = defaultdict(list)
+    if nodes.even and nodes.runs[0][1] % tp == 0:  # those of the first stage are most, and lie as others do
+        groups |= {role: [ranks] for role, ranks in list_own_rank_sets(placement, 0).items()}
+    else:
+        for role, ranks in list_groups(placement):
+            groups[role].append(ranks)
+    merged: dict[RankSet, set[Role]] = defaultdict(set)
+    for role, (first, *_) in groups.items():
+        if len(first) > 1:
+            merged[tuple(sorted(first))].add(role)
+    return sum(_group_bytes(groups[next(iter(uses))], nodes, uses) for uses in merged.values())
 
 
-def _spread(ranks: RankSet, per_node: int) -> tuple[int, int]:
+def _group_bytes(groups: Iterable[RankSet], nodes: Cluster, uses: Collection[Role]) -> int:
+    """Bytes of a member of the largest of these groups."""
+    ctas = max(CTAS[use] for use in uses)
+    peers = 2 * ("pipeline" in uses)
+    return max(
+        collective_bytes(ranks, nodes, ctas) + (message_bytes(ranks, nodes, ctas, peers) if peers else 0)
+        for ranks in groups
+    )
+
+
+def _spread(ranks: RankSet, cluster: Cluster) -> tuple[int, int]:
     """Most ranks of one node, and number of nodes."""
-    nodes = [rank // per_node for rank in ranks]
-    return max(map(nodes.count, set(nodes))), len(set(nodes))
+    counts = Counter(map(cluster.node, ranks))
+    return max(counts.values()), len(counts)

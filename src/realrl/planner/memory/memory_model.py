@@ -15,11 +15,12 @@ from realrl.families.shape import Head, ModelShape
 from realrl.layout.limits import bucket_count, message_limits
 from realrl.layout.ranges import stage_layers
 from realrl.layout.sets import BASE, TrainablePart, element_width
+from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES, Dtype, Placement
 from realrl.planner.arrays.arrays import Ints, tabulate_stages, truncate
 from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.cluster.efficiency import Efficiency
-from realrl.planner.memory.activations import Activations, Parts, total
+from realrl.planner.memory.activations import Activations, Parts
 from realrl.planner.memory.candidates import add_candidates
 from realrl.planner.memory.communicators import count_layout_bytes, world_bytes
 from realrl.planner.memory.packed_weights import packed_matrix_bytes
@@ -31,8 +32,8 @@ from realrl.planner.workload.shard_sizes import LocalSizes, SetSizes
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
+from realrl.program.training_state import TrainingState, count_training_state
 
-_FLOAT32 = 4
 _LASTING = ("cache", "packed weights", "graphs")
 
 
@@ -73,7 +74,7 @@ class MemoryModel:
     def __init__(self, spec: ClusterSpec, efficiency: Efficiency | None = None) -> None:
         """Raise UserError if a device kind has no memory left for a plan."""
         self.spec = spec
-        self._capacities = [_usable(group, spec.size) for group in spec.groups]
+        self._capacities = [_usable(group, spec.cluster) for group in spec.groups]
         for group, capacity in zip(spec.groups, self._capacities, strict=True):
             if capacity <= 0:
                 raise UserError(
@@ -101,7 +102,7 @@ class MemoryModel:
     def communicators(self, placements: Iterable[Placement]) -> int:
         """Compute the bytes of NCCL communicators of a device that is part of these placements of models."""
         on_gpus = [p for p in placements if not self.spec.device(p.mesh.first).cpu]
-        return count_layout_bytes(on_gpus, self._per_node(on_gpus[0].mesh.first)) if on_gpus else 0
+        return count_layout_bytes(on_gpus, self.spec.cluster)
 
     def parameters(self, model: StoredModel, placement: Placement) -> int:
         """Compute the bytes of a copy of the parameters on the peak device of a placement."""
@@ -135,10 +136,8 @@ class MemoryModel:
 
     def states(self, model: StoredModel, strategies: Strategies) -> tuple[Ints, Ints]:
         """Compute `state` and `kept_state` under each of some strategies."""
-        trained = self._trained(model, strategies)
-        state = total(_state(trained, strategies.dp, model.element_bytes)).max(axis=0)
-        parts = 2 + (model.element_bytes < _FLOAT32)
-        return state, _FLOAT32 * parts * trained.max(axis=0) // strategies.dp
+        state = self._training_state(model, strategies, model.element_bytes)
+        return state.bytes.max(axis=0), state.kept.max(axis=0)
 
     def stages(
         self, call: Call, model: StoredModel, placement: Placement, workload: Workload
@@ -169,8 +168,8 @@ class MemoryModel:
         """
         static = {"parameters": self._stage_bytes(model, strategies)}
         if call.kind is Kind.TRAIN:
-            width = ELEMENT_BYTES[_dtype(model, strategies)]
-            static |= _state(self._trained(model, strategies), strategies.dp, width)
+            state = self._training_state(model, strategies, ELEMENT_BYTES[_dtype(model, strategies)])
+            static |= {"gradients": state.gradients, "optimizer": state.optimizer}
         cpu = self.spec.device(first).cpu
         return ManyNeeds(static, self._dynamic(call, model, strategies, workload, cpu=cpu))
 
@@ -215,7 +214,7 @@ class MemoryModel:
                 tokens, layers=updated, stage=stage, chunks=chunks.count, frozen_layers=layers - updated
             )
         elif call.kind is Kind.INFERENCE:
-            parts = activations.inferring(tokens, stage=stage, chunks=chunks.count)
+            parts = activations.inferring(tokens, layers=layers, stage=stage, chunks=chunks.count)
         else:
             assert generation is not None, f"{call.name} is a function, which uses no device memory"
             parts = activations.generating(
@@ -236,9 +235,6 @@ class MemoryModel:
         passing = sum(size for name, size in parts.items() if name not in _LASTING)
         return {**parts, "fragmentation": truncate(FRAGMENTATION * np.asarray(passing))}
 
-    def _per_node(self, rank: int) -> int:
-        return self.spec.groups[self.spec.group_index(rank)].devices_per_node
-
     @cached_property
     def _groups_by_node(self) -> list[tuple[int, NodeGroup]]:
         """Groups, each with the first node after it."""
@@ -247,17 +243,37 @@ class MemoryModel:
 
     def _set_bytes(self, model: StoredModel, strategies: Strategies) -> dict[str, Ints]:
         """Bytes that each stage stores of each parameter set, [stages, strategies]."""
-        sizes = self._local(model, strategies.tp).sets
         width = ELEMENT_BYTES[_dtype(model, strategies)]
-        return {name: element_width(name, width) * _pad_all(of, strategies) for name, of in sizes.items()}
+        cut = strategies.zero == 3
+        return {
+            name: element_width(name, width) * self._pad_all(model, strategies, name, cut=cut)
+            for name in model.part.sets
+        }
 
     def _stage_bytes(self, model: StoredModel, strategies: Strategies) -> Ints:
         """Bytes of parameters that each stage stores."""
         return np.sum(list(self._set_bytes(model, strategies).values()), axis=0)
 
-    def _trained(self, model: StoredModel, strategies: Strategies) -> Ints:
-        """Elements that each stage stores of what training updates."""
-        return _pad_all(self._local(model, strategies.tp).trained, strategies)
+    def _training_state(
+        self, model: StoredModel, strategies: Strategies, element_bytes: int
+    ) -> TrainingState:
+        """State of training on each stage, with parameters of a width."""
+        name = next(name for name, updated in model.part.sets.items() if updated)
+        elements = self._pad_all(model, strategies, name, cut=strategies.zero > 1)
+        return count_training_state(strategies.zero, strategies.dp, elements, element_bytes)
+
+    def _pad_all(self, model: StoredModel, strategies: Strategies, name: str, *, cut: bool) -> Ints:
+        """Elements of a set that each stage stores, [stages, strategies], padded (`_padded`).
+
+        `cut`: whether data-parallel ranks store rows of their own.
+        """
+        local, stages = self._local(model, strategies.tp), int(strategies.pp.max())
+        degrees = zip(strategies.dp.tolist(), strategies.pp.tolist(), strict=True)
+        sizes = (
+            _padded(local.cut_sets(dp)[name], 1, pp) if cut else _padded(local.sets[name], dp, pp)
+            for dp, pp in degrees
+        )
+        return np.array([of_stages + (0,) * (stages - len(of_stages)) for of_stages in sizes]).T
 
     def _local(self, model: StoredModel, tp: int) -> LocalSizes:
         key = (model.shape, model.head, tp, model.part)
@@ -273,29 +289,15 @@ def _pick(parts: Parts, stage: int) -> dict[str, int]:
     return {name: int(size[stage, 0]) for name, size in parts.items()}
 
 
-def _pad_all(sizes: SetSizes, strategies: Strategies) -> Ints:
-    """Elements that each stage stores, [stages, strategies], padded (`_padded`)."""
-    stages = int(strategies.pp.max())
-    degrees = zip(strategies.dp.tolist(), strategies.pp.tolist(), strict=True)
-    return np.array([_padded(sizes, dp, pp) + (0,) * (stages - pp) for dp, pp in degrees]).T
-
-
 @lru_cache(maxsize=4096)
-def _padded(sizes: SetSizes, dp: int, pp: int) -> tuple[int, ...]:
-    """Elements that each stage stores, padded so that data-parallel ranks can share out each bucket."""
+def _padded(sizes: SetSizes, replicas: int, pp: int) -> tuple[int, ...]:
+    """Elements that each stage stores, padded so that ranks with the same can share out each bucket."""
     stages = sizes.stage_elements(pp)
-    multiples = [dp * bucket_count(elements) for elements in stages]
+    multiples = [replicas * bucket_count(elements) for elements in stages]
     return tuple(-(-n // multiple) * multiple for n, multiple in zip(stages, multiples, strict=True))
 
 
-def _usable(group: NodeGroup, world: int) -> int:
+def _usable(group: NodeGroup, cluster: Cluster) -> int:
     kind = group.device
     usable = kind.memory_bytes - message_limits(cpu=kind.cpu).staging_bytes
-    return usable if kind.cpu else usable - DRIVER_BYTES - world_bytes(world, group.devices_per_node)
-
-
-def _state(elements: Ints, dp: Ints, element_bytes: int) -> dict[str, Ints]:
-    """Bytes of full gradients, and of optimizer shards: gradient unless it is the full one, two moments, master
-    weights if below float32."""
-    parts = 2 + (dp > 1) + (element_bytes < _FLOAT32)
-    return {"gradients": _FLOAT32 * elements, "optimizer": _FLOAT32 * parts * elements // dp}
+    return usable if kind.cpu else usable - DRIVER_BYTES - world_bytes(cluster)

@@ -8,8 +8,9 @@ import numpy as np
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.routing.links import Links
+from realrl.plan.cluster import Cluster
 from realrl.planner.arrays.arrays import Floats, Ints
-from realrl.planner.moves.transfers import Layouts
+from realrl.planner.moves.transfers import Layouts, find_nodes
 from realrl.planner.workload.workload import Workload
 from realrl.program.order import keys_between, producers
 
@@ -27,7 +28,7 @@ class ExchangeModel:
     """
 
     links: Links
-    devices_per_node: int
+    cluster: Cluster
     volumes: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """Bytes of all records of a step, by (producer, consumer)."""
     items: int = 0
@@ -53,13 +54,13 @@ class ExchangeModel:
         """Compute the seconds of each pair of layouts."""
         volume = self.volumes.get((producer, consumer), 0.0)
         links = self.links
-        per = self.devices_per_node
         copies = target.tp * target.pp
         senders = source.size // (source.tp * source.pp)
         busiest = volume * np.maximum(copies / target.size, copies / senders)
-        first = np.minimum(source.first, target.first) // per
-        last = (np.maximum(source.first + source.size, target.first + target.size) - 1) // per
-        width = np.where(first < last, links.node_bytes_per_s, links.device_bytes_per_s)
+        first = np.minimum(source.first, target.first)
+        last = np.maximum(source.first + source.size, target.first + target.size) - 1
+        nodes = find_nodes(self.cluster)
+        width = np.where(nodes[first] < nodes[last], links.node_bytes_per_s, links.device_bytes_per_s)
         return np.asarray(busiest / width + (senders + target.size) * links.latency_s)
 
     def at_least(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from realrl.layout.sets import BASE, element_width
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
 from realrl.planner.arrays.arrays import Floats, Ints
-from realrl.planner.moves.transfers import Layouts
+from realrl.planner.moves.transfers import Layouts, find_nodes
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.program.memory import StoredModel
 
@@ -109,7 +110,8 @@ class LinkTransfers:
 
     A node receives once what its devices need and none of them holds; a device receives what it needs and does not
     hold. The nodes that hold the data send equal shares, and all nodes forward. Tensors are assumed to be sharded
-    evenly over TP ranks. Values travel in the width of `weights`. Parameter sets are moved one after the other.
+    evenly over TP ranks and, with ZeRO-3, over data-parallel ranks as if these were TP ranks, too.
+    Values travel in the width of `weights`. Parameter sets are moved one after the other.
     """
 
     cluster: Cluster
@@ -147,8 +149,8 @@ class LinkTransfers:
     def sent(self, role: str, source: Layouts, target: Layouts) -> _PAIR:
         """Compute the bytes that all devices receive, and those that enter another node."""
         totals = []
-        for block in (1, self.cluster.devices_per_node):
-            received = [self._lacking(weights, source, target, block)[0] for weights in self.weights[role]]
+        for bounds in (self._devices, self._nodes):
+            received = [self._lacking(weights, source, target, bounds)[0] for weights in self.weights[role]]
             totals.append(np.asarray(np.sum(received, axis=(0, 1))))
         return totals[0], totals[1]
 
@@ -157,16 +159,41 @@ class LinkTransfers:
         rows = [(links.device_bytes_per_s, links.node_bytes_per_s, links.latency_s) for links in self.links]
         return _Ports(*np.array(rows).T)
 
+    @cached_property
+    def _devices(self) -> Ints:
+        """Bounds of blocks of one device."""
+        return np.arange(self.cluster.size + 1)
+
+    @cached_property
+    def _nodes(self) -> Ints:
+        """Bounds of blocks of one node's devices."""
+        return np.array(self.cluster.bounds)
+
     def _slower(self, source: Layouts, target: Layouts) -> _Ports:
-        """Slower links of each pair's source and target node; a mesh lies on homogeneous nodes."""
-        ports = self._ports_of_nodes
-        per_node = self.cluster.devices_per_node
-        nodes = source.first // per_node, target.first // per_node
-        return _Ports(
-            np.minimum(*(ports.device[node] for node in nodes)),
-            np.minimum(*(ports.node[node] for node in nodes)),
-            np.maximum(*(ports.latency[node] for node in nodes)),
-        )
+        """Slowest links of the nodes of each pair's source and target."""
+        pairs = len(source.first)
+        worst = _Ports(np.full(pairs, np.inf), np.full(pairs, np.inf), np.zeros(pairs))
+        spans = [self._span(place) for place in (source, target)]
+        for nodes, links in self._alike:
+            on = np.logical_or.reduce([(begin < nodes.stop) & (end >= nodes.start) for begin, end in spans])
+            np.minimum(worst.device, links.device_bytes_per_s, out=worst.device, where=on)
+            np.minimum(worst.node, links.node_bytes_per_s, out=worst.node, where=on)
+            np.maximum(worst.latency, links.latency_s, out=worst.latency, where=on)
+        return worst
+
+    @cached_property
+    def _alike(self) -> list[tuple[range, Links]]:
+        """Runs of nodes with equal links."""
+        found: list[tuple[range, Links]] = []
+        for links, nodes in groupby(range(len(self.links)), self.links.__getitem__):
+            numbers = list(nodes)
+            found.append((range(numbers[0], numbers[-1] + 1), links))
+        return found
+
+    def _span(self, place: Layouts) -> tuple[Ints, Ints]:
+        """First and last node of each mesh."""
+        nodes = find_nodes(self.cluster)
+        return nodes[place.first], nodes[place.first + place.size - 1]
 
     @staticmethod
     def _parts(pairs: Ints, blocks: int) -> Iterator[Ints]:
@@ -175,11 +202,12 @@ class LinkTransfers:
         return (pairs[i : i + step] for i in range(0, len(pairs), step))
 
     def _seconds(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
-        per_node = self.cluster.devices_per_node
         ports = self._slower(source, target)
-        entering, distinct = self._lacking(weights, source, target, per_node)
+        entering, distinct = self._lacking(weights, source, target, self._nodes)
         everything = entering.sum(axis=0)
-        leaving = np.maximum(distinct / self._nodes(source), everything / self._nodes(source, target))
+        leaving = np.maximum(
+            distinct / self._count_nodes(source), everything / self._count_nodes(source, target)
+        )
         network = np.maximum(entering.max(axis=0), leaving) / ports.node
         device = self._needed(weights, target) / ports.device
         # `device` is an upper bound so far: compute it exactly only where it exceeds the network's time.
@@ -190,8 +218,8 @@ class LinkTransfers:
         return np.where(_same(source, target, where=True), 0.0, seconds)
 
     def _least(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
-        held = self._boxes(weights, source, self.cluster.devices_per_node)
-        needed = self._boxes(weights, target, self.cluster.devices_per_node)
+        held = self._boxes(weights, source, self._nodes)
+        needed = self._boxes(weights, target, self._nodes)
         layers = (held.high - held.low).max(axis=0)
         width = (held.right - held.left).max(axis=0)
         common = np.minimum(needed.high - needed.low, layers), np.minimum(needed.right - needed.left, width)
@@ -201,14 +229,14 @@ class LinkTransfers:
         network = most / self._ports_of_nodes.node.max()
         stage = self._largest(weights, target.pp)
         before = self._largest(weights, source.pp)
-        kept = np.minimum(stage, before) * np.minimum(1 / target.tp, 1 / source.tp)
-        new = np.where(target.size > source.size, self._smallest(weights, target.pp) / target.tp, 0.0)
-        device = np.maximum(stage / target.tp - kept, new) / self._ports_of_nodes.device.max()
+        kept = np.minimum(stage, before) * np.minimum(1 / target.parts, 1 / source.parts)
+        new = np.where(target.size > source.size, self._smallest(weights, target.pp) / target.parts, 0.0)
+        device = np.maximum(stage / target.parts - kept, new) / self._ports_of_nodes.device.max()
         return np.where(_same(source, target, where=False), 0.0, np.maximum(network, device))
 
     def _ports(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
         """Seconds of the busiest device link inside a node."""
-        received, distinct = self._lacking(weights, source, target, 1)
+        received, distinct = self._lacking(weights, source, target, self._devices)
         first = np.minimum(source.first, target.first)
         last = np.maximum(source.first + source.size, target.first + target.size)
         spread = np.minimum(source.size + target.size, last - first)
@@ -218,22 +246,22 @@ class LinkTransfers:
     def _latency(self, source: Layouts, target: Layouts) -> Floats:
         """Latency of the messages to a rank: one per stage and TP rank that holds some of its shard."""
         stages = -(-source.pp // target.pp) + 1 + (target.pp < 3)
-        ranks = np.minimum(np.lcm(source.tp, target.tp) // target.tp, source.tp)
+        ranks = np.minimum(np.lcm(source.parts, target.parts) // target.parts, source.parts)
         return np.asarray(2 * stages * ranks * self._slower(source, target).latency)
 
-    def _nodes(self, *places: Layouts) -> Ints:
+    def _count_nodes(self, *places: Layouts) -> Ints:
         """Number of nodes that meshes span, from the first to the last."""
-        per = self.cluster.devices_per_node
-        first = np.minimum.reduce([p.first // per for p in places])
-        last = np.maximum.reduce([(p.first + p.size - 1) // per for p in places])
-        alone = sum((p.first + p.size - 1) // per - p.first // per + 1 for p in places)
+        spans = [self._span(place) for place in places]
+        first = np.minimum.reduce([begin for begin, _ in spans])
+        last = np.maximum.reduce([end for _, end in spans])
+        alone = sum((end - begin + 1 for begin, end in spans), np.zeros_like(first))
         return np.minimum(alone, last - first + 1)
 
-    def _lacking(self, weights: ParameterBytes, source: Layouts, target: Layouts, block: int) -> _PAIR:
-        """Bytes that blocks of `block` devices need and do not hold, [blocks, pairs], and a bound on distinct
-        ones."""
-        held = self._boxes(weights, source, block)
-        needed = self._boxes(weights, target, block)
+    def _lacking(self, weights: ParameterBytes, source: Layouts, target: Layouts, bounds: Ints) -> _PAIR:
+        """Bytes that the devices between two `bounds` need and do not hold, [blocks, pairs], and a bound on
+        distinct ones."""
+        held = self._boxes(weights, source, bounds)
+        needed = self._boxes(weights, target, bounds)
         layers, embedding = needed.whole
         layers_held, embedding_held = needed.common(held)
         layers = layers - layers_held
@@ -241,24 +269,24 @@ class LinkTransfers:
         distinct = np.minimum(layers.sum(axis=0), weights.stack + weights.end)
         return layers + embedding, distinct + np.minimum(embedding.sum(axis=0), weights.embedding)
 
-    def _boxes(self, weights: ParameterBytes, layouts: Layouts, block: int) -> _Boxes:
+    def _boxes(self, weights: ParameterBytes, layouts: Layouts, bounds: Ints) -> _Boxes:
         """Boxes of each block of devices, empty if it holds nothing; computed once per distinct layout."""
         _, first, where = np.unique(layouts.codes, return_index=True, return_inverse=True)
-        boxes = self._different_boxes(weights, layouts[first], block)
+        boxes = self._different_boxes(weights, layouts[first], bounds)
         return _Boxes(*(values.take(where, axis=1) for values in boxes.__dict__.values()))
 
-    def _different_boxes(self, weights: ParameterBytes, layouts: Layouts, block: int) -> _Boxes:
+    def _different_boxes(self, weights: ParameterBytes, layouts: Layouts, bounds: Ints) -> _Boxes:
         cuts = self._bounds(weights, int(layouts.pp.max()))
-        start = np.arange(self.cluster.size // block)[:, None] * block
+        start, end = bounds[:-1, None], bounds[1:, None]
         a = np.maximum(start - layouts.first, 0)
-        b = np.minimum(start + block - layouts.first, layouts.size) - 1
+        b = np.minimum(end - layouts.first, layouts.size) - 1
         present = a <= b
         stage = layouts.size // layouts.pp
         first = np.where(present, a // stage, 0)
         last = np.where(present, b // stage, 0)
-        whole = (b - a + 1 >= layouts.tp) | (a % layouts.tp > b % layouts.tp)
-        left = np.where(whole, 0, a % layouts.tp) / layouts.tp
-        right = np.where(whole, layouts.tp, b % layouts.tp + 1) / layouts.tp
+        whole = (b - a + 1 >= layouts.parts) | (a % layouts.parts > b % layouts.parts)
+        left = np.where(whole, 0, a % layouts.parts) / layouts.parts
+        right = np.where(whole, layouts.parts, b % layouts.parts + 1) / layouts.parts
         ends = (first == 0) | (weights.tied & (last == layouts.pp - 1))
         low = cuts[layouts.pp, first]
         high = cuts[layouts.pp, last + 1]
@@ -266,7 +294,7 @@ class LinkTransfers:
 
     def _needed(self, weights: ParameterBytes, layouts: Layouts) -> Floats:
         """Upper bound on the bytes of any device."""
-        return (self._largest(weights, layouts.pp) + weights.embedding) / layouts.tp
+        return (self._largest(weights, layouts.pp) + weights.embedding) / layouts.parts
 
     def _largest(self, weights: ParameterBytes, pp: Ints) -> Floats:
         """Bytes of the largest stage, without the embedding."""
@@ -315,4 +343,5 @@ def _overlap(a: Floats, b: Floats, c: Floats, d: Floats) -> Floats:
 def _same(source: Layouts, target: Layouts, *, where: bool) -> NDArray[np.bool_]:
     """Whether pairs have equal layouts; with `where`, also at equal positions."""
     equal = (source.size == target.size) & (source.tp == target.tp) & (source.pp == target.pp)
+    equal &= source.sharded == target.sharded
     return equal & (source.first == target.first) if where else equal

@@ -1,43 +1,64 @@
 """Interface of reallocation time models, vectorised over pairs of layouts."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
+from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.arrays.arrays import Floats, Ints
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """Layouts as columns: first rank and size of the mesh, TP and PP degrees."""
+    """Layouts as columns: first rank and size of the mesh, TP and PP degrees, and whether parameters are shared out
+    over data-parallel ranks (1, under ZeRO-3) or not (0)."""
 
     first: Ints
     size: Ints
     tp: Ints
     pp: Ints
+    sharded: Ints
 
     @classmethod
     def of(cls, placements: Iterable[Placement]) -> "Layouts":
         """Build columns from placements, in their order."""
-        rows = [(p.mesh.first, p.mesh.size, p.strategy.tp, p.strategy.pp) for p in placements]
-        columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+        rows = [
+            (p.mesh.first, p.mesh.size, p.strategy.tp, p.strategy.pp, p.strategy.shards_parameters)
+            for p in placements
+        ]
+        columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T
         return cls(*(np.ascontiguousarray(column) for column in columns))
 
     def __getitem__(self, index: Ints) -> "Layouts":
-        return Layouts(self.first[index], self.size[index], self.tp[index], self.pp[index])
+        return Layouts(*(getattr(self, field.name)[index] for field in fields(self)))
+
+    @property
+    def parts(self) -> Ints:
+        """Number of ranks of a stage that hold different parts of it."""
+        return np.where(self.sharded, self.size // self.pp, self.tp)
 
     @property
     def codes(self) -> Ints:
         """Integer code of each layout; equal codes mean equal layouts."""
-        return ((self.first * 65536 + self.size) * 4096 + self.tp) * 4096 + self.pp
+        return (((self.first * 65536 + self.size) * 4096 + self.tp) * 4096 + self.pp) * 2 + self.sharded
 
     def placements(self) -> list[Placement]:
         """Convert to placements; their micro-batch sizes are defaults and carry no meaning."""
-        rows = zip(*(c.tolist() for c in (self.first, self.size, self.tp, self.pp)), strict=True)
-        return [Placement(Mesh(f, n), Strategy(n // (tp * pp), tp, pp)) for f, n, tp, pp in rows]
+        rows = zip(*(getattr(self, field.name).tolist() for field in fields(self)), strict=True)
+        return [
+            Placement(Mesh(f, n), Strategy(n // (tp * pp), tp, pp, zero=3 if sharded else 1))
+            for f, n, tp, pp, sharded in rows
+        ]
+
+
+@lru_cache(maxsize=64)
+def find_nodes(cluster: Cluster) -> Ints:
+    """Find the node of every rank, [ranks]."""
+    return np.repeat(np.arange(cluster.nodes), np.diff(cluster.bounds))
 
 
 def name_mixing(role: str, source: str) -> str:

@@ -112,7 +112,9 @@ def _stage_weights(model: StoredModel, home: Placement) -> list[float]:
     """Bytes of the parameters that a rank of each stage holds."""
     strategy = home.strategy
     total = [0.0] * strategy.pp
-    for name, sizes in LocalSizes(model.shape, model.head, strategy.tp, model.part).sets.items():
+    local = LocalSizes(model.shape, model.head, strategy.tp, model.part)
+    stored = local.cut_sets(strategy.dp) if strategy.shards_parameters else local.sets
+    for name, sizes in stored.items():
         for stage, elements in enumerate(sizes.stage_elements(strategy.pp)):
             total[stage] += element_width(name, model.width(strategy)) * elements
     return total

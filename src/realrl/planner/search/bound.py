@@ -1,5 +1,8 @@
 """Lower bound on step time for sets of plans."""
 
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,7 +24,9 @@ class Bound:
       meshes overlap its own; two meshes overlap for certain if they have more devices together than the cluster;
     - work: before a call starts, all its ancestors have spent their device-seconds on the devices of the cluster,
       and those that cannot start before some moment, after it (energetic reasoning, as in cumulative scheduling);
-    - cheapest reallocation over all positions of the meshes of a kind, where the order exposes it.
+    - cheapest reallocation over all positions of the meshes of a kind, where the order exposes it;
+    - packing: of three meshes that have more devices together than the cluster, two overlap, so that one of their
+      calls waits for another one; not those that do not fit into the memory of one device.
 
     The bound is infinite for nodes under which some device must run out of memory.
     """
@@ -33,16 +38,18 @@ class Bound:
         uses = np.array([not call.is_function for call in tables.calls])
         self._compete = (uses[:, None] & uses)[:, :, None]
         """[calls, calls, 1]: whether both use devices."""
-        self.capacity = sum(tables.problem.memory_bytes) * tables.problem.cluster.devices_per_node
+        devices = np.diff(tables.problem.cluster.bounds)
+        self.capacity = float(np.dot(tables.problem.memory_bytes, devices))
         # Calls that may share the replica of another call may not need a reallocation: leave them out.
         self.moving = [c for c, h in enumerate(tables.home) if h != c and not tables.sharers[c]]
         self._least = {c: self._cheapest(c) for c in self.moving}
         self._ancestors: list[list[int]] = []
         for direct in tables.feeds:
             self._ancestors.append(sorted({*direct, *(a for d in direct for a in self._ancestors[d])}))
+        self._triples = list(combinations([c for c, used in enumerate(uses) if used], 3))
 
-    def __call__(self, nodes: Numbers) -> Floats:
-        """Bound nodes. `nodes`: [calls, nodes], group indices."""
+    def __call__(self, nodes: Numbers, *, memory: bool = True) -> Floats:
+        """Bound nodes. `nodes`: [calls, nodes], group indices. Without `memory`, as if all plans fitted."""
         seconds, area, size = (self._take(name, nodes) for name in ("seconds", "area", "size"))
         meets = self._meeting(nodes, size)
         head = np.zeros(nodes.shape)
@@ -50,8 +57,15 @@ class Bound:
         moves: dict[
             int, tuple[Floats, Floats]
         ] = {}  # call -> earliest start and device-seconds of its reallocation
+        copies = [self._copy(c, nodes) for c in range(len(nodes))] if memory else []
+        apart = self._apart(nodes, size, copies, memory=memory)
+        packed: dict[tuple[int, int, int], Floats] = {}
         for c in range(len(nodes)):
             ready = np.zeros(nodes.shape[1])
+            for triple, end in packed.items():
+                for p in set(triple).difference(self._ancestors[c]):
+                    end = np.where(meets[c, p], end, 0.0)
+                np.maximum(ready, end, out=ready)
             for p in range(c):
                 np.maximum(ready, np.where(meets[c, p], tail[p], 0.0), out=ready)
             if c in self._least:
@@ -64,8 +78,15 @@ class Bound:
             work = self._work(self._ancestors[c], head, area, moves)
             head[c] = np.maximum(ready, work)
             tail[c] = head[c] + seconds[c]
+            for triple in (triple for triple in self._triples if triple[2] == c):
+                crowded = size[list(triple)].sum(axis=0) > self.devices
+                if crowded.any():
+                    end = self._one_after_another(triple, tail, seconds, apart)
+                    packed[triple] = np.where(crowded, end, 0.0)
         bound = np.maximum(tail.max(axis=0), self._work(range(len(nodes)), head, area, moves))
-        return np.where(self._too_full(nodes, size), np.inf, bound)
+        for end in packed.values():
+            np.maximum(bound, end, out=bound)
+        return np.where(self._too_full(nodes, size, copies), np.inf, bound) if memory else bound
 
     def _received(self, c: int, nodes: Numbers, ready: Floats, tail: Floats) -> Floats:
         """Earliest time at which call `c` has received all inputs, one after the other, once devices are
@@ -99,6 +120,38 @@ class Bound:
         apart = (first[:, None] >= end) | (first >= end[:, None])
         certain = known[:, None] & known & ~apart
         return (certain | (size[:, None] + size > self.devices)) & self._compete
+
+    def _apart(
+        self, nodes: Numbers, size: Floats, copies: "Sequence[Floats | float]", *, memory: bool
+    ) -> dict[tuple[int, int], Bools]:
+        """Whether the meshes of two calls cannot overlap: a device would have too little memory for both."""
+        first = self._take("first", nodes)
+        end = first + size
+        own, working, limit = (self._take(name, nodes) for name in ("own", "working", "limit"))
+        found = {}
+        for a, b in combinations(range(len(nodes)), 2):
+            known = (first[a] >= 0) & (first[b] >= 0)
+            apart = known & ((first[a] >= end[b]) | (first[b] >= end[a]))
+            if memory:
+                held = sum(own[c] for c in (a, b) if self.tables.home[c] == c)
+                most = np.maximum(working[a] + copies[a], working[b] + copies[b])
+                apart |= held + most > np.maximum(limit[a], limit[b])
+            found[a, b] = apart
+        return found
+
+    @staticmethod
+    def _one_after_another(
+        triple: tuple[int, int, int],
+        tail: Floats,
+        seconds: Floats,
+        apart: Mapping[tuple[int, int], Bools],
+    ) -> Floats:
+        """Earliest end of three calls of which two overlap; infinite if no two can."""
+        ends = [
+            np.where(apart[p, c], np.inf, np.maximum(tail[p] + seconds[c], tail[c]))
+            for p, c in combinations(triple, 2)
+        ]
+        return np.asarray(np.minimum.reduce(ends))
 
     def _reallocation(self, c: int, nodes: Numbers, tail: Floats, meets: Bools) -> tuple[Floats, Floats]:
         """Earliest start and least seconds of the reallocation before call `c`."""
@@ -139,9 +192,13 @@ class Bound:
         i, j = np.divmod(np.arange(n * m), m)
         transfers = self.tables.problem.transfers
         role = self.tables.calls[c].model_role
-        kinds = transfers.at_least(role, source.layouts[i], target.layouts[j]).reshape(n, m)
-        rows = np.concatenate([np.minimum.reduceat(kinds, s, axis=0) for s in source.kind_starts])
-        return np.concatenate([np.minimum.reduceat(rows, s, axis=1) for s in target.kind_starts], axis=1)
+        pairs = transfers.at_least(role, source.layouts[i], target.layouts[j]).reshape(n, m)
+        rows = [np.minimum.reduceat(pairs, s, axis=0) for s in source.layout_starts]
+        rows.append(pairs[source.layout_of_kind])
+        table = np.concatenate(rows)
+        columns = [np.minimum.reduceat(table, s, axis=1) for s in target.layout_starts]
+        columns.append(table[:, target.layout_of_kind])
+        return np.concatenate(columns, axis=1)
 
     def _work(
         self, calls: "range | list[int]", head: Floats, area: Floats, moves: dict[int, tuple[Floats, Floats]]
@@ -156,24 +213,24 @@ class Bound:
         later = starts[None] >= starts[:, None]
         return (starts + np.where(later, work, 0.0).sum(axis=1) / self.devices).max(axis=0)
 
-    def _too_full(self, nodes: Numbers, size: Floats) -> Bools:
+    def _too_full(self, nodes: Numbers, size: Floats, copies: "Sequence[Floats | float]") -> Bools:
         """Whether resident bytes exceed total memory, or those on the devices of some call exceed what it
         leaves."""
         working, limit = (self._take(name, nodes) for name in ("working", "limit"))
-        full = self._least_resident(nodes, size) > self.capacity
+        held = self._take("own", nodes), self._take("base", nodes)
+        full = self._least_resident(*held, size) > self.capacity
         for c in range(len(nodes)):
             there = np.maximum(size + size[c] - self.devices, 0)
-            left = size[c] * (limit[c] - working[c] - self._copy(c, nodes))
-            full |= self._least_resident(nodes, there) > left
+            left = size[c] * (limit[c] - working[c] - copies[c])
+            full |= self._least_resident(*held, there) > left
         return full
 
-    def _least_resident(self, nodes: Numbers, devices: Floats) -> Floats:
+    def _least_resident(self, own: Floats, base: Floats, devices: Floats) -> Floats:
         """Least resident bytes on so many devices of each home, [calls, nodes]; what may be shared counts once."""
-        own, base = self._take("own", nodes), self._take("base", nodes)
         shared = self.tables.sharing_homes
         alone = set(self.tables.home).difference(*shared)
-        found = sum((own[h] * devices[h] for h in set(self.tables.home)), np.zeros(nodes.shape[1]))
-        found += sum((base[h] * devices[h] for h in alone), np.zeros(nodes.shape[1]))
+        found = sum((own[h] * devices[h] for h in set(self.tables.home)), np.zeros(own.shape[1]))
+        found += sum((base[h] * devices[h] for h in alone), np.zeros(own.shape[1]))
         for homes in shared:
             found += np.max([base[h] * devices[h] for h in homes], axis=0)
         return found

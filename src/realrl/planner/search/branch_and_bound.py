@@ -8,14 +8,17 @@ import numpy as np
 from realrl.planner.arrays.arrays import Floats
 from realrl.planner.evaluate.scorer import Scorer
 from realrl.planner.search.bound import Bound, Numbers
-from realrl.planner.search.groups import ALONE, KIND, SIZE
+from realrl.planner.search.groups import ALONE, KIND, LAYOUT, SIZE
 from realrl.planner.search.local import improve_locally
 
 _PARENTS, _CHILDREN = 512, 1 << 15
 """Nodes branched, and bounded, at once: enough to amortise numpy calls, few enough for the caches."""
-_FIRST_HEURISTIC, _SAMPLES = 20_000, 512
-"""Nodes before the primal heuristic first runs, and number of plans that it samples; it runs again whenever the
-number of nodes has grown by half."""
+_FIRST_HEURISTIC, _SAMPLES = 2000, 512
+"""Nodes before the primal heuristic first runs, and number of plans that it samples."""
+_SOON, _LATER = 1.5, 2.5
+"""Growth of the number of nodes until it runs again: after it has found a better plan, and otherwise."""
+_LONG = 0.3
+"""Shortest seconds of a long call, relative to those of the longest."""
 _EXACT = 1e-12
 """Relative rounding error of bounds."""
 
@@ -42,26 +45,28 @@ class Proof:
     """Number of sets of plans that were bounded."""
 
 
-def prove(scorer: Scorer, *, tolerance: float, max_nodes: int, seed: int = 0, share: float = 1.0) -> Proof:
-    """Search best-first until the best plan is within `tolerance` (relative) of the lower bound.
+class BranchAndBound:
+    """Best-first search of all plans for one within a tolerance (relative) of their lower bound.
 
-    Calls are branched one after the other, the longest first: by size, then by kind, and finally all of them
-    into single candidates; a node of single candidates is a plan. From time to time a primal heuristic improves
-    a plan of the most promising node, so that more nodes can be pruned. Stops early after `max_nodes`, or once a
-    `share` of the effort is spent.
+    Calls are branched, the longest first: long ones one after the other by size, by layout and by kind; then the
+    others, all by size before any by layout, since their sizes tell which of them can run side by side; and finally
+    all into single candidates. A node of single candidates is a plan. From time to time a primal heuristic improves
+    a plan of the most promising node, so that more nodes can be pruned.
     """
-    return _Search(scorer, tolerance, seed).run(max_nodes, share)
 
-
-class _Search:
-    def __init__(self, scorer: Scorer, tolerance: float, seed: int) -> None:
+    def __init__(self, scorer: Scorer, bound: Bound, *, tolerance: float, seed: int = 0) -> None:
         self.scorer = scorer
         self.tolerance = tolerance
         self.rng = np.random.default_rng(seed)
-        self.bound = Bound(scorer.timeline.tables)
+        self.bound = bound
+        self.next_heuristic = float(_FIRST_HEURISTIC)
         groups = self.bound.groups
         longest = sorted(range(len(groups)), key=lambda c: -groups[c].seconds[0])
-        self.steps = [(c, level) for c in longest for level in (SIZE, KIND)]
+        most = groups[longest[0]].seconds[0]
+        long = [c for c in longest if groups[c].seconds[0] > _LONG * most]
+        short = longest[len(long) :]
+        self.steps = [(c, level) for c in long for level in (SIZE, LAYOUT, KIND)]
+        self.steps += [(c, level) for level in (SIZE, LAYOUT, KIND) for c in short]
         self.steps += [(c, ALONE) for c in longest]
         root = np.zeros((len(groups), 1), dtype=np.int32)
         self.pools: list[_Pool] = []
@@ -76,15 +81,20 @@ class _Search:
         """Bound from which nodes are pruned."""
         return self.scorer.best_seconds * (1 - self.tolerance)
 
-    def run(self, max_nodes: int, share: float) -> Proof:
-        next_heuristic = _FIRST_HEURISTIC
+    def run(self, max_nodes: int, share: float = 1.0) -> Proof:
+        """Search until the tolerance is reached, or the limit of nodes in all, or a `share` of the effort is spent.
+
+        Another run goes on where it stopped.
+        """
         while self.pools and self.looked_at < max_nodes and not self.scorer.exhausted(share):
-            if self.looked_at >= next_heuristic:
+            if self.looked_at >= self.next_heuristic:
+                before = self.scorer.best_seconds
                 self._run_primal_heuristic(share)
-                next_heuristic = self.looked_at + self.looked_at // 2
+                better = self.scorer.best_seconds < before
+                self.next_heuristic = self.looked_at * (_SOON if better else _LATER)
             pool = heapq.heappop(self.pools)
             if pool.bound >= self.goal:
-                self.pools.append(pool)
+                heapq.heappush(self.pools, pool)
                 break
             self._branch(pool)
         lowest = min((pool.bound for pool in self.pools), default=np.inf)
@@ -121,7 +131,7 @@ class _Search:
                 high = int(groups.child_end[high - 1])
             candidates.append(groups.candidate[self.rng.integers(low, high, _SAMPLES)])
         plans = np.array(candidates)
-        improve_locally(self.scorer, plans[:, int(self.scorer(plans).argmin())], share=share)
+        improve_locally(self.scorer, self.bound, plans[:, int(self.scorer(plans).argmin())], share=share)
 
     def _add(self, depth: int, nodes: Numbers) -> None:
         """Bound nodes, prune them, and score those that are plans."""

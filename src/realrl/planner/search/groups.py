@@ -1,4 +1,4 @@
-"""Hierarchy of candidate groups per call: all, by size, by kind, single candidates."""
+"""Hierarchy of candidate groups per call: all, by size, by layout, by kind, single candidates."""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -6,14 +6,20 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from realrl.plan.cluster import Cluster
 from realrl.planner.arrays.arrays import Floats, Ints
-from realrl.planner.evaluate.tables import Tables
+from realrl.planner.evaluate.tables import Columns, Tables
 from realrl.planner.moves.transfers import Layouts
 
 Scalar = TypeVar("Scalar", np.float64, np.int64)
 
-ALL, SIZE, KIND, ALONE = range(4)
-"""Levels of the hierarchy; candidates of a kind differ only in the position of their mesh."""
+ALL, SIZE, LAYOUT, KIND, ALONE = range(5)
+"""Levels of the hierarchy: layouts are those of meshes of one size over equal parts of nodes, wherever they lie;
+candidates of a kind differ only in the position of their mesh."""
+
+
+_LAYOUT_COLUMNS = 4
+"""Columns of the table of kinds that tell layouts apart: size, parts of nodes, TP and PP degrees."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,21 @@ class CandidateGroups:
     limit: Floats
     """Largest usable bytes of a device."""
     layouts: Layouts
-    """Layout of one candidate of each kind."""
-    kind_starts: tuple[Ints, Ints, Ints]
-    """First kind of each group, by level down to `KIND`."""
+    """Layout of one candidate of each group at the level of layouts."""
+    alone: Ints
+    """Group of each single candidate, by its index."""
+    layout_starts: tuple[Ints, Ints, Ints]
+    """First of `layouts` of each group, by level down to `LAYOUT`."""
+    layout_of_kind: Ints
+    """Index in `layouts` of each kind."""
+
+
+def _number_parts(tables: Tables, columns: Columns) -> Ints:
+    """Number the parts of nodes under the mesh of each candidate; equal numbers mean equal parts."""
+    cluster = tables.problem.cluster
+    numbers: dict[Cluster, int] = {}
+    spans = zip(columns.first.tolist(), (columns.end - columns.first).tolist(), strict=True)
+    return np.array([numbers.setdefault(cluster.part(*span), len(numbers)) for span in spans])
 
 
 def group_candidates(tables: Tables, call: int) -> CandidateGroups:
@@ -66,14 +84,16 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
     busy = np.zeros_like(columns.seconds) if tables.calls[call].is_function else columns.seconds
     sizes = (columns.weights, columns.resident, columns.base, columns.working, columns.limit)
     facts = (columns.seconds, columns.load, *sizes, columns.offloaded)
-    table = np.stack([size, layouts.tp, layouts.pp, *facts], axis=1)
+    table = np.stack([size, _number_parts(tables, columns), layouts.tp, layouts.pp, *facts], axis=1)
     _, kind = np.unique(table, axis=0, return_inverse=True)
     order = np.lexsort((columns.first, kind.reshape(-1)))  # kinds are numbered by size before all else
     sorted_kind = kind.reshape(-1)[order]
     sorted_size = size[order]
+    other_layout = np.diff(table[order, :_LAYOUT_COLUMNS], axis=0, prepend=-1.0).any(axis=1)
     starts = [
         np.array([0]),
         np.flatnonzero(np.diff(sorted_size, prepend=-1)),
+        np.flatnonzero(other_layout),
         np.flatnonzero(np.diff(sorted_kind, prepend=-1)),
         np.arange(len(order)),
     ]
@@ -87,10 +107,10 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
         return np.concatenate([np.minimum.reduceat(values[order], s) for s in starts])
 
     return CandidateGroups(
-        level=np.repeat(np.arange(4), counts),
+        level=np.repeat(np.arange(5), counts),
         child=np.concatenate([*child, nothing]),
         child_end=np.concatenate([*ends, nothing]),
-        kind=np.concatenate([np.full(counts[0] + counts[1], -1), np.arange(counts[KIND]), sorted_kind]),
+        kind=np.concatenate([np.full(offsets[KIND], -1), np.arange(counts[KIND]), sorted_kind]),
         candidate=np.concatenate([np.full(offsets[ALONE], -1), order]),
         seconds=least(columns.seconds),
         area=least(busy * size),
@@ -106,10 +126,12 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
         base=least(columns.base),
         working=least(columns.working + columns.communicators),
         limit=-least(-columns.limit),
-        layouts=layouts[order[starts[KIND]]],
-        kind_starts=(
+        layouts=layouts[order[starts[LAYOUT]]],
+        alone=offsets[ALONE] + np.argsort(order),
+        layout_starts=(
             np.array([0]),
-            np.searchsorted(starts[KIND], starts[SIZE]),
-            np.arange(counts[KIND]),
+            np.searchsorted(starts[LAYOUT], starts[SIZE]),
+            np.arange(counts[LAYOUT]),
         ),
+        layout_of_kind=np.searchsorted(starts[LAYOUT], starts[KIND], side="right") - 1,
     )

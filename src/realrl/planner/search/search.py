@@ -10,7 +10,9 @@ from realrl.planner.arrays.arrays import Ints
 from realrl.planner.evaluate.scorer import Improvement, Scorer
 from realrl.planner.evaluate.shortage import DoesNotFit, explain_plan_shortage
 from realrl.planner.evaluate.timeline import PlanEvaluation, Timeline
-from realrl.planner.search.branch_and_bound import Proof, prove
+from realrl.planner.search.bound import Bound
+from realrl.planner.search.branch_and_bound import BranchAndBound, Proof
+from realrl.planner.search.core import select_core
 from realrl.planner.search.local import improve_locally
 from realrl.planner.search.mcmc import anneal
 from realrl.planner.search.prune import prune_candidates
@@ -18,6 +20,8 @@ from realrl.planner.space.problem import Assignment, Candidate, Problem
 
 DEFAULT_EFFORT = 600_000
 """Effort of a search unless it is told otherwise: about 5 seconds for 128 devices."""
+TOLERANCE = 0.01
+"""Optimality gap that ends a search."""
 _AT_ONCE = 2048
 """Plans that are scored at once."""
 _STARTS, _IMPROVED = 64, 3
@@ -35,8 +39,12 @@ class SearchBudget:
     nodes: int = 20_000_000
 
 
-_SHORT = SearchBudget(rounds=60, nodes=20_000)
-"""Limits of a first, short search."""
+_SHORT_ROUNDS = 60
+"""Rounds of the first chains: branch and bound often improves their plans faster than further rounds would."""
+_CORE = 0.4
+"""Share of the effort for the core of a problem."""
+_FIRST_PROOF = 0.6
+"""Share of the effort after which chains are started again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +74,7 @@ def search_plans(
     *,
     effort: float = DEFAULT_EFFORT,
     seed: int = 0,
-    tolerance: float = 0.005,
+    tolerance: float = TOLERANCE,
     starts: Sequence[Assignment] = (),
     budget: SearchBudget | None = None,
 ) -> SearchResult:
@@ -74,8 +82,8 @@ def search_plans(
 
     Of a problem with few plans all are scored. Else chains start from `starts` (presets, for example) and from
     random plans; local search improves their results. Then branch and bound searches the rest and stops once the
-    plan is within `tolerance` (relative) of the lower bound; where a short search is not enough for that, both are
-    done again, at length. `effort` limits plans that are scored, bounding four sets of them counting like one;
+    plan is within `tolerance` (relative) of the lower bound; where that takes long, chains are started again, at
+    length, before it goes on. `effort` limits plans that are scored, bounding four sets of them counting like one;
     results are reproducible by seed. Raises DoesNotFit if no plan is found that fits into device memory.
     """
     budget = budget or SearchBudget()
@@ -84,12 +92,8 @@ def search_plans(
     if _score_all(scorer, min(budget.plans, effort)):
         proof = Proof(lower_bound=scorer.best_seconds, nodes=0)
     else:
-        begin = _initial_plans(scorer, [problem.chosen_candidates(start) for start in starts], seed)
-        proof = _search_shortly(scorer, begin, budget, seed, tolerance)
-        if proof.lower_bound < scorer.best_seconds * (1 - tolerance):
-            _improve(scorer, begin, budget, seed)
-            whole = prove(scorer, tolerance=tolerance, max_nodes=budget.nodes, seed=seed)
-            proof = Proof(max(proof.lower_bound, whole.lower_bound), proof.nodes + whole.nodes)
+        given = [problem.chosen_candidates(start) for start in starts]
+        proof = _search_core_first(scorer, given, budget, seed, tolerance)
     names = [call.name for call in scorer.timeline.tables.calls]
     best = scorer.best if scorer.best is not None else scorer.nearest_to_fit
     assert best is not None, "plans have been costed"
@@ -120,25 +124,56 @@ def _score_all(scorer: Scorer, limit: float) -> bool:
     return True
 
 
-def _search_shortly(scorer: Scorer, begin: Ints, budget: SearchBudget, seed: int, tolerance: float) -> Proof:
-    """Search and bound with a small part of the budget, which is enough where devices are few."""
-    rounds, nodes = min(budget.rounds, _SHORT.rounds), min(budget.nodes, _SHORT.nodes)
-    _improve(scorer, begin, replace(budget, rounds=rounds), seed, share=0.1)
-    return prove(scorer, tolerance=tolerance, max_nodes=nodes, seed=seed, share=0.15)
+def _search_core_first(
+    scorer: Scorer,
+    given: Sequence[Mapping[str, Candidate]],
+    budget: SearchBudget,
+    seed: int,
+    tolerance: float,
+) -> Proof:
+    """Search the core of a problem, then prove all of it, or search all of it where no plan of the core fits."""
+    bound = Bound(scorer.timeline.tables)
+    core, kept = select_core(scorer.timeline.problem, bound.groups)
+    inner = Scorer(Timeline(core), _CORE * scorer.effort)
+    within = Bound(inner.timeline.tables)
+    _improve_and_prove(inner, within, _initial_plans(inner, given, seed), budget, seed, tolerance)
+    scorer.evaluations += inner.evaluations
+    scorer.bounded += inner.bounded
+    begin = _initial_plans(scorer, given, seed)
+    if inner.best is None:
+        return _improve_and_prove(scorer, bound, begin, budget, seed, tolerance)
+    found = np.array([numbers[i] for numbers, i in zip(kept, inner.best, strict=True)])
+    scorer(np.concatenate([begin, found[:, None]], axis=1))
+    return BranchAndBound(scorer, bound, tolerance=tolerance, seed=seed).run(budget.nodes)
 
 
-def _improve(scorer: Scorer, begin: Ints, budget: SearchBudget, seed: int, *, share: float = 0.4) -> None:
+def _improve_and_prove(
+    scorer: Scorer, bound: Bound, begin: Ints, budget: SearchBudget, seed: int, tolerance: float
+) -> Proof:
+    """Improve initial plans, [calls, plans], and bound all plans, until the tolerance or the effort is reached."""
+    proving = BranchAndBound(scorer, bound, tolerance=tolerance, seed=seed)
+    short = replace(budget, rounds=min(budget.rounds, _SHORT_ROUNDS))
+    _improve(scorer, bound, begin, short, seed, share=0.1)
+    proof = proving.run(budget.nodes, _FIRST_PROOF)
+    if proof.lower_bound < scorer.best_seconds * (1 - tolerance) and not scorer.exhausted():
+        _improve(scorer, bound, begin, budget, seed + 1, share=_FIRST_PROOF + 0.25)
+        proof = proving.run(budget.nodes)
+    return proof
+
+
+def _improve(
+    scorer: Scorer, bound: Bound, begin: Ints, budget: SearchBudget, seed: int, *, share: float
+) -> None:
     """Improve initial plans, [calls, plans], by local search and annealing until a share of the effort is spent."""
     scores = scorer(begin)
-    improve_locally(scorer, begin[:, int(scores.argmin())], share=share / 3)
+    improve_locally(scorer, bound, begin[:, int(scores.argmin())], share=share)
     if scorer.best is not None:
         begin = np.concatenate([begin, scorer.best[:, None]], axis=1)
-    fraction = share * 5 / 6
-    ends = anneal(scorer, begin, rounds=budget.rounds, chains=budget.chains, seed=seed, share=fraction)
+    ends = anneal(scorer, begin, rounds=budget.rounds, chains=budget.chains, seed=seed, share=share)
     for i in range(min(_IMPROVED, ends.shape[1])):
-        improve_locally(scorer, ends[:, i], share=share * 11 / 12)
+        improve_locally(scorer, bound, ends[:, i], share=share)
     if scorer.best is not None:
-        improve_locally(scorer, scorer.best, share=share)
+        improve_locally(scorer, bound, scorer.best, share=share)
 
 
 def _initial_plans(scorer: Scorer, starts: Sequence[Mapping[str, Candidate]], seed: int) -> Ints:

@@ -30,9 +30,7 @@ def compute_host_memory(scenario: Scenario, held: Memory) -> tuple[NodeMemory, .
     for node in range(cluster.nodes):
         capacity = scenario.memory.host_capacity(node)
         if capacity < math.inf:
-            first = node * cluster.devices_per_node
-            ranks = range(first, first + cluster.devices_per_node)
-            number = sum(sum(held.in_host(rank).values()) for rank in ranks)
+            number = sum(sum(held.in_host(rank).values()) for rank in cluster.ranks(node))
             found.append(NodeMemory(node=node, capacity=int(capacity), bytes=number))
     return tuple(found)
 

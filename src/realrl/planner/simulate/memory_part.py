@@ -12,6 +12,7 @@ class PartKind(StrEnum):
     OPTIMIZER = "gradients and optimizer"
     TRAINING = "parameters, gradients and optimizer"
     ACTIVATIONS = "activations"
+    GATHERED = "gathered layers"
     CACHE = "cache"
     PACKED_WEIGHTS = "packed weights"
     GRAPHS = "graphs"

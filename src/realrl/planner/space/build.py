@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
 import numpy as np
 
@@ -11,9 +12,11 @@ from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind
 from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
 from realrl.plan.plan import Plan
+from realrl.planner.cluster.cluster_spec import Site
+from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.candidates import list_meshes, list_micro_batches, list_strategies
-from realrl.planner.space.columns import Ways, add_offloading, list_ways
+from realrl.planner.space.columns import Ways, add_offloading, drop_dominated, list_ways
 from realrl.planner.space.problem import Candidate, Problem
 from realrl.program.memory import list_sharers
 
@@ -26,9 +29,6 @@ class SearchSpace:
     """Micro-batch sizes in tokens; None for those of `list_micro_batches`."""
     recompute: tuple[bool, ...] = (False, True)
     offload: bool = True
-    per_size: int = 8
-    """Number of candidates per call and mesh size: this many of the fastest strategies, and as many of those that
-    take less memory than all faster ones."""
 
 
 def build_problem(
@@ -44,13 +44,12 @@ def build_problem(
     builder = _Builder(scenario, search_space or SearchSpace())
     plans = tuple(include)
     candidates = {call.name: builder.candidates(call, plans) for call in graph.calls}
-    first_ranks = [n * spec.cluster.devices_per_node for n in range(spec.cluster.nodes)]
     return Problem(
         graph=graph,
         cluster=spec.cluster,
         candidates=candidates,
         transfers=scenario.cost.transfers(graph, scenario.models),
-        memory_bytes=tuple(float(scenario.memory.capacity(rank)) for rank in first_ranks),
+        memory_bytes=tuple(float(scenario.memory.capacity(rank)) for rank in spec.cluster.bounds[:-1]),
         exchange=scenario.cost.exchange(graph, scenario.workload),
         sharers=tuple(builder.sharers),
         host_memory_bytes=tuple(map(scenario.memory.host_capacity, range(spec.cluster.nodes))),
@@ -61,6 +60,11 @@ def build_problem(
 class _Builder:
     scenario: Scenario
     search_space: SearchSpace
+
+    @cached_property
+    def meshes(self) -> list[Mesh]:
+        """Meshes of the cluster that calls may run on."""
+        return list_meshes(self.scenario.spec)
 
     @cached_property
     def sharers(self) -> list[tuple[str, ...]]:
@@ -88,7 +92,7 @@ class _Builder:
     def _function_candidates(self, call: Call, plans: Iterable[Plan]) -> tuple[Candidate, ...]:
         """Every mesh with a record for each of its ranks, and what plans choose; of a function that no run has
         measured, and which may be slow, only the meshes with most ranks."""
-        placements = [function_placement(mesh) for mesh in list_meshes(self.scenario.spec)]
+        placements = [function_placement(mesh) for mesh in self.meshes]
         if self.search_space.micro_batch_tokens == ():  # only what plans choose
             placements = []
         found = [*self._on_hosts(call, placements)]
@@ -116,22 +120,27 @@ class _Builder:
             yield candidate, bool(cost.terms)
 
     def _candidates_on_meshes(self, call: Call, tokens: tuple[int, ...]) -> list[Candidate]:
-        """Cost candidates once per mesh size and device kind, and replicate them over equivalent meshes."""
-        kinds: dict[int, dict[int, list[Mesh]]] = defaultdict(lambda: defaultdict(list))
+        """Cost candidates once per site, and replicate them over all meshes that have it."""
         spec = self.scenario.spec
-        for mesh in list_meshes(spec):
-            kinds[spec.group_index(mesh.first)][mesh.size].append(mesh)
+        kinds: dict[DeviceKind, dict[Site, list[Mesh]]] = defaultdict(lambda: defaultdict(list))
+        for mesh in self.meshes:
+            site = spec.site(mesh)
+            kinds[site.device][site].append(mesh)
         candidates = []
-        for alike in kinds.values():
-            strategies = [
-                strategy for size in alike for strategy in self._strategies(call, alike[size][0], tokens)
+        for sites in kinds.values():
+            every = [
+                (number, Placement(alike[0], strategy))
+                for number, alike in enumerate(sites.values())
+                for strategy in self._strategies(call, alike[0], tokens)
             ]
-            if not strategies:
+            if not every:
                 continue
-            first = next(iter(alike.values()))[0].first
-            ways = list_ways(self.scenario, call, first, strategies, shares=self._shares(call))
-            for size, meshes in alike.items():
-                candidates += self._choose(call, ways[ways.size == size], first).candidates(meshes)
+            placements = [placement for _, placement in every]
+            ways = list_ways(self.scenario, call, placements, shares=self._shares(call))
+            number = np.array([number for number, _ in every])
+            for i, meshes in enumerate(sites.values()):
+                of_site = ways[number[ways.strategy] == i]
+                candidates += self._choose(call, of_site, meshes[0].first).candidates(meshes)
         return candidates
 
     def _strategies(self, call: Call, mesh: Mesh, tokens: tuple[int, ...]) -> Iterator[Strategy]:
@@ -139,22 +148,23 @@ class _Builder:
         spec = self.scenario.spec
         model = self.scenario.models[call.model_role]
         shape = model.shape
-        per_node = spec.groups[spec.group_index(mesh.first)].devices_per_node
+        node = spec.cluster.ranks(spec.cluster.node(mesh.first))
+        divided = gcd(len(node), *(devices for _, devices in spec.site(mesh).nodes.runs))
         recompute = self.search_space.recompute if call.kind is Kind.TRAIN else (False,)
         work = self.scenario.workload.work(call)
-        for strategy in list_strategies(mesh.size, per_node, shape.layers, shape.heads, tokens, recompute):
+        for strategy in list_strategies(mesh.size, divided, shape.layers, shape.heads, tokens, recompute):
             if strategy.dp <= work.items // work.minibatches and not (model.exact and strategy.tp > 1):
                 yield strategy
 
     def _choose(self, call: Call, ways: Ways, first: int) -> Ways:
-        """Choose the ways to run a call on a mesh that a search considers."""
+        """Choose the ways to run a call on a mesh that some best plan may need."""
         limit = self.scenario.memory.capacity(first)
         fitting = ways[ways.bytes_alone <= limit]
         if not len(fitting):
             # The one with the smallest shortage serves the error message.
             return ways[np.argsort(ways.bytes_alone, kind="stable")[:1]]
         variants = self._with_variants(call, fitting, first, limit)
-        return _worthwhile(variants[variants.bytes_alone <= limit], self.search_space.per_size)
+        return drop_dominated(variants[variants.bytes_alone <= limit])
 
     def _with_variants(self, call: Call, ways: Ways, first: int, limit: float) -> Ways:
         """Add variants with offloading, where the call decides on it."""
@@ -174,20 +184,5 @@ class _Builder:
     def _given(self, call: Call, placement: Placement) -> list[Candidate]:
         """Candidates of a placement that a plan chooses."""
         first = placement.mesh.first
-        ways = list_ways(self.scenario, call, first, [placement.strategy], shares=self._shares(call))
+        ways = list_ways(self.scenario, call, [placement], shares=self._shares(call))
         return self._with_variants(call, ways, first, 0.0).candidates([placement.mesh])
-
-
-def _worthwhile(ways: Ways, most: int) -> Ways:
-    """The `most` fastest ways, and as many of those that keep, or need, less memory than all faster ones.
-
-    Of the latter the leanest is taken, and others at equal distances.
-    """
-    ordered = ways[np.argsort(ways.seconds + ways.load_seconds + ways.unload_seconds, kind="stable")]
-    kept, needed = ordered.resident_bytes, ordered.resident_bytes + ordered.working_bytes
-    less = [sizes < np.minimum.accumulate(np.append(np.inf, sizes))[:-1] for sizes in (kept, needed)]
-    lean = np.flatnonzero(less[0] | less[1])
-    lean = lean[lean >= most]
-    steps = min(most, len(lean))
-    spread = [lean[len(lean) - 1 - i * len(lean) // steps] for i in range(steps)]
-    return ordered[np.array([*range(min(most, len(ordered))), *spread], dtype=np.int64)]

@@ -8,42 +8,56 @@ from realrl.plan.placement import Mesh, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.workload.workload import CallWork
 
+_FEW_DEVICES = 16
+"""Devices of the largest cluster for which every run of devices inside a node is a candidate."""
 _FEW_NODES = 16
 """Largest number of nodes for which every run of nodes is a candidate."""
 _SMALLEST_BATCH, _LARGEST_PASS = 4096, 16384
 """Tokens of the smallest micro-batch tried, and of the largest outside generation."""
-_SMALLEST = 128
-"""Meshes with fewer than one in this many of the cluster's devices are left out."""
+_SMALLEST, _SMALLEST_OF_MANY, _MANY = 128, 16, 2048
+"""Meshes with fewer than one in this many of the cluster's devices are left out; the second number is for clusters
+of more devices than the third one."""
 
 
 def list_meshes(spec: ClusterSpec) -> list[Mesh]:
-    """Enumerate meshes: aligned slices of a node, and runs of whole nodes.
+    """Enumerate meshes: parts of one node, and runs of whole nodes.
 
-    On large clusters, runs have 1 to 7 times a power of two nodes, and begin or end at a boundary between blocks of
-    the next power of two.
+    On small clusters, parts of a node may begin and end anywhere; else at multiples of their size, which divides
+    the node's. On large clusters, runs have 1 to 7 times a power of two nodes, and begin or end at a boundary
+    between blocks of the next power of two.
     """
-    meshes = []
-    for mesh in spec.meshes():
-        group = spec.groups[spec.group_index(mesh.first)]
-        if mesh.size * _SMALLEST < spec.size:
-            continue
-        nodes = mesh.size // group.devices_per_node
-        begin = spec.node(mesh.first) - spec.node(_group_start(spec, mesh))
-        if nodes == 0 or group.nodes <= _FEW_NODES or _tidy(begin, nodes, group.nodes):
-            meshes.append(mesh)
-    return meshes
+    meshes = [mesh for part in spec.uniform_parts for node in part for mesh in _list_inside(spec, node)]
+    bounds = spec.cluster.bounds
+    for part in spec.uniform_parts:
+        for nodes in range(1, len(part) + 1):
+            for begin in range(len(part) - nodes + 1):
+                if len(part) <= _FEW_NODES or _tidy(begin, nodes, len(part)):
+                    first = part.start + begin
+                    meshes.append(Mesh(bounds[first], bounds[first + nodes] - bounds[first]))
+    smallest = _SMALLEST if spec.size <= _MANY else _SMALLEST_OF_MANY
+    return [mesh for mesh in meshes if mesh.size * smallest >= spec.size]
+
+
+def _list_inside(spec: ClusterSpec, node: int) -> Iterator[Mesh]:
+    """Enumerate meshes that are smaller than a node."""
+    ranks = spec.cluster.ranks(node)
+    anywhere = spec.size <= _FEW_DEVICES
+    for size in range(1, len(ranks)):
+        if anywhere or len(ranks) % size == 0:
+            for first in ranks[: len(ranks) - size + 1 : 1 if anywhere else size]:
+                yield Mesh(first, size)
 
 
 def list_strategies(
     size: int,
-    devices_per_node: int,
+    divided: int,
     layers: int,
     heads: int,
     micro_batch_tokens: tuple[int, ...],
     recompute: tuple[bool, ...] = (False,),
 ) -> Iterator[Strategy]:
-    """Enumerate strategies on `size` devices; the TP degree divides the devices of a node."""
-    for tp in (t for t in range(1, min(devices_per_node, size, heads) + 1) if devices_per_node % t == 0):
+    """Enumerate strategies on `size` devices; the TP degree divides `divided`, the devices of every node."""
+    for tp in (t for t in range(1, min(divided, size, heads) + 1) if divided % t == 0):
         if size % tp:
             continue
         for pp in (p for p in range(1, min(layers, size // tp) + 1) if size // tp % p == 0):
@@ -70,11 +84,6 @@ def list_micro_batches(kind: Kind, work: CallWork) -> tuple[int, ...]:
     while sizes[-1] < largest:
         sizes.append(min(largest, sizes[-1] * step))
     return tuple(sizes)
-
-
-def _group_start(spec: ClusterSpec, mesh: Mesh) -> int:
-    """First rank of the node group of a mesh."""
-    return sum(group.size for group in spec.groups[: spec.group_index(mesh.first)])
 
 
 def _tidy(begin: int, nodes: int, total: int) -> bool:

@@ -1,4 +1,4 @@
-"""Ways to run a call on meshes of some size, wherever these lie, and their costs, as columns."""
+"""Ways to run a call on meshes of some sites, wherever these lie, and their costs, as columns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -25,8 +25,6 @@ class Ways:
     strategies: Sequence[Strategy]
     strategy: Ints
     """Index of the strategy of each way."""
-    size: Ints
-    """Devices."""
     seconds: Floats
     weights_bytes: Floats
     resident_bytes: Floats
@@ -51,8 +49,13 @@ class Ways:
         held = self.resident_bytes + self.communicator_bytes + self.working_bytes
         return held + self.weights_bytes * self.offload
 
+    @property
+    def moving_seconds(self) -> tuple[Floats, Floats]:
+        """Seconds to load offloaded parameters, and to offload them again."""
+        return self.load_seconds, self.unload_seconds
+
     def candidates(self, meshes: Sequence[Mesh]) -> list[Candidate]:
-        """Make the candidates on each of some meshes, all of one size."""
+        """Make the candidates on each of some meshes, all of one site."""
         costs = {name: getattr(self, name).tolist() for name in _COSTS}
         rows = [dict(zip(costs, row, strict=True)) for row in zip(*costs.values(), strict=True)]
         strategies = [self.strategies[i] for i in self.strategy.tolist()]
@@ -64,7 +67,31 @@ class Ways:
 
 
 _COLUMNS = tuple(field.name for field in fields(Ways) if field.name != "strategies")
-_COSTS = tuple(name for name in _COLUMNS if name not in ("strategy", "size"))
+_COSTS = tuple(name for name in _COLUMNS if name != "strategy")
+
+
+def drop_dominated(ways: Ways) -> Ways:
+    """Drop ways of one size that are no better in any cost than another one of the same layout.
+
+    A plan that uses the other one is valid, too, and no slower (`search.prune`).
+    """
+    strategies = [ways.strategies[i] for i in ways.strategy.tolist()]
+    layouts: dict[tuple[object, ...], list[int]] = {}
+    for i, s in enumerate(strategies):
+        layouts.setdefault((s.dp, s.tp, s.pp, s.sequence_parallel, s.dtype), []).append(i)
+    loaded = [np.where(ways.offload, column, 0.0) for column in (ways.weights_bytes, *ways.moving_seconds)]
+    held = [ways.resident_bytes, ways.working_bytes, ways.weights_bytes, -ways.base_bytes, ways.host_bytes]
+    costs = np.stack([ways.seconds, *held, *loaded], axis=1)
+    stay = [np.array(members)[find_undominated(costs[members])] for members in layouts.values()]
+    return ways[np.sort(np.concatenate(stay))]
+
+
+def find_undominated(costs: Floats) -> Ints:
+    """Find the rows of costs that no other row is at least as good as, [rows]; of equal ones the first."""
+    better = (costs[:, None] <= costs[None]).all(axis=2)
+    equal = better & better.T
+    beaten = (better & ~equal) | (equal & np.tri(len(costs), k=-1, dtype=bool).T)
+    return np.flatnonzero(~beaten.any(axis=0))
 
 
 def join_ways(parts: Sequence[Ways]) -> Ways:
@@ -73,15 +100,15 @@ def join_ways(parts: Sequence[Ways]) -> Ways:
     return Ways(strategies=parts[0].strategies, **columns)
 
 
-def list_ways(
-    scenario: Scenario, call: Call, first: int, strategies: Sequence[Strategy], *, shares: bool
-) -> Ways:
-    """List the ways to run a call under each strategy without offloading, on devices of the kind of rank `first`.
+def list_ways(scenario: Scenario, call: Call, placements: Sequence[Placement], *, shares: bool) -> Ways:
+    """List the ways to run a call under each placement without offloading, all on one kind of device.
 
     `shares`: whether other roles have the same frozen weights. UserError if some strategy has more data-parallel
     ranks than there are records.
     """
     model = scenario.models[call.model_role]
+    strategies = [placement.strategy for placement in placements]
+    first = placements[0].mesh.first
     n = len(strategies)
     weights, resident, whole, base = (np.zeros(n) for _ in range(4))
     for members, alike in group_strategies(strategies):
@@ -94,12 +121,10 @@ def list_ways(
         whole[members] = np.where(there, static + sum(needs.dynamic.values()), 0).max(axis=0)
         if shares:
             base[members] = scenario.memory.least_base_bytes(model, alike)
-    terms = scenario.cost.terms(call, model, first, strategies, scenario.workload)
-    placements = [Placement(Mesh(first, s.size), s) for s in strategies]
+    terms = scenario.cost.terms(call, model, placements, scenario.workload)
     return Ways(
         strategies=strategies,
         strategy=np.arange(n),
-        size=np.array([s.size for s in strategies], dtype=np.int64),
         seconds=np.asarray(sum(terms.values()), dtype=np.float64),
         weights_bytes=weights,
         resident_bytes=resident,

@@ -1,6 +1,5 @@
 """Search problem: candidates of every call of a step, one of which an assignment selects."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -53,10 +52,11 @@ class Candidate:
         return held + self.working_bytes + self.weights_bytes * self.offload
 
     @property
-    def layout(self) -> tuple[int, int, int, int]:
+    def layout(self) -> tuple[int, int, int, int, bool]:
         """Key that is equal for two candidates exactly if their parameters have the same layout."""
         p = self.placement
-        return p.mesh.first, p.mesh.size, p.strategy.tp, p.strategy.pp
+        s = p.strategy
+        return p.mesh.first, p.mesh.size, s.tp, s.pp, s.shards_parameters
 
 
 Assignment = Mapping[str, int]
@@ -108,11 +108,6 @@ class Problem:
         """Return the call whose candidate decides the primary placement of a role."""
         return self.graph.home(role)
 
-    def host_limit(self, placement: Placement) -> float:
-        """Return the bytes of host memory for offloaded state on the first node of a placement."""
-        node = self.cluster.node(placement.mesh.first)
-        return max(1.0, self.host_memory_bytes[node]) if self.host_memory_bytes else math.inf
-
     def is_home(self, call: Call) -> bool:
         """Tell whether a role lives where the call runs; never where a function does."""
         return call.role is not None and self.home(call.role) == call
@@ -150,7 +145,7 @@ class Problem:
 
     def restricted(self, nodes: int) -> "Problem | None":
         """Restrict the problem to the first `nodes` nodes; None if some call has no candidate there."""
-        cluster = Cluster(nodes, self.cluster.devices_per_node)
+        cluster = self.cluster.part(0, self.cluster.bounds[nodes])
         candidates = {
             name: tuple(o for o in given if o.placement.mesh.first + o.placement.mesh.size <= cluster.size)
             for name, given in self.candidates.items()

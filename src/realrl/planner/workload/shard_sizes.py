@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import groupby
 
 import numpy as np
 
@@ -14,8 +15,8 @@ from realrl.families.quantisation import SCALES
 from realrl.families.registry import find_layer_options, model_tensors, ties_embeddings
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Parameter, Partial, Place, TensorSpec
-from realrl.layout.layout import local_tensor
 from realrl.layout.limits import max_kept_logits
+from realrl.layout.local_tensors import count_shard_rows, local_tensor
 from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
 from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
@@ -201,16 +202,35 @@ class LocalSizes:
         found = build_parameter_sets(self.shape, self.head, self.part, trained=True)
         return {name: self._set_sizes(of) for name, of in found.items()}
 
-    def _set_sizes(self, of: ParameterSet) -> "SetSizes":
+    @cached_property
+    def parameter_counts(self) -> Mapping[str, int]:
+        """Number of parameters of the transformer in a layer, in the embedding, and in what follows the layers."""
+        found = {"layer": set[str](), "embedding": set[str](), "end": set[str]()}
+        for spec in model_tensors(self.shape, self.head):
+            outside = "end" if spec.place is Place.LAST else "embedding"
+            found["layer" if spec.layer is not None else outside].add(spec.parameter)
+        return {name: len(parameters) for name, parameters in found.items()}
+
+    @lru_cache(maxsize=256)  # noqa: B019 -- instances are few and small
+    def cut_sets(self, dp: int) -> "Mapping[str, SetSizes]":
+        """Compute the sizes of parameter sets of which each data-parallel rank has its rows (ZeRO-3)."""
+        return {
+            name: self._set_sizes(of, dp)
+            for name, of in build_parameter_sets(self.shape, self.head, self.part, trained=True).items()
+        }
+
+    def _set_sizes(self, of: ParameterSet, dp: int = 1) -> "SetSizes":
         layer = [0] * self.tp
         embedding = [0] * self.tp
         end = [0] * self.tp
-        for spec in of.tensors:
-            if spec.layer is not None and spec.layer != of.layers[0]:
+        for (place, _), specs in groupby(of.tensors, key=lambda spec: (spec.place, spec.parameter)):
+            in_layer = not isinstance(place, Place)
+            if in_layer and place != of.layers[0]:
                 continue  # all layers are alike, which `check_family` sees to
-            sums = layer if spec.layer is not None else end if spec.place is Place.LAST else embedding
+            sums, stack = layer if in_layer else end if place is Place.LAST else embedding, list(specs)
             for t in range(self.tp):
-                sums[t] += local_tensor(self.shape, spec, self.tp, t).numel
+                local = [local_tensor(self.shape, spec, self.tp, t) for spec in stack]
+                sums[t] += count_shard_rows(local, dp) * math.prod(local[0].shape[1:])
         return SetSizes(
             layers_of_model=self.shape.layers,
             layers=of.layers,

@@ -17,6 +17,7 @@ class Strategies:
     tp: int
     sequence_parallel: bool
     dtype: Dtype | None
+    zero: int
     dp: Ints
     pp: Ints
     micro_batch_tokens: Ints
@@ -24,12 +25,13 @@ class Strategies:
 
     @classmethod
     def of(cls, alike: Sequence[Strategy]) -> Self:
-        """Build from strategies of one TP degree, data type and use of sequence parallelism."""
+        """Build from strategies of one TP degree, data type, use of sequence parallelism and stage of ZeRO."""
         first = alike[0]
         return cls(
             tp=first.tp,
             sequence_parallel=first.sequence_parallel,
             dtype=first.dtype,
+            zero=first.zero,
             dp=np.array([s.dp for s in alike]),
             pp=np.array([s.pp for s in alike]),
             micro_batch_tokens=np.array([s.micro_batch_tokens for s in alike]),
@@ -41,7 +43,7 @@ def group_strategies(strategies: Sequence[Strategy]) -> list[tuple[Ints, Strateg
     """Group strategies by what arrays of them have in common: indices, and the strategies there."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, s in enumerate(strategies):
-        groups.setdefault((s.tp, s.sequence_parallel, s.dtype), []).append(i)
+        groups.setdefault((s.tp, s.sequence_parallel, s.dtype, s.zero), []).append(i)
     return [
         (np.array(members), Strategies.of([strategies[i] for i in members])) for members in groups.values()
     ]

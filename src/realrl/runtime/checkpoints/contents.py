@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from realrl.checkpoint.state.pieces import CHUNK_BYTES, State, TensorPieces
-from realrl.engine.local_set import LocalSet
+from realrl.engine.buffers.local_set import LocalSet
 from realrl.engine.model import Model
 from realrl.engine.training.gradients import find_counted_elements
 from realrl.engine.training.trainer import Trainer
 from realrl.layout.boxes import find_boxes
-from realrl.layout.layout import LocalTensor
+from realrl.layout.local_tensors import LocalTensor
 from realrl.layout.sets import TUNED
 from realrl.runtime.worker.roles import Roles
 
@@ -40,7 +40,7 @@ class CheckpointContents:
             if trainer is None:
                 _add_replicated(state, role, model, held)
             else:
-                _add_trained(state, role, trainer, held, whole=False)
+                _add_trained(state, role, trainer, whole=False)
         return state
 
     def list_loaded(self) -> State:
@@ -56,7 +56,7 @@ class CheckpointContents:
                         own = held.buffer[local.region.tensor][: local.region.size[0]]
                         pieces.pieces[local.region.offset] = own
             else:
-                _add_trained(state, role, trainer, held, whole=True)
+                _add_trained(state, role, trainer, whole=True)
         return state
 
     @contextmanager
@@ -74,7 +74,7 @@ class CheckpointContents:
     def spread(self) -> None:
         """Bring what ranks have loaded of trained parameters to all that share them."""
         for trainer in self._roles.trainers.values():
-            trainer.optimizer.publish()
+            trainer.spread()
 
     def _list_sets(self) -> list[tuple[str, Model, str, LocalSet]]:
         found = []
@@ -93,20 +93,18 @@ class CheckpointContents:
         return trainer if trainer is not None and trainer.parameter_set == parameter_set else None
 
 
-def _add_trained(
-    state: dict[str, TensorPieces], role: str, trainer: Trainer, held: LocalSet, *, whole: bool
-) -> None:
+def _add_trained(state: dict[str, TensorPieces], role: str, trainer: Trainer, *, whole: bool) -> None:
     """Add the parts that this rank updates: all of them or, unless `whole`, those that it alone accounts for."""
     optimizer, model = trainer.optimizer, trainer.model
-    locals_ = {local.region.tensor: local for local in held.layout.tensors(model.rank)}
+    locals_ = {local.region.tensor: local for local in trainer.updated.layout.tensors(model.rank)}
     flat = {kind: trainer.memory.find_values(moment).detach() for kind, moment in optimizer.moments.items()}
     master = optimizer.master
-    parameters = held.memory.find_values(held.buffer.data) if master is None else None
+    parameters = trainer.updated_values if master is None else None
     if master is not None:
         flat[PARAMETERS] = trainer.memory.find_values(master)
     for part in optimizer.list_parts():
         local = locals_[part.tensor]
-        counted = (0, local.region.numel) if whole else find_counted_elements(model, local.stored)
+        counted = (0, local.region.numel) if whole else find_counted_elements(model, local)
         first, end = max(part.first, counted[0]), min(part.end, counted[1], local.region.numel)
         for kind in (PARAMETERS, *optimizer.moments):
             source, start = flat.get(kind), part.in_state
@@ -118,13 +116,14 @@ def _add_trained(
 
 
 def _add_replicated(state: dict[str, TensorPieces], role: str, model: Model, held: LocalSet) -> None:
-    """Add tensors that every data-parallel rank has alike: of each n ranks, one in n of them."""
+    """Add tensors that are not trained: of n data-parallel ranks that have them alike, each adds one in n."""
     data = model.groups.data
+    sharded = held.layout.placement.strategy.shards_parameters
     flat = held.memory.find_values(held.buffer.data)
     for i, local in enumerate(held.layout.tensors(model.rank)):
-        first, end = find_counted_elements(model, local.stored)
+        first, end = find_counted_elements(model, local)
         end = min(end, local.region.numel)
-        if i % data.size == data.index and first < end:
+        if (sharded or i % data.size == data.index) and first < end:
             start = held.buffer.offset(local.region.tensor)
             pieces = _find_pieces(state, role, PARAMETERS, local, flat.dtype)
             _cut(pieces, local, first, end, flat[start + first : start + end])

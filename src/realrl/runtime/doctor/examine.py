@@ -31,6 +31,7 @@ from realrl.runtime.doctor.recipe_needs import RecipeNeeds, check_recipe, find_n
 from realrl.runtime.doctor.storage import check_storage
 from realrl.runtime.doctor.variables import check_variables
 from realrl.runtime.doctor.versions import check_versions
+from realrl.runtime.network.node_place import NUMBERS, NodePlace, find_node_place
 from realrl.runtime.prepare.cluster import named_cluster, written_cluster
 from realrl.runtime.prepare.gpu import Gpu, Here
 
@@ -45,6 +46,8 @@ class Subject:
     """Subject of an examination: devices, and the recipe and the directory of a run where they are given."""
 
     cluster: Cluster
+    ranks: int
+    """Processes on this machine."""
     device: str
     run_dir: Path
     experiment: Experiment | None
@@ -60,15 +63,16 @@ class Subject:
 
 
 def find_subject(
-    experiment: Experiment | None, cluster: str | None, run_dir: str | None, *, launched: Cluster | None
+    experiment: Experiment | None, cluster: str | None, run_dir: str | None, *, launched: NodePlace | None
 ) -> Subject:
-    """Find out what to examine; `launched`: processes that a launcher has started.
+    """Find out what to examine; `launched`: the node of this process among those that a launcher has started.
 
     UserError for a wrong cluster.
     """
     device = "auto" if experiment is None else experiment.device
     text = cluster or ("auto" if experiment is None else experiment.cluster)
-    found = launched or written_cluster(text)
+    written = written_cluster(text)
+    found = written if launched is None else launched.match(None if launched.even else written)
     listed = [] if device == "cpu" else list_gpus()
     gpus = len(choose_visible(listed, os.environ))
     if found is None:
@@ -78,6 +82,7 @@ def find_subject(
     directory = run_dir or (experiment.run_dir if experiment is not None else ".")
     return Subject(
         cluster=found,
+        ranks=found.largest_node if launched is None else len(launched.ranks),
         device=device,
         run_dir=local_path(directory),
         experiment=experiment,
@@ -89,25 +94,21 @@ def find_subject(
     )
 
 
-def find_launched(environment: Mapping[str, str]) -> Cluster | None:
-    """Find how many processes a launcher has started; None where none has, or nobody knows where they meet.
+def find_launched(environment: Mapping[str, str]) -> NodePlace | None:
+    """Find the node among those of a launcher; None where there is none, or nobody knows where ranks meet.
 
     UserError for variables that are no numbers.
     """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return None
-    numbers = {
-        name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") if name in environment
-    }
-    wrong = next((name for name, text in numbers.items() if not text.isdecimal()), None)
-    world = 0 if wrong else int(numbers["WORLD_SIZE"])
-    per_node = 0 if wrong else int(numbers.get("LOCAL_WORLD_SIZE", world))
-    if wrong or not per_node or world % per_node:
+    numbers = {name: environment[name] for name in NUMBERS if name in environment}
+    wrong = any(not text.isdecimal() for text in numbers.values())
+    if wrong or not int(numbers.get("LOCAL_WORLD_SIZE", 1)) or not int(numbers["WORLD_SIZE"]):
         given = ", ".join(f"{name}={text}" for name, text in numbers.items())
         raise UserError(
             f"{given}: a launcher does not set these so; unset them, or start the command with torchrun"
         )
-    return Cluster(world // per_node, per_node)
+    return find_node_place(environment)
 
 
 def list_gpus() -> list[DriverGpu]:
@@ -125,7 +126,7 @@ def examine_node(subject: Subject) -> list[Finding]:
 
 def examine_locally(subject: Subject) -> list[Finding]:
     """Examine this machine, with processes of its own that measure as the ranks of a run would."""
-    ranks = subject.cluster.devices_per_node
+    ranks = subject.ranks
     figures: list[RankFigures] = []
 
     def measure() -> Iterator[Finding]:
@@ -144,7 +145,7 @@ def examine_locally(subject: Subject) -> list[Finding]:
 
 def judge_ranks(subject: Subject, figures: RankFigures) -> list[Finding]:
     """Judge what ranks have measured, and the recipe by the devices they have."""
-    ranks, gpus = subject.cluster.devices_per_node, subject.gpus
+    ranks, gpus = subject.ranks, subject.gpus
     here = find_here(subject, figures)
     torch = [] if figures.torch is None else [figures.torch]
     spec = subject.spec or _guess_spec(subject.cluster, here)
@@ -192,7 +193,7 @@ def name_node(findings: Sequence[Finding]) -> list[Finding]:
 
 def _list_checks(subject: Subject) -> Iterator[tuple[str, Examination]]:
     host, environment = Host(), os.environ
-    ranks, world = subject.cluster.devices_per_node, subject.cluster.size
+    ranks, world = subject.ranks, subject.cluster.size
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     names = None if subject.experiment is None else list_hub_names(subject.experiment)
     meets = subject.launched or {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys()

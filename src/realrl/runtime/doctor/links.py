@@ -98,10 +98,9 @@ def _judge_speed(what: str, speed: float, assumed: float | None, more: str = "")
 
 
 def _assume(spec: ClusterSpec, between_nodes: bool) -> float:
-    group = spec.groups[0]
     if between_nodes:
-        return group.node_bytes_per_s / group.devices_per_node
-    return group.device.link_bytes_per_s
+        return min(group.node_bytes_per_s / group.devices_per_node for group in spec.groups)
+    return min(group.device.link_bytes_per_s for group in spec.groups)
 
 
 def _per_second(speed: float) -> str:

@@ -21,6 +21,7 @@ from realrl.config.errors import UserError
 from realrl.config.files import write_whole
 from realrl.runtime.doctor.links import GroupFigures, PeerFigures
 from realrl.runtime.doctor.local_measurement import BEGUN
+from realrl.runtime.network.node_place import find_node_place
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, leave
 from realrl.runtime.processes.orphans import end_with_launcher
 from realrl.runtime.processes.process import Process, connect
@@ -56,14 +57,13 @@ def measure_ranks(process: Process) -> tuple[list[PeerFigures], GroupFigures | N
     """Measure links and clocks between rank 0 and others, on all ranks together; figures are those of rank 0."""
     with process.together():
         _compute(process)
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", process.world))
-    hosts = process.gather(socket.gethostname())
+    hosts: list[tuple[str, int]] = process.gather((socket.gethostname(), find_node_place().node))
     peers = []
-    for other in choose_peers(process.world, per_node):
+    for other in choose_peers([node for _, node in hosts]):
         if process.rank in (0, other):
-            figures = _exchange(process, other, hosts[other], other // per_node)
-            peers.append(figures)
-    group = _reduce(process, per_node) if process.gpu is not None and process.world > 1 else None
+            peers.append(_exchange(process, other, *hosts[other]))
+    nodes = len({node for _, node in hosts})
+    group = _reduce(process, nodes) if process.gpu is not None and process.world > 1 else None
     return peers, group
 
 
@@ -79,10 +79,13 @@ def _compute(process: Process) -> None:
         ) from None
 
 
-def choose_peers(world: int, per_node: int) -> list[int]:
-    """Choose the ranks that rank 0 exchanges messages with: first of every other node, then those of its own."""
-    firsts = list(range(per_node, world, per_node))
-    return sorted([*firsts, *range(1, min(per_node, world))][:_MOST])
+def choose_peers(nodes: Sequence[int]) -> list[int]:
+    """Choose the ranks that rank 0 exchanges messages with: first of every other node, then those of its own.
+
+    `nodes`: the node of each rank.
+    """
+    firsts = [rank for rank, node in enumerate(nodes) if rank and node != nodes[rank - 1]]
+    return sorted([*firsts, *(rank for rank in range(1, len(nodes)) if nodes[rank] == nodes[0])][:_MOST])
 
 
 def _exchange(process: Process, other: int, host: str, node: int) -> PeerFigures:
@@ -120,7 +123,7 @@ def _exchange(process: Process, other: int, host: str, node: int) -> PeerFigures
     )
 
 
-def _reduce(process: Process, per_node: int) -> GroupFigures:
+def _reduce(process: Process, nodes: int) -> GroupFigures:
     """Measure an all-reduce of all GPUs."""
     values = torch.zeros(_LARGE_ON_GPU // 4, device=process.device)
     everyone = tuple(range(process.world))
@@ -133,7 +136,7 @@ def _reduce(process: Process, per_node: int) -> GroupFigures:
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
     sent = 2 * _LARGE_ON_GPU * (process.world - 1) / process.world
-    return GroupFigures(nodes=process.world // per_node, bytes_per_s=sent / min(seconds))
+    return GroupFigures(nodes=nodes, bytes_per_s=sent / min(seconds))
 
 
 def measure_as_rank(arguments: Sequence[str]) -> int:

@@ -64,7 +64,7 @@ def _examine_meeting(subject: Subject, process: Process, own: list[Finding]) -> 
     if process.world > 1 and subject.cluster.nodes > 1:
         findings += _check_run_directory(subject, process)
     if process.rank == 0:
-        findings += compare_nodes(installed[:: subject.cluster.devices_per_node])
+        findings += compare_nodes([installed[rank] for rank in subject.cluster.bounds[:-1]])
         findings += judge_ranks(subject, RankFigures(torch=torch, peers=tuple(peers), group=group))
     everyone: list[list[Any]] = process.gather([finding.to_json() for finding in findings])
     return [Finding(**one) for one in everyone[0]]
@@ -72,7 +72,7 @@ def _examine_meeting(subject: Subject, process: Process, own: list[Finding]) -> 
 
 def _check_run_directory(subject: Subject, process: Process) -> list[Finding]:
     try:
-        check_shared(subject.run_dir, process, subject.cluster.nodes)
+        check_shared(subject.run_dir, process, subject.cluster)
     except UserError as error:
         return [problem("run directory", str(error))]
     return [ok("run directory", "all nodes see the same directory")]

@@ -82,8 +82,8 @@ class RayCluster:
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             have = ", ".join(str(int(resources.get(kind, 0))) for resources in nodes)
             raise UserError(
-                f"cluster={self._cluster} needs {self._cluster.nodes} nodes with {self._cluster.devices_per_node}"
-                f" {kind}s each; the nodes of the Ray cluster have {have}"
+                f"cluster={self._cluster} needs {_describe_nodes(self._cluster, kind)};"
+                f" the nodes of the Ray cluster have {have}"
             )
 
 
@@ -106,15 +106,17 @@ class RayRanks:
         gpus: defaultdict[str, list[str]] = defaultdict(list)
         for place in self._places:
             gpus[place.node] += place.gpus
-        first, per_node = self._places[0], self._cluster.devices_per_node
+        first, cluster = self._places[0], self._cluster
         started = []
         for rank, (actor, place) in enumerate(zip(self._actors, self._places, strict=True)):
+            ranks = cluster.ranks(node := cluster.node(rank))
             variables = {
                 "RANK": str(rank),
-                "LOCAL_RANK": str(rank % per_node),
-                "GROUP_RANK": str(rank // per_node),
-                "WORLD_SIZE": str(self._cluster.size),
-                "LOCAL_WORLD_SIZE": str(per_node),
+                "LOCAL_RANK": str(rank - ranks.start),
+                "GROUP_RANK": str(node),
+                "GROUP_WORLD_SIZE": str(cluster.nodes),
+                "WORLD_SIZE": str(cluster.size),
+                "LOCAL_WORLD_SIZE": str(len(ranks)),
                 "MASTER_ADDR": first.address,
                 "MASTER_PORT": str(first.port),
                 "TORCHELASTIC_RUN_ID": job,
@@ -130,15 +132,14 @@ class RayRanks:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        per_node = self._cluster.devices_per_node
-        resources = {"CPU": per_node, **({"GPU": per_node} if self._gpus else {})}
+        kinds = ("CPU", "GPU") if self._gpus else ("CPU",)
+        sizes = [len(self._cluster.ranks(node)) for node in range(self._cluster.nodes)]
         # One bundle is always on one node.
-        self._group = placement_group([resources] * self._cluster.nodes, strategy="STRICT_SPREAD")
+        bundles = [dict.fromkeys(kinds, size) for size in sizes]
+        self._group = placement_group(bundles, strategy="STRICT_SPREAD")
         if not self._group.wait(seconds):
-            raise UserError(
-                f"launch.by=ray: {self._cluster.nodes} nodes with {resources} each have not become free within"
-                f" {seconds:.0f} seconds"
-            )
+            wanted = _describe_nodes(self._cluster, " and ".join(kinds))
+            raise UserError(f"launch.by=ray: {wanted} have not become free within {seconds:.0f} seconds")
         actor = ray.remote(RankProcess)
         for rank in range(self._cluster.size):
             where = PlacementGroupSchedulingStrategy(
@@ -257,8 +258,14 @@ def _first_sentence(error: Exception) -> str:
 
 
 def _count_fitting(cluster: Cluster, kind: str) -> int:
-    """Count nodes of the Ray cluster that have as many devices as each node of `cluster`."""
+    """Count nodes of `cluster` for which the Ray cluster has one with as many devices, each for one."""
     import ray
 
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return sum(resources.get(kind, 0) >= cluster.devices_per_node for resources in nodes)
+    have = sorted((node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]), reverse=True)
+    need = sorted((devices for nodes, devices in cluster.runs for _ in range(nodes)), reverse=True)
+    return sum(there >= devices for there, devices in zip(have, need, strict=False))
+
+
+def _describe_nodes(cluster: Cluster, kind: str) -> str:
+    """Write the nodes of a cluster: `2 nodes with 8 GPUs each`."""
+    return " and ".join(f"{nodes} nodes with {devices} {kind}s each" for nodes, devices in cluster.runs)

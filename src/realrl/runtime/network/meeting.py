@@ -10,6 +10,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from realrl.config.errors import RunError
 from realrl.runtime.network.interfaces import use_loopback, use_route
+from realrl.runtime.network.node_place import find_node_place
 
 TIMEOUT = timedelta(minutes=30)
 """Longest that ranks wait for each other until all have met."""
@@ -19,7 +20,8 @@ _LOOK_EVERY = 0.05
 
 def meet(rank: int, world: int) -> dist.Store:
     """Meet the other ranks, and choose the network that gloo uses between them; return a store of their own."""
-    nodes = world // int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    place = find_node_place()
+    nodes = place.nodes
     if nodes == 1:
         use_loopback()
     found, _, _ = next(rendezvous("env://", rank, world, timeout=TIMEOUT))
@@ -28,9 +30,9 @@ def meet(rank: int, world: int) -> dist.Store:
         key = "address/{}"
         use_route(
             nodes,
-            rank * nodes // world,
+            place.node,
             os.environ["MASTER_ADDR"],
-            lambda address: store.set(key.format(rank * nodes // world), address),
+            lambda address: store.set(key.format(place.node), address),
             lambda other: store.get(key.format(other)).decode(),
         )
     return store

@@ -10,6 +10,7 @@ from pathlib import Path
 from realrl.config.errors import UserError
 from realrl.config.files import partial_path, reason_of
 from realrl.config.words import join
+from realrl.plan.cluster import Cluster
 from realrl.program.lower import WRITER
 from realrl.runtime.processes.process import Process
 
@@ -17,13 +18,13 @@ PATIENCE = 15.0
 """Seconds until a node sees what another one has written: network file systems look again from time to time."""
 
 
-def check_shared(run_dir: Path, process: Process, nodes: int) -> None:
+def check_shared(run_dir: Path, process: Process, cluster: Cluster) -> None:
     """Check, on all ranks together, that every node sees what the first rank writes into `run_dir`.
 
     Ranks of several nodes write models there, and a run that resumes reads them. UserError, on all ranks, that
     names the nodes that have directories of their own.
     """
-    if nodes == 1:
+    if cluster.nodes == 1:
         return
     # The directory need not be there yet.
     nearest = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir())
@@ -38,7 +39,7 @@ def check_shared(run_dir: Path, process: Process, nodes: int) -> None:
     if refusal:
         raise UserError(f"run_dir={run_dir} cannot be written: {refusal}")
     try:
-        node = f"node {process.rank * nodes // process.world} ({socket.gethostname()})"
+        node = f"node {cluster.node(process.rank)} ({socket.gethostname()})"
         everyone: list[tuple[bool, str]] = process.gather((_appears(Path(place)), node))
     finally:
         if process.rank == WRITER:

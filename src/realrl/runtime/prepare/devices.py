@@ -36,9 +36,9 @@ def spec_of(experiment: Experiment, cluster: Cluster, here: Here | None = None) 
     spec = with_host_memory(spec, experiment, here)
     if experiment.device_memory is not None:
         return with_memory(spec, parse_bytes(experiment.device_memory))
-    if here is None or len(spec.groups) > 1 or not _may_be(here, spec.groups[0].device):
+    if here is None or len(spec.uniform_parts) > 1 or not _may_be(here, spec.groups[0].device):
         return spec
-    size = here.memory_bytes if isinstance(here, Gpu) else host_memory() // cluster.devices_per_node
+    size = here.memory_bytes if isinstance(here, Gpu) else host_memory() // cluster.largest_node
     return with_memory(spec, size)
 
 
@@ -103,10 +103,9 @@ def search_spec(experiment: Experiment, cluster: Cluster, here: Here) -> Cluster
 def _with_threads(spec: ClusterSpec) -> ClusterSpec:
     """Give processes of the built-in kind of CPU the threads that they have on this machine."""
     plain = DEVICES["cpu"]
+    threads = count_threads(spec.cluster.largest_node)
     groups = (
-        replace(group, device=group.device.with_threads(count_threads(group.devices_per_node)))
-        if group.device == plain
-        else group
+        replace(group, device=group.device.with_threads(threads)) if group.device == plain else group
         for group in spec.groups
     )
     return replace(spec, groups=tuple(groups))
@@ -116,19 +115,22 @@ def _cpu(experiment: Experiment, cluster: Cluster, here: Here | None) -> DeviceK
     """Find the CPU process as a device, if CPUs compute."""
     if here is None and experiment.device != "cpu":
         return None
-    each = cluster.devices_per_node
+    each = cluster.largest_node  # where nodes differ, all are taken for the slowest
     kind = DEVICES["cpu"].with_threads(count_threads(each))
     return replace(kind, memory_bytes=max(1, host_memory() // each))
 
 
 def _spec(cluster: Cluster, kind: DeviceKind) -> ClusterSpec:
-    group = NodeGroup(
-        nodes=cluster.nodes,
-        devices_per_node=cluster.devices_per_node,
-        device=kind,
-        node_bytes_per_s=kind.node_bytes_per_s,
+    groups = tuple(
+        NodeGroup(
+            nodes=nodes,
+            devices_per_node=devices,
+            device=kind,
+            node_bytes_per_s=kind.node_bytes_per_s,
+        )
+        for nodes, devices in cluster.runs
     )
-    return ClusterSpec(str(group), (group,))
+    return ClusterSpec("+".join(map(str, groups)), groups)
 
 
 def with_host_memory(spec: ClusterSpec, experiment: Experiment, here: Here | None = None) -> ClusterSpec:
@@ -136,7 +138,7 @@ def with_host_memory(spec: ClusterSpec, experiment: Experiment, here: Here | Non
     the kind; else what there is."""
     if experiment.host_memory is not None:
         size = parse_bytes(experiment.host_memory)
-    elif isinstance(here, Gpu) and len(spec.groups) == 1 and _may_be(here, spec.groups[0].device):
+    elif isinstance(here, Gpu) and len(spec.uniform_parts) == 1 and _may_be(here, spec.groups[0].device):
         size = host_memory()
     else:
         return spec

@@ -100,7 +100,7 @@ def list_splits() -> list[Split]:
 def _take_from_file(experiment: Experiment) -> ProcessChoice:
     """Take the number of processes that the recipe's plan file is for, if it is for one machine."""
     plan = load_plan(experiment.plan, build_graph(experiment), experiment.micro_batch_tokens)
-    processes = plan.cluster.devices_per_node if plan.cluster.nodes == 1 else 1
+    processes = plan.cluster.size if plan.cluster.nodes == 1 else 1
     split = Split(processes=processes, threads=count_threads(processes))
     return ProcessChoice(split, [split], f"which {experiment.plan} is for")
 

@@ -6,6 +6,7 @@ All ranks make the same groups in the same order.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import combinations
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,6 @@ from realrl.plan.communicators import (
     RankSets,
     group_splits,
     list_communicators,
-    list_node_pairs,
     list_stage_pairs,
 )
 
@@ -34,7 +34,8 @@ class RankPlace:
 
     rank: int
     world: int
-    per_node: int
+    node: range
+    """Ranks of its node."""
     device: torch.device
 
 
@@ -79,7 +80,7 @@ def make_nccl_groups(
         if "pipeline" in roles and place.rank in ranks:
             _connect(place, list_stage_pairs(ranks), handles[tuple(sorted(ranks))])
     if with_node_pairs:
-        _connect(place, list_node_pairs(place.world, place.per_node), dist.group.WORLD)
+        _connect(place, combinations(place.node, 2), dist.group.WORLD)
     torch.cuda.synchronize(place.device)
     return {
         ranks: Group(ranks, ranks.index(place.rank), handles[tuple(sorted(ranks))])

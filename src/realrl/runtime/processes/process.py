@@ -23,6 +23,7 @@ from realrl.runtime.monitor.activity import Activity
 from realrl.runtime.monitor.host_memory import steady_memory
 from realrl.runtime.network.interfaces import limited_silence
 from realrl.runtime.network.meeting import TIMEOUT, meet
+from realrl.runtime.network.node_place import find_node_place
 from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu
 from realrl.runtime.prepare.host import count_threads
@@ -75,8 +76,8 @@ class Process:
         """
         if self.world == 1:
             return {}
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
-        place = RankPlace(rank=self.rank, world=self.world, per_node=per_node, device=self.device)
+        node = find_node_place().ranks
+        place = RankPlace(rank=self.rank, world=self.world, node=node, device=self.device)
         with limited_silence():
             if self.device.type == "cuda":
                 return make_nccl_groups(place, rank_sets, with_node_pairs=moves)
@@ -154,17 +155,7 @@ def resolve_cluster(text: str, device: Device) -> Cluster:
     cluster = written_cluster(text)
     if not under_launcher():
         return cluster or Cluster(1, torch.cuda.device_count() if use_cuda(device) else 1)
-    world = int(os.environ["WORLD_SIZE"])
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    started = Cluster(world // per_node, per_node)
-    if cluster is None:
-        return started
-    if cluster != started:
-        raise UserError(
-            f"cluster={cluster}, but {started.devices_per_node} processes were started on each of"
-            f" {started.nodes} nodes; set cluster={started} or auto"
-        )
-    return cluster
+    return find_node_place().match(cluster)
 
 
 def connect(device: Device, launch: LaunchConfig | None = None) -> Process:

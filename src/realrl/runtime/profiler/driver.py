@@ -1,6 +1,5 @@
 """Profiler: measures the missing entries of a request and writes the profile."""
 
-import os
 import re
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -12,6 +11,7 @@ from realrl.config.errors import UserError
 from realrl.planner.cluster.devices import find_gpu_kind
 from realrl.planner.profile.profile import Profile, ShapeKey
 from realrl.planner.profile.versions import read_versions
+from realrl.runtime.network.node_place import find_node_place
 from realrl.runtime.processes.process import Process, connect
 from realrl.runtime.profiler.hardware import machine
 from realrl.runtime.profiler.models.shapes import ShapeMeasurements
@@ -68,7 +68,7 @@ class _Profiler:
         request = self._request
         results = self._results
         clock = self._bench.clock
-        per_node = count_local_processes(self._process.world)
+        per_node = count_local_processes()
         rows = list(machine.make_rows(self._process, per_node, clock, thin=request.sizes.thin))
         self._measure("links and memory", lambda: rows, results.collectives, "transfers")
         for shape, dtype in request.models:
@@ -122,9 +122,14 @@ class _Profiler:
             self._observer.done()
 
 
-def count_local_processes(world: int) -> int:
-    """Count the processes on this node."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
+def count_local_processes() -> int:
+    """Count the processes on this node; UserError where other nodes have another number of them."""
+    place = find_node_place()
+    if not place.even:
+        raise UserError(
+            "nodes were started with different numbers of processes; a profile needs as many on each"
+        )
+    return len(place.ranks)
 
 
 def _load_results(request: Request, process: Process, observer: MeasurementObserver | None) -> ResultsStore:
@@ -132,7 +137,7 @@ def _load_results(request: Request, process: Process, observer: MeasurementObser
     software = read_versions()
     fresh = Profile(
         device=_device_name(request, process.device),
-        processes=count_local_processes(process.world),
+        processes=count_local_processes(),
         threads=torch.get_num_threads() if process.device.type == "cpu" else None,
         software=software,
     )

@@ -105,9 +105,13 @@ def _models(experiment: Experiment) -> list[tuple[ModelShape, Dtype]]:
 
 
 def _group(spec: ClusterSpec) -> NodeGroup:
-    """Find the devices of a cluster; UserError where they are of several kinds."""
+    """Find the devices of a cluster; UserError where its nodes differ."""
     if len({group.device.name for group in spec.groups}) > 1:
         raise UserError(f"cluster {spec.name} has several kinds of devices; name one, for example h100:1x8")
+    if not spec.cluster.even:
+        raise UserError(
+            f"cluster {spec.name} has nodes of different size; name those of one, for example h100:1x8"
+        )
     return spec.groups[0]
 
 

@@ -12,12 +12,12 @@ from realrl.checkpoint.origin import read_origin
 from realrl.checkpoint.portions import Portion, list_portions, take_whole
 from realrl.config.errors import UserError
 from realrl.dataflow.call import MovingAverage
+from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers.local_set import LocalSet, Parameters
+from realrl.engine.buffers.offload import Offloadable
 from realrl.engine.dtypes import find_products, find_set_dtype, find_torch_dtype
 from realrl.engine.finite import NotFiniteError
-from realrl.engine.flat import FlatBuffer
-from realrl.engine.local_set import LocalSet, Parameters
 from realrl.engine.model import Model
-from realrl.engine.offload import Offloadable
 from realrl.engine.parallel_groups import select_groups
 from realrl.engine.training.trainer import Trainer
 from realrl.families.adapter_config import adapter_tensors
@@ -170,7 +170,7 @@ class Roles:
         absent = [tensor for tensor in tensors if tensor.name in missing and tensor.name in regions]
         initialise(model.parameters, absent, model.shape, self._seed, regions)
         if any(tensor.init is Init.MAGNITUDE for tensor in tensors if tensor.name in missing):
-            model.transformer.initialise_magnitudes()
+            model.initialise_magnitudes()
 
     def home_model(self, role: str) -> Model | None:
         """Find the role's model in its home; None where that does not include this rank."""

@@ -67,7 +67,9 @@ def _source(experiment: Experiment, spec: ClusterSpec) -> str:
     """Describe the setting that a device's memory comes from, where that can be changed."""
     if not host_is_device(experiment, spec):
         return ""
-    return f" (this machine's memory over {spec.cluster.devices_per_node} processes, as device_memory is not given)"
+    return (
+        f" (this machine's memory over {spec.cluster.largest_node} processes, as device_memory is not given)"
+    )
 
 
 @dataclass(frozen=True)

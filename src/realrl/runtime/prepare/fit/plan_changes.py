@@ -71,7 +71,7 @@ def _file_changes(
     if call is not None and call.name in plan.placements:
         yield [
             _strategy(f"dp: {s.dp}, tp: {s.tp}, pp: {s.pp}", together, dp=s.dp, tp=s.tp, pp=s.pp)
-            for s in _more_parts(plan[call.name], plan.cluster.devices_per_node)
+            for s in _more_parts(plan[call.name], plan.cluster.largest_node)
         ]
 
 
@@ -111,11 +111,11 @@ def _unlisted(key: str, role: str) -> Change:
     return Change(f"{role} removed from {key}", apply)
 
 
-def _more_parts(place: Placement, devices_per_node: int) -> list[Strategy]:
-    """Divide the model into more parts on the same mesh, as few as possible first."""
+def _more_parts(place: Placement, most: int) -> list[Strategy]:
+    """Divide the model into more parts on the same mesh, as few as possible first, `most` of tensor parallelism."""
     old, found = place.strategy, []
     tp = old.tp
-    while tp <= devices_per_node:
+    while tp <= most:
         pp = old.pp
         while tp * pp <= place.mesh.size:
             if place.mesh.size % (tp * pp) == 0:

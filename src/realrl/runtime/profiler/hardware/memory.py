@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from realrl.engine.flat import FlatBuffer
-from realrl.engine.offload import Offloadable
+from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers.offload import Offloadable
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.families.tensors import TensorSpec
 from realrl.layout.limits import bucket_count

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from realrl.engine.host_memory import PinnedMemory
+from realrl.engine.buffers.host_memory import PinnedMemory
 
 
 def free(tensor: Tensor) -> None:

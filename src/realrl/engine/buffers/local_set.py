@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from realrl.engine.flat import FlatBuffer
-from realrl.engine.offload import Offloadable, allocate, free
+from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers.offload import Offloadable, allocate, free
 from realrl.families.tensors import TensorSpec
 from realrl.layout.layout import Layout
 from realrl.layout.limits import bucket_count
@@ -16,10 +16,10 @@ class LocalSet:
     """A rank's part of a parameter set in one flat buffer, whose memory can be released and allocated again."""
 
     def __init__(self, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`rank` is global. The buffer is padded so that data-parallel ranks can share out each of its buckets."""
+        """`rank` is global. The buffer is padded so that ranks with the same tensors can share out each bucket."""
         self.layout, self._rank = layout, rank
         stored = [tensor.stored for tensor in layout.tensors(rank)]
-        multiple = layout.placement.strategy.dp * bucket_count(sum(tensor.numel for tensor in stored))
+        multiple = layout.placement.strategy.replicas * bucket_count(sum(tensor.numel for tensor in stored))
         self.buffer = FlatBuffer(stored, dtype, device, multiple_of=multiple)
         self.memory = Offloadable([self.buffer.data])
 

@@ -1,0 +1,135 @@
+"""Training under ZeRO-2 and ZeRO-3: ranks accumulate and update rows of their own."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realrl.engine.buffers.local_set import LocalSet
+from realrl.engine.model import Model
+from realrl.engine.sharding.gradients import SectionGradients
+from realrl.engine.sharding.section_buffers import SectionBuffer, group_by_section
+from realrl.engine.training.gradients import (
+    find_counted_elements,
+    require_gradients,
+    sum_tensor_parallel,
+    sum_tied_embeddings,
+)
+from realrl.engine.training.optimizer import ShardedAdamW
+from realrl.model.parallel.group import all_gather, make_single_rank_group
+from realrl.plan.placement import Placement
+from realrl.recipe.model import OptimizerConfig
+
+
+class ShardedGradients:
+    """See `Accumulation`.
+
+    Under ZeRO-3 a rank updates the parameters that it stores; under ZeRO-2 float32 copies of the same rows of
+    parameters that every rank has, which `spread` brings to all of them.
+    """
+
+    def __init__(self, model: Model, trained: LocalSet, config: OptimizerConfig, *, backward: range) -> None:
+        """`trained`: the parameter set that is updated; `backward`: layers that gradients flow through."""
+        self._model, self._trained = model, trained
+        self._group = model.groups.data
+        placement = trained.layout.placement
+        self._copies = not placement.strategy.shards_parameters
+        self.updated = trained
+        if self._copies:
+            rows = Placement(placement.mesh, replace(placement.strategy, zero=3))
+            layout = replace(trained.layout, placement=rows)
+            self.updated = LocalSet(layout, model.rank, torch.float32, model.device)
+            self._take_rows()
+        complete = partial(sum_tensor_parallel, model)
+        self._sections = SectionGradients(self.updated, model.shard, model.rank, self._group, complete)
+        self.gradients = self._sections.rows
+        require_gradients(model, trained, self._sections.fused)
+        self._passes = model.passes or model.make_passes()
+        self._passes.train(self._sections, backward)
+        model.transformer.hooks = self._passes
+        locals_ = self.updated.layout.tensors(model.rank)
+        self.optimizer = ShardedAdamW(
+            self.updated.buffer,
+            self.gradients,
+            config,
+            make_single_rank_group(model.rank),
+            norm_group=model.groups.mesh,
+            counted={local.spec.name: find_counted_elements(model, local) for local in locals_},
+        )
+
+    @property
+    def persistent(self) -> list[Tensor]:
+        """See `Accumulation`."""
+        return [*self.optimizer.persistent, *([self.updated.buffer.data] if self._copies else [])]
+
+    def agree_on_passes(self, count: int) -> int:
+        """See `Accumulation`."""
+        return self._model.agree_on_passes(count)
+
+    def idle_forward(self) -> None:
+        """See `Accumulation`."""
+        self._passes.idle_forward(last=False)
+
+    def idle_backward(self) -> None:
+        """See `Accumulation`."""
+        self._passes.idle_backward()
+
+    def start_backward(self, *, last: bool) -> None:
+        """See `Accumulation`."""
+        self._passes.start_backward()
+
+    def finish_backward(self) -> None:
+        """See `Accumulation`."""
+        self._passes.finish_backward()
+
+    def finalize(self) -> Mapping[str, Tensor]:
+        """See `Accumulation`."""
+        sum_tied_embeddings(self._model, self.gradients)
+        return {}
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        """See `Accumulation`."""
+        if not self._copies:
+            return
+        target = self._trained.buffer
+        arriving: deque[tuple[SectionBuffer, list[dist.Work | None]]] = deque()
+
+        def finish() -> None:
+            section, works = arriving.popleft()
+            for work, names in zip(works, section.stacks, strict=True):
+                if work is not None:
+                    work.wait()
+                target.fused(*names).copy_(section.buffer.fused(*names))
+            section.free()
+
+        for section in self._list_sections():
+            section.allocate()
+            works = []
+            for names in section.stacks:
+                rows = self.updated.buffer.fused(*names).view(-1).to(target.data.dtype)
+                works.append(all_gather(section.view_stack(names), rows, self._group, async_op=True))
+            arriving.append((section, works))
+            if len(arriving) > 1:
+                finish()
+        while arriving:
+            finish()
+
+    def _list_sections(self) -> Iterator[SectionBuffer]:
+        """Make a buffer for each section of the parameters that every rank has."""
+        whole = self._trained.buffer.data
+        tensors = self._trained.layout.tensors(self._model.rank)
+        for stacks in group_by_section(self._model.shard, tensors).values():
+            yield SectionBuffer(stacks, self._group.size, whole.dtype, whole.device)
+
+    def _take_rows(self) -> None:
+        """Copy this rank's rows of the parameters that every rank has."""
+        for names in (names for section in self._list_sections() for names in section.stacks):
+            mine = self.updated.buffer.fused(*names).view(-1)
+            first = self._group.index * mine.numel()
+            taken = self._trained.buffer.fused(*names).view(-1)[first : first + mine.numel()]
+            mine[: len(taken)].copy_(taken)

@@ -1,0 +1,81 @@
+"""Part of a global tensor that one rank stores: a tensor-parallel part, or rows of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from realrl.families.shape import ModelShape
+from realrl.families.tensors import Axis, TensorSpec
+from realrl.layout.ranges import axis_elements, padded_vocabulary
+from realrl.layout.region import Region
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """A tensor as one rank stores it.
+
+    `shape` is allocated; `region.size`, the part of the global tensor that fills it from the first row on,
+    has as many columns and at most as many rows: fewer only where a vocabulary, or a shard of rows, is padded.
+    """
+
+    spec: TensorSpec
+    """The global tensor."""
+    region: Region
+    shape: tuple[int, ...]
+
+    @property
+    def stored(self) -> TensorSpec:
+        """Description of the tensor in its allocated shape."""
+        return replace(self.spec, shape=self.shape)
+
+    @property
+    def numel(self) -> int:
+        """Number of allocated elements."""
+        return prod(self.shape)
+
+    def take_rows(self, first: int, last: int) -> "LocalTensor":
+        """Take allocated rows `first` until before `last` of it."""
+        (top, *columns), (filled, *widths) = self.region.offset, self.region.size
+        start, stop = min(first, filled), min(last, filled)
+        region = Region(self.region.tensor, (top + start, *columns), (stop - start, *widths))
+        return LocalTensor(self.spec, region, (last - first, *self.shape[1:]))
+
+
+def local_tensor(shape: ModelShape, spec: TensorSpec, tp: int, t: int) -> LocalTensor:
+    """Compute the part of a global tensor on TP rank `t`, sharded as in Megatron-LM (arXiv 1909.08053)."""
+    offset, size = [0] * len(spec.shape), list(spec.shape)
+    stored = list(spec.shape)
+    if spec.partition is not None:
+        dim = spec.partition.dim
+        part = axis_elements(shape, spec.partition.axis, tp, t)
+        offset[dim] = part.start
+        size[dim] = stored[dim] = len(part)
+        if spec.partition.axis is Axis.VOCABULARY:
+            stored[dim] = padded_vocabulary(shape, tp)
+    return LocalTensor(spec=spec, region=Region(spec.name, tuple(offset), tuple(size)), shape=tuple(stored))
+
+
+def count_shard_rows(stack: Sequence[LocalTensor], parts: int) -> int:
+    """Count the rows of a parameter, made of tensors stacked by rows, that each data-parallel rank stores.
+
+    All store as many, so that collectives bring them back to back; the last ranks' are padding in part.
+    """
+    return -(-sum(tensor.shape[0] for tensor in stack) // parts)
+
+
+def cut_rows(stack: Sequence[LocalTensor], parts: int, index: int) -> tuple[LocalTensor, ...]:
+    """Cut out the rows of a parameter, made of tensors stacked by rows, that data-parallel rank `index` stores.
+
+    It has consecutive rows of the stack, and so of each tensor a box, which may be empty. Padding is at the end.
+    """
+    height = count_shard_rows(stack, parts)
+    found, at = [], 0
+    for tensor in stack:
+        rows = tensor.shape[0]
+        first, last = (min(max(edge - at, 0), rows) for edge in (index * height, (index + 1) * height))
+        found.append(tensor.take_rows(first, last))
+        at += rows
+    padding = height - sum(tensor.shape[0] for tensor in found)
+    last_one = found[-1]
+    found[-1] = replace(last_one, shape=(last_one.shape[0] + padding, *last_one.shape[1:]))
+    return tuple(found)
