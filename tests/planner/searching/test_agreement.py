@@ -115,7 +115,7 @@ def test_search_and_simulation_agree_on_nodes_of_different_size_and_any_meshes(s
         Plan(of.spec.cluster, {call.name: sampled_placement(rng, of, call) for call in of.graph.calls})
         for _ in range(20)
     ]
-    space = SearchSpace(micro_batch_tokens=(), per_size=2) if rng.random() < 0.5 else SearchSpace(per_size=2)
+    space = SearchSpace(micro_batch_tokens=()) if rng.random() < 0.5 else SearchSpace()
     assert compare(rng, of, build_problem(of, search_space=space, include=plans), 20) > 4
 
 
@@ -138,7 +138,7 @@ def compare(rng: random.Random, of: Scenario, problem: Problem, most: int) -> in
             if call.call.kind is not Kind.TRAIN or call.call.role not in plan.offload_optimizer:
                 assert found.start[name] == pytest.approx(call.start, rel=1e-9, abs=1e-9)
         # The search adds up what is largest on any stage, which need not be on the same one.
-        assert fullest * (1 - 1e-9) <= found.fill <= fullest * 1.4
+        assert fullest * (1 - 1e-9) <= found.fill <= fullest * 1.5
     return compared
 
 
@@ -183,7 +183,7 @@ def test_search_and_simulation_agree_where_roles_share_a_base(seed: int) -> None
         expected = estimate_plan(of, plan)
         fullest = max(device.peak.bytes / device.capacity for device in expected.memory)
         assert found.seconds == pytest.approx(expected.step_seconds, rel=1e-9)
-        assert fullest * (1 - 1e-9) <= found.fill <= fullest * 1.4
+        assert fullest * (1 - 1e-9) <= found.fill <= fullest * 1.5
         apart = replace(of, models={r: replace(m, base=None) for r, m in of.models.items()})
         twice = max(d.peak.bytes / d.capacity for d in estimate_plan(apart, plan).memory)
         assert fullest <= twice and (memory.holders or fullest == twice)
@@ -212,4 +212,4 @@ def test_search_and_simulation_agree_about_presets(
     found, expected = Timeline(problem).evaluate(assignment), estimate_plan(of, plan)
     assert found.seconds == pytest.approx(expected.step_seconds, rel=1e-9)
     fullest = max(device.peak.bytes / device.capacity for device in expected.memory)
-    assert fullest * (1 - 1e-9) <= found.fill <= fullest * 1.4
+    assert fullest * (1 - 1e-9) <= found.fill <= fullest * 1.5

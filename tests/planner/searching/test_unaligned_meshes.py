@@ -27,7 +27,7 @@ def test_five_devices_train_the_larger_model_beside_three_for_the_smaller_one() 
         cost=CostModel(spec),
         memory=MemoryModel(spec),
     )
-    everything = build_problem(of, search_space=SearchSpace(recompute=(False,), per_size=4))
+    everything = build_problem(of, search_space=SearchSpace(recompute=(False,)))
     aligned = replace(
         everything,
         candidates={
@@ -35,7 +35,7 @@ def test_five_devices_train_the_larger_model_beside_three_for_the_smaller_one() 
             for name, options in everything.candidates.items()
         },
     )
-    best, within = search_plans(everything), search_plans(aligned)
+    best, within = (search_plans(of_meshes, tolerance=1e-3) for of_meshes in (everything, aligned))
     assert best.evaluation.seconds < within.lower_bound
     plan = everything.plan(best.assignment)
     meshes = {plan[name].mesh for name in ("actor.train", "critic.train")}

@@ -1,5 +1,6 @@
 """Lower bound on step time for sets of plans."""
 
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -56,7 +57,8 @@ class Bound:
         moves: dict[
             int, tuple[Floats, Floats]
         ] = {}  # call -> earliest start and device-seconds of its reallocation
-        apart = self._apart(nodes, memory=memory)
+        copies = [self._copy(c, nodes) for c in range(len(nodes))] if memory else []
+        apart = self._apart(nodes, size, copies, memory=memory)
         packed: dict[tuple[int, int, int], Floats] = {}
         for c in range(len(nodes)):
             ready = np.zeros(nodes.shape[1])
@@ -84,7 +86,7 @@ class Bound:
         bound = np.maximum(tail.max(axis=0), self._work(range(len(nodes)), head, area, moves))
         for end in packed.values():
             np.maximum(bound, end, out=bound)
-        return np.where(self._too_full(nodes, size), np.inf, bound) if memory else bound
+        return np.where(self._too_full(nodes, size, copies), np.inf, bound) if memory else bound
 
     def _received(self, c: int, nodes: Numbers, ready: Floats, tail: Floats) -> Floats:
         """Earliest time at which call `c` has received all inputs, one after the other, once devices are
@@ -119,23 +121,30 @@ class Bound:
         certain = known[:, None] & known & ~apart
         return (certain | (size[:, None] + size > self.devices)) & self._compete
 
-    def _apart(self, nodes: Numbers, *, memory: bool) -> Bools:
-        """Whether meshes cannot overlap, [calls, calls, nodes]: a device would have too little memory for both."""
-        first, size = self._take("first", nodes), self._take("size", nodes)
-        known, end = first >= 0, first + size
-        apart = known[:, None] & known & ((first[:, None] >= end) | (first >= end[:, None]))
-        if not memory:
-            return apart
-        home = np.array([self.tables.home[c] == c for c in range(len(nodes))])[:, None]
+    def _apart(
+        self, nodes: Numbers, size: Floats, copies: "Sequence[Floats | float]", *, memory: bool
+    ) -> dict[tuple[int, int], Bools]:
+        """Whether the meshes of two calls cannot overlap: a device would have too little memory for both."""
+        first = self._take("first", nodes)
+        end = first + size
         own, working, limit = (self._take(name, nodes) for name in ("own", "working", "limit"))
-        held = np.where(home, own, 0.0)
-        needed = np.array([working[c] + self._copy(c, nodes) for c in range(len(nodes))])
-        most = np.maximum(needed[:, None], needed)
-        return apart | (held[:, None] + held + most > np.maximum(limit[:, None], limit))
+        found = {}
+        for a, b in combinations(range(len(nodes)), 2):
+            known = (first[a] >= 0) & (first[b] >= 0)
+            apart = known & ((first[a] >= end[b]) | (first[b] >= end[a]))
+            if memory:
+                held = sum(own[c] for c in (a, b) if self.tables.home[c] == c)
+                most = np.maximum(working[a] + copies[a], working[b] + copies[b])
+                apart |= held + most > np.maximum(limit[a], limit[b])
+            found[a, b] = apart
+        return found
 
     @staticmethod
     def _one_after_another(
-        triple: tuple[int, int, int], tail: Floats, seconds: Floats, apart: Bools
+        triple: tuple[int, int, int],
+        tail: Floats,
+        seconds: Floats,
+        apart: Mapping[tuple[int, int], Bools],
     ) -> Floats:
         """Earliest end of three calls of which two overlap; infinite if no two can."""
         ends = [
@@ -204,24 +213,24 @@ class Bound:
         later = starts[None] >= starts[:, None]
         return (starts + np.where(later, work, 0.0).sum(axis=1) / self.devices).max(axis=0)
 
-    def _too_full(self, nodes: Numbers, size: Floats) -> Bools:
+    def _too_full(self, nodes: Numbers, size: Floats, copies: "Sequence[Floats | float]") -> Bools:
         """Whether resident bytes exceed total memory, or those on the devices of some call exceed what it
         leaves."""
         working, limit = (self._take(name, nodes) for name in ("working", "limit"))
-        full = self._least_resident(nodes, size) > self.capacity
+        held = self._take("own", nodes), self._take("base", nodes)
+        full = self._least_resident(*held, size) > self.capacity
         for c in range(len(nodes)):
             there = np.maximum(size + size[c] - self.devices, 0)
-            left = size[c] * (limit[c] - working[c] - self._copy(c, nodes))
-            full |= self._least_resident(nodes, there) > left
+            left = size[c] * (limit[c] - working[c] - copies[c])
+            full |= self._least_resident(*held, there) > left
         return full
 
-    def _least_resident(self, nodes: Numbers, devices: Floats) -> Floats:
+    def _least_resident(self, own: Floats, base: Floats, devices: Floats) -> Floats:
         """Least resident bytes on so many devices of each home, [calls, nodes]; what may be shared counts once."""
-        own, base = self._take("own", nodes), self._take("base", nodes)
         shared = self.tables.sharing_homes
         alone = set(self.tables.home).difference(*shared)
-        found = sum((own[h] * devices[h] for h in set(self.tables.home)), np.zeros(nodes.shape[1]))
-        found += sum((base[h] * devices[h] for h in alone), np.zeros(nodes.shape[1]))
+        found = sum((own[h] * devices[h] for h in set(self.tables.home)), np.zeros(own.shape[1]))
+        found += sum((base[h] * devices[h] for h in alone), np.zeros(own.shape[1]))
         for homes in shared:
             found += np.max([base[h] * devices[h] for h in homes], axis=0)
         return found

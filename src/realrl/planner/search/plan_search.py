@@ -33,8 +33,10 @@ _LITTLE = SearchBudget(plans=10_000, chains=32, rounds=20, nodes=20_000)
 """Search budget of a preset, in which only micro-batches and recomputation vary."""
 _RUNNERS_UP = 3
 """Plans near the one of a search that are compared with it."""
-_FEW_DEVICES, _MANY_DEVICES = 128, 4
-"""Devices up to which a search has the default effort, and how many times as much it has beyond."""
+_EFFORTS = ((128, 1.0), (2048, 4.0))
+"""Devices up to which a search has so many times the default effort."""
+_MOST_EFFORT = 0.5
+"""The same beyond these: each plan takes longer there, and a search about a minute."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,8 @@ def _estimate_searched(scenario: Scenario, found: FoundPlan) -> tuple[Estimate, 
 
 def default_effort(spec: ClusterSpec) -> float:
     """Return the default effort of a search for a cluster."""
-    return DEFAULT_EFFORT if spec.size <= _FEW_DEVICES else _MANY_DEVICES * DEFAULT_EFFORT
+    times = next((times for devices, times in _EFFORTS if spec.size <= devices), _MOST_EFFORT)
+    return times * DEFAULT_EFFORT
 
 
 def find_plan(

@@ -12,6 +12,7 @@ from realrl.planner.evaluate.shortage import DoesNotFit, explain_plan_shortage
 from realrl.planner.evaluate.timeline import PlanEvaluation, Timeline
 from realrl.planner.search.bound import Bound
 from realrl.planner.search.branch_and_bound import BranchAndBound, Proof
+from realrl.planner.search.core import select_core
 from realrl.planner.search.local import improve_locally
 from realrl.planner.search.mcmc import anneal
 from realrl.planner.search.prune import prune_candidates
@@ -40,6 +41,8 @@ class SearchBudget:
 
 _SHORT_ROUNDS = 60
 """Rounds of the first chains: branch and bound often improves their plans faster than further rounds would."""
+_CORE = 0.4
+"""Share of the effort for the core of a problem."""
 _FIRST_PROOF = 0.6
 """Share of the effort after which chains are started again."""
 
@@ -89,8 +92,8 @@ def search_plans(
     if _score_all(scorer, min(budget.plans, effort)):
         proof = Proof(lower_bound=scorer.best_seconds, nodes=0)
     else:
-        begin = _initial_plans(scorer, [problem.chosen_candidates(start) for start in starts], seed)
-        proof = _improve_and_prove(scorer, begin, budget, seed, tolerance)
+        given = [problem.chosen_candidates(start) for start in starts]
+        proof = _search_core_first(scorer, given, budget, seed, tolerance)
     names = [call.name for call in scorer.timeline.tables.calls]
     best = scorer.best if scorer.best is not None else scorer.nearest_to_fit
     assert best is not None, "plans have been costed"
@@ -121,11 +124,33 @@ def _score_all(scorer: Scorer, limit: float) -> bool:
     return True
 
 
+def _search_core_first(
+    scorer: Scorer,
+    given: Sequence[Mapping[str, Candidate]],
+    budget: SearchBudget,
+    seed: int,
+    tolerance: float,
+) -> Proof:
+    """Search the core of a problem, then prove all of it, or search all of it where no plan of the core fits."""
+    bound = Bound(scorer.timeline.tables)
+    core, kept = select_core(scorer.timeline.problem, bound.groups)
+    inner = Scorer(Timeline(core), _CORE * scorer.effort)
+    within = Bound(inner.timeline.tables)
+    _improve_and_prove(inner, within, _initial_plans(inner, given, seed), budget, seed, tolerance)
+    scorer.evaluations += inner.evaluations
+    scorer.bounded += inner.bounded
+    begin = _initial_plans(scorer, given, seed)
+    if inner.best is None:
+        return _improve_and_prove(scorer, bound, begin, budget, seed, tolerance)
+    found = np.array([numbers[i] for numbers, i in zip(kept, inner.best, strict=True)])
+    scorer(np.concatenate([begin, found[:, None]], axis=1))
+    return BranchAndBound(scorer, bound, tolerance=tolerance, seed=seed).run(budget.nodes)
+
+
 def _improve_and_prove(
-    scorer: Scorer, begin: Ints, budget: SearchBudget, seed: int, tolerance: float
+    scorer: Scorer, bound: Bound, begin: Ints, budget: SearchBudget, seed: int, tolerance: float
 ) -> Proof:
     """Improve initial plans, [calls, plans], and bound all plans, until the tolerance or the effort is reached."""
-    bound = Bound(scorer.timeline.tables)
     proving = BranchAndBound(scorer, bound, tolerance=tolerance, seed=seed)
     short = replace(budget, rounds=min(budget.rounds, _SHORT_ROUNDS))
     _improve(scorer, bound, begin, short, seed, share=0.1)

@@ -16,7 +16,7 @@ from realrl.planner.cluster.cluster_spec import Site
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.candidates import list_meshes, list_micro_batches, list_strategies
-from realrl.planner.space.columns import Ways, add_offloading, list_ways
+from realrl.planner.space.columns import Ways, add_offloading, drop_dominated, list_ways
 from realrl.planner.space.problem import Candidate, Problem
 from realrl.program.memory import list_sharers
 
@@ -31,9 +31,6 @@ class SearchSpace:
     zero: tuple[int, ...] = (1,)
     """Stages of ZeRO: of calls that train, and the first and the third one of those that infer."""
     offload: bool = True
-    per_size: int = 8
-    """Number of candidates per call and mesh size: this many of the fastest strategies, and as many of those that
-    take less memory than all faster ones."""
 
 
 def build_problem(
@@ -166,14 +163,14 @@ class _Builder:
                 yield strategy
 
     def _choose(self, call: Call, ways: Ways, first: int) -> Ways:
-        """Choose the ways to run a call on a mesh that a search considers."""
+        """Choose the ways to run a call on a mesh that some best plan may need."""
         limit = self.scenario.memory.capacity(first)
         fitting = ways[ways.bytes_alone <= limit]
         if not len(fitting):
             # The one with the smallest shortage serves the error message.
             return ways[np.argsort(ways.bytes_alone, kind="stable")[:1]]
         variants = self._with_variants(call, fitting, first, limit)
-        return _worthwhile(variants[variants.bytes_alone <= limit], self.search_space.per_size)
+        return drop_dominated(variants[variants.bytes_alone <= limit])
 
     def _with_variants(self, call: Call, ways: Ways, first: int, limit: float) -> Ways:
         """Add variants with offloading, where the call decides on it."""
@@ -195,18 +192,3 @@ class _Builder:
         first = placement.mesh.first
         ways = list_ways(self.scenario, call, [placement], shares=self._shares(call))
         return self._with_variants(call, ways, first, 0.0).candidates([placement.mesh])
-
-
-def _worthwhile(ways: Ways, most: int) -> Ways:
-    """The `most` fastest ways, and as many of those that keep, or need, less memory than all faster ones.
-
-    Of the latter the leanest is taken, and others at equal distances.
-    """
-    ordered = ways[np.argsort(ways.seconds + ways.load_seconds + ways.unload_seconds, kind="stable")]
-    kept, needed = ordered.resident_bytes, ordered.resident_bytes + ordered.working_bytes
-    less = [sizes < np.minimum.accumulate(np.append(np.inf, sizes))[:-1] for sizes in (kept, needed)]
-    lean = np.flatnonzero(less[0] | less[1])
-    lean = lean[lean >= most]
-    steps = min(most, len(lean))
-    spread = [lean[len(lean) - 1 - i * len(lean) // steps] for i in range(steps)]
-    return ordered[np.array([*range(min(most, len(ordered))), *spread], dtype=np.int64)]

@@ -14,8 +14,9 @@ _FEW_NODES = 16
 """Largest number of nodes for which every run of nodes is a candidate."""
 _SMALLEST_BATCH, _LARGEST_PASS = 4096, 16384
 """Tokens of the smallest micro-batch tried, and of the largest outside generation."""
-_SMALLEST = 128
-"""Meshes with fewer than one in this many of the cluster's devices are left out."""
+_SMALLEST, _SMALLEST_OF_MANY, _MANY = 128, 16, 2048
+"""Meshes with fewer than one in this many of the cluster's devices are left out; the second number is for clusters
+of more devices than the third one."""
 
 
 def list_meshes(spec: ClusterSpec) -> list[Mesh]:
@@ -33,7 +34,8 @@ def list_meshes(spec: ClusterSpec) -> list[Mesh]:
                 if len(part) <= _FEW_NODES or _tidy(begin, nodes, len(part)):
                     first = part.start + begin
                     meshes.append(Mesh(bounds[first], bounds[first + nodes] - bounds[first]))
-    return [mesh for mesh in meshes if mesh.size * _SMALLEST >= spec.size]
+    smallest = _SMALLEST if spec.size <= _MANY else _SMALLEST_OF_MANY
+    return [mesh for mesh in meshes if mesh.size * smallest >= spec.size]
 
 
 def _list_inside(spec: ClusterSpec, node: int) -> Iterator[Mesh]:

@@ -49,6 +49,11 @@ class Ways:
         held = self.resident_bytes + self.communicator_bytes + self.working_bytes
         return held + self.weights_bytes * self.offload
 
+    @property
+    def moving_seconds(self) -> tuple[Floats, Floats]:
+        """Seconds to load offloaded parameters, and to offload them again."""
+        return self.load_seconds, self.unload_seconds
+
     def candidates(self, meshes: Sequence[Mesh]) -> list[Candidate]:
         """Make the candidates on each of some meshes, all of one site."""
         costs = {name: getattr(self, name).tolist() for name in _COSTS}
@@ -63,6 +68,30 @@ class Ways:
 
 _COLUMNS = tuple(field.name for field in fields(Ways) if field.name != "strategies")
 _COSTS = tuple(name for name in _COLUMNS if name != "strategy")
+
+
+def drop_dominated(ways: Ways) -> Ways:
+    """Drop ways of one size that are no better in any cost than another one of the same layout.
+
+    A plan that uses the other one is valid, too, and no slower (`search.prune`).
+    """
+    strategies = [ways.strategies[i] for i in ways.strategy.tolist()]
+    layouts: dict[tuple[object, ...], list[int]] = {}
+    for i, s in enumerate(strategies):
+        layouts.setdefault((s.dp, s.tp, s.pp, s.sequence_parallel, s.dtype), []).append(i)
+    loaded = [np.where(ways.offload, column, 0.0) for column in (ways.weights_bytes, *ways.moving_seconds)]
+    held = [ways.resident_bytes, ways.working_bytes, ways.weights_bytes, -ways.base_bytes, ways.host_bytes]
+    costs = np.stack([ways.seconds, *held, *loaded], axis=1)
+    stay = [np.array(members)[find_undominated(costs[members])] for members in layouts.values()]
+    return ways[np.sort(np.concatenate(stay))]
+
+
+def find_undominated(costs: Floats) -> Ints:
+    """Find the rows of costs that no other row is at least as good as, [rows]; of equal ones the first."""
+    better = (costs[:, None] <= costs[None]).all(axis=2)
+    equal = better & better.T
+    beaten = (better & ~equal) | (equal & np.tri(len(costs), k=-1, dtype=bool).T)
+    return np.flatnonzero(~beaten.any(axis=0))
 
 
 def join_ways(parts: Sequence[Ways]) -> Ways:
