@@ -117,7 +117,7 @@ def main() -> None:
             f"{row['published'][s]:8.1f} {row['predicted'][s]:6.1f}{' ' if row['fits'][s] else '!'}"
             f"{row['predicted'][s] / row['published'][s] - 1:+6.0%}"
             if s in row["predicted"]
-            else f"{row['published'][s]:8.1f} {'-':>6} {'-':>6}"
+            else f"{row['published'][s] or '-':>8} {'-':>6} {'-':>6}"
             for s in systems
         ]
         print(f"{row['setting']:30} " + " ".join(cells) + f"  {'; '.join(row['wrong_order'])}", flush=True)
