@@ -20,6 +20,8 @@ from realrl.program.memory import StoredModel
 
 _AT_ONCE = 1 << 16
 """Array elements (nodes or devices, times pairs) processed together, so that they stay in the caches."""
+_FEW_LAYOUTS, _RECENT = 16, 4
+"""Layouts whose boxes are not kept, and number of sets of boxes that are."""
 _PAIR = tuple[Floats, Floats]
 
 
@@ -82,7 +84,13 @@ class _Boxes:
     right: Floats
     embeds: Floats
 
-    @property
+    @cached_property
+    def ascending(self) -> _PAIR:
+        """Bytes of layers from the block with the least on, and their sums up to each block."""
+        layers = np.sort(self.whole[0], axis=0)
+        return layers, np.cumsum(layers, axis=0)
+
+    @cached_property
     def whole(self) -> _PAIR:
         """Bytes of layers, and the fraction of the embedding."""
         width = self.right - self.left
@@ -126,6 +134,10 @@ class LinkTransfers:
     links: tuple[Links, ...]
     """Links of each node; between heterogeneous nodes the slower ones count."""
     _cuts: dict[ParameterBytes, Floats] = field(default_factory=dict, compare=False, repr=False)
+    _recent: dict[tuple[ParameterBytes, int, bytes], _Boxes] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """Boxes of layouts that were asked for last."""
 
     def seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
         """See `Transfers`."""
@@ -277,9 +289,17 @@ class LinkTransfers:
 
     def _boxes(self, weights: ParameterBytes, layouts: Layouts, bounds: Ints) -> _Boxes:
         """Boxes of each block of devices, empty if it holds nothing; computed once per distinct layout."""
+        key = weights, len(bounds), layouts.codes.tobytes()
+        if key in self._recent:
+            return self._recent[key]
         _, first, where = np.unique(layouts.codes, return_index=True, return_inverse=True)
-        boxes = self._different_boxes(weights, layouts[first], bounds)
-        return _Boxes(*(values.take(where, axis=1) for values in boxes.__dict__.values()))
+        different = self._different_boxes(weights, layouts[first], bounds)
+        boxes = _Boxes(*(values.take(where, axis=1) for values in different.__dict__.values()))
+        if len(first) > _FEW_LAYOUTS:
+            while len(self._recent) >= _RECENT:
+                self._recent.pop(next(iter(self._recent)))
+            self._recent[key] = boxes
+        return boxes
 
     def _different_boxes(self, weights: ParameterBytes, layouts: Layouts, bounds: Ints) -> _Boxes:
         cuts = self._bounds(weights, int(layouts.pp.max()))
@@ -331,12 +351,12 @@ def _into_empty(held: _Boxes, needed: _Boxes, weights: ParameterBytes) -> Floats
 
     At best the nodes without data are those that need the least.
     """
-    layers = np.sort(needed.whole[0], axis=0)
+    layers = needed.ascending[0]
     holding = (held.right > held.left).sum(axis=0)
     last = np.maximum(len(layers) - holding - 1, 0)[None]
     entering, everything = (
         np.where(holding < len(layers), np.take_along_axis(values, last, axis=0)[0], 0.0)
-        for values in (layers, np.cumsum(layers, axis=0))
+        for values in needed.ascending
     )
     leaving = np.minimum(everything, weights.stack) / holding
     return np.asarray(np.maximum(entering, leaving))

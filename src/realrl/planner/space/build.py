@@ -28,9 +28,9 @@ class SearchSpace:
     micro_batch_tokens: tuple[int, ...] | None = None
     """Micro-batch sizes in tokens; None for those of `list_micro_batches`."""
     recompute: tuple[bool, ...] = (False, True)
-    zero: tuple[int, ...] = (1,)
-    """Stages of ZeRO: of calls that train, and the first and the third one of those that infer."""
     offload: bool = True
+    zero: tuple[int, ...] = ZERO_STAGES
+    """Stages of ZeRO that train calls may have."""
 
 
 def build_problem(
@@ -153,9 +153,10 @@ class _Builder:
         node = spec.cluster.ranks(spec.cluster.node(mesh.first))
         divided = gcd(len(node), *(devices for _, devices in spec.site(mesh).nodes.runs))
         recompute = self.search_space.recompute if call.kind is Kind.TRAIN else (False,)
+        # Calls that train one role have one stage, which candidates of each do not know of the others.
+        training = [c for c in self.scenario.graph.role_calls(call.model_role) if c.kind is Kind.TRAIN]
+        zero = self.search_space.zero if training == [call] else (1,)
         work = self.scenario.workload.work(call)
-        allowed = {Kind.TRAIN: ZERO_STAGES, Kind.INFERENCE: (1, 3)}.get(call.kind, (1,))
-        zero = tuple(stage for stage in self.search_space.zero if stage in allowed)
         for strategy in list_strategies(
             mesh.size, divided, shape.layers, shape.heads, tokens, recompute, zero
         ):

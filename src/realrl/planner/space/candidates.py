@@ -62,10 +62,11 @@ def list_strategies(
         if size % tp:
             continue
         for pp in (p for p in range(1, min(layers, size // tp) + 1) if size // tp % p == 0):
-            stages = zero if size // tp // pp > 1 else (1,)
+            dp = size // tp // pp
+            stages = tuple(stage for stage in zero if stage == 1 or dp > 1)
             for tokens, recomputes, stage in product(micro_batch_tokens, recompute, stages):
                 yield Strategy(
-                    size // tp // pp,
+                    dp,
                     tp,
                     pp,
                     micro_batch_tokens=tokens,
