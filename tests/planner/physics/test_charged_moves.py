@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from realrl.dataflow.call import Call, Key, Kind
@@ -216,6 +217,24 @@ def test_rows_take_the_slowest_of_hosts_and_links() -> None:
     assert exchange(at(0, 4), at(0, 1, 2), make_cluster(), host_bytes_per_s=1e30) == pytest.approx(
         (4 + 2) * 30e-6
     )
+
+
+def test_bounds_of_exchanges_know_senders_and_receivers_only_in_part() -> None:
+    """From 2 to 8 senders to at least 3 ranks, at most 4 of which receive different rows, at least 2 the same"""
+    model = CostModel(make_cluster(2, 4), efficiency=make_efficiency(host_bytes_per_s=2.0)).exchange(
+        GRAPH, STEP
+    )
+    few, most, size, copies, rows = (np.array([n]) for n in (2, 8, 3, 2, 4))
+
+    def bound(**of: np.ndarray) -> float:
+        known = {"senders": (few, most), "size": size, "copies": copies, "rows": rows} | of
+        return float(model.at_least("a.generate", "a.train", **known)[0])  # type: ignore[arg-type]
+
+    latency = (2 + 3) * 30e-6
+    assert bound() == pytest.approx(16 * ROW / 4 / 2 + latency)
+    # Of eight senders each has an eighth, six times.
+    assert bound(copies=np.array([6])) == pytest.approx(16 * ROW * 6 / 8 / 2 + latency)
+    assert bound(rows=np.array([1])) == pytest.approx(16 * ROW / 2 + latency)
 
 
 def test_copies_from_and_to_host_memory_go_through_its_link() -> None:

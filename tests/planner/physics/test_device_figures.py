@@ -1,6 +1,7 @@
 """Figures of device kinds beside their data sheets, and of device memory that no plan may use."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from realrl.planner.cluster.devices import DEVICES, DeviceKind, compute_thread_s
 from realrl.planner.cost.peaks import find_peak_bandwidth, find_peak_flops
 from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.memory.reserves import FRAGMENTATION
+from realrl.planner.operators.bounds import place_collective, place_decode, place_prefill, place_product
 from realrl.planner.profile.profile import Profile
 from realrl.planner.workload.strategies import Strategies
 from tests.planner.unit_device import SHAPE, place, store
@@ -141,3 +143,33 @@ def test_stored_state_is_that_of_the_fullest_stage_and_padded_for_data_ranks() -
     strategies = Strategies.of([place(1, 1, 2).strategy])
     assert model.least_base_bytes(store(), strategies)[0] == 2 * (2 * layer + table)
     assert FRAGMENTATION == 0.1 and SHAPE.layers == 4
+
+
+def test_bounds_of_operators_are_arithmetic_or_traffic_and_a_kernel_that_does_nothing() -> None:
+    """Two microseconds, and a second for each operation or byte."""
+    slow = replace(DEVICES["h100"], bf16_flops=1.0, memory_bytes_per_s=math.inf, link_bytes_per_s=1.0)
+    wide = replace(DEVICES["h100"], bf16_flops=math.inf, memory_bytes_per_s=1.0)
+
+    def bounds(place, *sizes: float, window: int | None = None) -> tuple[float, float]:
+        more = {} if window is None else {"window": window}
+        return tuple(place(device, *sizes, **more).bound - 2e-6 for device in (slow, wide))
+
+    assert bounds(place_product, 3, 5, 7) == pytest.approx((2 * 105, 2 * (21 + 35 + 15)))
+    # Two sequences of 300 tokens, 8 heads that share 2: half of the scores, twice; queries, keys, values, outputs.
+    squares = 2 * 300**2
+    assert bounds(place_prefill, 600, squares, 8, 2, 16) == pytest.approx(
+        (2 * squares * 128, 2 * 2 * 600 * 160)
+    )
+    # A block of 128 keys is read where a window of 22 begins.
+    seen = squares - 2 * 150**2
+    assert bounds(place_prefill, 600, squares, 8, 2, 16, window=22)[0] == pytest.approx(2 * seen * 128)
+    assert bounds(place_decode, 3, 300, 8, 2, 16) == pytest.approx((4 * 3 * 300 * 128, 2 * 2 * 3 * 300 * 32))
+    assert bounds(place_decode, 3, 300, 8, 2, 16, window=22)[0] == pytest.approx(4 * 3 * 150 * 128)
+    assert place_collective(slow, 2, 4, 100.0).bound == pytest.approx(2e-6 + 2 * 75)
+    assert place_decode(slow, 3, 300, 8, 2, 16).sizes == (300, 6, 4, 16)
+    assert place_prefill(slow, 600, squares, 8, 2, 16).sizes == (300, 16, 4, 16)
+    assert place_collective(slow, 2, 4, 100.0).sizes == (4, 100) and place_product(slow, 3, 5, 7).sizes == (
+        3,
+        5,
+        7,
+    )

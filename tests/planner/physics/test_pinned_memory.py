@@ -116,7 +116,7 @@ def list_cases() -> Iterator[tuple[str, Call, StoredModel, Placement, str, Workl
             yield case("", kind, shape, "sequence")
             yield case("", kind, shape, cluster="cpu")
             yield case("", kind, shape, "tensor", cluster="cpu", dtype="float32")
-        for shape in ("llama", "gemma2", "qwen3", "experts"):
+        for shape in ("llama", "gemma2", "qwen3", "experts", "many heads"):
             yield case("", kind, shape, dtype="float32")
             yield case("", kind, shape, "tensor", dtype="mixed", cluster="cpu")
         yield case(", few", kind, placement="data", step=Workload(6, (90,), (40,), 40))
@@ -152,6 +152,15 @@ def list_cases() -> Iterator[tuple[str, Call, StoredModel, Placement, str, Workl
             for placement in ("one", "pipeline"):
                 for cluster in ("h100", "cpu"):
                     yield case(f", {name}", Kind.TRAIN, shape, placement, part=part, cluster=cluster)
+                    yield case(
+                        f", scalar, {name}",
+                        Kind.TRAIN,
+                        shape,
+                        placement,
+                        head="scalar",
+                        part=part,
+                        cluster=cluster,
+                    )
 
 
 CASES = {case[0]: case[1:] for case in list_cases()}

@@ -60,7 +60,7 @@ def test_the_chosen_plan_is_valid_and_within_its_bound(report: PlanReport) -> No
 
 def test_no_preset_that_fits_is_faster(report: PlanReport) -> None:
     found = [preset.estimate for preset in report.presets.values() if preset.estimate]
-    assert len(found) == 5
+    assert len(found) == 7
     assert all(e.step_seconds >= report.chosen.step_seconds for e in found if e.fits)
 
 

@@ -13,13 +13,15 @@ from realrl.layout.routing.links import Links
 from realrl.layout.sets import BASE, element_width
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
-from realrl.planner.arrays.arrays import Floats, Ints
+from realrl.planner.arrays.arrays import Bools, Floats, Ints
 from realrl.planner.moves.transfers import Layouts, find_nodes
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.program.memory import StoredModel
 
 _AT_ONCE = 1 << 16
 """Array elements (nodes or devices, times pairs) processed together, so that they stay in the caches."""
+_FEW_LAYOUTS, _RECENT = 16, 4
+"""Layouts whose boxes are not kept, and number of sets of boxes that are."""
 _PAIR = tuple[Floats, Floats]
 
 
@@ -82,15 +84,26 @@ class _Boxes:
     right: Floats
     embeds: Floats
 
-    @property
+    @cached_property
+    def ascending(self) -> _PAIR:
+        """Bytes of layers from the block with the least on, and their sums up to each block."""
+        layers = np.sort(self.whole[0], axis=0)
+        return layers, np.cumsum(layers, axis=0)
+
+    @cached_property
     def whole(self) -> _PAIR:
         """Bytes of layers, and the fraction of the embedding."""
         width = self.right - self.left
         return (self.high - self.low) * width, self.embeds * width
 
-    def common(self, other: "_Boxes") -> _PAIR:
-        """Intersect with other boxes: common bytes of layers, and common fraction of the embedding."""
+    def common(self, other: "_Boxes", alike: Bools) -> _PAIR:
+        """Intersect with other boxes: common bytes of layers, and common fraction of the embedding.
+
+        `alike`: whether both cut parameters in the same way; else they share what chance makes them share.
+        """
         width = _overlap(self.left, self.right, other.left, other.right)
+        by_chance = (self.right - self.left) * (other.right - other.left)
+        width = np.where(alike, width, by_chance)
         layers = _overlap(self.low, self.high, other.low, other.high)
         return layers * width, self.embeds * other.embeds * width
 
@@ -110,7 +123,8 @@ class LinkTransfers:
 
     A node receives once what its devices need and none of them holds; a device receives what it needs and does not
     hold. The nodes that hold the data send equal shares, and all nodes forward. Tensors are assumed to be sharded
-    evenly over TP ranks and, with ZeRO-3, over data-parallel ranks as if these were TP ranks, too.
+    evenly over TP ranks and, with ZeRO-3, over data-parallel ranks as if these were TP ranks, too; but
+    rows of ZeRO-3 and shards of TP ranks cut parameters differently, so that they have in common what chance gives.
     Values travel in the width of `weights`. Parameter sets are moved one after the other.
     """
 
@@ -120,6 +134,10 @@ class LinkTransfers:
     links: tuple[Links, ...]
     """Links of each node; between heterogeneous nodes the slower ones count."""
     _cuts: dict[ParameterBytes, Floats] = field(default_factory=dict, compare=False, repr=False)
+    _recent: dict[tuple[ParameterBytes, int, bytes], _Boxes] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """Boxes of layouts that were asked for last."""
 
     def seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
         """See `Transfers`."""
@@ -263,7 +281,7 @@ class LinkTransfers:
         held = self._boxes(weights, source, bounds)
         needed = self._boxes(weights, target, bounds)
         layers, embedding = needed.whole
-        layers_held, embedding_held = needed.common(held)
+        layers_held, embedding_held = needed.common(held, source.sharded == target.sharded)
         layers = layers - layers_held
         embedding = weights.embedding * (embedding - embedding_held)
         distinct = np.minimum(layers.sum(axis=0), weights.stack + weights.end)
@@ -271,9 +289,17 @@ class LinkTransfers:
 
     def _boxes(self, weights: ParameterBytes, layouts: Layouts, bounds: Ints) -> _Boxes:
         """Boxes of each block of devices, empty if it holds nothing; computed once per distinct layout."""
+        key = weights, len(bounds), layouts.codes.tobytes()
+        if key in self._recent:
+            return self._recent[key]
         _, first, where = np.unique(layouts.codes, return_index=True, return_inverse=True)
-        boxes = self._different_boxes(weights, layouts[first], bounds)
-        return _Boxes(*(values.take(where, axis=1) for values in boxes.__dict__.values()))
+        different = self._different_boxes(weights, layouts[first], bounds)
+        boxes = _Boxes(*(values.take(where, axis=1) for values in different.__dict__.values()))
+        if len(first) > _FEW_LAYOUTS:
+            while len(self._recent) >= _RECENT:
+                self._recent.pop(next(iter(self._recent)))
+            self._recent[key] = boxes
+        return boxes
 
     def _different_boxes(self, weights: ParameterBytes, layouts: Layouts, bounds: Ints) -> _Boxes:
         cuts = self._bounds(weights, int(layouts.pp.max()))
@@ -325,12 +351,12 @@ def _into_empty(held: _Boxes, needed: _Boxes, weights: ParameterBytes) -> Floats
 
     At best the nodes without data are those that need the least.
     """
-    layers = np.sort(needed.whole[0], axis=0)
+    layers = needed.ascending[0]
     holding = (held.right > held.left).sum(axis=0)
     last = np.maximum(len(layers) - holding - 1, 0)[None]
     entering, everything = (
         np.where(holding < len(layers), np.take_along_axis(values, last, axis=0)[0], 0.0)
-        for values in (layers, np.cumsum(layers, axis=0))
+        for values in needed.ascending
     )
     leaving = np.minimum(everything, weights.stack) / holding
     return np.asarray(np.maximum(entering, leaving))

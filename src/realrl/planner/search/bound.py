@@ -189,10 +189,10 @@ class Bound:
         target = self.groups[c]
         n = len(source.layouts.first)
         m = len(target.layouts.first)
-        i, j = np.divmod(np.arange(n * m), m)
         transfers = self.tables.problem.transfers
         role = self.tables.calls[c].model_role
-        pairs = transfers.at_least(role, source.layouts[i], target.layouts[j]).reshape(n, m)
+        from_each = (source.layouts[np.full(m, i)] for i in range(n))
+        pairs = np.array([transfers.at_least(role, one, target.layouts) for one in from_each])
         rows = [np.minimum.reduceat(pairs, s, axis=0) for s in source.layout_starts]
         rows.append(pairs[source.layout_of_kind])
         table = np.concatenate(rows)

@@ -18,8 +18,9 @@ ALL, SIZE, LAYOUT, KIND, ALONE = range(5)
 candidates of a kind differ only in the position of their mesh."""
 
 
-_LAYOUT_COLUMNS = 4
-"""Columns of the table of kinds that tell layouts apart: size, parts of nodes, TP and PP degrees."""
+_LAYOUT_COLUMNS = 5
+"""Columns of the table of kinds that tell layouts apart: size, parts of nodes, TP and PP degrees, and whether
+data-parallel ranks share out parameters."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,9 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
     busy = np.zeros_like(columns.seconds) if tables.calls[call].is_function else columns.seconds
     sizes = (columns.weights, columns.resident, columns.base, columns.working, columns.limit)
     facts = (columns.seconds, columns.load, *sizes, columns.offloaded)
-    table = np.stack([size, _number_parts(tables, columns), layouts.tp, layouts.pp, *facts], axis=1)
+    table = np.stack(
+        [size, _number_parts(tables, columns), layouts.tp, layouts.pp, layouts.sharded, *facts], axis=1
+    )
     _, kind = np.unique(table, axis=0, return_inverse=True)
     order = np.lexsort((columns.first, kind.reshape(-1)))  # kinds are numbered by size before all else
     sorted_kind = kind.reshape(-1)[order]

@@ -10,7 +10,7 @@ import numpy as np
 
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind
-from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
+from realrl.plan.placement import ZERO_STAGES, Mesh, Placement, Strategy, function_placement
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import Site
 from realrl.planner.cluster.devices import DeviceKind
@@ -29,6 +29,8 @@ class SearchSpace:
     """Micro-batch sizes in tokens; None for those of `list_micro_batches`."""
     recompute: tuple[bool, ...] = (False, True)
     offload: bool = True
+    zero: tuple[int, ...] = ZERO_STAGES
+    """Stages of ZeRO that train calls may have."""
 
 
 def build_problem(
@@ -151,8 +153,13 @@ class _Builder:
         node = spec.cluster.ranks(spec.cluster.node(mesh.first))
         divided = gcd(len(node), *(devices for _, devices in spec.site(mesh).nodes.runs))
         recompute = self.search_space.recompute if call.kind is Kind.TRAIN else (False,)
+        # Calls that train one role have one stage, which candidates of each do not know of the others.
+        training = [c for c in self.scenario.graph.role_calls(call.model_role) if c.kind is Kind.TRAIN]
+        zero = self.search_space.zero if training == [call] else (1,)
         work = self.scenario.workload.work(call)
-        for strategy in list_strategies(mesh.size, divided, shape.layers, shape.heads, tokens, recompute):
+        for strategy in list_strategies(
+            mesh.size, divided, shape.layers, shape.heads, tokens, recompute, zero
+        ):
             if strategy.dp <= work.items // work.minibatches and not (model.exact and strategy.tp > 1):
                 yield strategy
 

@@ -55,20 +55,24 @@ def list_strategies(
     heads: int,
     micro_batch_tokens: tuple[int, ...],
     recompute: tuple[bool, ...] = (False,),
+    zero: tuple[int, ...] = (1,),
 ) -> Iterator[Strategy]:
     """Enumerate strategies on `size` devices; the TP degree divides `divided`, the devices of every node."""
     for tp in (t for t in range(1, min(divided, size, heads) + 1) if divided % t == 0):
         if size % tp:
             continue
         for pp in (p for p in range(1, min(layers, size // tp) + 1) if size // tp % p == 0):
-            for tokens, recomputes in product(micro_batch_tokens, recompute):
+            dp = size // tp // pp
+            stages = tuple(stage for stage in zero if stage == 1 or dp > 1)
+            for tokens, recomputes, stage in product(micro_batch_tokens, recompute, stages):
                 yield Strategy(
-                    size // tp // pp,
+                    dp,
                     tp,
                     pp,
                     micro_batch_tokens=tokens,
                     sequence_parallel=tp > 1,
                     recompute=recomputes,
+                    zero=stage,
                 )
 
 

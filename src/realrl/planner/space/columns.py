@@ -78,7 +78,8 @@ def drop_dominated(ways: Ways) -> Ways:
     strategies = [ways.strategies[i] for i in ways.strategy.tolist()]
     layouts: dict[tuple[object, ...], list[int]] = {}
     for i, s in enumerate(strategies):
-        layouts.setdefault((s.dp, s.tp, s.pp, s.sequence_parallel, s.dtype), []).append(i)
+        key = s.dp, s.tp, s.pp, s.sequence_parallel, s.dtype, s.shards_parameters
+        layouts.setdefault(key, []).append(i)
     loaded = [np.where(ways.offload, column, 0.0) for column in (ways.weights_bytes, *ways.moving_seconds)]
     held = [ways.resident_bytes, ways.working_bytes, ways.weights_bytes, -ways.base_bytes, ways.host_bytes]
     costs = np.stack([ways.seconds, *held, *loaded], axis=1)
