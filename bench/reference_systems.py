@@ -20,8 +20,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from reference_table import ENGINE, HEURISTIC, SEARCHED, Setting, predict, settings
 
+from realrl.config.errors import UserError
 from realrl.dataflow.call import Kind
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS
@@ -60,10 +62,15 @@ def list_plans(scenario: Scenario, preset: str, setting: Setting) -> Iterator[Pl
         yield replace(plan, placements=placements)
 
 
-def predict_system(setting: Setting, preset: str, efficiency: Efficiency) -> Predicted:
-    """Predict the fastest of a preset's plans."""
+def predict_system(setting: Setting, preset: str, efficiency: Efficiency) -> Predicted | None:
+    """Predict the fastest of a preset's plans; None where mini-batches have too few records for its ranks."""
     scenario = setting.scenario(efficiency)
-    found: list[Estimate] = [estimate_plan(scenario, plan) for plan in list_plans(scenario, preset, setting)]
+    try:
+        found: list[Estimate] = [
+            estimate_plan(scenario, plan) for plan in list_plans(scenario, preset, setting)
+        ]
+    except UserError:
+        return None
     best = min(found, key=lambda estimate: (not estimate.fits, estimate.repeated_seconds))
     return Predicted(best.repeated_seconds, best.peak_bytes, best.fits)
 
@@ -76,13 +83,14 @@ def row_of(setting: Setting) -> dict[str, Any]:
     fits = {HEURISTIC: own.heuristic.fits, SEARCHED: True}
     this_engine = {}
     for system, preset in SYSTEMS.items():
-        found = predict_system(setting, preset, ENGINE)
-        predicted[system], fits[system] = found.seconds, found.fits
-        this_engine[system] = predict_system(setting, preset, Efficiency()).seconds
-    published = {system: setting.published(system) for system in predicted}
+        found, own_host = (predict_system(setting, preset, engine) for engine in (ENGINE, Efficiency()))
+        if found is not None and own_host is not None:
+            predicted[system], fits[system] = found.seconds, found.fits
+            this_engine[system] = own_host.seconds
+    published = {system: setting.published(system) for system in (*SYSTEMS, HEURISTIC, SEARCHED)}
     wrong = [
         f"{a} and {b}"
-        for a, b in combinations(published, 2)
+        for a, b in combinations(predicted, 2)
         if (published[a] - published[b]) * (predicted[a] - predicted[b]) < 0
     ]
     return {
@@ -108,19 +116,26 @@ def main() -> None:
         cells = [
             f"{row['published'][s]:8.1f} {row['predicted'][s]:6.1f}{' ' if row['fits'][s] else '!'}"
             f"{row['predicted'][s] / row['published'][s] - 1:+6.0%}"
+            if s in row["predicted"]
+            else f"{row['published'][s] or '-':>8} {'-':>6} {'-':>6}"
             for s in systems
         ]
         print(f"{row['setting']:30} " + " ".join(cells) + f"  {'; '.join(row['wrong_order'])}", flush=True)
-    print("published, predicted, error; ! does not fit into 80 GB as predicted")
+    print(
+        "published, predicted, error; ! does not fit into 80 GB as predicted; - has fewer records in a mini-batch"
+        " than data-parallel ranks"
+    )
     for system in SYSTEMS:
         errors = {
-            engine: [row[engine][system] / row["published"][system] - 1 for row in rows]
+            engine: [
+                row[engine][system] / row["published"][system] - 1 for row in rows if system in row[engine]
+            ]
             for engine in ("predicted", "this_engine")
         }
         print(
             f"{system}: errors {min(errors['predicted']):+.0%} to {max(errors['predicted']):+.0%}, mean of their"
-            f" sizes {sum(map(abs, errors['predicted'])) / len(rows):.0%}; with this project's host"
-            f" {sum(map(abs, errors['this_engine'])) / len(rows):.0%}"
+            f" sizes {np.mean(np.abs(errors['predicted'])):.0%}; with this project's host"
+            f" {np.mean(np.abs(errors['this_engine'])):.0%}"
         )
     print(
         f"systems are in the published order in {sum(not row['wrong_order'] for row in rows)} of {len(rows)} rows"

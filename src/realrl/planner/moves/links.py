@@ -13,7 +13,7 @@ from realrl.layout.routing.links import Links
 from realrl.layout.sets import BASE, element_width
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
-from realrl.planner.arrays.arrays import Floats, Ints
+from realrl.planner.arrays.arrays import Bools, Floats, Ints
 from realrl.planner.moves.transfers import Layouts, find_nodes
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.program.memory import StoredModel
@@ -96,9 +96,14 @@ class _Boxes:
         width = self.right - self.left
         return (self.high - self.low) * width, self.embeds * width
 
-    def common(self, other: "_Boxes") -> _PAIR:
-        """Intersect with other boxes: common bytes of layers, and common fraction of the embedding."""
+    def common(self, other: "_Boxes", alike: Bools) -> _PAIR:
+        """Intersect with other boxes: common bytes of layers, and common fraction of the embedding.
+
+        `alike`: whether both cut parameters in the same way; else they share what chance makes them share.
+        """
         width = _overlap(self.left, self.right, other.left, other.right)
+        by_chance = (self.right - self.left) * (other.right - other.left)
+        width = np.where(alike, width, by_chance)
         layers = _overlap(self.low, self.high, other.low, other.high)
         return layers * width, self.embeds * other.embeds * width
 
@@ -118,7 +123,8 @@ class LinkTransfers:
 
     A node receives once what its devices need and none of them holds; a device receives what it needs and does not
     hold. The nodes that hold the data send equal shares, and all nodes forward. Tensors are assumed to be sharded
-    evenly over TP ranks and, with ZeRO-3, over data-parallel ranks as if these were TP ranks, too.
+    evenly over TP ranks and, with ZeRO-3, over data-parallel ranks as if these were TP ranks, too; but
+    rows of ZeRO-3 and shards of TP ranks cut parameters differently, so that they have in common what chance gives.
     Values travel in the width of `weights`. Parameter sets are moved one after the other.
     """
 
@@ -275,7 +281,7 @@ class LinkTransfers:
         held = self._boxes(weights, source, bounds)
         needed = self._boxes(weights, target, bounds)
         layers, embedding = needed.whole
-        layers_held, embedding_held = needed.common(held)
+        layers_held, embedding_held = needed.common(held, source.sharded == target.sharded)
         layers = layers - layers_held
         embedding = weights.embedding * (embedding - embedding_held)
         distinct = np.minimum(layers.sum(axis=0), weights.stack + weights.end)
