@@ -14,6 +14,7 @@ from realrl.config.user_code import UserCode
 from realrl.plan.cluster import Cluster
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cluster.failures import Failures
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.search.plan_search import UserConstraints
@@ -244,6 +245,7 @@ def test_every_field_of_a_scenario_is_part_of_the_key(world: World, tmp_path: Pa
         "workload": replace(scenario.workload, epochs=7),
         "cost": CostModel(spec, efficiency=replace(scenario.cost.efficiency, overlap=0.123)),
         "memory": MemoryModel(other),
+        "failures": Failures(per_device_day=0.001),
     }
     assert changes.keys() == {field.name for field in fields(Scenario)}
     keys = {make_key(replace(scenario, **{name: value})) for name, value in changes.items()}  # type: ignore[arg-type]
