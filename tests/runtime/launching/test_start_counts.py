@@ -66,7 +66,7 @@ def _start(rank: int, scratch: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     for _ in ("control", "threads"):
         dist.new_group(backend="gloo")
-    place = RankPlace(rank=rank, world=WORLD, per_node=WORLD, device=torch.device("cpu"))
+    place = RankPlace(rank=rank, world=WORLD, node=range(WORLD), device=torch.device("cpu"))
     make_gloo_groups(place, list_rank_sets(PLACEMENTS))
     dist.barrier()
     counts = (sum(store.requests.values()), store.bytes, _count_sockets() - before)
