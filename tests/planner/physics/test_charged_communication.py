@@ -9,6 +9,7 @@ from realrl.families.adapters import LowRank
 from realrl.families.experts import Mixture
 from realrl.layout.limits import BUCKET_ELEMENTS
 from realrl.layout.sets import TrainablePart
+from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.workload.sampling import Sampling
 from realrl.planner.workload.workload import Workload
 from tests.planner.unit_device import NOTHING, SHAPE, cost, make_cluster, place, store
@@ -249,6 +250,32 @@ def test_only_what_the_device_does_not_do_meanwhile_is_waited_for() -> None:
     # Communication of the layer is on the device, too.
     ring = make_cluster(kernel_s=1.0, link_bytes_per_s=2 * reduce(2, STATES) / 5)
     assert cost(Kind.INFERENCE, STEP, place(tp=2), ring, forward_operations=7)["launch"] == pytest.approx(8)
+
+
+@pytest.mark.parametrize(("dora", "forward", "backward"), [(False, 22, 44), (True, 22 + 4 * 8, 44 + 4 * 16)])
+def test_adapters_launch_two_operations_for_each_matrix_and_block(
+    dora: bool, forward: int, backward: int
+) -> None:
+    """Four matrices of seven blocks; backward twice as many, and for norms of rows (DoRA) 8 and 16 more."""
+    model = store(SHAPE.model_copy(update={"lora": LowRank(dora=dora)}), part=TrainablePart(adapters=True))
+    assert cost(Kind.INFERENCE, STEP, place(), HOST, model=model)["launch"] == LAYERS * forward
+    assert cost(Kind.TRAIN, STEP, place(), HOST, model=model)["launch"] == LAYERS * (forward + backward)
+
+
+@pytest.mark.parametrize(
+    ("zero", "kind", "rounds"),
+    [
+        (1, Kind.INFERENCE, 0),
+        (1, Kind.TRAIN, 0),
+        (2, Kind.TRAIN, 1),
+        (3, Kind.INFERENCE, 1),
+        (3, Kind.TRAIN, 3),
+    ],
+)
+def test_zero_posts_a_collective_for_each_parameter_of_a_layer(zero: int, kind: Kind, rounds: int) -> None:
+    """Gathered forward and backward, and its gradient reduced; of two norms and four matrices."""
+    placed = Placement(Mesh(0, 2), Strategy(2, micro_batch_tokens=1 << 20, zero=zero))
+    assert cost(kind, STEP, placed, HOST, collective_host_s=100.0)["launch"] == LAYERS * 6 * rounds * 100
 
 
 def test_a_cpu_launches_and_computes_on_the_same_cores() -> None:

@@ -73,9 +73,10 @@ class ShardedTraffic:
         return layers * spread(sizes.layer_section) + ends
 
     def host(self, *, backward: bool) -> float:
-        """Compute the seconds in which the host launches the collectives of a layer."""
-        zero, tensors = self.context.strategies.zero, self._bytes.layer_section.tensors
-        return (int(zero == 3) + int(backward and zero > 1)) * tensors * self.context.collective_host
+        """Compute the seconds in which the host launches the collectives of a layer: one for each parameter that is
+        gathered (ZeRO-3), and backward one for each gradient that is reduced."""
+        rounds = int(self.context.strategies.zero == 3) + int(backward)
+        return rounds * self._bytes.layer_section.tensors * self.context.collective_host
 
     @cached_property
     def _bytes(self) -> GatheredMemory:
