@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from realrl.planner.evaluate.scorer import Scorer
-from realrl.planner.evaluate.shortage import DoesNotFit
+from realrl.planner.evaluate.shortage import DoesNotFit, explain_call_shortage
 from realrl.planner.evaluate.tables import Tables
 from realrl.planner.evaluate.timeline import Timeline
 from realrl.planner.search.bound import Bound
@@ -141,6 +141,13 @@ def test_a_call_that_fits_no_device_is_named_with_its_shortage() -> None:
     shortage = caught.value.shortage
     assert (shortage.call, shortage.assignment) == (name, None)
     assert shortage.factor >= 3
+
+
+def test_the_shortage_of_a_role_at_home_lists_what_it_keeps() -> None:
+    problem = sampled_problem(random.Random(3))
+    call = next(call for call in problem.graph.calls if not call.is_function and problem.is_home(call))
+    shortage = explain_call_shortage(problem, call, 0)
+    assert shortage.resident_bytes == {call.role: problem.candidates[call.name][0].resident_bytes}
 
 
 def crowded(rng: random.Random) -> Problem:

@@ -134,8 +134,9 @@ class LayerMemory:
         """Peak elements per token that a mixture computes without gradients, besides its input.
 
         A token has a row for each of its experts: its own copies and gate and up, these and their product, that
-        product times a weight, the outputs of the experts, and these in the order of tokens and added up. On a CPU
-        the products of an expert come apart before they are put beside others.
+        product times a weight, and the outputs of the experts, in the order of tokens and added up; the outputs
+        beside what they are computed from are never the most. On a CPU the products of an expert come apart before
+        they are put beside others.
         """
         inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
         k = self.sizes.copies
@@ -144,7 +145,6 @@ class LayerMemory:
             k * (self.hidden + gate_up) + apart * gate_up,
             k * (gate_up + inner),
             2 * k * inner,
-            k * (inner + self.hidden) + apart * self.hidden,
             (2 * k + 1) * self.hidden,
         )
         return rows + self._probabilities + self._choices
