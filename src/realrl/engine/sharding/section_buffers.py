@@ -60,7 +60,7 @@ class SectionBuffer:
 
     @property
     def resident(self) -> bool:
-        """Whether it has memory."""
+        """Whether the buffer of the section has device memory, and is not freed."""
         return self.buffer.data.untyped_storage().nbytes() > 0
 
     def allocate(self) -> None:

@@ -295,5 +295,5 @@ class Timing:
 
 
 def _or_nothing(measured: Floats | None) -> Real:
-    """What was measured, else 0."""
+    """Return the measured seconds, or 0 where a profile has none."""
     return 0.0 if measured is None else measured
