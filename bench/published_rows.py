@@ -3,13 +3,15 @@
 `bench/reference/published_rows.json` has the rows: source, date, and every setting that the prediction takes. Each
 is predicted by the planner's cost model under the row's own strategy, on the row's own devices:
 
-train: a train call; FSDP is `dp`, whose gathers are hidden behind computing. `recompute` is the part of a forward
-pass that checkpointing repeats: times with and without are averaged by it. `virtual_stages` divides the bubble of a
-pipeline, as its interleaved schedule does (arXiv 2104.04473, section 2.2), which the planner's does not.
-generate: a generate call of requests of one length. Admission is the row's own: as many rows at a time as memory
-holds at their full lengths.
-grpo: generation, two inference calls (old and reference log-probabilities) and training, one after the other. Only
-the mean length of answers is published; they are taken to be distributed exponentially, up to the limit.
+train: a train call under the stage of ZeRO that the source runs (`zero`): FSDP that reshards parameters after the
+forward pass is stage 3, FSDP that does not is stage 2. `recompute` is the part of a forward pass that checkpointing
+repeats: times with and without are averaged by it. `virtual_stages` divides the bubble of a pipeline, as its
+interleaved schedule does (arXiv 2104.04473, section 2.2), which the planner's does not.
+generate: a generate call. Admission is the row's own: as many rows at a time as memory holds at their full lengths.
+Requests have one length, but where the row says that their lengths vary around a published mean (`varied`).
+grpo: generation, two inference calls (old and reference log-probabilities) and training, one after the other.
+
+Where only the mean length of answers is published, they are taken to be distributed exponentially, up to the limit.
 
 Attention of training is torch's FlashAttention 2 but where the row says 3; the host of other systems is taken to be
 that of this engine. The cost model's constants are the planner's own defaults in all rows.
@@ -47,6 +49,10 @@ GENERATE = Call("actor.generate", "actor", Kind.GENERATE, ("prompts",), work=("p
 QUANTILES = 64
 FREE_SHARE = 0.95
 """Part of the free memory that TensorRT-LLM's rows give to keys and values."""
+VLLM_SHARE = 0.6
+"""Part of the memory that NeMo-RL's rows give to vLLM, parameters included (`gpu_memory_utilization`)."""
+NO_LIMIT = 1 << 20
+"""Limit of answers that have none."""
 
 Terms = Mapping[str, float]
 
@@ -88,7 +94,7 @@ class Row:
         r, size = self.of, self.spec.size
         strategy = Strategy(
             r["dp"], r["tp"], r["pp"], micro_batch_tokens=tokens, recompute=recompute,
-            sequence_parallel=r.get("sequence_parallel", False),
+            sequence_parallel=r.get("sequence_parallel", False), zero=r.get("zero", 1),
         )  # fmt: skip
         if tp is not None:
             strategy = Strategy(size // tp, tp, micro_batch_tokens=tokens)
@@ -157,10 +163,11 @@ def predict_generation(row: Row) -> Prediction:
     free = memory.capacity(0) - memory.parameters(model, bare)
     sizes = LocalSizes(row.shape, "lm", r["tp"])
     each = kv_cache_bytes(sizes, tokens=1, layers=row.shape.layers, element_bytes=2)
+    answers = sample_lengths(r["answer"], NO_LIMIT) if r.get("varied") else (r["answer"],)
     rows = int(FREE_SHARE * free / each / (r["prompt"] + r["answer"]))
-    # The planner admits rows by half of their answers.
-    tokens = rows * (r["prompt"] + r["answer"] // 2 + 16)
-    workload = Workload(r["sequences"], (r["prompt"],), (r["answer"],), r["answer"])
+    # The planner admits rows by half of the longest answer.
+    tokens = rows * (r["prompt"] + max(answers) // 2 + 16)
+    workload = Workload(r["sequences"], (r["prompt"],), answers, max(answers))
     terms = row.cost.call(GENERATE, model, row.place(tokens), workload).terms
     return Prediction(r["sequences"] * r["answer"] / sum(terms.values()), terms)
 
@@ -174,12 +181,13 @@ def predict_grpo(row: Row) -> Prediction:
     trained = StoredModel(row.shape, "lm", "bfloat16", trained=True)
     memory = MemoryModel(row.spec)
     placement = row.place(1, tp=r["generation_tp"])
-    free = memory.capacity(0) - memory.parameters(trained, placement)
+    share = VLLM_SHARE * row.spec.groups[0].device.memory_bytes
+    free = share - memory.parameters(trained, placement)
     each = kv_cache_bytes(
         LocalSizes(row.shape, "lm", r["generation_tp"]), tokens=1, layers=row.shape.layers, element_bytes=2
     )
     terms: Counter[str] = Counter()
-    generation = row.place(int(0.6 * free / each), tp=r["generation_tp"])
+    generation = row.place(int(free / each), tp=r["generation_tp"])
     terms["generate"] = row.cost.call(GENERATE, trained, generation, workload).seconds
     train = replace(TRAIN, minibatches=r["minibatches"])
     terms["inference"] = 2 * row.cost.call(INFER, trained, row.place(r["micro_batch"]), workload).seconds
