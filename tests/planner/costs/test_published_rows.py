@@ -53,6 +53,19 @@ def test_every_row_names_its_source_and_setting(bench) -> None:
         )
 
 
+def test_rows_of_fsdp_over_several_ranks_are_predicted_under_their_stage_of_zero(bench) -> None:
+    for row in bench.read_rows():
+        stage = row.place(1).strategy.zero
+        assert (stage > 1) == ("FSDP" in row.of["settings"] and row.of["dp"] > 1), row.name
+        assert (stage == 3) == (stage > 1 and "not resharded" not in row.of["settings"]), row.name
+
+
+def test_served_requests_of_varied_lengths_end_with_few_rows(bench) -> None:
+    row = next(row for row in bench.read_rows() if row.of.get("varied"))
+    equal = bench.predict(bench.Row({**row.of, "varied": False}))
+    assert bench.predict(row).value < equal.value
+
+
 def test_interleaved_stages_and_recomputation_are_what_the_row_says(bench) -> None:
     row = next(row for row in bench.read_rows() if "virtual_stages" in row.of)
     whole = bench.predict(bench.Row({**row.of, "virtual_stages": 1}))
