@@ -172,7 +172,9 @@ def predict(setting: Setting, efficiency: Efficiency, *, searching: bool = False
     scenario = setting.scenario(efficiency)
     graph = scenario.graph
     plan = Plan(scenario.spec.cluster, {call.name: setting.heuristic(call) for call in graph.calls})
-    search_space = SearchSpace(micro_batch_tokens=(16384, 65536, setting.tokens), recompute=(True,))
+    search_space = SearchSpace(
+        micro_batch_tokens=(16384, 65536, setting.tokens), recompute=(True,), keep=False
+    )
     problem = build_problem(scenario, search_space=search_space, include=[plan])
     assignment = problem.find_assignment(plan)
     assert assignment is not None
@@ -205,7 +207,7 @@ def restrict(scenario: Scenario, setting: Setting, heuristic: Plan) -> Problem:
         )
         for i in range(max(map(len, own.values())))
     ]
-    given = SearchSpace(micro_batch_tokens=(), recompute=(True,))
+    given = SearchSpace(micro_batch_tokens=(), recompute=(True,), keep=False)
     problem = build_problem(scenario, search_space=given, include=[heuristic, *plans])
 
     def runs(call: Call, candidate: Candidate) -> bool:

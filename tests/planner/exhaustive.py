@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable
 
 from realrl.dataflow.call import Call, Kind
-from realrl.planner.moves.transfers import Layouts, name_mixing
+from realrl.planner.moves.transfers import Layouts, name_mixing, name_refreshing
 from realrl.planner.space.problem import Candidate, Problem
 from realrl.program.order import (
     Waves,
@@ -75,6 +75,7 @@ class _Step:
         self.kept = [
             sum(home.resident_bytes for home in self.homes.values() if rank in home.placement.ranks)
             - shared(problem, self.homes, rank)
+            + sum(copy.weights_bytes for copy in self.permanent() if rank in copy.placement.ranks)
             + connected(problem, self.candidates, rank)
             for rank in range(problem.cluster.size)
         ]
@@ -84,6 +85,15 @@ class _Step:
         self.copies: dict[tuple, Candidate] = {}
         self.loaded: set[str] = set()
         self.fill = 0.0
+
+    def permanent(self, role: str | None = None) -> list[Candidate]:
+        """Candidates that use kept copies (of a role), one for each copy, in the order of their calls."""
+        found: dict[tuple, Candidate] = {}
+        for call in (c for c in self.graph.order if not c.is_function and role in (None, c.role)):
+            home, candidate = self.homes[call.role], self.candidates[call.name]
+            if home.keep and candidate.layout != home.layout:
+                found.setdefault((call.role, candidate.layout), candidate)
+        return list(found.values())
 
     def run(self) -> tuple[float, float]:
         order = waves(self.graph, self.plan)
@@ -163,7 +173,7 @@ class _Step:
                 continue
             if call.kind is Kind.TRAIN:
                 self.fill = math.inf
-            if sharing(self.graph, self.plan, order, call)[0] == call:
+            if not home.keep and sharing(self.graph, self.plan, order, call)[0] == call:
                 self.load(call.role)
                 ranks = {*home.placement.ranks, *candidate.placement.ranks}
                 self.move(ranks, self.transfer(call.role, home, candidate))
@@ -231,6 +241,10 @@ class _Step:
             self.move(ranks, self.transfer(name, source, target))
             self.hold(ranks)
         for role in changes(self.graph, call):
+            for copy in self.permanent(role):
+                ranks = {*self.homes[role].placement.ranks, *copy.placement.ranks}
+                name = name_refreshing(self.graph, call, role, self.problem.parts)
+                self.move(ranks, self.transfer(name, self.homes[role], copy))
             self.unload(role)
 
     def transfer(self, role: str, source: Candidate, target: Candidate) -> float:

@@ -2,17 +2,19 @@
 
 import math
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.dataflow.call import Call, Key, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.routing.links import Links
+from realrl.layout.sets import BASE, WHOLE, TrainablePart
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement, Strategy, function_placement
 from realrl.planner.moves.exchange import ExchangeModel
 from realrl.planner.moves.links import LinkTransfers, ParameterBytes
-from realrl.planner.moves.transfers import Layouts, name_mixing
+from realrl.planner.moves.transfers import Layouts, name_mixing, name_refreshing
 from realrl.planner.simulate.simulator import simulate
 from realrl.planner.space.problem import Assignment, Candidate, Problem
 from realrl.program.instructions import (
@@ -26,8 +28,8 @@ from realrl.program.instructions import (
     Run,
     ShareLengths,
 )
-from realrl.program.lower import home_placements, lower
-from realrl.program.order import producers
+from realrl.program.lower import home_placements, kept_copies, lower
+from realrl.program.order import TrainableParts, changed_sets, changes, producers, set_names
 from tests.plan.meshes import list_tidy
 from tests.planner.exhaustive import connected, host_fill, shared
 
@@ -41,7 +43,8 @@ class Walk:
         self.plan = problem.plan(assignment)
         self.homes = home_placements(self.graph, self.plan)
         self.home = {role: self.candidates[problem.home(role).name] for role in self.graph.roles}
-        self.programs = lower(self.graph, self.plan, self.homes)
+        self.copies = kept_copies(self.graph, self.plan, self.homes)
+        self.programs = lower(self.graph, self.plan, self.homes, self.copies, problem.parts)
         self.seconds = simulate(self.programs, self.duration, steps=3).step_seconds
         self.fill = max(host_fill(problem, self.home), *(self.held(program) for program in self.programs))
 
@@ -49,10 +52,11 @@ class Walk:
         match instruction:
             case Run(call):
                 return self.candidates[call].seconds
-            case Reallocate(role, source, target, into):
+            case Reallocate(role, source, target, _, _, name):
                 pair = Layouts.of([source]), Layouts.of([target])
-                name = role if into is None else name_mixing(into, role)
-                return float(self.problem.transfers.seconds(name, *pair)[0])
+                number = set_names(role, self.problem.parts).index(name)
+                one = {role: (self.problem.transfers.weights[role][number],)}
+                return float(replace(self.problem.transfers, weights=one).seconds(role, *pair)[0])
             case Receive(_, _, producer, consumer):
                 pair = Layouts.of([self.plan[producer]]), Layouts.of([self.plan[consumer]])
                 return float(self.problem.exchange.seconds(producer, consumer, *pair)[0])
@@ -62,9 +66,9 @@ class Walk:
                 links, items = self.problem.exchange.links, self.problem.exchange.items
                 messages = len(senders) - 1 + told
                 return messages * links.latency_s + 8 * items * told / links.node_bytes_per_s
-            case Load(role, _, "parameters"):
+            case Load(role, _, "parameters", name) if name == BASE:  # with all that the role has
                 return self.home[role].load_seconds
-            case Offload(role, _, "parameters"):
+            case Offload(role, _, "parameters", name) if name == BASE:
                 return self.home[role].unload_seconds
             case _:
                 return 0.0
@@ -74,19 +78,22 @@ class Walk:
         held = sum(o.resident_bytes for o in self.home.values() if program.rank in o.placement.ranks)
         held += connected(self.problem, self.candidates, program.rank)
         held -= shared(self.problem, self.home, program.rank)
+        kept = [(role, place) for role, places in self.copies.items() for place in places]
+        held += sum(self.weights(role, place) for role, place in kept if program.rank in place.ranks)
         most = held
         for instruction in program.instructions:
             match instruction:
-                case Reallocate(role, _, target, None) if program.rank in target.ranks:
-                    held += self.weights(role, target)
-                case Load(role, placement, "parameters"):
-                    held += self.weights(role, placement)
+                case Reallocate(role, _, target, None, _, name) if program.rank in target.ranks:
+                    transient = target not in self.copies.get(role, ())
+                    held += self.weights(role, target) * (name == BASE and transient)
+                case Load(role, placement, "parameters", name):
+                    held += self.weights(role, placement) * (name == BASE)
                 case Run(call):
                     most = max(most, held + self.candidates[call].working_bytes)
             most = max(most, held)
             match instruction:
-                case Release(role, placement) | Offload(role, placement, "parameters"):
-                    held -= self.weights(role, placement)
+                case Release(role, placement, name) | Offload(role, placement, "parameters", name):
+                    held -= self.weights(role, placement) * (name == BASE)
         return most / self.problem.memory_bytes[self.problem.cluster.node(program.rank)]
 
     def weights(self, role: str, placement: Placement) -> float:
@@ -234,12 +241,12 @@ def function_table(call: Call, cluster: Cluster, seconds: float) -> list[Candida
 
 
 def strategy_table(
-    call: Call, parameters: float, cluster: Cluster, *, home: bool, trained: bool
+    call: Call, parameters: float, cluster: Cluster, *, home: bool, trained: bool, keeps: bool
 ) -> list[Candidate]:
     """List all candidates of a call by a crude model with the effects of a real one.
 
     TP communicates, pipelines have bubbles, decoding is memory-bound, small shards are inefficient,
-    recomputation and offloading cost time.
+    recomputation and offloading cost time. `keeps`: whether other calls of the role may use copies that are kept.
     """
     candidates = []
     for mesh in list_tidy(cluster):
@@ -250,7 +257,8 @@ def strategy_table(
                     strategy = Strategy(mesh.size // tp // pp, tp, pp, recompute=recompute)
                     placement = Placement(mesh, strategy)
                     for offload in (False, True) if home else (False,):
-                        candidates.append(_cost_candidate(call, parameters, placement, offload, trained))
+                        found = _cost_candidate(call, parameters, placement, offload, trained)
+                        candidates += [found, replace(found, keep=True)] if keeps else [found]
     return candidates
 
 
@@ -282,17 +290,40 @@ def _cost_candidate(
     )
 
 
-def _weights(rng: random.Random, parameters: float) -> tuple[ParameterBytes, ...]:
+def _weights(rng: random.Random, parameters: float, part: TrainablePart) -> tuple[ParameterBytes, ...]:
     """A model of one parameter set, or of two, of which the second one has the last layers."""
     sizes = {"layers": 8, "layer": 0.25 * parameters, "tied": rng.random() < 0.3}
     embedding, end = 0.3 * parameters, 0.1 * parameters
-    if rng.random() < 0.7:
+    if part == WHOLE:
         return (ParameterBytes(**sizes, embedding=embedding, end=end),)
-    first = rng.randrange(1, 8)
+    first = 8 - (part.last_layers or 0)
     return (
         ParameterBytes(**sizes, embedding=embedding, end=0.0, held=tuple(range(first))),
         ParameterBytes(**sizes, embedding=0.0, end=end, held=tuple(range(first, 8))),
     )
+
+
+def _part(rng: random.Random) -> TrainablePart:
+    return WHOLE if rng.random() < 0.7 else TrainablePart(last_layers=rng.randrange(1, 8))
+
+
+def _moving(
+    graph: DataflowGraph, parts: TrainableParts, weights: dict[str, tuple[ParameterBytes, ...]]
+) -> dict[str, tuple[ParameterBytes, ...]]:
+    """What moves of roles whose parameter sets are `weights`: all, what follows, and what calls change."""
+
+    def chosen(role: str, names: Iterable[str]) -> tuple[ParameterBytes, ...]:
+        every = set_names(role, parts)
+        return tuple(weights[role][every.index(name)] for name in names)
+
+    moving = dict(weights)
+    for call in graph.calls:
+        for role in changes(graph, call):
+            names = changed_sets(graph, call, role, parts)
+            moving[name_refreshing(graph, call, role, parts)] = chosen(role, names)
+            if role != call.role:
+                moving[name_mixing(role, call.model_role)] = chosen(call.model_role, names)
+    return moving
 
 
 def _share(
@@ -327,17 +358,20 @@ def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bo
         if call.role is None:
             table = function_table(call, cluster, rng.choice([0.0, 2.0, 10.0, 50.0]))
         else:
+            home, trained = call in homes, graph.trained(call.role)
+            keeps = home and len(graph.role_calls(call.role)) > 1
             table = strategy_table(
-                call, parameters[call.role], cluster, home=call in homes, trained=graph.trained(call.role)
+                call, parameters[call.role], cluster, home=home, trained=trained, keeps=keeps
             )
         table = [candidate for candidate in table if offload or not candidate.offload]
         chosen = rng.sample(table, min(most, len(table)))
         candidates[call.name] = tuple(chosen)
     transfer_speed = rng.choice([2.0, 2.0, 20.0])
     links = Links(3 * transfer_speed, transfer_speed, 1e-3)
-    weights = {role: _weights(rng, p) for role, p in parameters.items()}
+    parts = {role: _part(rng) if graph.trained(role) else WHOLE for role in graph.roles}
     for average in graph.averages:
-        weights[name_mixing(average.role, average.source)] = weights[average.source][-1:]
+        parts[average.role] = parts[average.source]
+    weights = _moving(graph, parts, {role: _weights(rng, p, parts[role]) for role, p in parameters.items()})
     transfers = LinkTransfers(cluster, weights, (links,) * cluster.nodes)
     memory = rng.choice([30.0, 60.0, 1000.0]) * sum(parameters.values()) / cluster.size
     volumes = {(p.name, c.name): rng.choice([0.0, 0.3]) for c in graph.calls for p in producers(graph, c)}
@@ -354,4 +388,5 @@ def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bo
         transfers=transfers,
         memory_bytes=(memory,) * cluster.nodes,
         exchange=exchange,
+        parts=parts,
     )

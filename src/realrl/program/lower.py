@@ -56,13 +56,16 @@ def kept_copies(
 ) -> dict[str, tuple[Placement, ...]]:
     """Find the placements of the copies that the plan keeps, by role.
 
-    There is one for each layout of the role's calls outside its home. `graph` is that of the training step.
+    There is one for each layout of the role's calls outside its home, in the order of these calls. `graph` is that
+    of the training step.
     """
     kept: dict[str, tuple[Placement, ...]] = {}
     for role in plan.keep:
-        placements = [plan[call.name] for call in graph.role_calls(role)]
-        others = {p.layout: p for p in reversed(placements) if p.layout != homes[role].layout}
-        kept[role] = tuple(sorted(others.values()))
+        copies: dict[str, Placement] = {}
+        for place in (plan[call.name] for call in graph.role_calls(role)):
+            if place.layout != homes[role].layout:
+                copies.setdefault(place.layout, place)
+        kept[role] = tuple(copies.values())
     return kept
 
 

@@ -200,7 +200,8 @@ def make_alternatives_table(report: "PlanReport") -> Table:
 
 def _alternative(other: "Alternative") -> tuple[str, ...]:
     offload = [f"offload {what}" for what in other.offload]
-    given = ", ".join(filter(None, [format_extras(other.placement), *offload]))
+    copies = [] if other.keep is None else ["copies kept" if other.keep else "no copies kept"]
+    given = ", ".join(filter(None, [format_extras(other.placement), *offload, *copies]))
     devices = format_interval(other.placement.ranks)
     degrees = format_strategy(other.placement)
     step = format_seconds(other.step_seconds) if other.fits else "does not fit"

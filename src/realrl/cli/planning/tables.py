@@ -221,6 +221,7 @@ def _alternatives(report: PlanReport) -> Table:
             flags = [
                 "recomputing" if strategy.recompute else "",
                 "offloading" if other.offload else "without offloading" if other.on_device else "",
+                "" if other.keep is None else "keeping copies" if other.keep else "keeping no copies",
             ]
             rows.add_row(
                 "" if number else name,

@@ -27,7 +27,7 @@ from realrl.planner.cost.passes import cost_inference, cost_training
 from realrl.planner.cost.timing import Timing
 from realrl.planner.moves.exchange import ExchangeModel, count_exchanged_bytes
 from realrl.planner.moves.links import LinkTransfers, ParameterBytes
-from realrl.planner.moves.transfers import Layouts, name_mixing
+from realrl.planner.moves.transfers import Layouts, name_mixing, name_refreshing
 from realrl.planner.profile.corrections import find_correction
 from realrl.planner.profile.profile import Profile
 from realrl.planner.workload.batching import records_per_rank
@@ -155,6 +155,10 @@ class CostModel:
             if average.role in changes(graph, call):
                 names = changed_sets(graph, call, average.role, parts)
                 moving[name_mixing(average.role, average.source)] = weights(average.source, names)
+        for call in graph.calls:
+            for role in changes(graph, call):
+                names = changed_sets(graph, call, role, parts)
+                moving[name_refreshing(graph, call, role, parts)] = weights(role, names)
         return LinkTransfers(self.spec.cluster, moving, self._node_links)
 
     def exact_reallocation(

@@ -8,7 +8,7 @@ import numpy as np
 
 from realrl.dataflow.call import Kind
 from realrl.planner.arrays.arrays import Bools, Floats, Ints
-from realrl.planner.evaluate.tables import Columns, EmaUpdate, Tables
+from realrl.planner.evaluate.tables import Columns, EmaUpdate, Refresh, Tables
 
 
 class WavePhase(IntEnum):
@@ -26,10 +26,14 @@ class WavePhase(IntEnum):
     SHARE_COLLECTED_LENGTHS = 7
     LOAD_EMA = 8
     UPDATE_EMA = 9
-    OFFLOAD_CHANGED = 10
-    OFFLOAD_EMA = 11
-    RELEASE = 12
-    OFFLOAD = 13
+    REFRESH = 10
+    """Copies that are kept get what a call has changed of its role."""
+    OFFLOAD_CHANGED = 11
+    REFRESH_EMA = 12
+    """The same of a role that follows."""
+    OFFLOAD_EMA = 13
+    RELEASE = 14
+    OFFLOAD = 15
 
 
 _BLOCKS = {
@@ -37,7 +41,19 @@ _BLOCKS = {
     WavePhase.SHARE_COLLECTED_LENGTHS: WavePhase.COLLECT,
 } | dict.fromkeys(range(WavePhase.LOAD_EMA, WavePhase.OFFLOAD), WavePhase.LOAD_EMA)
 """First phase of the block of phases that is executed call by call."""
-_RENDEZVOUS = (WavePhase.REALLOCATE, WavePhase.RUN, WavePhase.UPDATE_EMA)
+_STAGES = {
+    WavePhase.UPDATE_EMA: WavePhase.LOAD_EMA,
+    WavePhase.OFFLOAD_CHANGED: WavePhase.REFRESH,
+    WavePhase.OFFLOAD_EMA: WavePhase.REFRESH_EMA,
+}
+"""First phase of the stage of a block that is executed role by role."""
+_RENDEZVOUS = (
+    WavePhase.REALLOCATE,
+    WavePhase.RUN,
+    WavePhase.UPDATE_EMA,
+    WavePhase.REFRESH,
+    WavePhase.REFRESH_EMA,
+)
 """Phases that start on all ranks at once; ranks execute the others independently."""
 
 
@@ -50,14 +66,15 @@ class ActivityKind:
     """Index of the call whose wave contains the activity; a later wave contains what is collected of a function."""
     ema: EmaUpdate | None = None
     number: int = 0
-    """Index of `ema`."""
+    """Index of `ema`, or of that of the role that is refreshed."""
+    refresh: Refresh | None = None
 
     @property
-    def place(self) -> tuple[int, int, int, int, int]:
+    def place(self) -> tuple[int, ...]:
         """Sort key among the activities of a wave."""
-        of_ema = self.phase in (WavePhase.LOAD_EMA, WavePhase.UPDATE_EMA)
-        order = (self.number, self.phase) if of_ema else (self.phase, self.number)
-        return _BLOCKS.get(self.phase, self.phase), self.call, not of_ema, *order
+        stage = _STAGES.get(self.phase, self.phase)
+        copy = self.refresh.copy if self.refresh else 0
+        return _BLOCKS.get(self.phase, self.phase), self.call, stage, self.number, self.phase, copy
 
     @property
     def rendezvous(self) -> bool:
@@ -94,6 +111,12 @@ def list_activities(tables: Tables) -> list[ActivityKind]:
         kinds.append(ActivityKind(WavePhase.UPDATE_EMA, *f))
         if tables.candidates(ema.home).offloaded.any():
             kinds += [ActivityKind(WavePhase.LOAD_EMA, *f), ActivityKind(WavePhase.OFFLOAD_EMA, *f)]
+    for refresh in tables.refreshes:
+        follows = [
+            i for i, e in enumerate(tables.ema_updates) if (e.after, e.home) == (refresh.after, refresh.home)
+        ]
+        phase = WavePhase.REFRESH_EMA if follows else WavePhase.REFRESH
+        kinds.append(ActivityKind(phase, refresh.after, number=sum(follows), refresh=refresh))
     return kinds
 
 
@@ -112,6 +135,8 @@ def stores(kind: ActivityKind) -> bool:
         WavePhase.COLLECT,
         WavePhase.SHARE_COLLECTED_LENGTHS,
         WavePhase.UPDATE_EMA,
+        WavePhase.REFRESH,
+        WavePhase.REFRESH_EMA,
     )
 
 
@@ -153,7 +178,9 @@ class Facts:
         """Whether a point lies on the mesh of a call, [calls, points, plans]."""
         self.wave = self._waves()
         """Wave of each call, [calls, plans]."""
-        self.borrowed = np.array([columns.code[c] != columns.code[h] for c, h in enumerate(tables.home)])
+        self.away = np.array([columns.code[c] != columns.code[h] for c, h in enumerate(tables.home)])
+        """Whether a call runs in another layout than its role lives in, [calls, plans]."""
+        self.borrowed = self.away & ~columns.keeps[tables.home]
         """Whether a call uses a transient replica, [calls, plans]."""
 
     def activities(self, kinds: list[ActivityKind]) -> Activities:
@@ -189,12 +216,21 @@ class Facts:
             wave[c] = np.where(after, wave[:c] + 1, 0).max(axis=0)
         return wave
 
+    def uses_first(self, copy: int) -> Bools:
+        """Whether a call uses a copy that is kept, and is the first one of its role to do so, [plans]."""
+        earlier = [p for p in self.tables.same_role[copy] if p < copy]
+        return self.away[copy] & ~self.borrowed[copy] & ~self._meets(copy, earlier)
+
     def _row(self, kind: ActivityKind) -> tuple[Bools, Floats, Bools, Floats]:
         """Participating points, seconds, points whose memory changes, and bytes of that change."""
         columns = self.columns
         c = kind.call
         home = self.tables.home[kind.call]
         nothing = np.zeros(columns.first.shape[1])
+        if kind.refresh is not None:
+            home, copy = kind.refresh.home, kind.refresh.copy
+            there = (self.inside[home] | self.inside[copy]) & self.uses_first(copy)
+            return there, kind.refresh.table(columns.layout[home], columns.layout[copy]), there, nothing
         if kind.ema is not None:
             return self._ema_row(kind.phase, kind.ema)
         match kind.phase:
@@ -240,19 +276,19 @@ class Facts:
         Calls of the same wave share loaded parameters.
         """
         c = kind.call
-        borrowed = self.borrowed
+        away = self.away
         same_role = {p: self.wave[p] == self.wave[c] for p in self.tables.same_role[c]}
         if kind.phase in (WavePhase.LOAD, WavePhase.OFFLOAD_SOURCE):
             moved = self._loads(c) & ~self._any(same_role[p] & self._loads(p) for p in same_role if p < c)
         if kind.phase is WavePhase.LOAD:
             return moved
         if kind.phase is WavePhase.OFFLOAD_SOURCE:
-            return moved & borrowed[c] & ~self._any(same_role[p] & ~borrowed[p] for p in same_role)
-        return ~borrowed[c] & ~self._any(same_role[p] & ~borrowed[p] for p in same_role if p < c)
+            return moved & away[c] & ~self._any(same_role[p] & ~away[p] for p in same_role)
+        return ~away[c] & ~self._any(same_role[p] & ~away[p] for p in same_role if p < c)
 
     def _loads(self, c: int) -> Bools:
         """Whether a call needs the parameters at its role's primary placement."""
-        return ~self.borrowed[c] | ~self._meets(c, self.tables.sharers[c])
+        return ~self.away[c] | self.borrowed[c] & ~self._meets(c, self.tables.sharers[c])
 
     def _ema_row(self, phase: WavePhase, ema: EmaUpdate) -> tuple[Bools, Floats, Bools, Floats]:
         columns = self.columns

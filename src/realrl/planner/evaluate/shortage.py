@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from realrl.dataflow.call import Call
 from realrl.planner.evaluate.timeline import PlanEvaluation
 from realrl.planner.space.problem import Assignment, Candidate, Problem
+from realrl.program.lower import home_placements, kept_copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class Shortage:
     candidate: Candidate
     """Candidate of that call."""
     resident_bytes: dict[str, float]
-    """Resident bytes on the device, by role."""
+    """Resident bytes on the device, by role, with those of copies that are kept."""
     assignment: Assignment | None
     """Assignment of the plan; None if the call alone does not fit on any device."""
     node: int | None = None
@@ -67,6 +68,9 @@ def explain_plan_shortage(problem: Problem, assignment: Assignment, evaluation: 
     rank = evaluation.peak_rank
     homes = {role: candidates[problem.home(role).name] for role in problem.graph.roles}
     resident = {role: o.resident_bytes for role, o in homes.items() if rank in o.placement.ranks}
+    for role, copies in _kept(problem, assignment).items():
+        for copy in (copy for copy in copies if rank in copy.placement.ranks):
+            resident[role] = resident.get(role, 0.0) + copy.weights_bytes
     models = {call.name: candidates[call.name] for call in problem.graph.calls if not call.is_function}
     here = {name: o for name, o in models.items() if rank in o.placement.ranks}
     node = problem.cluster.node(rank)
@@ -86,5 +90,23 @@ def explain_plan_shortage(problem: Problem, assignment: Assignment, evaluation: 
 def _copy(problem: Problem, candidates: dict[str, Candidate], name: str) -> float:
     """Bytes of the transient replica of its parameters that a call needs."""
     home = candidates[problem.home(problem.graph.call(name).model_role).name]
-    borrowed = candidates[name].layout != home.layout
-    return candidates[name].weights_bytes if borrowed or home.offload else 0.0
+    if candidates[name].layout != home.layout:
+        return 0.0 if home.keep else candidates[name].weights_bytes
+    return candidates[name].weights_bytes if home.offload else 0.0
+
+
+def _kept(problem: Problem, assignment: Assignment) -> dict[str, list[Candidate]]:
+    """By role, one candidate that uses each of the copies that the plan keeps."""
+    plan, candidates = problem.plan(assignment), problem.chosen_candidates(assignment)
+    copies = kept_copies(problem.graph, plan, home_placements(problem.graph, plan))
+    return {
+        role: [
+            next(
+                o
+                for call in problem.graph.role_calls(role)
+                if (o := candidates[call.name]).placement == place
+            )
+            for place in places
+        ]
+        for role, places in copies.items()
+    }

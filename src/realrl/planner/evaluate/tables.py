@@ -7,7 +7,7 @@ import numpy as np
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.planner.arrays.arrays import Bools, Floats, Ints
-from realrl.planner.moves.transfers import Layouts, TransferTable, name_mixing
+from realrl.planner.moves.transfers import Layouts, TransferTable, name_mixing, name_refreshing
 from realrl.planner.space.problem import Candidate, Problem
 from realrl.program.order import changes, dependents, dividing_keys, length_calls, producers
 
@@ -37,6 +37,8 @@ class Columns:
     """Whether sequence parallelism is on; replicas can only be shared by calls that agree."""
     offloaded: Bools
     """Whether parameters are offloaded to host memory between uses."""
+    keeps: Bools
+    """Whether copies of the role's parameters in other layouts are kept."""
     limit: Floats
     """Usable bytes of a device."""
 
@@ -52,6 +54,18 @@ class EmaUpdate:
     """Training call of the source role."""
     home: int
     """Call whose candidate decides the primary placement of the averaged role."""
+    table: TransferTable
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """Refresh of the kept copy that a call uses, after another one has changed its role; calls are indices."""
+
+    after: int
+    """Training call that changes the role."""
+    home: int
+    copy: int
+    """Call that uses the copy: the first one of its role and layout."""
     table: TransferTable
 
 
@@ -76,6 +90,7 @@ class Tables:
         self.sizes = np.array([len(problem.candidates[call.name]) for call in self.calls])
         self.offsets = np.concatenate([[0], np.cumsum(self.sizes)[:-1]])[:, None]
         self._layouts: list[Layouts] = []
+        self._transfers: dict[tuple[str, int, int], TransferTable] = {}
         columns = [self._columns(problem.candidates[call.name]) for call in self.calls]
         names = [field.name for field in fields(Columns)]
         self.columns = Columns(**{n: np.concatenate([getattr(c, n) for c in columns]) for n in names})
@@ -104,6 +119,8 @@ class Tables:
             if average.source == call.role and call.kind is Kind.TRAIN
             for r in [self.number[graph.role_calls(average.role)[0].name]]
         ]
+        self.refreshes = self._refreshes(graph)
+        """Refreshes that plans may contain, those of one call by role, then in the order of the graph."""
         self._order(graph)
 
     def gather(self, assignment: Ints) -> Columns:
@@ -138,6 +155,7 @@ class Tables:
                 [candidate.placement.strategy.sequence_parallel for candidate in candidates]
             ),
             offloaded=np.array([candidate.offload for candidate in candidates]),
+            keeps=np.array([candidate.keep for candidate in candidates]),
             limit=np.array(
                 [self.problem.limit(candidate.placement) for candidate in candidates], dtype=np.float64
             ),
@@ -155,7 +173,23 @@ class Tables:
     def _table(self, source: int, target: int, moving: str | None = None) -> TransferTable:
         """Transfers of the role of `source`, or of what else moves."""
         name = moving or self.calls[source].model_role
-        return TransferTable(self.problem.transfers, name, self._layouts[source], self._layouts[target])
+        key = name, source, target
+        if key not in self._transfers:
+            self._transfers[key] = TransferTable(
+                self.problem.transfers, name, self._layouts[source], self._layouts[target]
+            )
+        return self._transfers[key]
+
+    def _refreshes(self, graph: DataflowGraph) -> list[Refresh]:
+        found = []
+        for c, call in enumerate(self.calls):
+            for role in changes(graph, call):
+                home = self.number[self.problem.home(role).name]
+                if self.candidates(home).keeps.any():
+                    name = name_refreshing(graph, call, role, self.problem.parts)
+                    copies = sorted(self.same_role[home])
+                    found += [Refresh(c, home, copy, self._table(home, copy, name)) for copy in copies]
+        return found
 
     def _order(self, graph: DataflowGraph) -> None:
         """Build the dependencies between calls: matrices are [call, earlier call]."""

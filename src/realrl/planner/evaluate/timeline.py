@@ -25,6 +25,7 @@ from realrl.planner.space.problem import Assignment, Problem
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 _NEVER = -np.inf
+_MOVING = (WavePhase.LOAD, WavePhase.REALLOCATE, WavePhase.REFRESH, WavePhase.REFRESH_EMA)
 _AT_ONCE = 512
 """Number of plans evaluated together, so that their columns stay in the caches."""
 
@@ -48,7 +49,7 @@ class PlanEvaluation:
     end: dict[str, float]
     """End of each call, in seconds after the start of the step."""
     reallocation_seconds: dict[str, float]
-    """Seconds of loading and reallocating parameters, by call, if there are any."""
+    """Seconds of loading, reallocating and refreshing parameters, by call, if there are any."""
 
     @property
     def fits(self) -> bool:
@@ -83,10 +84,10 @@ class Timeline:
     other, for which its devices must be free. Functions run on hosts beside that, on each rank by itself, until
     calls that need their outputs are next. Steps do not overlap.
 
-    A device always holds the resident bytes of its roles and its communicators, and temporarily the replicas in
-    use, the working memory of a running call, and parameters loaded from host memory; what is offloaded takes
-    memory of its node's host. Infeasible plans use infinite memory:
-    those that train a role outside its primary placement, those whose calls share parameters but differ in
+    A device always holds the resident bytes of its roles, the copies of parameters that are kept and its
+    communicators, and temporarily the other replicas in use, the working memory of a running call, and parameters
+    loaded from host memory; what is offloaded takes memory of its node's host. Infeasible plans use infinite
+    memory: those that train a role outside its primary placement, those whose calls share parameters but differ in
     sequence parallelism, and those that offload weights which several roles share.
     """
 
@@ -132,7 +133,7 @@ class Timeline:
         limit = self._offloaded.limit(rank) if by_host else columns.limit[peak, 0]
         reallocation: dict[str, float] = {}
         for a, kind in enumerate(self._kinds):
-            if kind.phase in (WavePhase.LOAD, WavePhase.REALLOCATE) and steps.activities.where[a].any():
+            if kind.phase in _MOVING and steps.activities.where[a].any():
                 name = names[kind.call]
                 reallocation[name] = reallocation.get(name, 0.0) + float(steps.activities.seconds[a, 0])
         return PlanEvaluation(
@@ -210,6 +211,9 @@ class Timeline:
         for home in dict.fromkeys(tables.home):
             held += facts.inside[home] * columns.resident[home]
         held += self._communicator_bytes(facts) - self._shared_bytes(facts)
+        for c, home in enumerate(tables.home):
+            if c != home:
+                held += facts.inside[c] * np.where(facts.uses_first(c), columns.weights[c], 0.0)
         peak = held.copy()
         change = _along(activities.bytes, order)
         needs = _along(activities.needs, order)
@@ -221,7 +225,7 @@ class Timeline:
             held += grows * losses[k]
         for c, home in enumerate(tables.home):
             if home != c and tables.calls[c].kind is Kind.TRAIN:
-                peak += np.where(facts.borrowed[c], np.inf, 0.0)
+                peak += np.where(facts.away[c], np.inf, 0.0)
             for p in (p for p in tables.same_role[c] if p < c):
                 alike = columns.code[p] == columns.code[c]
                 peak += np.where(

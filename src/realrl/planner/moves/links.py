@@ -130,7 +130,7 @@ class LinkTransfers:
 
     cluster: Cluster
     weights: Mapping[str, tuple[ParameterBytes, ...]]
-    """Parameter bytes of every set that moves, by role or by `name_mixing`."""
+    """Parameter bytes of every set that moves, by role, `name_mixing` or `name_refreshing`."""
     links: tuple[Links, ...]
     """Links of each node; between heterogeneous nodes the slower ones count."""
     _cuts: dict[ParameterBytes, Floats] = field(default_factory=dict, compare=False, repr=False)

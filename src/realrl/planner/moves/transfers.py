@@ -7,9 +7,12 @@ from typing import Protocol
 
 import numpy as np
 
+from realrl.dataflow.call import Call
+from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.arrays.arrays import Floats, Ints
+from realrl.program.order import TrainableParts, changed_sets, set_names
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,14 @@ def name_mixing(role: str, source: str) -> str:
     return f"{source} mixed into {role}"
 
 
+def name_refreshing(graph: DataflowGraph, call: Call, role: str, parts: TrainableParts) -> str:
+    """Name the parameter sets of a role that a call changes, for `Transfers`: the role where these are all."""
+    everything = changed_sets(graph, call, role, parts) == set_names(role, parts)
+    return role if everything else f"{role} after {call.name}"
+
+
 class Transfers(Protocol):
-    """Time model of reallocations, by role or by `name_mixing`."""
+    """Time model of reallocations, by role, `name_mixing` or `name_refreshing`."""
 
     def seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
         """Compute the seconds of each pair; 0 for two equal layouts."""
@@ -83,7 +92,7 @@ class TransferTable:
 
     def __init__(self, transfers: Transfers, role: str, sources: Layouts, targets: Layouts) -> None:
         self._transfers = transfers
-        self._role = role
+        self.role = role
         self._sources = sources
         self._targets = targets
         # Holds 1 + seconds, with 0 for unknown: untouched zero pages take no memory, and most pairs are never used.
@@ -96,6 +105,6 @@ class TransferTable:
         if missing.any():
             constraints = np.unique(source[missing] * self._known.shape[1] + target[missing])
             i, j = np.divmod(constraints, self._known.shape[1])
-            self._known[i, j] = 1 + self._transfers.seconds(self._role, self._sources[i], self._targets[j])
+            self._known[i, j] = 1 + self._transfers.seconds(self.role, self._sources[i], self._targets[j])
             known = self._known[source, target]
         return known - 1

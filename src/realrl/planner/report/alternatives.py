@@ -30,9 +30,9 @@ def find_alternatives(
     """Find the most informative alternatives for each call.
 
     These are the best that differ in one respect (devices, parallel degrees, micro-batch size, recomputation,
-    offloading), and one that would be faster but does not fit. `step_seconds`: predicted step of `assignment`;
-    those of alternatives are that plus the difference of their timelines. `offload`: whether offloading frees
-    memory.
+    offloading, copies that are kept), and one that would be faster but does not fit. `step_seconds`: predicted step
+    of `assignment`; those of alternatives are that plus the difference of their timelines. `offload`: whether
+    offloading frees memory.
     """
     alternatives: list[Alternative] = []
     search_space = SearchSpace(micro_batch_tokens=(), offload=offload)
@@ -144,6 +144,7 @@ class _View:
             fits=other.fits,
             reason=reason,
             on_device=tuple(name for name, (before, after) in away.items() if before and not after),
+            keep=None if candidate.keep == chosen.keep else candidate.keep,
             function=self.call.is_function,
         )
 
@@ -160,7 +161,7 @@ class _View:
         return f"{_seconds(slower)} slower" + (f": {', '.join(named[:_NAMED])}" if named else "")
 
     def _terms(self, evaluation: PlanEvaluation, candidate: Candidate) -> dict[str, float]:
-        """Seconds of the call, and of reallocations before all calls, by term."""
+        """Seconds of the call, and of all reallocations, by term."""
         terms = dict(self.scenario.call_cost(self.call, candidate.placement).terms)
         terms["offload"] = candidate.seconds - sum(terms.values())
         terms["reallocation"] = sum(evaluation.reallocation_seconds.values())
@@ -204,6 +205,8 @@ def _respect(chosen: Candidate, other: Candidate) -> str | None:
     if (chosen.offload, chosen.offload_optimizer) != (other.offload, other.offload_optimizer):
         less = other.offload <= chosen.offload and other.offload_optimizer <= chosen.offload_optimizer
         return "offload" if less else None
+    if chosen.keep != other.keep:
+        return "copies"
     return "micro-batch"
 
 

@@ -10,7 +10,7 @@ def describe_preference(report: PlanReport) -> str:
     longer = chosen.estimate.step_seconds / fastest.estimate.step_seconds - 1
     text = (
         f"{CHOSEN} is simpler than the {FASTEST}, and may well be as fast: {chosen.parts} instead of"
-        f" {fastest.parts} layouts, reallocations and offloaded states, for a step that is predicted to be"
-        f" {longer:.1%} longer."
+        f" {fastest.parts} layouts, reallocations, kept copies and offloaded states, for a step that is predicted"
+        f" to be {longer:.1%} longer."
     )
     return text.replace("%", " %").capitalize()

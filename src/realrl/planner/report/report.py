@@ -61,6 +61,9 @@ class Alternative:
     93 GiB of 79 GiB during actor.train, 51 GiB of it activations`."""
     on_device: tuple[str, ...] = ()
     """State kept on devices that the chosen plan offloads: `parameters`, `optimizer`."""
+    keep: bool | None = None
+    """Whether copies of the role's parameters in other layouts are kept between uses; None where it is as in the
+    chosen plan."""
     function: bool = False
     """Whether the call is a function, which has neither degrees but dp, nor micro-batches."""
 

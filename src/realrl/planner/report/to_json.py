@@ -183,6 +183,7 @@ def _alternative(alternative: Alternative) -> dict[str, Any]:
         "recompute": strategy.recompute,
         "offload": list(alternative.offload),
         "on_device": list(alternative.on_device),
+        "keep": alternative.keep,
         "step_seconds": alternative.step_seconds,
         "fits": alternative.fits,
         "reason": alternative.reason,

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realrl.planner.arrays.arrays import Bools, Floats, Ints
-from realrl.planner.evaluate.tables import Tables
+from realrl.planner.evaluate.tables import Refresh, Tables
+from realrl.planner.moves.transfers import TransferTable
 from realrl.planner.search.groups import ALONE, KIND, CandidateGroups, group_candidates
 
 Numbers = NDArray[np.int32]
@@ -24,7 +25,8 @@ class Bound:
       meshes overlap its own; two meshes overlap for certain if they have more devices together than the cluster;
     - work: before a call starts, all its ancestors have spent their device-seconds on the devices of the cluster,
       and those that cannot start before some moment, after it (energetic reasoning, as in cumulative scheduling);
-    - cheapest reallocation over all positions of the meshes of a kind, where the order exposes it;
+    - cheapest reallocation over all positions of the meshes of a kind, where the order exposes it; of copies that
+      are kept, cheapest refresh after training, and where they may or may not be kept, the cheaper one of both;
     - packing: of three meshes that have more devices together than the cluster, two overlap, so that one of their
       calls waits for another one; not those that do not fit into the memory of one device.
 
@@ -42,7 +44,14 @@ class Bound:
         self.capacity = float(np.dot(tables.problem.memory_bytes, devices))
         # Calls that may share the replica of another call may not need a reallocation: leave them out.
         self.moving = [c for c, h in enumerate(tables.home) if h != c and not tables.sharers[c]]
-        self._least = {c: self._cheapest(c) for c in self.moving}
+        self._cheapest_of: dict[tuple[str, int, int], Floats] = {}
+        self._least = {c: self._cheapest(tables.reallocation[c], tables.home[c], c) for c in self.moving}
+        # Later calls of a role may use the same copy as an earlier one, which is refreshed once.
+        self.refreshes = [
+            (refresh, self._cheapest(refresh.table, refresh.home, refresh.copy))
+            for refresh in tables.refreshes
+            if not any(p < refresh.copy for p in tables.same_role[refresh.copy] if p != refresh.home)
+        ]
         self._ancestors: list[list[int]] = []
         for direct in tables.feeds:
             self._ancestors.append(sorted({*direct, *(a for d in direct for a in self._ancestors[d])}))
@@ -83,7 +92,13 @@ class Bound:
                 if crowded.any():
                     end = self._one_after_another(triple, tail, seconds, apart)
                     packed[triple] = np.where(crowded, end, 0.0)
-        bound = np.maximum(tail.max(axis=0), self._work(range(len(nodes)), head, area, moves))
+        bound = tail.max(axis=0)
+        refreshes = []
+        for refresh, least in self.refreshes:
+            start, cost = self._refresh(refresh, least, nodes, tail)
+            np.maximum(bound, start + cost, out=bound)
+            refreshes.append((start, cost * np.maximum(size[refresh.copy], size[refresh.home])))
+        np.maximum(bound, self._work(range(len(nodes)), head, area, moves, refreshes), out=bound)
         for end in packed.values():
             np.maximum(bound, end, out=bound)
         return np.where(self._too_full(nodes, size, copies), np.inf, bound) if memory else bound
@@ -154,7 +169,7 @@ class Bound:
         return np.asarray(np.minimum.reduce(ends))
 
     def _reallocation(self, c: int, nodes: Numbers, tail: Floats, meets: Bools) -> tuple[Floats, Floats]:
-        """Earliest start and least seconds of the reallocation before call `c`."""
+        """Earliest start and least seconds of the reallocation before call `c`; none where a copy may be kept."""
         tables = self.tables
         home = self.tables.home[c]
         start = np.zeros(nodes.shape[1])
@@ -165,17 +180,37 @@ class Bound:
             np.maximum(start, np.where(meets[p, c], tail[p], 0.0), out=start)
             if tables.ordered[c, p]:
                 np.maximum(there, np.where(meets[p, home], tail[p], 0.0), out=there)
-        source = self.groups[home]
-        target = self.groups[c]
-        seconds = self._least[c][self._row(source, nodes[home]), self._row(target, nodes[c])]
-        both = (source.level[nodes[home]] == ALONE) & (target.level[nodes[c]] == ALONE)
-        if both.any():
-            mine = tables.candidates(c).layout[target.candidate[nodes[c, both]]]
-            its = tables.candidates(home).layout[source.candidate[nodes[home, both]]]
-            seconds[both] = tables.reallocation[c](its, mine)
+        seconds = self._seconds(self._least[c], tables.reallocation[c], home, c, nodes)
         # A reallocation that sends nothing does not wait for the devices of the primary placement.
         start = np.where(seconds > 0, np.maximum(start, there), start)
-        return start, seconds + source.load[nodes[home]]
+        source = self.groups[home]
+        transient = ~source.may_keep[nodes[home]]
+        return start * transient, (seconds + source.load[nodes[home]]) * transient
+
+    def _refresh(
+        self, refresh: Refresh, least: Floats, nodes: Numbers, tail: Floats
+    ) -> tuple[Floats, Floats]:
+        """Earliest start and least seconds of a refresh, or of a reallocation in its place."""
+        home, copy = refresh.home, refresh.copy
+        must, may = (getattr(self.groups[home], name)[nodes[home]] for name in ("must_keep", "may_keep"))
+        seconds = self._seconds(least, refresh.table, home, copy, nodes)
+        if not must.all():
+            other: Floats | float = 0.0
+            if copy in self._least:
+                other = self._seconds(self._least[copy], self.tables.reallocation[copy], home, copy, nodes)
+            seconds = np.where(must, seconds, np.minimum(seconds, other))
+        return np.where(must, tail[refresh.after], 0.0), np.where(may, seconds, 0.0)
+
+    def _seconds(self, least: Floats, table: TransferTable, home: int, c: int, nodes: Numbers) -> Floats:
+        """Least seconds of moving parameters from a home to call `c`; `least`: by `_cheapest` for that `table`."""
+        source, target = self.groups[home], self.groups[c]
+        seconds = least[self._row(source, nodes[home]), self._row(target, nodes[c])]
+        both = (source.level[nodes[home]] == ALONE) & (target.level[nodes[c]] == ALONE)
+        if both.any():
+            mine = self.tables.candidates(c).layout[target.candidate[nodes[c, both]]]
+            its = self.tables.candidates(home).layout[source.candidate[nodes[home, both]]]
+            seconds[both] = table(its, mine)
+        return seconds
 
     @staticmethod
     def _row(groups: CandidateGroups, numbers: Numbers) -> Ints:
@@ -183,16 +218,22 @@ class Bound:
         before = int((groups.level < KIND).sum())
         return np.where(groups.level[numbers] == ALONE, before + groups.kind[numbers], numbers)
 
-    def _cheapest(self, c: int) -> Floats:
-        """Least seconds of reallocation, [groups of the home, groups of the call], down to kinds."""
-        source = self.groups[self.tables.home[c]]
+    def _cheapest(self, table: TransferTable, home: int, c: int) -> Floats:
+        """Least seconds of transfers, [groups of the home, groups of the call], down to kinds."""
+        key = table.role, home, c
+        if key not in self._cheapest_of:
+            self._cheapest_of[key] = self._compute_cheapest(*key)
+        return self._cheapest_of[key]
+
+    def _compute_cheapest(self, role: str, home: int, c: int) -> Floats:
+        source = self.groups[home]
         target = self.groups[c]
-        n = len(source.layouts.first)
         m = len(target.layouts.first)
         transfers = self.tables.problem.transfers
-        role = self.tables.calls[c].model_role
-        from_each = (source.layouts[np.full(m, i)] for i in range(n))
-        pairs = np.array([transfers.at_least(role, one, target.layouts) for one in from_each])
+        # Homes that keep copies have the layouts of those that do not.
+        _, some, of = np.unique(source.layouts.codes, return_index=True, return_inverse=True)
+        from_each = (source.layouts[np.full(m, i)] for i in some)
+        pairs = np.array([transfers.at_least(role, one, target.layouts) for one in from_each])[of]
         rows = [np.minimum.reduceat(pairs, s, axis=0) for s in source.layout_starts]
         rows.append(pairs[source.layout_of_kind])
         table = np.concatenate(rows)
@@ -201,13 +242,18 @@ class Bound:
         return np.concatenate(columns, axis=1)
 
     def _work(
-        self, calls: "range | list[int]", head: Floats, area: Floats, moves: dict[int, tuple[Floats, Floats]]
+        self,
+        calls: "range | list[int]",
+        head: Floats,
+        area: Floats,
+        moves: dict[int, tuple[Floats, Floats]],
+        others: Sequence[tuple[Floats, Floats]] = (),
     ) -> Floats:
         """Earliest end of `calls` by their work: those that start after some moment use the devices only from
-        then on."""
+        then on. `others`: starts and device-seconds of what else is done."""
         if not calls:
             return np.zeros(head.shape[1])
-        reallocations = [moves[c] for c in calls if c in moves]
+        reallocations = [*(moves[c] for c in calls if c in moves), *others]
         starts = np.array([head[c] for c in calls] + [start for start, _ in reallocations])
         work = np.array([area[c] for c in calls] + [cost for _, cost in reallocations])
         later = starts[None] >= starts[:, None]

@@ -28,7 +28,9 @@ def select_core(problem: Problem, groups: list[CandidateGroups]) -> tuple[Proble
 
 def _select_candidates(groups: CandidateGroups) -> Ints:
     of_size = np.searchsorted(groups.size[groups.level == SIZE], groups.size, side="left")
-    kinds = np.flatnonzero(groups.level == KIND)
+    every = groups.level == KIND
+    # Copies that are kept change little: later, plans of the core are improved by them.
+    kinds = np.flatnonzero(every & ~groups.may_keep if (every & ~groups.may_keep).any() else every)
     chosen = np.concatenate(
         [_select_kinds(groups, kinds[of_size[kinds] == size]) for size in np.unique(of_size[kinds])]
     )

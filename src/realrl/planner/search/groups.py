@@ -7,20 +7,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realrl.plan.cluster import Cluster
-from realrl.planner.arrays.arrays import Floats, Ints
+from realrl.planner.arrays.arrays import Bools, Floats, Ints
 from realrl.planner.evaluate.tables import Columns, Tables
 from realrl.planner.moves.transfers import Layouts
 
-Scalar = TypeVar("Scalar", np.float64, np.int64)
+Scalar = TypeVar("Scalar", np.float64, np.int64, np.bool_)
 
 ALL, SIZE, LAYOUT, KIND, ALONE = range(5)
-"""Levels of the hierarchy: layouts are those of meshes of one size over equal parts of nodes, wherever they lie;
-candidates of a kind differ only in the position of their mesh."""
+"""Levels of the hierarchy: candidates of one size keep copies of their role, or none does; layouts are those of
+meshes over equal parts of nodes, wherever they lie; candidates of a kind differ only in where their mesh lies."""
 
 
-_LAYOUT_COLUMNS = 5
-"""Columns of the table of kinds that tell layouts apart: size, parts of nodes, TP and PP degrees, and whether
-data-parallel ranks share out parameters."""
+_SIZE_COLUMNS, _LAYOUT_COLUMNS = 2, 6
+"""Columns of the table of kinds that tell sizes apart, and layouts: size and whether copies are kept; and parts of
+nodes, TP and PP degrees, and whether data-parallel ranks share out parameters."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,10 @@ class CandidateGroups:
     """Largest usable bytes of a device."""
     layouts: Layouts
     """Layout of one candidate of each group at the level of layouts."""
+    may_keep: Bools
+    """Whether some candidate keeps copies of its role."""
+    must_keep: Bools
+    """Whether all candidates do."""
     alone: Ints
     """Group of each single candidate, by its index."""
     layout_starts: tuple[Ints, Ints, Ints]
@@ -84,18 +88,19 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
     copies = layouts.tp * layouts.pp
     busy = np.zeros_like(columns.seconds) if tables.calls[call].is_function else columns.seconds
     sizes = (columns.weights, columns.resident, columns.base, columns.working, columns.limit)
-    facts = (columns.seconds, columns.load, *sizes, columns.offloaded)
-    table = np.stack(
-        [size, _number_parts(tables, columns), layouts.tp, layouts.pp, layouts.sharded, *facts], axis=1
-    )
+    shape = (_number_parts(tables, columns), layouts.tp, layouts.pp, layouts.sharded)
+    costs = (columns.seconds, columns.load, *sizes, columns.offloaded)
+    table = np.stack([size, columns.keeps, *shape, *costs], axis=1)
     _, kind = np.unique(table, axis=0, return_inverse=True)
     order = np.lexsort((columns.first, kind.reshape(-1)))  # kinds are numbered by size before all else
     sorted_kind = kind.reshape(-1)[order]
-    sorted_size = size[order]
-    other_layout = np.diff(table[order, :_LAYOUT_COLUMNS], axis=0, prepend=-1.0).any(axis=1)
+    other_size, other_layout = (
+        np.diff(table[order, :columns], axis=0, prepend=-1.0).any(axis=1)
+        for columns in (_SIZE_COLUMNS, _LAYOUT_COLUMNS)
+    )
     starts = [
         np.array([0]),
-        np.flatnonzero(np.diff(sorted_size, prepend=-1)),
+        np.flatnonzero(other_size),
         np.flatnonzero(other_layout),
         np.flatnonzero(np.diff(sorted_kind, prepend=-1)),
         np.arange(len(order)),
@@ -130,6 +135,8 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
         working=least(columns.working + columns.communicators),
         limit=-least(-columns.limit),
         layouts=layouts[order[starts[LAYOUT]]],
+        may_keep=~least(~columns.keeps),
+        must_keep=least(columns.keeps),
         alone=offsets[ALONE] + np.argsort(order),
         layout_starts=(
             np.array([0]),

@@ -25,8 +25,8 @@ from realrl.planner.space.problem import Problem
 from realrl.planner.uncertainty.preference import MOST_LONGER, choose_plan
 from realrl.planner.uncertainty.ranking import StepSampler
 from realrl.planner.workload.workload import Workload
-from realrl.program.lower import home_placements, kept_copies, offloaded
-from realrl.program.memory import Memory, list_sharers
+from realrl.program.lower import home_placements, offloaded
+from realrl.program.memory import list_sharers
 from realrl.program.shared_bases import check_offloading, find_holders
 
 _LITTLE = SearchBudget(plans=10_000, chains=32, rounds=20, nodes=20_000)
@@ -65,7 +65,7 @@ class FoundPlan:
 
 @dataclass(frozen=True)
 class BestPlan:
-    """Best plan of search and presets; only presets may keep persistent replicas."""
+    """Best plan of search and presets."""
 
     estimate: Estimate
     fastest: Estimate
@@ -245,11 +245,8 @@ def tune_plan(scenario: Scenario, plan: Plan) -> Plan:
     for i in range(max(map(len, candidates.values()))):
         placements = {name: found[min(i, len(found) - 1)] for name, found in candidates.items()}
         variants.append(replace(plan, placements=placements))
-    problem = build_problem(
-        scenario, search_space=SearchSpace(micro_batch_tokens=(), offload=False), include=variants
-    )
-    if plan.keep:
-        problem = _with_kept_copies(problem, scenario, plan)
+    space = SearchSpace(micro_batch_tokens=(), offload=False, keep=bool(plan.keep))
+    problem = _keeping(build_problem(scenario, search_space=space, include=variants), plan)
     try:
         result = search_plans(problem, budget=_LITTLE)
     except DoesNotFit:
@@ -269,33 +266,16 @@ def tune_plan(scenario: Scenario, plan: Plan) -> Plan:
     return replace(plan, placements=placements)
 
 
-def _with_kept_copies(problem: Problem, scenario: Scenario, plan: Plan) -> Problem:
-    """Add the memory of the plan's persistent replicas to a problem whose candidates all have the plan's layouts.
-
-    A problem counts a replica only during calls that use it.
-    """
-    graph = scenario.graph
-    homes = home_placements(scenario.graph, plan)
-    memory = Memory(scenario.models, homes, offloaded(plan), kept_copies(graph, plan, homes))
-
-    def unused(call: Call, place: Placement, rank: int) -> int:
-        """Bytes of replicas on a rank that the call does not use."""
-        return sum(
-            size
-            for item, size in memory.at_rest(rank).items()
-            if item.state == "parameters"
-            and item.layout not in (memory.home(item.role), place.layout if item.role == call.role else None)
+def _keeping(problem: Problem, plan: Plan) -> Problem:
+    """Restrict a problem to candidates that keep the same copies as the plan."""
+    candidates = {
+        call.name: tuple(
+            o
+            for o in problem.candidates[call.name]
+            if o.keep == (problem.is_home(call) and call.role in plan.keep)
         )
-
-    candidates = {}
-    for call in graph.calls:
-        if call.is_function:
-            candidates[call.name] = problem.candidates[call.name]
-            continue
-        place = plan[call.name]
-        more = max(unused(call, place, rank) for rank in place.ranks)
-        given = problem.candidates[call.name]
-        candidates[call.name] = tuple(replace(o, working_bytes=o.working_bytes + more) for o in given)
+        for call in problem.graph.calls
+    }
     return replace(problem, candidates=candidates)
 
 
@@ -311,7 +291,7 @@ def _variants(call: Call, place: Placement, workload: Workload) -> Iterator[Plac
 
 
 def _as_candidates(plan: Plan) -> Plan:
-    """A preset in the form of candidates: without persistent replicas, with sequence parallelism wherever tp > 1.
+    """A preset in the form of candidates: with sequence parallelism wherever tp > 1.
 
     Calls that share parameters must agree on sequence parallelism, and a search may combine its initial plans.
     """
@@ -319,4 +299,4 @@ def _as_candidates(plan: Plan) -> Plan:
         name: replace(place, strategy=replace(place.strategy, sequence_parallel=place.strategy.tp > 1))
         for name, place in plan.placements.items()
     }
-    return replace(plan, placements=placements, keep=())
+    return replace(plan, placements=placements)

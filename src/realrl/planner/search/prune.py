@@ -69,8 +69,8 @@ def _rows(candidate: Candidate) -> tuple[int, ...]:
 
 
 def _layout(candidate: Candidate) -> tuple[int, ...]:
-    """Key of candidates that can share parameters."""
-    return *candidate.layout, candidate.placement.strategy.sequence_parallel
+    """Key of candidates that can share parameters, and keep copies or do not."""
+    return *candidate.layout, candidate.placement.strategy.sequence_parallel, candidate.keep
 
 
 _RESIDENT = 1

@@ -43,6 +43,8 @@ _SHORT_ROUNDS = 60
 """Rounds of the first chains: branch and bound often improves their plans faster than further rounds would."""
 _CORE = 0.4
 """Share of the effort for the core of a problem."""
+_POLISH = 0.1
+"""Further share in which the plan of the core is improved by what the core lacks."""
 _FIRST_PROOF = 0.6
 """Share of the effort after which chains are started again."""
 
@@ -143,7 +145,8 @@ def _search_core_first(
     if inner.best is None:
         return _improve_and_prove(scorer, bound, begin, budget, seed, tolerance)
     found = np.array([numbers[i] for numbers, i in zip(kept, inner.best, strict=True)])
-    scorer(np.concatenate([begin, found[:, None]], axis=1))
+    scorer(begin)
+    improve_locally(scorer, bound, found, share=_CORE + _POLISH)
     return BranchAndBound(scorer, bound, tolerance=tolerance, seed=seed).run(budget.nodes)
 
 

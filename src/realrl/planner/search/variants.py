@@ -70,6 +70,11 @@ class Variants:
         codes = np.sort(columns.code[self._models], axis=0)
         layouts = 1 + (np.diff(codes, axis=0) != 0).sum(axis=0)
         away = sum((columns.code[c] != columns.code[self._tables.home[c]]) for c in self._models)
+        kept = columns.keeps[self._tables.home]
+        for c in self._models:
+            earlier = [p for p in self._tables.same_role[c] if p < c]
+            first = (columns.code[earlier] != columns.code[c]).all(axis=0)
+            away = away + (first & kept[c] & (columns.code[c] != columns.code[self._tables.home[c]]))
         offloaded = columns.offloaded.sum(axis=0) + self._optimizer[plans + self._tables.offsets].sum(axis=0)
         counts: Ints = layouts + away + offloaded
         return counts

@@ -16,7 +16,7 @@ from realrl.planner.cluster.cluster_spec import Site
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.candidates import list_meshes, list_micro_batches, list_strategies
-from realrl.planner.space.columns import Ways, add_offloading, drop_dominated, list_ways
+from realrl.planner.space.columns import Ways, add_keeping, add_offloading, drop_dominated, list_ways
 from realrl.planner.space.problem import Candidate, Problem
 from realrl.program.memory import list_sharers
 
@@ -29,6 +29,8 @@ class SearchSpace:
     """Micro-batch sizes in tokens; None for those of `list_micro_batches`."""
     recompute: tuple[bool, ...] = (False, True)
     offload: bool = True
+    keep: bool = True
+    """Whether copies of parameters in the layouts of other calls may be kept between uses."""
     zero: tuple[int, ...] = ZERO_STAGES
     """Stages of ZeRO that train calls may have."""
 
@@ -55,6 +57,7 @@ def build_problem(
         exchange=scenario.cost.exchange(graph, scenario.workload),
         sharers=tuple(builder.sharers),
         host_memory_bytes=tuple(map(scenario.memory.host_capacity, range(spec.cluster.nodes))),
+        parts=scenario.parts,
     )
 
 
@@ -174,10 +177,13 @@ class _Builder:
         return drop_dominated(variants[variants.bytes_alone <= limit])
 
     def _with_variants(self, call: Call, ways: Ways, first: int, limit: float) -> Ways:
-        """Add variants with offloading, where the call decides on it."""
-        if self.scenario.graph.home(call.model_role) != call or not self.search_space.offload:
+        """Add variants with offloading and with copies that are kept, where the call decides on them."""
+        graph, space = self.scenario.graph, self.search_space
+        if graph.home(call.model_role) != call:
             return ways
-        return add_offloading(self.scenario, call, first, ways, limit)
+        if space.offload:
+            ways = add_offloading(self.scenario, call, first, ways, limit)
+        return add_keeping(ways) if space.keep and len(graph.role_calls(call.model_role)) > 1 else ways
 
     def _shares(self, call: Call) -> bool:
         """Whether other roles have the frozen weights of a call's role."""

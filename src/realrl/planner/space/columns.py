@@ -36,6 +36,7 @@ class Ways:
     unload_seconds: Floats
     offload: Bools
     offload_optimizer: Bools
+    keep: Bools
 
     def __len__(self) -> int:
         return len(self.strategy)
@@ -77,8 +78,8 @@ def drop_dominated(ways: Ways) -> Ways:
     """
     strategies = [ways.strategies[i] for i in ways.strategy.tolist()]
     layouts: dict[tuple[object, ...], list[int]] = {}
-    for i, s in enumerate(strategies):
-        key = s.dp, s.tp, s.pp, s.sequence_parallel, s.dtype, s.shards_parameters
+    for i, (s, keep) in enumerate(zip(strategies, ways.keep.tolist(), strict=True)):
+        key = s.dp, s.tp, s.pp, s.sequence_parallel, s.dtype, s.shards_parameters, keep
         layouts.setdefault(key, []).append(i)
     loaded = [np.where(ways.offload, column, 0.0) for column in (ways.weights_bytes, *ways.moving_seconds)]
     held = [ways.resident_bytes, ways.working_bytes, ways.weights_bytes, -ways.base_bytes, ways.host_bytes]
@@ -102,7 +103,7 @@ def join_ways(parts: Sequence[Ways]) -> Ways:
 
 
 def list_ways(scenario: Scenario, call: Call, placements: Sequence[Placement], *, shares: bool) -> Ways:
-    """List the ways to run a call under each placement without offloading, all on one kind of device.
+    """List the ways to run a call under each placement, which offload and keep nothing, all on one kind of device.
 
     `shares`: whether other roles have the same frozen weights. UserError if some strategy has more data-parallel
     ranks than there are records.
@@ -137,7 +138,13 @@ def list_ways(scenario: Scenario, call: Call, placements: Sequence[Placement], *
         unload_seconds=np.zeros(n),
         offload=np.zeros(n, dtype=bool),
         offload_optimizer=np.zeros(n, dtype=bool),
+        keep=np.zeros(n, dtype=bool),
     )
+
+
+def add_keeping(ways: Ways) -> Ways:
+    """Add the variants of ways that keep copies of a role's parameters in other layouts."""
+    return join_ways([ways, replace(ways, keep=np.ones(len(ways), dtype=bool))])
 
 
 def add_offloading(scenario: Scenario, call: Call, first: int, ways: Ways, limit: float) -> Ways:

@@ -1,7 +1,7 @@
 """Search problem: candidates of every call of a step, one of which an assignment selects."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Call
@@ -11,6 +11,8 @@ from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
 from realrl.planner.moves.exchange import ExchangeModel
 from realrl.planner.moves.transfers import Transfers
+from realrl.program.lower import home_placements, kept_copies
+from realrl.program.order import TrainableParts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,9 @@ class Candidate:
     """Whether the role's parameters are offloaded between uses; only at the role's primary placement."""
     offload_optimizer: bool = False
     """Whether gradients and optimizer state are offloaded between uses; only at the primary placement."""
+    keep: bool = False
+    """Whether copies of the role's parameters in other layouts are kept between uses, and refreshed whenever the
+    parameters change; only at the role's primary placement."""
     load_seconds: float = 0.0
     """Seconds to load offloaded parameters."""
     unload_seconds: float = 0.0
@@ -68,7 +73,8 @@ class Problem:
     """Search problem of one step; its mappings must not be modified.
 
     A role's home (primary placement), where its parameters reside between steps, is the candidate of its training
-    call, or of its first call if it is not trained. Calls in another layout need a reallocation before them.
+    call, or of its first call if it is not trained. Calls in another layout need a reallocation before them,
+    or a copy that is kept.
     """
 
     graph: DataflowGraph
@@ -85,6 +91,8 @@ class Problem:
     of these offloads its parameters."""
     host_memory_bytes: tuple[float, ...] = ()
     """Bytes of host memory for offloaded state, by node; nothing for no limit."""
+    parts: TrainableParts = field(default_factory=dict)
+    """What training updates, by role, where it is not everything."""
 
     def __post_init__(self) -> None:
         if len(self.memory_bytes) != self.cluster.nodes:
@@ -93,9 +101,9 @@ class Problem:
             candidates = self.candidates.get(call.name, ())
             if not candidates:
                 raise UserError(f"call {call.name} has no option to run with on cluster {self.cluster}")
-            if not self.is_home(call) and any(o.offload or o.offload_optimizer for o in candidates):
+            if not self.is_home(call) and any(o.offload or o.offload_optimizer or o.keep for o in candidates):
                 raise ValueError(
-                    f"{call.name} is not the home of a role, so it cannot decide what to offload"
+                    f"{call.name} is not the home of a role, so it cannot decide what to offload or keep"
                 )
             for candidate in candidates:
                 if (
@@ -121,21 +129,17 @@ class Problem:
         return {call.name: self.candidates[call.name][assignment[call.name]] for call in self.graph.calls}
 
     def find_assignment(self, plan: Plan) -> Assignment | None:
-        """Find the assignment of a plan.
-
-        None if a call has no such candidate, or if the plan keeps replicas, which candidates cannot express.
-        """
-        if plan.keep:
-            return None
+        """Find the assignment of a plan; None if a call has no such candidate."""
+        kept = kept_copies(self.graph, plan, home_placements(self.graph, plan))
         assignment = {}
         for call in self.graph.calls:
-            home = self.is_home(call)
-            flags = (home and call.role in plan.offload, home and call.role in plan.offload_optimizer)
+            chosen = (plan.offload, plan.offload_optimizer, [role for role in kept if kept[role]])
+            flags = tuple(self.is_home(call) and call.role in roles for roles in chosen)
             alike = (
                 number
                 for number, candidate in enumerate(self.candidates[call.name])
                 if candidate.placement == plan[call.name]
-                and (candidate.offload, candidate.offload_optimizer) == flags
+                and (candidate.offload, candidate.offload_optimizer, candidate.keep) == flags
             )
             number = next(alike, None)
             if number is None:
@@ -161,12 +165,18 @@ class Problem:
         )
 
     def plan(self, assignment: Assignment) -> Plan:
-        """Build the plan of an assignment."""
+        """Build the plan of an assignment; roles without copies keep none."""
         candidates = self.chosen_candidates(assignment)
         homes = {role: candidates[self.home(role).name] for role in self.graph.roles}
+        away = {
+            call.role
+            for call in self.graph.calls
+            if call.role is not None and candidates[call.name].layout != homes[call.role].layout
+        }
         return Plan(
             self.cluster,
             {name: candidate.placement for name, candidate in candidates.items()},
             offload=tuple(role for role, candidate in homes.items() if candidate.offload),
             offload_optimizer=tuple(role for role, candidate in homes.items() if candidate.offload_optimizer),
+            keep=tuple(role for role, candidate in homes.items() if candidate.keep and role in away),
         )
