@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.dataflow.call import Call, Key, Kind, MovingAverage
@@ -11,7 +12,7 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.routing.links import Links
 from realrl.layout.sets import BASE, WHOLE, TrainablePart
 from realrl.plan.cluster import Cluster
-from realrl.plan.placement import Placement, Strategy, function_placement
+from realrl.plan.placement import Dtype, Placement, Strategy, function_placement
 from realrl.planner.moves.exchange import ExchangeModel
 from realrl.planner.moves.links import LinkTransfers, ParameterBytes
 from realrl.planner.moves.transfers import Layouts, name_mixing, name_refreshing
@@ -55,8 +56,9 @@ class Walk:
             case Reallocate(role, source, target, _, _, name):
                 pair = Layouts.of([source]), Layouts.of([target])
                 number = set_names(role, self.problem.parts).index(name)
-                one = {role: (self.problem.transfers.weights[role][number],)}
-                return float(replace(self.problem.transfers, weights=one).seconds(role, *pair)[0])
+                model = self.problem.transfers
+                one, half = ({role: (of[role][number],)} for of in (model.weights, model.halves))
+                return float(replace(model, weights=one, halves=half).seconds(role, *pair)[0])
             case Receive(_, _, producer, consumer):
                 pair = Layouts.of([self.plan[producer]]), Layouts.of([self.plan[consumer]])
                 return float(self.problem.exchange.seconds(producer, consumer, *pair)[0])
@@ -241,7 +243,14 @@ def function_table(call: Call, cluster: Cluster, seconds: float) -> list[Candida
 
 
 def strategy_table(
-    call: Call, parameters: float, cluster: Cluster, *, home: bool, trained: bool, keeps: bool
+    call: Call,
+    parameters: float,
+    cluster: Cluster,
+    *,
+    home: bool,
+    trained: bool,
+    keeps: bool,
+    dtypes: tuple[Dtype | None, ...],
 ) -> list[Candidate]:
     """List all candidates of a call by a crude model with the effects of a real one.
 
@@ -254,10 +263,10 @@ def strategy_table(
         for tp in (t for t in range(1, mesh.size + 1) if all(part % t == 0 for part in parts)):
             for pp in (p for p in range(1, mesh.size // tp + 1) if mesh.size // tp % p == 0):
                 for recompute in (False, True) if call.kind is Kind.TRAIN else (False,):
-                    strategy = Strategy(mesh.size // tp // pp, tp, pp, recompute=recompute)
-                    placement = Placement(mesh, strategy)
-                    for offload in (False, True) if home else (False,):
-                        found = _cost_candidate(call, parameters, placement, offload, trained)
+                    for offload, dtype in product((False, True) if home else (False,), dtypes):
+                        dp = mesh.size // tp // pp
+                        strategy = Strategy(dp, tp, pp, recompute=recompute, dtype=dtype)
+                        found = _cost_candidate(call, parameters, Placement(mesh, strategy), offload, trained)
                         candidates += [found, replace(found, keep=True)] if keeps else [found]
     return candidates
 
@@ -267,13 +276,13 @@ def _cost_candidate(
 ) -> Candidate:
     s = placement.strategy
     part = parameters / (s.tp * s.pp)
+    weights = 2 * part / (2 if s.dtype else 1)
     work = {Kind.GENERATE: 1.0, Kind.INFERENCE: 1.0, Kind.TRAIN: 4.0 if s.recompute else 3.0}[call.kind]
     seconds = work * parameters / s.size * (1 + 0.15 * math.log2(s.tp)) * (1 + (s.pp - 1) / 8)
     if call.kind is Kind.GENERATE:
-        seconds += 0.4 * part * (1 + 0.3 * s.pp)
+        seconds += 0.2 * weights * (1 + 0.3 * s.pp)
     if call.kind is Kind.TRAIN:
         seconds += 0.05 * part * (s.dp > 1)
-    weights = 2 * part
     states = 4 * part + 12 * part / s.dp if trained else 0.0
     working = (0.5 if s.recompute else 2.0) * parameters / (s.size * s.tp) + 0.3
     return Candidate(
@@ -326,6 +335,13 @@ def _moving(
     return moving
 
 
+def _halve(weights: dict[str, tuple[ParameterBytes, ...]]) -> dict[str, tuple[ParameterBytes, ...]]:
+    return {
+        what: tuple(replace(w, layer=w.layer / 2, embedding=w.embedding / 2, end=w.end / 2) for w in sets)
+        for what, sets in weights.items()
+    }
+
+
 def _share(
     rng: random.Random, candidates: dict[str, tuple[Candidate, ...]], homes: dict[str, str]
 ) -> tuple[tuple[str, ...], ...]:
@@ -360,8 +376,15 @@ def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bo
         else:
             home, trained = call in homes, graph.trained(call.role)
             keeps = home and len(graph.role_calls(call.role)) > 1
+            own = call.kind is Kind.TRAIN or (home and call.role in {a.role for a in graph.averages})
             table = strategy_table(
-                call, parameters[call.role], cluster, home=home, trained=trained, keeps=keeps
+                call,
+                parameters[call.role],
+                cluster,
+                home=home,
+                trained=trained,
+                keeps=keeps,
+                dtypes=(None,) if own else (None, "bfloat16"),
             )
         table = [candidate for candidate in table if offload or not candidate.offload]
         chosen = rng.sample(table, min(most, len(table)))
@@ -372,7 +395,7 @@ def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bo
     for average in graph.averages:
         parts[average.role] = parts[average.source]
     weights = _moving(graph, parts, {role: _weights(rng, p, parts[role]) for role, p in parameters.items()})
-    transfers = LinkTransfers(cluster, weights, (links,) * cluster.nodes)
+    transfers = LinkTransfers(cluster, weights, (links,) * cluster.nodes, _halve(weights))
     memory = rng.choice([30.0, 60.0, 1000.0]) * sum(parameters.values()) / cluster.size
     volumes = {(p.name, c.name): rng.choice([0.0, 0.3]) for c in graph.calls for p in producers(graph, c)}
     sharers = _share(rng, candidates, {role: graph.home(role).name for role in graph.roles})

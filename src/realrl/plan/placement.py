@@ -160,7 +160,7 @@ class Placement:
     @classmethod
     def parse(cls, text: str) -> "Placement":
         """Read the text form; UserError for anything else."""
-        form = r"d(\d+) t(\d+) p(\d+)( z3)? @(\S+)( float32| bfloat16)? mb=(\d+)( sp)?( rc)?( z2)?"
+        form = r"d(\d+) t(\d+) p(\d+)( z3)? @(\S+)( float32| mixed| bfloat16)? mb=(\d+)( sp)?( rc)?( z2)?"
         match = re.fullmatch(form, text.strip())
         if match is None:
             raise UserError(f"placement {text!r} is not understood; write for example d2 t1 p1 @0-1 mb=8192")

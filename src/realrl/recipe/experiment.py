@@ -89,6 +89,10 @@ class Experiment(Settings):
     recompute: bool = False
     """Whether presets train with recomputed activations: less memory for about a third more arithmetic. A plan
     file, or a search, says it for each call."""
+    search_dtypes: list[Literal["float32", "mixed", "bfloat16"]] = Field(default=[])
+    """Data types that a search may give to the parameters of calls that do not train, besides their models' own.
+    With `[bfloat16]`, for example, a model that is trained in float32 may generate from rounded parameters, which
+    takes less time and memory; samples then come from another policy than the one that learns from them."""
     exact: bool = False
     """Whether a token's forward pass is the same arithmetic in the same order wherever it runs: in a decode step, a
     prefill or training, whatever else is in the batch. Sampled tokens are then the same whatever the batch, the

@@ -149,6 +149,12 @@ COMMANDS: list[tuple[str, str]] = [
     ("plan gone.yaml", "gone.yaml does not exist"),
     ("plan PPO plan=gone.yaml", "gone.yaml does not exist"),
     ("plan PPO plan=foo", "plan: 'foo' is neither a preset"),
+    (
+        "plan PPO search_dtypes=[bfloat16] exact=true",
+        "exact=true needs one data type for all calls of a role",
+    ),
+    ("plan PPO search_dtypes=[mixed] --cluster h100:1x2", "search_dtypes=[mixed]: mixed is for CPUs"),
+    ("plan PPO search_dtypes=[int4]", "search_dtypes"),
     ("plan PPO plan=DIR/folder/records.jsonl", "nor a .yaml file"),
     ("plan PPO plan=PPO", "unknown key"),
     ("plan PPO plan=gone.yaml --out DIR/other.yaml", "gone.yaml does not exist"),

@@ -1,7 +1,7 @@
 """Tables of a plan's page: presets, calls, reallocations, and rejected alternatives."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from realrl.cli.page.sections import TERMS
@@ -201,7 +201,10 @@ def make_alternatives_table(report: "PlanReport") -> Table:
 def _alternative(other: "Alternative") -> tuple[str, ...]:
     offload = [f"offload {what}" for what in other.offload]
     copies = [] if other.keep is None else ["copies kept" if other.keep else "no copies kept"]
-    given = ", ".join(filter(None, [format_extras(other.placement), *offload, *copies]))
+    extras = format_extras(
+        replace(other.placement, strategy=replace(other.placement.strategy, dtype=other.dtype))
+    )
+    given = ", ".join(filter(None, [extras, *offload, *copies]))
     devices = format_interval(other.placement.ranks)
     degrees = format_strategy(other.placement)
     step = format_seconds(other.step_seconds) if other.fits else "does not fit"

@@ -116,6 +116,12 @@ def format_degrees(placement: Placement, *, function: bool = False) -> str:
     return f"{s.dp}" if function else f"{s.dp}×{s.tp}×{s.pp}"
 
 
+def _format_layout(placement: Placement) -> str:
+    """Format where parameters lie, for example `2×8×4 @0-63`, with their type where it is not the model's."""
+    dtype = placement.strategy.dtype
+    return f"{format_degrees(placement)} @{placement.mesh}{f' {dtype}' if dtype else ''}"
+
+
 def format_flags(placement: Placement) -> str:
     """Format the settings of a strategy that a table names only where they are given."""
     strategy = placement.strategy
@@ -158,8 +164,8 @@ def _moves(chosen: Estimate) -> Table:
         rows.add_row(
             name if into is None else f"{name} into {into}",
             move.before or "-",
-            f"{format_degrees(source)} @{source.mesh}",
-            f"{format_degrees(target)} @{target.mesh}",
+            _format_layout(source),
+            _format_layout(target),
             format_seconds(move.seconds),
             format_bytes(move.sent_bytes),
             format_bytes(move.network_bytes),
@@ -219,6 +225,7 @@ def _alternatives(report: PlanReport) -> Table:
         for number, other in enumerate(_few(list(found))):
             strategy = other.placement.strategy
             flags = [
+                "" if other.dtype is None else f"in {other.dtype}",
                 "recomputing" if strategy.recompute else "",
                 "offloading" if other.offload else "without offloading" if other.on_device else "",
                 "" if other.keep is None else "keeping copies" if other.keep else "keeping no copies",

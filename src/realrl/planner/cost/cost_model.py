@@ -15,7 +15,7 @@ from realrl.layout.limits import message_limits
 from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import reallocate
 from realrl.layout.sets import BASE, TrainablePart, element_width
-from realrl.plan.placement import Placement, Strategy
+from realrl.plan.placement import ELEMENT_BYTES, Placement, Strategy
 from realrl.planner.arrays.arrays import Floats, Real
 from realrl.planner.cluster.cluster_spec import ClusterSpec, Site
 from realrl.planner.cluster.devices import DeviceKind
@@ -143,23 +143,28 @@ class CostModel:
         return round(sent[0]), round(entering[0])
 
     def transfers(self, graph: DataflowGraph, models: Mapping[str, StoredModel]) -> LinkTransfers:
-        """Build the time model of reallocations of a graph's roles, whose parameters travel in their own type."""
-
-        def weights(role: str, names: Iterable[str]) -> tuple[ParameterBytes, ...]:
-            model = models[role]
-            return tuple(ParameterBytes.of(model, model.element_bytes, name) for name in names)
+        """Build the time model of reallocations of a graph's roles."""
 
         parts = {role: model.part for role, model in models.items()}
-        moving = {role: weights(role, set_names(role, parts)) for role in graph.roles}
+        moving = {role: (role, set_names(role, parts)) for role in graph.roles}
         for call, average in product(graph.calls, graph.averages):
             if average.role in changes(graph, call):
                 names = changed_sets(graph, call, average.role, parts)
-                moving[name_mixing(average.role, average.source)] = weights(average.source, names)
+                moving[name_mixing(average.role, average.source)] = average.source, names
         for call in graph.calls:
             for role in changes(graph, call):
                 names = changed_sets(graph, call, role, parts)
-                moving[name_refreshing(graph, call, role, parts)] = weights(role, names)
-        return LinkTransfers(self.spec.cluster, moving, self._node_links)
+                moving[name_refreshing(graph, call, role, parts)] = role, names
+
+        def weights(widths: Mapping[str, int]) -> dict[str, tuple[ParameterBytes, ...]]:
+            return {
+                what: tuple(ParameterBytes.of(models[role], widths[role], name) for name in names)
+                for what, (role, names) in moving.items()
+            }
+
+        own = {role: model.element_bytes for role, model in models.items()}
+        halves = dict.fromkeys(models, ELEMENT_BYTES["bfloat16"])
+        return LinkTransfers(self.spec.cluster, weights(own), self._node_links, weights(halves))
 
     def exact_reallocation(
         self, model: StoredModel, source: Placement, target: Placement, parameter_set: str = BASE
@@ -245,8 +250,8 @@ class CostModel:
     ) -> LinkTransfers:
         key = (model, _narrower(model, source, target), parameter_set)
         if key not in self._transfers:
-            weights = {"": (ParameterBytes.of(*key),)}
-            self._transfers[key] = LinkTransfers(self.spec.cluster, weights, self._node_links)
+            weights = {"": (ParameterBytes.of(*key),)}  # in the narrower type
+            self._transfers[key] = LinkTransfers(self.spec.cluster, weights, self._node_links, weights)
         return self._transfers[key]
 
     def _corrections(

@@ -14,7 +14,7 @@ from realrl.layout.sets import BASE, element_width
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
 from realrl.planner.arrays.arrays import Bools, Floats, Ints
-from realrl.planner.moves.transfers import Layouts, find_nodes
+from realrl.planner.moves.transfers import HALF, Layouts, find_nodes
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.program.memory import StoredModel
 
@@ -125,7 +125,7 @@ class LinkTransfers:
     hold. The nodes that hold the data send equal shares, and all nodes forward. Tensors are assumed to be sharded
     evenly over TP ranks and, with ZeRO-3, over data-parallel ranks as if these were TP ranks, too; but
     rows of ZeRO-3 and shards of TP ranks cut parameters differently, so that they have in common what chance gives.
-    Values travel in the width of `weights`. Parameter sets are moved one after the other.
+    Values travel in the narrower one of two types. Parameter sets are moved one after the other.
     """
 
     cluster: Cluster
@@ -133,6 +133,8 @@ class LinkTransfers:
     """Parameter bytes of every set that moves, by role, `name_mixing` or `name_refreshing`."""
     links: tuple[Links, ...]
     """Links of each node; between heterogeneous nodes the slower ones count."""
+    halves: Mapping[str, tuple[ParameterBytes, ...]] = field(default_factory=dict)
+    """`weights` in two bytes a parameter, as they travel from or to layouts in bfloat16, if there are any."""
     _cuts: dict[ParameterBytes, Floats] = field(default_factory=dict, compare=False, repr=False)
     _recent: dict[tuple[ParameterBytes, int, bytes], _Boxes] = field(
         default_factory=dict, compare=False, repr=False
@@ -159,9 +161,11 @@ class LinkTransfers:
         seconds: Callable[[ParameterBytes, Layouts, Layouts], Floats],
     ) -> Floats:
         result = np.zeros(len(source.first))
-        for part in self._parts(np.arange(len(result)), self.cluster.nodes):
-            for weights in self.weights[role]:
-                result[part] += seconds(weights, source[part], target[part])
+        half = (source.dtype == HALF) | (target.dtype == HALF)
+        for moving, pairs in ((self.weights, ~half), (self.halves, half)):
+            for part in self._parts(np.flatnonzero(pairs), self.cluster.nodes):
+                for weights in moving[role]:
+                    result[part] += seconds(weights, source[part], target[part])
         return result
 
     def sent(self, role: str, source: Layouts, target: Layouts) -> _PAIR:

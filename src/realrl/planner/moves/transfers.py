@@ -10,30 +10,36 @@ import numpy as np
 from realrl.dataflow.call import Call
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
-from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.plan.placement import DTYPES, Dtype, Mesh, Placement, Strategy
 from realrl.planner.arrays.arrays import Floats, Ints
 from realrl.program.order import TrainableParts, changed_sets, set_names
+
+TYPES: tuple[Dtype | None, ...] = (None, *DTYPES.values())
+"""Data types of parameters: the role's own, or another one."""
+HALF = TYPES.index("bfloat16")
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """Layouts as columns: first rank and size of the mesh, TP and PP degrees, and whether parameters are shared out
-    over data-parallel ranks (1, under ZeRO-3) or not (0)."""
+    """Layouts as columns: first rank and size of the mesh, TP and PP degrees, whether parameters are shared out
+    over data-parallel ranks (1, under ZeRO-3) or not (0), and their data type: the place in `TYPES`."""
 
     first: Ints
     size: Ints
     tp: Ints
     pp: Ints
     sharded: Ints
+    dtype: Ints
 
     @classmethod
     def of(cls, placements: Iterable[Placement]) -> "Layouts":
         """Build columns from placements, in their order."""
         rows = [
-            (p.mesh.first, p.mesh.size, p.strategy.tp, p.strategy.pp, p.strategy.shards_parameters)
+            (p.mesh.first, p.mesh.size, s.tp, s.pp, s.shards_parameters, TYPES.index(s.dtype))
             for p in placements
+            for s in [p.strategy]
         ]
-        columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T
+        columns = np.array(rows, dtype=np.int64).reshape(-1, len(fields(cls))).T
         return cls(*(np.ascontiguousarray(column) for column in columns))
 
     def __getitem__(self, index: Ints) -> "Layouts":
@@ -47,14 +53,17 @@ class Layouts:
     @property
     def codes(self) -> Ints:
         """Integer code of each layout; equal codes mean equal layouts."""
-        return (((self.first * 65536 + self.size) * 4096 + self.tp) * 4096 + self.pp) * 2 + self.sharded
+        degrees = ((self.first * 65536 + self.size) * 4096 + self.tp) * 4096 + self.pp
+        return (degrees * 2 + self.sharded) * len(TYPES) + self.dtype
 
     def placements(self) -> list[Placement]:
         """Convert to placements; their micro-batch sizes are defaults and carry no meaning."""
         rows = zip(*(getattr(self, field.name).tolist() for field in fields(self)), strict=True)
         return [
-            Placement(Mesh(f, n), Strategy(n // (tp * pp), tp, pp, zero=3 if sharded else 1))
-            for f, n, tp, pp, sharded in rows
+            Placement(
+                Mesh(f, n), Strategy(n // (tp * pp), tp, pp, zero=3 if sharded else 1, dtype=TYPES[dtype])
+            )
+            for f, n, tp, pp, sharded, dtype in rows
         ]
 
 

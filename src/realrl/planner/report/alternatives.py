@@ -7,7 +7,7 @@ import numpy as np
 
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind
-from realrl.plan.placement import Placement, Strategy
+from realrl.plan.placement import Dtype, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.planner.evaluate.shortage import explain_plan_shortage
 from realrl.planner.evaluate.timeline import PlanEvaluation, Timeline
@@ -29,10 +29,10 @@ def find_alternatives(
 ) -> tuple[Alternative, ...]:
     """Find the most informative alternatives for each call.
 
-    These are the best that differ in one respect (devices, parallel degrees, micro-batch size, recomputation,
-    offloading, copies that are kept), and one that would be faster but does not fit. `step_seconds`: predicted step
-    of `assignment`; those of alternatives are that plus the difference of their timelines. `offload`: whether
-    offloading frees memory.
+    These are the best that differ in one respect (devices, parallel degrees, data type, micro-batch size,
+    recomputation, offloading, copies that are kept), and one that would be faster but does not fit.
+    `step_seconds`: predicted step of `assignment`; those of alternatives are that plus the difference of their
+    timelines. `offload`: whether offloading frees memory.
     """
     alternatives: list[Alternative] = []
     search_space = SearchSpace(micro_batch_tokens=(), offload=offload)
@@ -144,9 +144,17 @@ class _View:
             fits=other.fits,
             reason=reason,
             on_device=tuple(name for name, (before, after) in away.items() if before and not after),
+            dtype=self._other_dtype(candidate),
             keep=None if candidate.keep == chosen.keep else candidate.keep,
             function=self.call.is_function,
         )
+
+    def _other_dtype(self, candidate: Candidate) -> Dtype | None:
+        """Type of a candidate's parameters; None where it is that of the chosen one."""
+        mine, chosen = (o.placement.strategy for o in (candidate, self.candidates[0]))
+        if mine.dtype == chosen.dtype:
+            return None
+        return self.scenario.models[self.call.model_role].dtype_under(mine)
 
     def _where_slower(self, base: PlanEvaluation, other: PlanEvaluation, candidate: Candidate) -> str:
         slower = other.seconds - base.seconds
@@ -200,6 +208,8 @@ def _respect(chosen: Candidate, other: Candidate) -> str | None:
         return "place"
     if (a.strategy.tp, a.strategy.pp) != (b.strategy.tp, b.strategy.pp):
         return "degrees"
+    if a.strategy.dtype != b.strategy.dtype:
+        return "type"
     if a.strategy.recompute != b.strategy.recompute:
         return "recomputation"
     if (chosen.offload, chosen.offload_optimizer) != (other.offload, other.offload_optimizer):

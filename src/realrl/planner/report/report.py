@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from realrl.plan.placement import Placement
+from realrl.plan.placement import Dtype, Placement
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.uncertainty.outlook import Outlook
@@ -61,6 +61,8 @@ class Alternative:
     93 GiB of 79 GiB during actor.train, 51 GiB of it activations`."""
     on_device: tuple[str, ...] = ()
     """State kept on devices that the chosen plan offloads: `parameters`, `optimizer`."""
+    dtype: Dtype | None = None
+    """Type of the call's parameters; None where it is as in the chosen plan."""
     keep: bool | None = None
     """Whether copies of the role's parameters in other layouts are kept between uses; None where it is as in the
     chosen plan."""

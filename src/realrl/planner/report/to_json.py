@@ -181,6 +181,7 @@ def _alternative(alternative: Alternative) -> dict[str, Any]:
         "pp": strategy.pp,
         "micro_batch_tokens": strategy.micro_batch_tokens,
         "recompute": strategy.recompute,
+        "dtype": alternative.dtype,
         "offload": list(alternative.offload),
         "on_device": list(alternative.on_device),
         "keep": alternative.keep,

@@ -18,9 +18,9 @@ ALL, SIZE, LAYOUT, KIND, ALONE = range(5)
 meshes over equal parts of nodes, wherever they lie; candidates of a kind differ only in where their mesh lies."""
 
 
-_SIZE_COLUMNS, _LAYOUT_COLUMNS = 2, 6
+_SIZE_COLUMNS, _LAYOUT_COLUMNS = 2, 7
 """Columns of the table of kinds that tell sizes apart, and layouts: size and whether copies are kept; and parts of
-nodes, TP and PP degrees, and whether data-parallel ranks share out parameters."""
+nodes, TP and PP degrees, whether data-parallel ranks share out parameters, and their type."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
     copies = layouts.tp * layouts.pp
     busy = np.zeros_like(columns.seconds) if tables.calls[call].is_function else columns.seconds
     sizes = (columns.weights, columns.resident, columns.base, columns.working, columns.limit)
-    shape = (_number_parts(tables, columns), layouts.tp, layouts.pp, layouts.sharded)
+    shape = (_number_parts(tables, columns), layouts.tp, layouts.pp, layouts.sharded, layouts.dtype)
     costs = (columns.seconds, columns.load, *sizes, columns.offloaded)
     table = np.stack([size, columns.keeps, *shape, *costs], axis=1)
     _, kind = np.unique(table, axis=0, return_inverse=True)

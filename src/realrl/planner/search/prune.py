@@ -36,7 +36,7 @@ def prune_candidates(problem: Problem) -> tuple[Problem, dict[str, Ints]]:
 
 
 def _undominated(candidates: Sequence[Candidate], *, by_mesh: bool) -> Ints:
-    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for i, candidate in enumerate(candidates):
         groups[_rows(candidate) if by_mesh else _layout(candidate)].append(i)
     stay = []
@@ -63,12 +63,12 @@ def _shared(candidates: Sequence[Candidate], members: Sequence[int]) -> Floats:
     return extra
 
 
-def _rows(candidate: Candidate) -> tuple[int, ...]:
+def _rows(candidate: Candidate) -> tuple[object, ...]:
     """Key of candidates that exchange rows with the same ranks: equal mesh and DP degree."""
     return *candidate.layout[:2], candidate.placement.strategy.dp
 
 
-def _layout(candidate: Candidate) -> tuple[int, ...]:
+def _layout(candidate: Candidate) -> tuple[object, ...]:
     """Key of candidates that can share parameters, and keep copies or do not."""
     return *candidate.layout, candidate.placement.strategy.sequence_parallel, candidate.keep
 

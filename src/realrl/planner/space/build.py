@@ -10,7 +10,8 @@ import numpy as np
 
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind
-from realrl.plan.placement import ZERO_STAGES, Mesh, Placement, Strategy, function_placement
+from realrl.layout.sets import QUANTISED
+from realrl.plan.placement import ZERO_STAGES, Dtype, Mesh, Placement, Strategy, function_placement
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import Site
 from realrl.planner.cluster.devices import DeviceKind
@@ -33,6 +34,8 @@ class SearchSpace:
     """Whether copies of parameters in the layouts of other calls may be kept between uses."""
     zero: tuple[int, ...] = ZERO_STAGES
     """Stages of ZeRO that train calls may have."""
+    dtypes: tuple[Dtype, ...] = ()
+    """Types of parameters that calls which do not train may have besides their models' own."""
 
 
 def build_problem(
@@ -40,8 +43,7 @@ def build_problem(
 ) -> Problem:
     """Build the search problem of a step.
 
-    The placements of plans in `include` are among the candidates even if they do not fit, unless a call has its own
-    parameter type.
+    The placements of plans in `include` are among the candidates even if they do not fit.
     """
     graph = scenario.graph
     spec = scenario.spec
@@ -90,8 +92,7 @@ class _Builder:
             # The smallest micro-batches are slow, but may be the only ones that fit.
             candidates += self._candidates_on_meshes(call, (work.longest,))
         for placement in (plan[call.name] for plan in plans):
-            if placement.strategy.dtype is None:  # layouts of a problem have no parameter type
-                candidates += self._given(call, placement)
+            candidates += self._given(call, placement)
         return tuple(dict.fromkeys(candidates))
 
     def _function_candidates(self, call: Call, plans: Iterable[Plan]) -> tuple[Candidate, ...]:
@@ -161,10 +162,19 @@ class _Builder:
         zero = self.search_space.zero if training == [call] else (1,)
         work = self.scenario.workload.work(call)
         for strategy in list_strategies(
-            mesh.size, divided, shape.layers, shape.heads, tokens, recompute, zero
+            mesh.size, divided, shape.layers, shape.heads, tokens, recompute, zero, self._dtypes(call)
         ):
             if strategy.dp <= work.items // work.minibatches and not (model.exact and strategy.tp > 1):
                 yield strategy
+
+    def _dtypes(self, call: Call) -> tuple[Dtype | None, ...]:
+        """Types of parameters that a call may have; None for the model's own."""
+        graph, model = self.scenario.graph, self.scenario.models[call.model_role]
+        # What follows another role in small steps would lose them in another type, and so would training.
+        follows = graph.home(call.model_role) == call and call.role in {a.role for a in graph.averages}
+        if call.kind is Kind.TRAIN or follows or model.exact or QUANTISED in model.sets:
+            return (None,)
+        return None, *(dtype for dtype in self.search_space.dtypes if dtype != model.dtype)
 
     def _choose(self, call: Call, ways: Ways, first: int) -> Ways:
         """Choose the ways to run a call on a mesh that some best plan may need."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from realrl.dataflow.call import Kind
-from realrl.plan.placement import Mesh, Strategy
+from realrl.plan.placement import Dtype, Mesh, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.workload.workload import CallWork
 
@@ -56,6 +56,7 @@ def list_strategies(
     micro_batch_tokens: tuple[int, ...],
     recompute: tuple[bool, ...] = (False,),
     zero: tuple[int, ...] = (1,),
+    dtypes: tuple[Dtype | None, ...] = (None,),
 ) -> Iterator[Strategy]:
     """Enumerate strategies on `size` devices; the TP degree divides `divided`, the devices of every node."""
     for tp in (t for t in range(1, min(divided, size, heads) + 1) if divided % t == 0):
@@ -64,7 +65,7 @@ def list_strategies(
         for pp in (p for p in range(1, min(layers, size // tp) + 1) if size // tp % p == 0):
             dp = size // tp // pp
             stages = tuple(stage for stage in zero if stage == 1 or dp > 1)
-            for tokens, recomputes, stage in product(micro_batch_tokens, recompute, stages):
+            for tokens, recomputes, stage, dtype in product(micro_batch_tokens, recompute, stages, dtypes):
                 yield Strategy(
                     dp,
                     tp,
@@ -73,6 +74,7 @@ def list_strategies(
                     sequence_parallel=tp > 1,
                     recompute=recomputes,
                     zero=stage,
+                    dtype=dtype,
                 )
 
 

@@ -7,7 +7,7 @@ from realrl.config.errors import UserError
 from realrl.dataflow.call import Call
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
-from realrl.plan.placement import Placement
+from realrl.plan.placement import Dtype, Placement
 from realrl.plan.plan import Plan
 from realrl.planner.moves.exchange import ExchangeModel
 from realrl.planner.moves.transfers import Transfers
@@ -57,11 +57,11 @@ class Candidate:
         return held + self.working_bytes + self.weights_bytes * self.offload
 
     @property
-    def layout(self) -> tuple[int, int, int, int, bool]:
+    def layout(self) -> tuple[int, int, int, int, bool, Dtype | None]:
         """Key that is equal for two candidates exactly if their parameters have the same layout."""
         p = self.placement
         s = p.strategy
-        return p.mesh.first, p.mesh.size, s.tp, s.pp, s.shards_parameters
+        return p.mesh.first, p.mesh.size, s.tp, s.pp, s.shards_parameters, s.dtype
 
 
 Assignment = Mapping[str, int]

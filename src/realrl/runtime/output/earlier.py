@@ -28,6 +28,7 @@ FREE = _OF_START | {
     "profile",
     "micro_batch_tokens",
     "recompute",
+    "search_dtypes",
     "data.eval",
     "data.eval_batch",
     "training.steps",

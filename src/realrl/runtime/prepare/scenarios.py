@@ -96,9 +96,13 @@ def _all_stored(experiment: Experiment, graph: DataflowGraph) -> dict[str, Store
 def read_constraints(experiment: Experiment, spec: ClusterSpec, out: Path | None = None) -> UserConstraints:
     """Read what a recipe asks of plans that it does not give. `out`: the plan file that is going to be written.
 
-    UserError where it names neither a preset nor a plan file that can be read, unless that is `out`.
+    UserError where it names neither a preset nor a plan file that can be read, unless that is `out`, or data types
+    that calls cannot have.
     """
-    search_space = SearchSpace(offload=not host_is_device(experiment, spec))
+    _check_dtypes(experiment, spec)
+    search_space = SearchSpace(
+        offload=not host_is_device(experiment, spec), dtypes=tuple(dict.fromkeys(experiment.search_dtypes))
+    )
     own: dict[str, Plan] = {}
     name = experiment.plan
     if name not in (*PRESETS, SEARCH) and not (
@@ -106,3 +110,14 @@ def read_constraints(experiment: Experiment, spec: ClusterSpec, out: Path | None
     ):
         own = {name: load_plan(name, build_graph(experiment), experiment.micro_batch_tokens)}
     return UserConstraints(experiment.micro_batch_tokens, experiment.recompute, search_space, own)
+
+
+def _check_dtypes(experiment: Experiment, spec: ClusterSpec) -> None:
+    names = ", ".join(experiment.search_dtypes)
+    if experiment.exact and names:
+        raise UserError(
+            f"search_dtypes=[{names}]: exact=true needs one data type for all calls of a role; leave search_dtypes"
+            " out, or set exact=false"
+        )
+    if "mixed" in experiment.search_dtypes and not all(group.device.cpu for group in spec.groups):
+        raise UserError(f"search_dtypes=[{names}]: mixed is for CPUs; on a GPU, choose bfloat16 or float32")
