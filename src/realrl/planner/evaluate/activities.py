@@ -217,7 +217,7 @@ class Facts:
         return wave
 
     def uses_first(self, copy: int) -> Bools:
-        """Whether a call uses a copy that is kept, and is the first one of its role to do so, [plans]."""
+        """Tell whether a call uses a kept copy that no earlier call of its role uses, [plans]."""
         earlier = [p for p in self.tables.same_role[copy] if p < copy]
         return self.away[copy] & ~self.borrowed[copy] & ~self._meets(copy, earlier)
 
