@@ -111,12 +111,11 @@ def list_activities(tables: Tables) -> list[ActivityKind]:
         kinds.append(ActivityKind(WavePhase.UPDATE_EMA, *f))
         if tables.candidates(ema.home).offloaded.any():
             kinds += [ActivityKind(WavePhase.LOAD_EMA, *f), ActivityKind(WavePhase.OFFLOAD_EMA, *f)]
+    following = {(ema.after, ema.home): number for number, ema in enumerate(tables.ema_updates)}
     for refresh in tables.refreshes:
-        follows = [
-            i for i, e in enumerate(tables.ema_updates) if (e.after, e.home) == (refresh.after, refresh.home)
-        ]
-        phase = WavePhase.REFRESH_EMA if follows else WavePhase.REFRESH
-        kinds.append(ActivityKind(phase, refresh.after, number=sum(follows), refresh=refresh))
+        ema_number = following.get((refresh.after, refresh.home))
+        phase = WavePhase.REFRESH if ema_number is None else WavePhase.REFRESH_EMA
+        kinds.append(ActivityKind(phase, refresh.after, number=ema_number or 0, refresh=refresh))
     return kinds
 
 
