@@ -1,7 +1,7 @@
 """Predicted beside measured: diverse plans on two local CPU processes, models of several sizes, PPO and others.
 
-Profiles this machine (`realrl profile`), lets `realrl plan` search a plan for each size, and runs it and the
-plans of `reality_settings.py` for some steps each (`realrl train`). What a run was predicted to take, from the profile
+Profiles this machine (`realrl profile`), lets `realrl plan` search a plan for each size, and runs it and the plans
+of `reality_settings.py` for some steps each (`realrl train`). What a run was predicted to take, from the profile
 alone, and what it took stand in its `costs.json`. Figures: the error of the step's seconds and of the peak memory
 (predicted / measured - 1), the rank correlation of step seconds over all runs and within each size, the share of
 runs whose step lies in the predicted 90 % interval, by how much the searched plan is slower than the fastest one of
