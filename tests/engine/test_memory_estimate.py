@@ -23,12 +23,18 @@ SHAPE = ModelShape(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head", ["lm", "scalar"])
-@pytest.mark.parametrize("strategy", [(1, 1, 1), (5, 1, 1), (2, 2, 1), (1, 1, 2), (4, 3, 2)])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *((1, 1, 1, 1), (5, 1, 1, 1), (2, 2, 1, 1), (1, 1, 2, 1), (4, 3, 2, 1)),
+        *((5, 1, 1, 2), (4, 3, 2, 2), (5, 1, 1, 3), (4, 3, 2, 3), (40, 1, 1, 3)),
+    ],
+)
 def test_a_rank_allocates_the_estimated_bytes(
-    dtype: Dtype, head: Head, strategy: tuple[int, int, int]
+    dtype: Dtype, head: Head, strategy: tuple[int, int, int, int]
 ) -> None:
-    dp, tp, pp = strategy
-    placement = Placement(Mesh(0, dp * tp * pp), Strategy(dp, tp, pp))
+    dp, tp, pp, zero = strategy
+    placement = Placement(Mesh(0, dp * tp * pp), Strategy(dp, tp, pp, zero=zero))
     memory = Memory({"actor": StoredModel(SHAPE, head, dtype, True)}, {"actor": placement}, (), {})
     for rank in {0, placement.mesh.size - 1}:
         # Groups that are never used for communication, so that one process can stand for any rank.
@@ -51,6 +57,8 @@ def test_a_rank_allocates_the_estimated_bytes(
         )
         trainer = Trainer(model, OptimizerConfig())
         state = [*trainer.optimizer.persistent, *trainer.optimizer.workspace, trainer.gradients.data]
+        if zero == 2:
+            state.append(trainer.updated.buffer.data)
         held = memory.at_rest(rank)
         assert (
             held[HeldState("actor", placement.layout, "parameters")] == model.sets["base"].buffer.data.nbytes

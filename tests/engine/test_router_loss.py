@@ -159,7 +159,7 @@ SHAPE = ModelShape(
 PARTS = {"whole": WHOLE, "last layer": TrainablePart(last_layers=1)}
 STRATEGIES = {
     1: ["1 1 1", "1 1 1 r"],
-    2: ["2 1 1", "1 2 1 r", "1 2 1 s", "1 1 2", "1 1 2 r"],
+    2: ["2 1 1", "1 2 1 r", "1 2 1 s", "1 1 2", "1 1 2 r", "2 1 1 z2", "2 1 1 z3 r"],
 }
 Learnt = tuple[list[dict[str, float]], dict[str, tuple[object, Tensor]]]
 """Metrics of calls, and for each tensor of a rank its place in the whole one, and its values."""
@@ -170,6 +170,7 @@ def placement_of(text: str, micro_batch_tokens: int = 30) -> Placement:
     strategy = Strategy(
         int(dp), int(tp), int(pp), micro_batch_tokens=micro_batch_tokens,
         sequence_parallel="s" in flags, recompute="r" in flags,
+        zero=next((stage for stage in (2, 3) if f"z{stage}" in flags), 1),
     )  # fmt: skip
     return Placement(Mesh(0, strategy.size), strategy)
 

@@ -48,7 +48,12 @@ SOMEWHERE = [
     *(place(first, *s) for first, s in ((0, (2, 1, 1)), (2, (1, 2, 1)), (6, (1, 1, 2)))),
     *(place(first, *s) for first, s in ((0, (2, 2, 1)), (4, (1, 2, 2)), (2, (1, 4, 1)))),
     *(place(first, *s) for first, s in ((0, (3, 2, 1)), (2, (1, 3, 2)), (1, (2, 1, 3)))),
-    *(place(first, *s, 3) for first, s in ((0, (8, 1, 1)), (2, (3, 2, 1)), (0, (2, 1, 2)), (0, (2, 4, 1)))),
+    *(
+        SHARDED := [
+            place(first, *s, 3)
+            for first, s in ((0, (8, 1, 1)), (2, (3, 2, 1)), (0, (2, 1, 2)), (0, (2, 4, 1)))
+        ]
+    ),
 ]
 PLACEMENTS = EVERYWHERE + SOMEWHERE
 
@@ -141,7 +146,7 @@ def the_narrower_type_is_sent(bench: Bench) -> Iterator[str]:
     tensors = whole(1 / 3)
     narrow = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     types = (torch.float32, torch.bfloat16)
-    for a, b in ((EVERYWHERE[2], EVERYWHERE[5]), (SOMEWHERE[5], SOMEWHERE[9])):
+    for a, b in ((EVERYWHERE[2], EVERYWHERE[5]), (SOMEWHERE[5], SOMEWHERE[9]), (SHARDED[1], EVERYWHERE[5])):
         for dtypes in (types, types[::-1]):
             if takes_part(bench.rank, a, b):
                 target = empty(build_layout(SHAPE, "lm", b), bench.rank, dtypes[1])
@@ -195,9 +200,13 @@ def rows_of_tensors_can_go_one_by_one(bench: Bench) -> Iterator[str]:
 
 def averages_are_elementwise(bench: Bench) -> Iterator[str]:
     ours, theirs = whole(), whole(-0.5)
-    for factor, (a, b) in product(
-        (0.125, 1.0), ((EVERYWHERE[4], EVERYWHERE[8]), (SOMEWHERE[9], SOMEWHERE[5]))
-    ):
+    pairs = (
+        (EVERYWHERE[4], EVERYWHERE[8]),
+        (SOMEWHERE[9], SOMEWHERE[5]),
+        (EVERYWHERE[4], SHARDED[1]),
+        SHARDED[:2],
+    )
+    for factor, (a, b) in product((0.125, 1.0), pairs):
         if not takes_part(bench.rank, a, b):
             continue
         target = filled(build_layout(SHAPE, "lm", b), bench.rank, ours)
@@ -299,7 +308,8 @@ def quantised_matrices_go_there_and_back(bench: Bench) -> Iterator[str]:
         spec.name: torch.randint(256, spec.shape, dtype=torch.uint8, generator=generator) for spec in subset
     }
     layouts = [
-        build_layout(shape, "lm", place(0, *s), subset) for s in ((1, 3, 2), (2, 2, 1), (1, 1, 8), (1, 8, 1))
+        build_layout(shape, "lm", place(0, *s), subset)
+        for s in ((1, 3, 2), (2, 2, 1), (1, 1, 8), (4, 2, 1, 3), (1, 8, 1))
     ]
     for source, target in zip(layouts, [*layouts[1:], layouts[0]], strict=True):
         held = filled(source, bench.rank, tensors, torch.uint8)
