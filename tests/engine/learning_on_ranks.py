@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from realrl.algorithms.distillation.config import OfflineDistillationConfig
 from realrl.algorithms.distillation.distributions import DivergenceTrain, TopTeacher
+from realrl.algorithms.method import Metrics, ModelOutput
 from realrl.algorithms.reward.method import PairInference, RewardTrain
 from realrl.algorithms.sft.method import SFTInference, SFTTrain
 from realrl.checkpoint.initial_weights import initialise
@@ -38,6 +39,8 @@ CPU = torch.device("cpu")
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, grad_clip=0.5, eps=1e-4)
 STEPS = 2
 ITEMS = 16
+ENDLESS = 3
+"""Item whose gradient is not finite."""
 CANDIDATES = 20
 """More than a rank has of a vocabulary that many of them share."""
 CACHE = 160
@@ -162,14 +165,23 @@ def batch(head: Head, shape: ModelShape) -> Batch:
     )
 
 
+class _EndlessGradient(SFTTrain):
+    """SFT whose gradient is not finite in the micro-batch that has a certain item, though its loss is."""
+
+    def loss(self, batch: Batch, output: ModelOutput) -> tuple[torch.Tensor, Metrics]:
+        """See `TrainMethod`."""
+        loss, metrics = super().loss(batch, output)
+        return (loss + (loss * 0).sqrt() if ENDLESS in batch.ids else loss), metrics
+
+
 def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
-    """A few steps of training, that of a language model ending with distillation, then inference, then generation;
-    metrics by name, equal on every rank."""
+    """A few steps of training, of which that of a language model skips one update and ends with distillation, then
+    inference, then generation; metrics by name, equal on every rank."""
     head, strategy = model.head, model.layout.placement.strategy
     dp_index = model.groups.data.index
     methods = [RewardTrain()] * STEPS
     if head == "lm":
-        methods = [SFTTrain(), DivergenceTrain(OfflineDistillationConfig(divergence="jsd"))]
+        methods = [_EndlessGradient(), DivergenceTrain(OfflineDistillationConfig(divergence="jsd"))]
     infer = SFTInference() if head == "lm" else PairInference()
     costs = [sum(field.lengths[i] for field in everything.fields.values()) for i in range(len(everything))]
     mine = assign(costs, minibatches=2, dp=strategy.dp)[dp_index]

@@ -109,6 +109,14 @@ def alone() -> dict[str, Figures]:
     return learn_alone(MODELS)
 
 
+def test_the_update_whose_gradient_is_not_finite_is_skipped(alone: dict[str, Figures]) -> None:
+    """Every strategy has the same figures, by the test below."""
+    for name, (_, head) in MODELS.items():
+        causes = [figure for figure in alone[name] if "skipped_for/the gradient of" in figure]
+        assert [int(alone[name][f"{step}/skipped_steps"]) for step in range(2)] == [int(head == "lm"), 0]
+        assert len(causes) == int(head == "lm")
+
+
 @pytest.mark.parametrize(
     ("world", "ordered"),
     [

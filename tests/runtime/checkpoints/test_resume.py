@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from safetensors import safe_open
 
 from realrl.cli.app import run_app
 from realrl.runtime.output import lock
 from realrl.runtime.processes.environment import RESTART_VARIABLE
 from realrl.testing.compare import read_metrics
-from tests.conftest import FORMS, World
+from tests.conftest import FORMS, PPO_CALLS, World
 from tests.runtime.checkpoints.interrupted import interrupt
 
 Weights = dict[str, Any]
@@ -53,19 +54,37 @@ PPO = {
 }
 
 
+def write_sharded_plan(directory: Path, actor: int, critic: int) -> str:
+    """A plan of 3 devices, which cut matrices into uneven rows, for PPO under stages of ZeRO; all is offloaded."""
+    calls = {name: {"mesh": "0-2", "dp": 3, "zero": 3} for name in PPO_CALLS}
+    calls |= {"actor.generate": {"mesh": "0-1", "dp": 1, "tp": 2}}
+    for call, stage in (("actor.train", actor), ("critic.train", critic)):
+        calls[call] = {"mesh": "0-2", "dp": 3, "zero": stage}
+    trained = ["actor", "critic"]
+    document = {"cluster": "1x3", "calls": calls, "offload": [*trained, "ref"], "offload_optimizer": trained}
+    file = directory / "sharded.yaml"
+    file.write_text(yaml.safe_dump(document))
+    return str(file)
+
+
 @pytest.mark.parametrize(
-    ("algorithm", "changes"),
+    ("algorithm", "changes", "zero"),
     [
-        ("sft", {"models__actor__dtype": "bfloat16"}),
-        ("reward", {"models__reward__trainable_layers": 1}),
-        ("ppo", PPO),
-        ("dapo", {"policy__ref_every": 2, "policy__kl": {"coef": 0.05}}),
+        ("sft", {"models__actor__dtype": "bfloat16"}, None),
+        ("reward", {"models__reward__trainable_layers": 1}, None),
+        ("ppo", PPO, None),
+        ("dapo", {"policy__ref_every": 2, "policy__kl": {"coef": 0.05}}, None),
+        ("ppo", {**PPO, "models__critic__dtype": "bfloat16"}, (2, 3)),
+        ("ppo", {**PPO, "models__critic__dtype": "bfloat16"}, (3, 2)),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=lambda value: "" if isinstance(value, dict) else str(value or "alone"),
 )
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
-    world: World, tmp_path: Path, algorithm: str, changes: dict[str, Any]
+    world: World, tmp_path: Path, algorithm: str, changes: dict[str, Any], zero: tuple[int, int] | None
 ) -> None:
+    """`zero`: stages of the training of actor and critic on several processes; None for one process."""
+    if zero is not None:
+        changes = {**changes, "cluster": "1x3", "plan": write_sharded_plan(tmp_path, *zero)}
     recipe = write_recipe(world, algorithm, tmp_path / "whole", **changes)
     assert run_app(["train", str(recipe)]) == 0
     whole = tmp_path / "whole" / "run"

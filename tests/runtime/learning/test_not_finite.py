@@ -17,7 +17,7 @@ from realrl.data.batch import Ragged
 from realrl.recipe.load import load_experiment
 from realrl.runtime.train import train
 from realrl.testing.ranks import Silent
-from tests.conftest import World, read_metrics
+from tests.conftest import PPO_CALLS, World, read_metrics
 from tests.runtime.conftest import Command
 
 
@@ -170,14 +170,15 @@ def test_the_first_quantity_in_the_order_of_computation_is_named(
         run(world.recipe("ppo", tmp_path, ppo=ppo, training={"steps": 3, "max_skipped": 2}))
 
 
-@pytest.mark.parametrize("strategy", ["{mesh: 0-1, dp: 2}", "{mesh: 0-1, dp: 1, pp: 2}"])
+@pytest.mark.parametrize("strategy", ["dp: 2", "dp: 1, pp: 2", "dp: 2, zero: 2", "dp: 2, zero: 3"])
 def test_several_processes_that_stop_learning_print_one_message(
     realrl: Command, world: World, tmp_path: Path, strategy: str
 ) -> None:
     """Rewards beyond the range of float32."""
-    calls = [f"{role}.{kind}" for role in ("actor", "critic") for kind in ("train",)]
-    calls += ["actor.generate", "reward.inference", "ref.inference", "critic.inference"]
-    plan = "cluster: 1x2\ncalls:\n" + "".join(f"  {call}: {strategy}\n" for call in calls)
+    unsharded = strategy.partition(", zero")[0]
+    places = dict.fromkeys(PPO_CALLS, unsharded) | dict.fromkeys(("actor.train", "critic.train"), strategy)
+    calls = "".join(f"  {call}: {{mesh: 0-1, {place}}}\n" for call, place in places.items())
+    plan = f"cluster: 1x2\ncalls:\n{calls}"
     (tmp_path / "plan.yaml").write_text(plan)
     ppo = {
         "minibatches": 2,

@@ -37,6 +37,8 @@ PLAN = {
     "ref.inference": {"mesh": "0-1", "dp": 1, "tp": 2},
     "reward.inference": {"mesh": "0-1", "dp": 1, "pp": 2},
 }
+SHARDED = {name: {"mesh": "0-1", "dp": 2, "zero": 3} for name in PPO_CALLS if name != "actor.generate"}
+OFFLOADED = ["ref", "reward"]
 COMPARED = ("loss", "score", "kl", "response_tokens", "grad_norm")
 MATRICES = ("qkv", "out", "gate_up", "down")
 
@@ -58,11 +60,11 @@ def alone(world: World, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
     return run(recipe(world, tmp_path_factory.mktemp("alone")))
 
 
-@pytest.mark.parametrize("offload", [[], ["ref", "reward"]])
+@pytest.mark.parametrize(("plan", "offload"), [(PLAN, []), (PLAN, OFFLOADED), (SHARDED, OFFLOADED)])
 def test_quantised_roles_score_the_same_in_two_processes(
-    world: World, tmp_path: Path, alone: list[dict[str, float]], offload: list[str]
+    world: World, tmp_path: Path, alone: list[dict[str, float]], plan: dict[str, object], offload: list[str]
 ) -> None:
-    calls = {name: {"mesh": "0-1", "dp": 2} for name in PPO_CALLS} | PLAN
+    calls = {name: {"mesh": "0-1", "dp": 2} for name in PPO_CALLS} | plan
     (tmp_path / "plan.yaml").write_text(
         yaml.safe_dump({"cluster": "1x2", "calls": calls, "offload": offload})
     )
@@ -97,11 +99,14 @@ def test_the_memory_of_quantised_roles_is_counted_and_held(world: World, tmp_pat
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("strategy", [(1, 1, 1), (5, 1, 1), (2, 2, 1), (1, 1, 2), (2, 3, 2)])
-def test_every_rank_allocates_the_predicted_bytes(dtype: Dtype, strategy: tuple[int, int, int]) -> None:
-    dp, tp, pp = strategy
+@pytest.mark.parametrize(
+    "strategy",
+    [*((1, 1, 1, 1), (5, 1, 1, 1), (2, 2, 1, 1), (1, 1, 2, 1), (2, 3, 2, 1)), (5, 1, 1, 3), (2, 3, 2, 3)],
+)
+def test_every_rank_allocates_the_predicted_bytes(dtype: Dtype, strategy: tuple[int, int, int, int]) -> None:
+    dp, tp, pp, zero = strategy
     shape = load_shape("int8")
-    placement = Placement(Mesh(0, dp * tp * pp), Strategy(dp, tp, pp))
+    placement = Placement(Mesh(0, dp * tp * pp), Strategy(dp, tp, pp, zero=zero))
     stored = StoredModel(shape, "lm", dtype, False, TrainablePart(quantised=True))
     memory = Memory({"ref": stored}, {"ref": placement}, (), {})
     widths = {BASE: getattr(torch, dtype), QUANTISED: torch.uint8}

@@ -28,6 +28,14 @@ PLAN = {
     "critic.inference": {"mesh": "0-1", "dp": 1, "pp": 2},
 }
 """Three roles at home in one layout; the other calls are elsewhere."""
+SHARDED = {
+    **{
+        name: {"mesh": "0-1", "dp": 2, "zero": 3}
+        for name in ("actor.train", "ref.inference", "critic.inference")
+    },
+    "critic.train": {"mesh": "0-1", "dp": 2, "zero": 2},
+}
+"""Actor and reference have rows of one base; the critic, whose norms are apart, has another."""
 LEARNED = ("loss", "score", "kl", "response_tokens", "grad_norm")
 
 
@@ -77,10 +85,11 @@ def test_one_base_learns_what_copies_of_it_do(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize("plan", [PLAN, SHARDED])
 def test_one_base_learns_the_same_in_two_processes(
-    world: World, tmp_path: Path, apart: list[dict[str, float]]
+    world: World, tmp_path: Path, apart: list[dict[str, float]], plan: dict[str, object]
 ) -> None:
-    calls = {name: {"mesh": "0-1", "dp": 2} for name in PPO_CALLS} | PLAN
+    calls = {name: {"mesh": "0-1", "dp": 2} for name in PPO_CALLS} | plan
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"cluster": "1x2", "calls": calls}))
     check_equal(run(recipe(world, tmp_path, cluster="1x2", plan=str(tmp_path / "plan.yaml"))), apart)
 
