@@ -13,12 +13,15 @@ from realrl.config.errors import UserError
 from realrl.config.user_code import UserCode
 from realrl.plan.cluster import Cluster
 from realrl.plan.plan import Plan
+from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.failures import Failures
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.memory_model import MemoryModel
-from realrl.planner.search.plan_search import UserConstraints
+from realrl.planner.search.plan_search import UserConstraints, find_plan
 from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.space.build import SearchSpace
+from realrl.program.memory import Memory
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
@@ -30,8 +33,10 @@ from realrl.runtime.prepare.scenarios import make_scenario
 from realrl.runtime.prepare.search.cached_plan import cached_plan, make_plan_key, plans_directory
 from realrl.runtime.prepare.search.fingerprint import make_fingerprint
 from realrl.runtime.prepare.search.sources import read_sources
+from realrl.testing.compare import compare_runs
 from tests.conftest import World, keep_full_precision, read_metrics
 from tests.runtime.conftest import Command
+from tests.runtime.learning.test_plans import OPTIMIZER
 from tests.runtime.processes import end, start
 
 
@@ -130,6 +135,36 @@ def test_under_torchrun_a_search_replaces_a_plan_file_for_nodes_that_have_gone(
     said = capsys.readouterr().err
     assert f"{file} is for other devices; a plan is searched for cluster=1x1" in " ".join(said.split())
     assert len(read_metrics(tmp_path / "run")) >= 2 and searches
+
+
+def test_two_processes_run_a_plan_found_under_zero_3_in_the_memory_that_is_predicted(
+    realrl: Command, world: World, tmp_path: Path
+) -> None:
+    changes = {f"models__{role}__optimizer": OPTIMIZER for role in ("actor", "critic")} | {
+        "training__steps": 2
+    }
+    whole, found = tmp_path / "whole", tmp_path / "found"
+    for directory in (whole, found):
+        directory.mkdir()
+    scenario = make_scenario(recipe(world, found), search_spec(recipe(world, found), Cluster(1, 2), "cpu"))
+    constraints = UserConstraints(search_space=SearchSpace(zero=(3,)))
+    plan = find_plan(scenario, effort=50_000, constraints=constraints, presets={}).plan
+    homes = {role: plan[f"{role}.train"] for role in ("actor", "critic")}
+    assert all(home.strategy.zero == 3 for home in homes.values())
+    plan.save(found / "plan.yaml", scenario.graph)
+    file = world.recipe("ppo", found, cluster="1x2", plan=str(found / "plan.yaml"), **changes)
+    status, screen = realrl("train", str(file))
+    assert status == 0, screen
+    assert run_app(["train", str(world.recipe("ppo", whole, **changes))]) == 0
+    compare_runs(found / "run", whole / "run", name="found", than="in one process", tolerance=1e-4)
+    costs = Comparison.load(found / "run")
+    for role, home in homes.items():
+        model = scenario.models[role]
+        # As the engine allocates them: tests/engine/test_memory_estimate.py.
+        held = [sum(Memory({role: model}, {role: home}, (), {}).at_rest(rank).values()) for rank in range(2)]
+        assert max(held) == scenario.memory.parameters(model, home) + scenario.memory.state(model, home)
+    for call in costs.calls:
+        assert call.bytes == pytest.approx(call.predicted_bytes, rel=0.3), call.call.name
 
 
 def test_one_process_runs_a_searched_plan(world: World, tmp_path: Path, searches: list[float]) -> None:
