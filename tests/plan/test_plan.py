@@ -123,6 +123,32 @@ def test_a_plan_that_does_not_fit_is_refused(plan: Plan, sentence: str) -> None:
     assert text.startswith("plan: ") and "\n" not in text and sentence in text
 
 
+def test_calls_that_train_one_role_have_one_stage_of_zero() -> None:
+    again = replace(TRAIN, name="actor.again")
+    graph = DataflowGraph([GENERATE, SCORE, TRAIN, again], KEYS)
+    for stage in (1, 2, 3):
+        home = Placement(Mesh(0, 4), Strategy(4, zero=2))
+        plan = plan_of(actor__train=home, actor__again=replace(home, strategy=Strategy(4, zero=stage)))
+        if stage == 2:
+            plan.check(graph, {"actor": SMALL, "reward": SMALL})
+            continue
+        with pytest.raises(
+            UserError, match=r"actor\.train and actor\.again train one role, so they must have one"
+        ):
+            plan.check(graph, {"actor": SMALL, "reward": SMALL})
+
+
+@pytest.mark.parametrize(("stage", "inferring"), [(1, 1), (2, 1), (3, 3)])
+def test_evaluations_take_over_the_stage_of_training_as_far_as_they_can(stage: int, inferring: int) -> None:
+    graph = DataflowGraph([replace(TRAIN, inputs=("prompts",), work=("prompts",))], KEYS[:1])
+    infer = Call("actor.inference", "actor", Kind.INFERENCE, ("sequences",), ("score",), work=("sequences",))
+    evaluation = DataflowGraph([GENERATE, infer], KEYS)
+    home = Placement(Mesh(0, 4), Strategy(4, zero=stage))
+    plan = Plan(Cluster(1, 4), {"actor.train": home}).evaluation(evaluation, graph)
+    plan.check(evaluation, {"actor": SMALL})
+    assert [plan[call.name].strategy.zero for call in (GENERATE, infer)] == [1, inferring]
+
+
 def test_any_overlap_of_meshes_and_any_strategy_fits() -> None:
     Plan(
         Cluster(1, 4),

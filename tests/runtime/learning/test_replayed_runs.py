@@ -32,6 +32,15 @@ calls:
   actor.inference: {mesh: 0-1, dp: 1, tp: 2}
   actor.train: {mesh: 0-1, dp: 1, pp: 2}
 """
+SHARDED = """
+cluster: 1x2
+calls:
+  actor.generate: {mesh: 0-1, dp: 1, tp: 2}
+  reward.inference: {mesh: 0-1, dp: 2, zero: 3}
+  ref.inference: {mesh: 0-1, dp: 2, zero: 3}
+  actor.inference: {mesh: 0-1, dp: 2, zero: 3}
+  actor.train: {mesh: 0-1, dp: 2, zero: 3, recompute: true}
+"""
 MISMATCH = "actor.train/sampler_trainer_mismatch"
 
 
@@ -102,12 +111,13 @@ def test_training_takes_over_the_experts_of_a_sampler_that_rounds_more(world: Wo
     assert len(read_metrics(best.with_suffix(""))) == STEPS
 
 
+@pytest.mark.parametrize("plan", [DIVIDED, SHARDED], ids=["divided", "sharded"])
 def test_sampler_and_trainer_agree_in_other_layouts_with_experts_that_rounding_chooses(
-    world: World, tmp_path: Path
+    world: World, tmp_path: Path, plan: str
 ) -> None:
-    """Generated whole, inferred on in two parts, trained in two stages."""
+    """Generated whole, inferred on in two parts, trained in two stages; and generated in two parts, the rest by rows."""
     actor = save_actor(tmp_path / "actor", 0.0)
-    (tmp_path / "plan.yaml").write_text(DIVIDED)
+    (tmp_path / "plan.yaml").write_text(plan)
     changes: dict[str, Any] = {
         "cluster": "1x2",
         "plan": str(tmp_path / "plan.yaml"),
