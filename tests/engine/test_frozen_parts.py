@@ -73,6 +73,7 @@ STRATEGIES = {
     1: ["1 1 1", "1 1 1 r"],
     2: ["2 1 1", "1 2 1", "1 2 1 s", "1 2 1 sr", "1 1 2", "1 1 2 r", "2 1 1 2", "2 1 1 3r"],
     3: ["1 3 1 s", "3 1 1 3"],
+    4: ["2 2 1 3s", "2 1 2 2"],
 }
 """(dp, tp, pp), with `s` for sequence parallelism, `r` for recomputation, and the stage of ZeRO."""
 

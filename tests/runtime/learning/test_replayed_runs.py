@@ -115,7 +115,7 @@ def test_training_takes_over_the_experts_of_a_sampler_that_rounds_more(world: Wo
 def test_sampler_and_trainer_agree_in_other_layouts_with_experts_that_rounding_chooses(
     world: World, tmp_path: Path, plan: str
 ) -> None:
-    """Generated whole, inferred on in two parts, trained in two stages; and generated in two parts, the rest by rows."""
+    """Generated whole, inferred on in two parts, trained in two stages; or generated in parts, the rest by rows."""
     actor = save_actor(tmp_path / "actor", 0.0)
     (tmp_path / "plan.yaml").write_text(plan)
     changes: dict[str, Any] = {

@@ -29,13 +29,10 @@ PLAN = {
 }
 """Three roles at home in one layout; the other calls are elsewhere."""
 SHARDED = {
-    **{
-        name: {"mesh": "0-1", "dp": 2, "zero": 3}
-        for name in ("actor.train", "ref.inference", "critic.inference")
-    },
-    "critic.train": {"mesh": "0-1", "dp": 2, "zero": 2},
+    name: {"mesh": "0-1", "dp": 2, "zero": 3}
+    for name in ("actor.train", "ref.inference", "critic.train", "critic.inference")
 }
-"""Actor and reference have rows of one base; the critic, whose norms are apart, has another."""
+"""Each process has rows of the one base."""
 LEARNED = ("loss", "score", "kl", "response_tokens", "grad_norm")
 
 
