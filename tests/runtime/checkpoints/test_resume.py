@@ -77,7 +77,7 @@ def write_sharded_plan(directory: Path, actor: int, critic: int) -> str:
         ("ppo", {**PPO, "models__critic__dtype": "bfloat16"}, (2, 3)),
         ("ppo", {**PPO, "models__critic__dtype": "bfloat16"}, (3, 2)),
     ],
-    ids=lambda value: "" if isinstance(value, dict) else str(value or "alone"),
+    ids=["sft", "reward", "ppo", "dapo", "ppo, zero 2 and 3", "ppo, zero 3 and 2"],
 )
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
     world: World, tmp_path: Path, algorithm: str, changes: dict[str, Any], zero: tuple[int, int] | None
