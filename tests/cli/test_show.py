@@ -33,7 +33,7 @@ calls:
   ref.inference: {mesh: 8-63, dp: 1, tp: 8, pp: 7}
   critic.inference: {mesh: 64-127, dp: 16, tp: 4}
   actor.train: {mesh: 0-127, dp: 2, tp: 8, pp: 8}
-  critic.train: {mesh: 0-63, dp: 16, tp: 2, pp: 2}
+  critic.train: {mesh: 0-63, dp: 16, tp: 2, pp: 2, zero: 2}
 offload: [ref]
 keep: [critic]
 """
@@ -57,6 +57,8 @@ def test_a_large_plan_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     (tmp_path / "p.yaml").write_text(PLAN)
     text = shown(capsys, *LARGE, "cluster=16x8", "--plan", str(tmp_path / "p.yaml"))
     assert f"plan file {tmp_path / 'p.yaml'}" in text
+    (row,) = [line.split() for line in section(text, "call") if line.startswith("critic.train")]
+    assert row == ["critic.train", "0-63", "16", "2", "2", "8192", "ZeRO-2"]
     assert section(text, "devices  1") == [
         "devices  1                    2                     3                     4",
         "0-7      actor.gen d16 t8 p1  reward.inf d4 t2 p1   actor.train d2 t8 p8  critic.train d16 t2 p2",

@@ -95,3 +95,10 @@ def test_layout_text_round_trip() -> None:
     for dtype, again in product((None, "bfloat16", "float32"), (False, True)):
         typed = replace(placement, strategy=replace(placement.strategy, dtype=dtype, recompute=again))
         assert Placement.parse(str(typed)) == typed
+
+
+def test_unusual_settings_of_a_strategy_are_named() -> None:
+    assert Strategy(4, 2, micro_batch_tokens=99).settings == ()
+    every = Strategy(2, 2, sequence_parallel=True, recompute=True, zero=3, dtype="bfloat16")
+    assert every.settings == ("sequence parallel", "recompute", "ZeRO-3", "bfloat16")
+    assert Strategy(2, zero=2).settings == ("ZeRO-2",)

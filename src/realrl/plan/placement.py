@@ -95,6 +95,17 @@ class Strategy:
         return self.zero == 3
 
     @property
+    def settings(self) -> tuple[str, ...]:
+        """Names of its settings besides degrees and micro-batches, where they are not what is usual."""
+        given = {
+            "sequence parallel": self.sequence_parallel,
+            "recompute": self.recompute,
+            f"ZeRO-{self.zero}": self.zero > 1,
+            str(self.dtype): self.dtype is not None,
+        }
+        return tuple(name for name, is_given in given.items() if is_given)
+
+    @property
     def size(self) -> int:
         """Number of devices the strategy fills."""
         return self.dp * self.tp * self.pp

@@ -73,9 +73,7 @@ def format_strategy(placement: Placement) -> str:
 
 def format_extras(placement: Placement) -> str:
     """Format the settings of a strategy besides its degrees and micro-batches."""
-    s = placement.strategy
-    chosen = {"sequence parallel": s.sequence_parallel, "recompute": s.recompute, s.dtype or "": s.dtype}
-    return ", ".join(name for name, given in chosen.items() if given)
+    return ", ".join(placement.strategy.settings)
 
 
 def name_model(model: StoredModel) -> str:

@@ -48,8 +48,7 @@ def format_plan(plan: Plan, graph: DataflowGraph) -> str:
             rows.append([call.name, str(placement.mesh), str(s.dp), "-", "-", "-", "function on the host"])
             continue
         row = [call.name, str(placement.mesh), *map(str, (s.dp, s.tp, s.pp, s.micro_batch_tokens))]
-        flags = {s.dtype or "": s.dtype, "sequence parallel": s.sequence_parallel, "recompute": s.recompute}
-        rows.append([*row, " ".join(name for name, given in flags.items() if given)])
+        rows.append([*row, ", ".join(s.settings)])
     extra = [
         f"{key.replace('_', ' ')}: {', '.join(getattr(plan, key))}" for key in _EXTRAS if getattr(plan, key)
     ]

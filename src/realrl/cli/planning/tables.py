@@ -117,15 +117,15 @@ def format_degrees(placement: Placement, *, function: bool = False) -> str:
 
 
 def _format_layout(placement: Placement) -> str:
-    """Format where parameters lie, for example `2×8×4 @0-63`, with their type where it is not the model's."""
-    dtype = placement.strategy.dtype
-    return f"{format_degrees(placement)} @{placement.mesh}{f' {dtype}' if dtype else ''}"
+    """Format where parameters lie, and how: for example `2×8×4 @0-63`, or `8×1×1 @0-7 ZeRO-3 bfloat16`."""
+    s = placement.strategy
+    how = ["ZeRO-3"] * s.shards_parameters + ([s.dtype] if s.dtype else [])
+    return " ".join([f"{format_degrees(placement)} @{placement.mesh}", *how])
 
 
 def format_flags(placement: Placement) -> str:
-    """Format the settings of a strategy that a table names only where they are given."""
-    strategy = placement.strategy
-    return " ".join(filter(None, ["recompute" if strategy.recompute else "", strategy.dtype or ""]))
+    """Format the settings of a strategy that a table names: all but sequence parallelism, which most of tp have."""
+    return ", ".join(name for name in placement.strategy.settings if name != "sequence parallel")
 
 
 def _calls(chosen: Estimate, scenario: "Scenario") -> RenderableType:
@@ -227,6 +227,7 @@ def _alternatives(report: PlanReport) -> Table:
             flags = [
                 "" if other.dtype is None else f"in {other.dtype}",
                 "recomputing" if strategy.recompute else "",
+                f"ZeRO-{strategy.zero}" if strategy.zero > 1 else "",
                 "offloading" if other.offload else "without offloading" if other.on_device else "",
                 "" if other.keep is None else "keeping copies" if other.keep else "keeping no copies",
             ]

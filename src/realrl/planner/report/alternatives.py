@@ -29,9 +29,9 @@ def find_alternatives(
 ) -> tuple[Alternative, ...]:
     """Find the most informative alternatives for each call.
 
-    These are the best that differ in one respect (devices, parallel degrees, data type, micro-batch size,
-    recomputation, offloading, copies that are kept), and one that would be faster but does not fit.
-    `step_seconds`: predicted step of `assignment`; those of alternatives are that plus the difference of their
+    These are the best that differ in one respect (devices, parallel degrees, data type, stage of ZeRO,
+    micro-batch size, recomputation, offloading, copies that are kept), and one that would be faster but does not
+    fit. `step_seconds`: predicted step of `assignment`; those of alternatives are that plus the difference of their
     timelines. `offload`: whether offloading frees memory.
     """
     alternatives: list[Alternative] = []
@@ -210,6 +210,8 @@ def _respect(chosen: Candidate, other: Candidate) -> str | None:
         return "degrees"
     if a.strategy.dtype != b.strategy.dtype:
         return "type"
+    if a.strategy.zero != b.strategy.zero:
+        return "stage of ZeRO"
     if a.strategy.recompute != b.strategy.recompute:
         return "recomputation"
     if (chosen.offload, chosen.offload_optimizer) != (other.offload, other.offload_optimizer):
