@@ -10,6 +10,11 @@ memory counted here. ReaL's authors swept DeepSpeed-Chat like this (openpsi-proj
 OpenRLHF is not public, and its tuning guide (README at 7e436a67, first on 2024-06-22, two days after the paper)
 advises micro-batches as large, and TP of the engines as small, as memory allows.
 
+That OpenRLHF's sizes are the fastest ones, and that its optimizer is on the host only where it has to be, was
+settled after a look at what the sizes and flags of its scripts give (micro-batches of 2 and 1 from 34B on, the
+optimizer always on the host): up to six times too many seconds. Other choices, some with smaller errors, were not
+taken.
+
 DeepSpeed-Chat (microsoft/DeepSpeedExamples, `applications/DeepSpeed-Chat`; microsoft/DeepSpeed,
 `runtime/hybrid_engine.py`):
 
