@@ -66,7 +66,7 @@ from realrl.recipe.load import load_experiment
 ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "bench" / "reference" / "realhf_v1.json"
 RECIPE = ROOT / "recipes" / "reference" / "ppo.yaml"
-NAMES = {7: "llama-2-7b", 13: "llama-2-13b", 34: "codellama-34b", 70: "llama-2-70b"}
+NAMES = {0.5: "qwen2.5-0.5b", 7: "llama-2-7b", 13: "llama-2-13b", 34: "codellama-34b", 70: "llama-2-70b"}
 PER_NODE = 8
 ENGINE = Efficiency(decode_operations=61, decode_graphs=False, collective_host_s=285e-6)
 """The paper's engine in 2024; see above."""

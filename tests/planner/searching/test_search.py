@@ -86,6 +86,16 @@ def test_no_plan_of_a_set_is_below_the_bound_of_the_set(seed: int) -> None:
         assert np.where(fill <= 1, seconds, np.inf).min() >= limit * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_the_bound_of_a_single_plan_is_not_above_its_seconds(seed: int) -> None:
+    tables = Tables(sampled_problem(random.Random(700 + seed), combinations=100_000))
+    bound, timeline = Bound(tables), Timeline(tables.problem)
+    plans = np.random.default_rng(seed).integers(0, tables.sizes[:, None], (len(tables.sizes), 3000))
+    seconds, fill = timeline(plans)
+    nodes = np.array([groups.alone[row] for groups, row in zip(bound.groups, plans, strict=True)])
+    assert (bound(nodes) <= np.where(fill <= 1, seconds * (1 + 1e-9), np.inf)).all()
+
+
 def test_annealing_cools_down_within_its_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = Timeline(sampled_problem(random.Random(3), combinations=5_000))
     starts = np.zeros((len(timeline.tables.sizes), 1), dtype=np.int64)

@@ -87,8 +87,5 @@ def test_the_core_has_fast_and_lean_candidates_of_each_size_of_mesh() -> None:
             assert min(o.seconds + o.load_seconds * o.offload for o in some) == min(
                 o.seconds + o.load_seconds * o.offload for o in every
             )
-            needs = [
-                min(o.resident_bytes + o.working_bytes + o.communicator_bytes for o in of)
-                for of in (some, every)
-            ]
+            needs = [min(o.bytes_alone(is_home=True) for o in of) for of in (some, every)]
             assert needs[0] == needs[1]

@@ -6,15 +6,16 @@ import numpy as np
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.planner.arrays.arrays import Bools, Floats, Ints
+from realrl.planner.arrays.arrays import Floats, Ints
 from realrl.planner.moves.transfers import Layouts, TransferTable, name_mixing, name_refreshing
-from realrl.planner.space.problem import Candidate, Problem
+from realrl.planner.space.costs import Costs
+from realrl.planner.space.problem import Problem
 from realrl.program.order import changes, dependents, dividing_keys, length_calls, producers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
-    """Costs of candidates, one entry per candidate, or [calls, plans] once they are assigned."""
+class Columns(Costs):
+    """Meshes and costs of candidates, one entry per candidate, or [calls, plans] once they are assigned."""
 
     first: Ints
     """First rank of the mesh, whose ranks are `first` to `end` - 1."""
@@ -23,27 +24,8 @@ class Columns:
     """Code of the layout; equal codes mean equal layouts."""
     layout: Ints
     """Index of the layout among those of the call."""
-    seconds: Floats
-    load: Floats
-    unload: Floats
-    weights: Floats
-    resident: Floats
-    working: Floats
-    base: Floats
-    """Of the resident bytes, those of weights that other roles may share."""
-    communicators: Floats
-    host: Floats
-    sequence_parallel: Bools
-    """Whether sequence parallelism is on; replicas can only be shared by calls that agree."""
-    offloaded: Bools
-    """Whether parameters are offloaded to host memory between uses."""
-    keeps: Bools
-    """Whether copies of the role's parameters in other layouts are kept."""
     limit: Floats
     """Usable bytes of a device."""
-
-    def __getitem__(self, index: Ints) -> "Columns":
-        return Columns(**{name: column[index] for name, column in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -91,9 +73,11 @@ class Tables:
         self.offsets = np.concatenate([[0], np.cumsum(self.sizes)[:-1]])[:, None]
         self._layouts: list[Layouts] = []
         self._transfers: dict[tuple[str, int, int], TransferTable] = {}
-        columns = [self._columns(problem.candidates[call.name]) for call in self.calls]
+        self._of_call = [self._columns(call) for call in self.calls]
         names = [field.name for field in fields(Columns)]
-        self.columns = Columns(**{n: np.concatenate([getattr(c, n) for c in columns]) for n in names})
+        self.columns = Columns(
+            **{name: np.concatenate([getattr(of, name) for of in self._of_call]) for name in names}
+        )
         self.reallocation = {c: self._table(h, c) for c, h in enumerate(self.home) if h != c}
         indices = range(len(self.calls))
         self.sharers = [
@@ -127,44 +111,24 @@ class Tables:
         """Gather the columns of plans. `assignment`: [calls, plans], the candidate index of each call."""
         return self.columns[assignment + self.offsets]
 
-    def _columns(self, candidates: tuple[Candidate, ...]) -> Columns:
-        layouts = list(dict.fromkeys(candidate.layout for candidate in candidates))
-        number = {layout: i for i, layout in enumerate(layouts)}
-        placements = {candidate.layout: candidate.placement for candidate in candidates}
-        self._layouts.append(Layouts.of(placements[layout] for layout in layouts))
-        own = Layouts.of(candidate.placement for candidate in candidates)
+    def _columns(self, call: Call) -> Columns:
+        table = self.problem.table(call)
+        layouts = table.layouts
+        code = layouts.codes
+        _, some, layout = np.unique(code, return_index=True, return_inverse=True)
+        self._layouts.append(layouts[some])
         return Columns(
-            first=own.first,
-            end=own.first + own.size,
-            code=own.codes,
-            layout=np.array([number[candidate.layout] for candidate in candidates]),
-            seconds=np.array([candidate.seconds for candidate in candidates], dtype=np.float64),
-            load=np.array([candidate.load_seconds if candidate.offload else 0.0 for candidate in candidates]),
-            unload=np.array(
-                [candidate.unload_seconds if candidate.offload else 0.0 for candidate in candidates]
-            ),
-            weights=np.array([candidate.weights_bytes for candidate in candidates], dtype=np.float64),
-            resident=np.array([candidate.resident_bytes for candidate in candidates], dtype=np.float64),
-            working=np.array([candidate.working_bytes for candidate in candidates], dtype=np.float64),
-            base=np.array([candidate.base_bytes for candidate in candidates], dtype=np.float64),
-            communicators=np.array(
-                [candidate.communicator_bytes for candidate in candidates], dtype=np.float64
-            ),
-            host=np.array([candidate.host_bytes for candidate in candidates], dtype=np.float64),
-            sequence_parallel=np.array(
-                [candidate.placement.strategy.sequence_parallel for candidate in candidates]
-            ),
-            offloaded=np.array([candidate.offload for candidate in candidates]),
-            keeps=np.array([candidate.keep for candidate in candidates]),
-            limit=np.array(
-                [self.problem.limit(candidate.placement) for candidate in candidates], dtype=np.float64
-            ),
+            first=layouts.first,
+            end=layouts.first + layouts.size,
+            code=code,
+            layout=layout,
+            limit=self.problem.limits(call),
+            **vars(table.costs),
         )
 
     def candidates(self, call: int) -> Columns:
         """Return the columns of one call's candidates."""
-        start = int(self.offsets[call, 0])
-        return self.columns[np.arange(start, start + int(self.sizes[call]))]
+        return self._of_call[call]
 
     def layouts(self, call: int) -> Layouts:
         """Return the distinct layouts of a call's candidates, which `Columns.layout` indexes."""

@@ -1,18 +1,42 @@
 """Lower bound on step time for sets of plans."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from realrl.planner.arrays.arrays import Bools, Floats, Ints
+from realrl.planner.arrays.arrays import Bools, Floats
 from realrl.planner.evaluate.tables import Refresh, Tables
 from realrl.planner.moves.transfers import TransferTable
-from realrl.planner.search.groups import ALONE, KIND, CandidateGroups, group_candidates
+from realrl.planner.search.groups import ALONE, Numbers, group_candidates
+from realrl.planner.search.room import Memory
 
-Numbers = NDArray[np.int32]
-"""Group indices, int32 because there may be millions of nodes."""
+_AT_ONCE = 512
+"""Number of nodes whose work is added up together, so that it stays in the caches."""
+_Work = tuple[Floats, Floats]
+"""Earliest start of some work, and its device-seconds."""
+
+
+@dataclass(kw_only=True)
+class _Sets:
+    """Nodes with the least costs of their calls, [calls, nodes]."""
+
+    nodes: Numbers
+    size: Floats
+    common: list[list[Floats]]
+    """Devices that the meshes of two calls certainly have in common, [calls][calls][nodes]."""
+    seconds: Floats
+    load: Floats
+    """Seconds of loading parameters before the call."""
+    loading: Floats
+    """Seconds of the call and of loading parameters before."""
+    unload: Floats
+    """Seconds of offloading parameters after the call."""
+    area: Floats
+    """Device-seconds of the call."""
+    copies: list[Floats] = field(default_factory=list)
+    """Bytes of the replica that each call certainly needs; empty where memory does not count."""
 
 
 class Bound:
@@ -30,18 +54,16 @@ class Bound:
     - packing: of three meshes that have more devices together than the cluster, two overlap, so that one of their
       calls waits for another one; not those that do not fit into the memory of one device.
 
-    The bound is infinite for nodes under which some device must run out of memory.
+    Calls take at least the seconds of candidates for which there is room beside the rest (`Memory`). The bound is
+    infinite for nodes under which some device must run out of memory.
     """
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
         self.groups = [group_candidates(tables, c) for c in range(len(tables.calls))]
         self.devices = tables.problem.cluster.size
-        uses = np.array([not call.is_function for call in tables.calls])
-        self._compete = (uses[:, None] & uses)[:, :, None]
-        """[calls, calls, 1]: whether both use devices."""
-        devices = np.diff(tables.problem.cluster.bounds)
-        self.capacity = float(np.dot(tables.problem.memory_bytes, devices))
+        self._models = [c for c, call in enumerate(tables.calls) if not call.is_function]
+        self._memory = Memory(tables, self.groups)
         # Calls that may share the replica of another call may not need a reallocation: leave them out.
         self.moving = [c for c, h in enumerate(tables.home) if h != c and not tables.sharers[c]]
         self._cheapest_of: dict[tuple[str, int, int], Floats] = {}
@@ -52,60 +74,112 @@ class Bound:
             for refresh in tables.refreshes
             if not any(p < refresh.copy for p in tables.same_role[refresh.copy] if p != refresh.home)
         ]
+        # A wave loads parameters once for all calls of a role.
+        self._loads = [
+            c
+            for c, h in enumerate(tables.home)
+            if h == c and all(tables.ordered[c, o] or tables.ordered[o, c] for o in tables.same_role[c])
+        ]
+        """Calls at home that load parameters for themselves."""
+        self._tellers = [c for c, told in enumerate(tables.length_receivers) if told]
         self._ancestors: list[list[int]] = []
         for direct in tables.feeds:
             self._ancestors.append(sorted({*direct, *(a for d in direct for a in self._ancestors[d])}))
-        self._triples = list(combinations([c for c, used in enumerate(uses) if used], 3))
+        self._triples = list(combinations(self._models, 3))
 
     def __call__(self, nodes: Numbers, *, memory: bool = True) -> Floats:
         """Bound nodes. `nodes`: [calls, nodes], group indices. Without `memory`, as if all plans fitted."""
+        sets = self._describe(nodes)
+        if not memory:
+            return self._end(sets)
+        sets.copies = [self._copy(c, nodes) for c in range(len(nodes))]
+        room = self._memory(
+            nodes,
+            size=sets.size,
+            common=sets.common,
+            copies=sets.copies,
+            seconds=sets.seconds,
+            loading=sets.loading,
+        )
+        sets.seconds = room.seconds
+        sets.loading[self._loads] = room.loading[self._loads]
+        return np.where(room.full, np.inf, self._end(sets))
+
+    def _describe(self, nodes: Numbers) -> "_Sets":
+        """Describe nodes as if all plans fitted."""
         seconds, area, size = (self._take(name, nodes) for name in ("seconds", "area", "size"))
-        meets = self._meeting(nodes, size)
+        load, unload = np.zeros(nodes.shape), np.zeros(nodes.shape)
+        for c in self._loads:
+            load[c] = self.groups[c].load[nodes[c]]
+            unload[c] = self.groups[c].unload[nodes[c]]
+        return _Sets(
+            nodes=nodes,
+            size=size,
+            common=self._common(nodes, size),
+            seconds=seconds,
+            load=load,
+            loading=seconds + load,
+            unload=unload,
+            area=area,
+        )
+
+    def _end(self, sets: "_Sets") -> Floats:
+        """Earliest end of the step."""
+        nodes, size, common, unload = sets.nodes, sets.size, sets.common, sets.unload
+        busy = np.zeros((len(nodes), 1))
+        busy[self._models] = 1.0
+        area = np.maximum(sets.area, sets.seconds * size * busy)
+        whole = np.maximum(area + sets.load * size, sets.loading * size * busy)
         head = np.zeros(nodes.shape)
         tail = np.zeros(nodes.shape)
-        moves: dict[
-            int, tuple[Floats, Floats]
-        ] = {}  # call -> earliest start and device-seconds of its reallocation
-        copies = [self._copy(c, nodes) for c in range(len(nodes))] if memory else []
-        apart = self._apart(nodes, size, copies, memory=memory)
+        told = np.zeros(nodes.shape)  # when all devices of a call have learnt the lengths that it needs
+        moves: dict[int, list[_Work]] = {}  # by call: reallocation of its parameters, and loading them before
+        works: dict[tuple[int, ...], Floats] = {}
+        apart = self._apart(sets)
         packed: dict[tuple[int, int, int], Floats] = {}
         for c in range(len(nodes)):
-            ready = np.zeros(nodes.shape[1])
-            for triple, end in packed.items():
-                for p in set(triple).difference(self._ancestors[c]):
-                    end = np.where(meets[c, p], end, 0.0)
-                np.maximum(ready, end, out=ready)
+            told[c] = self._told(c, c, tail)
+            ready = told[c].copy()
             for p in range(c):
-                np.maximum(ready, np.where(meets[c, p], tail[p], 0.0), out=ready)
+                np.maximum(ready, np.where(common[c][p] > 0, tail[p] + unload[p], 0.0), out=ready)
             if c in self._least:
-                start, cost = self._reallocation(c, nodes, tail, meets)
+                start, cost, load_start, source = self._reallocation(c, nodes, tail, common)
                 np.maximum(ready, start + cost, out=ready)
                 home = self.tables.home[c]
-                load = self.groups[home].load[nodes[home]]
-                moves[c] = start, (cost - load) * np.maximum(size[c], size[home]) + load * size[home]
-            ready = self._received(c, nodes, ready, tail)
-            work = self._work(self._ancestors[c], head, area, moves)
-            head[c] = np.maximum(ready, work)
-            tail[c] = head[c] + seconds[c]
+                moves[c] = [
+                    (start, cost * np.maximum(size[c], size[home])),
+                    (load_start, source * size[home]),
+                ]
+            earliest, after = self._receiving(c, nodes, tail)
+            for triple, end in packed.items():
+                for p in set(triple).difference(self._ancestors[c]):
+                    end = np.where(common[c][p] > 0, end, 0.0)
+                np.maximum(earliest, end, out=earliest)
+            ancestors = tuple(self._ancestors[c])
+            if ancestors not in works:
+                works[ancestors] = self._work(ancestors, told, head, tail, area, whole, moves)
+            head[c] = np.maximum(np.maximum(earliest, ready + sets.load[c] + after), works[ancestors])
+            tail[c] = np.maximum(head[c] + sets.seconds[c], ready + after + sets.loading[c])
             for triple in (triple for triple in self._triples if triple[2] == c):
                 crowded = size[list(triple)].sum(axis=0) > self.devices
                 if crowded.any():
-                    end = self._one_after_another(triple, tail, seconds, apart)
+                    end = self._one_after_another(triple, tail, sets.seconds, apart)
                     packed[triple] = np.where(crowded, end, 0.0)
-        bound = tail.max(axis=0)
-        refreshes = []
+        bound = (tail + unload).max(axis=0)
+        further = [(tail[c], unload[c] * size[c]) for c in self._loads]
         for refresh, least in self.refreshes:
             start, cost = self._refresh(refresh, least, nodes, tail)
             np.maximum(bound, start + cost, out=bound)
-            refreshes.append((start, cost * np.maximum(size[refresh.copy], size[refresh.home])))
-        np.maximum(bound, self._work(range(len(nodes)), head, area, moves, refreshes), out=bound)
+            further.append((start, cost * np.maximum(size[refresh.copy], size[refresh.home])))
+        every = tuple(range(len(nodes)))
+        np.maximum(bound, self._work(every, told, head, tail, area, whole, moves, further), out=bound)
         for end in packed.values():
             np.maximum(bound, end, out=bound)
-        return np.where(self._too_full(nodes, size, copies), np.inf, bound) if memory else bound
+        return bound
 
-    def _received(self, c: int, nodes: Numbers, ready: Floats, tail: Floats) -> Floats:
-        """Earliest time at which call `c` has received all inputs, one after the other, once devices are
-        `ready`."""
+    def _receiving(self, c: int, nodes: Numbers, tail: Floats) -> tuple[Floats, Floats]:
+        """Earliest time at which call `c` has received all inputs, one after the other, and the seconds in which it
+        does once its devices are free."""
         exchange = self.tables.problem.exchange
         calls = self.tables.calls
         target = self.groups[c]
@@ -122,24 +196,32 @@ class Bound:
                 rows=target.most_rows[nodes[c]],
             )
             np.maximum(earliest, tail[p] + after, out=earliest)
-        return np.maximum(earliest, ready + after)
+        return earliest, after
 
     def _take(self, name: str, nodes: Numbers) -> Floats:
         return np.array([getattr(g, name)[row] for g, row in zip(self.groups, nodes, strict=True)])
 
-    def _meeting(self, nodes: Numbers, size: Floats) -> Bools:
-        """Whether meshes certainly overlap, [calls, calls, nodes]."""
+    def _common(self, nodes: Numbers, size: Floats) -> list[list[Floats]]:
+        """Devices that the meshes of two calls certainly have in common, [calls][calls][nodes]."""
         first = self._take("first", nodes)
-        known = first >= 0
-        end = first + size
-        apart = (first[:, None] >= end) | (first >= end[:, None])
-        certain = known[:, None] & known & ~apart
-        return (certain | (size[:, None] + size > self.devices)) & self._compete
+        nothing = np.zeros(nodes.shape[1])
+        common = [[nothing] * len(nodes) for _ in nodes]
+        for a in self._models:
+            common[a][a] = size[a]
+            for b in range(a + 1, len(nodes)):
+                if b in self._models:
+                    least = np.maximum(size[a] + size[b] - self.devices, 0)
+                    known = (first[a] >= 0) & (first[b] >= 0)
+                    if known.any():
+                        end = np.minimum(first[a] + size[a], first[b] + size[b])
+                        exact = np.maximum(end - np.maximum(first[a], first[b]), 0)
+                        least = np.where(known, exact, least)
+                    common[a][b] = common[b][a] = least
+        return common
 
-    def _apart(
-        self, nodes: Numbers, size: Floats, copies: "Sequence[Floats | float]", *, memory: bool
-    ) -> dict[tuple[int, int], Bools]:
+    def _apart(self, sets: "_Sets") -> dict[tuple[int, int], Bools]:
         """Whether the meshes of two calls cannot overlap: a device would have too little memory for both."""
+        nodes, size, copies = sets.nodes, sets.size, sets.copies
         first = self._take("first", nodes)
         end = first + size
         own, working, limit = (self._take(name, nodes) for name in ("own", "working", "limit"))
@@ -147,7 +229,7 @@ class Bound:
         for a, b in combinations(range(len(nodes)), 2):
             known = (first[a] >= 0) & (first[b] >= 0)
             apart = known & ((first[a] >= end[b]) | (first[b] >= end[a]))
-            if memory:
+            if copies:
                 held = sum(own[c] for c in (a, b) if self.tables.home[c] == c)
                 most = np.maximum(working[a] + copies[a], working[b] + copies[b])
                 apart |= held + most > np.maximum(limit[a], limit[b])
@@ -168,24 +250,35 @@ class Bound:
         ]
         return np.asarray(np.minimum.reduce(ends))
 
-    def _reallocation(self, c: int, nodes: Numbers, tail: Floats, meets: Bools) -> tuple[Floats, Floats]:
-        """Earliest start and least seconds of the reallocation before call `c`; none where a copy may be kept."""
+    def _told(self, c: int, there: int, tail: Floats) -> Floats:
+        """Earliest start of what the devices of call `there` do for call `c`: they learn lengths before."""
+        told = np.zeros(tail.shape[1])
+        for p in range(c):
+            if self.tables.knows_lengths[there, p] and self.tables.ordered[c, p]:
+                np.maximum(told, tail[p], out=told)
+        return told
+
+    def _reallocation(
+        self, c: int, nodes: Numbers, tail: Floats, common: list[list[Floats]]
+    ) -> tuple[Floats, Floats, Floats, Floats]:
+        """Earliest start and least seconds of the reallocation before call `c`, and of loading the parameters
+        before that; none where a copy may be kept."""
         tables = self.tables
         home = self.tables.home[c]
-        start = np.zeros(nodes.shape[1])
-        there = np.zeros(nodes.shape[1])
-        for p in range(c):
-            if tables.knows_lengths[c, p]:
-                np.maximum(start, tail[p], out=start)
-            np.maximum(start, np.where(meets[p, c], tail[p], 0.0), out=start)
-            if tables.ordered[c, p]:
-                np.maximum(there, np.where(meets[p, home], tail[p], 0.0), out=there)
-        seconds = self._seconds(self._least[c], tables.reallocation[c], home, c, nodes)
-        # A reallocation that sends nothing does not wait for the devices of the primary placement.
-        start = np.where(seconds > 0, np.maximum(start, there), start)
         source = self.groups[home]
         transient = ~source.may_keep[nodes[home]]
-        return start * transient, (seconds + source.load[nodes[home]]) * transient
+        load = source.load[nodes[home]]
+        load_start = self._told(c, home, tail)
+        start = self._told(c, c, tail)
+        there = load_start.copy()
+        for p in range(c):
+            np.maximum(start, np.where(common[p][c] > 0, tail[p], 0.0), out=start)
+            if tables.ordered[c, p]:
+                np.maximum(there, np.where(common[p][home] > 0, tail[p], 0.0), out=there)
+        seconds = self._seconds(self._least[c], tables.reallocation[c], home, c, nodes)
+        # A reallocation that sends nothing does not wait for the devices of the primary placement.
+        start = np.maximum(start, np.where(seconds > 0, there, load_start) + load)
+        return start * transient, seconds * transient, load_start * transient, load * transient
 
     def _refresh(
         self, refresh: Refresh, least: Floats, nodes: Numbers, tail: Floats
@@ -204,7 +297,7 @@ class Bound:
     def _seconds(self, least: Floats, table: TransferTable, home: int, c: int, nodes: Numbers) -> Floats:
         """Least seconds of moving parameters from a home to call `c`; `least`: by `_cheapest` for that `table`."""
         source, target = self.groups[home], self.groups[c]
-        seconds = least[self._row(source, nodes[home]), self._row(target, nodes[c])]
+        seconds = least[source.row[nodes[home]], target.row[nodes[c]]]
         both = (source.level[nodes[home]] == ALONE) & (target.level[nodes[c]] == ALONE)
         if both.any():
             mine = self.tables.candidates(c).layout[target.candidate[nodes[c, both]]]
@@ -212,14 +305,8 @@ class Bound:
             seconds[both] = table(its, mine)
         return seconds
 
-    @staticmethod
-    def _row(groups: CandidateGroups, numbers: Numbers) -> Ints:
-        """Row of groups in `_least`; single candidates are in the row of their kind."""
-        before = int((groups.level < KIND).sum())
-        return np.where(groups.level[numbers] == ALONE, before + groups.kind[numbers], numbers)
-
     def _cheapest(self, table: TransferTable, home: int, c: int) -> Floats:
-        """Least seconds of transfers, [groups of the home, groups of the call], down to kinds."""
+        """Least seconds of transfers, [groups of the home, groups of the call], down to layouts."""
         key = table.role, home, c
         if key not in self._cheapest_of:
             self._cheapest_of[key] = self._compute_cheapest(*key)
@@ -232,61 +319,50 @@ class Bound:
         transfers = self.tables.problem.transfers
         # Homes that keep copies have the layouts of those that do not.
         _, some, of = np.unique(source.layouts.codes, return_index=True, return_inverse=True)
-        from_each = (source.layouts[np.full(m, i)] for i in some)
-        pairs = np.array([transfers.at_least(role, one, target.layouts) for one in from_each])[of]
-        rows = [np.minimum.reduceat(pairs, s, axis=0) for s in source.layout_starts]
-        rows.append(pairs[source.layout_of_kind])
-        table = np.concatenate(rows)
-        columns = [np.minimum.reduceat(table, s, axis=1) for s in target.layout_starts]
-        columns.append(table[:, target.layout_of_kind])
-        return np.concatenate(columns, axis=1)
+        every = np.tile(np.arange(m), len(some))
+        least = transfers.at_least(role, source.layouts[np.repeat(some, m)], target.layouts[every])
+        pairs = least.reshape(-1, m)[of]
+        table = np.concatenate([np.minimum.reduceat(pairs, s, axis=0) for s in source.layout_starts])
+        return np.concatenate([np.minimum.reduceat(table, s, axis=1) for s in target.layout_starts], axis=1)
 
     def _work(
         self,
-        calls: "range | list[int]",
+        calls: tuple[int, ...],
+        told: Floats,
         head: Floats,
+        tail: Floats,
         area: Floats,
-        moves: dict[int, tuple[Floats, Floats]],
-        others: Sequence[tuple[Floats, Floats]] = (),
+        whole: Floats,
+        moves: Mapping[int, list[_Work]],
+        others: Sequence[_Work] = (),
     ) -> Floats:
         """Earliest end of `calls` by their work: those that start after some moment use the devices only from
-        then on. `others`: starts and device-seconds of what else is done."""
+        then on. `whole`: work with loading parameters, which begins once lengths are `told`; `others`: what else is
+        done."""
         if not calls:
             return np.zeros(head.shape[1])
-        reallocations = [*(moves[c] for c in calls if c in moves), *others]
-        starts = np.array([head[c] for c in calls] + [start for start, _ in reallocations])
-        work = np.array([area[c] for c in calls] + [cost for _, cost in reallocations])
-        later = starts[None] >= starts[:, None]
-        return (starts + np.where(later, work, 0.0).sum(axis=1) / self.devices).max(axis=0)
-
-    def _too_full(self, nodes: Numbers, size: Floats, copies: "Sequence[Floats | float]") -> Bools:
-        """Whether resident bytes exceed total memory, or those on the devices of some call exceed what it
-        leaves."""
-        working, limit = (self._take(name, nodes) for name in ("working", "limit"))
-        held = self._take("own", nodes), self._take("base", nodes)
-        full = self._least_resident(*held, size) > self.capacity
-        for c in range(len(nodes)):
-            there = np.maximum(size + size[c] - self.devices, 0)
-            left = size[c] * (limit[c] - working[c] - copies[c])
-            full |= self._least_resident(*held, there) > left
-        return full
-
-    def _least_resident(self, own: Floats, base: Floats, devices: Floats) -> Floats:
-        """Least resident bytes on so many devices of each home, [calls, nodes]; what may be shared counts once."""
-        shared = self.tables.sharing_homes
-        alone = set(self.tables.home).difference(*shared)
-        found = sum((own[h] * devices[h] for h in set(self.tables.home)), np.zeros(own.shape[1]))
-        found += sum((base[h] * devices[h] for h in alone), np.zeros(own.shape[1]))
-        for homes in shared:
-            found += np.max([base[h] * devices[h] for h in homes], axis=0)
+        every = list(calls)
+        moved = [move for c in calls for move in moves.get(c, ())]
+        further = [*moved, *others]
+        further_starts = [start for start, _ in further]
+        ends = [tail[p] for p in self._tellers if p in calls]
+        moments = np.stack([np.zeros(head.shape[1]), *ends, *head[every], *further_starts])
+        starts = np.stack([*told[every], *head[every], *further_starts])
+        costs = np.stack([*(whole - area)[every], *area[every], *(cost for _, cost in further)])
+        costs /= self.devices
+        found = np.empty(head.shape[1])
+        for i in range(0, len(found), _AT_ONCE):
+            part = slice(i, i + _AT_ONCE)
+            later = starts[:, part] >= moments[:, None, part]
+            found[part] = (moments[:, part] + np.where(later, costs[:, part], 0.0).sum(axis=1)).max(axis=0)
         return found
 
-    def _copy(self, c: int, nodes: Numbers) -> "Floats | float":
-        """Bytes of the transient replica that a call certainly needs."""
+    def _copy(self, c: int, nodes: Numbers) -> Floats:
+        """Bytes of the replica that a call certainly needs."""
         if c not in self._least:
-            return 0.0
+            return np.zeros(nodes.shape[1])
         home = self.tables.home[c]
         source = self.groups[home]
         target = self.groups[c]
-        moved = self._least[c][self._row(source, nodes[home]), self._row(target, nodes[c])] > 0
+        moved = self._least[c][source.row[nodes[home]], target.row[nodes[c]]] > 0
         return np.where(moved, target.weights[nodes[c]], 0.0)

@@ -48,8 +48,8 @@ class Proof:
 class BranchAndBound:
     """Best-first search of all plans for one within a tolerance (relative) of their lower bound.
 
-    Calls are branched, the longest first: long ones one after the other by size, by layout and by kind; then the
-    others, all by size before any by layout, since their sizes tell which of them can run side by side; and finally
+    Calls are branched, the longest first: long ones one after the other by size and by layout, then by kind; the
+    others all by size before any by layout, since their sizes tell which of them can run side by side; and finally
     all into single candidates. A node of single candidates is a plan. From time to time a primal heuristic improves
     a plan of the most promising node, so that more nodes can be pruned.
     """
@@ -65,7 +65,7 @@ class BranchAndBound:
         most = groups[longest[0]].seconds[0]
         long = [c for c in longest if groups[c].seconds[0] > _LONG * most]
         short = longest[len(long) :]
-        self.steps = [(c, level) for c in long for level in (SIZE, LAYOUT, KIND)]
+        self.steps = [(c, level) for c in long for level in (SIZE, LAYOUT)] + [(c, KIND) for c in long]
         self.steps += [(c, level) for level in (SIZE, LAYOUT, KIND) for c in short]
         self.steps += [(c, ALONE) for c in longest]
         root = np.zeros((len(groups), 1), dtype=np.int32)

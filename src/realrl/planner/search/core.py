@@ -1,7 +1,5 @@
 """Core of a search problem: the candidates with which a good plan is found fast."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from realrl.planner.arrays.arrays import Ints
@@ -17,13 +15,7 @@ def select_core(problem: Problem, groups: list[CandidateGroups]) -> tuple[Proble
     """Select the core of a problem; also returns the original indices of its candidates, by call."""
     kept = [_select_candidates(of) for of in groups]
     names = [call.name for call in problem.graph.order]
-    candidates = {
-        name: tuple(problem.candidates[name][i] for i in numbers.tolist())
-        for name, numbers in zip(names, kept, strict=True)
-    }
-    return replace(
-        problem, candidates={call.name: candidates[call.name] for call in problem.graph.calls}
-    ), kept
+    return problem.select(dict(zip(names, kept, strict=True))), kept
 
 
 def _select_candidates(groups: CandidateGroups) -> Ints:

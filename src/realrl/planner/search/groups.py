@@ -11,6 +11,8 @@ from realrl.planner.arrays.arrays import Bools, Floats, Ints
 from realrl.planner.evaluate.tables import Columns, Tables
 from realrl.planner.moves.transfers import Layouts
 
+Numbers = NDArray[np.int32]
+"""Group indices, int32 because there may be millions of nodes."""
 Scalar = TypeVar("Scalar", np.float64, np.int64, np.bool_)
 
 ALL, SIZE, LAYOUT, KIND, ALONE = range(5)
@@ -48,6 +50,7 @@ class CandidateGroups:
     copies: Ints
     """Smallest number of ranks per DP index."""
     load: Floats
+    unload: Floats
     weights: Floats
     resident: Floats
     own: Floats
@@ -55,7 +58,7 @@ class CandidateGroups:
     base: Floats
     """Resident bytes that other roles may share."""
     working: Floats
-    """What the call needs while it runs, and its communicators."""
+    """What the call needs while it runs, with parameters that are loaded, and its communicators."""
     limit: Floats
     """Largest usable bytes of a device."""
     layouts: Layouts
@@ -68,16 +71,18 @@ class CandidateGroups:
     """Group of each single candidate, by its index."""
     layout_starts: tuple[Ints, Ints, Ints]
     """First of `layouts` of each group, by level down to `LAYOUT`."""
-    layout_of_kind: Ints
-    """Index in `layouts` of each kind."""
+    row: Ints
+    """Row of each group in tables of groups down to the level of layouts: its own, or that of its layout."""
 
 
 def _number_parts(tables: Tables, columns: Columns) -> Ints:
     """Number the parts of nodes under the mesh of each candidate; equal numbers mean equal parts."""
     cluster = tables.problem.cluster
     numbers: dict[Cluster, int] = {}
-    spans = zip(columns.first.tolist(), (columns.end - columns.first).tolist(), strict=True)
-    return np.array([numbers.setdefault(cluster.part(*span), len(numbers)) for span in spans])
+    ends = cluster.size + 1
+    meshes, mesh = np.unique(columns.first * ends + columns.end, return_inverse=True)
+    spans = ((first, end - first) for first, end in (divmod(number, ends) for number in meshes.tolist()))
+    return np.array([numbers.setdefault(cluster.part(*span), len(numbers)) for span in spans])[mesh]
 
 
 def group_candidates(tables: Tables, call: int) -> CandidateGroups:
@@ -89,7 +94,7 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
     busy = np.zeros_like(columns.seconds) if tables.calls[call].is_function else columns.seconds
     sizes = (columns.weights, columns.resident, columns.base, columns.working, columns.limit)
     shape = (_number_parts(tables, columns), layouts.tp, layouts.pp, layouts.sharded, layouts.dtype)
-    costs = (columns.seconds, columns.load, *sizes, columns.offloaded)
+    costs = (columns.seconds, columns.load, columns.unload, *sizes, columns.offloaded)
     table = np.stack([size, columns.keeps, *shape, *costs], axis=1)
     _, kind = np.unique(table, axis=0, return_inverse=True)
     order = np.lexsort((columns.first, kind.reshape(-1)))  # kinds are numbered by size before all else
@@ -110,6 +115,7 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
     child = [offsets[lv + 1] + np.searchsorted(starts[lv + 1], starts[lv]) for lv in range(ALONE)]
     ends = [np.append(c[1:], offsets[lv + 2]) for lv, c in enumerate(child)]
     nothing = np.full(counts[ALONE], offsets[-1])
+    layout = [np.searchsorted(starts[LAYOUT], starts[level], side="right") - 1 for level in (KIND, ALONE)]
 
     def least(values: NDArray[Scalar]) -> NDArray[Scalar]:
         return np.concatenate([np.minimum.reduceat(values[order], s) for s in starts])
@@ -128,11 +134,12 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
         most_rows=-least(-(size // copies)),
         copies=least(copies),
         load=least(columns.load),
+        unload=least(columns.unload),
         weights=least(columns.weights),
         resident=least(columns.resident),
         own=least(columns.resident - columns.base),
         base=least(columns.base),
-        working=least(columns.working + columns.communicators),
+        working=least(columns.working + columns.communicators + columns.weights * columns.offloaded),
         limit=-least(-columns.limit),
         layouts=layouts[order[starts[LAYOUT]]],
         may_keep=~least(~columns.keeps),
@@ -143,5 +150,5 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
             np.searchsorted(starts[LAYOUT], starts[SIZE]),
             np.arange(counts[LAYOUT]),
         ),
-        layout_of_kind=np.searchsorted(starts[LAYOUT], starts[KIND], side="right") - 1,
+        row=np.concatenate([np.arange(offsets[KIND]), *(offsets[LAYOUT] + of for of in layout)]),
     )

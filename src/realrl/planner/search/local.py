@@ -1,6 +1,6 @@
 """Local search: improve a plan by changes of one call or one role."""
 
-from collections import defaultdict
+from functools import reduce
 
 import numpy as np
 
@@ -28,8 +28,7 @@ def improve_locally(scorer: Scorer, bound: Bound, assignment: Ints, *, share: fl
                 return assignment
             if fits or scorer.best is not None:
                 limit = score if fits else scorer.best_seconds
-                promising = _find_promising(scorer, bound, assignment, calls, candidates, limit, fits=fits)
-                candidates = candidates[:, promising]
+                candidates = _find_promising(scorer, bound, assignment, calls, candidates, limit, memory=fits)
             plans = np.repeat(assignment[:, None], candidates.shape[1] + 1, axis=1)
             plans[calls, 1:] = candidates
             scores = scorer(plans)
@@ -53,26 +52,37 @@ def _find_promising(
     candidates: Ints,
     limit: float,
     *,
-    fits: bool,
+    memory: bool,
 ) -> Ints:
-    """Find the changes of a plan, indices of `candidates`, that may take less than `limit` seconds, and fit if the
-    plan `fits`."""
+    """Find the changes of a plan, [calls, moves], that may take less than `limit` seconds, and fit with `memory`.
+
+    Changes to all candidates of a layout are bounded before those to its kinds, and these before single ones.
+    """
     own = np.array([groups.alone[i] for groups, i in zip(bound.groups, assignment, strict=True)])
-    among = np.arange(candidates.shape[1])
+    of = [bound.groups[call] for call in calls]
+    alone = np.array([groups.alone[row] for groups, row in zip(of, candidates, strict=True)])
+    levels = [np.array([groups.row[row] for groups, row in zip(of, alone, strict=True)]), alone]
     if len(calls) == 1:
-        # First all positions of a mesh at once.
-        groups = bound.groups[calls[0]]
-        kinds = np.flatnonzero(groups.level == KIND)
-        nodes = np.repeat(own[:, None], len(kinds), axis=1)
-        nodes[calls[0]] = kinds
-        scorer.bounded += len(kinds)
-        hopeful = bound(nodes, memory=fits) < limit
-        among = among[hopeful[groups.kind[groups.alone[candidates[0]]]]]
-    nodes = np.repeat(own[:, None], len(among), axis=1)
-    for call, row in zip(calls, candidates, strict=True):
-        nodes[call] = bound.groups[call].alone[row[among]]
-    scorer.bounded += len(among)
-    return among[bound(nodes, memory=fits) < limit]
+        levels.insert(1, np.flatnonzero(of[0].level == KIND)[of[0].kind[alone]])
+    hopeful = np.arange(candidates.shape[1])
+    for groups in levels:
+        which, inverse = _unique_columns(groups[:, hopeful])
+        nodes = np.repeat(own[:, None], which.shape[1], axis=1)
+        nodes[calls] = which
+        scorer.bounded += nodes.shape[1]
+        hopeful = hopeful[(bound(nodes, memory=memory) < limit)[inverse]]
+        if not len(hopeful):
+            break
+    return candidates[:, hopeful]
+
+
+def _unique_columns(table: Ints) -> tuple[Ints, Ints]:
+    """Different columns of a table, and which of them each column is."""
+    key = table[0]
+    for row in table[1:]:
+        key = key * (int(row.max(initial=0)) + 1) + row
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    return table[:, first], inverse
 
 
 def list_moves(tables: Tables) -> list[tuple[list[int], Ints]]:
@@ -90,12 +100,20 @@ def _role_moves(tables: Tables) -> list[tuple[list[int], Ints]]:
     moves = []
     for home in dict.fromkeys(tables.home):
         calls = [c for c, h in enumerate(tables.home) if h == home]
-        fastest: dict[int, dict[int, int]] = defaultdict(dict)
-        for c in calls:
-            columns = tables.candidates(c)
-            for i in np.argsort(-columns.seconds, kind="stable").tolist():
-                fastest[int(columns.code[i])][c] = i
-        shared = [[found[c] for c in calls] for found in fastest.values() if len(found) == len(calls)]
-        if len(calls) > 1 and shared:
-            moves.append((calls, np.array(shared).T))
+        if len(calls) == 1:
+            continue
+        fastest = [_find_fastest(tables, c) for c in calls]
+        shared = reduce(np.intersect1d, (codes for codes, _ in fastest))
+        if len(shared):
+            moves.append(
+                (calls, np.array([found[np.searchsorted(codes, shared)] for codes, found in fastest]))
+            )
     return moves
+
+
+def _find_fastest(tables: Tables, call: int) -> tuple[Ints, Ints]:
+    """Codes of a call's layouts, in order, and the fastest candidate of each."""
+    columns = tables.candidates(call)
+    order = np.lexsort((-columns.seconds, columns.code))
+    last = np.flatnonzero(np.diff(columns.code[order], append=-1))
+    return columns.code[order[last]], order[last]

@@ -1,14 +1,12 @@
 """Removal of candidates that no best plan needs."""
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
-
 import numpy as np
 
-from realrl.planner.arrays.arrays import Floats, Ints
+from realrl.planner.arrays.arrays import Bools, Ints
 from realrl.planner.evaluate.shortage import DoesNotFit, explain_call_shortage
-from realrl.planner.space.problem import Candidate, Problem
+from realrl.planner.moves.transfers import Layouts
+from realrl.planner.space.costs import Costs
+from realrl.planner.space.problem import Problem
 
 
 def prune_candidates(problem: Problem) -> tuple[Problem, dict[str, Ints]]:
@@ -21,71 +19,60 @@ def prune_candidates(problem: Problem) -> tuple[Problem, dict[str, Ints]]:
     """
     kept: dict[str, Ints] = {}
     for call in problem.graph.calls:
-        candidates = problem.candidates[call.name]
-        is_home = problem.is_home(call)
-        needs = np.array([candidate.bytes_alone(is_home=is_home) for candidate in candidates])
-        limits = np.array([problem.limit(candidate.placement) for candidate in candidates])
+        table = problem.table(call)
+        needs = table.costs.bytes_alone(is_home=problem.is_home(call))
+        limits = problem.limits(call)
         fits = np.flatnonzero(needs <= limits)
         if not len(fits):
             raise DoesNotFit(explain_call_shortage(problem, call, int((needs / limits).argmin())))
         follows = any(call.role in (a.role, a.source) for a in problem.graph.averages)
         stays = call.role is None or (len(problem.graph.role_calls(call.role)) == 1 and not follows)
-        kept[call.name] = fits[_undominated([candidates[i] for i in fits], by_mesh=stays)]
-    kept_candidates = {name: tuple(problem.candidates[name][i] for i in kept[name]) for name in kept}
-    return replace(problem, candidates=kept_candidates), kept
+        kept[call.name] = fits[_find_undominated(table.layouts[fits], table.costs[fits], by_mesh=stays)]
+    return problem.select(kept), kept
 
 
-def _undominated(candidates: Sequence[Candidate], *, by_mesh: bool) -> Ints:
-    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for i, candidate in enumerate(candidates):
-        groups[_rows(candidate) if by_mesh else _layout(candidate)].append(i)
-    stay = []
-    for members in groups.values():
-        costs = np.array([_costs(candidates[i]) for i in members])
-        better = (costs[:, None] <= costs[None] + _shared(candidates, members)).all(axis=2)
-        equal = better & better.T
-        # Of equal candidates the first stays.
-        beaten = (better & ~equal) | (equal & np.tri(len(members), k=-1, dtype=bool).T)
-        stay += [i for i, lost in zip(members, np.any(beaten, axis=0).tolist(), strict=True) if not lost]
-    return np.array(sorted(stay))
+def _find_undominated(layouts: Layouts, costs: Costs, *, by_mesh: bool) -> Ints:
+    """Find the candidates that no other one dominates; of equal ones the first."""
+    if by_mesh:
+        # They exchange rows with the same ranks.
+        key = [layouts.first, layouts.size, layouts.size // (layouts.tp * layouts.pp)]
+    else:
+        # They can share parameters, and keep copies or do not.
+        key = [layouts.codes, costs.sequence_parallel, costs.keeps]
+    _, group = np.unique(np.stack(key), axis=1, return_inverse=True)
+    group = group.reshape(-1)
+    sizes = np.bincount(group)
+    members = np.argsort(group, kind="stable")
+    beaten = np.zeros(len(group), dtype=bool)
+    for size in np.unique(sizes):
+        # Groups of equal size at once, [groups, members].
+        among = members[sizes[group[members]] == size].reshape(-1, size)
+        beaten[among] = _find_beaten(layouts, costs, among)
+    return np.flatnonzero(~beaten)
 
 
-def _shared(candidates: Sequence[Candidate], members: Sequence[int]) -> Floats:
-    """Resident bytes that a candidate must take less than another, [better, other, costs].
-
-    Communicators of the other one's layout may be those of another call, too, and cost nothing; its own may not.
-    Likewise frozen weights, which may be those of another role.
-    """
-    codes = np.array([hash(candidates[i].layout) for i in members])
-    own = np.array([candidates[i].communicator_bytes + candidates[i].base_bytes for i in members])
-    extra = np.zeros((len(members), len(members), len(_costs(candidates[members[0]]))))
-    extra[:, :, _RESIDENT] = -np.where(codes[:, None] == codes, 0.0, own[:, None])
-    return extra
-
-
-def _rows(candidate: Candidate) -> tuple[object, ...]:
-    """Key of candidates that exchange rows with the same ranks: equal mesh and DP degree."""
-    return *candidate.layout[:2], candidate.placement.strategy.dp
-
-
-def _layout(candidate: Candidate) -> tuple[object, ...]:
-    """Key of candidates that can share parameters, and keep copies or do not."""
-    return *candidate.layout, candidate.placement.strategy.sequence_parallel, candidate.keep
-
-
-_RESIDENT = 1
-"""Place of resident bytes among costs."""
-
-
-def _costs(candidate: Candidate) -> tuple[float, ...]:
-    loaded = candidate.weights_bytes * candidate.offload
-    moves = candidate.load_seconds * candidate.offload, candidate.unload_seconds * candidate.offload
-    return (
-        candidate.seconds,
-        candidate.resident_bytes,
-        candidate.working_bytes,
-        candidate.weights_bytes,
-        candidate.host_bytes,
-        loaded,
-        *moves,
+def _find_beaten(layouts: Layouts, costs: Costs, among: Ints) -> Bools:
+    """Find the candidates that another one of their group dominates. `among`: [groups, members], their indices."""
+    better = np.ones((*among.shape, among.shape[1]), dtype=bool)  # [groups, better, other]
+    for column in (
+        costs.seconds,
+        costs.working,
+        costs.weights,
+        costs.host,
+        costs.weights * costs.offloaded,
+        costs.load,
+        costs.unload,
+    ):
+        of = column[among]
+        better &= of[:, :, None] <= of[:, None]
+    # Communicators of the other one's layout may be those of another call, too, and cost nothing; its own may not.
+    # Likewise frozen weights, which may be those of another role.
+    code, resident = layouts.codes[among], costs.resident[among]
+    own = np.where(
+        code[:, :, None] == code[:, None], 0.0, (costs.communicators + costs.base)[among][:, :, None]
     )
+    better &= resident[:, :, None] <= resident[:, None] - own
+    equal = better & better.transpose(0, 2, 1)
+    # Of equal candidates the first stays.
+    earlier = np.tri(among.shape[1], k=-1, dtype=bool).T
+    return ((better & ~equal) | (equal & earlier)).any(axis=1)

@@ -41,8 +41,11 @@ class SearchBudget:
 
 _SHORT_ROUNDS = 60
 """Rounds of the first chains: branch and bound often improves their plans faster than further rounds would."""
-_CORE = 0.4
+_CORE = 0.2
 """Share of the effort for the core of a problem."""
+_CORE_TOLERANCE = 0.5
+"""Gap that ends the search of the core, relative to the tolerance: where the gap of the problem is proven at once,
+nothing else improves the plan of the core."""
 _POLISH = 0.1
 """Further share in which the plan of the core is improved by what the core lacks."""
 _FIRST_PROOF = 0.6
@@ -100,7 +103,9 @@ def search_plans(
     best = scorer.best if scorer.best is not None else scorer.nearest_to_fit
     assert best is not None, "plans have been costed"
     assignment = {name: int(kept[name][i]) for name, i in zip(names, best, strict=True)}
-    evaluation = Timeline(problem).evaluate(assignment)
+    # The tables of all other candidates would take longer than the plan.
+    alone = problem.select({name: np.array([number]) for name, number in assignment.items()})
+    evaluation = Timeline(alone).evaluate(dict.fromkeys(assignment, 0))
     if scorer.best is None:
         shortage = explain_plan_shortage(problem, assignment, evaluation)
         raise DoesNotFit(replace(shortage, proven=bool(np.isinf(proof.lower_bound))))
@@ -138,7 +143,9 @@ def _search_core_first(
     core, kept = select_core(scorer.timeline.problem, bound.groups)
     inner = Scorer(Timeline(core), _CORE * scorer.effort)
     within = Bound(inner.timeline.tables)
-    _improve_and_prove(inner, within, _initial_plans(inner, given, seed), budget, seed, tolerance)
+    _improve_and_prove(
+        inner, within, _initial_plans(inner, given, seed), budget, seed, _CORE_TOLERANCE * tolerance
+    )
     scorer.evaluations += inner.evaluations
     scorer.bounded += inner.bounded
     begin = _initial_plans(scorer, given, seed)

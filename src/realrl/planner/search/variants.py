@@ -16,7 +16,6 @@ class Variants:
         self._tables = self._timeline.tables
         self._moves = list_moves(self._tables)
         self._candidates = [problem.candidates[call.name] for call in self._tables.calls]
-        self._optimizer = np.array([o.offload_optimizer for of in self._candidates for o in of])
         self._models = [c for c, call in enumerate(self._tables.calls) if not call.is_function]
 
     def simplify(self, assignment: Assignment, most_seconds: float) -> Assignment:
@@ -75,7 +74,7 @@ class Variants:
             earlier = [p for p in self._tables.same_role[c] if p < c]
             first = (columns.code[earlier] != columns.code[c]).all(axis=0)
             away = away + (first & kept[c] & (columns.code[c] != columns.code[self._tables.home[c]]))
-        offloaded = columns.offloaded.sum(axis=0) + self._optimizer[plans + self._tables.offsets].sum(axis=0)
+        offloaded = columns.offloaded.sum(axis=0) + columns.offloads_optimizer.sum(axis=0)
         counts: Ints = layouts + away + offloaded
         return counts
 

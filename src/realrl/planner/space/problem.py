@@ -1,7 +1,10 @@
 """Search problem: candidates of every call of a step, one of which an assignment selects."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
 
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Call
@@ -9,8 +12,10 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Dtype, Placement
 from realrl.plan.plan import Plan
+from realrl.planner.arrays.arrays import Floats, Ints
 from realrl.planner.moves.exchange import ExchangeModel
-from realrl.planner.moves.transfers import Transfers
+from realrl.planner.moves.transfers import Layouts, Transfers, find_nodes
+from realrl.planner.space.costs import Costs
 from realrl.program.lower import home_placements, kept_copies
 from realrl.program.order import TrainableParts
 
@@ -64,6 +69,32 @@ class Candidate:
         return p.mesh.first, p.mesh.size, s.tp, s.pp, s.shards_parameters, s.dtype
 
 
+class CandidateTable(tuple[Candidate, ...]):
+    """Candidates of a call, with their layouts and costs as columns, which are read from them only once."""
+
+    @classmethod
+    def of(cls, candidates: Iterable[Candidate]) -> "CandidateTable":
+        """Build the table of candidates, unless they are one."""
+        return candidates if isinstance(candidates, cls) else cls(candidates)
+
+    @cached_property
+    def layouts(self) -> Layouts:
+        """Layout of each candidate."""
+        return Layouts.of(candidate.placement for candidate in self)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Costs of each candidate."""
+        return Costs.of(self)
+
+    def select(self, numbers: Ints) -> "CandidateTable":
+        """Select candidates by their indices."""
+        selected = CandidateTable(map(self.__getitem__, numbers.tolist()))
+        selected.layouts = self.layouts[numbers]
+        selected.costs = self.costs[numbers]
+        return selected
+
+
 Assignment = Mapping[str, int]
 """Index of the selected candidate, by call."""
 
@@ -97,20 +128,31 @@ class Problem:
     def __post_init__(self) -> None:
         if len(self.memory_bytes) != self.cluster.nodes:
             raise ValueError(f"{len(self.memory_bytes)} memory sizes for {self.cluster.nodes} nodes")
+        tables = {name: CandidateTable.of(given) for name, given in self.candidates.items()}
+        object.__setattr__(self, "candidates", tables)
         for call in self.graph.calls:
-            candidates = self.candidates.get(call.name, ())
-            if not candidates:
+            if not self.candidates.get(call.name):
                 raise UserError(f"call {call.name} has no option to run with on cluster {self.cluster}")
-            if not self.is_home(call) and any(o.offload or o.offload_optimizer or o.keep for o in candidates):
+            table = self.table(call)
+            costs = table.costs
+            if not self.is_home(call) and (costs.offloaded | costs.offloads_optimizer | costs.keeps).any():
                 raise ValueError(
                     f"{call.name} is not the home of a role, so it cannot decide what to offload or keep"
                 )
-            for candidate in candidates:
-                if (
-                    candidate.seconds < 0
-                    or candidate.placement.mesh.first + candidate.placement.mesh.size > self.cluster.size
-                ):
-                    raise ValueError(f"{call.name} cannot run with {candidate}")
+            outside = table.layouts.first + table.layouts.size > self.cluster.size
+            for number in np.flatnonzero((costs.seconds < 0) | outside):
+                raise ValueError(f"{call.name} cannot run with {table[number]}")
+
+    def table(self, call: Call) -> CandidateTable:
+        """Return the candidates of a call with their columns."""
+        table = self.candidates[call.name]
+        assert isinstance(table, CandidateTable), "made when the problem was"
+        return table
+
+    def select(self, numbers: Mapping[str, Ints]) -> "Problem":
+        """Restrict the problem to some candidates, given by their indices, by call."""
+        candidates = {call.name: self.table(call).select(numbers[call.name]) for call in self.graph.calls}
+        return replace(self, candidates=candidates)
 
     def home(self, role: str) -> Call:
         """Return the call whose candidate decides the primary placement of a role."""
@@ -123,6 +165,10 @@ class Problem:
     def limit(self, placement: Placement) -> float:
         """Return the usable bytes of each device of a placement."""
         return self.memory_bytes[self.cluster.node(placement.mesh.first)]
+
+    def limits(self, call: Call) -> Floats:
+        """Return the usable bytes of each device of each candidate of a call."""
+        return np.array(self.memory_bytes)[find_nodes(self.cluster)[self.table(call).layouts.first]]
 
     def chosen_candidates(self, assignment: Assignment) -> dict[str, Candidate]:
         """Return the selected candidate of each call."""
@@ -150,10 +196,11 @@ class Problem:
     def restricted(self, nodes: int) -> "Problem | None":
         """Restrict the problem to the first `nodes` nodes; None if some call has no candidate there."""
         cluster = self.cluster.part(0, self.cluster.bounds[nodes])
-        candidates = {
-            name: tuple(o for o in given if o.placement.mesh.first + o.placement.mesh.size <= cluster.size)
-            for name, given in self.candidates.items()
-        }
+        candidates = {}
+        for call in self.graph.calls:
+            layouts = self.table(call).layouts
+            inside = np.flatnonzero(layouts.first + layouts.size <= cluster.size)
+            candidates[call.name] = self.table(call).select(inside)
         if not all(candidates.values()):
             return None
         return replace(

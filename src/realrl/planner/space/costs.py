@@ -1,0 +1,83 @@
+"""Costs of candidates as columns."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from realrl.planner.arrays.arrays import Bools, Floats, Ints
+
+if TYPE_CHECKING:
+    from realrl.planner.space.problem import Candidate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Costs of candidates, one entry per candidate, or [calls, plans] once they are assigned; see `Candidate`."""
+
+    seconds: Floats
+    load: Floats
+    """Seconds to load offloaded parameters; 0 of those that are not."""
+    unload: Floats
+    weights: Floats
+    resident: Floats
+    working: Floats
+    base: Floats
+    """Of the resident bytes, those of weights that other roles may share."""
+    communicators: Floats
+    host: Floats
+    sequence_parallel: Bools
+    """Whether sequence parallelism is on; replicas can only be shared by calls that agree."""
+    offloaded: Bools
+    """Whether parameters are offloaded to host memory between uses."""
+    offloads_optimizer: Bools
+    """Whether gradients and optimizer state are."""
+    keeps: Bools
+    """Whether copies of the role's parameters in other layouts are kept."""
+
+    @classmethod
+    def of(cls, candidates: "Iterable[Candidate]") -> "Costs":
+        """Build columns from candidates, in their order."""
+        rows = [*map(_read, candidates)]
+        values = np.array([row[: len(_FLOATS)] for row in rows], dtype=np.float64).reshape(-1, len(_FLOATS))
+        flags = np.array([row[len(_FLOATS) :] for row in rows], dtype=bool).reshape(-1, len(_FLAGS))
+        columns = {
+            name: np.ascontiguousarray(column)
+            for names, table in ((_FLOATS, values), (_FLAGS, flags))
+            for name, column in zip(names, table.T, strict=True)
+        }
+        for name in ("load", "unload"):
+            columns[name] *= columns["offloaded"]
+        return Costs(**columns)
+
+    def bytes_alone(self, *, is_home: bool) -> Floats:
+        """See `Candidate.bytes_alone`."""
+        if not is_home:
+            return self.working + self.weights + self.communicators
+        return self.resident + self.communicators + self.working + self.weights * self.offloaded
+
+    def __getitem__(self, index: "Ints | slice") -> Self:
+        return type(self)(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+
+
+_FLOATS = {
+    "seconds": "seconds",
+    "load": "load_seconds",
+    "unload": "unload_seconds",
+    "weights": "weights_bytes",
+    "resident": "resident_bytes",
+    "working": "working_bytes",
+    "base": "base_bytes",
+    "communicators": "communicator_bytes",
+    "host": "host_bytes",
+}
+_FLAGS = {
+    "sequence_parallel": "placement.strategy.sequence_parallel",
+    "offloaded": "offload",
+    "offloads_optimizer": "offload_optimizer",
+    "keeps": "keep",
+}
+"""Attribute of a candidate that is in each column."""
+_read = attrgetter(*_FLOATS.values(), *_FLAGS.values())
