@@ -8,13 +8,13 @@ from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.planner.arrays.arrays import Floats, Ints
 from realrl.planner.moves.transfers import Layouts, TransferTable, name_mixing, name_refreshing
-from realrl.planner.space.costs import Costs
+from realrl.planner.space.costs import CandidateCosts
 from realrl.planner.space.problem import Problem
 from realrl.program.order import changes, dependents, dividing_keys, length_calls, producers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns(Costs):
+class Columns(CandidateCosts):
     """Meshes and costs of candidates, one entry per candidate, or [calls, plans] once they are assigned."""
 
     first: Ints

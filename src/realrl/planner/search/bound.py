@@ -10,7 +10,7 @@ from realrl.planner.arrays.arrays import Bools, Floats
 from realrl.planner.evaluate.tables import Refresh, Tables
 from realrl.planner.moves.transfers import TransferTable
 from realrl.planner.search.groups import ALONE, Numbers, group_candidates
-from realrl.planner.search.room import Memory
+from realrl.planner.search.room import MemoryBound
 
 _AT_ONCE = 512
 """Number of nodes whose work is added up together, so that it stays in the caches."""
@@ -54,8 +54,8 @@ class Bound:
     - packing: of three meshes that have more devices together than the cluster, two overlap, so that one of their
       calls waits for another one; not those that do not fit into the memory of one device.
 
-    Calls take at least the seconds of candidates for which there is room beside the rest (`Memory`). The bound is
-    infinite for nodes under which some device must run out of memory.
+    Calls take at least the seconds of candidates for which there is room beside the rest (`MemoryBound`). The bound
+    is infinite for nodes under which some device must run out of memory.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -63,7 +63,7 @@ class Bound:
         self.groups = [group_candidates(tables, c) for c in range(len(tables.calls))]
         self.devices = tables.problem.cluster.size
         self._models = [c for c, call in enumerate(tables.calls) if not call.is_function]
-        self._memory = Memory(tables, self.groups)
+        self._memory = MemoryBound(tables, self.groups)
         # Calls that may share the replica of another call may not need a reallocation: leave them out.
         self.moving = [c for c, h in enumerate(tables.home) if h != c and not tables.sharers[c]]
         self._cheapest_of: dict[tuple[str, int, int], Floats] = {}

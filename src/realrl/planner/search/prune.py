@@ -5,7 +5,7 @@ import numpy as np
 from realrl.planner.arrays.arrays import Bools, Ints
 from realrl.planner.evaluate.shortage import DoesNotFit, explain_call_shortage
 from realrl.planner.moves.transfers import Layouts
-from realrl.planner.space.costs import Costs
+from realrl.planner.space.costs import CandidateCosts
 from realrl.planner.space.problem import Problem
 
 
@@ -31,7 +31,7 @@ def prune_candidates(problem: Problem) -> tuple[Problem, dict[str, Ints]]:
     return problem.select(kept), kept
 
 
-def _find_undominated(layouts: Layouts, costs: Costs, *, by_mesh: bool) -> Ints:
+def _find_undominated(layouts: Layouts, costs: CandidateCosts, *, by_mesh: bool) -> Ints:
     """Find the candidates that no other one dominates; of equal ones the first."""
     if by_mesh:
         # They exchange rows with the same ranks.
@@ -51,7 +51,7 @@ def _find_undominated(layouts: Layouts, costs: Costs, *, by_mesh: bool) -> Ints:
     return np.flatnonzero(~beaten)
 
 
-def _find_beaten(layouts: Layouts, costs: Costs, among: Ints) -> Bools:
+def _find_beaten(layouts: Layouts, costs: CandidateCosts, among: Ints) -> Bools:
     """Find the candidates that another one of their group dominates. `among`: [groups, members], their indices."""
     better = np.ones((*among.shape, among.shape[1]), dtype=bool)  # [groups, better, other]
     for column in (

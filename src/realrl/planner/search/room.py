@@ -17,7 +17,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Room:
-    """What memory leaves to nodes, [calls, nodes] or [nodes]."""
+    """Room that memory leaves to sets of plans, [calls, nodes] or [nodes]; see `MemoryBound`."""
 
     full: Bools
     """Whether some device must run out of memory."""
@@ -27,7 +27,7 @@ class Room:
     """Likewise, with loading the parameters before."""
 
 
-class Memory:
+class MemoryBound:
     """Lower bounds on memory, vectorised over nodes: averages over the devices of each call while it runs.
 
     What the homes of roles, kept copies and a running call need at least leaves room to the rest. A call has no

@@ -1,4 +1,4 @@
-"""Costs of candidates as columns."""
+"""CandidateCosts of candidates as columns."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class CandidateCosts:
     """Costs of candidates, one entry per candidate, or [calls, plans] once they are assigned; see `Candidate`."""
 
     seconds: Floats
@@ -38,7 +38,7 @@ class Costs:
     """Whether copies of the role's parameters in other layouts are kept."""
 
     @classmethod
-    def of(cls, candidates: "Iterable[Candidate]") -> "Costs":
+    def of(cls, candidates: "Iterable[Candidate]") -> "CandidateCosts":
         """Build columns from candidates, in their order."""
         rows = [*map(_read, candidates)]
         values = np.array([row[: len(_FLOATS)] for row in rows], dtype=np.float64).reshape(-1, len(_FLOATS))
@@ -50,7 +50,7 @@ class Costs:
         }
         for name in ("load", "unload"):
             columns[name] *= columns["offloaded"]
-        return Costs(**columns)
+        return CandidateCosts(**columns)
 
     def bytes_alone(self, *, is_home: bool) -> Floats:
         """See `Candidate.bytes_alone`."""

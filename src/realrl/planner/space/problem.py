@@ -15,7 +15,7 @@ from realrl.plan.plan import Plan
 from realrl.planner.arrays.arrays import Floats, Ints
 from realrl.planner.moves.exchange import ExchangeModel
 from realrl.planner.moves.transfers import Layouts, Transfers, find_nodes
-from realrl.planner.space.costs import Costs
+from realrl.planner.space.costs import CandidateCosts
 from realrl.program.lower import home_placements, kept_copies
 from realrl.program.order import TrainableParts
 
@@ -83,9 +83,9 @@ class CandidateTable(tuple[Candidate, ...]):
         return Layouts.of(candidate.placement for candidate in self)
 
     @cached_property
-    def costs(self) -> Costs:
-        """Costs of each candidate."""
-        return Costs.of(self)
+    def costs(self) -> CandidateCosts:
+        """CandidateCosts of each candidate."""
+        return CandidateCosts.of(self)
 
     def select(self, numbers: Ints) -> "CandidateTable":
         """Select candidates by their indices."""
