@@ -1,4 +1,4 @@
-"""CandidateCosts of candidates as columns."""
+"""Costs of candidates as columns."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields

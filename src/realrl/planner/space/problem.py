@@ -84,7 +84,7 @@ class CandidateTable(tuple[Candidate, ...]):
 
     @cached_property
     def costs(self) -> CandidateCosts:
-        """CandidateCosts of each candidate."""
+        """Costs of each candidate."""
         return CandidateCosts.of(self)
 
     def select(self, numbers: Ints) -> "CandidateTable":
