@@ -19,7 +19,7 @@ from realrl.planner.search.prune import prune_candidates
 from realrl.planner.space.problem import Assignment, Candidate, Problem
 
 DEFAULT_EFFORT = 600_000
-"""Effort of a search unless it is told otherwise: about 5 seconds for 128 devices."""
+"""Effort of a search unless it is told otherwise: 3 to 11 seconds for 128 devices."""
 TOLERANCE = 0.01
 """Optimality gap that ends a search."""
 _AT_ONCE = 2048
