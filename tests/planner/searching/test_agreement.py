@@ -31,7 +31,7 @@ from realrl.program.lower import home_placements, offloaded
 from realrl.program.memory import Memory, StoredModel
 from realrl.program.shared_bases import check_offloading
 from tests.plan.meshes import list_all
-from tests.planner.reference import late_lengths, sampled_graph
+from tests.planner.sampled_graphs import late_lengths, sampled_graph
 from tests.rewards import function_reward
 
 SIZES = ("llama-3.2-1b", "llama-2-7b", "llama-2-13b")

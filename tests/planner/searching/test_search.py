@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -198,3 +199,20 @@ def test_part_of_a_cluster_is_planned_with_meshes_inside_it() -> None:
             plan = size.problem.plan(size.result.assignment)
             last = max(p.mesh.first + p.mesh.size for p in plan.placements.values())
             assert last <= problem.cluster.bounds[size.nodes]
+
+
+@pytest.mark.parametrize("seed", [1, 5, 8])
+def test_no_plan_that_any_part_of_a_search_has_found_is_lost(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorers: list[Scorer] = []
+
+    def make(*given: Any) -> Scorer:
+        scorers.append(Scorer(*given))
+        return scorers[-1]
+
+    monkeypatch.setattr("realrl.planner.search.search.Scorer", make)
+    problem = sampled_problem(random.Random(seed), combinations=30_000)
+    result = search_plans(problem, effort=300, budget=SearchBudget(plans=0))
+    assert len(scorers) == 2, "the core has not been searched"
+    assert result.evaluation.seconds <= min(s.best_seconds for s in scorers) * (1 + 1e-9)

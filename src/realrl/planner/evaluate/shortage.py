@@ -96,7 +96,7 @@ def _copy(problem: Problem, candidates: dict[str, Candidate], name: str) -> floa
 
 
 def _kept(problem: Problem, assignment: Assignment) -> dict[str, list[Candidate]]:
-    """By role, one candidate that uses each of the copies that the plan keeps."""
+    """Find a candidate that uses each of the copies that the plan keeps, by role."""
     plan, candidates = problem.plan(assignment), problem.chosen_candidates(assignment)
     copies = kept_copies(problem.graph, plan, home_placements(problem.graph, plan))
     return {

@@ -20,9 +20,10 @@ def select_core(problem: Problem, groups: list[CandidateGroups]) -> tuple[Proble
 
 def _select_candidates(groups: CandidateGroups) -> Ints:
     of_size = np.searchsorted(groups.size[groups.level == SIZE], groups.size, side="left")
-    every = groups.level == KIND
+    kinds = np.flatnonzero(groups.level == KIND)
     # Copies that are kept change little: later, plans of the core are improved by them.
-    kinds = np.flatnonzero(every & ~groups.may_keep if (every & ~groups.may_keep).any() else every)
+    transient = kinds[~groups.may_keep[kinds]]
+    kinds = transient if len(transient) else kinds
     chosen = np.concatenate(
         [_select_kinds(groups, kinds[of_size[kinds] == size]) for size in np.unique(of_size[kinds])]
     )

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
+
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind
 from realrl.plan.placement import Placement
@@ -267,16 +269,13 @@ def tune_plan(scenario: Scenario, plan: Plan) -> Plan:
 
 
 def _keeping(problem: Problem, plan: Plan) -> Problem:
-    """Restrict a problem to candidates that keep the same copies as the plan."""
-    candidates = {
-        call.name: tuple(
-            o
-            for o in problem.candidates[call.name]
-            if o.keep == (problem.is_home(call) and call.role in plan.keep)
-        )
-        for call in problem.graph.calls
-    }
-    return replace(problem, candidates=candidates)
+    """Restrict a problem to candidates that keep the same copies as the plan; homes without copies keep none."""
+    same = {}
+    for call in problem.graph.calls:
+        keeps = problem.table(call).costs.keeps
+        wanted = problem.is_home(call) and call.role in plan.keep and bool(keeps.any())
+        same[call.name] = np.flatnonzero(keeps == wanted)
+    return problem.select(same)
 
 
 def _variants(call: Call, place: Placement, workload: Workload) -> Iterator[Placement]:

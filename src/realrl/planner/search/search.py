@@ -152,7 +152,7 @@ def _search_core_first(
     if inner.best is None:
         return _improve_and_prove(scorer, bound, begin, budget, seed, tolerance)
     found = np.array([numbers[i] for numbers, i in zip(kept, inner.best, strict=True)])
-    scorer(begin)
+    scorer(np.concatenate([begin, found[:, None]], axis=1))
     improve_locally(scorer, bound, found, share=_CORE + _POLISH)
     return BranchAndBound(scorer, bound, tolerance=tolerance, seed=seed).run(budget.nodes)
 

@@ -3,6 +3,7 @@
 import numpy as np
 
 from realrl.planner.arrays.arrays import Floats, Ints
+from realrl.planner.evaluate.activities import Facts
 from realrl.planner.evaluate.timeline import Timeline
 from realrl.planner.search.local import list_moves
 from realrl.planner.space.problem import Assignment, Problem
@@ -68,14 +69,10 @@ class Variants:
         columns = self._tables.gather(plans)
         codes = np.sort(columns.code[self._models], axis=0)
         layouts = 1 + (np.diff(codes, axis=0) != 0).sum(axis=0)
-        away = sum((columns.code[c] != columns.code[self._tables.home[c]]) for c in self._models)
-        kept = columns.keeps[self._tables.home]
-        for c in self._models:
-            earlier = [p for p in self._tables.same_role[c] if p < c]
-            first = (columns.code[earlier] != columns.code[c]).all(axis=0)
-            away = away + (first & kept[c] & (columns.code[c] != columns.code[self._tables.home[c]]))
+        facts = Facts(self._tables, columns)
+        copies = sum(facts.uses_first(c).astype(np.int64) for c in self._models)
         offloaded = columns.offloaded.sum(axis=0) + columns.offloads_optimizer.sum(axis=0)
-        counts: Ints = layouts + away + offloaded
+        counts: Ints = layouts + facts.away.sum(axis=0) + copies + offloaded
         return counts
 
     def _degrees(self, plan: Ints) -> tuple[tuple[int, int, int], ...]:
