@@ -8,8 +8,8 @@ import numpy as np
 
 from realrl.planner.arrays.arrays import Bools, Floats
 from realrl.planner.evaluate.tables import Refresh, Tables
-from realrl.planner.moves.transfers import TransferTable
-from realrl.planner.search.groups import ALONE, Numbers, group_candidates
+from realrl.planner.search.groups import Numbers, group_candidates
+from realrl.planner.search.least_moves import LeastMoves
 from realrl.planner.search.room import MemoryBound
 
 _AT_ONCE = 512
@@ -64,16 +64,7 @@ class Bound:
         self.devices = tables.problem.cluster.size
         self._models = [c for c, call in enumerate(tables.calls) if not call.is_function]
         self._memory = MemoryBound(tables, self.groups)
-        # Calls that may share the replica of another call may not need a reallocation: leave them out.
-        self.moving = [c for c, h in enumerate(tables.home) if h != c and not tables.sharers[c]]
-        self._cheapest_of: dict[tuple[str, int, int], Floats] = {}
-        self._least = {c: self._cheapest(tables.reallocation[c], tables.home[c], c) for c in self.moving}
-        # Later calls of a role may use the same copy as an earlier one, which is refreshed once.
-        self.refreshes = [
-            (refresh, self._cheapest(refresh.table, refresh.home, refresh.copy))
-            for refresh in tables.refreshes
-            if not any(p < refresh.copy for p in tables.same_role[refresh.copy] if p != refresh.home)
-        ]
+        self._moves = LeastMoves(tables, self.groups)
         # A wave loads parameters once for all calls of a role.
         self._loads = [
             c
@@ -87,12 +78,17 @@ class Bound:
             self._ancestors.append(sorted({*direct, *(a for d in direct for a in self._ancestors[d])}))
         self._triples = list(combinations(self._models, 3))
 
-    def __call__(self, nodes: Numbers, *, memory: bool = True) -> Floats:
-        """Bound nodes. `nodes`: [calls, nodes], group indices. Without `memory`, as if all plans fitted."""
+    def __call__(self, nodes: Numbers, *, memory: bool = True, goal: float = np.inf) -> Floats:
+        """Bound nodes. `nodes`: [calls, nodes], group indices. Without `memory`, as if all plans fitted.
+
+        Of interest are plans that take less than `goal`: calls that would reach it one after the other are bounded
+        as if they had no devices in common, but for that time.
+        """
         sets = self._describe(nodes)
         if not memory:
             return self._end(sets)
-        sets.copies = [self._copy(c, nodes) for c in range(len(nodes))]
+        sets.copies = [self._moves.copy_bytes(c, nodes) for c in range(len(nodes))]
+        apart, otherwise = self._side_by_side(sets, goal)
         room = self._memory(
             nodes,
             size=sets.size,
@@ -100,10 +96,27 @@ class Bound:
             copies=sets.copies,
             seconds=sets.seconds,
             loading=sets.loading,
+            apart=apart,
         )
         sets.seconds = room.seconds
         sets.loading[self._loads] = room.loading[self._loads]
-        return np.where(room.full, np.inf, self._end(sets))
+        return np.minimum(np.where(room.full, np.inf, self._end(sets)), otherwise)
+
+    def _side_by_side(self, sets: "_Sets", goal: float) -> tuple[dict[tuple[int, int], Bools], Floats]:
+        """Whether two calls at home reach the `goal` one after the other, and the earliest end of such ones."""
+        least = np.full(sets.nodes.shape[1], np.inf)
+        if np.isinf(goal):
+            return {}, least
+        ready = np.zeros(sets.nodes.shape)
+        for c, before in enumerate(self.tables.feeds):
+            for p in before:
+                np.maximum(ready[c], ready[p] + sets.seconds[p], out=ready[c])
+        found = {}
+        for a, b in combinations([c for c in self._models if self.tables.home[c] == c], 2):
+            end = ready[a] + sets.seconds[a] + sets.seconds[b]
+            found[a, b] = end >= goal
+            np.minimum(least, np.where(found[a, b], end, np.inf), out=least)
+        return found, least
 
     def _describe(self, nodes: Numbers) -> "_Sets":
         """Describe nodes as if all plans fitted."""
@@ -142,15 +155,17 @@ class Bound:
             ready = told[c].copy()
             for p in range(c):
                 np.maximum(ready, np.where(common[c][p] > 0, tail[p] + unload[p], 0.0), out=ready)
-            if c in self._least:
+            earliest, after = self._receiving(c, nodes, tail)
+            if c in self._moves.moving:
                 start, cost, load_start, source = self._reallocation(c, nodes, tail, common)
                 np.maximum(ready, start + cost, out=ready)
                 home = self.tables.home[c]
+                seconds, work = self._moves.seconds_with_call(c, nodes)
+                tail[c] = start + seconds + after
                 moves[c] = [
-                    (start, cost * np.maximum(size[c], size[home])),
+                    (start, np.maximum(cost * np.maximum(size[c], size[home]), work - area[c])),
                     (load_start, source * size[home]),
                 ]
-            earliest, after = self._receiving(c, nodes, tail)
             for triple, end in packed.items():
                 for p in set(triple).difference(self._ancestors[c]):
                     end = np.where(common[c][p] > 0, end, 0.0)
@@ -159,7 +174,8 @@ class Bound:
             if ancestors not in works:
                 works[ancestors] = self._work(ancestors, told, head, tail, area, whole, moves)
             head[c] = np.maximum(np.maximum(earliest, ready + sets.load[c] + after), works[ancestors])
-            tail[c] = np.maximum(head[c] + sets.seconds[c], ready + after + sets.loading[c])
+            for end in (head[c] + sets.seconds[c], ready + after + sets.loading[c]):
+                np.maximum(tail[c], end, out=tail[c])
             for triple in (triple for triple in self._triples if triple[2] == c):
                 crowded = size[list(triple)].sum(axis=0) > self.devices
                 if crowded.any():
@@ -167,8 +183,8 @@ class Bound:
                     packed[triple] = np.where(crowded, end, 0.0)
         bound = (tail + unload).max(axis=0)
         further = [(tail[c], unload[c] * size[c]) for c in self._loads]
-        for refresh, least in self.refreshes:
-            start, cost = self._refresh(refresh, least, nodes, tail)
+        for refresh in self._moves.refreshes:
+            start, cost = self._refresh(refresh, nodes, tail)
             np.maximum(bound, start + cost, out=bound)
             further.append((start, cost * np.maximum(size[refresh.copy], size[refresh.home])))
         every = tuple(range(len(nodes)))
@@ -275,55 +291,22 @@ class Bound:
             np.maximum(start, np.where(common[p][c] > 0, tail[p], 0.0), out=start)
             if tables.ordered[c, p]:
                 np.maximum(there, np.where(common[p][home] > 0, tail[p], 0.0), out=there)
-        seconds = self._seconds(self._least[c], tables.reallocation[c], home, c, nodes)
+        seconds = self._moves.seconds(tables.reallocation[c], c, nodes)
         # A reallocation that sends nothing does not wait for the devices of the primary placement.
         start = np.maximum(start, np.where(seconds > 0, there, load_start) + load)
         return start * transient, seconds * transient, load_start * transient, load * transient
 
-    def _refresh(
-        self, refresh: Refresh, least: Floats, nodes: Numbers, tail: Floats
-    ) -> tuple[Floats, Floats]:
+    def _refresh(self, refresh: Refresh, nodes: Numbers, tail: Floats) -> tuple[Floats, Floats]:
         """Earliest start and least seconds of a refresh, or of a reallocation in its place."""
         home, copy = refresh.home, refresh.copy
         must, may = (getattr(self.groups[home], name)[nodes[home]] for name in ("must_keep", "may_keep"))
-        seconds = self._seconds(least, refresh.table, home, copy, nodes)
+        seconds = self._moves.seconds(refresh.table, copy, nodes)
         if not must.all():
             other: Floats | float = 0.0
-            if copy in self._least:
-                other = self._seconds(self._least[copy], self.tables.reallocation[copy], home, copy, nodes)
+            if copy in self._moves.moving:
+                other = self._moves.seconds(self.tables.reallocation[copy], copy, nodes)
             seconds = np.where(must, seconds, np.minimum(seconds, other))
         return np.where(must, tail[refresh.after], 0.0), np.where(may, seconds, 0.0)
-
-    def _seconds(self, least: Floats, table: TransferTable, home: int, c: int, nodes: Numbers) -> Floats:
-        """Least seconds of moving parameters from a home to call `c`; `least`: by `_cheapest` for that `table`."""
-        source, target = self.groups[home], self.groups[c]
-        seconds = least[source.row[nodes[home]], target.row[nodes[c]]]
-        both = (source.level[nodes[home]] == ALONE) & (target.level[nodes[c]] == ALONE)
-        if both.any():
-            mine = self.tables.candidates(c).layout[target.candidate[nodes[c, both]]]
-            its = self.tables.candidates(home).layout[source.candidate[nodes[home, both]]]
-            seconds[both] = table(its, mine)
-        return seconds
-
-    def _cheapest(self, table: TransferTable, home: int, c: int) -> Floats:
-        """Least seconds of transfers, [groups of the home, groups of the call], down to layouts."""
-        key = table.role, home, c
-        if key not in self._cheapest_of:
-            self._cheapest_of[key] = self._compute_cheapest(*key)
-        return self._cheapest_of[key]
-
-    def _compute_cheapest(self, role: str, home: int, c: int) -> Floats:
-        source = self.groups[home]
-        target = self.groups[c]
-        m = len(target.layouts.first)
-        transfers = self.tables.problem.transfers
-        # Homes that keep copies have the layouts of those that do not.
-        _, some, of = np.unique(source.layouts.codes, return_index=True, return_inverse=True)
-        every = np.tile(np.arange(m), len(some))
-        least = transfers.at_least(role, source.layouts[np.repeat(some, m)], target.layouts[every])
-        pairs = least.reshape(-1, m)[of]
-        table = np.concatenate([np.minimum.reduceat(pairs, s, axis=0) for s in source.layout_starts])
-        return np.concatenate([np.minimum.reduceat(table, s, axis=1) for s in target.layout_starts], axis=1)
 
     def _work(
         self,
@@ -356,13 +339,3 @@ class Bound:
             later = starts[:, part] >= moments[:, None, part]
             found[part] = (moments[:, part] + np.where(later, costs[:, part], 0.0).sum(axis=1)).max(axis=0)
         return found
-
-    def _copy(self, c: int, nodes: Numbers) -> Floats:
-        """Bytes of the replica that a call certainly needs."""
-        if c not in self._least:
-            return np.zeros(nodes.shape[1])
-        home = self.tables.home[c]
-        source = self.groups[home]
-        target = self.groups[c]
-        moved = self._least[c][source.row[nodes[home]], target.row[nodes[c]]] > 0
-        return np.where(moved, target.weights[nodes[c]], 0.0)

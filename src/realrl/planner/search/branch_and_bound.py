@@ -48,10 +48,10 @@ class Proof:
 class BranchAndBound:
     """Best-first search of all plans for one within a tolerance (relative) of their lower bound.
 
-    Calls are branched, the longest first: long ones one after the other by size and by layout, then by kind; the
-    others all by size before any by layout, since their sizes tell which of them can run side by side; and finally
-    all into single candidates. A node of single candidates is a plan. From time to time a primal heuristic improves
-    a plan of the most promising node, so that more nodes can be pruned.
+    Calls are branched, the longest first: long ones one after the other by size and by layout; the others by size,
+    since their sizes tell which of them can run side by side; then long ones by kind, and the others by layout and
+    by kind; and finally all into single candidates. A node of single candidates is a plan. From time to time a
+    primal heuristic improves a plan of the most promising node, so that more nodes can be pruned.
     """
 
     def __init__(self, scorer: Scorer, bound: Bound, *, tolerance: float, seed: int = 0) -> None:
@@ -65,8 +65,8 @@ class BranchAndBound:
         most = groups[longest[0]].seconds[0]
         long = [c for c in longest if groups[c].seconds[0] > _LONG * most]
         short = longest[len(long) :]
-        self.steps = [(c, level) for c in long for level in (SIZE, LAYOUT)] + [(c, KIND) for c in long]
-        self.steps += [(c, level) for level in (SIZE, LAYOUT, KIND) for c in short]
+        self.steps = [(c, level) for c in long for level in (SIZE, LAYOUT)] + [(c, SIZE) for c in short]
+        self.steps += [(c, KIND) for c in long] + [(c, level) for level in (LAYOUT, KIND) for c in short]
         self.steps += [(c, ALONE) for c in longest]
         root = np.zeros((len(groups), 1), dtype=np.int32)
         self.pools: list[_Pool] = []
@@ -137,7 +137,7 @@ class BranchAndBound:
         """Bound nodes, prune them, and score those that are plans."""
         self.looked_at += nodes.shape[1]
         self.scorer.bounded += nodes.shape[1]
-        bounds = self.bound(nodes)
+        bounds = self.bound(nodes, goal=self.goal)
         if depth == len(self.steps):
             fitting = nodes[:, bounds < self.scorer.best_seconds]
             if fitting.shape[1]:

@@ -74,6 +74,14 @@ class CandidateGroups:
     row: Ints
     """Row of each group in tables of groups down to the level of layouts: its own, or that of its layout."""
 
+    def containing(self, alone: Ints, level: int) -> Ints:
+        """Return the groups at a level that contain single candidates, by the groups of these."""
+        if level == ALONE:
+            return alone
+        if level == KIND:
+            return np.searchsorted(self.level, KIND) + self.kind[alone]
+        return self.row[alone]
+
 
 def _number_parts(tables: Tables, columns: Columns) -> Ints:
     """Number the parts of nodes under the mesh of each candidate; equal numbers mean equal parts."""

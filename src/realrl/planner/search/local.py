@@ -1,79 +1,118 @@
 """Local search: improve a plan by changes of one call or one role."""
 
+from collections.abc import Sequence
 from functools import reduce
 
 import numpy as np
 
-from realrl.planner.arrays.arrays import Ints
+from realrl.planner.arrays.arrays import Floats, Ints
 from realrl.planner.evaluate.scorer import Scorer
 from realrl.planner.evaluate.tables import Tables
 from realrl.planner.search.bound import Bound
-from realrl.planner.search.groups import KIND
+from realrl.planner.search.groups import ALONE, KIND, LAYOUT
+
+Move = tuple[list[int], Ints]
+"""Some calls, and the candidates that they may have instead of theirs, [calls, moves]."""
 
 
 def improve_locally(scorer: Scorer, bound: Bound, assignment: Ints, *, share: float = 1.0) -> Ints:
     """Improve `assignment`, [calls], until no change of one call or one role improves it.
 
-    Changes whose lower bound says that they are no better are not scored; nor are those of a plan that does not fit
-    which cannot be as fast as the best plan that does. Returns the best plan so far once a `share` of the effort
-    is spent.
+    In each round all changes are scored, and then the best ones of several calls and roles together. Changes whose
+    lower bound says that they are no better are not scored; nor are those of a plan that does not fit which cannot
+    be as fast as the best plan that does. Returns the best plan so far once a `share` of the effort is spent.
     """
     moves = list_moves(scorer.timeline.tables)
-    fits = False
-    score = np.inf
-    unchanged = 0
-    while unchanged < len(moves):
-        for calls, candidates in moves:
-            if scorer.exhausted(share):
-                return assignment
-            if fits or scorer.best is not None:
-                limit = score if fits else scorer.best_seconds
-                candidates = _find_promising(scorer, bound, assignment, calls, candidates, limit, memory=fits)
-            plans = np.repeat(assignment[:, None], candidates.shape[1] + 1, axis=1)
-            plans[calls, 1:] = candidates
-            scores = scorer(plans)
-            best = int(scores.argmin())
-            unchanged += 1
-            if scores[best] < min(score, scores[0]):
-                assignment = plans[:, best]
-                unchanged = 0
-            score = min(score, float(scores[best]))
-            fits = bool(scorer.fits[best])
-            if unchanged >= len(moves):
-                break
+    score = float(scorer(assignment[:, None])[0])
+    fits = bool(scorer.fits[0])
+    while not scorer.exhausted(share):
+        hopeful = [candidates for _, candidates in moves]
+        if fits or scorer.best is not None:
+            limit = score if fits else scorer.best_seconds
+            hopeful = _find_promising(scorer, bound, assignment, moves, limit, memory=fits)
+        plans = np.concatenate(
+            [_change(assignment, calls, of) for (calls, _), of in zip(moves, hopeful, strict=True)], axis=1
+        )
+        if not plans.shape[1]:
+            break
+        scores = scorer(plans)
+        fitting = scorer.fits
+        together = _combine(assignment, [calls for calls, _ in moves], hopeful, scores, score)
+        if together.shape[1]:
+            plans = np.concatenate([plans, together], axis=1)
+            scores = np.concatenate([scores, scorer(together)])
+            fitting = np.concatenate([fitting, scorer.fits])
+        best = int(scores.argmin())
+        if scores[best] >= score:
+            break
+        assignment, score, fits = plans[:, best], float(scores[best]), bool(fitting[best])
     return assignment
+
+
+def _change(assignment: Ints, calls: list[int], candidates: Ints) -> Ints:
+    """Plans that differ from one in `calls`. `candidates`, [calls, plans]: what these have instead."""
+    plans = np.repeat(assignment[:, None], candidates.shape[1], axis=1)
+    plans[calls] = candidates
+    return plans
+
+
+def _combine(
+    assignment: Ints, moves: list[list[int]], candidates: list[Ints], scores: Floats, score: float
+) -> Ints:
+    """Plans with the best changes of several moves together: the best two, the best three, and so on.
+
+    `moves`: the calls of each; `candidates`: what it gives them; `scores`: those of all changes in this order.
+    """
+    ends = np.cumsum([of.shape[1] for of in candidates])
+    best = []
+    for m, (of, end) in enumerate(zip(candidates, ends.tolist(), strict=True)):
+        own = scores[end - of.shape[1] : end]
+        if len(own) and own.min() < score:
+            best.append((float(own.min()), m, int(own.argmin())))
+    plan = assignment.copy()
+    plans = []
+    for _, m, i in sorted(best):
+        plan[moves[m]] = candidates[m][:, i]
+        plans.append(plan.copy())
+    return np.array(plans[1:], dtype=assignment.dtype).reshape(-1, len(assignment)).T
 
 
 def _find_promising(
     scorer: Scorer,
     bound: Bound,
     assignment: Ints,
-    calls: list[int],
-    candidates: Ints,
+    moves: Sequence[Move],
     limit: float,
     *,
     memory: bool,
-) -> Ints:
-    """Find the changes of a plan, [calls, moves], that may take less than `limit` seconds, and fit with `memory`.
+) -> list[Ints]:
+    """Find the candidates of each move that may take less than `limit` seconds, and fit with `memory`.
 
     Changes to all candidates of a layout are bounded before those to its kinds, and these before single ones.
     """
     own = np.array([groups.alone[i] for groups, i in zip(bound.groups, assignment, strict=True)])
-    of = [bound.groups[call] for call in calls]
-    alone = np.array([groups.alone[row] for groups, row in zip(of, candidates, strict=True)])
-    levels = [np.array([groups.row[row] for groups, row in zip(of, alone, strict=True)]), alone]
-    if len(calls) == 1:
-        levels.insert(1, np.flatnonzero(of[0].level == KIND)[of[0].kind[alone]])
-    hopeful = np.arange(candidates.shape[1])
-    for groups in levels:
-        which, inverse = _unique_columns(groups[:, hopeful])
-        nodes = np.repeat(own[:, None], which.shape[1], axis=1)
-        nodes[calls] = which
-        scorer.bounded += nodes.shape[1]
-        hopeful = hopeful[(bound(nodes, memory=memory) < limit)[inverse]]
-        if not len(hopeful):
+    hopeful = [np.arange(candidates.shape[1]) for _, candidates in moves]
+    for level in (LAYOUT, KIND, ALONE):
+        nodes, inverses = [], []
+        for (calls, candidates), left in zip(moves, hopeful, strict=True):
+            of = [bound.groups[call] for call in calls]
+            alone = [groups.alone[row] for groups, row in zip(of, candidates[:, left], strict=True)]
+            which, inverse = _unique_columns(
+                np.array([groups.containing(rows, level) for groups, rows in zip(of, alone, strict=True)])
+            )
+            nodes.append(_change(own, calls, which).astype(np.int32))
+            inverses.append(inverse)
+        everything = np.concatenate(nodes, axis=1)
+        scorer.bounded += everything.shape[1]
+        less = bound(everything, memory=memory, goal=limit) < limit
+        ends = np.cumsum([of.shape[1] for of in nodes])[:-1]
+        hopeful = [
+            left[of[inverse]]
+            for left, of, inverse in zip(hopeful, np.split(less, ends), inverses, strict=True)
+        ]
+        if not any(map(len, hopeful)):
             break
-    return candidates[:, hopeful]
+    return [candidates[:, left] for (_, candidates), left in zip(moves, hopeful, strict=True)]
 
 
 def _unique_columns(table: Ints) -> tuple[Ints, Ints]:
@@ -85,17 +124,17 @@ def _unique_columns(table: Ints) -> tuple[Ints, Ints]:
     return table[:, first], inverse
 
 
-def list_moves(tables: Tables) -> list[tuple[list[int], Ints]]:
+def list_moves(tables: Tables) -> list[Move]:
     """List the changes of one call or one role: the calls, and their new candidates, [calls, moves]."""
     return [*_call_moves(tables), *_role_moves(tables)]
 
 
-def _call_moves(tables: Tables) -> list[tuple[list[int], Ints]]:
+def _call_moves(tables: Tables) -> list[Move]:
     """Changes of single calls."""
     return [([c], np.arange(n)[None]) for c, n in enumerate(tables.sizes)]
 
 
-def _role_moves(tables: Tables) -> list[tuple[list[int], Ints]]:
+def _role_moves(tables: Tables) -> list[Move]:
     """Changes of all calls of a role to one layout, each to its fastest candidate there."""
     moves = []
     for home in dict.fromkeys(tables.home):

@@ -1,6 +1,6 @@
 """Memory that sets of plans certainly need, and how fast calls can be in what it leaves them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,11 +68,13 @@ class MemoryBound:
         copies: Sequence[Floats],
         seconds: Floats,
         loading: Floats,
+        apart: Mapping[tuple[int, int], Bools],
     ) -> Room:
         """Find the room of nodes.
 
         `common`: devices that the meshes of two calls certainly have in common; `copies`: bytes of each call's
-        replica, if it certainly needs one; `seconds` and `loading`: least ones, as if there were room for all.
+        replica, if it certainly needs one; `seconds` and `loading`: least ones, as if there were room for all;
+        `apart`: whether two calls at home have no devices in common.
         """
         groups, tables = self._groups, self._tables
         running = [g.working[row] for g, row in zip(groups, nodes, strict=True)]
@@ -108,6 +110,13 @@ class MemoryBound:
             ]
             spare = limit - needs - covering
             worst = np.minimum(spare - np.max(partly, axis=0, initial=0.0), left / size[c])
+            for pair, which in apart.items():
+                if c not in pair:
+                    # Where a call covers devices of two others that are apart, the state of one of them is there.
+                    less = np.minimum(*(stays[h] for h in pair))
+                    less = less - sum(np.where(common[h][c] >= size[c], others[h], 0.0) for h in pair)
+                    crowded = which & (size[[*pair, c]].sum(axis=0) > self._devices)
+                    np.minimum(worst, np.where(crowded, spare - less, np.inf), out=worst)
             full |= worst < -_ROUNDING * self._largest
             for h, held in others.items():
                 there = common[h][c]

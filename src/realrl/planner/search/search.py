@@ -18,8 +18,8 @@ from realrl.planner.search.mcmc import anneal
 from realrl.planner.search.prune import prune_candidates
 from realrl.planner.space.problem import Assignment, Candidate, Problem
 
-DEFAULT_EFFORT = 600_000
-"""Effort of a search unless it is told otherwise: 3 to 11 seconds for 128 devices."""
+DEFAULT_EFFORT = 800_000
+"""Effort of a search unless it is told otherwise, which most searches for 128 devices do not use up."""
 TOLERANCE = 0.01
 """Optimality gap that ends a search."""
 _AT_ONCE = 2048
@@ -43,9 +43,6 @@ _SHORT_ROUNDS = 60
 """Rounds of the first chains: branch and bound often improves their plans faster than further rounds would."""
 _CORE = 0.2
 """Share of the effort for the core of a problem."""
-_CORE_TOLERANCE = 0.5
-"""Gap that ends the search of the core, relative to the tolerance: where the gap of the problem is proven at once,
-nothing else improves the plan of the core."""
 _POLISH = 0.1
 """Further share in which the plan of the core is improved by what the core lacks."""
 _FIRST_PROOF = 0.6
@@ -112,7 +109,7 @@ def search_plans(
     return SearchResult(
         assignment=assignment,
         evaluation=evaluation,
-        lower_bound=proof.lower_bound,
+        lower_bound=float(proof.lower_bound),
         evaluations=scorer.evaluations,
         nodes=proof.nodes,
         search_seconds=scorer.elapsed,
@@ -143,9 +140,7 @@ def _search_core_first(
     core, kept = select_core(scorer.timeline.problem, bound.groups)
     inner = Scorer(Timeline(core), _CORE * scorer.effort)
     within = Bound(inner.timeline.tables)
-    _improve_and_prove(
-        inner, within, _initial_plans(inner, given, seed), budget, seed, _CORE_TOLERANCE * tolerance
-    )
+    _improve_and_prove(inner, within, _initial_plans(inner, given, seed), budget, seed, tolerance)
     scorer.evaluations += inner.evaluations
     scorer.bounded += inner.bounded
     begin = _initial_plans(scorer, given, seed)
