@@ -1,6 +1,6 @@
 """Reallocation time from the load on node and device links, vectorised over pairs of layouts."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -96,6 +96,18 @@ class _Boxes:
         width = self.right - self.left
         return (self.high - self.low) * width, self.embeds * width
 
+    def shapes(self) -> Iterator[tuple[Ints, Floats]]:
+        """Iterate over the different heights, widths and embeddings of the blocks of each pair, [3, pairs]: the
+        first of all pairs, then the second of those that have two, and so on, with the indices of these pairs."""
+        every = np.stack([self.high - self.low, self.right - self.left, self.embeds])
+        different, number = np.unique(every.reshape(3, -1), axis=1, return_inverse=True)
+        number = np.sort(number.reshape(self.low.shape), axis=0)
+        new = np.diff(number, axis=0, prepend=-1) > 0
+        place = np.cumsum(new, axis=0)
+        for i in range(1, int(place[-1].max()) + 1):
+            block, pair = np.nonzero(new & (place == i))
+            yield pair, different[:, number[block, pair]]
+
     def common(self, other: "_Boxes", alike: Bools) -> _PAIR:
         """Intersect with other boxes: common bytes of layers, and common fraction of the embedding.
 
@@ -143,7 +155,13 @@ class LinkTransfers:
 
     def seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
         """See `Transfers`."""
-        return self._sum(role, source, target, self._seconds)
+        result = np.zeros(len(source.first))
+        half = (source.dtype == HALF) | (target.dtype == HALF)
+        for moving, pairs in ((self.weights, ~half), (self.halves, half)):
+            for part in self._parts(np.flatnonzero(pairs), self.cluster.nodes):
+                for weights in moving[role]:
+                    result[part] += self._seconds(weights, source[part], target[part])
+        return result
 
     def one(self, role: str, source: Placement, target: Placement) -> float:
         """Compute the seconds of one pair."""
@@ -151,21 +169,11 @@ class LinkTransfers:
 
     def at_least(self, role: str, source: Layouts, target: Layouts) -> Floats:
         """See `Transfers`."""
-        return self._sum(role, source, target, self._least)
-
-    def _sum(
-        self,
-        role: str,
-        source: Layouts,
-        target: Layouts,
-        seconds: Callable[[ParameterBytes, Layouts, Layouts], Floats],
-    ) -> Floats:
-        result = np.zeros(len(source.first))
-        half = (source.dtype == HALF) | (target.dtype == HALF)
+        result = np.zeros((len(source.first), len(target.first)))
+        half = (source.dtype == HALF)[:, None] | (target.dtype == HALF)
         for moving, pairs in ((self.weights, ~half), (self.halves, half)):
-            for part in self._parts(np.flatnonzero(pairs), self.cluster.nodes):
-                for weights in moving[role]:
-                    result[part] += seconds(weights, source[part], target[part])
+            if pairs.any():
+                result += np.where(pairs, sum(self._least(w, source, target) for w in moving[role]), 0.0)
         return result
 
     def sent(self, role: str, source: Layouts, target: Layouts) -> _PAIR:
@@ -240,21 +248,38 @@ class LinkTransfers:
         return np.where(_same(source, target, where=True), 0.0, seconds)
 
     def _least(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
-        held = self._boxes(weights, source, self._nodes)
-        needed = self._boxes(weights, target, self._nodes)
-        layers = (held.high - held.low).max(axis=0)
-        width = (held.right - held.left).max(axis=0)
-        common = np.minimum(needed.high - needed.low, layers), np.minimum(needed.right - needed.left, width)
-        lacking = needed.whole[0] - common[0] * common[1]
-        lacking += weights.embedding * (needed.whole[1] - needed.embeds * common[1])
-        most = np.maximum(lacking.max(axis=0), _into_empty(held, needed, weights))
+        """Lower bound on the seconds from each source to each target, [sources, targets]."""
+        most = self._least_bytes(weights, source, target)
         network = most / self._ports_of_nodes.node.max()
+        source = source[np.arange(len(source.first))[:, None]]  # [sources, 1]
         stage = self._largest(weights, target.pp)
         before = self._largest(weights, source.pp)
         kept = np.minimum(stage, before) * np.minimum(1 / target.parts, 1 / source.parts)
         new = np.where(target.size > source.size, self._smallest(weights, target.pp) / target.parts, 0.0)
         device = np.maximum(stage / target.parts - kept, new) / self._ports_of_nodes.device.max()
         return np.where(_same(source, target, where=False), 0.0, np.maximum(network, device))
+
+    def _least_bytes(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
+        """Lower bound on the bytes that enter or leave some node, [sources, targets]."""
+        held = [
+            np.stack([layers.max(axis=0), width.max(axis=0), (width > 0).sum(axis=0)])
+            for part in self._parts(np.arange(len(source.first)), self.cluster.nodes)
+            for boxes in [self._different_boxes(weights, source[part], self._nodes)]
+            for layers, width in [(boxes.high - boxes.low, boxes.right - boxes.left)]
+        ]
+        # Many layouts hold as much on a node, on as many nodes.
+        different, which = np.unique(np.concatenate(held, axis=1), axis=1, return_inverse=True)
+        layers, width, holding = different[:, :, None]
+        found = []
+        for part in self._parts(np.arange(len(target.first)), self.cluster.nodes):
+            needed = self._different_boxes(weights, target[part], self._nodes)
+            most = _into_empty(holding.astype(np.int64), needed, weights)
+            for columns, (high, wide, embeds) in needed.shapes():
+                lacking = high * wide - np.minimum(high, layers) * np.minimum(wide, width)
+                lacking += weights.embedding * embeds * (wide - np.minimum(wide, width))
+                most[:, columns] = np.maximum(most[:, columns], lacking)
+            found.append(most)
+        return np.concatenate(found, axis=1)[which.reshape(-1)]
 
     def _ports(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
         """Seconds of the busiest device link inside a node."""
@@ -350,20 +375,18 @@ class LinkTransfers:
         return self._cuts[weights]
 
 
-def _into_empty(held: _Boxes, needed: _Boxes, weights: ParameterBytes) -> Floats:
+def _into_empty(holding: Ints, needed: _Boxes, weights: ParameterBytes) -> Floats:
     """Lower bound on the layer bytes that some node receives or sends because nodes hold none of what they need.
 
-    At best the nodes without data are those that need the least.
+    `holding`: nodes that hold something, [sources, 1]. At best those without data are the ones that need the least.
     """
-    layers = needed.ascending[0]
-    holding = (held.right > held.left).sum(axis=0)
-    last = np.maximum(len(layers) - holding - 1, 0)[None]
+    blocks, pairs = needed.low.shape
+    last = np.maximum(blocks - holding - 1, 0)
     entering, everything = (
-        np.where(holding < len(layers), np.take_along_axis(values, last, axis=0)[0], 0.0)
-        for values in needed.ascending
+        np.where(holding < blocks, values[last, np.arange(pairs)], 0.0) for values in needed.ascending
     )
     leaving = np.minimum(everything, weights.stack) / holding
-    return np.asarray(np.maximum(entering, leaving))
+    return np.maximum(entering, leaving)
 
 
 def _overlap(a: Floats, b: Floats, c: Floats, d: Floats) -> Floats:

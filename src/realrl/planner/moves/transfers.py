@@ -92,7 +92,10 @@ class Transfers(Protocol):
         ...
 
     def at_least(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        """Compute a lower bound on the seconds of each pair, wherever meshes of these sizes lie."""
+        """Compute a lower bound on the seconds from each source to each target, [sources, targets].
+
+        It holds wherever meshes of these sizes lie.
+        """
         ...
 
 

@@ -70,13 +70,10 @@ class LeastMoves:
         """Least seconds of transfers to call `c`, [groups of the home, groups of the call], down to layouts."""
         if (role, c) not in self._least:
             source, target = self._groups[self._tables.home[c]], self._groups[c]
-            m = len(target.layouts.first)
-            transfers = self._tables.problem.transfers
             # Homes that keep copies have the layouts of those that do not.
             _, some, of = np.unique(source.layouts.codes, return_index=True, return_inverse=True)
-            every = np.tile(np.arange(m), len(some))
-            least = transfers.at_least(role, source.layouts[np.repeat(some, m)], target.layouts[every])
-            self._least[role, c] = self._reduce(least.reshape(-1, m)[of], c)
+            least = self._tables.problem.transfers.at_least(role, source.layouts[some], target.layouts)
+            self._least[role, c] = self._reduce(least[of], c)
         return self._least[role, c]
 
     def _tabulate_with_call(self, c: int) -> tuple[Floats, Floats]:
