@@ -64,7 +64,7 @@ class Bound:
         self.devices = tables.problem.cluster.size
         self._models = [c for c, call in enumerate(tables.calls) if not call.is_function]
         self._memory = MemoryBound(tables, self.groups)
-        self._moves = LeastMoves(tables, self.groups)
+        self.moves = LeastMoves(tables, self.groups)
         # A wave loads parameters once for all calls of a role.
         self._loads = [
             c
@@ -87,7 +87,7 @@ class Bound:
         sets = self._describe(nodes)
         if not memory:
             return self._end(sets)
-        sets.copies = [self._moves.copy_bytes(c, nodes) for c in range(len(nodes))]
+        sets.copies = [self.moves.copy_bytes(c, nodes) for c in range(len(nodes))]
         apart, otherwise = self._side_by_side(sets, goal)
         room = self._memory(
             nodes,
@@ -156,11 +156,11 @@ class Bound:
             for p in range(c):
                 np.maximum(ready, np.where(common[c][p] > 0, tail[p] + unload[p], 0.0), out=ready)
             earliest, after = self._receiving(c, nodes, tail)
-            if c in self._moves.moving:
+            if c in self.moves.moving:
                 start, cost, load_start, source = self._reallocation(c, nodes, tail, common)
                 np.maximum(ready, start + cost, out=ready)
                 home = self.tables.home[c]
-                seconds, work = self._moves.seconds_with_call(c, nodes)
+                seconds, work = self.moves.seconds_with_call(c, nodes)
                 tail[c] = start + seconds + after
                 moves[c] = [
                     (start, np.maximum(cost * np.maximum(size[c], size[home]), work - area[c])),
@@ -183,7 +183,7 @@ class Bound:
                     packed[triple] = np.where(crowded, end, 0.0)
         bound = (tail + unload).max(axis=0)
         further = [(tail[c], unload[c] * size[c]) for c in self._loads]
-        for refresh in self._moves.refreshes:
+        for refresh in self.moves.refreshes:
             start, cost = self._refresh(refresh, nodes, tail)
             np.maximum(bound, start + cost, out=bound)
             further.append((start, cost * np.maximum(size[refresh.copy], size[refresh.home])))
@@ -291,7 +291,7 @@ class Bound:
             np.maximum(start, np.where(common[p][c] > 0, tail[p], 0.0), out=start)
             if tables.ordered[c, p]:
                 np.maximum(there, np.where(common[p][home] > 0, tail[p], 0.0), out=there)
-        seconds = self._moves.seconds(tables.reallocation[c], c, nodes)
+        seconds = self.moves.seconds(tables.reallocation[c], c, nodes)
         # A reallocation that sends nothing does not wait for the devices of the primary placement.
         start = np.maximum(start, np.where(seconds > 0, there, load_start) + load)
         return start * transient, seconds * transient, load_start * transient, load * transient
@@ -300,11 +300,11 @@ class Bound:
         """Earliest start and least seconds of a refresh, or of a reallocation in its place."""
         home, copy = refresh.home, refresh.copy
         must, may = (getattr(self.groups[home], name)[nodes[home]] for name in ("must_keep", "may_keep"))
-        seconds = self._moves.seconds(refresh.table, copy, nodes)
+        seconds = self.moves.seconds(refresh.table, copy, nodes)
         if not must.all():
             other: Floats | float = 0.0
-            if copy in self._moves.moving:
-                other = self._moves.seconds(self.tables.reallocation[copy], copy, nodes)
+            if copy in self.moves.moving:
+                other = self.moves.seconds(self.tables.reallocation[copy], copy, nodes)
             seconds = np.where(must, seconds, np.minimum(seconds, other))
         return np.where(must, tail[refresh.after], 0.0), np.where(may, seconds, 0.0)
 

@@ -48,10 +48,11 @@ class Proof:
 class BranchAndBound:
     """Best-first search of all plans for one within a tolerance (relative) of their lower bound.
 
-    Calls are branched, the longest first: long ones one after the other by size and by layout; the others by size,
-    since their sizes tell which of them can run side by side; then long ones by kind, and the others by layout and
-    by kind; and finally all into single candidates. A node of single candidates is a plan. From time to time a
-    primal heuristic improves a plan of the most promising node, so that more nodes can be pruned.
+    Calls are branched, the longest first: long ones one after the other by size and by layout; the others, counting
+    their reallocations, by size, since their sizes tell which of them can run side by side; then long ones by kind,
+    and the others by layout and by kind; and finally all into single candidates. A node of single candidates is a
+    plan. From time to time a primal heuristic improves a plan of the most promising node, so that more nodes can be
+    pruned.
     """
 
     def __init__(self, scorer: Scorer, bound: Bound, *, tolerance: float, seed: int = 0) -> None:
@@ -64,7 +65,9 @@ class BranchAndBound:
         longest = sorted(range(len(groups)), key=lambda c: -groups[c].seconds[0])
         most = groups[longest[0]].seconds[0]
         long = [c for c in longest if groups[c].seconds[0] > _LONG * most]
-        short = longest[len(long) :]
+        short = sorted(
+            longest[len(long) :], key=lambda c: -(groups[c].seconds[0] + bound.moves.median_seconds(c))
+        )
         self.steps = [(c, level) for c in long for level in (SIZE, LAYOUT)] + [(c, SIZE) for c in short]
         self.steps += [(c, KIND) for c in long] + [(c, level) for level in (LAYOUT, KIND) for c in short]
         self.steps += [(c, ALONE) for c in longest]

@@ -56,6 +56,12 @@ class LeastMoves:
         )
         return seconds, work
 
+    def median_seconds(self, c: int) -> float:
+        """Compute the median of the least seconds of reallocations to call `c`, over pairs of layouts."""
+        if c not in self.moving:
+            return 0.0
+        return float(np.median(self._between_layouts(c)))
+
     def copy_bytes(self, c: int, nodes: Numbers) -> Floats:
         """Bound the bytes of the replica that call `c` needs, [nodes]."""
         if c not in self.moving:
@@ -79,13 +85,18 @@ class LeastMoves:
     def _tabulate_with_call(self, c: int) -> tuple[Floats, Floats]:
         """Tables of `seconds_with_call`, [groups of the home, groups of the call], down to layouts."""
         source, target = self._groups[self._tables.home[c]], self._groups[c]
-        least = self._cheapest(self._tables.reallocation[c].role, c)
-        moved = least[-len(source.layouts.first) :, -len(target.layouts.first) :]
+        moved = self._between_layouts(c)
         devices = np.maximum(source.layouts.size[:, None], target.layouts.size)
         of_layouts = target.level == LAYOUT
         seconds = moved + target.seconds[of_layouts]
         work = moved * devices + target.area[of_layouts]
         return self._reduce(seconds, c), self._reduce(work, c)
+
+    def _between_layouts(self, c: int) -> Floats:
+        """Least seconds of reallocations to call `c`, [layouts of the home, layouts of the call]."""
+        source, target = self._groups[self._tables.home[c]], self._groups[c]
+        least = self._cheapest(self._tables.reallocation[c].role, c)
+        return least[-len(source.layouts.first) :, -len(target.layouts.first) :]
 
     def _reduce(self, pairs: Floats, c: int) -> Floats:
         """Least values, [groups of the home, groups of the call], down to layouts, from pairs of layouts."""
