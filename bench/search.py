@@ -34,7 +34,6 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.evaluate.timeline import Timeline
 from realrl.planner.memory.memory_model import MemoryModel
-from realrl.planner.search.plan_search import default_effort
 from realrl.planner.search.search import search_plans
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import build_problem
@@ -147,7 +146,7 @@ def measure(setting: Setting, seed: int) -> Row:
     start = time.process_time()
     problem = build(setting)
     built = time.process_time()
-    result = search_plans(problem, effort=default_effort(ClusterSpec.parse(setting.cluster)), seed=seed)
+    result = search_plans(problem, seed=seed)
     searched = time.process_time()
     return Row(
         setting,

@@ -82,7 +82,7 @@ EffortOption = Annotated[
     float | None,
     typer.Option(
         help="How long to search, for each number of nodes: plans to score, and sets of plans to bound, four of"
-        " which count as one; if not given 600000, and 2400000 above 128 devices.",
+        " which count as one; if not given 800000.",
         show_default=False,
     ),
 ]

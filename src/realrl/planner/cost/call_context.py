@@ -99,7 +99,8 @@ class CallContext:
 
     @property
     def _head_is_local(self) -> bool:
-        return self.strategies.tp == 1 or self.timing.sizes.head == "scalar"
+        """Whether every TP rank has all of the head."""
+        return self.timing.sizes.head == "scalar"
 
     @property
     def collective_host(self) -> float:

@@ -133,9 +133,9 @@ class LayerMemory:
     def _computed_experts(self) -> float:
         """Peak elements per token that a mixture computes without gradients, besides its input.
 
-        A token has a row for each of its experts: its own copies and gate and up, these and their product, that
-        product times a weight, and the outputs of the experts, in the order of tokens and added up; the outputs
-        beside what they are computed from are never the most. On a CPU the products of an expert come apart before
+        A token has a row for each of its experts: its own copies and gate and up, these and their product, and the
+        outputs of the experts, in the order of tokens and added up; that product times a weight, and the outputs
+        beside what they are computed from, are never the most. On a CPU the products of an expert come apart before
         they are put beside others.
         """
         inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
@@ -144,7 +144,6 @@ class LayerMemory:
         rows = max(
             k * (self.hidden + gate_up) + apart * gate_up,
             k * (gate_up + inner),
-            2 * k * inner,
             (2 * k + 1) * self.hidden,
         )
         return rows + self._probabilities + self._choices

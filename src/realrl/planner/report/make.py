@@ -10,12 +10,8 @@ from realrl.planner.report.contenders import list_contenders
 from realrl.planner.report.node_counts import compare_sizes, make_size_report
 from realrl.planner.report.report import Objective, PlanReport, Preset, SizeReport
 from realrl.planner.report.sizing import Wanted, choose_cluster
-from realrl.planner.search.plan_search import (
-    BestPlan,
-    UserConstraints,
-    default_effort,
-    find_best_plan,
-)
+from realrl.planner.search.plan_search import BestPlan, UserConstraints, find_best_plan
+from realrl.planner.search.search import DEFAULT_EFFORT
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.scenario import Scenario
 
@@ -39,6 +35,7 @@ def make_report(
     DoesNotFit if no plan fits; UserError if a call cannot run on the cluster at all.
     """
     constraints = constraints or UserConstraints()
+    effort = DEFAULT_EFFORT if effort is None else effort
     if wanted is not None:
         spec, rows = choose_cluster(scenario, wanted, constraints, effort=effort, seed=seed)
         scenario = scenario.on(spec)
@@ -54,7 +51,6 @@ def make_report(
         )
     counts = sorted(set(nodes)) or range(1, scenario.spec.nodes + 1)
     largest = scenario.spec.with_nodes(counts[-1])
-    effort = default_effort(largest) if effort is None else effort
     each = effort if nodes else effort / len(counts)
     scenario = scenario.on(largest)
     sizes = compare_sizes(scenario, counts, effort=each, seed=seed, constraints=constraints)

@@ -9,7 +9,8 @@ from realrl.planner.evaluate.shortage import DoesNotFit
 from realrl.planner.report.node_counts import make_size_report
 from realrl.planner.report.report import SizeReport
 from realrl.planner.report.shortage_text import describe_shortage
-from realrl.planner.search.plan_search import UserConstraints, default_effort, find_plan
+from realrl.planner.search.plan_search import UserConstraints, find_plan
+from realrl.planner.search.search import DEFAULT_EFFORT
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 
@@ -32,7 +33,7 @@ def choose_cluster(
     wanted: Wanted,
     constraints: UserConstraints,
     *,
-    effort: float | None = None,
+    effort: float = DEFAULT_EFFORT,
     seed: int = 0,
 ) -> tuple[ClusterSpec, tuple[SizeReport, ...]]:
     """Choose among the first nodes of each group of a cluster; also returns all that was planned on the way.
@@ -47,7 +48,7 @@ def choose_cluster(
 
     def plan(offer: ClusterSpec, nodes: int) -> SizeReport:
         part = scenario.on(offer.with_nodes(nodes))
-        return _plan(part, constraints, effort or _PART * default_effort(part.spec), seed)
+        return _plan(part, constraints, _PART * effort, seed)
 
     if wanted.price_per_hour is not None:
         found = [row for offer in offers for row in _buy(scenario, offer, wanted.price_per_hour, plan)]

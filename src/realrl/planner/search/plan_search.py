@@ -12,7 +12,6 @@ from realrl.dataflow.call import Call, Kind
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
-from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.evaluate.shortage import DoesNotFit
 from realrl.planner.reliability.goodput import compute_expected_seconds
 from realrl.planner.reliability.homes import find_better_homes
@@ -35,10 +34,6 @@ _LITTLE = SearchBudget(plans=10_000, chains=32, rounds=20, nodes=20_000)
 """Search budget of a preset, in which only micro-batches and recomputation vary."""
 _RUNNERS_UP = 3
 """Plans near the one of a search that are compared with it."""
-_EFFORTS = ((128, 1.0), (2048, 4.0))
-"""Devices up to which a search has so many times the default effort."""
-_MOST_EFFORT = 0.5
-"""The same beyond these: each plan takes longer there, and a search about a minute."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +92,7 @@ class BestPlan:
 def find_best_plan(
     scenario: Scenario,
     *,
-    effort: float | None = None,
+    effort: float = DEFAULT_EFFORT,
     seed: int = 0,
     constraints: UserConstraints | None = None,
     start: Plan | None = None,
@@ -105,11 +100,9 @@ def find_best_plan(
     """Find the best plan by `find_plan`, started from presets and `start`, and among the presets that fit.
 
     Simpler plans that may well be as fast are preferred (`choose_plan`). `effort`: limit of the search (see
-    `search_plans`), by default `default_effort`. Raises what `find_plan` raises.
+    `search_plans`). Raises what `find_plan` raises.
     """
     begin = time.monotonic()
-    if effort is None:
-        effort = default_effort(scenario.spec)
     presets = make_preset_plans(scenario, constraints)
     starts = presets | ({} if start is None else {"": start})
     found = find_plan(scenario, effort=effort, seed=seed, constraints=constraints, presets=starts)
@@ -145,12 +138,6 @@ def _estimate_searched(scenario: Scenario, found: FoundPlan) -> tuple[Estimate, 
     plans = [plan for plan in plans if plan != found.plan]
     estimates = [estimate_plan(scenario, plan) for i, plan in enumerate(plans) if plan not in plans[:i]]
     return estimate_plan(scenario, found.plan), *(estimate for estimate in estimates if estimate.fits)
-
-
-def default_effort(spec: ClusterSpec) -> float:
-    """Return the default effort of a search for a cluster."""
-    times = next((times for devices, times in _EFFORTS if spec.size <= devices), _MOST_EFFORT)
-    return times * DEFAULT_EFFORT
 
 
 def find_plan(

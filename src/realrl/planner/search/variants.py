@@ -27,12 +27,14 @@ class Variants:
         current = self._read(assignment)
         parts = int(self._count_parts(current[:, None])[0])
         while True:
-            plans, seconds = self._neighbours(current)
+            plans = self._neighbours(current)
             counts = self._count_parts(plans)
-            simpler = (counts < parts) & (seconds <= most_seconds)
-            if not simpler.any():
+            plans, counts = plans[:, counts < parts], counts[counts < parts]
+            seconds = self._seconds(plans)
+            fast = np.flatnonzero(seconds <= most_seconds)
+            if not len(fast):
                 return self._name(current)
-            best = min(np.flatnonzero(simpler), key=lambda i: (counts[i], seconds[i]))
+            best = min(fast, key=lambda i: (counts[i], seconds[i]))
             current, parts = plans[:, best], int(counts[best])
 
     def find_runners_up(self, assignment: Assignment, count: int) -> list[Assignment]:
@@ -41,7 +43,8 @@ class Variants:
         Where the mesh of a call lies makes no other plan.
         """
         begin = self._read(assignment)
-        plans, seconds = self._neighbours(begin)
+        plans = self._neighbours(begin)
+        seconds = self._seconds(plans)
         seen = {self._degrees(begin)}
         found: list[Assignment] = []
         for i in np.argsort(seconds, kind="stable"):
@@ -53,16 +56,21 @@ class Variants:
                 found.append(self._name(plans[:, i]))
         return found
 
-    def _neighbours(self, current: Ints) -> tuple[Ints, Floats]:
-        """Plans that are one change away, [calls, plans], and their seconds: infinite for those that do not fit."""
+    def _neighbours(self, current: Ints) -> Ints:
+        """Plans that are one change away, [calls, plans]."""
         parts = []
         for calls, candidates in self._moves:
             plans = np.repeat(current[:, None], candidates.shape[1], axis=1)
             plans[calls] = candidates
             parts.append(plans)
-        everything = np.concatenate(parts, axis=1)
-        seconds, fill = self._timeline(everything)
-        return everything, np.where(fill <= 1, seconds, np.inf)
+        return np.concatenate(parts, axis=1)
+
+    def _seconds(self, plans: Ints) -> Floats:
+        """Seconds of plans, infinite for those that do not fit."""
+        if not plans.shape[1]:
+            return np.zeros(0)
+        seconds, fill = self._timeline(plans)
+        return np.where(fill <= 1, seconds, np.inf)
 
     def _count_parts(self, plans: Ints) -> Ints:
         """Count what `count_parts` counts of each plan, [plans]."""

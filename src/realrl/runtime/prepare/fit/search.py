@@ -9,7 +9,7 @@ from realrl.planner.evaluate.shortage import DoesNotFit, Shortage
 from realrl.planner.report.gap import describe_gap
 from realrl.planner.report.shortage_text import describe_shortage
 from realrl.planner.search.plan_search import UserConstraints, find_best_plan, find_plan
-from realrl.planner.search.search import SearchBudget
+from realrl.planner.search.search import DEFAULT_EFFORT, SearchBudget
 from realrl.planner.simulate.scenario import Scenario
 from realrl.runtime.prepare.fit.change import Draft
 from realrl.runtime.prepare.fit.remedies import Outcome, Remedy, Trials, describe_remedies
@@ -33,7 +33,9 @@ class SearchedPlan:
     """Predicted time and optimality gap, in one line."""
 
 
-def search_plan(draft: Draft, constraints: UserConstraints, *, effort: float | None = None) -> SearchedPlan:
+def search_plan(
+    draft: Draft, constraints: UserConstraints, *, effort: float = DEFAULT_EFFORT
+) -> SearchedPlan:
     """Search for the best plan; UserError, with what would help, where no plan fits."""
     scenario = draft.scenario()
     try:
