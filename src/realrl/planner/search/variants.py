@@ -8,6 +8,9 @@ from realrl.planner.evaluate.timeline import Timeline
 from realrl.planner.search.local import list_moves
 from realrl.planner.space.problem import Assignment, Problem
 
+_AT_ONCE = 4096
+"""Plans whose parts are counted at once."""
+
 
 class Variants:
     """Plans that differ from others in one call, or in the layout of one role."""
@@ -74,6 +77,10 @@ class Variants:
 
     def _count_parts(self, plans: Ints) -> Ints:
         """Count what `count_parts` counts of each plan, [plans]."""
+        parts = range(0, plans.shape[1], _AT_ONCE)
+        return np.concatenate([self._count_parts_at_once(plans[:, i : i + _AT_ONCE]) for i in parts])
+
+    def _count_parts_at_once(self, plans: Ints) -> Ints:
         columns = self._tables.gather(plans)
         codes = np.sort(columns.code[self._models], axis=0)
         layouts = 1 + (np.diff(codes, axis=0) != 0).sum(axis=0)
