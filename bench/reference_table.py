@@ -57,7 +57,8 @@ from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.search.search import SearchResult, search_plans
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace, build_problem
-from realrl.planner.space.problem import Candidate, Problem
+from realrl.planner.space.candidate import Candidate
+from realrl.planner.space.problem import Problem
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
 from realrl.recipe.graphs import build_graph

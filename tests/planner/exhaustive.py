@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from realrl.dataflow.call import Call, Kind
 from realrl.planner.moves.transfers import Layouts, name_mixing, name_refreshing
-from realrl.planner.space.problem import Candidate, Problem
+from realrl.planner.space.candidate import Candidate
+from realrl.planner.space.problem import Problem
 from realrl.program.order import (
     Waves,
     changes,

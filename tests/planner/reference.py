@@ -16,7 +16,8 @@ from realrl.planner.moves.exchange import ExchangeModel
 from realrl.planner.moves.links import LinkTransfers, ParameterBytes
 from realrl.planner.moves.transfers import Layouts, name_mixing, name_refreshing
 from realrl.planner.simulate.simulator import simulate
-from realrl.planner.space.problem import Assignment, Candidate, Problem
+from realrl.planner.space.candidate import Candidate
+from realrl.planner.space.problem import Assignment, Problem
 from realrl.program.instructions import (
     Instruction,
     Load,

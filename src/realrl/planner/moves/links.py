@@ -13,7 +13,8 @@ from realrl.layout.routing.links import Links
 from realrl.layout.sets import BASE, element_width
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
-from realrl.planner.arrays.arrays import Bools, Floats, Ints
+from realrl.planner.arrays.arrays import Floats, Ints
+from realrl.planner.moves.boxes import Boxes, Pair
 from realrl.planner.moves.transfers import HALF, Layouts, find_nodes
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.program.memory import StoredModel
@@ -22,7 +23,6 @@ _AT_ONCE = 1 << 16
 """Array elements (nodes or devices, times pairs) processed together, so that they stay in the caches."""
 _FEW_LAYOUTS, _RECENT = 16, 4
 """Layouts whose boxes are not kept, and number of sets of boxes that are."""
-_PAIR = tuple[Floats, Floats]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,56 +71,6 @@ class ParameterBytes:
 
 
 @dataclass(frozen=True)
-class _Boxes:
-    """Parameters held by blocks of consecutive ranks, [blocks, pairs].
-
-    A box is a range of layers (`low` to `high`, in bytes) by a fraction of the TP dimension (`left` to `right`);
-    `embeds` is 1 where the same fraction of the embedding is held.
-    """
-
-    low: Floats
-    high: Floats
-    left: Floats
-    right: Floats
-    embeds: Floats
-
-    @cached_property
-    def ascending(self) -> _PAIR:
-        """Bytes of layers from the block with the least on, and their sums up to each block."""
-        layers = np.sort(self.whole[0], axis=0)
-        return layers, np.cumsum(layers, axis=0)
-
-    @cached_property
-    def whole(self) -> _PAIR:
-        """Bytes of layers, and the fraction of the embedding."""
-        width = self.right - self.left
-        return (self.high - self.low) * width, self.embeds * width
-
-    def shapes(self) -> Iterator[tuple[Ints, Floats]]:
-        """Iterate over the different heights, widths and embeddings of the blocks of each pair, [3, pairs]: the
-        first of all pairs, then the second of those that have two, and so on, with the indices of these pairs."""
-        every = np.stack([self.high - self.low, self.right - self.left, self.embeds])
-        different, number = np.unique(every.reshape(3, -1), axis=1, return_inverse=True)
-        number = np.sort(number.reshape(self.low.shape), axis=0)
-        new = np.diff(number, axis=0, prepend=-1) > 0
-        place = np.cumsum(new, axis=0)
-        for i in range(1, int(place[-1].max()) + 1):
-            block, pair = np.nonzero(new & (place == i))
-            yield pair, different[:, number[block, pair]]
-
-    def common(self, other: "_Boxes", alike: Bools) -> _PAIR:
-        """Intersect with other boxes: common bytes of layers, and common fraction of the embedding.
-
-        `alike`: whether both cut parameters in the same way; else they share what chance makes them share.
-        """
-        width = _overlap(self.left, self.right, other.left, other.right)
-        by_chance = (self.right - self.left) * (other.right - other.left)
-        width = np.where(alike, width, by_chance)
-        layers = _overlap(self.low, self.high, other.low, other.high)
-        return layers * width, self.embeds * other.embeds * width
-
-
-@dataclass(frozen=True)
 class _Ports:
     """Bandwidths in bytes per second and message latency in seconds, per node or per pair."""
 
@@ -148,7 +98,7 @@ class LinkTransfers:
     halves: Mapping[str, tuple[ParameterBytes, ...]] = field(default_factory=dict)
     """`weights` in two bytes a parameter, as they travel from or to layouts in bfloat16, if there are any."""
     _cuts: dict[ParameterBytes, Floats] = field(default_factory=dict, compare=False, repr=False)
-    _recent: dict[tuple[ParameterBytes, int, bytes], _Boxes] = field(
+    _recent: dict[tuple[ParameterBytes, int, bytes], Boxes] = field(
         default_factory=dict, compare=False, repr=False
     )
     """Boxes of layouts that were asked for last."""
@@ -176,7 +126,7 @@ class LinkTransfers:
                 result += np.where(pairs, sum(self._least(w, source, target) for w in moving[role]), 0.0)
         return result
 
-    def sent(self, role: str, source: Layouts, target: Layouts) -> _PAIR:
+    def sent(self, role: str, source: Layouts, target: Layouts) -> Pair:
         """Compute the bytes that all devices receive, and those that enter another node."""
         totals = []
         for bounds in (self._devices, self._nodes):
@@ -304,7 +254,7 @@ class LinkTransfers:
         alone = sum((end - begin + 1 for begin, end in spans), np.zeros_like(first))
         return np.minimum(alone, last - first + 1)
 
-    def _lacking(self, weights: ParameterBytes, source: Layouts, target: Layouts, bounds: Ints) -> _PAIR:
+    def _lacking(self, weights: ParameterBytes, source: Layouts, target: Layouts, bounds: Ints) -> Pair:
         """Bytes that the devices between two `bounds` need and do not hold, [blocks, pairs], and a bound on
         distinct ones."""
         held = self._boxes(weights, source, bounds)
@@ -316,21 +266,21 @@ class LinkTransfers:
         distinct = np.minimum(layers.sum(axis=0), weights.stack + weights.end)
         return layers + embedding, distinct + np.minimum(embedding.sum(axis=0), weights.embedding)
 
-    def _boxes(self, weights: ParameterBytes, layouts: Layouts, bounds: Ints) -> _Boxes:
+    def _boxes(self, weights: ParameterBytes, layouts: Layouts, bounds: Ints) -> Boxes:
         """Boxes of each block of devices, empty if it holds nothing; computed once per distinct layout."""
         key = weights, len(bounds), layouts.codes.tobytes()
         if key in self._recent:
             return self._recent[key]
         _, first, where = np.unique(layouts.codes, return_index=True, return_inverse=True)
         different = self._different_boxes(weights, layouts[first], bounds)
-        boxes = _Boxes(*(values.take(where, axis=1) for values in different.__dict__.values()))
+        boxes = Boxes(*(values.take(where, axis=1) for values in different.__dict__.values()))
         if len(first) > _FEW_LAYOUTS:
             while len(self._recent) >= _RECENT:
                 self._recent.pop(next(iter(self._recent)))
             self._recent[key] = boxes
         return boxes
 
-    def _different_boxes(self, weights: ParameterBytes, layouts: Layouts, bounds: Ints) -> _Boxes:
+    def _different_boxes(self, weights: ParameterBytes, layouts: Layouts, bounds: Ints) -> Boxes:
         cuts = self._bounds(weights, int(layouts.pp.max()))
         start, end = bounds[:-1, None], bounds[1:, None]
         a = np.maximum(start - layouts.first, 0)
@@ -345,7 +295,7 @@ class LinkTransfers:
         ends = (first == 0) | (weights.tied & (last == layouts.pp - 1))
         low = cuts[layouts.pp, first]
         high = cuts[layouts.pp, last + 1]
-        return _Boxes(low, np.where(present, high, low), left, np.where(present, right, left), 1.0 * ends)
+        return Boxes(low, np.where(present, high, low), left, np.where(present, right, left), 1.0 * ends)
 
     def _needed(self, weights: ParameterBytes, layouts: Layouts) -> Floats:
         """Upper bound on the bytes of any device."""
@@ -375,7 +325,7 @@ class LinkTransfers:
         return self._cuts[weights]
 
 
-def _into_empty(holding: Ints, needed: _Boxes, weights: ParameterBytes) -> Floats:
+def _into_empty(holding: Ints, needed: Boxes, weights: ParameterBytes) -> Floats:
     """Lower bound on the layer bytes that some node receives or sends because nodes hold none of what they need.
 
     `holding`: nodes that hold something, [sources, 1]. At best those without data are the ones that need the least.
@@ -387,10 +337,6 @@ def _into_empty(holding: Ints, needed: _Boxes, weights: ParameterBytes) -> Float
     )
     leaving = np.minimum(everything, weights.stack) / holding
     return np.maximum(entering, leaving)
-
-
-def _overlap(a: Floats, b: Floats, c: Floats, d: Floats) -> Floats:
-    return np.maximum(np.minimum(b, d) - np.maximum(a, c), 0)
 
 
 def _same(source: Layouts, target: Layouts, *, where: bool) -> NDArray[np.bool_]:

@@ -15,7 +15,8 @@ from realrl.planner.report.report import Alternative
 from realrl.planner.report.shortage_text import describe_shortage
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace, build_problem
-from realrl.planner.space.problem import Assignment, Candidate, Problem
+from realrl.planner.space.candidate import Candidate
+from realrl.planner.space.problem import Assignment, Problem
 
 _PER_CALL = 3
 _NOTHING = 5e-4

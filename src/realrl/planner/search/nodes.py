@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from realrl.planner.evaluate.shortage import DoesNotFit, Shortage
 from realrl.planner.search.search import DEFAULT_EFFORT, SearchBudget, SearchResult, search_plans
-from realrl.planner.space.problem import Assignment, Candidate, Problem
+from realrl.planner.space.candidate import Candidate
+from realrl.planner.space.problem import Assignment, Problem
 
 
 @dataclass(frozen=True)

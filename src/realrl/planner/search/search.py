@@ -16,7 +16,8 @@ from realrl.planner.search.core import select_core
 from realrl.planner.search.local import improve_locally
 from realrl.planner.search.mcmc import anneal
 from realrl.planner.search.prune import prune_candidates
-from realrl.planner.space.problem import Assignment, Candidate, Problem
+from realrl.planner.space.candidate import Candidate
+from realrl.planner.space.problem import Assignment, Problem
 
 DEFAULT_EFFORT = 800_000
 """Effort of a search unless it is told otherwise, which most searches for 128 devices do not use up."""

@@ -16,9 +16,10 @@ from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import Site
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.space.candidate import Candidate
 from realrl.planner.space.candidates import list_meshes, list_micro_batches, list_strategies
 from realrl.planner.space.columns import Ways, add_keeping, add_offloading, drop_dominated, list_ways
-from realrl.planner.space.problem import Candidate, Problem
+from realrl.planner.space.problem import Problem
 from realrl.program.memory import list_sharers
 
 

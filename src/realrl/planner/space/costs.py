@@ -1,16 +1,16 @@
-"""Costs of candidates as columns."""
+"""Tables of candidates, with their costs as columns."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 
 from realrl.planner.arrays.arrays import Bools, Floats, Ints
-
-if TYPE_CHECKING:
-    from realrl.planner.space.problem import Candidate
+from realrl.planner.moves.transfers import Layouts
+from realrl.planner.space.candidate import Candidate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class CandidateCosts:
     """Whether copies of the role's parameters in other layouts are kept."""
 
     @classmethod
-    def of(cls, candidates: "Iterable[Candidate]") -> "CandidateCosts":
+    def of(cls, candidates: Iterable[Candidate]) -> "CandidateCosts":
         """Build columns from candidates, in their order."""
         rows = [*map(_read, candidates)]
         values = np.array([row[: len(_FLOATS)] for row in rows], dtype=np.float64).reshape(-1, len(_FLOATS))
@@ -81,3 +81,29 @@ _FLAGS = {
 }
 """Attribute of a candidate that is in each column."""
 _read = attrgetter(*_FLOATS.values(), *_FLAGS.values())
+
+
+class CandidateTable(tuple[Candidate, ...]):
+    """Candidates of a call, with their layouts and costs as columns, which are read from them only once."""
+
+    @classmethod
+    def of(cls, candidates: Iterable[Candidate]) -> "CandidateTable":
+        """Build the table of candidates, unless they are one."""
+        return candidates if isinstance(candidates, cls) else cls(candidates)
+
+    @cached_property
+    def layouts(self) -> Layouts:
+        """Layout of each candidate."""
+        return Layouts.of(candidate.placement for candidate in self)
+
+    @cached_property
+    def costs(self) -> CandidateCosts:
+        """Costs of each candidate."""
+        return CandidateCosts.of(self)
+
+    def select(self, numbers: Ints) -> "CandidateTable":
+        """Select candidates by their indices."""
+        selected = CandidateTable(map(self.__getitem__, numbers.tolist()))
+        selected.layouts = self.layouts[numbers]
+        selected.costs = self.costs[numbers]
+        return selected

@@ -1,8 +1,7 @@
 """Search problem: candidates of every call of a step, one of which an assignment selects."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -10,90 +9,15 @@ from realrl.config.errors import UserError
 from realrl.dataflow.call import Call
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
-from realrl.plan.placement import Dtype, Placement
+from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
 from realrl.planner.arrays.arrays import Floats, Ints
 from realrl.planner.moves.exchange import ExchangeModel
-from realrl.planner.moves.transfers import Layouts, Transfers, find_nodes
-from realrl.planner.space.costs import CandidateCosts
+from realrl.planner.moves.transfers import Transfers, find_nodes
+from realrl.planner.space.candidate import Candidate
+from realrl.planner.space.costs import CandidateTable
 from realrl.program.lower import home_placements, kept_copies
 from realrl.program.order import TrainableParts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """Placement and offloading of a call with its costs; bytes are those of the peak device of the mesh."""
-
-    placement: Placement
-    seconds: float
-    """Seconds of the call itself, once its parameters and inputs are in place."""
-    weights_bytes: float
-    """Bytes of a copy of the role's parameters in this layout."""
-    resident_bytes: float
-    """Bytes that the role keeps in device memory between calls if this is its primary placement."""
-    working_bytes: float
-    """Bytes that the call needs while it runs, besides resident bytes and a copy of the parameters."""
-    base_bytes: float = 0.0
-    """Of the resident bytes, those of frozen weights that other roles may share, where they live in this layout."""
-    communicator_bytes: float = 0.0
-    """Bytes of the NCCL communicators of this layout; calls of equal layouts share them."""
-    host_bytes: float = 0.0
-    """Bytes of host memory for what is offloaded, per device; only at the role's primary placement."""
-    offload: bool = False
-    """Whether the role's parameters are offloaded between uses; only at the role's primary placement."""
-    offload_optimizer: bool = False
-    """Whether gradients and optimizer state are offloaded between uses; only at the primary placement."""
-    keep: bool = False
-    """Whether copies of the role's parameters in other layouts are kept between uses, and refreshed whenever the
-    parameters change; only at the role's primary placement."""
-    load_seconds: float = 0.0
-    """Seconds to load offloaded parameters."""
-    unload_seconds: float = 0.0
-    """Seconds to offload parameters again: 0 if they never change."""
-
-    def bytes_alone(self, *, is_home: bool) -> float:
-        """Return the bytes a device needs at least while the call runs.
-
-        `is_home`: whether this is the role's primary placement.
-        """
-        if not is_home:
-            return self.working_bytes + self.weights_bytes + self.communicator_bytes
-        held = self.resident_bytes + self.communicator_bytes
-        return held + self.working_bytes + self.weights_bytes * self.offload
-
-    @property
-    def layout(self) -> tuple[int, int, int, int, bool, Dtype | None]:
-        """Key that is equal for two candidates exactly if their parameters have the same layout."""
-        p = self.placement
-        s = p.strategy
-        return p.mesh.first, p.mesh.size, s.tp, s.pp, s.shards_parameters, s.dtype
-
-
-class CandidateTable(tuple[Candidate, ...]):
-    """Candidates of a call, with their layouts and costs as columns, which are read from them only once."""
-
-    @classmethod
-    def of(cls, candidates: Iterable[Candidate]) -> "CandidateTable":
-        """Build the table of candidates, unless they are one."""
-        return candidates if isinstance(candidates, cls) else cls(candidates)
-
-    @cached_property
-    def layouts(self) -> Layouts:
-        """Layout of each candidate."""
-        return Layouts.of(candidate.placement for candidate in self)
-
-    @cached_property
-    def costs(self) -> CandidateCosts:
-        """Costs of each candidate."""
-        return CandidateCosts.of(self)
-
-    def select(self, numbers: Ints) -> "CandidateTable":
-        """Select candidates by their indices."""
-        selected = CandidateTable(map(self.__getitem__, numbers.tolist()))
-        selected.layouts = self.layouts[numbers]
-        selected.costs = self.costs[numbers]
-        return selected
-
 
 Assignment = Mapping[str, int]
 """Index of the selected candidate, by call."""
