@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from realrl.cli.planning.failures import FailuresPerDay, RestartSeconds, parse_failures
-from realrl.cli.planning.trials import TryMinutes, TryOption
+from realrl.cli.planning.trials import TRY_MINUTES, TryMinutes, TryOption
 from realrl.cli.recipe import Overrides
 from realrl.config.errors import UserError
 from realrl.config.files import reason_of
@@ -81,8 +81,9 @@ Budget = Annotated[
 EffortOption = Annotated[
     float | None,
     typer.Option(
-        help="How long to search, for each number of nodes: plans to score, and sets of plans to bound, four of"
-        " which count as one; if not given 800000.",
+        help="How long to search, besides listing the ways to run each call: plans to score, and sets of plans to"
+        " bound, four of which count as one; if not given 800000. Each of --nodes has as much, all numbers of nodes"
+        " under --objective cost together, and each cluster that --target-step or --budget tries a quarter.",
         show_default=False,
     ),
 ]
@@ -132,7 +133,7 @@ def plan(
     lengths: LengthsOption = None,
     calibrate: Calibrate = None,
     tried: TryOption = None,
-    try_minutes: TryMinutes = 10.0,
+    try_minutes: TryMinutes = None,
 ) -> None:
     """Find the fastest plan for a recipe on any cluster, and say what to expect of it. Needs no GPU.
 
@@ -165,12 +166,15 @@ def plan(
     scenario = replace(scenario, failures=failures)
     constraints = read_constraints(experiment, scenario.spec, files.get("out"))
     trial = None
+    if tried is None and try_minutes is not None:
+        raise UserError("--try-minutes is the time of --try: give that, too")
     if tried is not None:
+        minutes = TRY_MINUTES if try_minutes is None else try_minutes
         chooses = bool(counts) or goal != "time" or wanted is not None
-        check_trials(experiment, scenario.spec, minutes=try_minutes, chooses_nodes=chooses)
+        check_trials(experiment, scenario.spec, minutes=minutes, chooses_nodes=chooses)
         trial = TrialSettings(
             count=tried,
-            minutes=try_minutes,
+            minutes=minutes,
             arguments=[str(recipe), *(overrides or [])],
             cluster=cluster,
             profile=profile or experiment.profile,

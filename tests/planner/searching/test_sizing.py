@@ -52,13 +52,25 @@ def test_the_cheapest_cluster_with_a_short_enough_step_is_found(offered: Scenari
             assert any(row.nodes == min(enough) - 1 for row in rows if row.kind == kind)
 
 
+def test_a_target_below_the_first_plan_found_is_searched_for(offered: Scenario) -> None:
+    of = offered.on(ClusterSpec.parse("h100:2x2"))
+    rough = find_plan(of, effort=EFFORT, tolerance=0.2).result
+    best = find_plan(of, effort=EFFORT, tolerance=0.001).result
+    assert best.lower_bound > 0.99 * best.evaluation.seconds
+    assert rough.lower_bound < best.evaluation.seconds
+    # The longest step that the best plan just reaches; simpler plans that take longer are not preferred to it.
+    longest = best.evaluation.seconds * (1 + 1e-9)
+    report = make_report(of, effort=EFFORT, wanted=Wanted(step_seconds=longest))
+    assert (report.scenario.spec.nodes, report.chosen.step_seconds <= longest) == (2, True)
+
+
 def test_a_budget_buys_the_fastest_cluster(offered: Scenario) -> None:
     spec, rows = choose_cluster(offered, Wanted(price_per_hour=13), UserConstraints(), effort=EFFORT)
     assert {(row.kind, row.nodes) for row in rows} == {("h100", 2), ("l40s", 8)}
     assert all(row.price_per_hour is not None and row.price_per_hour <= 13 for row in rows)
     assert spec.name == min(rows, key=lambda row: row.step_seconds).cluster
     _, rows = choose_cluster(offered, Wanted(price_per_hour=2), UserConstraints(), effort=EFFORT)
-    assert [row.refused for row in rows if row.kind == "h100"] == ["a node costs 6 an hour"]
+    assert [row.refused for row in rows if row.kind == "h100"] == ["costs 6 an hour"]
 
 
 def test_what_no_cluster_can_do_is_said_with_what_is_nearest(offered: Scenario) -> None:
@@ -66,7 +78,9 @@ def test_what_no_cluster_can_do_is_said_with_what_is_nearest(offered: Scenario) 
         UserError, match=r"--target-step: no step of 0.001 s: the fastest, on h100:4x2, takes"
     ):
         choose_cluster(offered, Wanted(step_seconds=1e-3), UserConstraints(), effort=EFFORT)
-    with pytest.raises(UserError, match=r"h100:1x2 a node costs 6 an hour; l40s:1x2 a node costs 1.6"):
+    with pytest.raises(
+        UserError, match=r"--budget 1: no cluster will do: h100:1x2 costs 6 an hour; l40s:1x2 costs 1.6"
+    ):
         choose_cluster(offered, Wanted(price_per_hour=1), UserConstraints(), effort=EFFORT)
     bare = offered.on(ClusterSpec.parse("h100:1x2+l40s:1x2"))
     with pytest.raises(UserError, match="has no prices; give price_per_device_hour"):

@@ -48,7 +48,10 @@ def read_lengths(path: str) -> Lengths:
         raise UserError(f"--lengths: {error}") from None
     if not content.keys() <= {"prompts", "answers"}:
         raise UserError(f'--lengths: {file} must hold {{"prompts": [..], "answers": [..]}}')
-    return Lengths(*(_numbers(content.get(key), f"{file}: {key}") for key in ("prompts", "answers")))
+    lengths = Lengths(*(_numbers(content.get(key), f"{file}: {key}") for key in ("prompts", "answers")))
+    if lengths == Lengths():
+        raise UserError(f"--lengths: {file} has no lengths")
+    return lengths
 
 
 def _check_lengths(lengths: Lengths, experiment: "Experiment") -> None:

@@ -23,8 +23,15 @@ TryOption = Annotated[
     ),
 ]
 TryMinutes = Annotated[
-    float, typer.Option("--try-minutes", metavar="M", help="Time of all runs of --try together.")
+    float | None,
+    typer.Option(
+        "--try-minutes",
+        metavar="M",
+        help="Time of all runs of --try together; if not given 10.",
+        show_default=False,
+    ),
 ]
+TRY_MINUTES = 10.0
 
 
 def run_trials(report: "PlanReport", settings: "TrialSettings", *, quiet: bool) -> "PlanTrials":

@@ -1,5 +1,6 @@
 """Planning of a step, with a report on the plan and its alternatives."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -40,7 +41,14 @@ def make_report(
         spec, rows = choose_cluster(scenario, wanted, constraints, effort=effort, seed=seed)
         scenario = scenario.on(spec)
         start = next(row.plan for row in rows if row.cluster == spec.name)
-        best_plan = find_best_plan(scenario, effort=effort, seed=seed, constraints=constraints, start=start)
+        best_plan = find_best_plan(
+            scenario,
+            effort=effort,
+            seed=seed,
+            constraints=constraints,
+            start=start,
+            longest=math.inf if wanted.step_seconds is None else wanted.step_seconds,
+        )
         goal: Objective = "step" if wanted.price_per_hour is None else "budget"
         return _with_sizes(_report(scenario, best_plan, constraints), rows, goal)
     if not nodes and objective == "time":

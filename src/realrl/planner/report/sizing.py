@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from realrl.config.errors import UserError
 from realrl.planner.cluster.cluster_spec import ClusterSpec
@@ -9,7 +10,7 @@ from realrl.planner.evaluate.shortage import DoesNotFit
 from realrl.planner.report.node_counts import make_size_report
 from realrl.planner.report.report import SizeReport
 from realrl.planner.report.shortage_text import describe_shortage
-from realrl.planner.search.plan_search import UserConstraints, find_plan
+from realrl.planner.search.plan_search import FoundPlan, UserConstraints, find_plan
 from realrl.planner.search.search import DEFAULT_EFFORT
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
@@ -48,7 +49,7 @@ def choose_cluster(
 
     def plan(offer: ClusterSpec, nodes: int) -> SizeReport:
         part = scenario.on(offer.with_nodes(nodes))
-        return _plan(part, constraints, _PART * effort, seed)
+        return _plan(part, constraints, effort, seed, wanted.step_seconds)
 
     if wanted.price_per_hour is not None:
         found = [row for offer in offers for row in _buy(scenario, offer, wanted.price_per_hour, plan)]
@@ -72,7 +73,7 @@ def _buy(
     affordable = offer.nodes if not each else min(offer.nodes, int(price_per_hour / each + 1e-9))
     if affordable:
         return _halve(scenario, offer, affordable, plan)
-    return [make_size_report(scenario.on(one), None, None, f"a node costs {each:,.4g} an hour")]
+    return [make_size_report(scenario.on(one), None, None, f"costs {each:,.4g} an hour")]
 
 
 def _halve(
@@ -109,7 +110,10 @@ def _choose(rows: Sequence[SizeReport], wanted: Wanted) -> SizeReport:
     """Choose the best row; UserError where none will do."""
     fastest = min(rows, key=lambda row: row.step_seconds)
     if fastest.estimate is None:
-        raise UserError("; ".join(f"{row.cluster} {row.refused}" for row in rows))
+        refused = "; ".join(f"{row.cluster} {row.refused}" for row in rows)
+        price = wanted.price_per_hour
+        target = f"--target-step {wanted.step_seconds:g}" if price is None else f"--budget {price:g}"
+        raise UserError(f"{target}: no cluster will do: {refused}")
     if wanted.step_seconds is None:
         return fastest
     enough = [row for row in rows if row.step_seconds <= wanted.step_seconds]
@@ -134,11 +138,23 @@ def _check_prices(spec: ClusterSpec, wanted: Wanted) -> None:
         raise UserError(f"cluster {spec.name}: groups to choose from must be of different kinds of devices")
 
 
-def _plan(scenario: Scenario, constraints: UserConstraints, effort: float, seed: int) -> SizeReport:
+def _plan(
+    scenario: Scenario, constraints: UserConstraints, effort: float, seed: int, target: float | None
+) -> SizeReport:
+    """Plan a step; where the bound leaves open whether one of `target` seconds exists, search for it."""
+    search = partial(find_plan, scenario, seed=seed, constraints=constraints)
     try:
-        found = find_plan(scenario, effort=effort, seed=seed, constraints=constraints)
+        found = search(effort=_PART * effort)
+        row = _make_report(scenario, found)
+        if target is not None and found.result.lower_bound <= target < row.step_seconds:
+            found = search(effort=effort, tolerance=max(0.0, 1 - target / found.result.evaluation.seconds))
+            row = min(row, _make_report(scenario, found), key=lambda row: row.step_seconds)
     except DoesNotFit as error:
         return make_size_report(scenario, None, None, describe_shortage(scenario, error.shortage))
     except UserError as error:
         return make_size_report(scenario, None, None, str(error))
+    return row
+
+
+def _make_report(scenario: Scenario, found: FoundPlan) -> SizeReport:
     return make_size_report(scenario, estimate_plan(scenario, found.plan), found.result.gap)

@@ -1,5 +1,6 @@
 """Plan search of a scenario: presets, candidates, search."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from realrl.plan.presets import PRESETS, make_plan
 from realrl.planner.evaluate.shortage import DoesNotFit
 from realrl.planner.reliability.goodput import compute_expected_seconds
 from realrl.planner.reliability.homes import find_better_homes
-from realrl.planner.search.search import DEFAULT_EFFORT, SearchBudget, SearchResult, search_plans
+from realrl.planner.search.search import DEFAULT_EFFORT, TOLERANCE, SearchBudget, SearchResult, search_plans
 from realrl.planner.search.variants import Variants
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
@@ -96,11 +97,12 @@ def find_best_plan(
     seed: int = 0,
     constraints: UserConstraints | None = None,
     start: Plan | None = None,
+    longest: float = math.inf,
 ) -> BestPlan:
     """Find the best plan by `find_plan`, started from presets and `start`, and among the presets that fit.
 
-    Simpler plans that may well be as fast are preferred (`choose_plan`). `effort`: limit of the search (see
-    `search_plans`). Raises what `find_plan` raises.
+    Simpler plans that may well be as fast are preferred (`choose_plan`), unless they take more than `longest`
+    seconds. `effort`: limit of the search (see `search_plans`). Raises what `find_plan` raises.
     """
     begin = time.monotonic()
     presets = make_preset_plans(scenario, constraints)
@@ -116,7 +118,7 @@ def find_best_plan(
     sampler = StepSampler(scenario, seed)
     objective = partial(compute_expected_seconds, scenario)
     return BestPlan(
-        estimate=choose_plan(scenario.graph, sampler, everything, objective),
+        estimate=choose_plan(scenario.graph, sampler, everything, objective, longest),
         fastest=min(everything, key=objective),
         searched=searched,
         found=found,
@@ -145,14 +147,16 @@ def find_plan(
     *,
     effort: float = DEFAULT_EFFORT,
     seed: int = 0,
+    tolerance: float = TOLERANCE,
     constraints: UserConstraints | None = None,
     presets: Mapping[str, Plan | UserError] | None = None,
     budget: SearchBudget | None = None,
 ) -> FoundPlan:
     """Search for the plan with the shortest step, starting from the presets.
 
-    `presets`: the result of `make_preset_plans`, if the caller has it already. Raises DoesNotFit if no plan fits
-    into device memory, and UserError if a call cannot run on the cluster at all.
+    `tolerance`: optimality gap that ends the search; `presets`: the result of `make_preset_plans`, if the caller
+    has it already. Raises DoesNotFit if no plan fits into device memory, and UserError if a call cannot run on the
+    cluster at all.
     """
     constraints = constraints or UserConstraints()
     if presets is None:
@@ -160,7 +164,9 @@ def find_plan(
     plans = [_as_candidates(plan) for plan in presets.values() if isinstance(plan, Plan)]
     problem = build_problem(scenario, search_space=constraints.search_space, include=plans)
     starts = [assignment for plan in plans if (assignment := problem.find_assignment(plan)) is not None]
-    result = search_plans(problem, effort=effort, seed=seed, starts=starts, budget=budget)
+    result = search_plans(
+        problem, effort=effort, seed=seed, tolerance=tolerance, starts=starts, budget=budget
+    )
     return FoundPlan(problem.plan(result.assignment), problem, result)
 
 

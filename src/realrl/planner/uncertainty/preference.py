@@ -1,5 +1,6 @@
 """Preference for simpler plans where predicted times cannot tell plans apart."""
 
+import math
 from collections.abc import Callable, Sequence
 
 from realrl.dataflow.graph import DataflowGraph
@@ -31,13 +32,16 @@ def choose_plan(
     sampler: StepSampler,
     estimates: Sequence[Estimate],
     objective: Callable[[Estimate], float],
+    longest: float = math.inf,
 ) -> Estimate:
     """Choose the best plan by an objective in seconds, unless a simpler one may well be as fast.
 
     That is the simplest one, by `count_parts`, whose predicted seconds are at most `MOST_LONGER` longer, and whose
     step is longer than that of the best one with a probability below `CONVINCING`; of equally simple ones the best.
+    One that takes more than `longest` seconds is not preferred.
     """
     best = min(estimates, key=objective)
-    near = (e for e in estimates if objective(e) <= objective(best) * (1 + MOST_LONGER))
+    most = min(longest, objective(best) * (1 + MOST_LONGER))
+    near = (e for e in estimates if objective(e) <= most)
     rivals = [e for e in near if sampler.probability_of(best.plan, e.plan) < CONVINCING]
     return min((best, *rivals), key=lambda estimate: (count_parts(graph, estimate.plan), objective(estimate)))
