@@ -18,6 +18,9 @@ TYPES: tuple[Dtype | None, ...] = (None, *DTYPES.values())
 """Data types of parameters: the role's own, or another one."""
 HALF = TYPES.index("bfloat16")
 
+_FEW_PAIRS = 1 << 15
+"""Pairs of layouts that are kept apart from older ones."""
+
 
 @dataclass(frozen=True)
 class Layouts:
@@ -107,16 +110,41 @@ class TransferTable:
         self.role = role
         self._sources = sources
         self._targets = targets
-        # Holds 1 + seconds, with 0 for unknown: untouched zero pages take no memory, and most pairs are never used.
-        self._known = np.zeros((len(sources.first), len(targets.first)))
+        # Of billions of pairs some hundred thousand are used, here and there. New ones are kept apart until they
+        # are some thousands, so that the others need not be sorted again each time.
+        self._many, self._few = (_KnownPairs(np.zeros(0, np.int64), np.zeros(0)) for _ in range(2))
 
     def __call__(self, source: Ints, target: Ints) -> Floats:
         """Return the seconds of pairs of indices."""
-        known = self._known[source, target]
-        missing = known == 0
+        pairs, which = np.unique(source * len(self._targets.first) + target, return_inverse=True)
+        seconds = np.full(len(pairs), np.nan)
+        for known in (self._many, self._few):
+            known.fill(pairs, seconds)
+        missing = np.isnan(seconds)
         if missing.any():
-            constraints = np.unique(source[missing] * self._known.shape[1] + target[missing])
-            i, j = np.divmod(constraints, self._known.shape[1])
-            self._known[i, j] = 1 + self._transfers.seconds(self.role, self._sources[i], self._targets[j])
-            known = self._known[source, target]
-        return known - 1
+            i, j = np.divmod(pairs[missing], len(self._targets.first))
+            seconds[missing] = self._transfers.seconds(self.role, self._sources[i], self._targets[j])
+            self._few = self._few.merge(pairs[missing], seconds[missing])
+            if len(self._few.pairs) > _FEW_PAIRS:
+                self._many = self._many.merge(self._few.pairs, self._few.seconds)
+                self._few = _KnownPairs(np.zeros(0, np.int64), np.zeros(0))
+        return seconds[which.reshape(source.shape)]
+
+
+@dataclass(frozen=True)
+class _KnownPairs:
+    """Seconds of pairs, in ascending order of their numbers."""
+
+    pairs: Ints
+    seconds: Floats
+
+    def fill(self, pairs: Ints, seconds: Floats) -> None:
+        """Fill in the seconds of those pairs that are known."""
+        if len(self.pairs):
+            place = np.minimum(np.searchsorted(self.pairs, pairs), len(self.pairs) - 1)
+            np.copyto(seconds, self.seconds[place], where=self.pairs[place] == pairs)
+
+    def merge(self, pairs: Ints, seconds: Floats) -> "_KnownPairs":
+        """Add pairs that are not known."""
+        place = np.searchsorted(self.pairs, pairs)
+        return _KnownPairs(np.insert(self.pairs, place, pairs), np.insert(self.seconds, place, seconds))
