@@ -83,7 +83,8 @@ EffortOption = Annotated[
     typer.Option(
         help="How long to search, besides listing the ways to run each call: plans to score, and sets of plans to"
         " bound, four of which count as one; if not given 800000. Each of --nodes has as much, all numbers of nodes"
-        " under --objective cost together, and each cluster that --target-step or --budget tries a quarter.",
+        " under --objective cost together, and each cluster that --target-step or --budget tries a quarter, or more"
+        " where that leaves the target open.",
         show_default=False,
     ),
 ]

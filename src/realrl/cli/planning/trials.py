@@ -22,16 +22,17 @@ TryOption = Annotated[
         " is dropped, and the others run twice as long. Needs the models and data of the recipe.",
     ),
 ]
+TRY_MINUTES = 10.0
+"""Minutes of all runs of `--try` together, if not given."""
 TryMinutes = Annotated[
     float | None,
     typer.Option(
         "--try-minutes",
         metavar="M",
-        help="Time of all runs of --try together; if not given 10.",
+        help=f"Time of all runs of --try together; if not given {TRY_MINUTES:g}.",
         show_default=False,
     ),
 ]
-TRY_MINUTES = 10.0
 
 
 def run_trials(report: "PlanReport", settings: "TrialSettings", *, quiet: bool) -> "PlanTrials":

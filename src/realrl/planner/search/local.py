@@ -31,7 +31,8 @@ def improve_locally(scorer: Scorer, bound: Bound, assignment: Ints, *, share: fl
             limit = score if fits else scorer.best_seconds
             hopeful = _find_promising(scorer, bound, assignment, moves, limit, memory=fits)
         plans = np.concatenate(
-            [_change(assignment, calls, of) for (calls, _), of in zip(moves, hopeful, strict=True)], axis=1
+            [change_calls(assignment, calls, of) for (calls, _), of in zip(moves, hopeful, strict=True)],
+            axis=1,
         )
         if not plans.shape[1]:
             break
@@ -49,8 +50,8 @@ def improve_locally(scorer: Scorer, bound: Bound, assignment: Ints, *, share: fl
     return assignment
 
 
-def _change(assignment: Ints, calls: list[int], candidates: Ints) -> Ints:
-    """Plans that differ from one in `calls`. `candidates`, [calls, plans]: what these have instead."""
+def change_calls(assignment: Ints, calls: list[int], candidates: Ints) -> Ints:
+    """Build the plans that differ from one in `calls`. `candidates`, [calls, plans]: what these have instead."""
     plans = np.repeat(assignment[:, None], candidates.shape[1], axis=1)
     plans[calls] = candidates
     return plans
@@ -100,7 +101,7 @@ def _find_promising(
             which, inverse = _unique_columns(
                 np.array([groups.containing(rows, level) for groups, rows in zip(of, alone, strict=True)])
             )
-            nodes.append(_change(own, calls, which).astype(np.int32))
+            nodes.append(change_calls(own, calls, which).astype(np.int32))
             inverses.append(inverse)
         everything = np.concatenate(nodes, axis=1)
         scorer.bounded += everything.shape[1]

@@ -5,7 +5,7 @@ import numpy as np
 from realrl.planner.arrays.arrays import Floats, Ints
 from realrl.planner.evaluate.activities import Facts
 from realrl.planner.evaluate.timeline import Timeline
-from realrl.planner.search.local import list_moves
+from realrl.planner.search.local import change_calls, list_moves
 from realrl.planner.space.problem import Assignment, Problem
 
 _AT_ONCE = 4096
@@ -61,12 +61,7 @@ class Variants:
 
     def _neighbours(self, current: Ints) -> Ints:
         """Plans that are one change away, [calls, plans]."""
-        parts = []
-        for calls, candidates in self._moves:
-            plans = np.repeat(current[:, None], candidates.shape[1], axis=1)
-            plans[calls] = candidates
-            parts.append(plans)
-        return np.concatenate(parts, axis=1)
+        return np.concatenate([change_calls(current, *move) for move in self._moves], axis=1)
 
     def _seconds(self, plans: Ints) -> Floats:
         """Seconds of plans, infinite for those that do not fit."""
