@@ -5,11 +5,10 @@ the devices (weak: 8 prompts a device) or stays (strong: 1,024 prompts), and pre
 at the rate of Llama 3's training, messages, and what slow devices cost. Planning seconds are processor time of one
 core. All else is predicted: nothing of it was measured on GPUs.
 
-`widened` predicts the same for the plan of 80 or 128 devices with more data-parallel ranks, where a search would
-take minutes. `host` measures, in processor time of one core, what every rank or the first one does alone in a run
+`host` measures, in processor time of one core, what every rank or the first one does alone in a run
 of so many ranks.
 
-    OMP_NUM_THREADS=1 python bench/scale.py [--json FILE] [--cases plans widened host] [--nodes 16,128]
+    OMP_NUM_THREADS=1 python bench/scale.py [--json FILE] [--cases plans host] [--nodes 16,128]
                                             [--batch weak strong]
 """
 
@@ -40,7 +39,6 @@ from realrl.planner.reliability.goodput import bound_expected_seconds, predict_g
 from realrl.planner.search.plan_search import find_best_plan
 from realrl.planner.simulate.durations import Durations
 from realrl.planner.simulate.estimate import Estimate
-from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.simulate.stragglers import Stragglers, simulate_stragglers
 from realrl.program.instructions import Receive, ShareLengths
@@ -55,7 +53,6 @@ from realrl.runtime.worker.store import Store
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "reference" / "ppo-70b.yaml"
 NODES = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1250)
-WIDENED = ((16, 8), (16, 32), (10, 125))
 PER_DEVICE, CONSTANT = 8, 1024
 SLOW, JITTER = 1.1, 0.03
 GRAPH = train_graph(minibatches=4)
@@ -88,29 +85,6 @@ def plan(nodes: int, batch: str) -> dict[str, Any]:
         "expected_gap": round(max(0.0, 1 - bound / found["expected_step_s"]), 4),
         **found,
     }
-
-
-def widen(nodes: int, by: int) -> dict[str, Any]:
-    """Predict the plan of fewer nodes, by so many times as many data-parallel ranks, with as many prompts for each.
-
-    It is searched for the fewer nodes alone, and says nothing about better plans.
-    """
-    few, spec = ClusterSpec.parse(f"h100:{nodes}x8"), ClusterSpec.parse(f"h100:{nodes * by}x8")
-    settings = [f"data.batch={PER_DEVICE * few.size}", f"cluster={few.name}"]
-    narrow = find_best_plan(make_scenario(load_experiment(str(RECIPE), settings), few)).estimate.plan
-    placements = {
-        name: Placement(
-            Mesh(by * place.mesh.first, by * place.mesh.size),
-            replace(place.strategy, dp=by * place.strategy.dp),
-        )
-        for name, place in narrow.placements.items()
-    }
-    experiment = load_experiment(
-        str(RECIPE), [f"data.batch={PER_DEVICE * spec.size}", f"cluster={spec.name}"]
-    )
-    scenario = replace(make_scenario(experiment, spec), failures=Failures(per_device_day=LLAMA_3 / 1000))
-    estimate = estimate_plan(scenario, replace(narrow, cluster=spec.cluster, placements=placements))
-    return {"devices": spec.size, "prompts": PER_DEVICE * spec.size, **describe_step(scenario, estimate)}
 
 
 def describe_step(scenario: Scenario, estimate: Estimate) -> dict[str, Any]:
@@ -267,7 +241,7 @@ def show(case: str, row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path)
-    cases = ("host", "widened", "plans")
+    cases = ("host", "plans")
     parser.add_argument("--cases", nargs="+", choices=cases, default=cases)
     parser.add_argument("--nodes", type=lambda text: [int(n) for n in text.split(",")], default=NODES)
     parser.add_argument("--batch", nargs="+", choices=("weak", "strong"), default=("weak", "strong"))
@@ -288,8 +262,6 @@ def main() -> None:
         add("host/store", measure_store())
         for nodes in (n for n in arguments.nodes if n >= 16):
             add(f"host/{8 * nodes}", host(8 * nodes))
-    for nodes, by in WIDENED if "widened" in arguments.cases else ():
-        add(f"widened/{8 * nodes * by}", widen(nodes, by))
     for batch in arguments.batch if "plans" in arguments.cases else ():
         for nodes in arguments.nodes:
             try:

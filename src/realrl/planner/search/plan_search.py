@@ -18,11 +18,12 @@ from realrl.planner.reliability.goodput import compute_expected_seconds
 from realrl.planner.reliability.homes import find_better_homes
 from realrl.planner.search.search import DEFAULT_EFFORT, TOLERANCE, SearchBudget, SearchResult, search_plans
 from realrl.planner.search.variants import Variants
+from realrl.planner.search.widened import shrink_scenario, widen_plan
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace, build_problem
-from realrl.planner.space.candidates import list_micro_batches
+from realrl.planner.space.candidates import MANY_DEVICES, list_micro_batches
 from realrl.planner.space.problem import Problem
 from realrl.planner.uncertainty.preference import MOST_LONGER, choose_plan
 from realrl.planner.uncertainty.ranking import StepSampler
@@ -33,6 +34,8 @@ from realrl.program.shared_bases import check_offloading, find_holders
 
 _LITTLE = SearchBudget(plans=10_000, chains=32, rounds=20, nodes=20_000)
 """Search budget of a preset, in which only micro-batches and recomputation vary."""
+_SMALL = 0.25
+"""Share of the effort, in addition, for the plan of few nodes from which a search on many of them starts."""
 _RUNNERS_UP = 3
 """Plans near the one of a search that are compared with it."""
 
@@ -162,12 +165,28 @@ def find_plan(
     if presets is None:
         presets = make_preset_plans(scenario, constraints)
     plans = [_as_candidates(plan) for plan in presets.values() if isinstance(plan, Plan)]
+    plans += _find_widened(scenario, effort, seed, constraints)
     problem = build_problem(scenario, search_space=constraints.search_space, include=plans)
     starts = [assignment for plan in plans if (assignment := problem.find_assignment(plan)) is not None]
     result = search_plans(
         problem, effort=effort, seed=seed, tolerance=tolerance, starts=starts, budget=budget
     )
     return FoundPlan(problem.plan(result.assignment), problem, result)
+
+
+def _find_widened(scenario: Scenario, effort: float, seed: int, constraints: UserConstraints) -> list[Plan]:
+    """On very many devices, where meshes of few sizes alone are enumerated: the best plan of few nodes, widened."""
+    small = shrink_scenario(scenario) if scenario.spec.size > MANY_DEVICES else None
+    if small is None:
+        return []
+    few, by = small
+    # Stages 2 and 3 of ZeRO gather in every micro-batch from ranks that will be many more.
+    unsharded = replace(constraints, search_space=replace(constraints.search_space, zero=(1,)))
+    try:
+        found = find_plan(few, effort=_SMALL * effort, seed=seed, constraints=unsharded, presets={})
+    except (DoesNotFit, UserError):  # perhaps because some call has too few records there
+        return []
+    return [widen_plan(found.plan, by, scenario.spec.cluster)]
 
 
 def make_preset_plans(

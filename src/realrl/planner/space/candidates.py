@@ -14,9 +14,11 @@ _FEW_NODES = 16
 """Largest number of nodes for which every run of nodes is a candidate."""
 _SMALLEST_BATCH, _LARGEST_PASS = 4096, 16384
 """Tokens of the smallest micro-batch tried, and of the largest outside generation."""
-_SMALLEST, _SMALLEST_OF_MANY, _MANY = 128, 16, 2048
-"""Meshes with fewer than one in this many of the cluster's devices are left out; the second number is for clusters
-of more devices than the third one."""
+MANY_DEVICES = 2048
+"""Devices of the largest cluster for which small meshes are candidates."""
+_SMALLEST, _SMALLEST_OF_MANY = 128, 16
+"""Meshes with fewer than one in this many of the cluster's devices are left out, and of one with more than
+`MANY_DEVICES`."""
 
 
 def list_meshes(spec: ClusterSpec) -> list[Mesh]:
@@ -34,7 +36,7 @@ def list_meshes(spec: ClusterSpec) -> list[Mesh]:
                 if len(part) <= _FEW_NODES or _tidy(begin, nodes, len(part)):
                     first = part.start + begin
                     meshes.append(Mesh(bounds[first], bounds[first + nodes] - bounds[first]))
-    smallest = _SMALLEST if spec.size <= _MANY else _SMALLEST_OF_MANY
+    smallest = _SMALLEST if spec.size <= MANY_DEVICES else _SMALLEST_OF_MANY
     return [mesh for mesh in meshes if mesh.size * smallest >= spec.size]
 
 
