@@ -8,10 +8,10 @@ import numpy as np
 from realrl.planner.arrays.arrays import Floats
 from realrl.planner.evaluate.scorer import Scorer
 from realrl.planner.search.bound import Bound, Numbers
-from realrl.planner.search.groups import ALONE, KIND, LAYOUT, SIZE
+from realrl.planner.search.groups import ALONE, KIND, LAYOUT, SIZE, SIZES, TENSOR
 from realrl.planner.search.local import improve_locally
 
-_PARENTS, _CHILDREN = 512, 1 << 15
+_PARENTS, _CHILDREN = 8192, 1 << 15
 """Nodes branched, and bounded, at once: enough to amortise numpy calls, few enough for the caches."""
 _FIRST_HEURISTIC, _SAMPLES = 2000, 512
 """Nodes before the primal heuristic first runs, and number of plans that it samples."""
@@ -50,9 +50,10 @@ class BranchAndBound:
 
     Calls are branched, the longest first: long ones one after the other by size and by layout; the others, counting
     their reallocations, by size, since their sizes tell which of them can run side by side; then long ones by kind,
-    and the others by layout and by kind; and finally all into single candidates. A node of single candidates is a
-    plan. From time to time a primal heuristic improves a plan of the most promising node, so that more nodes can be
-    pruned.
+    and the others by layout and by kind; and finally all into single candidates. Sizes are branched by powers of
+    two first, and layouts by TP degree, since mostly few of them are worth more. A node of single candidates is a
+    plan. From time to time a primal heuristic improves a plan of the most promising node, so that more nodes can
+    be pruned.
     """
 
     def __init__(self, scorer: Scorer, bound: Bound, *, tolerance: float, seed: int = 0) -> None:
@@ -68,8 +69,12 @@ class BranchAndBound:
         short = sorted(
             longest[len(long) :], key=lambda c: -(groups[c].seconds[0] + bound.moves.median_seconds(c))
         )
-        self.steps = [(c, level) for c in long for level in (SIZE, LAYOUT)] + [(c, SIZE) for c in short]
-        self.steps += [(c, KIND) for c in long] + [(c, level) for level in (LAYOUT, KIND) for c in short]
+        self.steps = [(c, level) for c in long for level in (SIZES, SIZE, TENSOR, LAYOUT)]
+        self.steps += [(c, level) for c in short for level in (SIZES, SIZE)]
+        self.steps += [(c, KIND) for c in long]
+        self.steps += [
+            (c, level) for levels in ((TENSOR, LAYOUT), (KIND,)) for c in short for level in levels
+        ]
         self.steps += [(c, ALONE) for c in longest]
         root = np.zeros((len(groups), 1), dtype=np.int32)
         self.pools: list[_Pool] = []

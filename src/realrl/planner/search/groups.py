@@ -1,4 +1,4 @@
-"""Hierarchy of candidate groups per call: all, by size, by layout, by kind, single candidates."""
+"""Hierarchy of candidate groups per call: all, by sizes, by TP degree, by layout, by kind, single candidates."""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -15,14 +15,14 @@ Numbers = NDArray[np.int32]
 """Group indices, int32 because there may be millions of nodes."""
 Scalar = TypeVar("Scalar", np.float64, np.int64, np.bool_)
 
-ALL, SIZE, LAYOUT, KIND, ALONE = range(5)
-"""Levels of the hierarchy: candidates of one size keep copies of their role, or none does; layouts are those of
-meshes over equal parts of nodes, wherever they lie; candidates of a kind differ only in where their mesh lies."""
-
-
-_SIZE_COLUMNS, _LAYOUT_COLUMNS = 2, 7
-"""Columns of the table of kinds that tell sizes apart, and layouts: size and whether copies are kept; and parts of
-nodes, TP and PP degrees, whether data-parallel ranks share out parameters, and their type."""
+ALL, SIZES, SIZE, TENSOR, LAYOUT, KIND, ALONE = range(7)
+"""Levels of the hierarchy: sizes from one power of two to the next; candidates of one size keep copies of their
+role, or none does; those of one TP degree have meshes over equal parts of nodes, wherever they lie, and so have
+layouts; candidates of a kind differ only in where their mesh lies."""
+_COLUMNS = {SIZES: 1, SIZE: 3, TENSOR: 5, LAYOUT: 8}
+"""How many of the first columns of the table of kinds tell the groups of a level apart: power of two of the size;
+size and whether copies are kept; parts of nodes and TP degree; PP degree, whether data-parallel ranks share out
+parameters, and their type."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class CandidateGroups:
     """Whether all candidates do."""
     alone: Ints
     """Group of each single candidate, by its index."""
-    layout_starts: tuple[Ints, Ints, Ints]
+    layout_starts: tuple[Ints, ...]
     """First of `layouts` of each group, by level down to `LAYOUT`."""
     row: Ints
     """Row of each group in tables of groups down to the level of layouts: its own, or that of its layout."""
@@ -103,18 +103,17 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
     sizes = (columns.weights, columns.resident, columns.base, columns.working, columns.limit)
     shape = (_number_parts(tables, columns), layouts.tp, layouts.pp, layouts.sharded, layouts.dtype)
     costs = (columns.seconds, columns.load, columns.unload, *sizes, columns.offloaded)
-    table = np.stack([size, columns.keeps, *shape, *costs], axis=1)
+    power = np.frexp(size)[1]
+    table = np.stack([power, size, columns.keeps, *shape, *costs], axis=1)
     _, kind = np.unique(table, axis=0, return_inverse=True)
     order = np.lexsort((columns.first, kind.reshape(-1)))  # kinds are numbered by size before all else
     sorted_kind = kind.reshape(-1)[order]
-    other_size, other_layout = (
-        np.diff(table[order, :columns], axis=0, prepend=-1.0).any(axis=1)
-        for columns in (_SIZE_COLUMNS, _LAYOUT_COLUMNS)
-    )
     starts = [
         np.array([0]),
-        np.flatnonzero(other_size),
-        np.flatnonzero(other_layout),
+        *(
+            np.flatnonzero(np.diff(table[order, :columns], axis=0, prepend=-1.0).any(axis=1))
+            for columns in _COLUMNS.values()
+        ),
         np.flatnonzero(np.diff(sorted_kind, prepend=-1)),
         np.arange(len(order)),
     ]
@@ -129,7 +128,7 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
         return np.concatenate([np.minimum.reduceat(values[order], s) for s in starts])
 
     return CandidateGroups(
-        level=np.repeat(np.arange(5), counts),
+        level=np.repeat(np.arange(len(counts)), counts),
         child=np.concatenate([*child, nothing]),
         child_end=np.concatenate([*ends, nothing]),
         kind=np.concatenate([np.full(offsets[KIND], -1), np.arange(counts[KIND]), sorted_kind]),
@@ -153,10 +152,6 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
         may_keep=~least(~columns.keeps),
         must_keep=least(columns.keeps),
         alone=offsets[ALONE] + np.argsort(order),
-        layout_starts=(
-            np.array([0]),
-            np.searchsorted(starts[LAYOUT], starts[SIZE]),
-            np.arange(counts[LAYOUT]),
-        ),
+        layout_starts=tuple(np.searchsorted(starts[LAYOUT], starts[level]) for level in range(KIND)),
         row=np.concatenate([np.arange(offsets[KIND]), *(offsets[LAYOUT] + of for of in layout)]),
     )
