@@ -10,6 +10,7 @@ from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.placement import Dtype, Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.memory.kv_cache import kv_cache_bytes
+from realrl.planner.memory.logits import Logits
 from realrl.planner.memory.memory_model import MemoryModel, MemoryNeed
 from realrl.planner.workload.shard_sizes import LocalSizes
 from tests.planner.problems import GROUPED, KINDS, LARGE, NODES, SMALL, STEP, call, place, recomputing, stored
@@ -161,3 +162,10 @@ def test_the_kv_cache_holds_the_heads_of_a_rank(shape: ModelShape, tp: int, head
     """Under uneven groups, keys and values are kept for every query head."""
     found = kv_cache_bytes(LocalSizes(shape, "lm", tp), tokens=100, layers=3, element_bytes=2)
     assert found == 100 * 3 * 2 * heads * shape.head_dim * 2
+
+
+@pytest.mark.parametrize(("element_bytes", "cast"), [(2, 4), (4, 0)])
+def test_a_scalar_head_casts_hidden_states_and_their_gradient(element_bytes: int, cast: int) -> None:
+    logits = Logits(LocalSizes(SMALL, "scalar", 2), element_bytes, cpu=False)
+    assert logits.scored(30) == cast * 30 * SMALL.hidden_size
+    assert logits.backward(30) == 2 * cast * 30 * SMALL.hidden_size

@@ -65,6 +65,8 @@ def test_the_busiest_device_receives_what_it_lacks_or_sends_what_others_do(
         (at(0, 1, 4), at(4, 1, 4), WHOLE),
         (at(0, 4), at(0, 8), WHOLE),
         (at(0, 4), at(4, 8), WHOLE),  # to two nodes, of which one passes it on
+        (at(4, 4), at(8, 1, 8), WHOLE),  # one node sends to two, each of which lacks half
+        (at(4, 8), at(12, 4), WHOLE),
         (at(0, 1, 4), at(0, 1, 8), WHOLE / 2),
         (at(0, 1, 4, 2), at(8, 1, 4), 2 * LAYER + END + 2 * LAYER + TABLE),
         (at(0, 1, 4, 2), at(0, 2, 4), 2 * LAYER + END),

@@ -101,7 +101,7 @@ def test_inference_calls_are_made_of_their_measured_parts() -> None:
 def test_generate_calls_are_made_of_their_measured_parts() -> None:
     """The last layer of a prefill counts in its start. Rows that a graph has besides take what all of them take."""
     terms = charge(Kind.GENERATE, step=GENERATE, cluster=make_cluster(cpu=True))
-    assert terms["compute"] == pytest.approx(1 + 3 * 10 + 1e8)
+    assert terms["compute"] - 1e8 == pytest.approx(1 + 3 * 10)
     assert terms["decode"] == pytest.approx(24 * (4 * 100 + 1e4 + 1e6))
     exact = charge(
         Kind.GENERATE,
@@ -116,7 +116,7 @@ def test_generate_calls_are_made_of_their_measured_parts() -> None:
 def test_two_decode_batches_prefill_in_two_passes_and_share_a_cache() -> None:
     terms = charge(Kind.GENERATE, step=GENERATE, placement=place(pp=2), cluster=make_cluster(cpu=True))
     # The slower stage packs prompts and has two layers. Half of a cache takes as long as the least one measured.
-    assert terms["compute"] == pytest.approx(2 * (1 + 20) + 1e8)
+    assert terms["compute"] - 1e8 == pytest.approx(2 * (1 + 20))
 
 
 def test_measured_times_are_those_of_the_tp_degree() -> None:

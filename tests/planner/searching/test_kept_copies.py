@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from realrl.planner.evaluate.shortage import explain_plan_shortage
 from realrl.planner.evaluate.timeline import Timeline
 from realrl.planner.search.search import search_plans
 from realrl.planner.space.problem import Problem
+from realrl.program.lower import home_placements, kept_copies
 from tests.planner.exhaustive import cheapest
 from tests.planner.reference import sampled_problem
 from tests.planner.searching.test_agreement import sampled_choices
@@ -58,3 +60,27 @@ def test_only_the_home_of_a_role_decides_what_is_kept() -> None:
     keeping = tuple(replace(o, keep=True) for o in problem.candidates[call.name])
     with pytest.raises(ValueError, match=f"{call.name} is not the home of a role"):
         replace(problem, candidates={**problem.candidates, call.name: keeping})
+
+
+def test_a_shortage_counts_a_copy_where_its_role_does_not_live() -> None:
+    apart = 0
+    for seed in range(20):
+        rng = random.Random(seed)
+        problem = choose_keeping(sampled_problem(rng), (True,))
+        timeline = Timeline(problem)
+        for assignment in sampled_choices(rng, problem, 20):
+            plan, candidates = problem.plan(assignment), problem.chosen_candidates(assignment)
+            homes = home_placements(problem.graph, plan)
+            for role, copies in kept_copies(problem.graph, plan, homes).items():
+                for rank in {rank for copy in copies for rank in copy.ranks} - {*homes[role].ranks}:
+                    there = [copy for copy in copies if rank in copy.ranks]
+                    calls = problem.graph.role_calls(role)
+                    weights = [
+                        next(o.weights_bytes for c in calls if (o := candidates[c.name]).placement == copy)
+                        for copy in there
+                    ]
+                    found = replace(timeline.evaluate(assignment), peak_rank=rank, by_host=False)
+                    shortage = explain_plan_shortage(problem, assignment, found)
+                    assert shortage.resident_bytes[role] == sum(weights)
+                    apart += 1
+    assert apart > 20, "copies have hardly ever been apart from their role"

@@ -124,7 +124,7 @@ class Network:
         s = self.strategies
         degrees = zip(s.dp.tolist(), s.pp.tolist(), self.sites, strict=True)
         spans = [_find_span(kind, dp, s.tp, pp, site.nodes) for dp, pp, site in degrees]
-        size, nodes, through = np.array(spans, dtype=np.int64).reshape(-1, 3).T
+        size, nodes, through = np.array(spans, dtype=np.int64).reshape(len(spans), 3).T
         shared = np.minimum(device.link_bytes_per_s, self._node_bytes_per_s / np.maximum(through, 1))
         crossing = np.where(through > 0, nodes / size, 0.0)
         return Ring(

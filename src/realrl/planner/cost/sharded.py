@@ -108,4 +108,4 @@ class ShardedTraffic:
     @staticmethod
     def _each(collective: Callable[[Real], Real], count: int, number_bytes: Real) -> Floats:
         """Seconds of a collective for each parameter of a section, which are taken to be of equal size."""
-        return np.where(np.asarray(number_bytes) > 0, count * collective(number_bytes / count), 0.0)
+        return np.where(np.asarray(number_bytes) != 0, count * collective(number_bytes / count), 0.0)

@@ -184,11 +184,7 @@ class LinkTransfers:
     def _seconds(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
         ports = self._slower(source, target)
         entering, distinct = self._lacking(weights, source, target, self._nodes)
-        everything = entering.sum(axis=0)
-        leaving = np.maximum(
-            distinct / self._count_nodes(source), everything / self._count_nodes(source, target)
-        )
-        network = np.maximum(entering.max(axis=0), leaving) / ports.node
+        network = np.maximum(entering.max(axis=0), distinct / self._count_nodes(source)) / ports.node
         device = self._needed(weights, target) / ports.device
         # `device` is an upper bound so far: compute it exactly only where it exceeds the network's time.
         for part in self._parts(np.flatnonzero(device > network), self.cluster.size):
@@ -234,11 +230,8 @@ class LinkTransfers:
     def _ports(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
         """Seconds of the busiest device link inside a node."""
         received, distinct = self._lacking(weights, source, target, self._devices)
-        first = np.minimum(source.first, target.first)
-        last = np.maximum(source.first + source.size, target.first + target.size)
-        spread = np.minimum(source.size + target.size, last - first)
-        out = np.maximum(distinct / source.size, received.sum(axis=0) / spread)
-        return np.asarray(np.maximum(received.max(axis=0), out) / self._slower(source, target).device)
+        busiest = np.maximum(received.max(axis=0), distinct / source.size)
+        return np.asarray(busiest / self._slower(source, target).device)
 
     def _latency(self, source: Layouts, target: Layouts) -> Floats:
         """Latency of the messages to a rank: one per stage and TP rank that holds some of its shard."""
@@ -246,13 +239,10 @@ class LinkTransfers:
         ranks = np.minimum(np.lcm(source.parts, target.parts) // target.parts, source.parts)
         return np.asarray(2 * stages * ranks * self._slower(source, target).latency)
 
-    def _count_nodes(self, *places: Layouts) -> Ints:
-        """Number of nodes that meshes span, from the first to the last."""
-        spans = [self._span(place) for place in places]
-        first = np.minimum.reduce([begin for begin, _ in spans])
-        last = np.maximum.reduce([end for _, end in spans])
-        alone = sum((end - begin + 1 for begin, end in spans), np.zeros_like(first))
-        return np.minimum(alone, last - first + 1)
+    def _count_nodes(self, places: Layouts) -> Ints:
+        """Number of nodes that meshes span."""
+        first, last = self._span(places)
+        return last - first + 1
 
     def _lacking(self, weights: ParameterBytes, source: Layouts, target: Layouts, bounds: Ints) -> Pair:
         """Bytes that the devices between two `bounds` need and do not hold, [blocks, pairs], and a bound on
