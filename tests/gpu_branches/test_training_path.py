@@ -35,7 +35,7 @@ def train(model: Model, *, recompute: bool) -> tuple[list[dict[str, float]], dic
 
     for method, candidates in list_methods(model.head):
         metrics = trainer.train(
-            make_batch(model.head, model.shape, SHORT), method, [[0, 1, 2, 3]], lr=1e-2, max_tokens=40,
+            make_batch(model.head, model.shape, SHORT), method, [[0, 1, 2, 3]], lr=1e-2, max_tokens=26,
             recompute=recompute, before_update=keep_gradients, candidates=candidates,
         )  # fmt: skip
         found.append(metrics.result())

@@ -57,7 +57,7 @@ SHAPES = {
         head_dim=8, unrotated_layers=(1,), mixture=MIXTURE.model_copy(update={"experts": 3, "per_token": 3}),
     ),
 }  # fmt: skip
-SHORT = (5, 9, 3, 12)
+SHORT = (4, 7, 2, 6)
 LONG = (5, 17, 3, 140)
 """Of which one is too long for scores to be computed whole."""
 CANDIDATES = 3

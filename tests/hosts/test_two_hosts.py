@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from realrl.cli.app import run_app
+from realrl.runtime.launcher import local_ranks
 from realrl.runtime.network.interfaces import SILENCE
 from tests.conftest import World, read_metrics
+from tests.forked import ForkedRank
 from tests.hosts.network import Hosts, why_no_hosts
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
@@ -63,7 +65,9 @@ def expected(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of PPO in two processes of one host."""
     directory = tmp_path_factory.mktemp("one")
     recipe = world.recipe("ppo", directory, cluster="1x2", training__steps=STEPS, checkpoint__every=2)
-    assert run_app(["train", str(recipe)]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_ranks, "_start", ForkedRank)
+        assert run_app(["train", str(recipe)]) == 0
     return directory / "run"
 
 
@@ -79,7 +83,7 @@ def assert_same(run: Path, expected: Path) -> None:
 def test_two_hosts_far_apart_learn_what_one_learns(
     hosts: Hosts, world: World, tmp_path: Path, expected: Path
 ) -> None:
-    hosts.delay(0.025)
+    hosts.delay(0.01)
     fields = {"training__steps": STEPS, "checkpoint__every": 2}
     run = Run(hosts, world.recipe("ppo", tmp_path, cluster="2x1", **fields))
     assert run.end() == [0, 0], run.said(0) + run.said(1)

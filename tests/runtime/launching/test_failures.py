@@ -177,7 +177,7 @@ def test_a_device_that_is_gone_for_good_is_done_without(runs: Runs) -> None:
     assert not runs.leftover()
 
 
-def test_stopped_ranks_do_not_outlive_their_launcher(runs: Runs) -> None:
+def test_ranks_do_not_outlive_their_launcher_even_if_one_is_stopped(runs: Runs) -> None:
     launcher = runs.start(training__steps=10**6)
     runs.under_way(launcher)
     processes = ranks(launcher.pid)

@@ -1,7 +1,7 @@
 """Construction of search problems: enumerate and cost the candidates of every call."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -92,8 +92,7 @@ class _Builder:
         if given is None and not any(map(self._fits, candidates)):
             # The smallest micro-batches are slow, but may be the only ones that fit.
             candidates += self._candidates_on_meshes(call, (work.longest,))
-        for placement in (plan[call.name] for plan in plans):
-            candidates += self._given(call, placement)
+        candidates += self._given(call, list(dict.fromkeys(plan[call.name] for plan in plans)))
         return tuple(dict.fromkeys(candidates))
 
     def _function_candidates(self, call: Call, plans: Iterable[Plan]) -> tuple[Candidate, ...]:
@@ -205,8 +204,15 @@ class _Builder:
         limit = self.scenario.memory.capacity(candidate.placement.mesh.first)
         return candidate.bytes_alone(is_home=True) <= limit
 
-    def _given(self, call: Call, placement: Placement) -> list[Candidate]:
-        """Candidates of a placement that a plan chooses."""
-        first = placement.mesh.first
-        ways = list_ways(self.scenario, call, [placement], shares=self._shares(call))
-        return self._with_variants(call, ways, first, 0.0).candidates([placement.mesh])
+    def _given(self, call: Call, placements: Sequence[Placement]) -> list[Candidate]:
+        """Candidates of placements that plans choose, in their order; those of one mesh are costed together."""
+        by_mesh: dict[Mesh, list[Placement]] = defaultdict(list)
+        for placement in placements:
+            by_mesh[placement.mesh].append(placement)
+        found: dict[Placement, list[Candidate]] = {}
+        for mesh, there in by_mesh.items():
+            ways = list_ways(self.scenario, call, there, shares=self._shares(call))
+            variants = self._with_variants(call, ways, mesh.first, 0.0)
+            for i, placement in enumerate(there):
+                found[placement] = variants[variants.strategy == i].candidates([mesh])
+        return [candidate for placement in placements for candidate in found[placement]]
