@@ -355,7 +355,13 @@ def test_a_shared_block_is_added_and_weights_of_inputs_are_wider() -> None:
     shared = operands(TOKENS, (320, 64)) + operands(TOKENS, (64, 160)) + 3 * 64 * TOKENS
     weighed = 2 * TOKENS * 2 * (64 - 160)
     normed = TOKENS * (2 * (128 + 64) + 2 * (128 + 2 * 64))
-    assert theirs - ours == pytest.approx(2 * LAYERS * (shared + weighed + normed))
+    forward = 2 * LAYERS * (shared + weighed + normed)
+    assert theirs - ours == pytest.approx(forward)
+    theirs, ours = (cost(Kind.TRAIN, STEP, place(), SLOW, model=store(s))["compute"] for s in (shape, plain))
+    # Gradients of weights are written in float32.
+    products_backward = 2 * (shared - 3 * 64 * TOKENS) + 320 * 64 + 64 * 160
+    apart = TOKENS * (2 * 6 * (64 - 160) + 3 * 64 + 5 * (128 + 64))
+    assert theirs - ours == pytest.approx(forward + 2 * LAYERS * (products_backward + apart))
     routed = {"router_passes": 1.0}
     # Probabilities are float32.
     assert charge(Kind.INFERENCE, shape=plain, **routed) == pytest.approx(4 * LAYERS * TOKENS * 16)

@@ -79,6 +79,9 @@ def test_train_calls_are_made_of_their_measured_parts() -> None:
     terms = charge(Kind.TRAIN)
     assert terms["compute"] == 114411  # four layers forward and backward, and once the ends
     assert terms["optimizer"] == 3 + 1e4 + 1e2  # on one rank, gradients are copied
+    slow, uncopied = make_cluster(memory_bytes_per_s=1.0), measure().model_copy(update={"collectives": ()})
+    found = charge(Kind.TRAIN, profile=uncopied, cluster=slow)["optimizer"]
+    assert found == 3 + 2 * 4 * PARAMETERS  # read and written in float32
     assert charge(Kind.TRAIN, placement=place(recompute=True))["compute"] == 114811
     assert charge(Kind.TRAIN, model=store(head="scalar"))["compute"] == 11004411
     shared = charge(Kind.TRAIN, step=Workload(12, (32,)), placement=place(2))

@@ -148,10 +148,10 @@ def _find_span(kind: GroupKind, dp: int, tp: int, pp: int, nodes: Cluster) -> tu
         return nodes.size, nodes.nodes, int(nodes.nodes > 1)
     period = nodes.runs[0][1] if nodes.even else nodes.size
     if kind == "tp":
-        groups = min(dp * pp, period // gcd(tp, period))
+        groups = period // gcd(tp, period)
         ranks = np.arange(groups * tp).reshape(groups, tp)
     elif kind == "dp":
-        stages = min(pp, period // gcd(stage, period))
+        stages = period // gcd(stage, period)
         ranks = np.arange(stages * stage).reshape(stages, dp, tp).transpose(0, 2, 1).reshape(-1, dp)
     else:
         first = np.arange(min(stage, period))

@@ -1,7 +1,7 @@
 """Work of a generate call on one rank: cache, rows at a time, forward passes of prompts."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,8 +22,8 @@ from realrl.planner.workload.workload import CallWork
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationWork:
-    """Rows of a generate call on the busiest rank, and how they are processed."""
+class GenerationRows:
+    """Rows of a generate call on the busiest rank, and how they are decoded."""
 
     rows: int
     prompts: int
@@ -31,13 +31,19 @@ class GenerationWork:
     cache: CacheSize
     batches: int
     """Decode batches in flight, which share the rows that are decoded at a time: one per pipeline stage."""
-    passes: Chunks
-    """Forward passes that prefill the prompts."""
 
     @property
     def rows_per_batch(self) -> int:
         """Rows of a decode batch."""
         return math.ceil(self.cache.rows / self.batches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationWork(GenerationRows):
+    """Rows of a generate call on the busiest rank, and how they are processed."""
+
+    passes: Chunks
+    """Forward passes that prefill the prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,17 +93,11 @@ def split_generation(work: CallWork, strategy: Strategy, *, cpu: bool) -> Genera
         rows=rows,
         new_tokens=work.room,
     )
-    sizes = GenerationWork(
-        rows=rows,
-        prompts=prompts,
-        cache=cache,
-        batches=min(strategy.pp, cache.rows),
-        passes=Chunks(count=0, sequences=0, tokens=0, squares=0, peak=PeakChunk(0, (1,))),
-    )
-    return replace(sizes, passes=_split_prompts(work, sizes, count_prefill_tokens(cpu=cpu)))
+    sizes = GenerationRows(rows=rows, prompts=prompts, cache=cache, batches=min(strategy.pp, cache.rows))
+    return GenerationWork(**vars(sizes), passes=_split_prompts(work, sizes, count_prefill_tokens(cpu=cpu)))
 
 
-def _split_prompts(work: CallWork, sizes: GenerationWork, budget: int) -> Chunks:
+def _split_prompts(work: CallWork, sizes: GenerationRows, budget: int) -> Chunks:
     """Split prompts into forward passes of at most `budget` tokens, the longest prompts first."""
     # The last token is decoded.
     lengths = sorted((max(1, length - 1) for length in work.lengths), reverse=True)
@@ -133,7 +133,7 @@ def _split_prompts(work: CallWork, sizes: GenerationWork, budget: int) -> Chunks
     )
 
 
-def _count_first_prompts(work: CallWork, sizes: GenerationWork) -> float:
+def _count_first_prompts(work: CallWork, sizes: GenerationRows) -> float:
     """Count the prompts with which all decode batches begin, the longest: those that slots and blocks allow."""
     lengths = sorted(work.lengths, reverse=True)
     together = sizes.rows / sizes.prompts
