@@ -69,6 +69,8 @@ def end_with_launcher(launcher: int) -> None:
             time.sleep(0.5)
         scratch = os.environ.get(SCRATCH_VARIABLE)
         if scratch is not None:
+            # Before, since ranks that notice at once end each other; and after, for what others have written.
+            shutil.rmtree(scratch, ignore_errors=True)
             for sibling in find_ranks(scratch):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(sibling, signal.SIGKILL)
