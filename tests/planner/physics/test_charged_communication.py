@@ -315,9 +315,9 @@ def test_the_host_looks_at_tokens_every_sixteen_steps() -> None:
 
 
 def test_restricted_sampling_launches_more() -> None:
-    numbers = {"minimum_operations": 1, "top_k_operations": 10, "top_p_operations": 100}
+    numbers = {"minimum_operations": 3, "top_k_operations": 10, "top_p_operations": 100}
     for sampling, each in (
-        (Sampling(), 0), (Sampling(minimum=True), 1), (Sampling(top_k=True), 10), (Sampling(top_p=True), 100)
+        (Sampling(), 0), (Sampling(minimum=True), 3), (Sampling(top_k=True), 10), (Sampling(top_p=True), 100)
     ):  # fmt: skip
         step = replace(STEP, sampling=sampling)
         found = cost(Kind.GENERATE, step, place(), HOST, decode_graphs=False, **numbers)

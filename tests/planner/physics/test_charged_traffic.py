@@ -373,6 +373,21 @@ def test_a_shared_block_is_added_and_weights_of_inputs_are_wider() -> None:
     )
 
 
+def test_training_moves_rows_to_experts_and_back() -> None:
+    """Beside a dense model: what experts multiply, the router, and rows that are gathered, weighted and added up."""
+    plain = SHAPE.model_copy(update={"family": "mixtral", "mixture": Mixture(experts=16, per_token=2)})
+    experts, dense = (
+        cost(Kind.TRAIN, STEP, place(), SLOW, model=store(s))["compute"] for s in (plain, SHAPE)
+    )
+    visited, matrices, router = visit(TOKENS), ((320, 64), (64, 160)), (16, 64)
+    block = visited * sum(operands(2 * TOKENS / visited, matrix) for matrix in matrices)
+    products = block + operands(TOKENS, router) - sum(operands(TOKENS, matrix) for matrix in matrices)
+    # Of one matrix, gradients are written in float32, and of grouped ones in the model's type.
+    wider = 16 * 64 - (320 * 64 + 64 * 160)
+    moved = TOKENS * (2 * (5 * 64 + 2 * 160) + 64) + TOKENS * (2 * (7 * 64 + 6 * 160) + 4 * 64)
+    assert experts - dense == pytest.approx(2 * LAYERS * (3 * products + wider + moved))
+
+
 def test_gradients_of_experts_are_added_up_if_a_token_visits_them() -> None:
     visited = visit(TOKENS)
     each = visited * (320 * 64 + 64 * 160)
