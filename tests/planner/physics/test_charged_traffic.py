@@ -374,7 +374,7 @@ def test_a_shared_block_is_added_and_weights_of_inputs_are_wider() -> None:
 
 
 def test_training_moves_rows_to_experts_and_back() -> None:
-    """Beside a dense model: what experts multiply, the router, and rows that are gathered, weighted and added up."""
+    """Beside a dense model: products of experts, the router, and rows that are gathered, weighted and added up."""
     plain = SHAPE.model_copy(update={"family": "mixtral", "mixture": Mixture(experts=16, per_token=2)})
     experts, dense = (
         cost(Kind.TRAIN, STEP, place(), SLOW, model=store(s))["compute"] for s in (plain, SHAPE)
