@@ -7,12 +7,14 @@ from realrl.families.shape import Head, ModelShape
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.layout.layout import build_layout
 from realrl.layout.sets import WHOLE, TrainablePart
-from realrl.plan.placement import Dtype, Placement
+from realrl.plan.placement import Dtype, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.memory.gathered import GatheredMemory
 from realrl.planner.memory.kv_cache import kv_cache_bytes
 from realrl.planner.memory.logits import Logits
 from realrl.planner.memory.memory_model import MemoryModel, MemoryNeed
 from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.planner.workload.strategies import Strategies
 from tests.planner.problems import GROUPED, KINDS, LARGE, NODES, SMALL, STEP, call, place, recomputing, stored
 
 MODEL = MemoryModel(NODES)
@@ -169,3 +171,14 @@ def test_a_scalar_head_casts_hidden_states_and_their_gradient(element_bytes: int
     logits = Logits(LocalSizes(SMALL, "scalar", 2), element_bytes, cpu=False)
     assert logits.scored(30) == cast * 30 * SMALL.hidden_size
     assert logits.backward(30) == 2 * cast * 30 * SMALL.hidden_size
+
+
+@pytest.mark.parametrize("dp", [2, 4])
+def test_gradients_of_the_embedding_and_the_first_layer_are_reduced_together(dp: int) -> None:
+    """Of all rows and, summed, of a rank's: in float32."""
+    strategies = Strategies.of([Strategy(dp, zero=3)])
+    gathered = GatheredMemory(LocalSizes(SMALL, "lm", 1), strategies, 2)
+    hidden, inner = SMALL.hidden_size, SMALL.intermediate_size
+    layer = 4 * hidden * hidden + 3 * hidden * inner + 2 * hidden
+    elements = SMALL.vocab_size * hidden + layer
+    assert gathered.embedding_backward() == [4 * elements * (dp + 1) // dp]

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from realrl.config.errors import UserError
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DEVICES, DeviceKind, compute_thread_speedup
@@ -89,6 +90,19 @@ def test_a_gpu_lends_memory_to_drivers_messages_and_all_ranks() -> None:
     )
     # On a CPU there are eight buffers of 8 MiB for messages, and nothing else.
     assert MemoryModel(ClusterSpec.parse("cpu:1x2")).capacity(0) == 8 * GIB - 64 * MIB
+
+
+def test_a_device_with_memory_for_nothing_but_drivers_is_refused() -> None:
+    (group,) = ClusterSpec.parse("cpu:1x2").groups
+
+    def make(memory: int) -> ClusterSpec:
+        return ClusterSpec("", (replace(group, device=replace(group.device, memory_bytes=memory)),))
+
+    assert MemoryModel(make(64 * MIB + 1)).capacity(0) == 1
+    with pytest.raises(
+        UserError, match=r"cpu: .* are less than what drivers and the buffers of messages take"
+    ):
+        MemoryModel(make(64 * MIB))
 
 
 def test_host_memory_is_that_of_a_node_without_its_processes() -> None:

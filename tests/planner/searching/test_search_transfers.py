@@ -14,6 +14,7 @@ from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.arrays.arrays import Floats
+from realrl.planner.moves.boxes import Boxes
 from realrl.planner.moves.links import LinkTransfers, ParameterBytes
 from realrl.planner.moves.transfers import Layouts, TransferTable
 from realrl.program.memory import StoredModel
@@ -148,3 +149,17 @@ def test_a_transfer_table_computes_each_pair_once() -> None:
     assert (table(source, target) == first).all()
     assert first[0] == first[2] and first[3] == 0
     assert len(asked) == 2
+
+
+def test_blocks_are_looked_at_once_for_each_of_their_shapes() -> None:
+    rng = np.random.default_rng(0)
+    low, left = rng.integers(0, 2, (4, 50)) * 1.0, rng.integers(0, 2, (4, 50)) / 4
+    high, right = low + rng.integers(0, 3, (4, 50)), left + rng.integers(0, 2, (4, 50)) / 2
+    boxes = Boxes(low, high, left, right, rng.integers(0, 2, (4, 50)) * 1.0)
+    found: list[list[tuple[float, ...]]] = [[] for _ in range(50)]
+    for pairs, shapes in boxes.shapes():
+        for pair, shape in zip(pairs.tolist(), shapes.T.tolist(), strict=True):
+            found[pair].append(tuple(shape))
+    every = np.stack([high - low, right - left, boxes.embeds])
+    for pair in range(50):
+        assert sorted(found[pair]) == sorted({tuple(shape) for shape in every[:, :, pair].T.tolist()})
