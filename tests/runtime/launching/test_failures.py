@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from realrl.runtime.monitor.rank_status import RANKS, read_statuses
+from realrl.runtime.processes.environment import SCRATCH_VARIABLE
 from tests.conftest import World, read_metrics
 from tests.runtime.processes import alive, end, ranks, start, until
 
@@ -177,12 +179,34 @@ def test_a_device_that_is_gone_for_good_is_done_without(runs: Runs) -> None:
     assert not runs.leftover()
 
 
-def test_ranks_do_not_outlive_their_launcher_even_if_one_is_stopped(runs: Runs) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_ranks_do_not_outlive_their_launcher_even_if_one_is_stopped(runs: Runs, stopped: bool) -> None:
     launcher = runs.start(training__steps=10**6)
     runs.under_way(launcher)
     processes = ranks(launcher.pid)
     assert processes.keys() == {0, 1}
-    os.kill(processes[1], signal.SIGSTOP)
+    if stopped:
+        os.kill(processes[1], signal.SIGSTOP)
     launcher.kill()
     until(lambda: not any(map(alive, processes.values())))
     until(lambda: not runs.leftover())
+
+
+ALL_AT_ONCE = """
+import os
+import time
+from realrl.runtime.processes import orphans
+
+orphans.find_ranks = lambda scratch: [os.getpid()]
+orphans.end_with_launcher(0)
+time.sleep(100)
+"""
+"""A rank whose launcher has gone, and whom a sibling kills when it would kill that one."""
+
+
+def test_ranks_that_end_each_other_leave_no_scratch_directory(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    (scratch / "inside").mkdir(parents=True)
+    environment = {**os.environ, SCRATCH_VARIABLE: str(scratch)}
+    done = subprocess.run([sys.executable, "-c", ALL_AT_ONCE], env=environment)
+    assert done.returncode == -signal.SIGKILL and not scratch.exists()

@@ -330,7 +330,7 @@ def _into_empty(holding: Ints, needed: Boxes, weights: ParameterBytes) -> Floats
 
 
 def _same(source: Layouts, target: Layouts, *, where: bool) -> NDArray[np.bool_]:
-    """Whether pairs have equal layouts; with `where`, also at equal positions."""
+    """Tell which pairs of layouts are equal; with `where`, also at equal positions."""
     equal = (source.size == target.size) & (source.tp == target.tp) & (source.pp == target.pp)
     equal &= source.sharded == target.sharded
     return equal & (source.first == target.first) if where else equal

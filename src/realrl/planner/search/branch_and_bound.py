@@ -72,9 +72,7 @@ class BranchAndBound:
         self.steps = [(c, level) for c in long for level in (SIZES, SIZE, TENSOR, LAYOUT)]
         self.steps += [(c, level) for c in short for level in (SIZES, SIZE)]
         self.steps += [(c, KIND) for c in long]
-        self.steps += [
-            (c, level) for levels in ((TENSOR, LAYOUT), (KIND,)) for c in short for level in levels
-        ]
+        self.steps += [(c, level) for c in short for level in (TENSOR, LAYOUT)] + [(c, KIND) for c in short]
         self.steps += [(c, ALONE) for c in longest]
         root = np.zeros((len(groups), 1), dtype=np.int32)
         self.pools: list[_Pool] = []

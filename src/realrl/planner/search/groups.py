@@ -111,8 +111,8 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
     starts = [
         np.array([0]),
         *(
-            np.flatnonzero(np.diff(table[order, :columns], axis=0, prepend=-1.0).any(axis=1))
-            for columns in _COLUMNS.values()
+            np.flatnonzero(np.diff(table[order, :number], axis=0, prepend=-1.0).any(axis=1))
+            for number in _COLUMNS.values()
         ),
         np.flatnonzero(np.diff(sorted_kind, prepend=-1)),
         np.arange(len(order)),

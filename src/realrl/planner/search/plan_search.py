@@ -175,7 +175,7 @@ def find_plan(
 
 
 def _find_widened(scenario: Scenario, effort: float, seed: int, constraints: UserConstraints) -> list[Plan]:
-    """On very many devices, where meshes of few sizes alone are enumerated: the best plan of few nodes, widened."""
+    """Find the best plan of few nodes, widened, on very many devices, where few sizes of meshes are enumerated."""
     small = shrink_scenario(scenario) if scenario.spec.size > MANY_DEVICES else None
     if small is None:
         return []

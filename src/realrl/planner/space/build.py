@@ -196,16 +196,16 @@ class _Builder:
         return add_keeping(ways) if space.keep and len(graph.role_calls(call.model_role)) > 1 else ways
 
     def _shares(self, call: Call) -> bool:
-        """Whether other roles have the frozen weights of a call's role."""
+        """Tell whether other roles have the frozen weights of a call's role."""
         return any(call.model_role in roles for roles in self.sharers)
 
     def _fits(self, candidate: Candidate) -> bool:
-        """Whether the candidate alone fits into its devices."""
+        """Tell whether a candidate alone fits into its devices."""
         limit = self.scenario.memory.capacity(candidate.placement.mesh.first)
         return candidate.bytes_alone(is_home=True) <= limit
 
     def _given(self, call: Call, placements: Sequence[Placement]) -> list[Candidate]:
-        """Candidates of placements that plans choose, in their order; those of one mesh are costed together."""
+        """List the candidates of placements that plans choose, in their order; one mesh at a time is costed."""
         by_mesh: dict[Mesh, list[Placement]] = defaultdict(list)
         for placement in placements:
             by_mesh[placement.mesh].append(placement)
