@@ -154,19 +154,19 @@ def number(work: Work, argument: int) -> np.float32:
 
 
 @cache
-def _load_openmp() -> Any:
-    """Load the function of torch's OpenMP library that runs another one on all threads.
+def load_openmp() -> ctypes.CDLL | None:
+    """Load torch's OpenMP library, whose GOMP_parallel runs a function on all threads.
 
-    None where torch comes without GNU's library, as on macOS: there a kernel runs on the calling thread.
+    None if torch comes without GNU's library, as on macOS: there a kernel runs on the calling thread.
     """
     folder = Path(torch.__file__).parent
     found = [*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")]
     if not found:
         return None
-    run = ctypes.CDLL(str(found[0])).GOMP_parallel
-    run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    run.restype = None
-    return run
+    library = ctypes.CDLL(str(found[0]))
+    library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    library.GOMP_parallel.restype = None
+    return library
 
 
 def _rows_per_claim(width: int) -> int:
@@ -263,12 +263,12 @@ def _run(kernel: Any, rows: int, arguments: Sequence[Tensor | float], claim: int
     work = _HEADER.pack(0, rows, claim) + b"".join(map(_pack, arguments))
     buffer = ctypes.create_string_buffer(work, len(work))
     threads = min(torch.get_num_threads(), -(-rows // claim))
-    run = _load_openmp() if threads > 1 else None
-    if run is None:
+    openmp = load_openmp() if threads > 1 else None
+    if openmp is None:
         threads = 1
         kernel.ctypes(ctypes.cast(buffer, ctypes.POINTER(ctypes.c_int64)))
     else:
-        run(kernel.address, ctypes.addressof(buffer), threads, 0)
+        openmp.GOMP_parallel(kernel.address, ctypes.addressof(buffer), threads, 0)
     # A thread that has come to its end has asked for rows once more than it was given any. One that could not
     # allocate memory has not; Numba prints an exception of compiled functions, and goes on.
     claims = _FIRST.unpack_from(buffer)[0] // claim

@@ -27,6 +27,7 @@ from realrl.runtime.network.node_place import find_node_place
 from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu
 from realrl.runtime.prepare.host import count_threads
+from realrl.runtime.processes.contention import BarrierWatch, watch_barriers
 from realrl.runtime.processes.environment import STORE_VARIABLE, under_launcher
 from realrl.runtime.processes.groups import (
     WAIT,
@@ -54,6 +55,8 @@ class Process:
     """What this rank is doing, for those that watch it."""
     supervision: Supervision | None = None
     """Threads that show it to them; None where nobody watches."""
+    barriers: BarrierWatch | None = None
+    """Chooses how OpenMP threads wait for each other; None if there is only one, or no choice."""
 
     def publish(self, run_dir: Path) -> None:
         """Keep this rank's log and status in the run's directory from now on."""
@@ -124,6 +127,8 @@ class Process:
         lost when their sender exits. After any other failure a rank leaves at once: others may be gone.
         """
         alone = isinstance(error, UserCodeError) and error.alone
+        if self.barriers is not None:
+            self.barriers.close()
         if self.supervision is not None:
             self.supervision.leave(error)
         try:
@@ -177,24 +182,28 @@ def connect(device: Device, launch: LaunchConfig | None = None) -> Process:
         torch.cuda.set_device(place)
         # It builds a plan for every shape, and is wrong on some devices for few key heads (pytorch#193893).
         torch.backends.cuda.enable_cudnn_sdp(False)
-    rank = int(os.environ.get("RANK", 0))
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = int(os.environ.get("WORLD_SIZE", 1)) if under_launcher() else 1
+    rank = int(os.environ.get("RANK", 0)) if world > 1 else 0
     supervision = Supervision(rank, place)
+    barriers = None
     if not cuda:
         # Torch counts cores that the quota of a container may withhold.
         torch.set_num_threads(min(torch.get_num_threads(), count_threads(here)))
-    if not under_launcher() or world == 1:
-        return Process(0, 1, place, activity=supervision.activity, supervision=supervision)
+        barriers = watch_barriers(torch.get_num_threads())
+    process = Process(
+        rank, world, place, activity=supervision.activity, supervision=supervision, barriers=barriers
+    )
+    if world == 1:
+        return process
     if not cuda:
         wait_to_be_scheduled()
     store = os.environ.get(STORE_VARIABLE)
     with limited_silence():
         _join(store, rank, world, place)
-        control = dist.new_group(backend="gloo", timeout=WAIT)
-        process = Process(rank, world, place, control, activity=supervision.activity, supervision=supervision)
+        process.control = dist.new_group(backend="gloo", timeout=WAIT)
         if store is None:
             supervision.watch_others(world, process.gather(secrets.token_hex(8))[0], launch or LaunchConfig())
-            dist.barrier(group=control)
+            dist.barrier(group=process.control)
             supervision.start_watch()
     # That group of all ranks has had the time for a meeting.
     set_timeout(WAIT)

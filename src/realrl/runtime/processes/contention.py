@@ -1,0 +1,142 @@
+"""Barriers of OpenMP beside other busy processes: threads sleep at them as long as the cores are contended."""
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from realrl.model.cpu.rows import load_openmp
+
+INTERVAL = 0.1
+"""Seconds between two looks at how long threads waited for a core."""
+CONTENDED = 0.2
+"""Seconds of waiting per second, of all threads together, above which the cores are contended.
+
+One busy process beside two threads on two cores makes them wait 0.5 s or more; on a quiet machine it is below 0.1.
+"""
+QUIET = 20
+"""Looks in a row without contention after which threads spin again."""
+
+
+class BarrierWatch:
+    """A thread that chooses how the OpenMP threads of this process wait for each other at barriers.
+
+    By default they spin for some milliseconds before they sleep. On a quiet machine this is the fastest way, since
+    a training step has thousands of short parallel regions. Beside another busy process it is a disaster: a thread
+    spins through its whole time slice while the one it waits for has no core. `relax` makes barriers sleep at once,
+    and keeps the number of threads, so that results stay the same bit for bit.
+    """
+
+    def __init__(self, read_waits: Callable[[], Mapping[int, int]], relax: Callable[[], "Relaxed"]) -> None:
+        """`read_waits`: nanoseconds that each thread of this process has waited for a core, by its id."""
+        self._read_waits = read_waits
+        self._relax = relax
+        self._relaxed: Relaxed | None = None
+        self._quiet = 0
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._waits = read_waits()
+        self._time = time.monotonic()
+
+    @property
+    def relaxed(self) -> bool:
+        """Whether threads sleep at barriers now."""
+        return self._relaxed is not None
+
+    def look(self, now: float) -> None:
+        """Choose anew, by what threads have waited since the last look. now: seconds"""
+        waits = self._read_waits()
+        # A thread that has ended in between is left out, and one that is new counts from its start.
+        waited = sum(wait - self._waits.get(thread, 0) for thread, wait in waits.items())
+        contended = waited / 1e9 > CONTENDED * (now - self._time)
+        self._waits, self._time = waits, now
+        self._quiet = 0 if contended else self._quiet + 1
+        if contended and self._relaxed is None:
+            self._relaxed = self._relax()
+        elif self._quiet >= QUIET:
+            self._spin_again()
+
+    def start(self) -> None:
+        """Look every 0.1 s from now on, in a thread of its own."""
+        self._thread = threading.Thread(target=self._run, name="barrier-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no longer, and let threads spin at barriers as before."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._spin_again()
+
+    def _spin_again(self) -> None:
+        if self._relaxed is not None:
+            self._relaxed.end()
+            self._relaxed = None
+
+    def _run(self) -> None:
+        while not self._closed.wait(INTERVAL):
+            self.look(time.monotonic())
+
+
+class Relaxed:
+    """Barriers at which threads sleep after about a microsecond of spinning, until `end`.
+
+    GNU's OpenMP library shortens the spinning of all threads while it manages more threads than there are cores. So
+    a thread of ours keeps a team of that many, which do nothing and sleep. No function changes the limit directly:
+    the library reads GOMP_SPINCOUNT and OMP_WAIT_POLICY only once, when torch loads it.
+    """
+
+    def __init__(self, openmp: ctypes.CDLL) -> None:
+        self._over = threading.Event()
+        ready = threading.Event()
+        self._thread = threading.Thread(
+            target=self._keep_team, args=(openmp, ready), name="openmp-team", daemon=True
+        )
+        self._thread.start()
+        ready.wait()
+
+    def _keep_team(self, openmp: ctypes.CDLL, ready: threading.Event) -> None:
+        # The team calls it once. It has to be a function of C, since Python's would need the interpreter's lock.
+        nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)
+        openmp.GOMP_parallel(nothing, None, openmp.omp_get_num_procs() + 1, 0)
+        ready.set()
+        # The team lives as long as the thread that made it.
+        self._over.wait()
+
+    def end(self) -> None:
+        """Let threads spin at barriers as before."""
+        self._over.set()
+        self._thread.join()
+
+
+def watch_barriers(threads: int) -> BarrierWatch | None:
+    """Choose how this process's OpenMP threads wait, from now on, if it computes with several.
+
+    None on anything but Linux with GNU's OpenMP library, which torch's packages for it carry, and for users who
+    have chosen by GOMP_SPINCOUNT or OMP_WAIT_POLICY.
+    """
+    openmp = load_openmp()
+    chosen = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys()
+    if threads == 1 or openmp is None or chosen or sys.platform != "linux" or not read_thread_waits():
+        return None
+    watch = BarrierWatch(read_thread_waits, lambda: Relaxed(openmp))
+    watch.start()
+    return watch
+
+
+def read_thread_waits(tasks: Path = Path("/proc/self/task")) -> dict[int, int]:
+    """Read how long each thread of this process has waited for a core, in nanoseconds, by its id.
+
+    Nothing if the kernel does not count it (CONFIG_SCHED_INFO).
+    """
+    waits = {}
+    for thread in os.listdir(tasks) if tasks.is_dir() else ():
+        try:
+            waits[int(thread)] = int((tasks / thread / "schedstat").read_text().split()[1])
+        except (OSError, IndexError):
+            # The thread has ended, or nothing is counted.
+            continue
+    return waits
