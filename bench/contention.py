@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -62,7 +62,9 @@ def training(command: Sequence[str], demo: Path, log: Path) -> Iterator[subproce
     try:
         yield process
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        # It may have ended by itself, with an error.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
@@ -180,7 +182,7 @@ def main() -> None:
                 inputs = [str(model), str(options.demo / "data/demo/sft_train.jsonl"), str(metrics)]
                 command = [sys.executable, __file__, "--plain-loop", *inputs]
             else:
-                changes = ["training.steps=100000", "training.epochs=null", "evaluation.every=null"]
+                changes = ["training.steps=100000", "evaluation.every=null"]
                 changes += [f"cluster=cpu:1x{count}", f"run_dir={scratch}/run"]
                 recipe = str(ROOT / "recipes" / f"{STAGES[stage]}.yaml")
                 command = [sys.executable, "-m", "realrl", "train", recipe, *changes]
