@@ -127,7 +127,7 @@ def test_evaluation_may_let_answers_end_earlier_than_training(recipe: str) -> No
         ("data.shuffle=maybe", "data.shuffle: 'maybe' is not true or false"),
         ("run_dir=5", "run_dir: 5 is not text"),
         ("data=null", "data: null is not a section of keys"),
-        ("data={}", "data.train: missing (A .jsonl"),
+        ("data=null; data={}", "data.train: missing (A .jsonl"),
         ("models.actor.optimizer.betas=[0.9]", "models.actor.optimizer.betas.1: missing"),
         ("models.actor.optimizer.schedule=cosin", "did you mean cosine?"),
         ("ppo.minibatches=3", "data.batch=64 is not divisible by the 3 mini-batches of actor.train"),
@@ -160,7 +160,7 @@ def test_evaluation_may_let_answers_end_earlier_than_training(recipe: str) -> No
         ("algorithm=null", "algorithm: missing; give one of "),
         ("data.batch", "override 'data.batch' is not understood; write key=value"),
         ("data..batch=1", "override 'data..batch=1' is not understood; write key=value"),
-        ("run_dir.x=1", "override run_dir.x=1: run_dir is 'runs/x', which has no keys inside"),
+        ("run_dir.x=1", "run_dir.x: run_dir is 'runs/x', which has no keys inside"),
         ("data.train=[a", "override data.train=[a: not valid YAML"),
     ],
 )

@@ -13,7 +13,7 @@ from realrl.config.errors import UserError
 from realrl.config.explain import section_class
 from realrl.config.yaml_file import parse_yaml, read_yaml
 from realrl.recipe.load import (
-    apply_override,
+    apply_overrides,
     dump_experiment,
     parse_experiment,
 )
@@ -62,7 +62,7 @@ def test_a_field_with_a_value_of_any_kind_is_refused_in_one_message_or_valid(
     recipe = read_yaml(recipe_of(place, algorithm))
     for value in WRONG:
         try:
-            experiment = parse_experiment(apply_override(recipe, f"{path}={value}"))
+            experiment = parse_experiment(apply_overrides(recipe, [f"{path}={value}"]))
         except UserError as error:
             assert "\n" not in str(error) and len(str(error)) <= SENTENCE
         else:
