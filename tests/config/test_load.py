@@ -179,10 +179,27 @@ def test_the_path_of_a_field_begins_with_its_section(recipe: str) -> None:
     assert str(caught.value) == "ppo.clip: 'x' is not a number"
 
 
-def test_a_misspelt_required_key_is_named_before_the_one_it_leaves_missing(recipe: str) -> None:
+def test_a_misspelt_required_key_is_not_said_to_be_missing_as_well(recipe: str) -> None:
+    for key in ("trian", "train_files"):
+        with pytest.raises(UserError) as caught:
+            load_experiment(recipe, ["data=null", f"data={{{key}: a}}"])
+        assert str(caught.value) == f"data.{key}: unknown key; did you mean data.train?"
+
+
+def test_up_to_five_mistakes_are_listed_those_of_spelling_first(recipe: str) -> None:
+    overrides = ["seed=x", "data={batch: 0, shuffle: 3, btach: 1}", "ppo.clip=x"]
     with pytest.raises(UserError) as caught:
-        load_experiment(recipe, ["data={trian: a}"])
-    assert str(caught.value) == "data.trian: unknown key; did you mean data.train? (and 1 more mistake)"
+        load_experiment(recipe, overrides)
+    assert str(caught.value).splitlines() == [
+        "data.btach: unknown key; did you mean data.batch?",
+        "  seed: 'x' is not a whole number",
+        "  data.batch: 0 must be above 0",
+        "  data.shuffle: 3 is not true or false",
+        "  ppo.clip: 'x' is not a number",
+    ]
+    with pytest.raises(UserError) as caught:
+        load_experiment(recipe, [*overrides, "ppo.gamma=x", "ppo.lam=x"])
+    assert str(caught.value).splitlines()[5:] == ["  (and 2 more mistakes)"]
 
 
 @pytest.mark.parametrize(
@@ -254,4 +271,5 @@ def test_what_generates_no_text_takes_no_judge(algorithm: str) -> None:
 def test_keys_that_nobody_could_read_are_quoted(key: str, shown: str) -> None:
     with pytest.raises(UserError) as error:
         parse_experiment({"algorithm": "sft", key: 1})
-    assert shown in str(error.value) and str(error.value).isprintable() and len(str(error.value)) < 700
+    first = str(error.value).splitlines()[0]
+    assert shown in first and first.isprintable() and len(first) < 700

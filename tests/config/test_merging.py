@@ -13,6 +13,7 @@ from realrl.config.explain import section_class
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import change_settings, load_experiment, parse_experiment
 from realrl.recipe.registry import find_algorithm, list_algorithms
+from tests.config.minimal import least
 
 GRPO = """
 algorithm: grpo
@@ -30,20 +31,6 @@ def recipe(tmp_path: Path) -> str:
     path = tmp_path / "grpo.yaml"
     path.write_text(GRPO)
     return str(path)
-
-
-def least(algorithm: str) -> dict[str, Any]:
-    """The settings that an algorithm cannot do without."""
-    spec = find_algorithm(algorithm)[0]
-    roles = [role for role, of in spec.roles.items() if of.weights_from is None and not of.optional]
-    rewarded = "reward" in spec.recipe.model_fields
-    return {
-        "algorithm": algorithm,
-        "run_dir": "runs/x",
-        "data": {"train": "a.jsonl"},
-        "models": {role: {"path": role} for role in roles},
-        **({"reward": {"verifier": {"kind": "exact_match"}}} if rewarded else {}),
-    }
 
 
 def list_defaults(

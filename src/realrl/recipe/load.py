@@ -13,6 +13,7 @@ from realrl.config.secrets.redaction import REDACTED, redact_settings
 from realrl.config.yaml_file import dump_yaml, parse_yaml, read_yaml
 from realrl.recipe.checks import complete
 from realrl.recipe.experiment import Experiment
+from realrl.recipe.other_names import OTHER_NAMES
 from realrl.recipe.registry import describe_choices, find_algorithm
 
 
@@ -41,7 +42,7 @@ def parse_experiment(settings: dict[str, Any]) -> Experiment:
     try:
         experiment = spec.recipe.model_validate({**settings, "algorithm": reference})
     except ValidationError as error:
-        raise UserError(explain(error, spec.recipe)) from None
+        raise UserError(explain(error, spec.recipe, other_names=OTHER_NAMES)) from None
     return complete(experiment, spec)
 
 
