@@ -1,4 +1,3 @@
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -8,13 +7,12 @@ from realrl.algorithms.ppo.config import PPOExperiment
 from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
 from realrl.config.errors import UserError
 from realrl.config.yaml_file import parse_yaml
-from realrl.recipe.describe import describe_settings
 from realrl.recipe.load import (
     dump_experiment,
     load_experiment,
     parse_experiment,
 )
-from realrl.recipe.registry import find_algorithm, list_algorithms
+from realrl.recipe.registry import list_algorithms
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -229,20 +227,6 @@ def test_bytes_that_are_not_text_are_an_error_about_the_file(tmp_path: Path) -> 
     (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(UserError, match=r"x\.yaml cannot be read"):
         load_experiment(str(tmp_path / "x.yaml"))
-
-
-@pytest.mark.parametrize("algorithm", list_algorithms())
-def test_description_is_yaml_with_every_default_and_a_comment_for_every_field(algorithm: str) -> None:
-    cls = find_algorithm(algorithm)[0].recipe
-    text = describe_settings(cls, algorithm=algorithm)
-    described = yaml.safe_load(text)
-    assert described["algorithm"] == algorithm
-    assert set(described) == set(cls.model_fields)
-    assert described["seed"] == 1 and described["data"]["batch"] == 64
-    lines = text.splitlines()
-    for above, line in pairwise(lines):
-        is_field = line.strip() and not line.strip().startswith("#")
-        assert not is_field or above.strip().startswith("#"), f"{line!r} is not explained"
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "reward"])

@@ -253,7 +253,7 @@ def _suggest(
         inside.append(str(first := next(iter(value))))
         value = value[first]
     path = [*place, *inside]
-    found = _translate(path, place, cls, other_names)
+    found = translate_name(path, place, cls, other_names)
     if found is not None and len(inside) > 1:
         return found[0], f"for {_join_path(path)}, {found[1]}"
     if found is not None:
@@ -262,13 +262,13 @@ def _suggest(
     if near is not None:
         meant = _join_path([*location[:-1], near])
     else:
-        meant = next((path for path in _paths(cls) if path.split(".")[-1] == key), None)
+        meant = next((path for path in list_paths(cls) if path.split(".")[-1] == key), None)
     if meant is not None:
         return meant, f"did you mean {meant}?"
     return None, f"known keys are {', '.join(section.written_fields())}"
 
 
-def _translate(
+def translate_name(
     path: Sequence[str], place: Sequence[str], cls: type[Settings], other_names: Mapping[str, OtherName]
 ) -> tuple[str | None, str] | None:
     """Find the setting that other tools call by the last parts of `path`, and say so; None without one.
@@ -293,13 +293,13 @@ def _translate(
     return None
 
 
-def _paths(cls: type[Settings], prefix: str = "") -> Iterable[str]:
+def list_paths(cls: type[Settings], prefix: str = "") -> Iterable[str]:
     """List the dotted path of every field under a class."""
     for name, field in cls.written_fields().items():
         yield prefix + name
         inner = section_class(field)
         if inner is not None:
-            yield from _paths(inner, f"{prefix}{name}.")
+            yield from list_paths(inner, f"{prefix}{name}.")
 
 
 @contextmanager
