@@ -52,7 +52,12 @@ def test_no_name_of_another_tool_hides_a_setting() -> None:
         ("grpo", "policy.beta", 0.1, "did you mean policy.kl.coef?"),
         ("ppo", "beta", 0.1, "did you mean ppo.kl.coef?"),
         ("dpo", "beta", 0.1, "did you mean preference.beta?"),
-        ("kto", "preference.beta", 0.1, "preference: unknown key; for preference.beta, did you mean kto.beta?"),
+        (
+            "kto",
+            "preference.beta",
+            0.1,
+            "preference: unknown key; for preference.beta, did you mean kto.beta?",
+        ),
         ("sft", "training.gradient_accumulation_steps", 4, "did you mean micro_batch_tokens?"),
         ("sft", "per_device_train_batch_size", 4, "did you mean data.batch? It counts all devices"),
         ("sft", "lora.r", 8, "lora: unknown key; for lora.r, did you mean models.actor.lora.rank?"),

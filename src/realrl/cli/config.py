@@ -17,7 +17,9 @@ def config(
     section: Annotated[
         str | None,
         typer.Argument(
-            metavar="SECTION", help="A section or field to print alone, such as policy.kl.", show_default=False
+            metavar="SECTION",
+            help="A section or field to print alone, such as policy.kl.",
+            show_default=False,
         ),
     ] = None,
     basic: Annotated[bool, typer.Option("--basic", help="Print only what most people set.")] = False,

@@ -28,6 +28,9 @@ _LONG = 80
 _DEEPEST = 10
 """Maximum depth of an unknown section that suggestions look into."""
 
+_KNOWN = "; known keys are "
+"""Text before the keys of a section, which one message lists once."""
+
 MOST_MISTAKES = 5
 """Maximum mistakes that an error message lists."""
 
@@ -134,7 +137,12 @@ def explain(
     names = other_names or {}
     renamed = [_suggest(e, cls, names)[0] for e in mistakes if e["type"] == "extra_forbidden"]
     mistakes = [e for e in mistakes if e["type"] != "missing" or _join_path(e["loc"]) not in renamed]
-    return join_mistakes([_message(e, cls, names) for e in mistakes], most=most)
+    messages, listed = [], set()
+    for mistake in mistakes:
+        message, known, keys = _message(mistake, cls, names).partition(_KNOWN)
+        messages.append(message if keys in listed else f"{message}{known}{keys}")
+        listed.add(keys)
+    return join_mistakes(messages, most=most)
 
 
 def join_mistakes(messages: Sequence[str], *, most: int = MOST_MISTAKES) -> str:
@@ -173,9 +181,7 @@ def _show_part(part: int | str) -> str:
     return text if text.strip() and text.isprintable() and len(text) <= _LONG else brief(part)
 
 
-def _describe_problem(
-    error: ErrorDetails, cls: type[Settings], other_names: Mapping[str, OtherName]
-) -> str:
+def _describe_problem(error: ErrorDetails, cls: type[Settings], other_names: Mapping[str, OtherName]) -> str:
     """Describe a problem without its location."""
     kind, value, location = error["type"], error["input"], error["loc"]
     context = error.get("ctx", {})

@@ -62,7 +62,9 @@ def _check_section(section: str, cls: type[Settings]) -> None:
     *place, last = section.split(".")
     meant = translate_name([*place, last], place, cls, OTHER_NAMES)
     near = next((path for path in paths if path.split(".")[-1] == last), None) or nearest(section, paths)
-    hint = meant[1] if meant else f"did you mean {near}?" if near else f"there are {', '.join(cls.model_fields)}"
+    hint = (
+        meant[1] if meant else f"did you mean {near}?" if near else f"there are {', '.join(cls.model_fields)}"
+    )
     raise UserError(f"{section}: there is no such setting; {hint}")
 
 

@@ -148,12 +148,7 @@ class PolicyGradientExperiment(Experiment):
         return self
 
     @model_validator(mode="after")
-    def _samples_differ(self) -> Self:
-        if self.generation.greedy and self.policy.samples > 1:
-            raise ValueError(
-                f"generation.greedy=true gives the {self.policy.samples} equal answers to each prompt that"
-                " policy.samples asks for; set greedy=false"
-            )
+    def _overlong(self) -> Self:
         buffer = self.policy.overlong_buffer
         if buffer is not None and buffer > self.generation.max_new_tokens:
             raise ValueError(
