@@ -183,7 +183,7 @@ DPO_SETTINGS = {"beta": 0.3, "label_smoothing": 0.0}
         ("dpo", {"beta": 0.3, "loss": "hinge"}, "dpo", {**DPO_SETTINGS, "loss_types": ["hinge"]}),
         (
             "dpo",
-            {"beta": 0.3, "loss": "ipo", "length_normalization": True},
+            {"beta": 0.3, "loss": "ipo"},
             "dpo",
             {**DPO_SETTINGS, "loss_types": ["ipo"]},
         ),
@@ -252,7 +252,7 @@ def test_loss_gradient_and_metrics_equal_those_of_trl(
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
     found = metrics.result()
     assert found["accuracy"] == pytest.approx(theirs["rewards/accuracies"])
-    if not config.length_normalization or trainer == "cpo":
+    if not config.per_token or trainer == "cpo":
         assert found["margin"] == pytest.approx(theirs["rewards/margins"], rel=1e-4)
         assert found["chosen_reward"] == pytest.approx(theirs["rewards/chosen"], rel=1e-4)
 
@@ -350,7 +350,17 @@ def test_a_reference_is_loaded_only_where_one_is_needed(
     [
         ({"gamma": 1.0, "loss": "hinge"}, {}, "gamma=1 is the margin of loss=sigmoid"),
         ({"label_smoothing": 0.1, "loss": "ipo"}, {}, "label_smoothing=0.1 goes with"),
-        ({"loss": "odds_ratio"}, {}, "set reference=none and length_normalization=true"),
+        ({"loss": "odds_ratio"}, {}, "set reference=none"),
+        (
+            {"loss": "ipo", "length_normalization": False},
+            {},
+            "loss=ipo compares means over tokens; leave it out",
+        ),
+        (
+            {"loss": "odds_ratio", "reference": "none", "length_normalization": False},
+            {},
+            "loss=odds_ratio compares means over tokens",
+        ),
         ({"ref_ema": 0.1, "reference": "none"}, {}, "ref_ema=0.1 moves models.ref"),
         ({"ref_every": 9, "reference": "none"}, {}, "ref_every=9 moves models.ref"),
         ({}, {"ref": None}, "models.ref is null, and preference.reference=model needs it"),

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from realrl.cli.app import run_app
+from realrl.config.explain import MOST_MISTAKES
 
 SENTENCE = 700
-"""Characters of the longest error message. Some list all that there is to choose from."""
+"""Characters of the longest line of an error message. Some list all that there is to choose from."""
 
 DEEP, DEEPER = "[" * 1500, "[" * 100_000
 """Too deep for YAML, and for JSON."""
@@ -26,10 +27,16 @@ CONFIG_JSON: dict[str, Any] = {
 def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
     """Run a command line that must end with one error message that has `words` in it."""
     assert run_app(arguments) == 2, "accepted"
-    captured = capsys.readouterr()
-    assert captured.err.startswith("realrl: ") and captured.err.count("\n") == 1, captured.err
-    assert len(captured.err) <= SENTENCE and "Traceback" not in captured.err
-    assert words in captured.err, captured.err
+    said = capsys.readouterr().err
+    assert is_message(said) and words in said, said
+
+
+def is_message(text: str) -> bool:
+    """Tell whether text is one error message: a line for each mistake that it lists, all but the first indented."""
+    first, *others = text.removesuffix("\n").split("\n")
+    short = all(len(line) <= SENTENCE for line in (first, *others)) and len(others) <= MOST_MISTAKES
+    listed = all(line.startswith("  ") for line in others)
+    return first.startswith("realrl: ") and short and listed and "Traceback" not in text
 
 
 def recipe_of(place: Path, algorithm: str) -> str:

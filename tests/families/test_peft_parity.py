@@ -8,6 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
 from realrl.checkpoint.stored import join_tensors
+from realrl.config.errors import UserError
 from realrl.engine.buffers.flat import FlatBuffer
 from realrl.families.adapters import ADAPTERS, LowRank
 from realrl.families.registry import model_tensors
@@ -101,3 +102,17 @@ def test_logits_and_gradients_are_those_of_peft(case: str) -> None:
         torch.testing.assert_close(parameter.grad, wanted, atol=1e-4 * scale, rtol=1e-4, msg=name)
         compared += 1
     assert compared >= 2
+
+
+def test_a_rank_that_no_adapted_matrix_can_have_is_refused() -> None:
+    shape = SHAPES["qwen3"]
+    widest = {"q_proj": shape.heads * shape.head_dim, "k_proj": shape.kv_heads * shape.head_dim}
+    for target, rows in widest.items():
+        highest = min(rows, shape.hidden_size)
+        for rank in (highest, highest + 1):
+            adapted = shape.model_copy(update={"lora": LowRank(rank=rank, targets=(target,))})
+            if rank == highest:
+                assert model_tensors(adapted, "lm")
+                continue
+            with pytest.raises(UserError, match=f"lora.rank={rank} is above {highest}, the highest rank"):
+                model_tensors(adapted, "lm")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from realrl.cli.app import run_app
-from tests.cli.mistakes import SENTENCE
+from tests.cli.mistakes import is_message
 
 SECONDS = 60
 """Time after which a command is taken to hang. Most take a hundredth of a second."""
@@ -61,8 +61,7 @@ def check_command(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) 
     assert status in (0, 2), shown
     assert "Traceback" not in said.err and "Traceback" not in said.out, shown
     if status:
-        lines = said.err.splitlines()
-        assert lines[-1].startswith("realrl: ") and len(lines[-1]) <= SENTENCE, shown
-        assert sum(line.startswith("realrl: ") for line in lines) == 1, shown
+        _, *messages = f"\n{said.err}".split("\nrealrl: ")
+        assert len(messages) == 1 and is_message(f"realrl: {messages[0]}"), shown
     sys.stdout.flush()
     return status

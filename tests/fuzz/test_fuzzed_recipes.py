@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from realrl.config.errors import UserError
 from realrl.config.yaml_file import parse_yaml
 from realrl.recipe.load import dump_experiment, load_experiment, parse_experiment
-from tests.cli.mistakes import SENTENCE
+from tests.cli.mistakes import is_message
 from tests.fuzz.commands import check_command, ends_soon, fuzz
 
 ROOT = Path(__file__).parents[2]
@@ -210,7 +210,7 @@ def check_recipe(file: Path, damaged: tuple[str, bytes], capsys: pytest.CaptureF
         try:
             experiment = load_experiment(str(file))
         except UserError as error:
-            assert "\n" not in str(error) and len(str(error)) <= SENTENCE
+            assert is_message(f"realrl: {error}")
         else:
             assert parse_experiment(parse_yaml(dump_experiment(experiment), "dump")) == experiment
 

@@ -14,8 +14,17 @@ def config(
             show_default=False,
         ),
     ] = None,
+    section: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SECTION",
+            help="A section or field to print alone, such as policy.kl.",
+            show_default=False,
+        ),
+    ] = None,
+    basic: Annotated[bool, typer.Option("--basic", help="Print only what most people set.")] = False,
 ) -> None:
-    """Print every field of an algorithm's recipes with its type, default and meaning, as commented YAML."""
+    """Print the fields of an algorithm's recipes with their types, defaults and meanings, as commented YAML."""
     from realrl.recipe.describe import describe_settings
     from realrl.recipe.registry import find_algorithm, list_algorithms
 
@@ -24,4 +33,5 @@ def config(
             typer.echo(f"{name}: {find_algorithm(name)[0].about}")
         return
     spec, _ = find_algorithm(algorithm)
-    typer.echo(describe_settings(spec.recipe, algorithm=algorithm), nl=False)
+    text = describe_settings(spec.recipe, section=section, basic=basic, algorithm=algorithm)
+    typer.echo(text, nl=False)

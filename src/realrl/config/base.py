@@ -1,12 +1,16 @@
 """Base class of recipe settings."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
 DERIVED: dict[str, Any] = {"derived": True}
 """`json_schema_extra` of a field that other settings decide, and that nobody writes."""
+
+PRESENCE: dict[str, Any] = {"presence": True}
+"""`json_schema_extra` of a section that means something even if it is empty; `realrl config` comments it out."""
 
 
 class Settings(BaseModel):
@@ -29,3 +33,28 @@ class Settings(BaseModel):
     def written_fields(cls) -> dict[str, FieldInfo]:
         """List the fields that may be written, by name."""
         return {name: of for name, of in cls.model_fields.items() if of.json_schema_extra != DERIVED}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_defaults(cls, given: Any) -> Any:
+        """Let a section that is given in part keep the rest of its field's default.
+
+        Without this, pydantic would fill the rest with the defaults of the section's class, although two
+        algorithms may share the class and differ in their defaults.
+        """
+        if not isinstance(given, Mapping):
+            return given
+        defaults = {name: field.default for name, field in cls.model_fields.items() if name in given}
+        return {**given, **_merge_sections(defaults, given)}
+
+
+def _merge_sections(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the mappings in `given` over the settings in `defaults` of the same name, at every depth."""
+    merged = {}
+    for name, default in defaults.items():
+        value = given.get(name)
+        if isinstance(default, Settings) and isinstance(value, Mapping):
+            # Only what the default says itself: some settings look at which fields were set.
+            said = {field: getattr(default, field) for field in default.model_fields_set}
+            merged[name] = {**said, **value, **_merge_sections(said, value)}
+    return merged

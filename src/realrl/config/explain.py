@@ -3,8 +3,9 @@
 import difflib
 import re
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import date
 from typing import Any, get_args
 
@@ -23,6 +24,26 @@ CONSEQUENCE = "consequence"
 
 _LONG = 80
 """Maximum characters of a value that an error message repeats."""
+
+_DEEPEST = 10
+"""Maximum depth of an unknown section that suggestions look into."""
+
+_KNOWN = "; known keys are "
+"""Text before the keys of a section, which one message lists once."""
+
+MOST_MISTAKES = 5
+"""Maximum mistakes that an error message lists."""
+
+
+@dataclass(frozen=True)
+class OtherName:
+    """Name of a setting in other tools."""
+
+    targets: tuple[str, ...]
+    """Dotted paths of what it is here; the first one that there is counts."""
+    about: str = ""
+    """Sentence on how that differs; without targets, why there is none."""
+
 
 _WANTED = {
     "int": "a whole number",
@@ -98,28 +119,60 @@ def find_settings(name: str, base: type[Settings] = Settings) -> type[Settings] 
     return None
 
 
-def explain(error: ValidationError, cls: type[Settings]) -> str:
-    """Describe the first error to fix, and how many others there are.
+def explain(
+    error: ValidationError,
+    cls: type[Settings],
+    *,
+    most: int = MOST_MISTAKES,
+    other_names: Mapping[str, OtherName] | None = None,
+) -> str:
+    """Describe up to `most` mistakes, one on each line, the one to fix first in front.
 
-    cls: what was being validated; suggestions come from its fields.
+    cls: what was being validated; suggestions come from its fields, and from `other_names` by which other tools
+    know them.
     """
     # A misspelt key often also shows up as a missing one; the spelling is what has to be fixed.
     mistakes = [e for e in error.errors() if e["type"] != CONSEQUENCE]
-    errors = sorted(mistakes, key=lambda e: e["type"] not in ("extra_forbidden", "invalid_key"))
-    message = _message(errors[0], errors[0]["loc"], cls)
-    others = len(errors) - 1
-    return message if not others else f"{message} (and {others} more mistake{'s' if others > 1 else ''})"
+    mistakes.sort(key=lambda e: e["type"] not in ("extra_forbidden", "invalid_key"))
+    names = other_names or {}
+    renamed = [_suggest(e, cls, names)[0] for e in mistakes if e["type"] == "extra_forbidden"]
+    mistakes = [e for e in mistakes if e["type"] != "missing" or _join_path(e["loc"]) not in renamed]
+    messages, listed = [], set()
+    for mistake in mistakes:
+        message, known, keys = _message(mistake, cls, names).partition(_KNOWN)
+        messages.append(message if keys in listed else f"{message}{known}{keys}")
+        listed.add(keys)
+    return join_mistakes(messages, most=most)
 
 
-def _message(error: ErrorDetails, location: tuple[int | str, ...], cls: type[Settings]) -> str:
+def join_mistakes(messages: Sequence[str], *, most: int = MOST_MISTAKES) -> str:
+    """Join messages as one text with a line for each of the first `most`, and the number of the others."""
+    others = len(messages) - most
+    text = "\n  ".join(messages[:most])
+    if others <= 0:
+        return text
+    between = " " if most == 1 else "\n  "
+    return f"{text}{between}(and {others} more mistake{'s' if others > 1 else ''})"
+
+
+def _join_path(location: Iterable[int | str]) -> str:
+    return ".".join(map(_show_part, location))
+
+
+def _message(error: ErrorDetails, cls: type[Settings], other_names: Mapping[str, OtherName]) -> str:
+    location = error["loc"]
     if location and location[-1] == _KEY:
         key = brief(location[-2])
-        return f"{'.'.join(map(_show_part, location[:-2]))}: {key} is not text, so it is no name of a key"
-    path = ".".join(map(_show_part, location))
-    problem = _describe_problem(error, location, cls)
+        return f"{_join_path(location[:-2])}: {key} is not text, so it is no name of a key"
+    path = _join_path(location)
+    problem = _describe_problem(error, cls, other_names)
     if path and problem.startswith(f"{location[-1]}="):  # it names the field itself, with the value
         return path.removesuffix(str(location[-1])) + problem
     return f"{path}: {problem}" if path else problem
+
+
+def _join_path(location: Iterable[int | str]) -> str:
+    return ".".join(map(_show_part, location))
 
 
 def _show_part(part: int | str) -> str:
@@ -128,13 +181,12 @@ def _show_part(part: int | str) -> str:
     return text if text.strip() and text.isprintable() and len(text) <= _LONG else brief(part)
 
 
-def _describe_problem(error: ErrorDetails, location: tuple[int | str, ...], cls: type[Settings]) -> str:
-    """Describe the problem at a location, without the location."""
-    kind = error["type"]
-    value = error["input"]
+def _describe_problem(error: ErrorDetails, cls: type[Settings], other_names: Mapping[str, OtherName]) -> str:
+    """Describe a problem without its location."""
+    kind, value, location = error["type"], error["input"], error["loc"]
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
-        return "; ".join(filter(None, ("unknown key", _suggestion(location, cls))))
+        return "; ".join(filter(None, ("unknown key", _suggest(error, cls, other_names)[1])))
     if kind == "missing":
         if isinstance(location[-1], int):
             return "missing; the list has too few entries"
@@ -188,33 +240,72 @@ def _field(location: tuple[int | str, ...], cls: type[Settings]) -> FieldInfo | 
     return section.model_fields.get(str(location[-1])) if section and location else None
 
 
-def _suggestion(location: tuple[int | str, ...], cls: type[Settings]) -> str:
-    """Suggest a known key for an unknown one: a similar neighbour, or a key of that name elsewhere.
+def _suggest(
+    error: ErrorDetails, cls: type[Settings], other_names: Mapping[str, OtherName]
+) -> tuple[str | None, str]:
+    """Find the dotted path of the key that an unknown one may stand for, None if there is none, and say so.
 
-    Empty inside a table of sections, whose keys are free.
+    By precedence: what other tools call so, a similar neighbour, a key of that name elsewhere. An unknown section
+    may be another tool's, and is looked up by its first key: `actor_rollout_ref.rollout.n`. The text is empty
+    inside a table of sections, whose keys are free.
     """
+    location, value = error["loc"], error["input"]
     section = _section(location[:-1], cls)
     if section is None:
-        return ""
-    key = str(location[-1])
-    prefix = "".join(f"{part}." for part in location[:-1])
-    known = section.written_fields()
-    near = nearest(key, known)
+        return None, ""
+    *place, key = map(str, location)
+    inside = [key]
+    while isinstance(value, Mapping) and value and len(inside) < _DEEPEST:
+        inside.append(str(first := next(iter(value))))
+        value = value[first]
+    path = [*place, *inside]
+    found = translate_name(path, place, cls, other_names)
+    if found is not None and len(inside) > 1:
+        return found[0], f"for {_join_path(path)}, {found[1]}"
+    if found is not None:
+        return found
+    near = nearest(key, section.written_fields())
     if near is not None:
-        return f"did you mean {prefix}{near}?"
-    elsewhere = next((path for path in _paths(cls) if path.split(".")[-1] == key), None)
-    if elsewhere is not None:
-        return f"did you mean {elsewhere}?"
-    return f"known keys are {', '.join(known)}"
+        meant = _join_path([*location[:-1], near])
+    else:
+        meant = next((path for path in list_paths(cls) if path.split(".")[-1] == key), None)
+    if meant is not None:
+        return meant, f"did you mean {meant}?"
+    return None, f"known keys are {', '.join(section.written_fields())}"
 
 
-def _paths(cls: type[Settings], prefix: str = "") -> Iterable[str]:
+def translate_name(
+    path: Sequence[str], place: Sequence[str], cls: type[Settings], other_names: Mapping[str, OtherName]
+) -> tuple[str | None, str] | None:
+    """Find the setting that other tools call by the last parts of `path`, and say so; None without one.
+
+    place: path of the section it stands in. Settings in there are preferred, so that `models.critic.learning_rate`
+    is the critic's.
+    """
+    for length in (3, 2, 1):
+        other = other_names.get(".".join(path[-length:]))
+        if other is None:
+            continue
+        if not other.targets:
+            return None, other.about
+        for target in other.targets:
+            parts = target.split(".")
+            for depth in range(len(place), -1, -1):
+                for start in range(len(parts) if depth else 1):
+                    candidate = (*place[:depth], *parts[start:])
+                    if _field(candidate, cls) is not None:
+                        found = ".".join(candidate)
+                        return found, " ".join(filter(None, (f"did you mean {found}?", other.about)))
+    return None
+
+
+def list_paths(cls: type[Settings], prefix: str = "") -> Iterable[str]:
     """List the dotted path of every field under a class."""
     for name, field in cls.written_fields().items():
         yield prefix + name
         inner = section_class(field)
         if inner is not None:
-            yield from _paths(inner, f"{prefix}{name}.")
+            yield from list_paths(inner, f"{prefix}{name}.")
 
 
 @contextmanager

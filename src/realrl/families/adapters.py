@@ -71,6 +71,11 @@ class AdaptedModule:
     """Tensors of the model that are its rows, in order."""
 
     @property
+    def highest_rank(self) -> int:
+        """The smaller one of its numbers of rows and columns."""
+        return min(sum(part.shape[0] for part in self.parts), self.parts[0].shape[1])
+
+    @property
     def target(self) -> str:
         """The last part of its name, by which settings name it."""
         return self.name.rpartition(".")[2]
@@ -85,9 +90,13 @@ def list_modules(tensors: Iterable[TensorSpec]) -> tuple[AdaptedModule, ...]:
 
 
 def add_adapters(tensors: Sequence[TensorSpec], lora: LowRank) -> tuple[TensorSpec, ...]:
-    """Add the adapters of each layer after its other tensors; UserError for a target that there is not."""
+    """Add the adapters of each layer after its other tensors.
+
+    UserError for a target that there is not, or a rank that no adapted matrix can have.
+    """
     found: list[TensorSpec] = []
     known: dict[str, None] = {}
+    highest = 0
     for layer, group in groupby(tensors, key=lambda spec: spec.layer):
         of_layer = list(group)
         found += of_layer
@@ -96,10 +105,16 @@ def add_adapters(tensors: Sequence[TensorSpec], lora: LowRank) -> tuple[TensorSp
         for matrix in LORA_A:
             modules = list_modules(spec for spec in of_layer if spec.parameter == matrix)
             known |= dict.fromkeys(module.target for module in modules)
-            found += _adapt(matrix, [m for m in modules if is_adapted(m, lora)], lora)
+            adapted = [module for module in modules if is_adapted(module, lora)]
+            found += _adapt(matrix, adapted, lora)
+            highest = max([highest, *(module.highest_rank for module in adapted)])
     unknown = [target for target in lora.targets or () if target not in known]
     if unknown:
         raise UserError(f"lora.targets: there is no matrix {unknown[0]}; there are {join([*known])}")
+    if lora.rank > highest:
+        raise UserError(
+            f"lora.rank={lora.rank} is above {highest}, the highest rank that any of the adapted matrices can have"
+        )
     return tuple(found)
 
 

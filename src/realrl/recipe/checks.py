@@ -1,10 +1,11 @@
 """Checks of a recipe as a whole, by the description of its algorithm."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from realrl.config.errors import UserError
 from realrl.config.machine.gpus import computes_on_gpus
 from realrl.config.machine.processor import choose_products
+from realrl.config.words import join
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, get_spec
@@ -79,12 +80,30 @@ def _settle_dtypes(experiment: Experiment, graph: DataflowGraph) -> Experiment:
     return experiment.model_copy(update={"models": models.model_copy(update=settled)})
 
 
+_DRAWN = {"greedy=true": "greedy=false", "top_k=1": "top_k=0 or above 1"}
+"""Setting by which the likeliest token is taken -> the setting by which tokens are drawn."""
+
+_READ_BY_FORMS: Mapping[str, tuple[str, ...]] = {
+    "train_on": ("answer",),
+    "max_pairs_per_prompt": ("pair",),
+    "pair_weight": ("pair",),
+}
+"""Settings of `data` that only records of some forms take."""
+
+
 def _problems(experiment: Experiment) -> Iterator[str]:
     spec, data = get_spec(experiment), experiment.data
     for field in ("epochs", "samples_per_prompt", "sampling_rounds"):
         number = getattr(spec, field)(experiment)
         if not isinstance(number, int) or number < 1:
             yield f"algorithm {spec.name}: {field}: {number} is not a whole number above 0"
+    for field, forms in _READ_BY_FORMS.items():
+        value = getattr(data, field)
+        if spec.form not in forms and value != type(data).model_fields[field].default:
+            yield (
+                f"data.{field}={value} is about records of the form {join(forms, 'or')}, and those of {spec.name}"
+                f" have the form {spec.form}; leave it out"
+            )
     sampling = None if spec.generation is None else spec.generation(experiment)
     if spec.generation is not None and not isinstance(sampling, GenerationConfig):
         yield f"algorithm {spec.name}: generation: {type(sampling).__name__} is not a GenerationConfig"
@@ -93,6 +112,12 @@ def _problems(experiment: Experiment) -> Iterator[str]:
     yield from find_evaluation_problems(experiment, sampling)
     if sampling is None:
         return
+    samples = spec.samples_per_prompt(experiment)
+    if spec.trains and samples > 1 and sampling.certain is not None:
+        yield (
+            f"generation.{sampling.certain} always takes the likeliest token, and so gives {samples} equal answers"
+            f" to each prompt; set generation.{_DRAWN[sampling.certain]}"
+        )
     most = sampling.max_new_tokens
     if data.max_prompt_tokens + most > data.max_tokens:
         yield (

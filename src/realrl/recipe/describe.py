@@ -2,14 +2,18 @@
 
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
-from realrl.config.base import Settings
-from realrl.config.explain import section_class
+from realrl.config.base import PRESENCE, Settings
+from realrl.config.errors import UserError
+from realrl.config.explain import list_paths, nearest, section_class, translate_name
+from realrl.recipe.other_names import OTHER_NAMES
 
 _NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false", NoneType: "null"}
 _COLLECTIONS = {list: "list", dict: "mapping"}
@@ -17,55 +21,122 @@ _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _WIDTH = 108
 
 
-def describe_settings(cls: type[Settings], **given: str) -> str:
+BASIC = (
+    *("algorithm", "run_dir", "cluster", "plan", "data.train", "data.eval", "data.columns", "data.batch"),
+    *("data.max_tokens", "data.max_prompt_tokens", "data.apply_chat_template", "training.epochs"),
+    *("training.steps", "evaluation.every", "checkpoint.every", "models.*.path", "models.*.lora"),
+    *("models.*.optimizer.lr", "models.*.optimizer.warmup_steps", "reward", "generation.max_new_tokens"),
+    *("generation.temperature", "*.samples", "*.minibatches", "*.kl.coef", "*.clip", "*.loss", "*.beta"),
+    *("distillation.divergence", "distillation.top_k", "expert_iteration.keep", "expert_iteration.threshold"),
+)
+"""Patterns of the dotted paths that most people set."""
+
+
+def describe_settings(
+    cls: type[Settings], *, section: str | None = None, basic: bool = False, **given: str
+) -> str:
     """Commented YAML of a settings class: each field with its default, or its value in `given`, and above it its
     meaning and type.
 
     Sections that are null by default are shown commented out below; one that repeats an earlier section only
-    names it.
+    names it. `section`: dotted path to be shown alone, within the sections around it; UserError if there is none.
+    `basic`: show only what most people set.
     """
-    return "\n".join([f"# {_doc(cls)}", "", *_lines(cls, "", {}, given)]) + "\n"
+    wanted = set(list_paths(cls))
+    if section is not None:
+        _check_section(section, cls)
+        wanted = {path for path in wanted if f"{path}.".startswith(f"{section}.")}
+    if basic:
+        wanted = {path for path in wanted if any(fnmatchcase(path, pattern) for pattern in BASIC)}
+    for path in list(wanted):
+        parts = path.split(".")
+        wanted |= {".".join(parts[:depth]) for depth in range(1, len(parts))}
+    title = [] if section is not None else [f"# {_doc(cls)}", ""]
+    return "\n".join([*title, *_Lines(given, wanted).describe(cls)]) + "\n"
 
 
-def _lines(
-    cls: type[Settings], prefix: str, shown: dict[type[Settings], str], given: Mapping[str, str]
-) -> Iterator[str]:
-    """Lines of a section; prefix: its dotted path and a dot; shown: where a class was written out before; given:
-    values by dotted path."""
-    pad = "  " * prefix.count(".")
-    for name, field in cls.written_fields().items():
-        inner = section_class(field)
-        about = field.description or (_doc(inner) if inner else "")
-        if inner is None:
-            about = f"{about} ({_field_type(field)})".strip()
-        for line in textwrap.wrap(" ".join(about.split()), _WIDTH - len(pad)):
-            yield f"{pad}# {line}"
-        if inner is None:
-            yield f"{pad}{name}: {given.get(prefix + name, _default(field))}".rstrip()
-            continue
-        empty = field.default is None
-        if inner in shown:
-            yield f"{pad}{name}: {'null' if empty else '{}'}  # keys as in {shown[inner]}"
-            continue
-        shown[inner] = prefix + name
-        yield f"{pad}{name}:" + " null" * empty
-        inside = _lines(inner, f"{prefix}{name}.", shown, given)
-        if empty:
-            yield f"{pad}# {name}:"
+def _check_section(section: str, cls: type[Settings]) -> None:
+    paths = list(list_paths(cls))
+    if section in paths:
+        return
+    *place, last = section.split(".")
+    meant = translate_name([*place, last], place, cls, OTHER_NAMES)
+    near = next((path for path in paths if path.split(".")[-1] == last), None) or nearest(section, paths)
+    hint = (
+        meant[1] if meant else f"did you mean {near}?" if near else f"there are {', '.join(cls.model_fields)}"
+    )
+    raise UserError(f"{section}: there is no such setting; {hint}")
+
+
+class _Lines:
+    """Lines of the description, and what they have shown so far."""
+
+    def __init__(self, given: Mapping[str, str], wanted: Container[str]) -> None:
+        """given: values by dotted path; wanted: paths to show."""
+        self._given, self._wanted = given, wanted
+        self._shown: dict[type[Settings], tuple[str, dict[str, Any]]] = {}
+        """Where a class was written out, and the defaults that were not those of the class."""
+
+    def describe(
+        self, cls: type[Settings], section: Settings | None = None, prefix: str = ""
+    ) -> Iterator[str]:
+        """Yield the lines of a section; `section`: its default, None for that of the class; prefix: its dotted path
+        and a dot."""
+        pad = "  " * prefix.count(".")
+        for name, field in cls.written_fields().items():
+            path = prefix + name
+            if path not in self._wanted:
+                continue
+            inner = section_class(field)
+            about = field.description or (_doc(inner) if inner else "")
+            if inner is None:
+                about = f"{about} ({_field_type(field)})".strip()
+            for line in textwrap.wrap(" ".join(about.split()), _WIDTH - len(pad)):
+                yield f"{pad}# {line}"
+            default = field.default if section is None else getattr(section, name)
+            if inner is None:
+                value = self._given.get(path) or _format(field, default)
+                yield f"{pad}{name}: {value}".rstrip()
+            else:
+                # A section that means something even if it is empty would change the recipe.
+                hidden = field.json_schema_extra == PRESENCE
+                yield from self._describe_section(inner, default, path, pad, hidden=hidden)
+
+    def _describe_section(
+        self, cls: type[Settings], default: Any, path: str, pad: str, *, hidden: bool
+    ) -> Iterator[str]:
+        name = path.rpartition(".")[2]
+        section = default if isinstance(default, Settings) else None
+        said = {} if section is None else section.model_dump(exclude_unset=True)
+        mark = "# " if hidden else ""
+        if cls in self._shown and (not said or self._shown[cls][1] == said):
+            empty = "null" if default is None else "{}"
+            yield f"{pad}{mark}{name}: {empty}  # keys as in {self._shown[cls][0]}"
+            return
+        self._shown[cls] = path, said
+        inside = self.describe(cls, section, f"{path}.")
+        if default is None or hidden:
             inside = (f"{pad}# {line[len(pad) :]}" for line in inside)
-        yield from inside
+        lines = list(inside)
+        if default is None:
+            yield f"{pad}{name}: null"
+        if lines:
+            yield f"{pad}{'# ' if default is None else mark}{name}:"
+        elif default is not None:
+            yield f"{pad}{mark}{name}: {{}}"
+        yield from lines
 
 
 def _doc(cls: type[Settings]) -> str:
     return " ".join((cls.__doc__ or "").split())
 
 
-def _default(field: FieldInfo) -> str:
-    """The default in YAML; a literal with one value is no choice, so it is given."""
-    if field.is_required():
+def _format(field: FieldInfo, default: Any) -> str:
+    """Format a default as YAML; a literal with one value is no choice, so it is given."""
+    if default is PydanticUndefined:
         options = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
         return str(options[0]) if len(options) == 1 else ""
-    return json.dumps(field.default) if not isinstance(field.default, str) else field.default
+    return json.dumps(default) if not isinstance(default, str) else default
 
 
 def _field_type(field: FieldInfo) -> str:

@@ -38,10 +38,12 @@ def _find_sampling_problems(settings: EvaluationConfig, sampling: GenerationConf
     fewest, most = settings.min_new_tokens, sampling.max_new_tokens
     if fewest is not None and fewest > most:
         yield f"evaluation.min_new_tokens={fewest} is above generation.max_new_tokens={most}"
-    if settings.samples > 1 and settings.change(sampling).greedy:
+    certain = settings.change(sampling).certain
+    if settings.samples > 1 and certain is not None:
+        change = "evaluation.greedy=false" if certain == "greedy=true" else "generation.top_k=0 or above 1"
         yield (
-            f"evaluation.samples={settings.samples} would all be the same, since evaluation is greedy; set"
-            " evaluation.greedy=false, or evaluation.samples=1"
+            f"evaluation.samples={settings.samples} would all be the same, since evaluation takes the likeliest"
+            f" token ({certain}); set {change}, or evaluation.samples=1"
         )
 
 

@@ -1,30 +1,31 @@
 """Recipes: a YAML file plus `key=value` overrides, validated into an experiment."""
 
 import copy
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, get_origin
 
 from pydantic import ValidationError
 
+from realrl.config.base import Settings
 from realrl.config.errors import UserError
-from realrl.config.explain import brief, explain, shorten
+from realrl.config.explain import brief, explain, section_class, shorten
 from realrl.config.secrets.redaction import REDACTED, redact_settings
 from realrl.config.yaml_file import dump_yaml, parse_yaml, read_yaml
 from realrl.recipe.checks import complete
 from realrl.recipe.experiment import Experiment
+from realrl.recipe.other_names import OTHER_NAMES
 from realrl.recipe.registry import describe_choices, find_algorithm
 
 
 def load_experiment(path: str, overrides: Sequence[str] = ()) -> Experiment:
     """Read a recipe, apply overrides `a.b.c=value` (values in YAML, so `null`, numbers and lists work).
 
-    Raises UserError: one message with the file and line, or with the dotted path of the field.
+    Raises UserError: one message with the file and line, or with the dotted path of each wrong field.
     """
     settings = read_yaml(path)
     if not isinstance(settings, dict):
         raise UserError(f"{path} holds no recipe: it must be a mapping such as algorithm: sft")
-    for override in overrides:
-        settings = apply_override(settings, override)
+    settings = apply_overrides(settings, overrides)
     for name in _list_redacted(settings):
         raise UserError(
             f"{path}: {name} holds {REDACTED}, which stands for a secret that was not written; give it again by"
@@ -41,32 +42,66 @@ def parse_experiment(settings: dict[str, Any]) -> Experiment:
     try:
         experiment = spec.recipe.model_validate({**settings, "algorithm": reference})
     except ValidationError as error:
-        raise UserError(explain(error, spec.recipe)) from None
+        raise UserError(explain(error, spec.recipe, other_names=OTHER_NAMES)) from None
     return complete(experiment, spec)
 
 
-def apply_override(settings: dict[str, Any], override: str) -> dict[str, Any]:
-    """Copy `settings` with `a.b.c=value` applied; sections on the way are created where missing."""
+def apply_overrides(settings: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Copy `settings` with overrides `a.b.c=value` applied in order, see `change_settings`."""
+    return change_settings(settings, [_parse_override(override) for override in overrides])
+
+
+def _parse_override(override: str) -> tuple[str, Any]:
+    """Split `a.b.c=value` into the name and the value; UserError for anything else."""
     name, equals, text = override.partition("=")
-    *sections, last = name.strip().split(".")
-    if not equals or not last or not all(sections):
+    if not equals or not all(name.strip().split(".")):
         raise UserError(
             f"override {brief(override)} is not understood; write key=value, for example data.batch=32"
         )
-    value = parse_yaml(text, f"override {shorten(override)}")
-    settings = copy.deepcopy(settings)
-    section = settings
-    for depth, part in enumerate(sections):
-        if section.get(part) is None:
-            section[part] = {}
-        section = section[part]
-        if not isinstance(section, dict):
-            inner = ".".join(sections[: depth + 1])
-            raise UserError(
-                f"override {shorten(override)}: {inner} is {brief(section)}, which has no keys inside"
-            )
-    section[last] = value
-    return settings
+    return name.strip(), parse_yaml(text, f"override {shorten(override)}")
+
+
+def change_settings(settings: Mapping[str, Any], changes: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Copy the settings of a recipe with changes (`a.b.c`, value) applied in order.
+
+    A mapping is merged over a section field by field, at every depth. Everything else is replaced as a whole:
+    numbers, lists, null, and mappings whose keys are not settings, such as a mixture of data or a `reward`. Missing
+    sections are created. Raises UserError for an unknown algorithm, or a name that leads into a plain value.
+    """
+    changed, changes = copy.deepcopy(dict(settings)), list(changes)
+    algorithm = {**settings, **dict(changes)}.get("algorithm")
+    recipe = None if algorithm is None else find_algorithm(algorithm)[0].recipe
+    for name, value in changes:
+        *path, last = name.split(".")
+        section, cls = changed, recipe
+        for depth, part in enumerate(path):
+            if section.get(part) is None:
+                section[part] = {}
+            section, cls = section[part], _class_inside(cls, part)
+            if not isinstance(section, dict):
+                inner = ".".join(path[: depth + 1])
+                raise UserError(f"{name}: {inner} is {brief(section)}, which has no keys inside")
+        _merge(section, last, value, cls)
+    return changed
+
+
+def _merge(section: dict[str, Any], key: str, value: Any, cls: type[Settings] | None) -> None:
+    """Set a key of a section, which is read into `cls`; merge if both values are mappings of settings."""
+    inner, before = _class_inside(cls, key), section.get(key)
+    if inner is None or not isinstance(value, Mapping) or not isinstance(before, dict):
+        section[key] = copy.deepcopy(value)
+        return
+    for name, new in value.items():
+        _merge(before, name, new, inner)
+
+
+def _class_inside(cls: type[Settings] | None, key: str) -> type[Settings] | None:
+    """Find the class that a section of `cls` is read into; None for a value, or an unknown key."""
+    field = None if cls is None else cls.model_fields.get(key)
+    # A list or a table of sections is a value: its entries have no names that two recipes share.
+    if field is None or get_origin(field.annotation) in (list, dict, tuple):
+        return None
+    return section_class(field)
 
 
 def dump_experiment(experiment: Experiment) -> str:

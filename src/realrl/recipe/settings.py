@@ -38,6 +38,13 @@ class GenerationConfig(Settings):
         """Whether some tokens that have a probability are never drawn."""
         return self.greedy or self.top_k > 0 or self.top_p < 1 or self.min_new_tokens > 0
 
+    @property
+    def certain(self) -> str | None:
+        """Setting by which the likeliest token is always taken, with its value; None if tokens are drawn."""
+        if self.greedy:
+            return "greedy=true"
+        return "top_k=1" if self.top_k == 1 else None
+
     def skews(self, temperature: float) -> bool:
         """Tell whether tokens are drawn otherwise than by their probabilities at a temperature."""
         return self.restricted or self.temperature != temperature

@@ -1,6 +1,7 @@
 """Execution of training steps on one rank: records, seeds and learning rates in, metrics out."""
 
 from realrl.algorithms.method import Metrics
+from realrl.config.errors import UserError
 from realrl.data.dataset import Dataset
 from realrl.data.order import Order
 from realrl.dataflow.call import Kind
@@ -30,7 +31,7 @@ class TrainingSteps:
         costs: Costs,
         records: Dataset,
     ) -> None:
-        """`costs` measures every step. UserError where a batch is larger than the records."""
+        """`costs` measures every step. UserError if an epoch is less than a batch, or the run less than a step."""
         self._experiment, self._compiled, self._process = experiment, compiled, process
         self._worker, self._costs, self._records = worker, costs, records
         data, training = experiment.data, experiment.training
@@ -41,7 +42,13 @@ class TrainingSteps:
             data.shuffle,
             sources=[(source.items, source.weight) for source in records.sources],
         )
-        self.count = training.steps or max(1, self._order.steps(training.epochs))
+        if training.steps is None and training.epochs * self._order.size < data.batch:
+            raise UserError(
+                f"training.epochs={training.epochs:g} takes {training.epochs * self._order.size:.3g} of"
+                f" {self._order.size} records, which is less than one step (data.batch={data.batch}); set it to at"
+                f" least {data.batch / self._order.size:.3g}, or training.steps=1"
+            )
+        self.count = training.steps or self._order.steps(training.epochs)
         """Number of steps of the run."""
         self._samples = get_spec(experiment).samples_per_prompt(experiment)
         self.taken = 0

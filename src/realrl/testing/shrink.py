@@ -12,7 +12,7 @@ from realrl.data.tokenizer import train_bpe
 from realrl.recipe.algorithm import AlgorithmSpec, get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
-from realrl.recipe.load import apply_override, dump_experiment
+from realrl.recipe.load import apply_overrides, dump_experiment
 from realrl.recipe.model import TrainedModelConfig
 from realrl.testing.models import save_model
 from realrl.testing.records import make_up_records
@@ -74,10 +74,7 @@ def shrink_recipe(
             "stop_token_ids": None,
         }
     # The experiment has those of models already; the models here are others.
-    for override in overrides:
-        if not override.strip().startswith("models."):
-            settings = apply_override(settings, override)
-    return settings
+    return apply_overrides(settings, [o for o in overrides if not o.strip().startswith("models.")])
 
 
 def _write_models(

@@ -32,6 +32,10 @@ OVERRIDES: list[tuple[str, str]] = [
         "models.actor={path: a, lora: {}, freeze_embeddings: true}",
         "lora and freeze_embeddings exclude each other",
     ),
+    (
+        "models.actor.lora={rank: 10000}",
+        "models.actor.lora.rank=10000 is above 32, the highest rank that any",
+    ),
     # Routers.
     ("models.actor.router_loss=-1", "models.actor.router_loss: -1 must be at least 0"),
     ("models.actor={path: a, lora: {}, router_loss: 1}", "router_loss=1 and lora exclude each other"),
@@ -105,10 +109,10 @@ OVERRIDES: list[tuple[str, str]] = [
     ("data=null", "data: null is not a section of keys"),
     ("data=5", "data: 5 is not a section of keys"),
     ("data=[]", "data: [] is not a section of keys"),
-    ("data={}", "data.train: missing"),
+    ("data=null data={}", "data.train: missing"),
     ("data={1: 2}", "is not text, so it is no name of a key"),
     ("models=null", "models: null is not a section of keys"),
-    ("models={}", "models.actor: missing"),
+    ("models=null models={}", "models.actor: missing"),
     ("models.actor=gpt", "models.actor: 'gpt' is not a section of keys"),
     ("models.actor.optimizer=adam", "models.actor.optimizer: 'adam' is not a section of keys"),
     ("models.actor.optimizer=null", "models.actor.optimizer: null is not a section of keys"),
@@ -299,7 +303,10 @@ OVERRIDES: list[tuple[str, str]] = [
     ("plan=separate", "plan separate needs at least 2 devices"),
     ("cluster=1x5 plan=heuristic", "tp=5 is more than the 4 attention heads"),
     ("cluster=3x1 plan=heuristic", "pp=3 is more pipeline stages than the model has layers (2)"),
-    ("cluster=1x16", "leaves some of the 16 data-parallel ranks of"),
+    (
+        "cluster=1x16",
+        "data.batch=16 in 2 mini-batches gives less than one item to each of the 16 data-parallel ranks of",
+    ),
 ]
 """Overrides of a PPO recipe, several with spaces between, and what is said. DIR is the directory of `place`."""
 
@@ -352,6 +359,12 @@ TRAIN: list[tuple[str, str, str]] = [
         "evaluation samples otherwise than training",
     ),
     ("sft", "data.batch=81", "data.batch=81 is more than the 80 records of the training data"),
+    (
+        "sft",
+        "training.steps=null training.epochs=0.0001",
+        "training.epochs=0.0001 takes 0.008 of 80 records, which is less than one step (data.batch=16); set it to"
+        " at least 0.2, or training.steps=1",
+    ),
     ("sft", "data.train=DIR/gone.jsonl", "does not exist"),
     ("sft", "data.train=DIR/gone", "does not exist; give a .jsonl, .json, .csv or .parquet file"),
     ("sft", "data.train=DIR/*.parquet", "does not exist"),

@@ -18,7 +18,7 @@ from tests.conftest import World, read_metrics
 
 RECIPES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("dpo", {"preference": {"ref_ema": 0.3}}),
-    "ipo": ("dpo", {"preference": {"loss": "ipo", "length_normalization": True, "reference": "records"}}),
+    "ipo": ("dpo", {"preference": {"loss": "ipo", "reference": "records"}}),
     "orpo": ("orpo", {}),
     "simpo": ("simpo", {}),
     "kto": ("kto", {}),

@@ -2,9 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from realrl.cli.app import run_app
 from realrl.data.dataset import Dataset, SourceCount
-from realrl.runtime.output.notes import list_data_notes
+from realrl.recipe.load import change_settings, parse_experiment
+from realrl.runtime.output.notes import list_data_notes, list_model_notes
+from tests.config.minimal import least
 from tests.conftest import World, write_jsonl
 
 
@@ -28,6 +32,23 @@ def test_what_is_drawn_and_what_is_left_out_is_noted():
 
 def test_sources_without_weights_need_no_note():
     assert not list(list_data_notes({"train": Dataset({}, sources=[count("a", 1, 10)]), "eval": None}))
+
+
+def test_records_of_training_that_are_evaluated_on_are_noted():
+    train, held_out = (Dataset({}, sources=[count(path, 1, 10) for path in paths]) for paths in ("ab", "bc"))
+    assert list(list_data_notes({"train": train, "eval": held_out})) == [
+        "data.eval: b is in data.train, too, so evaluations do not show how a model does on new records"
+    ]
+    assert not list(list_data_notes({"train": None, "eval": held_out}))
+
+
+@pytest.mark.parametrize(("rate", "noted"), [(1, True), (0.02, True), (0.01, False), (1e-5, False)])
+def test_a_learning_rate_far_above_usual_ones_is_noted(rate: float, noted: bool) -> None:
+    settings = change_settings(least("sft"), [("models.actor.optimizer.lr", rate)])
+    notes = list(list_model_notes(parse_experiment(settings), 1, {}))
+    assert [f"models.actor.optimizer.lr={rate:g} is far above usual rates" in note for note in notes] == [
+        True
+    ] * noted
 
 
 def test_a_run_trains_on_a_mixture_for_the_epochs_asked_for(world: World, tmp_path: Path, capsys) -> None:

@@ -74,13 +74,3 @@ class ExpertIterationExperiment(Experiment):
     def _one_reward(self) -> Self:
         check_models(self.reward, self.models.reward, type(self.models).model_fields)
         return self
-
-    @model_validator(mode="after")
-    def _samples_differ(self) -> Self:
-        samples = self.expert_iteration.samples
-        if self.generation.greedy and samples > 1:
-            raise ValueError(
-                f"generation.greedy=true gives the {samples} equal answers to each prompt that"
-                " expert_iteration.samples asks for; set greedy=false"
-            )
-        return self

@@ -1,10 +1,11 @@
 """Settings of policy learning. No torch."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from realrl.config.base import Settings
+from realrl.config.explain import brief
 
 KLEstimator = Literal["k1", "k2", "k3"]
 """Estimator of a KL divergence from samples (Schulman 2020, "Approximating KL divergence")."""
@@ -41,3 +42,15 @@ class KLConfig(Settings):
     horizon: PositiveInt = 1000
     """Sequences, over all devices, within which the adaptive coefficient changes by about 20 % at most: with 128
     of them in a step it takes at least 27 steps to double."""
+
+    @model_validator(mode="after")
+    def _steers_something(self) -> Self:
+        for name in ("adaptive", "target", "horizon"):
+            value = getattr(self, name)
+            if self.coef == 0 and value != type(self).model_fields[name].default:
+                shown = brief(value) if isinstance(value, bool) else f"{value:g}"
+                raise ValueError(
+                    f"{name}={shown} is for a coefficient that adapts, and coef=0 stays 0 whatever it is"
+                    f" multiplied by; set coef above 0, or leave {name} out"
+                )
+        return self

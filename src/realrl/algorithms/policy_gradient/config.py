@@ -7,6 +7,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from realrl.algorithms.policy.config import KLConfig, KLEstimator, ReferenceConfig
 from realrl.algorithms.policy.reference import complete_reference
 from realrl.algorithms.rewards.config import RewardSetting, check_models
+from realrl.config.base import PRESENCE
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
 from realrl.recipe.settings import GenerationConfig
@@ -119,7 +120,7 @@ class PolicyGradientModels(Models):
 
     actor: TrainedModelConfig
     """The policy."""
-    ref: ModelConfig | None = ModelConfig()
+    ref: ModelConfig | None = Field(default=ModelConfig(), json_schema_extra=PRESENCE)
     """Frozen reference policy; the actor's starting point when it has no `path`. Its `dtype` is the actor's if not
     given. With `kl.coef=0` there is none unless it is given here, and then only measures the divergence."""
     reward: ModelConfig | None = None
@@ -147,12 +148,7 @@ class PolicyGradientExperiment(Experiment):
         return self
 
     @model_validator(mode="after")
-    def _samples_differ(self) -> Self:
-        if self.generation.greedy and self.policy.samples > 1:
-            raise ValueError(
-                f"generation.greedy=true gives the {self.policy.samples} equal answers to each prompt that"
-                " policy.samples asks for; set greedy=false"
-            )
+    def _overlong(self) -> Self:
         buffer = self.policy.overlong_buffer
         if buffer is not None and buffer > self.generation.max_new_tokens:
             raise ValueError(

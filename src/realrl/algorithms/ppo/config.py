@@ -7,6 +7,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from realrl.algorithms.policy.config import KLConfig, ReferenceConfig
 from realrl.algorithms.policy.reference import complete_reference
 from realrl.algorithms.rewards.config import RewardSetting, check_models
+from realrl.config.base import PRESENCE
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
 from realrl.recipe.settings import GenerationConfig
@@ -61,7 +62,7 @@ class PPOModels(Models):
     critic: TrainedModelConfig = TrainedModelConfig()
     """Value model; without a `path` it starts from the reward model or, where a function gives rewards, from the
     actor with a new scalar head. Its `dtype` is the actor's if not given."""
-    ref: ModelConfig | None = ModelConfig()
+    ref: ModelConfig | None = Field(default=ModelConfig(), json_schema_extra=PRESENCE)
     """Frozen reference policy; the actor's starting point when it has no `path`. Its `dtype` is the actor's if not
     given. With `kl.coef=0` there is none unless it is given here, and then only measures the divergence."""
     reward: ModelConfig | None = None

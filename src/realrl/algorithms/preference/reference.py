@@ -2,6 +2,9 @@
 
 from typing import TypeVar
 
+from pydantic import Field
+
+from realrl.config.base import PRESENCE
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
 
@@ -13,7 +16,7 @@ class PreferenceModels(Models):
 
     actor: TrainedModelConfig
     """The policy."""
-    ref: ModelConfig | None = ModelConfig()
+    ref: ModelConfig | None = Field(default=ModelConfig(), json_schema_extra=PRESENCE)
     """Frozen reference policy; the actor's starting point when it has no `path`. Its `dtype` is the actor's if not
     given. Where the loss takes no reference model there is none."""
 

@@ -44,7 +44,7 @@ def compute_scores(config: PreferenceConfig, batch: Batch, logps: Sides) -> Side
     for side, of, count in zip(Sides._fields, logps, count_tokens(batch), strict=True):
         if config.reference != "none":
             of = of - batch[f"ref_{side}_logps"].values.double()
-        scores.append(of / count.clamp(min=1) if config.length_normalization else of)
+        scores.append(of / count.clamp(min=1) if config.per_token else of)
     return Sides(*scores)
 
 

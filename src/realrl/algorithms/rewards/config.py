@@ -135,7 +135,7 @@ def _read_term(name: str, value: Any) -> RewardTerm:
     try:
         return RewardTerm.model_validate(value)
     except ValidationError as error:
-        message = explain(error, RewardTerm)
+        message = explain(error, RewardTerm, most=1)
         raise ValueError(f"{name}.{message}" if name and message[:1].islower() else start + message) from None
 
 

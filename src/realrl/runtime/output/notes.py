@@ -27,7 +27,14 @@ def list_data_notes(sets: Mapping[str, Dataset | None]) -> Iterator[str]:
             yield f"data.{name}: skipped {records.skipped} records{long}, first {records.reasons[0]}"
     if "train" in known and any(source.weight != 1 for source in known["train"].sources):
         yield f"data.train: an epoch takes {describe_mixture(known['train'].sources)}"
+    paths = {name: {source.path for source in records.sources} for name, records in known.items()}
+    for path in sorted(paths.get("train", set()) & paths.get("eval", set())):
+        yield f"data.eval: {path} is in data.train, too, so evaluations do not show how a model does on new records"
     yield from dict.fromkeys(note for records in known.values() for note in records.notes)
+
+
+_USUAL_LR = 0.01
+"""Learning rate above which a run says that few models learn so."""
 
 
 def list_model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Sequence[str]]) -> Iterator[str]:
@@ -36,6 +43,11 @@ def list_model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Seq
         if tensors:
             yield f"models.{role} starts with a new scoring head ({', '.join(tensors)}), since its path has none"
     for role, config in trained_models(models(experiment)).items():
+        if config.optimizer.lr > _USUAL_LR:
+            yield (
+                f"models.{role}.optimizer.lr={config.optimizer.lr:g} is far above usual rates, 1e-7 to 1e-3: AdamW"
+                " moves every weight by about this in each step, and most weights are below 0.1"
+            )
         if config.optimizer.warmup_steps >= steps > 1:
             yield (
                 f"models.{role}.optimizer.warmup_steps={config.optimizer.warmup_steps} is not below the {steps}"

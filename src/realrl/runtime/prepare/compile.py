@@ -324,8 +324,10 @@ def _check_batch(experiment: Experiment, graph: DataflowGraph, plan: Plan) -> No
     for call in graph.calls:
         dp = plan[call.name].strategy.dp
         if batch * samples // call.minibatches < dp:
-            each = f", each sampled {samples} times," if samples > 1 else ""
+            items = f"data.batch={batch}"
+            items += f", each sampled {samples} times," if samples > 1 else ""
+            items += f" in {call.minibatches} mini-batches" if call.minibatches > 1 else ""
             raise UserError(
-                f"data.batch={batch}{each} in {call.minibatches} mini-batches leaves some of the {dp} data-parallel"
-                f" ranks of {call.name} without an item; make it at least {-(-dp * call.minibatches // samples)}"
+                f"{items} gives less than one item to each of the {dp} data-parallel ranks of {call.name}; make it"
+                f" at least {-(-dp * call.minibatches // samples)}"
             )

@@ -42,7 +42,7 @@ def _read(value: Any) -> Any:
     try:
         return cls.model_validate(value)
     except ValidationError as error:
-        raise ValueError(f"{kind}: {explain(error, cls)}") from None
+        raise ValueError(f"{kind}: {explain(error, cls, most=1)}") from None
 
 
 VerifierSetting = Annotated[SerializeAsAny[Verifier], BeforeValidator(_read)]

@@ -7,7 +7,7 @@ from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.simulate.scenario import Scenario
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.load import apply_override, parse_experiment
+from realrl.recipe.load import apply_overrides, parse_experiment
 from realrl.recipe.model import ModelConfig
 from realrl.runtime.prepare.scenarios import Measured, make_scenario
 
@@ -60,9 +60,7 @@ def set_fields(*overrides: str) -> Change:
     """Change fields of the recipe, each as `key=value`."""
 
     def apply(draft: Draft) -> Draft:
-        document = draft.experiment.model_dump(mode="json")
-        for override in overrides:
-            document = apply_override(document, override)
+        document = apply_overrides(draft.experiment.model_dump(mode="json"), overrides)
         return replace(draft, experiment=parse_experiment(document))
 
     return Change(" ".join(overrides), apply)
