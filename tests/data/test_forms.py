@@ -179,24 +179,6 @@ def test_a_content_with_its_own_end_of_sequence_ends_there(rows, chat_tokenizer)
     assert rows([record], PAIRS) == {"chosen": [start + "sat</s>"], "rejected": [start + "ate</s>"]}
 
 
-THINKING_TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>"
-    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-def test_a_template_that_shortens_earlier_turns_can_teach_the_last_only(rows, tokenizer):
-    tokenizer.chat_template = THINKING_TEMPLATE
-    turns = [{**turn, "content": f"<think>mat</think>{turn['content']}"} for turn in TURNS]
-    record = {"messages": [TURNS[0], turns[1], TURNS[0], turns[1]]}
-    with pytest.raises(
-        UserError, match=r"data\.jsonl:1: .*differently once others follow.*data\.train_on=last"
-    ):
-        rows([record], SFT)
-    assert rows([record], SFT, train_on="last")["loss_mask"] == ["<think>mat</think>sat</s>"]
-
-
 CONVERSED = "<|user|>the cat</s>\n<|assistant|>"
 
 

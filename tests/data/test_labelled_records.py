@@ -31,6 +31,15 @@ def test_answers_with_labels_and_pairs_become_items_with_a_label(tokenizer, writ
     assert prompts == ["<s>b ", "<s>a ", "<s>the "]
 
 
+def test_labels_may_be_text_as_pandas_writes_them_to_tables(tokenizer, tmp_path, settings):
+    pandas = pytest.importorskip("pandas")
+    file = tmp_path / "rows.csv"
+    rows = {"prompt": ["a", "b"], "completion": ["cat", "dog"], "label": [True, False]}
+    pandas.DataFrame(rows).to_csv(file, index=False)
+    batch = Dataset.load(str(file), "label", KTO, tokenizer, settings(), 1, ENDS).batch([0, 1])
+    assert batch["label"].values.tolist() == [1, 0]
+
+
 def test_conversations_have_labels_too(chat_tokenizer, write, settings):
     turn = {"role": "user", "content": "a"}
     record = {

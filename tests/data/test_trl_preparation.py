@@ -91,3 +91,20 @@ def test_pairs_of_conversations_have_the_tokens_of_trl(prepare, tokenizer, write
     for side in ("chosen", "rejected"):
         expected = tokenizer(texts["prompt"] + texts[side], add_special_tokens=False)["input_ids"]
         assert data[side].row(0).tolist() == expected
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+def test_sides_of_several_turns_have_the_completions_of_trl(tokenizer, write, settings, explicit):
+    tokenizer.chat_template = TEMPLATE
+    bad = {"role": "assistant", "content": "ate the mat"}
+    record: Any = {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": [bad]}
+    if not explicit:
+        record = {"chosen": TURNS, "rejected": [USER, bad]}
+    keys = ("chosen", "rejected", "chosen_prompt_length", "rejected_prompt_length")
+    batch = Dataset.load(write([record]), "pair", keys, tokenizer, settings(), 1, (1,)).batch([0])
+    split = trl.extract_prompt(record) if not explicit else record
+    prompt = trl._tokenize(tokenizer, split["prompt"], add_generation_prompt=True)["input_ids"]
+    for side in ("chosen", "rejected"):
+        whole = trl._tokenize(tokenizer, split["prompt"] + split[side])["input_ids"]
+        assert batch[side].row(0).tolist() == whole
+        assert batch[f"{side}_prompt_length"].values.tolist() == [trl.common_prefix_length(prompt, whole)]

@@ -76,6 +76,21 @@ PARTS = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
             {"tokens": "<s>the\n\ncat sat</s>", "loss_mask": " sat</s>"},
         ),
         ("answer", {"instruction": "the cat", "input": "", "output": " sat"}, PLAIN),
+        (
+            "answer",
+            {"instruction": "the", "input": "cat", "output": "sat", "system": "s", "history": [["x", "y"]]},
+            {
+                "tokens": "<|system|>s</s>\n<|user|>x</s>\n<|assistant|>y</s>\n<|user|>the\n\ncat</s>\n"
+                "<|assistant|>sat</s>\n",
+                "loss_mask": "y</s>sat</s>",
+            },
+        ),
+        ("answer", {"instruction": "the cat", "output": " sat", "system": "", "history": []}, PLAIN),
+        (
+            "prompt",
+            {"instruction": "the cat", "history": [["x", "y"]]},
+            {"prompts": "<|user|>x</s>\n<|assistant|>y</s>\n" + ASKED},
+        ),
         ("pair", {"chosen": "the cat sat", "rejected": "the cat ate"}, PLAIN_PAIR),
         ("pair", {"chosen": [USER, REPLY], "rejected": [USER, OTHER]}, CHAT_PAIR),
         ("pair", {"prompt": "the cat", "chosen": [USER, REPLY], "rejected": [USER, OTHER]}, CHAT_PAIR),
@@ -219,7 +234,16 @@ def test_an_implicit_prompt_ends_before_the_first_word_that_differs(chosen, reje
         ),
         ("answer", {"messages": [USER, REPLY], "tools": "[3"}, "'tools' is not valid JSON"),
         ("answer", {"messages": [USER, REPLY], "chat_template_kwargs": 3}, "must be an object"),
+        ("answer", {"instruction": "a", "output": "b", "history": ["c"]}, "'history' must be a list of"),
         ("pair", {"chosen": "a b", "rejected": "a b"}, "the same"),
+        (
+            "pair",
+            {
+                "chosen": [USER, REPLY, USER, REPLY],
+                "rejected": [USER, REPLY, {**USER, "content": "b"}, OTHER],
+            },
+            "different prompts: they differ at turn 3, which is not an answer",
+        ),
         ("pair", {"chosen": [REPLY], "rejected": [OTHER]}, "no field 'prompt'"),
     ],
 )

@@ -4,8 +4,10 @@ Training and generation must see the same prompts, so an answer begins where the
 for the turns before it, generation prompt included, ends.
 """
 
+import os.path
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 """{role, content}, both text; a message that calls tools may have no content."""
 
+_REWRITTEN = (
+    "the chat template writes the turns before an answer differently once it follows, so the answer cannot be told"
+    " apart; give another template as data.chat_template"
+)
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -66,46 +72,126 @@ def write_conversation(
     train_on: Literal["all", "last"],
     *,
     after: int = 1,
-    cut: bool = False,
     options: Mapping[str, Any] = _NO_OPTIONS,
-) -> Conversation:
-    """Write a conversation in which the last turn, or every assistant turn after the first `after`, is to learn.
+) -> list[Conversation]:
+    """Write a conversation to learn from: its last assistant turn, or each one that follows the first `after` turns.
 
-    `options`: arguments of the template besides the messages.
+    Turns whose `weight` is 0 are not learnt. `options`: arguments of the template besides the messages.
 
-    BadRecordError where it does not end with an answer, or the template writes a turn differently depending
-    on what follows it, so that what is learnt would not be what is generated.
+    All turns are in one conversation if the template writes each of them the same way whatever follows. Otherwise
+    there is a conversation for each turn: the prompt that generation would start from, and the answer to it.
+    BadRecordError if there is nothing to learn, or an answer cannot be told apart from its prompt.
     """
     if messages[-1]["role"] != "assistant" or len(messages) == 1:
         raise BadRecordError(
             "a conversation to learn from must have several turns, and end with an assistant turn"
         )
-    text = _render(tokenizer, messages, options, prompt=False)
-    last = len(messages) - 1
-    turns = [_turn(text, text, _render(tokenizer, messages[:last], options, prompt=True), messages[last])]
-    for i in range(last - 1, max(after, 1) - 1, -1):
-        if train_on == "all" and messages[i]["role"] == "assistant":
-            before = _render(tokenizer, messages[:i], options, prompt=True)
-            written = _render(tokenizer, messages[: i + 1], options, prompt=False)
-            turns.insert(0, _turn(text, written, before, messages[i]))
-    return Conversation(text, tuple(turns), cut)
+    answers = [i for i in range(max(after, 1), len(messages)) if messages[i]["role"] == "assistant"]
+    learnt = [i for i in answers if messages[i].get("weight", 1)]
+    if not learnt:
+        raise BadRecordError("every answer has weight 0, so there is nothing to learn")
+    learnt = learnt if train_on == "all" else learnt[-1:]
+    written = {i: _write_answer(tokenizer, messages[: i + 1], options) for i in learnt}
+    last = written[learnt[-1]]
+    if all(last.text.startswith(one.text) for one in written.values()):
+        return [Conversation(last.text, tuple(one.turns[0] for one in written.values()))]
+    return list(written.values())
 
 
-def _turn(text: str, written: str, before: str, message: Message) -> Turn:
-    """Find the turn at the end of `written`, where `before` is the prompt for it and `text` the conversation."""
-    if not written.startswith(before):
+def write_side(
+    tokenizer: "PreTrainedTokenizerFast",
+    messages: list[Message],
+    after: int,
+    options: Mapping[str, Any] = _NO_OPTIONS,
+) -> Conversation:
+    """Write one side of a pair: all that follows the first `after` turns, its prompt, is the answer.
+
+    BadRecordError if the template writes one of several answers differently once others follow: no single sequence
+    would then hold what generation gives.
+    """
+    last = _write_answer(tokenizer, messages, options)
+    if len(messages) == after + 1:
+        return replace(last, cut=True)
+    before = _render(tokenizer, messages[:after], options, prompt=True)
+    answers = [i for i in range(after, len(messages)) if messages[i]["role"] == "assistant"]
+    texts = [_write_answer(tokenizer, messages[: i + 1], options).text for i in answers]
+    if not all(last.text.startswith(text) for text in (before, *texts)):
         raise BadRecordError(
-            "the chat template writes the turns before an answer differently once it follows, so the answer "
-            "cannot be told apart; use {prompt, answer} or another template"
+            "the chat template writes an earlier answer differently once others follow, so several turns cannot be"
+            " compared as one answer; give sides of one turn each, or another template as data.chat_template"
         )
-    if not text.startswith(written):
-        raise BadRecordError(
-            "the chat template writes an earlier assistant turn differently once others follow, so not all "
-            "of them can be trained on; use data.train_on=last or another template"
-        )
+    return Conversation(last.text, (replace(last.turns[0], start=len(before)),), cut=True)
+
+
+def _write_answer(
+    tokenizer: "PreTrainedTokenizerFast", messages: list[Message], options: Mapping[str, Any]
+) -> Conversation:
+    """Write the last turn as the answer to the prompt that the template writes for the turns before it."""
+    message = messages[-1]
+    prompt = _render(tokenizer, messages[:-1], options, prompt=True)
+    written = _render(tokenizer, messages, options, prompt=False)
+    if written.startswith(prompt):
+        answer = written[len(prompt) :]
+    else:
+        before = _render(tokenizer, messages[:-1], options, prompt=False)
+        opening = prompt[len(os.path.commonprefix((prompt, before))) :]
+        answer = _find_answer(prompt, opening, written, messages[-2].get("content", "").strip(), message)
     content = message.get("content", "").strip()
-    found = written.find(content, len(before)) if content else -1
-    return Turn(len(before), len(before) if found < 0 else found + len(content), len(written))
+    found = answer.find(content) if content else -1
+    text, start = prompt + answer, len(prompt)
+    return Conversation(text, (Turn(start, start if found < 0 else start + found + len(content), len(text)),))
+
+
+def _find_answer(prompt: str, opening: str, written: str, asked: str, message: Message) -> str:
+    """Find what generation would give after `prompt`, which is not the beginning of `written`, the whole.
+
+    The template may write earlier turns otherwise once the answer follows, or end the prompt with more than it
+    writes before an answer: `<think>`, or an empty block of reasoning. `opening` is what it opens the answer with,
+    and `asked` the turn before.
+    """
+    content = message.get("content", "").strip().rpartition("</think>")[2].strip()
+    ends = written.rfind(content) if content in written else len(written)
+    block = re.fullmatch(r"(.+?)<(\w+)>\s*(</\2>)?\s*", opening, re.DOTALL)
+    header = block[1] if block else opening
+    place = written.rfind(header, 0, ends) if header else -1
+    if place >= 0:
+        answer = written[place + len(header) :]
+        return _follow_reasoning(answer, block[2], bool(block[3]), message) if block else answer
+    # The template opens answers with nothing, or with something else: the end of the turn before must do.
+    start = prompt.rfind(asked)
+    place = written.rfind(asked, 0, ends) if asked else -1
+    if min(start, place) < 0:
+        raise BadRecordError(_REWRITTEN)
+    end, tail = prompt[start:], written[place:]
+    same = len(os.path.commonprefix((end, tail)))
+    if same < len(end) and not (content and tail[same:].startswith(content)):
+        raise BadRecordError(_REWRITTEN)
+    return tail[same:]
+
+
+def _follow_reasoning(answer: str, tag: str, closed: bool, message: Message) -> str:
+    """Write an answer after a prompt that ends with `<tag>`, or if `closed` with an empty block of reasoning.
+
+    The template may have dropped the reasoning from `answer`, as many do with that of earlier turns. An answer that
+    has none closes its block at once.
+    """
+    opener, closer = f"<{tag}>", f"</{tag}>"
+    if closed:
+        answer = re.sub(rf"^\s*{opener}\s*{closer}\s*", "", answer)
+        if closer in answer:
+            raise BadRecordError(
+                "the chat template ends the prompt with an empty block of reasoning, and the answer has reasoning;"
+                " change chat_template_kwargs, or remove the reasoning"
+            )
+        return answer
+    if closer in answer:
+        return answer.removeprefix(opener).lstrip()
+    content = message.get("content", "")
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+    if closer in content:
+        reasoning = content.partition(closer)[0].strip().removeprefix(opener)
+    reasoning = reasoning.strip() if isinstance(reasoning, str) else ""
+    return f"{reasoning}\n{closer}\n\n{answer.lstrip()}".lstrip("\n")
 
 
 def _render(

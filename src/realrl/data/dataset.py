@@ -205,9 +205,10 @@ class _Columns:
 def _count(source: RecordSource, items: int, rejects: Rejects) -> SourceCount:
     """Count the items of a source; UserError where none is used."""
     if not items:
-        all_skipped = f"all {rejects.count} were skipped, first {(*rejects.reasons, '')[0]}"
-        why = all_skipped if rejects.count else "it is empty"
-        raise UserError(f"no usable records in {source.path}: {why}")
+        if not rejects.count:
+            raise UserError(f"no usable records in {source.path}: it is empty")
+        first = (*rejects.reasons, "")[0]
+        raise UserError(f"none of the {rejects.count} records of {source.path} can be used; first {first}")
     return SourceCount(
         path=source.path,
         weight=source.weight,

@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from zlib import crc32
 
 from realrl.config.errors import UserError
-from realrl.data.conversation import Conversation, Message, write_conversation, write_prompt
+from realrl.data.conversation import Conversation, Message, write_conversation, write_prompt, write_side
 from realrl.data.shuffle import permute
 from realrl.data.sources.rejects import BadRecordError
+from realrl.data.tools import drop_nulls, read_calls, read_template_options
 from realrl.recipe.forms import FORMS
 
 if TYPE_CHECKING:
@@ -70,7 +71,9 @@ class Reader:
     max_pairs: int = 1
     seed: int = 1
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template besides the messages."""
+    """Arguments of the chat template besides the messages; those of a record take precedence."""
+    notice_nulls: Callable[[], None] = lambda: None
+    """Called for a record whose tools or calls of tools have nulls, which are dropped."""
     ranked: int = 0
     """Answers that each record of ranked answers must have."""
 
@@ -82,29 +85,32 @@ class Reader:
             )
 
     def read(self, form: str, record: Fields) -> list[Item]:
-        """Read a record of a form; BadRecordError where it has another one."""
-        options = _template_options(record)
-        reader = replace(self, template_options=options) if options else self
-        return READERS[form](reader, record)
+        """Read a record of a form; BadRecordError if it has another one."""
+        if is_plain_text(record) and not self.apply_chat_template:
+            return READERS[form](self, record)  # no template is applied, so `tools` may be anything
+        options = {**self.template_options, **read_template_options(record)}
+        if _has_nulls(record):
+            self.notice_nulls()
+        return READERS[form](replace(self, template_options=options), record)
 
     def answers(self, record: Fields) -> list[Item]:
         """Read a prompt and an answer to learn, or a conversation."""
         form = FORMS["answer"]
         if form.is_other(record):
             messages = _messages(record, "messages")
-            return [
-                (write_conversation(self.tokenizer, messages, self.train_on, options=self.template_options),)
-            ]
+            return self._conversations(messages)
         _require(record, form.fields, form.accepted)
         # A whole text is no answer to an empty user turn.
         if not self._is_conversation(record) or (record["prompt"] == "" and not _has_turns(record)):
             return [(Text(_string(record, "prompt"), _string(record, "answer")),)]
         asked = _prompt_turns(record)
-        messages = [*asked, *_turns_of(record, "answer")]
-        conversation = write_conversation(
-            self.tokenizer, messages, self.train_on, after=len(asked), options=self.template_options
+        return self._conversations([*asked, *_turns_of(record, "answer")], after=len(asked))
+
+    def _conversations(self, messages: list[Message], after: int = 1) -> list[Item]:
+        written = write_conversation(
+            self.tokenizer, messages, self.train_on, after=after, options=self.template_options
         )
-        return [(conversation,)]
+        return [(conversation,) for conversation in written]
 
     def pairs(self, record: Fields) -> list[Item]:
         """Read preferred and other answers to one prompt."""
@@ -120,7 +126,9 @@ class Reader:
         if not self._is_conversation(record):
             prompt = _string(record, "prompt")
             return [tuple(Text(prompt, _answer(_string(record, field), field)) for field in sides)]
-        return [tuple(self._side(_whole_conversation(record, field), field) for field in sides)]
+        chosen, rejected = (_whole_conversation(record, field) for field in sides)
+        after = _find_prompt(record, chosen, rejected)
+        return [(self._side(chosen, after, "chosen"), self._side(rejected, after, "rejected"))]
 
     def labelled(self, record: Fields) -> list[Item]:
         """Read an answer that has a label; of a pair, both answers."""
@@ -131,7 +139,9 @@ class Reader:
         if not self._is_conversation(record):
             completion = _answer(_string(record, "completion"), "completion")
             return [(Text(_string(record, "prompt"), completion),)]
-        return [(self._side(_whole_conversation(record, "completion"), "completion"),)]
+        turns = _whole_conversation(record, "completion")
+        after = len(_prompt_turns(record)) if _continues(record, "completion") else len(turns) - 1
+        return [(self._side(turns, after, "completion"),)]
 
     def ranking(self, record: Fields) -> list[Item]:
         """Read answers to one prompt, the best first."""
@@ -146,7 +156,7 @@ class Reader:
             prompt = _string(record, "prompt")
             return [tuple(Text(prompt, text) for text in answers)]
         turns = _prompt_turns(record)
-        return [tuple(self._side([*turns, _reply(text)], "answers") for text in answers)]
+        return [tuple(self._side([*turns, _reply(text)], len(turns), "answers") for text in answers)]
 
     def steps(self, record: Fields) -> list[Item]:
         """Read an answer in steps, of which each ends with a line break."""
@@ -203,16 +213,21 @@ class Reader:
         turns = _prompt_turns(record)
         return [
             tuple(
-                self._side([*turns, _reply(text)], field) for text, field in zip(pair, answers, strict=True)
+                self._side([*turns, _reply(text)], len(turns), field)
+                for text, field in zip(pair, answers, strict=True)
             )
             for pair in kept
         ]
 
-    def _side(self, messages: list[Message], field: str) -> Conversation:
-        """Write one side of a pair, which ends where generation would end."""
+    def _side(self, messages: list[Message], after: int, field: str) -> Conversation:
+        """Write one side of a pair, the turns after the first `after`; it ends where generation would end."""
+        if messages[-1]["role"] != "assistant" or after == 0:
+            raise BadRecordError(f"field {field!r} must end with an assistant turn that answers a prompt")
+        if any(not turn.get("weight", 1) for turn in messages[after:]):
+            raise BadRecordError(f"a turn of {field!r} has weight 0; all turns of a side are compared")
         if not messages[-1].get("tool_calls"):
             _answer(messages[-1]["content"], field)
-        return write_conversation(self.tokenizer, messages, "last", cut=True, options=self.template_options)
+        return write_side(self.tokenizer, messages, after, self.template_options)
 
 
 READERS: Mapping[str, Callable[[Reader, Fields], list[Item]]] = MappingProxyType(
@@ -314,6 +329,10 @@ def _message(turn: Fields, field: str) -> Message:
     """
     message = {name: value for name, value in turn.items() if value is not None}
     _text(turn.get("role"), f"{field}.role")
+    if message.get("weight", 1) not in (0, 1):
+        raise BadRecordError(f"field '{field}.weight' must be 0 or 1, not {message['weight']!r}")
+    if message.get("tool_calls"):
+        message["tool_calls"] = read_calls(message["tool_calls"], f"{field}.tool_calls")
     content = turn.get("content")
     if isinstance(content, list):
         content = "".join(_part(part, f"{field}.content") for part in content)
@@ -333,20 +352,11 @@ def _part(part: Any, field: str) -> str:
     return _text(part.get("text"), f"{field}.text")
 
 
-def _template_options(record: Fields) -> Fields:
-    """List the arguments that a record has for the chat template; tools may be JSON text."""
-    options = record.get("chat_template_kwargs", {})
-    if not isinstance(options, dict):
-        raise BadRecordError("field 'chat_template_kwargs' must be an object")
-    tools = record.get("tools")
-    if isinstance(tools, str) and tools.lstrip().startswith("["):
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError):
-            raise BadRecordError("field 'tools' is not valid JSON") from None
-    # Whatever else is called so is for functions.
-    described = isinstance(tools, list) and bool(tools) and all(isinstance(tool, dict) for tool in tools)
-    return {**options, "tools": tools} if described else dict(options)
+def _has_nulls(record: Fields) -> bool:
+    """Check whether tools or calls of tools have nulls, as Arrow writes for keys that only other rows have."""
+    turns = (turn for value in record.values() if isinstance(value, list) for turn in value)
+    calls = [turn.get("tool_calls") for turn in turns if isinstance(turn, dict)]
+    return any(value != drop_nulls(value) for value in (record.get("tools"), *calls))
 
 
 def _turns_of(record: Fields, field: str) -> list[Message]:
@@ -361,6 +371,24 @@ def _whole_conversation(record: Fields, field: str) -> list[Message]:
         return turns
     _require(record, ("prompt",), f"{field} that begins with a user turn, or {{prompt, {field}}}")
     return [*_prompt_turns(record), *turns]
+
+
+def _continues(record: Fields, field: str) -> bool:
+    """Check whether an answer is the turns that follow `prompt`, no whole conversation."""
+    return not isinstance(record[field], list) or _messages(record, field)[0]["role"] == "assistant"
+
+
+def _find_prompt(record: Fields, chosen: list[Message], rejected: list[Message]) -> int:
+    """Count the turns of the prompt that both sides of a pair share: `prompt`, or those that both begin with."""
+    if _continues(record, "chosen") and _continues(record, "rejected"):
+        return len(_prompt_turns(record))
+    shared = min(len(chosen), len(rejected)) - 1
+    after = next((i for i in range(shared) if chosen[i] != rejected[i]), shared)
+    if any(side[after]["role"] != "assistant" for side in (chosen, rejected)):
+        raise BadRecordError(
+            f"chosen and rejected have different prompts: they differ at turn {after + 1}, which is not an answer"
+        )
+    return after
 
 
 def _prompt_turns(record: Fields) -> list[Message]:

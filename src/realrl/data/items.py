@@ -72,6 +72,7 @@ class ItemReader:
         self._stop_token_ids = stop_token_ids
         self._keep = keep
         self._read_records = read
+        self._notes = _Notes(tokenizer, config)
         self._reader = Reader(
             tokenizer=tokenizer,
             apply_chat_template=config.apply_chat_template,
@@ -79,8 +80,8 @@ class ItemReader:
             max_pairs=config.max_pairs_per_prompt,
             seed=seed,
             ranked=sum(key.startswith("answer_") for key in keys),
+            notice_nulls=self._notes.see_nulls,
         )
-        self._notes = _Notes(tokenizer, config)
         self._absent = set(config.columns)
         self._number = 0
 
@@ -109,6 +110,7 @@ class ItemReader:
     def _read_texts(self, source: str, rejects: Rejects) -> Iterator[TextItem]:
         for origin, given in self._read_records(source, rejects):
             self._number += 1
+            self._notes.origin = origin
             try:
                 record = rewrite(self._form, self._rename(given))
                 items = self._reader.read(self._form, record)
@@ -116,6 +118,8 @@ class ItemReader:
             except BadRecordError as error:
                 rejects(origin, str(error))
                 continue
+            if self._form == "answer" and len(items) > 1:
+                self._notes.see_parts(len(items))
             further = further_fields(self._form, record)
             kept = {name: value for name, value in further.items() if self._keep(name)}
             for values, texts in zip(numbers, items, strict=True):
@@ -146,9 +150,23 @@ class _Notes:
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", config: DataConfig) -> None:
         self._tokenizer = tokenizer
         self._applied = config.apply_chat_template
+        self.origin = ""
+        """Origin of the record that is read."""
         self._plain = False
         self._joined = 0
         self._first_joined = ""
+        self._nulls: list[str] = []  # origins, of which only the first is kept
+        self._parted, self._parts, self._first_parted = 0, 0, ""
+
+    def see_nulls(self) -> None:
+        """Register a record whose tools have nulls."""
+        self._nulls = self._nulls or [self.origin]
+
+    def see_parts(self, parts: int) -> None:
+        """Register a conversation that became several sequences."""
+        self._first_parted = self._first_parted or self.origin
+        self._parted += 1
+        self._parts += parts
 
     def add(self, origin: str, plain: bool, rows: Sequence[Row]) -> None:
         """Register an item of a record of `plain` text or of a conversation."""
@@ -165,5 +183,15 @@ class _Notes:
             notes.append(
                 f"the tokenizer cuts the end of the prompt differently once the answer follows in {self._joined} "
                 f"conversations, first {self._first_joined}: generation starts from other tokens than training"
+            )
+        if self._parted:
+            notes.append(
+                f"the chat template writes turns differently once others follow, so {self._parted:,} conversations"
+                f" became {self._parts:,} sequences, one for each answer to learn, first {self._first_parted}"
+            )
+        if self._nulls:
+            notes.append(
+                f"nulls in tools and in calls of tools are dropped, as tables have them for keys of other rows; first"
+                f" {self._nulls[0]}"
             )
         return [note for note in notes if note is not None]

@@ -56,4 +56,7 @@ def _float(record: Mapping[str, Any], field: str, form: str) -> float:
 def _label(value: Any, field: str) -> int:
     if isinstance(value, bool) or value in (0, 1):
         return int(value)
+    texts = {"true": 1, "false": 0, "1": 1, "0": 0}  # tables of text, as pandas writes them
+    if isinstance(value, str) and value.lower() in texts:
+        return texts[value.lower()]
     raise BadRecordError(f"field {field!r} must be true or false, or 1 or 0, not {value!r}")

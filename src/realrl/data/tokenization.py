@@ -253,9 +253,10 @@ class _Wholes:
         """Find the first token of a turn, the end of its last to learn, and whether that is an end of sequence."""
         first = bisect_right(stops, turn.start)
         behind = bisect_right(stops, turn.stop)
-        # What has the form of an end of sequence inside the content does not end the turn.
+        # What has the form of an end of sequence inside the content does not end the turn. Generation stops at the
+        # first end after it, whatever else the template writes.
         content = max(first, bisect_right(stops, turn.content - 1))
-        last = _last_end(ids, range(content, behind), self.stop_token_ids)
-        if last is None:
+        end = next((i for i in range(content, behind) if ids[i] in self.stop_token_ids), None)
+        if end is None:
             return first, behind, False
-        return first, max(first, _first_of_run(ids, last, self.stop_token_ids)) + 1, True
+        return first, max(first, _first_of_run(ids, end, self.stop_token_ids)) + 1, True

@@ -79,7 +79,11 @@ def _rewrite_conversations(record: Fields) -> Fields:
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise BadRecordError("field 'conversations' must be a list of {from, value} or {role, content} turns")
     messages = [
-        {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
+        {
+            **_without(turn, "from", "value"),
+            "role": _ROLES.get(turn["from"], turn["from"]),
+            "content": turn["value"],
+        }
         if {"from", "value"} <= turn.keys()
         else turn
         for turn in turns
@@ -91,7 +95,16 @@ def _rewrite_conversations(record: Fields) -> Fields:
 
 
 def _rewrite_instruction(record: Fields) -> Fields:
-    """Rewrite a record of Alpaca for training: the input, if any, follows the instruction."""
+    """Rewrite a record of Alpaca for training: the input, if any, follows the instruction.
+
+    One with a system message or a history, as of LLaMA-Factory, becomes a conversation.
+    """
+    before = _list_earlier_turns(record)
+    if before:
+        turns = [("user", _join_instruction(record)), ("assistant", record["output"])]
+        messages = [*before, *({"role": role, "content": text} for role, text in turns)]
+        rest = _without(record, "instruction", "input", "output", "system", "history")
+        return {**rest, "messages": messages}
     return {
         **_without(record, "instruction", "input", "output"),
         "prompt": _join_instruction(record),
@@ -100,7 +113,22 @@ def _rewrite_instruction(record: Fields) -> Fields:
 
 
 def _prompt_with_instruction(record: Fields) -> Fields:
-    return {**record, "prompt": _join_instruction(record)}
+    before = _list_earlier_turns(record)
+    prompt: Any = _join_instruction(record)
+    return {**record, "prompt": [*before, {"role": "user", "content": prompt}] if before else prompt}
+
+
+def _list_earlier_turns(record: Fields) -> list[Fields]:
+    """List the turns before the instruction: `system`, and the pairs of user and assistant in `history`."""
+    system, history = record.get("system"), record.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(p, list) and len(p) == 2 for p in history):
+        raise BadRecordError("field 'history' must be a list of [instruction, output] pairs")
+    turns = [{"role": "system", "content": system}] if system else []
+    for pair in history:
+        turns += [
+            {"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
+    return turns
 
 
 def _join_instruction(record: Fields) -> str:

@@ -39,8 +39,9 @@ class DataConfig(Settings):
     """Write prompts of plain text with the tokenizer's chat template, as one user turn, and answers to them as
     the assistant turn. False uses text as it stands. Messages always take the template."""
     train_on: Literal["all", "last"] = "all"
-    """Assistant turns of a {messages} record that are trained on; applies to fine-tuning. `all` needs a template
-    that writes a turn the same way whatever follows it; `last` has the other turns as the prompt."""
+    """Assistant turns of a {messages} record that are trained on; applies to fine-tuning. `last` has the other
+    turns as the prompt. If the template writes a turn differently once others follow, `all` makes a sequence of
+    each."""
     max_pairs_per_prompt: PositiveInt = 8
     """Most pairs made out of one record with `pos_answers` and `neg_answers`."""
     pair_weight: Literal["pair", "prompt"] = "pair"

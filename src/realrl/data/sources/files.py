@@ -154,12 +154,38 @@ def _read_parquet(file: str, rejects: Rejects) -> Iterator[Record]:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
+            json_columns = [field for field in table.schema_arrow if _has_json(field.type)]
             for rows in table.iter_batches():
                 for row in rows.to_pylist():
                     number += 1
+                    for field in json_columns:
+                        row[field.name] = _decode_json(row[field.name], field.type)
                     yield f"{file}:{number}", row
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise UserError(f"cannot read data file {file} as Parquet: {_first_line(error)}") from None
+
+
+def _has_json(type: Any) -> bool:
+    """Check whether a type of Arrow has JSON text in it, which `datasets` writes for its type `Json`."""
+    import pyarrow
+
+    inner = [type.field(i).type for i in range(type.num_fields)]
+    return isinstance(type, pyarrow.JsonType) or any(_has_json(part) for part in inner)
+
+
+def _decode_json(value: Any, type: Any) -> Any:
+    """Decode the JSON text in a value of an Arrow type."""
+    import pyarrow
+
+    if value is None or not _has_json(type):
+        return value
+    if isinstance(type, pyarrow.JsonType):
+        return json.loads(value)
+    if isinstance(value, dict):
+        return {name: _decode_json(inner, type.field(name).type) for name, inner in value.items()}
+    if pyarrow.types.is_map(type):
+        return [(key, _decode_json(inner, type.item_type)) for key, inner in value]
+    return [_decode_json(inner, type.value_type) for inner in value]
 
 
 def _check_object(origin: str, value: Any, rejects: Rejects) -> Iterator[Record]:

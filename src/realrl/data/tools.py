@@ -1,0 +1,73 @@
+"""Schemas and calls of tools in the forms that data sets have them, and other arguments of a chat template."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from realrl.data.sources.rejects import BadRecordError
+
+
+def read_template_options(record: Mapping[str, Any]) -> dict[str, Any]:
+    """List the arguments that a record has for the chat template: `chat_template_kwargs` and `tools`.
+
+    Nulls are dropped, and so is an empty list of tools.
+    """
+    options = record.get("chat_template_kwargs", {})
+    if not isinstance(options, Mapping):
+        raise BadRecordError("field 'chat_template_kwargs' must be an object")
+    kept = {name: value for name, value in options.items() if value is not None}
+    tools = read_tools(record.get("tools")) or read_tools(kept.pop("tools", None))
+    return {**kept, "tools": tools} if tools else kept
+
+
+def read_tools(value: Any) -> list[dict[str, Any]]:
+    """Read schemas of tools: a list of objects or of their JSON texts, one of them, or JSON text of the list."""
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        value = _decode(value, "tools")
+    if not value:
+        return []
+    schemas = [
+        _decode(schema, "tools") if isinstance(schema, str) and schema.lstrip().startswith("{") else schema
+        for schema in (value if isinstance(value, list) else [value])
+    ]
+    wrong = next((schema for schema in schemas if not isinstance(schema, dict)), None)
+    if wrong is not None:
+        raise BadRecordError(
+            f"field 'tools' must be a list of schemas, objects or JSON text, and has {str(wrong)[:40]!r}; if it is"
+            " for functions, give it another name, as in data.columns={tools: tool_names}"
+        )
+    return [drop_nulls(schema) for schema in schemas]
+
+
+def read_calls(value: Any, field: str) -> list[dict[str, Any]]:
+    """Read the calls of tools of a message; `arguments` that are JSON text of an object are decoded."""
+    calls = _decode(value, field) if isinstance(value, str) else value
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadRecordError(f"field {field!r} must be a list of calls, {{function: {{name, arguments}}}}")
+    return [_read_call(drop_nulls(call)) for call in calls]
+
+
+def _read_call(call: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _read_call(call["function"])}
+    if isinstance(call.get("arguments"), str):
+        try:
+            arguments = json.loads(call["arguments"])
+        except (ValueError, RecursionError):
+            return call  # what a model wrote may be no JSON
+        return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+    return call
+
+
+def drop_nulls(value: Any) -> Any:
+    """Drop the keys of objects, at any depth, whose value is null: Arrow adds those that only other rows have."""
+    if isinstance(value, Mapping):
+        return {name: drop_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [drop_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _decode(text: str, field: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise BadRecordError(f"field {field!r} is not valid JSON") from None
