@@ -83,14 +83,14 @@ KEYS = (
     Key("prompts", "int64"),
     *(Key(name, "int64") for name in pairs_of("sequences")),
     *(Key(name, "int64", "one") for name in pairs_of("prompt_length")),
-    *(Key(name, "float32", "one") for name in pairs_of("finished", "score", "ref_logps")),
+    *(Key(name, "float32", "one") for name in pairs_of("finished", "ref_logps")),
 )
 
 
 def make_graph(experiment: OnlineDPOExperiment, calls: list[Call]) -> DataflowGraph:
-    """Make a graph of calls; a mixture of rewards has keys of its own."""
-    terms = [key for side in SIDES for key in list_score_keys(experiment.reward, side)]
-    return DataflowGraph(calls, [*KEYS, *terms])
+    """Make a graph of calls; a reward has keys of its own."""
+    scores = [key for side in SIDES for key in list_score_keys(experiment.reward, side)]
+    return DataflowGraph(calls, [*KEYS, *scores])
 
 
 def sample(side: str) -> Call:

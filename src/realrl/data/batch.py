@@ -7,7 +7,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-KEY_DTYPES = {"int64": torch.int64, "int32": torch.int32, "int16": torch.int16, "float32": torch.float32}
+KEY_DTYPES = {
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
 """Types of the values of keys, by the names that a `Key` has for them."""
 
 

@@ -16,7 +16,7 @@ class Kind(StrEnum):
     FUNCTION = "function"
 
 
-_BYTES = {"int64": 8, "int32": 4, "int16": 2, "float32": 4}
+_BYTES = {"int64": 8, "int32": 4, "int16": 2, "float32": 4, "float64": 8}
 
 ROUTED_EXPERTS = "routed_experts"
 """Key in which a generate call gives the experts that its model chose, without the call's prefix."""
@@ -32,7 +32,7 @@ class Key:
     """
 
     name: str
-    dtype: Literal["int64", "int32", "int16", "float32"]
+    dtype: Literal["int64", "int32", "int16", "float32", "float64"]
     length: str = "own"
     width: int | None = None
 

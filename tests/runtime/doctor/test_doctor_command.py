@@ -1,6 +1,7 @@
 """`realrl doctor` as a command: its table, its exit status, and several nodes under torchrun."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.runtime.doctor import examine
 from realrl.runtime.doctor.finding import problem
-from realrl.runtime.doctor.local_measurement import measure_locally
+from realrl.runtime.doctor.local_measurement import RankFigures, measure_locally
 from tests.conftest import World
 from tests.runtime.processes import PATIENCE
 
@@ -138,3 +139,18 @@ def test_two_nodes_of_torchrun_print_one_table(tmp_path: Path) -> None:
     assert any(subject == "clocks" and text.startswith("2 nodes") for subject, text in texts)
     assert sum(finding["subject"] == "versions" and bool(finding["node"]) for finding in found) >= 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_verifier_that_does_not_work_is_a_problem_of_the_recipe(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("math_verify")
+    monkeypatch.setattr(examine, "measure_locally", lambda *given: RankFigures(torch=None))
+    recipe = world.recipe("grpo", tmp_path, reward={"verifier": {"kind": "math"}}, models__reward=None)
+    run_app(["doctor", str(recipe)])
+    assert "reward.function works" in capsys.readouterr().out
+    (tmp_path / "math_verify.py").write_text("raise ImportError('another module')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert run_app(["doctor", str(recipe)]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "verifier math cannot start its process: ImportError: another module" in shown

@@ -40,7 +40,7 @@ class ExpertIterationTrain(PlainTrain):
 
         Of other sequences `learnt` has the first token alone, so that they cost next to nothing.
         """
-        scores = batch["score"].values.double()
+        scores = batch["score"].values
         table = gather_samples(
             scores, batch.ids, prompts=self._prompts, samples=self._config.samples, dp_sum=dp_sum
         )

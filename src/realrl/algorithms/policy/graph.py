@@ -18,7 +18,6 @@ KEYS = (
     Key("finished", "float32", "one"),
     Key("logprobs", "float32", "sequences"),
     Key("ref_logprobs", "float32", "sequences"),
-    Key("score", "float32", "one"),
 )
 
 GENERATE = Call(

@@ -12,16 +12,16 @@ EPSILON = 1e-8
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and mean square of the finite numbers on all ranks."""
+    """Count, mean and variance (mean squared distance from the mean) of the finite numbers on all ranks."""
 
     count: float
     mean: float
-    mean_square: float
+    variance: float
 
     @property
-    def variance(self) -> float:
-        """Mean squared distance from the mean."""
-        return max(self.mean_square - self.mean**2, 0.0)
+    def mean_square(self) -> float:
+        """Mean of the squares."""
+        return self.mean**2 + self.variance
 
     @property
     def std(self) -> float:
@@ -37,9 +37,12 @@ def global_moments(values: Tensor, dp_sum: Sum) -> Moments:
     # float64, so that the order in which ranks add up does not show in float32
     x = values.detach().double()
     x = x[x.isfinite()]
-    count, total, squares = dp_sum(torch.stack([x.new_tensor(x.numel()), x.sum(), x.square().sum()])).tolist()
+    count, total = dp_sum(torch.stack([x.new_tensor(x.numel()), x.sum()])).tolist()
     n = max(count, 1.0)
-    return Moments(count, total / n, squares / n)
+    mean = total / n
+    # Of numbers far from 0, the mean of the squares less the squared mean would be rounding alone.
+    squares = dp_sum((x - mean).square().sum()[None]).item()
+    return Moments(count, mean, squares / n)
 
 
 def whiten(values: Tensor, moments: Moments) -> Tensor:

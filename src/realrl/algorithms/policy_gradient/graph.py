@@ -16,7 +16,6 @@ GREEDY_KEYS = (
     Key(f"{GREEDY}sequences", "int64"),
     Key(f"{GREEDY}prompt_length", "int64", "one"),
     Key(f"{GREEDY}finished", "float32", "one"),
-    Key(f"{GREEDY}score", "float32", "one"),
 )
 
 

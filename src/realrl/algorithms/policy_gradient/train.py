@@ -95,7 +95,7 @@ class PolicyGradientTrain(PlainTrain):
     def _rewards(self, batch: Batch, answers: Responses) -> Tensor:
         """Compute the reward of each answer, with penalties that count for it as a whole. [N] float64"""
         config = self._config
-        rewards = batch["score"].values.double()
+        rewards = batch["score"].values
         if config.overlong_buffer is not None:
             rewards = rewards + punish_overlong(
                 answers.counts,
@@ -127,7 +127,7 @@ class PolicyGradientTrain(PlainTrain):
         metrics = Metrics()
         count = len(batch)
         given = ~rewards.isnan() | (not self._skips)
-        metrics.mean("score", batch["score"].values.double()[given].sum(), given.sum())
+        metrics.mean("score", batch["score"].values[given].sum(), given.sum())
         metrics.mean("reward", rewards[given].sum(), given.sum())
         metrics.mean("response_tokens", answers.counts.sum(), count)
         metrics.mean("finished", batch["finished"].values.double().sum(), count)

@@ -97,7 +97,7 @@ def _summarize_experience(batch: Batch, experience: Experience, config: PPOConfi
     metrics, count = Metrics(), len(batch)
     kept = experience.kept
     trained_on = scored(batch["finished"].values, config) & kept
-    metrics.mean("score", batch["score"].values.double()[trained_on].sum(), trained_on.sum())
+    metrics.mean("score", batch["score"].values[trained_on].sum(), trained_on.sum())
     metrics.mean("reward", experience.rewards.double()[kept].sum(), kept.sum())
     if "ref_logprobs" in batch.fields:
         metrics.mean("kl", experience.kl.sum(), count)

@@ -23,6 +23,7 @@ class Experience:
 
     rewards: [N] given at the last action, without the KL penalty. kl: [N] divergence from the reference,
     summed over actions (see `token_kl`). values: [A] of the state before each action. advantages, returns: [A].
+    All but kl are float64, and rounded to float32 by `add_to_batch`.
     kl_coef: the weight of the penalty. return_moments: over all ranks. kept: [N] bool, whether a sequence is learnt
     from; one whose reward was skipped has no action tokens, and 0 as its reward.
     """
@@ -40,7 +41,7 @@ class Experience:
 
 def add_to_batch(batch: Batch, experience: Experience, **values: Tensor) -> Batch:
     """Add values of action tokens, [A] each, as rows like `sequences`, and `kept`, 1 where a sequence is kept."""
-    rows = {name: experience.actions.spread(value) for name, value in values.items()}
+    rows = {name: experience.actions.spread(value.float()) for name, value in values.items()}
     return batch.with_fields(**rows, kept=Ragged.scalars(experience.kept.float()))
 
 
@@ -66,7 +67,7 @@ def scored(finished: Tensor, config: PPOConfig) -> Tensor:
 
 
 def shape_rewards(*, score: Tensor, finished: Tensor, config: PPOConfig) -> Tensor:
-    """Compute clip((score - bias) * scale) per sequence. score, finished: [N] -> [N]
+    """Compute clip((score - bias) * scale) per sequence. score: [N] float64, finished: [N] -> [N] float64
 
     A sequence cut off without end of sequence loses the penalty for it and, under `truncated: bootstrap`, has no
     score.
@@ -112,7 +113,7 @@ class ExperienceMaker:
         token_rewards = torch.where(is_last, rewards[actions.row], 0.0) - coef * log_ratio
 
         state_values = batch["values"].values
-        values = state_values[actions.index - 1]
+        values = state_values[actions.index - 1].double()
         terminal = torch.zeros_like(finished)
         if config.truncated == "bootstrap":
             terminal = torch.where(finished == 0, last_of_rows(state_values, actions.lengths), 0.0)

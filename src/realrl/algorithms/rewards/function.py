@@ -79,7 +79,7 @@ class RewardFunction:
             self._refuse(*first, inputs)
         absent = NOT_APPLICABLE if self._in_mixture else SKIPPED
         numbers = [SKIPPED if isinstance(s, RewardFailure) else absent if s is None else s for s in scores]
-        output = Ragged.scalars(torch.tensor(numbers, dtype=torch.float32))
+        output = Ragged.scalars(torch.tensor(numbers, dtype=torch.float64))
         return {self._key: output}, self._summarize(scores, output, inputs)
 
     def _refuse(self, sample: int, failure: RewardFailure, inputs: FunctionInput) -> None:
@@ -99,7 +99,7 @@ class RewardFunction:
             return metrics
         skipped = sum(isinstance(score, RewardFailure) for score in scores)
         if self._in_mixture:
-            given = output.values.double()[output.values.isfinite()]
+            given = output.values[output.values.isfinite()]
             metrics.mean("term_score", given.sum(), len(given))
         else:
             metrics = compute_score_metrics(

@@ -15,9 +15,11 @@ def name_key(name: str, prefix: str = "") -> str:
 
 
 def list_score_keys(reward: Rewards | None, prefix: str = "") -> list[Key]:
-    """List the keys of a mixture's terms."""
+    """List the keys of `score_sequences`: the score, and those of a mixture's terms."""
     terms = reward if reward is not None and is_mixture(reward) else {}
-    return [Key(name_key(name, prefix), "float32", "one") for name in terms]
+    names = [f"{prefix}score", *(name_key(name, prefix) for name in terms)]
+    # Advantages are differences of scores, which float32 would round away: 1e-5 of rewards near 1,000.
+    return [Key(name, "float64", "one") for name in names]
 
 
 def name_call(name: str, term: RewardTerm | None, prefix: str = "") -> str:

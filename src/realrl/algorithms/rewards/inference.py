@@ -16,7 +16,7 @@ def compute_score_metrics(batch: Batch, *, finished_only: bool = False, skips: b
         trained_on = (batch["finished"].values != 0) | (not finished_only)
         if skips:
             trained_on &= ~batch["score"].values.isnan()
-        metrics.mean("score", batch["score"].values.double()[trained_on].sum(), trained_on.sum())
+        metrics.mean("score", batch["score"].values[trained_on].sum(), trained_on.sum())
         metrics.mean("response_tokens", responses.counts.sum(), count)
         metrics.mean("finished", batch["finished"].values.double().sum(), count)
     return metrics
@@ -48,7 +48,7 @@ class RewardInference:
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
         """Compute `score`: one number per sequence."""
         assert output.values is not None
-        return {self._key: Ragged.scalars(last_of_rows(output.values, output.lengths).float())}
+        return {self._key: Ragged.scalars(last_of_rows(output.values, output.lengths).double())}
 
     def metrics(self, batch: Batch) -> Metrics:
         """Compute metrics of evaluation.
@@ -63,6 +63,6 @@ class RewardInference:
             return Metrics()
         if self._in_mixture:
             metrics = Metrics()
-            metrics.mean("term_score", batch[self._key].values.double().sum(), len(batch))
+            metrics.mean("term_score", batch[self._key].values.sum(), len(batch))
             return metrics
         return compute_score_metrics(batch, finished_only=self._finished_only, skips=False)

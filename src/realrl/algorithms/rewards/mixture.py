@@ -42,7 +42,7 @@ class RewardSum:
         for name, term in self._reward.items():
             if term.weight == 0:
                 continue
-            scores = batch[name_key(name, self._prefix)].values.double()
+            scores = batch[name_key(name, self._prefix)].values
             if term.model is not None:
                 # A model's NaN is a mistake, and must not look like a skipped sample: infinite, it makes the step
                 # not finite, which training notices.
@@ -52,7 +52,7 @@ class RewardSum:
             given = scores != NOT_APPLICABLE
             total = torch.where(given, total + term.weight * scores, total)
             applies |= given
-        score = Ragged.scalars(torch.where(applies, total, SKIPPED).float())
+        score = Ragged.scalars(torch.where(applies, total, SKIPPED))
         if self._prefix:
             return {f"{self._prefix}score": score}, Metrics()
         metrics = compute_score_metrics(batch.with_fields(score=score), finished_only=self._finished_only)

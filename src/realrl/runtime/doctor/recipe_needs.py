@@ -83,6 +83,20 @@ def check_recipe(
         yield ok("recipe", f"{experiment.algorithm} on cluster {cluster} is expected to fit{later}{sizes}")
 
 
+def try_functions(experiment: Experiment) -> Iterator[Finding]:
+    """Load the functions of a recipe, and try its verifiers, as a run would before it starts."""
+    # It needs torch, which must not keep the other checks from a machine without it.
+    from realrl.runtime.prepare.functions import check_functions
+
+    try:
+        names = check_functions(experiment)
+    except UserError as error:
+        yield problem("functions", str(error))
+        return
+    if names:
+        yield ok("functions", f"{', '.join(names)} {'work' if len(names) > 1 else 'works'}")
+
+
 def list_hub_names(experiment: Experiment) -> list[str]:
     """List the models and data sets that a recipe takes from the hub."""
     named = [source for config in models(experiment).values() for source in (config.path, config.tokenizer)]

@@ -9,7 +9,10 @@ from pydantic import PositiveFloat
 from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score
 from realrl.algorithms.rewards.verifiers.base import AnswerVerifier, Verification
 from realrl.algorithms.rewards.verifiers.extra import require
-from realrl.algorithms.rewards.verifiers.math_process import MathProcess
+from realrl.algorithms.rewards.verifiers.math_process import MathProcess, MathProcessError
+from realrl.config.errors import UserCodeError, UserError
+
+_KNOWN_PAIRS = ((r"\frac{1}{2}", "0.5", True), (r"\sqrt{4}", "3", False))
 
 
 class MathEquality(AnswerVerifier):
@@ -30,9 +33,11 @@ class MathEquality(AnswerVerifier):
         return None if found is None else "".join(found.split())
 
     def open(self) -> Verification:
-        """Check that the library is installed."""
+        """Start the process, and try it on known pairs; UserError if it does not work."""
         require("math_verify", self.kind)
-        return _Comparison(self)
+        comparison = _Comparison(self)
+        comparison.try_out()
+        return comparison
 
 
 class _Comparison:
@@ -43,6 +48,20 @@ class _Comparison:
         self._process = MathProcess(settings.seconds)
         self._lock = threading.Lock()
 
+    def try_out(self) -> None:
+        """Compare known pairs; UserError if the process ends, or says anything but the truth."""
+        for text, right, equal in _KNOWN_PAIRS:
+            try:
+                answer = self._process.ask(text=text, right=right, extracted=True)
+            except MathProcessError as error:
+                raise UserCodeError(f"verifier math {error}", error.words) from None
+            if answer is not equal:
+                said = {True: "equal", False: "not equal", None: "not an expression"}[answer]
+                raise UserError(
+                    f"verifier math does not work here: math-verify says that {text} and {right} are {said};"
+                    f" check the installation, {self._process.library} and antlr4-python3-runtime"
+                )
+
     def verify(self, completions: list[str], fields: Mapping[str, list[Any]]) -> list[Score]:
         """Compare, one after the other."""
         with self._lock:  # one that was abandoned at its time limit may still be at it
@@ -51,7 +70,10 @@ class _Comparison:
     def _compare(self, text: str, right: str) -> Score:
         """Compare as expressions; 0 where that takes too long."""
         settings = self._settings
-        answer = self._process.ask(text=text, right=right, extracted=settings.extract is not None)
+        try:
+            answer = self._process.ask(text=text, right=right, extracted=settings.extract is not None)
+        except MathProcessError as error:
+            return RewardFailure(str(error), error.words)
         if answer is None:
             return RewardFailure(f"finds no expression in {settings.answer}={right[:40]!r}")
         return float(answer)

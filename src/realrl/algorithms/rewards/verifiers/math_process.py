@@ -1,50 +1,72 @@
-"""Process in which expressions are compared. No torch.
+"""Process in which expressions are compared, as seen by the one that asks it. No torch.
 
 Reading an expression, and comparing two, may take for ever. math-verify bounds both by alarm signals, which reach
-the main thread of a process alone, and the functions of a run are called in others. Run as a module, this is that
-process: it answers a line of JSON by another one.
+only the main thread of a process, and a run calls its functions in other threads.
 """
 
 import json
-import logging
 import os
 import selectors
 import subprocess
 import sys
+import tempfile
 import time
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
 
+PROGRAM = Path(__file__).with_name("math_child.py")
+_START_SECONDS = 120.0
+"""Bound on importing the library, also from a slow file system."""
 _GRACE = 20.0
-"""Seconds beyond the bounds of the library, such as for importing it."""
+"""Seconds beyond the bounds of the library."""
+
+
+class MathProcessError(Exception):
+    """A process that does not work. The message follows the name of the verifier."""
+
+    def __init__(self, message: str, words: str = "") -> None:
+        """`words`: what the process wrote to its standard error."""
+        last = words.strip().rpartition("\n")[2]
+        super().__init__(f"{message}{last and ': '}{last}")
+        self.words = words
 
 
 class MathProcess:
-    """Process that compares expressions, started at the first one, and again where it does not answer."""
+    """Process that compares expressions, started at the first one, and again after it has ended."""
 
     def __init__(self, seconds: float) -> None:
         """`seconds` bounds reading each expression, and comparing two."""
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None
+        self.library = ""
+        """The file of math-verify that the process has imported."""
 
     def ask(self, *, text: str, right: str, extracted: bool) -> bool | None:
-        """Tell whether two expressions are equal, False where that takes too long; None where `right` is none.
+        """Tell whether two expressions are equal, False if that takes too long; None if `right` is none.
 
         extracted: whether `text` is an expression alone, and not prose with an expression.
+        MathProcessError if the process ends instead of answering, twice in a row.
         """
         question = {"text": text, "right": right, "extracted": extracted, "seconds": self._seconds}
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-        line = _exchange(self._process, json.dumps(question).encode() + b"\n", 4 * self._seconds + _GRACE)
-        if line is None:
-            self.close()
-            return False
-        equal: bool | None = json.loads(line)
-        return equal
+        sent = json.dumps(question).encode() + b"\n"
+        # Somebody may have killed the first one between two questions; the second one ends due to this question.
+        for last in (False, True):
+            process = self._process or self._start()
+            try:
+                line = _exchange(process, sent, 4 * self._seconds + _GRACE)
+            except EOFError:
+                if last:
+                    raise MathProcessError("lost its process", self._read_end()) from None
+                self.close()
+                continue
+            if line is None:  # the library could not stop it
+                self.close()
+                return False
+            equal: bool | None = json.loads(line)
+            return equal
+        raise AssertionError("the loop returns or raises")
 
     def close(self) -> None:
         """End the process."""
@@ -53,16 +75,54 @@ class MathProcess:
             self._process.communicate()
             self._process = None
 
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Start the process, and wait until it is ready; MathProcessError if it is not."""
+        self._errors = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            # -P: modules beside the program, such as math.py, are not those of the standard library.
+            [sys.executable, "-P", str(PROGRAM)],
+            env=_leave_out_working_directory(os.environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+        )
+        try:
+            ready = _exchange(self._process, b"", _START_SECONDS)
+        except EOFError:
+            raise MathProcessError("cannot start its process", self._read_end()) from None
+        if ready is None:
+            self.close()
+            raise MathProcessError(f"cannot start its process: not ready within {_START_SECONDS:g} s")
+        self.library = json.loads(ready)
+        return self._process
+
+    def _read_end(self) -> str:
+        """Read what the process wrote before it ended, and how it did; forget it."""
+        assert self._process is not None and self._errors is not None
+        self._process.communicate()
+        code, self._process = self._process.returncode, None
+        self._errors.seek(0)
+        words = self._errors.read().decode(errors="replace")
+        return words if words.strip() else f"it ended with {f'signal {-code}' if code < 0 else f'status {code}'}"
+
+
+def _leave_out_working_directory(environment: Mapping[str, str]) -> dict[str, str]:
+    """Copy an environment in which Python imports nothing from the working directory, such as a user's sympy.py."""
+    here = os.path.realpath(os.curdir)
+    listed = environment.get("PYTHONPATH", "").split(os.pathsep)
+    kept = [os.path.abspath(entry) for entry in listed if entry and os.path.realpath(entry) != here]
+    return {**environment, "PYTHONPATH": os.pathsep.join(kept)}
+
 
 def _exchange(process: subprocess.Popen[bytes], question: bytes, seconds: float) -> bytes | None:
-    """Send a line, and wait for one; None where there is none in time, or the process has ended."""
+    """Send a line, and wait for one; None if there is none in time. EOFError if the process has ended."""
     assert process.stdin is not None and process.stdout is not None
     deadline, received = time.monotonic() + seconds, b""
     try:
         process.stdin.write(question)
         process.stdin.flush()
     except OSError:
-        return None
+        raise EOFError from None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while not received.endswith(b"\n"):
@@ -70,40 +130,6 @@ def _exchange(process: subprocess.Popen[bytes], question: bytes, seconds: float)
                 return None
             part = os.read(process.stdout.fileno(), 4096)
             if not part:
-                return None
+                raise EOFError
             received += part
     return received
-
-
-def _parse(text: str, *, extracted: bool, seconds: int) -> Any:
-    """Read the expressions of a text; an empty list where there are none."""
-    from math_verify import parse
-
-    marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
-    # Of plain text the library would take the last number alone: 1 of x^2 + 1.
-    found = parse(f"${text}$", parsing_timeout=seconds) if extracted and not marked else []
-    return found or parse(text, parsing_timeout=seconds)
-
-
-def _compare(question: dict[str, Any]) -> bool | None:
-    from math_verify import verify
-
-    seconds = max(1, round(question["seconds"]))
-    right = _parse(question["right"], extracted=True, seconds=seconds)
-    if not right:
-        return None
-    found = _parse(question["text"], extracted=question["extracted"], seconds=seconds)
-    return bool(found) and bool(verify(right, found, timeout_seconds=seconds))
-
-
-def answer_questions() -> None:
-    """Answer until the input ends."""
-    logging.disable()
-    sys.set_int_max_str_digits(0)
-    answers, sys.stdout = sys.stdout, sys.stderr
-    for line in sys.stdin:
-        print(json.dumps(_compare(json.loads(line))), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    answer_questions()

@@ -11,7 +11,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from realrl.algorithms.rewards.scoring.limits import map_in_threads
 from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score
 from realrl.algorithms.rewards.verifiers.base import Verification, Verifier
-from realrl.algorithms.rewards.verifiers.sandbox import Limits, find_not_isolated, run_in_sandbox
+from realrl.algorithms.rewards.verifiers.sandbox import Limits, SandboxError, find_not_isolated, run_in_sandbox
+from realrl.config.errors import UserError
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 
@@ -45,9 +46,24 @@ class PythonTests(Verifier):
         """The tests, and what comes first."""
         return (self.tests,) if self.setup is None else (self.tests, self.setup)
 
+    @property
+    def _limits(self) -> Limits:
+        return Limits(
+            seconds=self.seconds, memory_bytes=self.memory_mb << 20, output_bytes=self.output_kb << 10
+        )
+
     def open(self) -> Verification:
-        """Note what generated code is not cut off from."""
-        lacking = find_not_isolated()
+        """Try the sandbox, and note what generated code is not cut off from; UserError if it does not work."""
+        try:
+            lacking = find_not_isolated()
+            tried = run_in_sandbox("x = 1", ["assert x == 1", "assert x == 2"], self._limits)
+        except SandboxError as error:
+            raise UserError(f"verifier python_tests {error}") from None
+        if tried != [True, False]:
+            raise UserError(
+                f"verifier python_tests does not work here: of 'x = 1', {sum(tried)} of the tests x == 1 and"
+                f" x == 2 passed; seconds={self.seconds:g} and memory_mb={self.memory_mb} may be too few"
+            )
         if lacking and os.environ.get("RANK", "0") == "0":
             print(
                 f"note: verifier python_tests: this machine does not allow to isolate generated code from"
@@ -72,8 +88,8 @@ class PythonTests(Verifier):
             return RewardFailure(f"needs a text or a list of texts as {self.tests}")
         fenced = _FENCED.findall(completion)
         code = fenced[-1] if fenced else completion
-        limits = Limits(
-            seconds=self.seconds, memory_bytes=self.memory_mb << 20, output_bytes=self.output_kb << 10
-        )
-        passed = run_in_sandbox(code if setup is None else f"{setup}\n{code}", listed, limits)
+        try:
+            passed = run_in_sandbox(code if setup is None else f"{setup}\n{code}", listed, self._limits)
+        except SandboxError as error:
+            return RewardFailure(str(error))
         return sum(passed) / len(passed) if self.partial else float(all(passed))

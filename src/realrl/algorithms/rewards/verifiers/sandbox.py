@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = Path(__file__).with_name("sandbox_process.py")
+_SHOWN = 2000
+"""Characters of the process's last words that a message repeats."""
 KINDS = {"network": "the network", "files": "files (to write them)", "processes": "other processes"}
 
 
@@ -27,10 +29,14 @@ class Limits:
     """Of each file; what it prints goes nowhere."""
 
 
+class SandboxError(Exception):
+    """A sandbox that does not work, whatever the code. The message follows the name of the verifier."""
+
+
 def run_in_sandbox(code: str, tests: list[str], limits: Limits) -> list[bool]:
     """Run code, then each test, one after the other: whether it passes.
 
-    None does where the process does not end well.
+    None does if the code ends its process or takes too long. SandboxError if the sandbox fails before the code runs.
     """
     answer = _run(code, tests, limits)
     passed = None if answer is None else answer.get("passed")
@@ -67,18 +73,22 @@ def _run(code: str, tests: list[str], limits: Limits) -> dict[str, Any] | None:
             env=environment,
             stdin=subprocess.PIPE,
             stdout=answers,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             start_new_session=True,
         )
         try:
             # Starting Python takes time, too.
-            process.communicate(json.dumps(job).encode(), timeout=limits.seconds + 5)
+            _, errors = process.communicate(json.dumps(job).encode(), timeout=limits.seconds + 5)
         except subprocess.TimeoutExpired:
             return None
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
+        # Code can kill the process that waits for it, but not make it end with a status of its own.
+        if process.returncode > 0:
+            words = errors.decode(errors="replace").strip()[-_SHOWN:]
+            raise SandboxError(f"cannot run tests: exit status {process.returncode}; {words}")
         answers.seek(0)
         output = answers.read()
     try:

@@ -100,7 +100,7 @@ def run_job() -> None:
     # Only this process knows where the answer goes.
     answers = os.dup(1)
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
+    for stream in (0, 1):
         os.dup2(nowhere, stream)
     die_with_parent()
     isolated = isolate()
@@ -109,6 +109,7 @@ def run_job() -> None:
         os.close(answers)
         os.waitpid(child, 0)
         os._exit(0)
+    os.dup2(nowhere, 2)
     die_with_parent()
     give_up_privileges()
     limit(job)
