@@ -411,8 +411,11 @@ class TrainingRun:
             seconds, best = self.continuation.seconds, self.evaluations.best
             summary: dict[str, Any] = {"algorithm": get_spec(self.experiment).name, "steps": self.steps}
             summary |= {"seconds": round(seconds, 2), "skipped_steps": self.notes.skipped}
+            summary |= {"untaught_steps": self.notes.untaught.counts}
             if best.settings is not None:
                 summary["best"] = best.to_json()
+            for text in self.notes.untaught.describe(str(self.steps)):
+                self._say(text)
             self.directory.finish(summary)
             self.directory.close_trackers(done=True)
             self.observer.end(self.experiment.run_dir, seconds)

@@ -15,6 +15,7 @@ from realrl.recipe.model import trained_models
 from realrl.runtime.output.earlier import EarlierRun
 from realrl.runtime.output.metric_notes import list_metric_notes
 from realrl.runtime.output.run_state import Restored
+from realrl.runtime.output.untaught import UntaughtSteps
 from realrl.runtime.prepare.compile import models
 
 
@@ -81,13 +82,14 @@ _KEPT = 1000
 
 
 class StepNotes:
-    """Notes on the metrics of training steps, and the number of skipped optimizer steps."""
+    """Notes on the metrics of training steps, and counts of skipped optimizer steps and of steps without effect."""
 
     def __init__(self, algorithm: Algorithm, spec: AlgorithmSpec) -> None:
         self._algorithm, self._spec = algorithm, spec
         self._evaluated: Mapping[str, float] | None = None
         self._said: set[str] = set()
         self._skipped = Counter[str]()
+        self.untaught = UntaughtSteps()
 
     def take_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Take the metrics of an evaluation by `call/name`; the first one is before the first step."""
@@ -106,6 +108,8 @@ class StepNotes:
                 count = self._skipped[call.name]
                 steps = "1 optimizer step" if count == 1 else f"{count} optimizer steps so far"
                 yield f"step {step}: {call.name} has skipped {steps}; not finite: {causes}"
+        for text in self.untaught.take(metrics):
+            yield f"step {step} {text}"
         for text in self._algorithm.notes(metrics):
             if text not in self._said and len(self._said) < _KEPT:
                 self._said.add(text)
@@ -115,11 +119,16 @@ class StepNotes:
 
     def state_dict(self) -> dict[str, Any]:
         """Save what later notes depend on."""
-        return {"said": sorted(self._said), "skipped": dict(self._skipped)}
+        return {
+            "said": sorted(self._said),
+            "skipped": dict(self._skipped),
+            "untaught": self.untaught.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` saved."""
         self._said, self._skipped = set(state["said"]), Counter(state["skipped"])
+        self.untaught.load_state_dict(state.get("untaught", {}))  # which earlier versions do not save
 
     @property
     def skipped(self) -> dict[str, int]:
