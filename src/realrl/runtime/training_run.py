@@ -292,7 +292,7 @@ class TrainingRun:
             self._evaluate(done)
 
     def _stop(self, done: int) -> NoReturn:
-        """End before the last step, after SIGTERM on some rank, with a checkpoint."""
+        """End before the last step, after SIGTERM or Ctrl-C on some rank, with a checkpoint."""
         self.continuation.save(done)
         self.checkpointer.finish()
         self._collect(last=False)
