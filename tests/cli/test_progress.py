@@ -145,3 +145,10 @@ def test_a_step_that_taught_nothing_says_so(
         record = {f"actor.train/{name}": value for name, value in metrics.items()}
         progress.record(MetricsRecord(1, "train", 0.5, record))
     assert "nothing learnt: the answers to each prompt had equal rewards  kl 0.5" in capsys.readouterr().err
+
+
+def test_a_mean_over_some_prompts_says_how_many(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress() as progress:
+        progress.begin(EXPERIMENT, 3)
+        progress.record(MetricsRecord(0, "eval", 1.0, {"pass@6": 0.5, "pass@6/prompts": 3}))
+    assert capsys.readouterr().err.endswith("evaluation: pass@6 0.5 (3 prompts)\n")

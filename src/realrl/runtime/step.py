@@ -34,14 +34,15 @@ class TrainingSteps:
         self._experiment, self._compiled, self._process = experiment, compiled, process
         self._worker, self._costs, self._records = worker, costs, records
         data, training = experiment.data, experiment.training
-        self._order = Order(
+        self.order = Order(
             len(records),
             data.batch,
             experiment.seed,
             data.shuffle,
             sources=[(source.items, source.weight) for source in records.sources],
         )
-        self.count = training.steps or max(1, self._order.steps(training.epochs))
+        """Order of the records."""
+        self.count = training.steps or max(1, self.order.steps(training.epochs))
         """Number of steps of the run."""
         self._samples = get_spec(experiment).samples_per_prompt(experiment)
         self.taken = 0
@@ -91,7 +92,7 @@ class TrainingSteps:
         """Take the next records in the order of the run."""
         first = self.taken
         self.taken += count
-        return self._order.take(first, count)
+        return self.order.take(first, count)
 
     def _make_input(self, step: int, prompts: list[int], first_sequence: int = 0) -> StepInput:
         # Samples of a prompt are consecutive items, so that item // samples is the prompt.

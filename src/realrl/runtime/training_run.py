@@ -33,6 +33,7 @@ from realrl.runtime.output.earlier import EarlierRun
 from realrl.runtime.output.notes import (
     StepNotes,
     list_data_notes,
+    list_epoch_notes,
     list_model_notes,
     list_resume_notes,
     list_state_notes,
@@ -214,6 +215,7 @@ class TrainingRun:
             *self.continuation.notes,
             *list_state_notes(self._started_from),
             *list_data_notes({"train": self.records, "eval": self.evaluations.records}),
+            *list_epoch_notes(self.experiment.training, self.training.order, self.steps),
             *list_model_notes(self.experiment, self.steps, {} if restored else fresh),
             *list_trained_parts(stored_models(self.experiment, self.compiled.train.graph, self.roles.shapes)),
             *self.saving_notes,

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.table import Column
 from realrl.cli.progress.costs import compares, costs_note, costs_table
 from realrl.cli.reporting.speed import describe_speed, read_speed
 from realrl.recipe.algorithm import get_spec
+from realrl.runtime.evaluation.answers import PROMPTS
 from realrl.runtime.output.untaught import find_untaught
 
 if TYPE_CHECKING:
@@ -105,15 +107,16 @@ class Progress:
         shown = [*(name for name in self._headlines if name in record.metrics), *others]
         uses = Counter(_last_part(name) for name in shown)
         labels = {name: name if uses[_last_part(name)] > 1 else _last_part(name) for name in shown}
-        metrics = [_describe_metric(labels[name], record.metrics[name]) for name in shown]
+        metrics = [_describe_metric(labels[name], name, record.metrics) for name in shown]
         untaught = [f"nothing learnt: {reason}" for reason in set(find_untaught(record.metrics).values())]
         return "  ".join([*untaught, *metrics, *describe_speed(read_speed(record.metrics))])
 
 
-def _describe_metric(label: str, value: float) -> str:
-    words = _WORDS.get(_last_part(label))
+def _describe_metric(label: str, name: str, metrics: Mapping[str, float]) -> str:
+    value, words = metrics[name], _WORDS.get(_last_part(label))
     if words is None:
-        return f"{label} {value:.4g}"
+        prompts = metrics.get(f"{name}/{PROMPTS}")
+        return f"{label} {value:.4g}" + ("" if prompts is None else f" ({prompts:.0f} prompts)")
     return f"{label.removesuffix(_last_part(label))}{words} {100 * value:.3g} %"
 
 

@@ -1,5 +1,6 @@
 """Notes of a run: messages for the user that are no metrics."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Any
 from realrl.algorithms.method import Algorithm
 from realrl.config.words import join
 from realrl.data.dataset import Dataset, SourceCount
-from realrl.data.order import count_drawn
+from realrl.data.order import Order, count_drawn
 from realrl.recipe.algorithm import AlgorithmSpec
+from realrl.recipe.data import TrainingConfig
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import trained_models
 from realrl.runtime.output.earlier import EarlierRun
@@ -29,6 +31,17 @@ def list_data_notes(sets: Mapping[str, Dataset | None]) -> Iterator[str]:
     if "train" in known and any(source.weight != 1 for source in known["train"].sources):
         yield f"data.train: an epoch takes {describe_mixture(known['train'].sources)}"
     yield from dict.fromkeys(note for records in known.values() for note in records.notes)
+
+
+def list_epoch_notes(training: TrainingConfig, order: Order, steps: int) -> Iterator[str]:
+    """Yield a note when the last step of a run takes records beyond the epochs that it was asked for."""
+    # What is drawn for the epochs, and as `Order.steps` rounds it.
+    asked, taken = math.ceil(training.epochs * order.size - 1e-9), steps * order.batch
+    if training.steps is None and taken > asked:
+        yield (
+            f"data.batch={order.batch} does not divide the {asked} records of training.epochs={training.epochs:g}:"
+            f" the last of the {steps} steps takes {taken - asked} records of the next epoch"
+        )
 
 
 def list_model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Sequence[str]]) -> Iterator[str]:
