@@ -17,6 +17,11 @@ from realrl.algorithms.policy_gradient.config import PolicyGradientConfig
 from realrl.algorithms.policy_gradient.spec import make_policy_gradient_spec
 from realrl.algorithms.policy_gradient.train import PolicyGradientTrain, StepSizes
 from realrl.data.batch import Batch, Ragged
+from realrl.engine.model import make_unsharded_model
+from realrl.engine.training.trainer import Trainer
+from realrl.families.shape import ModelShape
+from realrl.recipe.model import OptimizerConfig
+from realrl.testing.shape import SHAPE
 
 PROMPTS, SAMPLES, MOST = 3, 4, 7
 
@@ -81,6 +86,26 @@ def trl_loss(trainer: str, settings: dict[str, Any], inputs: dict[str, Tensor], 
     return classes[trainer]._compute_loss(stub, None, given)
 
 
+def trl_loss_of(
+    batch: Batch, config: PolicyGradientConfig, trainer: str, settings: dict[str, Any], logprobs: Tensor
+) -> Tensor:
+    """TRL's loss of a prepared batch. logprobs: [T] of the trained model"""
+    answers = Responses.of(batch["sequences"], batch["prompt_length"])
+    mask = padded(torch.ones_like(logprobs), answers)
+    inputs = {
+        "completion_mask": mask,
+        "advantages": padded(batch["advantages"].values, answers)[:, 0],
+        "old_per_token_logps": padded(batch["logprobs"].values, answers),
+        "old_logps": padded(batch["logprobs"].values, answers).sum(1),
+        "ref_per_token_logps": padded(batch["ref_logprobs"].values, answers),
+        "num_items_in_batch": mask.sum(),
+    }
+    low, high = config.clip_range
+    arguments = SimpleNamespace(use_bias_correction_kl=False, delta=config.dual_clip, steps_per_generation=1)
+    of = {"args": arguments, "epsilon_low": low, "epsilon_high": high, **settings}
+    return trl_loss(trainer, of, inputs, padded(logprobs, answers))
+
+
 GRPO = {"loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.0}
 
 
@@ -109,27 +134,57 @@ def test_loss_and_its_gradient_equal_those_of_trl(
     loss = loss / method.weight(prepared)
     (gradient,) = torch.autograd.grad(loss, output.logprobs)
 
-    answers = Responses.of(batch["sequences"], batch["prompt_length"])
     logprobs = output.logprobs.detach().clone().requires_grad_()
-    mask = padded(torch.ones_like(logprobs), answers)
-    advantages = padded(prepared["advantages"].values, answers)[:, 0]
-    inputs = {
-        "completion_mask": mask,
-        "advantages": advantages,
-        "old_per_token_logps": padded(batch["logprobs"].values, answers),
-        "old_logps": padded(batch["logprobs"].values, answers).sum(1),
-        "ref_per_token_logps": padded(batch["ref_logprobs"].values, answers),
-        "num_items_in_batch": mask.sum(),
-    }
-    low, high = config.clip_range
-    arguments = SimpleNamespace(use_bias_correction_kl=False, delta=config.dual_clip, steps_per_generation=1)
-    of = {"args": arguments, "epsilon_low": low, "epsilon_high": high, **settings}
-    expected = trl_loss(trainer, of, inputs, padded(logprobs, answers))
+    expected = trl_loss_of(prepared, config, trainer, settings, logprobs)
     (expected_gradient,) = torch.autograd.grad(expected, logprobs)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
     clipped = metrics.result()["clip_fraction"]
     assert 0 < clipped < 1
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "trainer", "settings"),
+    [
+        ("grpo", {"kl": {"coef": 0.04}}, "grpo", {**GRPO, "beta": 0.04}),
+        ("dr_grpo", {}, "grpo", {**GRPO, "loss_type": "dr_grpo"}),
+        ("gspo", {}, "grpo", {**GRPO, "importance_sampling_level": "sequence"}),
+        ("rloo", {"kl": {"coef": 0.0}}, "rloo", {}),
+    ],
+)
+def test_the_metric_loss_is_that_of_trl_whatever_the_micro_batches(
+    preset: str,
+    changes: dict[str, Any],
+    trainer: str,
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = config_of(preset, samples=SAMPLES, minibatches=1, epochs=1, **changes)
+    _, batch = random_batch(1)
+    outputs: list[Tensor] = []
+    plain = PolicyGradientTrain.loss
+
+    def keep(method: PolicyGradientTrain, part: Batch, output: ModelOutput) -> Any:
+        assert output.logprobs is not None
+        outputs.append(output.logprobs.detach())
+        return plain(method, part, output)
+
+    monkeypatch.setattr(PolicyGradientTrain, "loss", keep)
+    losses = [train_once(make_train(config), batch, tokens)["loss"] for tokens in (10_000, 16)]
+    assert len(outputs) > 3, "the second one has several micro-batches"
+    prepared, _ = make_train(config).prepare(batch, alone)
+    expected = trl_loss_of(prepared, config, trainer, settings, outputs[0]).item()
+    assert losses == pytest.approx([expected, expected], rel=1e-5, abs=1e-6)
+
+
+def train_once(method: PolicyGradientTrain, batch: Batch, tokens: int) -> dict[str, float]:
+    """Metrics of a train call of a small model, in micro-batches of so many tokens."""
+    shape = ModelShape.model_validate({**SHAPE, "init_std": 0.2})
+    model = make_unsharded_model(shape, "lm", dtype=torch.float32, device=torch.device("cpu"))
+    (parameters,) = (held.buffer.data for held in model.sets.values())
+    parameters.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
+    trainer = Trainer(model, OptimizerConfig())
+    return trainer.train(batch, method, [list(range(len(batch)))], lr=1e-3, max_tokens=tokens).result()
 
 
 def groups(values: list[float], samples: int) -> list[list[float]]:

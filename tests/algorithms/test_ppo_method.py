@@ -149,7 +149,7 @@ def test_actor_loss_agrees_with_loops_over_tokens() -> None:
     assert loss.item() == pytest.approx(expected, rel=1e-4)
     assert actor.weight(batch) == len(ratios)
     figures = metrics.result()
-    assert figures["policy_loss"] == pytest.approx(expected / len(ratios), rel=1e-4)
+    assert figures["policy_loss_per_token"] == pytest.approx(expected / len(ratios), rel=1e-4)
     assert figures["importance_ratio"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-5)
     mean_kl = sum(r - 1 - math.log(r) for r in ratios) / len(ratios)
     assert figures["approx_kl"] == pytest.approx(mean_kl, rel=1e-4)

@@ -19,7 +19,7 @@ def text(comparison: Comparison, width: int = 80) -> str:
     return capture.get()
 
 
-def predicted() -> Comparison:
+def predicted(steps: int = 20) -> Comparison:
     costs = run({"actor.generate": 40.0, "actor.train": 2.5}, SPEC)
     calls = tuple(
         of.model_copy(update={"predicted_seconds": 20.0, "bytes": 3 << 30, "predicted_bytes": 2 << 30})
@@ -27,6 +27,7 @@ def predicted() -> Comparison:
     )
     move = MoveCosts(instruction="x", seconds=Seconds.of([0.25]), predicted_seconds=0.5)
     changes = {"calls": calls, "predicted_step_seconds": 50.0, "reallocations": (move,)}
+    changes["step"] = costs.step.model_copy(update={"steps": steps})
     return costs.model_copy(update=changes)
 
 
@@ -43,6 +44,14 @@ def test_the_note_says_whether_the_step_was_in_the_predicted_interval(high: floa
     costs = predicted().model_copy(update={"predicted_interval": Interval(38.0, high)})
     assert f"{word} the predicted 50.0 s (90 %: 38 to {high:.0f} s)" in costs_note(costs)
     assert "90 %" not in costs_note(predicted())
+
+
+def test_a_short_run_is_not_compared_with_predictions() -> None:
+    costs = predicted(steps=19).model_copy(update={"predicted_interval": Interval(1.0, 2.0)})
+    found = text(costs)
+    assert "predicted" not in found and "ratio" not in found and "40.0" in found
+    assert costs_note(costs).startswith("medians of 19 steps, too few to compare with predictions")
+    assert "outside" not in costs_note(costs) and "ratio" not in costs_note(costs)
 
 
 def test_the_costs_table_without_a_prediction_shows_measured_seconds_only() -> None:

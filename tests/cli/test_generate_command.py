@@ -167,3 +167,11 @@ def test_a_mistake_in_generate_is_one_error_message_and_keeps_an_earlier_file(
     assert error.startswith("realrl: ") and error.count("\n") == 1 and sentence in error
     assert (tmp_path / "out.jsonl").read_text() == "precious"
     assert [file.name for file in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_ranks_share_the_samples_of_one_prompt(world: World, tmp_path: Path) -> None:
+    command = ["generate", world.actor, "--max-new-tokens", "8", "--prompt", "the film", "--n", "4"]
+    for cluster in ("1x1", "1x2"):
+        assert run_app([*command, "--cluster", cluster, "--out", str(tmp_path / cluster)]) == 0
+    alone, together = ((tmp_path / name).read_text().splitlines() for name in ("1x1", "1x2"))
+    assert alone == together and len(alone) == 4

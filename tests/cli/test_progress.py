@@ -5,6 +5,7 @@ import pytest
 from realrl.cli.progress.training import Progress
 from realrl.recipe.load import parse_experiment
 from realrl.runtime.observer import MetricsRecord
+from tests.cli.test_costs_table import predicted
 
 EXPERIMENT = parse_experiment(
     {
@@ -110,3 +111,44 @@ def test_headlines_of_one_name_are_shown_with_their_calls(capsys: pytest.Capture
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].endswith("evaluation: reward.inference/score 2  actor.train/score 1  kl 3")
     assert lines[1].endswith(SHOWN)
+
+
+def test_shares_of_answers_are_said_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress() as progress:
+        progress.begin(EXPERIMENT, 3)
+        progress.record(MetricsRecord(0, "eval", 1.0, {"reward.inference/finished": 0.0}))
+        progress.record(
+            MetricsRecord(1, "eval", 1.0, {"reward.inference/finished": 0.5, "actor.train/finished": 1.0})
+        )
+    lines = [line.partition("evaluation: ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert lines == [
+        "ended by themselves 0 %",
+        "reward.inference/ended by themselves 50 %  actor.train/ended by themselves 100 %",
+    ]
+
+
+def test_a_short_run_ends_with_the_losses_of_its_last_step(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress() as progress:
+        progress.begin(EXPERIMENT, 3)
+        progress.record(MetricsRecord(3, "train", 0.5, {**METRICS, "actor.train/loss": 0.25}))
+        progress.costs(predicted(steps=3))
+    assert f"last step: {SHOWN}  loss 0.25" in capsys.readouterr().err
+
+
+def test_a_step_that_taught_nothing_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("realrl.cli.progress.training._QUIET_SECONDS", -1.0)
+    metrics = {"grad_norm": 0.0, "learning_rate": 1.0, "groups_of_equal_rewards": 1.0, "kl": 0.5}
+    with Progress() as progress:
+        progress.begin(EXPERIMENT, 3)
+        record = {f"actor.train/{name}": value for name, value in metrics.items()}
+        progress.record(MetricsRecord(1, "train", 0.5, record))
+    assert "nothing learnt: the answers to each prompt had equal rewards  kl 0.5" in capsys.readouterr().err
+
+
+def test_a_mean_over_some_prompts_says_how_many(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress() as progress:
+        progress.begin(EXPERIMENT, 3)
+        progress.record(MetricsRecord(0, "eval", 1.0, {"pass@6": 0.5, "pass@6/prompts": 3}))
+    assert capsys.readouterr().err.endswith("evaluation: pass@6 0.5 (3 prompts)\n")

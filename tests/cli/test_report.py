@@ -102,6 +102,15 @@ def test_a_key_that_two_algorithms_use_has_the_name_of_its_algorithm(tmp_path: P
     assert found["seconds"] == {"ppo": 8.0, "other": 2.0, "total": 10.0}
 
 
+def test_a_run_without_evaluations_reports_the_losses_of_its_last_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [line(step, "train", **{"actor.train__loss": loss}) for step, loss in ((1, 3.0), (2, 1.25))]
+    assert run_app(["report", write_run(tmp_path / "s", "sft", lines, 5.0), "--out", str(tmp_path)]) == 0
+    assert read_report(tmp_path) == {"sft.actor.train/loss": 1.25, "seconds": {"sft": 5.0, "total": 5.0}}
+    assert "sft: actor.train/loss of the last step" in capsys.readouterr().out
+
+
 def test_a_run_without_curves_still_gets_a_report(tmp_path: Path) -> None:
     assert run_app(["report", write_run(tmp_path / "s", "sft", []), "--out", str(tmp_path)]) == 0
     assert (tmp_path / "report.png").exists()

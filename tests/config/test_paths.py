@@ -4,10 +4,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
 from realrl.cli.app import run_app
 from realrl.config.files import write_whole
+from realrl.config.paths import make_absolute
 from realrl.config.user_function import UserFunction
+from realrl.recipe.sources import SourceList, make_source_absolute
 from tests.conftest import World
 
 CLUSTER = "groups: [{device: cpu, nodes: 1, devices_per_node: 1}]\n"
@@ -93,3 +96,28 @@ def test_commands_look_for_runs_and_files_in_the_home(
     write_whole(home / "folder" / "costs.json", "{}")
     assert run_app(command) == 2
     assert words in capsys.readouterr().err
+
+
+def test_paths_that_exist_become_absolute_and_other_names_stay(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    (home / "saved").mkdir()
+    for given, expected in (
+        ("records.jsonl", f"{home}/records.jsonl"),
+        ("../home/*.jsonl", f"{home}/*.jsonl"),
+        ("saved:train", f"{home}/saved:train"),
+        ("saved:train[:2]", f"{home}/saved:train[:2]"),
+        ("~/saved", f"{home}/saved"),
+        ("openai/gsm8k/main:train", "openai/gsm8k/main:train"),
+        ("openai/gsm8k:train[:10%]", "openai/gsm8k:train[:10%]"),
+        ("missing.jsonl", "missing.jsonl"),
+    ):
+        assert make_source_absolute(given) == expected
+    assert make_absolute("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+
+
+def test_one_file_written_in_two_ways_is_one_source(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    with pytest.raises(ValueError, match=r"records\.jsonl.* is listed twice"):
+        TypeAdapter(SourceList).validate_python({"records.jsonl": 1, "./records.jsonl": 2})

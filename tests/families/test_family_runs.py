@@ -28,7 +28,7 @@ THOROUGH = ("gpt2", "phi3")
 """Families whose tensors are cut or computed in ways of their own."""
 STEPS = 3
 TOLERANCE = 1e-4
-NEAR_ZERO = {"kl": 1e-5, "policy_loss": 5e-6}
+NEAR_ZERO = {"kl": 1e-5, "loss": 5e-6}
 """What rounding may make of means of terms around 1 which cancel; 1e-6 of other figures."""
 COMPARED = ("loss", "score", "reward", "tokens", "grad_norm", "accuracy")
 """How the names of metrics end that are compared."""

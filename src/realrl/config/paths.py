@@ -3,13 +3,14 @@
 import os
 import re
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 from realrl.config.errors import UserError
 from realrl.config.explain import shorten
 
 _HUB_NAME = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
-
-
 _LONGEST = 255
 """Maximum bytes of a file name in every usual file system; longer ones raise errors of their own."""
 
@@ -33,3 +34,26 @@ def is_local(path: str) -> bool:
     local = local_path(path)
     below_a_directory = len(local.parts) == 2 and local.parent.is_dir()
     return local.exists() or below_a_directory or not re.fullmatch(_HUB_NAME, path)
+
+
+def make_absolute(path: str) -> str:
+    """Make the path of a file or directory that exists absolute; any other text, such as a hub name, stays."""
+    local = local_path(path)
+    return os.path.abspath(local) if os.path.exists(local) else path
+
+
+def is_yaml(path: str) -> bool:
+    """Check whether this names a YAML file, by its ending, where a setting also takes other names."""
+    return Path(path).suffix in (".yaml", ".yml")
+
+
+def _make_yaml_absolute(value: str) -> str:
+    return make_absolute(value) if is_yaml(value) else value
+
+
+# The config.yaml of a run then works from any directory. Every setting that may name a file has one of these types,
+# `recipe.sources.SourceList`, `user_function.FunctionReference`, or a validator of its own that resolves the path.
+PathOrName = Annotated[str, AfterValidator(make_absolute)]
+"""Setting that names a file or directory, or something else; absolute once it is read if it exists here."""
+YamlOrName = Annotated[str, AfterValidator(_make_yaml_absolute)]
+"""Setting that names a YAML file, or a preset and the like; likewise."""

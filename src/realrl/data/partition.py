@@ -32,10 +32,8 @@ def partition_samples(costs: Sequence[int], samples: int, parts: int) -> list[li
 
     Every part gets equally many prompts, longest first, each to the part of least cost that has room. Prompts that
     do not go round, the shortest ones, are cut into runs of samples. So numbers of items differ by at most one, as
-    what is generated counts most and is not known before. ValueError for fewer items than parts.
+    what is generated counts most and is not known before. Of fewer items than parts, some parts are empty.
     """
-    if len(costs) < parts:
-        raise ValueError(f"{len(costs)} items cannot be split over {parts} parts")
     prompts = [range(i, min(i + samples, len(costs))) for i in range(0, len(costs), samples)]
     prompts.sort(key=lambda items: (-len(items), -sum(costs[i] for i in items)))
     complete = sum(len(items) == samples for items in prompts)

@@ -233,12 +233,13 @@ class Model:
         `after_micro_batch` is called after each of them; `candidates` and `replays` are those of the call.
 
         On the last stage, returns the batch with the call's outputs among its fields, and metrics added up
-        over data-parallel ranks; on the others the batch as it was, and no metrics.
+        over data-parallel ranks; on the others the batch as it was, and no metrics. Data-parallel ranks without
+        items only take part in what all do together.
         """
         collected: dict[str, list[Tensor | None]] = {}
         sampled = SampledItems.of(batch, replays)
         batch = batch.without(sampled.keys)
-        costs = count_item_tokens(batch, method.sequences(batch))
+        costs = count_item_tokens(batch, method.sequences(batch)) if len(batch) else []
         parts = self.split_micro_batches(costs, max_tokens)
         count = len(parts) if self.passes is None else self.agree_on_passes(len(parts))
         received = self.receive_activations([sum(costs[i] for i in positions) for positions in parts])
@@ -259,8 +260,8 @@ class Model:
             return batch, Metrics()
         fields = {key: Ragged.of([r for r in rows if r is not None]) for key, rows in collected.items()}
         batch = batch.with_fields(**fields)
-        metrics = method.metrics(batch)
-        reduce_metrics(metrics, self.groups.data, self.device)
+        metrics = method.metrics(batch) if len(batch) else Metrics()
+        reduce_metrics(metrics, self.groups.data, self.device, idle=not len(batch))
         return batch, metrics
 
     def _infer_part(

@@ -7,6 +7,9 @@ import torch
 from realrl.algorithms.method import Metrics
 from realrl.model.parallel.group import Group
 
+_MOST = 1 << 14
+"""Numbers of metrics are below this."""
+
 
 class DifferentMetricsError(Exception):
     """Ranks of a call have metrics of different names, so that they cannot be added up."""
@@ -19,14 +22,21 @@ class DifferentMetricsError(Exception):
         )
 
 
-def reduce_metrics(metrics: Metrics, group: Group, device: torch.device) -> None:
+def reduce_metrics(metrics: Metrics, group: Group, device: torch.device, *, idle: bool = False) -> None:
     """All-reduce metrics over a group, in place.
 
-    DifferentMetricsError, on every rank, unless all have the same names in the same order.
+    A rank that is `idle` has none, and does not learn those of the others. DifferentMetricsError, on every rank,
+    unless all others have the same names in the same order.
     """
     if group.size == 1:
         return
-    _check_names(metrics, group, device)
+    means, maxima = _agree_on_names(metrics, group, device, idle=idle)
+    if idle:
+        if means:
+            group.sum(torch.zeros(2 * means, dtype=torch.float64, device=device))
+        if maxima:
+            group.max(torch.full((maxima,), -torch.inf, dtype=torch.float64, device=device))
+        return
     sums = [part for pair in metrics.means.values() for part in pair]
     if sums:
         total = group.sum(torch.stack([s.to(device) for s in sums]))
@@ -36,9 +46,16 @@ def reduce_metrics(metrics: Metrics, group: Group, device: torch.device) -> None
         metrics.maxima = dict(zip(metrics.maxima, highest.unbind(), strict=True))
 
 
-def _check_names(metrics: Metrics, group: Group, device: torch.device) -> None:
-    """Check that names agree; else an all-reduce would hang, or add up what does not belong together."""
+def _agree_on_names(metrics: Metrics, group: Group, device: torch.device, *, idle: bool) -> tuple[int, int]:
+    """Check that names agree; else an all-reduce would hang, or add up what does not belong together.
+
+    Returns the numbers of means and of maxima, which a rank that is `idle` learns from the others.
+    """
     digest = crc32("\n".join((*metrics.means, "", *metrics.maxima)).encode())
-    most, least = group.max(torch.tensor([digest, -digest], device=device)).tolist()
+    # Both numbers beside the digest, so that one small all-reduce says everything.
+    mine = (digest * _MOST + len(metrics.means)) * _MOST + len(metrics.maxima)
+    said = [-1, -(1 << 62)] if idle else [mine, -mine]
+    most, least = group.max(torch.tensor(said, device=device)).tolist()
     if most != -least:
         raise DifferentMetricsError(metrics)
+    return int(most) // _MOST % _MOST, int(most) % _MOST

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable
 from math import gcd
-from pathlib import Path
 
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, nearest
+from realrl.config.paths import is_yaml
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.sizes.products import count_layer_weights
@@ -151,7 +151,7 @@ def make_plan(
 
 def load_plan(file: str, graph: DataflowGraph, micro_batch_tokens: int) -> Plan:
     """Load a plan file for a graph, given where a preset's name could be; UserError where it is no plan file."""
-    if Path(file).suffix in (".yaml", ".yml"):
+    if is_yaml(file):
         return Plan.load(file, graph, micro_batch_tokens)
     hint = nearest(file, (*PRESETS, SEARCH))
     suffix = f"; did you mean {hint}?" if hint else ""

@@ -90,7 +90,8 @@ class TrainingConfig(Settings):
     """Length of training, and what stops it or sets it back."""
 
     epochs: float = Field(default=1.0, gt=0, le=1e6)
-    """Passes over the training data."""
+    """Passes over the training data. Every step has `data.batch` records: the last one fills up with records of the
+    next epoch, and a note says so."""
     steps: int | None = Field(default=None, gt=0, le=10**9)
     """Number of training steps; takes precedence over `epochs`."""
     spike: SpikeConfig | None = None

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from realrl.config.base import Settings
+from realrl.config.paths import PathOrName
 from realrl.config.user_function import FunctionReference
 from realrl.recipe.settings import GenerationConfig
 
@@ -63,7 +64,7 @@ class EvaluationConfig(Settings):
     majority_at: list[PositiveInt] = Field(default=[])
     """Report `majority@k` for each of these k, at most `samples`: the share of prompts to which the most frequent
     of k answers is right, by a verifier that reads an answer out of completions."""
-    against: str | None = None
+    against: PathOrName | None = None
     """Directory of another model, whose answers to the same prompts are compared by the same rewards: `win_rate` is
     the share of pairs of answers in which this model's has the higher score, ties counted half."""
     judge: FunctionReference | None = None

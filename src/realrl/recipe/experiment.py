@@ -6,6 +6,7 @@ from pydantic import Field, PositiveInt, PrivateAttr, field_validator, model_val
 
 from realrl.config.base import Settings
 from realrl.config.devices import check_cluster
+from realrl.config.paths import PathOrName, YamlOrName
 from realrl.config.units import check_size
 from realrl.config.words import join
 from realrl.recipe.data import DataConfig, TrainingConfig
@@ -58,7 +59,7 @@ class Experiment(Settings):
     """Directory for everything the run writes."""
     seed: int = Field(default=1, ge=0, le=2**63 - 1)
     """Decides data order, initialisation and sampling."""
-    cluster: str = "auto"
+    cluster: YamlOrName = "auto"
     """Devices, as `nodes x devices per node`, for example `1x2`, with their kind before it, for example `h100:2x8`,
     or as a cluster file (.yaml); nodes that differ are joined by `+`, for example `2x8+1x4`. `auto` takes what
     torchrun started, or the GPUs of this machine; on a CPU the planner chooses how many processes share its cores
@@ -77,10 +78,10 @@ class Experiment(Settings):
     """What to do with an earlier run in `run_dir`: `auto` continues it from its last checkpoint where it is of the
     same recipe; another cluster, plan, length or evaluation makes no other recipe. `changed` continues it with
     whatever settings have changed since, such as a learning rate. `never` makes it an error."""
-    plan: str = "symmetric"
+    plan: YamlOrName = "symmetric"
     """Name of a plan preset; a plan file; or `search`: the planner finds one before the run starts, and keeps it in
     `~/.cache/realrl/plans` (`$XDG_CACHE_HOME`) for the next run with the same models, devices and workload."""
-    profile: str | None = None
+    profile: PathOrName | None = None
     """A file that `realrl profile` has measured on such devices, for predictions; null predicts from data
     sheets."""
     micro_batch_tokens: PositiveInt = 8192

@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from realrl.config.base import DERIVED, Settings
 from realrl.config.explain import CONSEQUENCE, brief
-from realrl.config.paths import local_path
+from realrl.config.paths import PathOrName, local_path
 from realrl.families.adapters import LowRank
 from realrl.families.config_json import check_writing
 from realrl.families.registry import find_family
@@ -63,7 +63,7 @@ class OptimizerConfig(Settings):
 class ModelConfig(Settings):
     """Source of a role's weights."""
 
-    path: str | None = None
+    path: PathOrName | None = None
     """A Hugging Face directory or hub name to load weights, shape and tokenizer from."""
     family: str | None = None
     """File of a model family of your own, FILE.py, that the model is of; null where its `config.json` or its shape
@@ -75,7 +75,7 @@ class ModelConfig(Settings):
         + ", ".join(SHAPES)
         + ".",
     )
-    tokenizer: str | None = None
+    tokenizer: PathOrName | None = None
     """Tokenizer directory or hub name; taken from `path` when not given."""
     dtype: Literal["auto", "float32", "mixed", "bfloat16", "int8", "fp8"] = "auto"
     """Type of the weights in computation. `mixed`, for CPUs, is float32 with matrix products that round their

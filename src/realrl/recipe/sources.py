@@ -1,6 +1,9 @@
 """Sources of records in a recipe: one, a list, or a mixture with weights."""
 
+import glob
 import math
+import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -8,10 +11,13 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from realrl.config.explain import brief
+from realrl.config.paths import local_path, make_absolute
 from realrl.config.words import join
 
 ACCEPTED = "a source, a list of sources, or a mapping {SOURCE: WEIGHT}"
 _ENTRY = ("source", "weight")
+_NAMED = re.compile(r"(.+):([^:/\[\]]+(?:\[[^\]]*\])?)")
+"""Path or name of a data set and its split, `name:split`; a split may be a slice, such as `train[:10%]`."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,28 @@ class RecordSource:
     """File, glob, directory or name of a data set, see `data.sources.records.read_records`."""
     weight: float = 1.0
     """Passes over it in an epoch."""
+
+
+def split_source(source: str) -> tuple[str, str]:
+    """Split `name:split` into both; a source without a split gives two empty texts."""
+    named = _NAMED.fullmatch(source)
+    return (named[1], named[2]) if named else ("", "")
+
+
+def is_glob(source: str) -> bool:
+    """Check whether a source is a pattern of files."""
+    return not split_source(source)[0] and any(character in source for character in "*?[")
+
+
+def make_source_absolute(source: str) -> str:
+    """Make a source absolute: a path that exists, a glob, or `DIR:SPLIT`; the name of a hub data set stays."""
+    name, split = split_source(source)
+    if name and not os.path.exists(local_path(source)):
+        return f"{make_absolute(name)}:{split}"
+    if not is_glob(source):
+        return make_absolute(source)
+    # The working directory may have characters of patterns in its own name.
+    return os.path.normpath(os.path.join(glob.escape(os.getcwd()), local_path(source)))
 
 
 def list_sources(value: Any) -> tuple[RecordSource, ...]:
@@ -68,9 +96,21 @@ def _read_entry(entry: Any) -> RecordSource:
 
 
 def _check(value: Any) -> Any:
-    list_sources(value)
-    return value
+    """Check the sources, and make their paths absolute, in the form in which they are given."""
+    listed = list_sources(value)
+    # The same file may be written in two ways.
+    list_sources([make_source_absolute(source.path) for source in listed])
+    if isinstance(value, str):
+        return make_source_absolute(value)
+    if isinstance(value, dict):
+        return {make_source_absolute(source): weight for source, weight in value.items()}
+    return [
+        make_source_absolute(entry)
+        if isinstance(entry, str)
+        else {**entry, "source": make_source_absolute(entry["source"])}
+        for entry in value
+    ]
 
 
 SourceList = Annotated[str | list[Any] | dict[str, Any], BeforeValidator(_check)]
-"""Setting that gives one or more sources; kept as it is written, `list_sources` reads it."""
+"""Setting that gives one or more sources; kept in the form in which it is written, `list_sources` reads it."""

@@ -95,6 +95,7 @@ class Evaluation:
                     with self._process.activity.function(self._settings.judge or ""):
                         _ask(self._judge, answers)
                 metrics = flatten(totals) | self._metrics.compute(answers, self._opponents)
+                metrics |= _count_left_out(self._records)
                 rows = self._metrics.write_rows(answers, self._opponents, self._shown_keys)
                 result = EvaluationResult(metrics, answers, rows)
         return result
@@ -132,6 +133,13 @@ class Evaluation:
             finished=bool(row["finished"][0]),
             values={key: row[key][0] for key in self._keys},
         )
+
+
+def _count_left_out(records: Dataset) -> dict[str, float]:
+    """Count the records that were left out, and those of them that are too long; empty if none were."""
+    if not records.skipped:
+        return {}
+    return {"skipped_records": records.skipped, "too_long_records": records.too_long}
 
 
 def _ask(judge: UserFunction, answers: Sequence[Answer]) -> None:

@@ -35,20 +35,22 @@ class TrainingSteps:
         self._experiment, self._compiled, self._process = experiment, compiled, process
         self._worker, self._costs, self._records = worker, costs, records
         data, training = experiment.data, experiment.training
-        self._order = Order(
+        self.order = Order(
             len(records),
             data.batch,
             experiment.seed,
             data.shuffle,
             sources=[(source.items, source.weight) for source in records.sources],
         )
-        if training.steps is None and training.epochs * self._order.size < data.batch:
+        """Order of the records."""
+        least = min(1.0, data.batch / self.order.size)
+        if training.steps is None and training.epochs < least:
             raise UserError(
-                f"training.epochs={training.epochs:g} takes {training.epochs * self._order.size:.3g} of"
-                f" {self._order.size} records, which is less than one step (data.batch={data.batch}); set it to at"
-                f" least {data.batch / self._order.size:.3g}, or training.steps=1"
+                f"training.epochs={training.epochs:g} takes {training.epochs * self.order.size:.3g} of"
+                f" {self.order.size} records, which is less than one step (data.batch={data.batch}); set it to at"
+                f" least {least:.3g}, or training.steps=1"
             )
-        self.count = training.steps or self._order.steps(training.epochs)
+        self.count = training.steps or max(1, self.order.steps(training.epochs))
         """Number of steps of the run."""
         self._samples = get_spec(experiment).samples_per_prompt(experiment)
         self.taken = 0
@@ -98,7 +100,7 @@ class TrainingSteps:
         """Take the next records in the order of the run."""
         first = self.taken
         self.taken += count
-        return self._order.take(first, count)
+        return self.order.take(first, count)
 
     def _make_input(self, step: int, prompts: list[int], first_sequence: int = 0) -> StepInput:
         # Samples of a prompt are consecutive items, so that item // samples is the prompt.

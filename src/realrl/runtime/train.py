@@ -19,7 +19,7 @@ from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.fit.check import check_fit
 from realrl.runtime.prepare.gpu import Here
 from realrl.runtime.processes.process import Process, connect, resolve_cluster
-from realrl.runtime.processes.signals import deferred_termination
+from realrl.runtime.processes.signals import SAVING, deferred_termination
 from realrl.runtime.processes.startup import (
     agree_on_plan,
     find_least_device,
@@ -79,7 +79,7 @@ def train(
             run.open()
         process.publish(run.directory.path)
         # Until this rank has said why it fails, too: torchrun ends by SIGTERM what one dead process leaves.
-        until_the_end.enter_context(deferred_termination(experiment.launch.grace_seconds))
+        until_the_end.enter_context(deferred_termination(experiment.launch.grace_seconds, SAVING))
         try:
             run.execute(started)
         finally:

@@ -33,6 +33,7 @@ from realrl.runtime.output.earlier import EarlierRun
 from realrl.runtime.output.notes import (
     StepNotes,
     list_data_notes,
+    list_epoch_notes,
     list_model_notes,
     list_resume_notes,
     list_state_notes,
@@ -214,6 +215,7 @@ class TrainingRun:
             *self.continuation.notes,
             *list_state_notes(self._started_from),
             *list_data_notes({"train": self.records, "eval": self.evaluations.records}),
+            *list_epoch_notes(self.experiment.training, self.training.order, self.steps),
             *list_model_notes(self.experiment, self.steps, {} if restored else fresh),
             *list_trained_parts(stored_models(self.experiment, self.compiled.train.graph, self.roles.shapes)),
             *self.saving_notes,
@@ -292,7 +294,7 @@ class TrainingRun:
             self._evaluate(done)
 
     def _stop(self, done: int) -> NoReturn:
-        """End before the last step, after SIGTERM on some rank, with a checkpoint."""
+        """End before the last step, after SIGTERM or Ctrl-C on some rank, with a checkpoint."""
         self.continuation.save(done)
         self.checkpointer.finish()
         self._collect(last=False)
@@ -411,8 +413,11 @@ class TrainingRun:
             seconds, best = self.continuation.seconds, self.evaluations.best
             summary: dict[str, Any] = {"algorithm": get_spec(self.experiment).name, "steps": self.steps}
             summary |= {"seconds": round(seconds, 2), "skipped_steps": self.notes.skipped}
+            summary |= {"untaught_steps": self.notes.untaught.counts}
             if best.settings is not None:
                 summary["best"] = best.to_json()
+            for text in self.notes.untaught.describe(str(self.steps)):
+                self._say(text)
             self.directory.finish(summary)
             self.directory.close_trackers(done=True)
             self.observer.end(self.experiment.run_dir, seconds)

@@ -1,6 +1,7 @@
 """Runs that go on from a checkpoint."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -185,3 +186,46 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_used(
     assert (aside / file.name).read_bytes() == damaged
     expected, found = read_models(tmp_path / "whole" / "run"), read_models(resumed)
     assert all(expected[name].equal(found[name]) for name in expected)
+
+
+def test_a_run_goes_on_from_any_directory(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the recipe names everything relative to the directory where the run began."""
+    begun, elsewhere = tmp_path / "begun", tmp_path / "elsewhere"
+    begun.mkdir()
+    elsewhere.mkdir()
+    shutil.copytree(world.actor, begun / "model")
+    shutil.copy(world.root / "ppo.jsonl", begun / "q.jsonl")
+    (begun / "code.py").write_text(
+        "def score(completions):\n    return [len(text) for text in completions]\n"
+    )
+    plan = {
+        "cluster": "1x1",
+        "calls": {
+            "reward.function": {"mesh": "0", "dp": 1},
+            **{call: {"mesh": "0", "dp": 1} for call in ("actor.generate", "actor.train")},
+        },
+    }
+    (begun / "plan.yaml").write_text(yaml.safe_dump(plan))
+    (begun / "cluster.yaml").write_text("groups: [{device: cpu, nodes: 1, devices_per_node: 1}]\n")
+    changes: dict[str, Any] = {
+        "models": {"actor": {"path": "model", "tokenizer": "./model", "optimizer": {"lr": 1e-3}}},
+        "reward": "code.py:score",
+        "evaluation__judge": "code.py:score",
+        "evaluation__against": "model",
+        "data__train": ["q.jsonl"],
+        "data__eval": {"*.jsonl": 1},
+        "plan": "plan.yaml",
+        "cluster": "cluster.yaml",
+        "policy__kl": {"coef": 0.0},
+        "training": {"steps": 1},
+        "run_dir": "run",
+    }
+    world.recipe("grpo", begun, **changes)
+    monkeypatch.chdir(begun)
+    assert run_app(["train", "recipe.yaml"]) == 0
+    monkeypatch.chdir(elsewhere)
+    assert run_app(["train", str(begun / "run"), "training.steps=2"]) == 0
+    assert [line["step"] for line in lines(begun / "run") if line["kind"] == "train"] == [1, 2]
+    assert not list(elsewhere.iterdir())

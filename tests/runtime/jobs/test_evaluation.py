@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
-from realrl.recipe.evaluation import BestConfig
+from realrl.recipe.evaluation import BestConfig, EvaluationConfig
+from realrl.recipe.graphs import build_graph
+from realrl.recipe.load import load_experiment
+from realrl.runtime.evaluation.answers import Answer, AnswerMetrics
 from realrl.runtime.evaluation.best import BestEvaluation
 from realrl.testing.ranks import run_on_ranks
 from tests.conftest import World, read_metrics, write_jsonl
@@ -98,6 +102,7 @@ def test_metrics_of_several_answers_follow_from_the_samples(alone: Path) -> None
     assert metrics["pass@1"] == pytest.approx(sum(map(sum, right)) / len(rows))
     assert metrics["pass@4"] == pytest.approx(sum(map(any, right)) / 9)
     assert metrics["pass@1"] < metrics["pass@2"] < metrics["pass@4"]
+    assert metrics["pass@4/prompts"] == metrics["majority@4/prompts"] == 9
 
 
 def test_a_majority_votes_by_what_the_verifier_reads(alone: Path) -> None:
@@ -170,3 +175,56 @@ def test_a_best_evaluation_is_of_a_metric_that_there_is() -> None:
         UserError, match=r"metric=pass@1: evaluations have no such metric; did you mean pass@2\?"
     ):
         best.take(1, {"pass@2": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "strategy"),
+    [
+        ("sft", {"mesh": "0-2", "dp": 3}),
+        ("sft", {"mesh": "0-1", "dp": 2, "zero": 3}),
+        ("sft", {"mesh": "0-3", "dp": 2, "pp": 2}),
+        ("dpo", {"mesh": "0-3", "dp": 2, "tp": 2}),
+        ("ppo", {"mesh": "0-2", "dp": 3}),
+        ("grpo", {"mesh": "0-2", "dp": 3}),
+        ("grpo", {"mesh": "0-3", "dp": 2, "pp": 2}),
+    ],
+)
+def test_an_evaluation_of_one_record_leaves_ranks_idle(
+    world: World, tmp_path: Path, algorithm: str, strategy: dict[str, Any]
+) -> None:
+    write_one = {"sft": "sft", "dpo": "reward"}.get(algorithm, "ppo")
+    record = json.loads((world.root / f"{write_one}.jsonl").read_text().splitlines()[0])
+    one = write_jsonl(tmp_path / "one.jsonl", [{**record, "target": 0, "letter": "a"}])
+    changes: dict[str, Any] = {"data__eval": one, "training__steps": 1}
+    if algorithm == "grpo":
+        changes["evaluation"] = {"samples": 1, "pass_at": [1], "against": world.actor}
+        alone = grpo(world, tmp_path, **changes, run_dir=str(tmp_path / "alone"))
+    else:
+        alone = world.recipe(algorithm, tmp_path, **changes, run_dir=str(tmp_path / "alone"))
+    assert run_app(["train", str(alone)]) == 0
+    size = 1 + int(strategy["mesh"][-1])
+    calls = [call.name for call in build_graph(load_experiment(str(alone))).calls]
+    entry = {call: strategy for call in calls if strategy.get("zero") is None or call != "actor.generate"}
+    for call in calls:
+        if call.endswith((".function", ".sum")):
+            entry[call] = {"mesh": strategy["mesh"], "dp": size}
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(yaml.safe_dump({"cluster": f"1x{size}", "calls": entry}))
+    together = [f"cluster=1x{size}", f"plan={plan}", f"run_dir={tmp_path / 'together'}", "data.batch=24"]
+    assert run_app(["train", str(alone), *together]) == 0
+    ours, theirs = (read_metrics(tmp_path / name, "eval")[0] for name in ("together", "alone"))
+    assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    found = evaluate(alone, *together)
+    assert found["metrics"] == pytest.approx(ours, rel=1e-4, abs=1e-6)
+
+
+def test_pass_at_k_says_over_how_many_prompts_it_is_a_mean() -> None:
+    scores = [[1.0, 0.0], [1.0, nan], [nan, nan], [0.0, 0.0]]
+    answers = [
+        Answer(prompt="", completion="", tokens=[], finished=True, values={"score": score})
+        for prompt in scores
+        for score in prompt
+    ]
+    settings = EvaluationConfig(samples=2, pass_at=[1, 2])
+    found = AnswerMetrics(settings, None).compute(answers, None)
+    assert found == {"pass@1": 0.5, "pass@1/prompts": 3, "pass@2": 0.5, "pass@2/prompts": 2}

@@ -30,11 +30,11 @@ def temporary(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def launch(world: World, tmp_path: Path, temporary: Path) -> Iterator[Callable[[str], Launcher]]:
+def launch(world: World, tmp_path: Path, temporary: Path) -> Iterator[Callable[..., Launcher]]:
     """Starts a run on a cluster that is under way, has saved a checkpoint, and would go on for hours."""
     started = []
 
-    def launch(cluster: str) -> Launcher:
+    def launch(cluster: str, **variables: str) -> Launcher:
         recipe = world.recipe(
             "sft",
             tmp_path,
@@ -47,7 +47,7 @@ def launch(world: World, tmp_path: Path, temporary: Path) -> Iterator[Callable[[
         if cluster == "auto":
             arguments = ["--standalone", "--nproc-per-node", "2", "-m", "realrl", *arguments]
         module = "torch.distributed.run" if cluster == "auto" else "realrl"
-        process = start(*arguments, module=module, TMPDIR=str(temporary))
+        process = start(*arguments, module=module, TMPDIR=str(temporary), **variables)
         started.append(process)
         checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
         until(lambda: checkpoint.exists() or process.poll() is not None)
@@ -62,7 +62,7 @@ def launch(world: World, tmp_path: Path, temporary: Path) -> Iterator[Callable[[
 
 
 def test_a_rank_that_dies_ends_the_command(
-    launch: Callable[[str], Launcher], tmp_path: Path, temporary: Path
+    launch: Callable[..., Launcher], tmp_path: Path, temporary: Path
 ) -> None:
     launcher = launch("1x2")
     processes = ranks(launcher.pid)
@@ -83,10 +83,15 @@ def test_a_rank_that_dies_ends_the_command(
 
 @pytest.mark.parametrize(
     ("cluster", "number", "to_all"),
-    [("1x2", signal.SIGINT, True), ("1x2", signal.SIGTERM, False), ("1x1", signal.SIGTERM, False)],
+    [
+        ("1x2", signal.SIGINT, True),
+        ("1x1", signal.SIGINT, False),
+        ("1x2", signal.SIGTERM, False),
+        ("1x1", signal.SIGTERM, False),
+    ],
 )
 def test_a_signal_ends_all_ranks_and_reports_what_was_saved(
-    launch: Callable[[str], Launcher],
+    launch: Callable[..., Launcher],
     tmp_path: Path,
     temporary: Path,
     cluster: str,
@@ -98,24 +103,72 @@ def test_a_signal_ends_all_ranks_and_reports_what_was_saved(
     (os.killpg if to_all else os.kill)(launcher.pid, number)
     status, error = end(launcher)
     assert status == 128 + number
+    if number == signal.SIGINT:
+        assert error.count("note: interrupted; the run ends with a checkpoint after this step") == 1
     message = error.splitlines()[-1]
     verb = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
     assert message.startswith(f"realrl: {verb} after step ") and " of 1000000; " in message
-    assert f"; saved: {tmp_path / 'run' / 'checkpoints' / 'step-'}" in message
-    assert f"metrics up to step {len(read_metrics(tmp_path / 'run'))} in {tmp_path / 'run'}" in message
+    done = len(read_metrics(tmp_path / "run"))
+    assert f"; saved: {tmp_path / 'run' / 'checkpoints' / f'step-{done:06}'};" in message, "nothing is lost"
+    assert f"metrics up to step {done} in {tmp_path / 'run'}" in message
     assert "Traceback" not in error and error.count("realrl: ") == 1
     assert not any(map(alive, processes.values())) and not list(temporary.glob("realrl-*"))
     assert not list((tmp_path / "run").rglob(".*")) and not (tmp_path / "run" / "summary.json").exists()
 
 
+HOLD = """
+import time
+from pathlib import Path
+from realrl.runtime.worker.worker import Worker
+
+run = Worker.run
+
+def held(*arguments):
+    if Path(DIR, "hold").exists():
+        Path(DIR, "held").touch()
+        time.sleep(1000)
+    return run(*arguments)
+
+Worker.run = held
+"""
+"""Has a step last once there is a file `hold`."""
+
+
+@pytest.mark.parametrize("cluster", ["1x1", "1x2"])
+def test_a_second_interrupt_ends_a_run_at_once(
+    launch: Callable[..., Launcher], tmp_path: Path, cluster: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HOLD.replace("DIR", repr(str(tmp_path))))
+    launcher = launch(cluster, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    processes = ranks(launcher.pid)
+    (tmp_path / "hold").touch()
+    until((tmp_path / "held").exists)
+    os.killpg(launcher.pid, signal.SIGINT)
+    assert launcher.stderr is not None
+    while "note: interrupted" not in launcher.stderr.readline():
+        pass
+    os.killpg(launcher.pid, signal.SIGINT)
+    status, error = end(launcher)
+    assert status == 130 and "realrl: ended at once by SIGINT" in error and "Traceback" not in error
+    until(lambda: not any(map(alive, processes.values())))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_writer_reports_what_was_saved_under_torchrun(
-    launch: Callable[[str], Launcher], tmp_path: Path
+    launch: Callable[..., Launcher], tmp_path: Path, number: signal.Signals
 ) -> None:
     agent = launch("auto")
-    agent.terminate()
+    # Ctrl-C reaches all processes of the terminal, and torchrun passes it on to its own.
+    for pid in (agent.pid, *(ranks(agent.pid).values() if number == signal.SIGINT else ())):
+        os.kill(pid, number)
     _, error = end(agent)
     messages = [line for line in error.splitlines() if line.startswith("realrl: ")]
-    assert len(messages) == 1 and messages[0].startswith("realrl: ended by SIGTERM after step ")
+    verb = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
+    done = len(read_metrics(tmp_path / "run"))
+    assert len(messages) == 1 and messages[0].startswith(
+        f"realrl: {verb} after step {done} of 1000000; saved: "
+    )
+    assert f"step-{done:06};" in messages[0]
     assert not list((tmp_path / "run").rglob(".*"))
 
 

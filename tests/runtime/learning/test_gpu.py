@@ -28,7 +28,7 @@ offload: [ref, reward]
 offload_optimizer: [actor]
 """
 ROLES = ("actor", "critic", "ref", "reward")
-COMPARED = ("critic.train/value_loss", "actor.train/entropy", "actor.train/policy_loss")
+COMPARED = ("critic.train/value_loss", "actor.train/entropy", "actor.train/policy_loss_per_token")
 
 
 def run(

@@ -28,7 +28,16 @@ PRESETS: Mapping[str, dict[str, Any]] = {
 }
 SEARCHED = ("grpo", "remax")
 """Presets that also run under plans found by search: with four calls and with six."""
-METRICS = ("policy_loss", "loss", "reward", "score", "kept_score", "grad_norm", "response_tokens", "entropy")
+METRICS = (
+    "policy_loss_per_token",
+    "loss",
+    "reward",
+    "score",
+    "kept_score",
+    "grad_norm",
+    "response_tokens",
+    "entropy",
+)
 PLANS = {
     "2 symmetric": (2, "symmetric"),
     "2 two TP ranks": (2, "d1 t2 p1"),
@@ -128,7 +137,8 @@ class Learner:
         found = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
         return found.gather(-1, torch.tensor(tokens[1:])[:, None])[prompt - 1 :, 0]
 
-    def step(self, samples: list[tuple[list[int], int]], group: int, minibatches: int) -> None:
+    def step(self, samples: list[tuple[list[int], int]], group: int, minibatches: int) -> float:
+        """Train on samples; the mean loss of the mini-batches."""
         with torch.no_grad():
             old = [self.logprobs(self.actor, *sample) for sample in samples]
             ref = [self.logprobs(self.ref, *sample) for sample in samples]
@@ -140,7 +150,7 @@ class Learner:
             ).view(-1, group)
         mean, deviation = scores.mean(1, keepdim=True), scores.std(1, keepdim=True)
         advantages = ((scores - mean) / (deviation + 1e-4)).flatten()
-        size = len(samples) // minibatches
+        size, found = len(samples) // minibatches, []
         for begin in range(0, len(samples), size):
             losses = []
             for i in range(begin, begin + size):
@@ -151,9 +161,12 @@ class Learner:
                 divergence = (ref[i] - new).exp() - (ref[i] - new) - 1
                 losses.append((self.kl * divergence - surrogate).mean())
             self.optimizer.zero_grad()
-            torch.stack(losses).mean().backward()
+            loss = torch.stack(losses).mean()
+            loss.backward()
+            found.append(loss.item())
             torch.nn.utils.clip_grad_norm_(self.actor.parameters(), 1.0)
             self.optimizer.step()
+        return sum(found) / len(found)
 
 
 def test_three_optimizer_steps_of_grpo_end_with_the_weights_of_an_independent_implementation(
@@ -172,7 +185,9 @@ def test_three_optimizer_steps_of_grpo_end_with_the_weights_of_an_independent_im
     samples = [(tokens[f"0/{i}"][0], int(tokens[f"0/{i} prompt"][0][0])) for i in range(24)]
     learner = Learner(world.actor, world.reward, kl=0.1, clip=0.2)
     before = {name: p.detach().clone() for name, p in learner.actor.named_parameters()}
-    learner.step(samples, group=4, minibatches=3)
+    loss = learner.step(samples, group=4, minibatches=3)
+    (metrics,) = read_metrics(file.parent / "run")
+    assert metrics["actor.train/loss"] == pytest.approx(loss, abs=1e-6)
     trained = AutoModelForCausalLM.from_pretrained(file.parent / "run" / "final")
     expected = dict(learner.actor.named_parameters())
     for name, weights in trained.named_parameters():

@@ -116,6 +116,6 @@ def test_prompts_whose_answers_score_the_same_are_replaced_in_rounds(
         assert len(found) == STEPS
         for step, ours, reference in zip(found, expected, alone, strict=True):
             assert {key: step[key] for key in ours} == pytest.approx(ours), name
-            for metric in ("policy_loss", "grad_norm", "response_tokens", "entropy"):
+            for metric in ("policy_loss_per_token", "loss", "grad_norm", "response_tokens", "entropy"):
                 value = reference[f"actor.train/{metric}"]
                 assert step[f"actor.train/{metric}"] == pytest.approx(value, rel=1e-4, abs=1e-6), name

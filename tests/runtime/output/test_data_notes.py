@@ -1,15 +1,18 @@
 """Notes on the records that a run has read."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from realrl.cli.app import run_app
 from realrl.data.dataset import Dataset, SourceCount
+from realrl.data.order import Order
+from realrl.recipe.data import TrainingConfig
 from realrl.recipe.load import change_settings, parse_experiment
-from realrl.runtime.output.notes import list_data_notes, list_model_notes
+from realrl.runtime.output.notes import list_data_notes, list_epoch_notes, list_model_notes
 from tests.config.minimal import least
-from tests.conftest import World, write_jsonl
+from tests.conftest import World, read_metrics, write_jsonl
 
 
 def count(path: str, weight: float, items: int, skipped: int = 0, too_long: int = 0) -> SourceCount:
@@ -67,3 +70,33 @@ def test_a_run_trains_on_a_mixture_for_the_epochs_asked_for(world: World, tmp_pa
     assert "an epoch takes 12 of" in printed.out + printed.err
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert sum('"kind": "train"' in line for line in lines) == 3
+
+
+def test_a_last_step_that_reaches_into_the_next_epoch_is_noted() -> None:
+    def notes(size: int, epochs: float = 1.0, steps: int | None = None) -> list[str]:
+        order = Order(size, 4, seed=1)
+        training = TrainingConfig(epochs=epochs, steps=steps)
+        return list(list_epoch_notes(training, order, steps or order.steps(epochs)))
+
+    assert notes(10) == [
+        "data.batch=4 does not divide the 10 records of training.epochs=1: the last of the 3 steps takes 2 records"
+        " of the next epoch"
+    ]
+    assert "the 15 records of training.epochs=1.5" in notes(10, 1.5)[0]
+    assert not notes(8) and not notes(10, 2.0) and not notes(10, steps=3)
+
+
+def test_records_left_out_of_an_evaluation_are_among_its_metrics(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (world.root / "ppo.jsonl").read_text().splitlines()[:10]
+    held_out = tmp_path / "eval.jsonl"
+    held_out.write_text("\n".join([*lines, json.dumps({"prompt": "the film " * 600}), "{}"]) + "\n")
+    recipe = world.recipe(
+        "ppo", tmp_path, data__eval=str(held_out), data__on_error="skip", training={"epochs": 1.0}
+    )
+    assert run_app(["train", str(recipe)]) == 0
+    said = capsys.readouterr().err
+    assert "evaluation: " in said and "skipped_records 2  too_long_records 1" in said
+    (metrics, *_) = read_metrics(tmp_path / "run", "eval")
+    assert (metrics["skipped_records"], metrics["too_long_records"]) == (2, 1)

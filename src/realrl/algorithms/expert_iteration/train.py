@@ -97,11 +97,9 @@ class ExpertIterationTrain(PlainTrain):
         assert output.logprobs is not None
         answers = self._answers(batch)
         nll = -output.logprobs[answers.index] * batch["kept"].values[answers.row]
-        metrics = Metrics()
-        metrics.mean("loss", nll.sum(), answers.total)
         if self._config.aggregate == "sequence_mean":
             nll = nll / answers.counts[answers.row]
-        return nll.sum(), metrics
+        return nll.sum(), Metrics()
 
     def _answers(self, batch: Batch) -> Responses:
         return Responses.of(batch["learnt"], batch["prompt_length"], kept=batch["kept"].values)

@@ -30,7 +30,7 @@ class UpdateMetrics:
         metrics = Metrics()
         count = len(logprobs)
         new = logprobs.detach()
-        metrics.mean("policy_loss", result.loss.sum(), count)
+        metrics.mean("policy_loss_per_token", result.loss.sum(), count)
         metrics.mean("importance_ratio", result.ratio.double().sum(), count)
         metrics.mean("clip_fraction", result.clipped.double().sum(), count)
         metrics.mean(

@@ -85,6 +85,7 @@ class PolicyGradientTrain(PlainTrain):
         if config.scale == "batch_norm":
             per_token = whiten(per_token, global_moments(per_token, dp_sum))
         metrics = self._summarize(batch, answers, rewards=rewards, table=table, dp_sum=dp_sum)
+        metrics.mean("zero_advantages", (per_token == 0).double().sum(), len(per_token))
         return (
             batch.with_fields(
                 advantages=counted.spread(per_token.float()), kept=Ragged.scalars(kept.float())

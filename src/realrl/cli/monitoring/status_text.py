@@ -23,6 +23,7 @@ def format_status(found: RunStatus) -> str:
         ("speed", " · ".join(describe_speed(found.speed))),
         ("end", _describe_end(found)),
         *_describe_metrics(found.metrics),
+        ("learning", found.untaught),
         ("checkpoint", _describe_checkpoint(found)),
         ("restarts", str(found.restarts) if found.restarts else ""),
     ]

@@ -12,16 +12,23 @@ from realrl.planner.uncertainty.outlook import LEVEL
 if TYPE_CHECKING:
     from realrl.planner.calibration.comparison import Comparison
 
+_ENOUGH_STEPS = 20
+"""Steps from which on their times are compared with the predicted ones: the first steps of a run warm up."""
 _MEASURED = ("measured\nseconds", "measured\nmemory")
 _COLUMNS = ("predicted\nseconds", _MEASURED[0], "ratio", "predicted\nmemory", _MEASURED[1])
 
 
+def compares(comparison: "Comparison") -> bool:
+    """Check whether there are predictions, and enough steps to compare with them."""
+    return comparison.spec is not None and comparison.step.steps >= _ENOUGH_STEPS
+
+
 def costs_table(comparison: "Comparison") -> Table:
-    """Make the table of costs: predictions only where there are any.
+    """Make the table of costs: predictions only where there are any, and enough steps to compare with them.
 
     A row for each call, below a function one more for waiting for it, and rows for reallocations and for the step.
     """
-    predicted = comparison.spec is not None
+    predicted = compares(comparison)
     table = Table(box=box.SIMPLE)
     # The only column that may wrap: numbers are never cut.
     table.add_column("in a step", overflow="fold")
@@ -52,6 +59,9 @@ def costs_note(comparison: "Comparison") -> str:
     if comparison.spec is None:
         unknown = "nothing was predicted, since the kind of the devices is not known"
         return f"{measured}; {unknown}{_wait_note(comparison)}{_resident_note(comparison)}"
+    if not compares(comparison):
+        few = "too few to compare with predictions"
+        return f"{measured}, {few}{_wait_note(comparison)}{_resident_note(comparison)}"
     memory = "memory: tensors on the fullest device"
     span, seconds = comparison.predicted_interval, comparison.predicted_step_seconds
     if span is not None and seconds is not None:

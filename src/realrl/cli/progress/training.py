@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -9,15 +10,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bars
 from rich.table import Column
 
-from realrl.cli.progress.costs import costs_note, costs_table
+from realrl.cli.progress.costs import compares, costs_note, costs_table
 from realrl.cli.reporting.speed import describe_speed, read_speed
 from realrl.recipe.algorithm import get_spec
+from realrl.runtime.evaluation.answers import PROMPTS
+from realrl.runtime.output.untaught import find_untaught
 
 if TYPE_CHECKING:
     from realrl.planner.calibration.comparison import Comparison
     from realrl.recipe.experiment import Experiment
     from realrl.runtime.observer import MetricsRecord
 
+_WORDS = {"finished": "ended by themselves"}
+"""Metrics that are shares of answers -> what is said of them."""
 _QUIET_SECONDS = 10.0
 """Minimum seconds between training lines without a terminal, so that a log stays readable."""
 
@@ -40,6 +45,7 @@ class Progress:
         self._headlines: tuple[str, ...] = ()
         self._steps = 0
         self._spoken = 0.0
+        self._last: MetricsRecord | None = None
 
     def __enter__(self) -> "Progress":
         return self
@@ -64,6 +70,7 @@ class Progress:
         if record.kind == "eval":
             self._print(f"step {record.step}/{self._steps} evaluation: {text}")
             return
+        self._last = record
         self._bars.update(self._task, completed=record.step, metrics=text)
         if not self._console.is_terminal and time.monotonic() - self._spoken > _QUIET_SECONDS:
             self._spoken = time.monotonic()
@@ -74,6 +81,8 @@ class Progress:
         self._stop()
         self._console.print(costs_table(comparison))
         self._print(costs_note(comparison))
+        if self._last is not None and not compares(comparison):
+            self._print(f"last step: {self._describe(self._last, losses=True)}")
 
     def end(self, run_dir: str, seconds: float) -> None:
         """Remove the bar and print where everything is."""
@@ -88,13 +97,27 @@ class Progress:
     def _print(self, line: str) -> None:
         self._console.print(line, soft_wrap=True)
 
-    def _describe(self, record: "MetricsRecord") -> str:
-        others = [name for name in record.metrics if "/" not in name and name not in self._headlines]
+    def _describe(self, record: "MetricsRecord", *, losses: bool = False) -> str:
+        """Describe the headlines of a record; with `losses` also the loss of every train call."""
+        others = [
+            name
+            for name in record.metrics
+            if name not in self._headlines and ("/" not in name or (losses and _last_part(name) == "loss"))
+        ]
         shown = [*(name for name in self._headlines if name in record.metrics), *others]
         uses = Counter(_last_part(name) for name in shown)
         labels = {name: name if uses[_last_part(name)] > 1 else _last_part(name) for name in shown}
-        metrics = [f"{labels[name]} {record.metrics[name]:.4g}" for name in shown]
-        return "  ".join([*metrics, *describe_speed(read_speed(record.metrics))])
+        metrics = [_describe_metric(labels[name], name, record.metrics) for name in shown]
+        untaught = [f"nothing learnt: {reason}" for reason in set(find_untaught(record.metrics).values())]
+        return "  ".join([*untaught, *metrics, *describe_speed(read_speed(record.metrics))])
+
+
+def _describe_metric(label: str, name: str, metrics: Mapping[str, float]) -> str:
+    value, words = metrics[name], _WORDS.get(_last_part(label))
+    if words is None:
+        prompts = metrics.get(f"{name}/{PROMPTS}")
+        return f"{label} {value:.4g}" + ("" if prompts is None else f" ({prompts:.0f} prompts)")
+    return f"{label.removesuffix(_last_part(label))}{words} {100 * value:.3g} %"
 
 
 def _last_part(name: str) -> str:

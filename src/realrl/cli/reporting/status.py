@@ -22,6 +22,7 @@ from realrl.runtime.monitor.rank_status import RANKS, RankStatus, read_statuses
 from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
 from realrl.runtime.output.history import HISTORY, read_history
 from realrl.runtime.output.saved import BEST, CONFIG, METRICS, SUMMARY, list_checkpoints
+from realrl.runtime.output.untaught import UntaughtSteps
 
 Liveness = Literal["running", "finished", "failed", "interrupted", "stale"]
 
@@ -95,6 +96,8 @@ class RunStatus:
     metrics: tuple[LatestMetric, ...]
     speed: Mapping[str, float]
     """Performance metrics of the last step as a whole, and of its ranks, see `read_speed`."""
+    untaught: str
+    """What says how many of the last steps taught nothing, and why; empty if all taught something."""
     checkpoint: LastCheckpoint | None
     restarts: int
     """How often the run has been started again, by itself or by somebody."""
@@ -160,6 +163,7 @@ def read_status(path: Path, now: float | None = None) -> RunStatus:
         predicted_end=predicted_end,
         metrics=() if algorithm is None else tuple(_list_latest(algorithm, lines)),
         speed=read_speed(trained[-1].metrics) if trained else {},
+        untaught=_describe_untaught(trained[-_RECENT:]),
         checkpoint=_find_checkpoint(path, ranks),
         restarts=max([len(starts) - 1, 0, *(rank.restart for rank in ranks)]),
         ranks=ranks,
@@ -275,6 +279,14 @@ def _list_latest(algorithm: AlgorithmRecord, lines: Sequence[MetricLine]) -> lis
                     )
                     break
     return found
+
+
+def _describe_untaught(trained: Sequence[MetricLine]) -> str:
+    steps = UntaughtSteps()
+    for line in trained:
+        for _ in steps.take(line.metrics):
+            pass
+    return "; ".join(steps.describe(f"the last {len(trained)}"))
 
 
 def _find_checkpoint(path: Path, ranks: Sequence[RankStatus]) -> LastCheckpoint | None:

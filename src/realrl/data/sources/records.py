@@ -12,6 +12,7 @@ from realrl.config.paths import local_path
 from realrl.config.words import join
 from realrl.data.sources.files import Record, find_ending, read_file
 from realrl.data.sources.rejects import Rejects
+from realrl.recipe.sources import is_glob, split_source
 
 ACCEPTED = (
     "a .jsonl, .json, .csv or .parquet file (globs allowed; .gz or .zst too), a directory of such files or of a"
@@ -19,9 +20,6 @@ ACCEPTED = (
 )
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 """Words that files of a directory begin with where it holds several splits."""
-_NAMED = re.compile(r"(.+):([^:/\[\]]+(?:\[[^\]]*\])?)")
-"""Name and split of a data set, `name:split`; a split may be a slice, such as `train[:10%]`."""
-
 
 RecordReader = Callable[[str, Rejects], Iterator[Record]]
 """Function that yields the records of a source; `read_records` where nothing else is said."""
@@ -44,14 +42,12 @@ def read_records(source: str, rejects: Rejects) -> Iterator[Record]:
 
 def _records(source: str, rejects: Rejects) -> Iterator[Record]:
     source = str(local_path(source))
-    named = _NAMED.fullmatch(source)
-    path, split = named.groups() if named else ("", "")
+    path, split = split_source(source)
     if Path(source).is_dir():
         return _read_directory(source, None, rejects)
     if path and Path(path).is_dir():
         return _read_directory(path, split, rejects)
-    is_glob = not path and any(character in source for character in "*?[")
-    if find_ending(source) is not None or is_glob or Path(source).is_file():
+    if find_ending(source) is not None or is_glob(source) or Path(source).is_file():
         return _read_files(_find_files(source), rejects)
     if not path or Path(path).is_file() or find_ending(path) is not None:
         raise UserError(f"data source {source!r} does not exist; give {ACCEPTED}")

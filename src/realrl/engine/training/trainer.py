@@ -25,6 +25,9 @@ from realrl.engine.training.skipped_steps import SkippedSteps, find_first_not_fi
 from realrl.model.packing import Packing
 from realrl.recipe.model import OptimizerConfig
 
+LOSS = "loss"
+"""Metric of every train call."""
+
 
 class Trainer:
     """Gradients and optimizer state of the parameter set of a model that training updates.
@@ -116,7 +119,8 @@ class Trainer:
         Losses are sums divided by their global weight, so neither micro-batches nor any parallelism change
         them. An optimizer step whose gradient is not finite is skipped; that of a mini-batch without weight, which
         has nothing to learn, is left out, so that neither momentum nor weight decay changes anything. Returns
-        metrics added up over data-parallel ranks: the method's own, `grad_norm` (mean over the steps that were not
+        metrics added up over data-parallel ranks: the method's own, `loss` unless it reports one (the number whose
+        gradient is taken, without the balance loss of a mixture), `grad_norm` (mean over the steps that were not
         skipped), `skipped_steps` (their number), `skipped_for/QUANTITY` (by what was not finite first),
         `empty_steps` (how many were left out, if any were), `learning_rate`, and those of `ExpertBalance.end_call`
         for a mixture.
@@ -201,7 +205,8 @@ class Trainer:
         """
         model = self.model
         rows = method.sequences(batch)
-        totals = torch.tensor([float(method.weight(batch)), len(rows)], device=model.device)
+        own_weight = float(method.weight(batch))
+        totals = torch.tensor([own_weight, len(rows)], device=model.device)
         weight, sequences = model.groups.data.sum(totals)
         learns = bool(weight != 0)
         weight = torch.where(weight > 0, weight, 1.0)  # without weight, all losses are 0
@@ -213,6 +218,7 @@ class Trainer:
         stages = model.groups.pipeline.size
         gradients = model.receive_gradients(tokens) if self._has_backward else None
         metrics = Metrics()
+        loss = torch.zeros((), dtype=torch.float64, device=model.device)
         passes: dict[int, _Pass] = {}
         accumulation = self._accumulation
         actions = make_1f1b_schedule(stages, accumulation.agree_on_passes(len(parts)))[stage]
@@ -229,6 +235,8 @@ class Trainer:
                 done = self._forward(
                     part, method, next(received), weight, sequences, metrics, recompute, candidates, its
                 )
+                if model.shard.last:
+                    loss += done.result.detach()
                 if self._has_backward:
                     passes[action.micro_batch] = done
                 del done  # without a backward pass nothing needs it; it is freed before the next micro-batch
@@ -238,6 +246,9 @@ class Trainer:
                 accumulation.finish_backward()
             after_pass()
         model.pipeline.wait_sends()
+        if model.shard.last and LOSS not in metrics.means:
+            # A mean over mini-batches weighs each as it weighs in its own loss.
+            metrics.mean(LOSS, loss * weight, own_weight)
         reduce_metrics(metrics, model.groups.data, model.device)
         return model.pipeline.broadcast_metrics(metrics), learns
 

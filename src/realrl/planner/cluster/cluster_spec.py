@@ -13,6 +13,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, mistakes_in
+from realrl.config.paths import is_yaml
 from realrl.config.units import check_size, parse_bytes
 from realrl.config.yaml_file import read_yaml
 from realrl.plan.cluster import Cluster
@@ -190,7 +191,7 @@ class ClusterSpec:
 
         A part without a kind is of the kind before it: `h100:2x8+1x4`. UserError for any other text.
         """
-        if Path(text).suffix in (".yaml", ".yml"):
+        if is_yaml(text):
             return load_cluster(text)
         groups: list[NodeGroup] = []
         for part in text.split("+"):

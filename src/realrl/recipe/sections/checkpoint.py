@@ -12,7 +12,7 @@ Resume = Literal["auto", "changed", "never"]
 class CheckpointConfig(Settings):
     """Checkpoints of all that a run continues from, in RUN_DIR/checkpoints.
 
-    One is also written after the last step, and where the run is told to end (SIGTERM).
+    One is also written after the last step, and when the run is told to end (SIGTERM, Ctrl-C).
     """
 
     last: bool = True

@@ -1,4 +1,4 @@
-"""Settings of the supervision of a run: failures, restarts, and the end by SIGTERM."""
+"""Settings of the supervision of a run: failures, restarts, and the end by SIGTERM or Ctrl-C."""
 
 from typing import Literal
 
@@ -34,5 +34,5 @@ class LaunchConfig(Settings):
     min_devices: PositiveInt = 1
     """Fewest devices to go on with."""
     grace_seconds: float = Field(default=600.0, ge=0, le=1_000_000)
-    """Most seconds after SIGTERM for the step under way and a checkpoint; a second SIGTERM or Ctrl-C ends the run
-    at once. Schedulers often give less before they kill."""
+    """Most seconds after SIGTERM or Ctrl-C for the step under way and a checkpoint; a second one ends the run at
+    once. 0 ends it at once, without a checkpoint. Schedulers often give less before they kill."""

@@ -9,6 +9,9 @@ from realrl.recipe.algorithm import SCORE
 from realrl.recipe.evaluation import JUDGE, JUDGE_WIN_RATE, WIN_RATE, AnswerReader, EvaluationConfig
 from realrl.runtime.evaluation.estimators import compute_win_rate, estimate_majority, estimate_pass
 
+PROMPTS = "prompts"
+"""End of the name of a metric: the number of prompts that another one is a mean over."""
+
 
 @dataclass(kw_only=True)
 class Answer:
@@ -60,14 +63,18 @@ class AnswerMetrics:
         """Compute the metrics. `others`: answers of another model to the same prompts, equally many.
 
         Answers without a score leave them, and so do prompts that have too few left; a metric without any prompt is
-        NaN.
+        NaN. `pass@k/prompts` and `majority@k/prompts` are the numbers of prompts that these are means over.
         """
         prompts = list(self._group(answers))
-        found = {
-            f"pass@{k}": _mean(self._pass(prompt, k) for prompt in prompts) for k in self._settings.pass_at
-        }
-        for k in self._settings.majority_at:
-            found[f"majority@{k}"] = _mean(self._majority(prompt, k) for prompt in prompts)
+        found: dict[str, float] = {}
+        for name, estimate, ks in (
+            ("pass", self._pass, self._settings.pass_at),
+            ("majority", self._majority, self._settings.majority_at),
+        ):
+            for k in ks:
+                values = [value for prompt in prompts if (value := estimate(prompt, k)) is not None]
+                found[f"{name}@{k}"] = _mean(values)
+                found[f"{name}@{k}/{PROMPTS}"] = len(values)
         judged = [answer.judge for answer in answers if answer.judge is not None]
         if others is not None:
             theirs = list(self._group(others))

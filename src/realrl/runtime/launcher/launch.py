@@ -16,7 +16,7 @@ from realrl.runtime.monitor.watch import describe_waiting
 from realrl.runtime.processes.error_reports import USER_STATUS, Failure, print_failure
 from realrl.runtime.processes.logs import LOGS, keep_logs
 from realrl.runtime.processes.orphans import Scratch
-from realrl.runtime.processes.signals import deferred_termination, end_by_signal, stop_requested
+from realrl.runtime.processes.signals import SAVING, deferred_termination, end_by_signal, stop_requested
 
 CountDevices = Callable[[], int | None]
 """Counts the devices of this machine; None where there are none to count, as of CPUs."""
@@ -62,10 +62,10 @@ def launch_training(
 
     After failures that may pass it is started again, and goes on from its last checkpoint, with fewer devices where
     some are gone for good. Ranks keep their logs in `run_dir()`, which is None as long as the run has not made one.
-    SIGTERM lets them finish the step and save.
+    SIGTERM, or the first Ctrl-C, lets them finish the step and save.
     """
     restarts, slots = RestartCounter(settings.max_restarts), Slots(start.cluster.size, settings)
-    with deferred_termination(settings.grace_seconds):
+    with deferred_termination(settings.grace_seconds, SAVING):
         while True:
             if run is None:
                 outcome, logs = _run(start, settings, slots.kept, restarts.total, run_dir)

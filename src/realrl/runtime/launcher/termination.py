@@ -1,4 +1,4 @@
-"""Forwarding of SIGTERM from a launcher to its ranks, which then save and end. No torch."""
+"""Forwarding of a request to end from a launcher to its ranks, which then save and end. No torch."""
 
 import signal
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from realrl.runtime.processes.signals import stop_requested
 
 
 class Termination:
-    """Forwarder of SIGTERM, once, and of SIGKILL to ranks that have not ended in time."""
+    """Sender of SIGTERM, once, and of SIGKILL to ranks that have not ended in time."""
 
     def __init__(self, grace_seconds: float, send: Callable[[signal.Signals], None]) -> None:
         """`send` signals all ranks; they have `grace_seconds` between the two signals."""

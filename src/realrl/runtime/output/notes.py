@@ -1,5 +1,6 @@
 """Notes of a run: messages for the user that are no metrics."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -8,13 +9,15 @@ from typing import Any
 from realrl.algorithms.method import Algorithm
 from realrl.config.words import join
 from realrl.data.dataset import Dataset, SourceCount
-from realrl.data.order import count_drawn
+from realrl.data.order import Order, count_drawn
 from realrl.recipe.algorithm import AlgorithmSpec
+from realrl.recipe.data import TrainingConfig
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import trained_models
 from realrl.runtime.output.earlier import EarlierRun
 from realrl.runtime.output.metric_notes import list_metric_notes
 from realrl.runtime.output.run_state import Restored
+from realrl.runtime.output.untaught import UntaughtSteps
 from realrl.runtime.prepare.compile import models
 
 
@@ -31,6 +34,17 @@ def list_data_notes(sets: Mapping[str, Dataset | None]) -> Iterator[str]:
     for path in sorted(paths.get("train", set()) & paths.get("eval", set())):
         yield f"data.eval: {path} is in data.train, too, so evaluations do not show how a model does on new records"
     yield from dict.fromkeys(note for records in known.values() for note in records.notes)
+
+
+def list_epoch_notes(training: TrainingConfig, order: Order, steps: int) -> Iterator[str]:
+    """Yield a note when the last step of a run takes records beyond the epochs that it was asked for."""
+    # What is drawn for the epochs, and as `Order.steps` rounds it.
+    asked, taken = math.ceil(training.epochs * order.size - 1e-9), steps * order.batch
+    if training.steps is None and taken > asked:
+        yield (
+            f"data.batch={order.batch} does not divide the {asked} records of training.epochs={training.epochs:g}:"
+            f" the last of the {steps} steps takes {taken - asked} records of the next epoch"
+        )
 
 
 _USUAL_LR = 0.01
@@ -93,13 +107,14 @@ _KEPT = 1000
 
 
 class StepNotes:
-    """Notes on the metrics of training steps, and the number of skipped optimizer steps."""
+    """Notes on the metrics of training steps, and counts of skipped optimizer steps and of steps without effect."""
 
     def __init__(self, algorithm: Algorithm, spec: AlgorithmSpec) -> None:
         self._algorithm, self._spec = algorithm, spec
         self._evaluated: Mapping[str, float] | None = None
         self._said: set[str] = set()
         self._skipped = Counter[str]()
+        self.untaught = UntaughtSteps()
 
     def take_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Take the metrics of an evaluation by `call/name`; the first one is before the first step."""
@@ -118,6 +133,8 @@ class StepNotes:
                 count = self._skipped[call.name]
                 steps = "1 optimizer step" if count == 1 else f"{count} optimizer steps so far"
                 yield f"step {step}: {call.name} has skipped {steps}; not finite: {causes}"
+        for text in self.untaught.take(metrics):
+            yield f"step {step} {text}"
         for text in self._algorithm.notes(metrics):
             if text not in self._said and len(self._said) < _KEPT:
                 self._said.add(text)
@@ -127,11 +144,16 @@ class StepNotes:
 
     def state_dict(self) -> dict[str, Any]:
         """Save what later notes depend on."""
-        return {"said": sorted(self._said), "skipped": dict(self._skipped)}
+        return {
+            "said": sorted(self._said),
+            "skipped": dict(self._skipped),
+            "untaught": self.untaught.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` saved."""
         self._said, self._skipped = set(state["said"]), Counter(state["skipped"])
+        self.untaught.load_state_dict(state.get("untaught", {}))  # which earlier versions do not save
 
     @property
     def skipped(self) -> dict[str, int]:

@@ -1,7 +1,6 @@
 """The `cluster` setting of a recipe. No torch."""
 
-from pathlib import Path
-
+from realrl.config.paths import is_yaml
 from realrl.plan.cluster import Cluster
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 
@@ -11,7 +10,7 @@ def named_cluster(text: str) -> ClusterSpec | None:
 
     UserError where it does so wrongly.
     """
-    names = ":" in text or Path(text).suffix in (".yaml", ".yml")
+    names = ":" in text or is_yaml(text)
     return ClusterSpec.parse(text) if names else None
 
 

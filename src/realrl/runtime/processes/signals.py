@@ -6,12 +6,12 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
-from realrl.runtime.processes.environment import is_writer
+from realrl.runtime.processes.environment import is_writer, under_launcher
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -22,10 +22,15 @@ It may be busy in code that is not Python, or wait for a rank that has gone.
 """
 
 ECHO = 2.0
-"""Seconds after SIGTERM in which another one is the same request.
+"""Seconds after SIGTERM in which another one is the same request; of ranks under torchrun, also after SIGINT.
 
-Slurm sends it to every process of a job, and torchrun, which is one of them, passes it on.
+Slurm sends it to every process of a job, and torchrun, which is one of them, passes it on. Ctrl-C reaches all
+processes of the terminal, and torchrun passes that on, too.
 """
+SAVING = (
+    "note: interrupted; the run ends with a checkpoint after this step, and at once after another Ctrl-C\n"
+)
+"""Note of a run that Ctrl-C has asked to end."""
 
 GRACE = PATIENCE / 4
 """Seconds that the local launcher waits for its processes, once after SIGTERM and once after SIGKILL.
@@ -39,11 +44,12 @@ _interruption: "Interrupted | None" = None
 
 @dataclass
 class _Deferral:
-    """SIGTERM while the process has asked to be told of it instead of interrupted."""
+    """Signals while the process has asked to be told of them instead of interrupted."""
 
     grace: float | None = None
-    """Seconds that the process may take to end; None while SIGTERM interrupts."""
-    requested: bool = False
+    """Seconds that the process may take to end; None while signals interrupt."""
+    requested: int = 0
+    """Number of the first signal."""
 
 
 _deferral = _Deferral()
@@ -83,39 +89,45 @@ def find_interruption() -> Interrupted | None:
 
 
 @contextmanager
-def deferred_termination(grace: float) -> Iterator[None]:
-    """Have SIGTERM set a flag in the block, `stop_requested`, instead of ending what is under way.
+def deferred_termination(grace: float, note: str = "") -> Iterator[None]:
+    """Have SIGTERM and Ctrl-C set a flag in the block, `stop_requested`, instead of ending what is under way.
 
     Where `raise_signals` handles signals, the next one ends the process at once, as does PATIENCE after `grace`
-    seconds.
+    seconds. A grace of 0 defers nothing. `note` is printed after the first Ctrl-C.
     """
-    before, before_grace = signal.getsignal(signal.SIGTERM), _deferral.grace
-    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    heeded = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    if not grace or threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def request(_: int, frame: FrameType | None) -> None:
-        _deferral.requested = True
+    def request(number: int, frame: FrameType | None) -> None:
+        if not _deferral.requested and number == signal.SIGINT and note and is_writer():
+            with suppress(OSError):  # where nobody reads any more
+                os.write(2, b"\n" * os.isatty(2) + note.encode())
+        _deferral.requested = _deferral.requested or number
 
-    _deferral.grace = grace
-    signal.signal(signal.SIGTERM, request)
+    before_grace, _deferral.grace = _deferral.grace, grace
+    for number in heeded:
+        signal.signal(number, request)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in heeded:
+            signal.signal(number, before[number])
         _deferral.grace = before_grace
 
 
 def stop_requested() -> bool:
-    """Check whether SIGTERM has asked this process to save what it has and to end; see `end_by_signal`."""
-    return _deferral.requested
+    """Check whether a signal has asked this process to save what it has and to end; see `end_by_signal`."""
+    return bool(_deferral.requested)
 
 
-def end_by_signal(number: signal.Signals = signal.SIGTERM) -> NoReturn:
-    """Interrupt this process because of a signal that it or another rank has had."""
+def end_by_signal() -> NoReturn:
+    """Interrupt this process because of the signal that it has had, or another rank: then it counts as SIGTERM."""
     global _interruption
     if _interruption is None:
-        _interruption = Interrupted(number)
+        _interruption = Interrupted(_deferral.requested or signal.SIGTERM)
     raise _interruption
 
 
@@ -164,8 +176,9 @@ def show_cursor() -> None:
 
 def _end_at_last(reader: int) -> None:
     first = _await_signal(reader, None)
-    grace = _deferral.grace if first == signal.SIGTERM else None
-    if grace is None or not _await_signal(reader, ECHO, but=signal.SIGTERM):
+    grace = _deferral.grace
+    echoes = grace is not None and (first == signal.SIGTERM or under_launcher())
+    if not echoes or not _await_signal(reader, ECHO, but=first):
         _await_signal(reader, PATIENCE + (grace or 0.0))
     show_cursor()
     if is_writer():

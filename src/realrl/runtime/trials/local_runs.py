@@ -28,6 +28,7 @@ MEASURE_ONLY = (
     "training.spike=null",
     "launch.max_restarts=0",
     "launch.shrink=false",
+    "launch.grace_seconds=0",
 )
 """Overrides of a run that measures steps and keeps nothing."""
 

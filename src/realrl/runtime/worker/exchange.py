@@ -70,7 +70,8 @@ class Exchange:
             self._post(known, first, _LENGTHS_TAG)
         everything = torch.zeros(store.size, dtype=torch.int64)
         if rank == first:
-            everything[mine] = known
+            if mine:
+                everything[mine] = known
             for source, ids in zip(share.output_ranks[1:], items[1:], strict=True):
                 if not ids:
                     continue

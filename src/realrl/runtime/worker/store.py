@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from realrl.data.batch import KEY_DTYPES, Batch, Ragged
-from realrl.data.partition import assign, partition_samples
+from realrl.data.partition import assign, partition, partition_samples
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.plan import Plan
@@ -40,7 +40,7 @@ class Store:
 
     def rows(self, key: str, ids: list[int]) -> Ragged:
         """Select rows of the items `ids`, which this rank must hold."""
-        held = self._rows[key]
+        held = self._rows.get(key, {})
         return Ragged.of([held[i] for i in ids], dtype=KEY_DTYPES[self.graph.keys[key].dtype])
 
     def row_lengths(self, key: str, ids: list[int]) -> tuple[int, ...]:
@@ -54,6 +54,7 @@ class Store:
         """Assign items of `call` to ranks: [dp][mini-batch] -> ids, ascending.
 
         Tokens are balanced; where several samples of each prompt are generated, those of a prompt stay together.
+        Ranks of calls that do not train may have none.
         """
         if call.name not in self._assignments:
             everyone = list(range(self.size))
@@ -62,8 +63,10 @@ class Store:
             dp = self.plan[call.name].strategy.dp
             if call.kind is Kind.GENERATE and self.samples > 1:
                 found = [[items] for items in partition_samples(costs, self.samples, dp)]
-            else:
+            elif call.kind is Kind.TRAIN:
                 found = assign(costs, minibatches=call.minibatches, dp=dp)
+            else:
+                found = [[items] for items in partition(costs, dp)]
             self._assignments[call.name] = found
         return self._assignments[call.name]
 

@@ -177,9 +177,12 @@ class Worker:
         return now.metrics
 
     def _start(self, run: Run, now: _Step) -> None:
-        """Start a function in the background."""
+        """Start a function in the background, unless this rank has no items for it."""
         call, method = now.store.graph.call(run.call), self._algorithm.method(run.call)
         batch = now.store.batch(call, run.placement.dp_index(self._process.rank))
+        if not len(batch):
+            now.metrics.setdefault(call.name, Metrics())
+            return
         further = now.input.further if call.record_fields else {}
         fields = {name: [values[item] for item in batch.ids] for name, values in further.items()}
         origins = [now.input.origins[item] for item in batch.ids] if now.input.origins else []
@@ -233,6 +236,8 @@ class Worker:
         model.counts.reset()
         max_tokens = run.placement.strategy.micro_batch_tokens
         method = self._algorithm.method(call.name)
+        if call.kind is Kind.GENERATE and not len(batch):
+            return
         if call.kind is Kind.GENERATE:
             assert isinstance(method, GenerateMethod)
             number = [other for other in store.graph.calls if other.kind is Kind.GENERATE].index(call)
@@ -272,7 +277,7 @@ class Worker:
             now.metrics[call.name] = self._train(run, call, batch, now)
         if call.kind is not Kind.GENERATE:
             now.worked(lambda: read_passes(model.counts))
-        for key in call.outputs if self._process.rank in run.placement.output_ranks else ():
+        for key in call.outputs if len(batch) and self._process.rank in run.placement.output_ranks else ():
             store.put(key, batch.ids, batch[key.removeprefix(call.prefix)])
 
     def _train(self, run: Run, call: Call, batch: Batch, now: _Step) -> Metrics:

@@ -103,7 +103,9 @@ class MathProcess:
         code, self._process = self._process.returncode, None
         self._errors.seek(0)
         words = self._errors.read().decode(errors="replace")
-        return words if words.strip() else f"it ended with {f'signal {-code}' if code < 0 else f'status {code}'}"
+        return (
+            words if words.strip() else f"it ended with {f'signal {-code}' if code < 0 else f'status {code}'}"
+        )
 
 
 def _leave_out_working_directory(environment: Mapping[str, str]) -> dict[str, str]:
