@@ -9,7 +9,9 @@ pytest.importorskip("triton")
 
 from paged_reference import Case, attend_by_row, make_case
 
+from realrl.layout.kv_blocks import count_blocks
 from realrl.model.attention_rule import CAUSAL, AttentionRule
+from realrl.model.gpu import paged_attention
 from realrl.model.gpu.paged_attention import PART_KEYS, PARTS, launch_attention
 from realrl.model.gpu.paged_operator import attend_to_blocks
 
@@ -116,3 +118,36 @@ def test_a_row_attends_bit_for_bit_as_it_would_alone(rule: AttentionRule) -> Non
         own = (part[one] for part in segments)
         alone = launch_attention(case.qkv[one], k, v, *own, 6, *rule.bounds, None)
         assert torch.equal(alone[0], together[i])
+
+
+@pytest.mark.parametrize("lengths", [*ROWS.values(), ([700, 2], [[3], [300]])], ids=[*ROWS, "several parts"])
+def test_programs_are_launched_for_parts_that_tables_have_room_for(
+    lengths: tuple[list[int], list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grids: list[tuple[int, ...]] = []
+    kernel = paged_attention.attend_part
+
+    class Launcher:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            grids.append(grid)
+            return kernel[grid]
+
+    def run() -> torch.Tensor:
+        return attend(make_case(*lengths, heads=4, kv_heads=2, dim=32))
+
+    monkeypatch.setattr(paged_attention, "attend_part", Launcher())
+    few = run()
+    monkeypatch.setattr(paged_attention, "_count_parts", lambda *_: PARTS)
+    assert torch.equal(few, run())
+    (_, _, launched), (_, _, all_parts) = grids
+    assert launched < all_parts == PARTS
+
+
+@pytest.mark.parametrize("tile", [16, 64])
+@pytest.mark.parametrize("prompt", [0, 1, 255, 256, 1000, 4096, 9000])
+@pytest.mark.parametrize("own", [0, 15, 16, 1007, 1008, 5000])
+def test_tables_as_wide_as_a_row_have_room_for_all_of_its_parts(prompt: int, own: int, tile: int) -> None:
+    tiles = -(-prompt // tile) + -(-(own + 1) // tile)
+    each = max(PART_KEYS // tile, -(-tiles // PARTS))
+    widths = max(1, count_blocks(prompt)), count_blocks(own + 1)
+    assert -(-tiles // each) <= paged_attention._count_parts(*widths, tile) <= PARTS

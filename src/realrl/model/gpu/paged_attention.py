@@ -36,7 +36,8 @@ def _count_tiles(prompt, own, TILE: tl.constexpr, PARTS: tl.constexpr, PART_TILE
     return of_prompt, tiles, tl.maximum(PART_TILES, tl.cdiv(tiles, PARTS))
 
 
-@triton.jit
+# These differ from call to call. Triton compiles a kernel anew for an argument of 1, a multiple of 16, or neither.
+@triton.jit(do_not_specialize=["prompt_width", "own_width", "window"])
 def attend_part(
     qkv,
     k_pool,
@@ -205,7 +206,8 @@ def launch_attention(
     outputs = torch.empty(count, heads, PARTS, dim, dtype=torch.float32, device=qkv.device)
     tops = torch.empty(count, heads, PARTS, dtype=torch.float32, device=qkv.device)
     totals = torch.empty_like(tops)
-    attend_part[(count, kv_heads, PARTS)](
+    most = _count_parts(prompt_tables.shape[1], own_tables.shape[1], tile)
+    attend_part[(count, kv_heads, most)](
         qkv,
         k,
         v,
@@ -244,3 +246,9 @@ def launch_attention(
         **parts,
     )
     return out
+
+
+def _count_parts(prompt_width: int, own_width: int, tile: int) -> int:
+    """Count the most parts that a row of tables of so many blocks may have: further programs would only leave."""
+    tiles = sum(-(-width * BLOCK_TOKENS // tile) for width in (prompt_width, own_width))
+    return min(PARTS, -(-tiles // (PART_KEYS // tile)))
