@@ -184,6 +184,15 @@ def test_a_misspelt_required_key_is_not_said_to_be_missing_as_well(recipe: str) 
         assert str(caught.value) == f"data.{key}: unknown key; did you mean data.train?"
 
 
+def test_mistakes_of_the_recipe_as_a_whole_are_listed_too(recipe: str) -> None:
+    overrides = ["data.max_tokens=600", "evaluation.judge=os:listdir", "data.pair_weight=prompt"]
+    with pytest.raises(UserError) as caught:
+        load_experiment(recipe, overrides)
+    first, *others = str(caught.value).splitlines()
+    assert first.startswith("data.pair_weight=prompt is about records of the form pair")
+    assert [line.split()[0] for line in others] == ["evaluation.judge", "data.max_prompt_tokens=512"]
+
+
 def test_up_to_five_mistakes_are_listed_those_of_spelling_first(recipe: str) -> None:
     overrides = ["seed=x", "data={batch: 0, shuffle: 3, btach: 1}", "ppo.clip=x"]
     with pytest.raises(UserError) as caught:

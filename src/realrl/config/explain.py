@@ -155,10 +155,6 @@ def join_mistakes(messages: Sequence[str], *, most: int = MOST_MISTAKES) -> str:
     return f"{text}{between}(and {others} more mistake{'s' if others > 1 else ''})"
 
 
-def _join_path(location: Iterable[int | str]) -> str:
-    return ".".join(map(_show_part, location))
-
-
 def _message(error: ErrorDetails, cls: type[Settings], other_names: Mapping[str, OtherName]) -> str:
     location = error["loc"]
     if location and location[-1] == _KEY:
@@ -265,10 +261,8 @@ def _suggest(
     if found is not None:
         return found
     near = nearest(key, section.written_fields())
-    if near is not None:
-        meant = _join_path([*location[:-1], near])
-    else:
-        meant = next((path for path in list_paths(cls) if path.split(".")[-1] == key), None)
+    elsewhere = next((known for known in list_paths(cls) if known.split(".")[-1] == key), None)
+    meant = elsewhere if near is None else _join_path([*location[:-1], near])
     if meant is not None:
         return meant, f"did you mean {meant}?"
     return None, f"known keys are {', '.join(section.written_fields())}"

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from realrl.config.errors import UserError
+from realrl.config.explain import join_mistakes
 from realrl.config.machine.gpus import computes_on_gpus
 from realrl.config.machine.processor import choose_products
 from realrl.config.words import join
@@ -19,7 +20,7 @@ from realrl.recipe.settings import GenerationConfig
 def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
     """Bind a recipe to its algorithm, and fill in where the weights of each role come from.
 
-    UserError for the first mistake.
+    UserError that lists the mistakes of the recipe, or else those of its graphs.
     """
     models, filled = experiment.models, {}
     for role, of in spec.roles_of(experiment).items():
@@ -38,19 +39,22 @@ def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
         filled[role] = model.model_copy(update=update)
     bound = experiment.model_copy(update={"models": models.model_copy(update=filled)})
     bound._spec = spec
-    for problem in _problems(bound):
-        raise UserError(problem)
+    _refuse(_spec_problems(bound))
+    _refuse(_problems(bound))
     graph = build_graph(bound)
     bound = _settle_dtypes(bound, graph)
-    for problem in _graph_problems(bound, graph):
-        raise UserError(problem)
+    _refuse(_graph_problems(bound, graph))
     eval_graph = build_eval_graph(bound)
     if eval_graph is not None:
-        for problem in _headline_problems(spec, (graph, eval_graph)):
-            raise UserError(problem)
-        for problem in find_metric_problems(bound, eval_graph):
-            raise UserError(problem)
+        _refuse(_headline_problems(spec, (graph, eval_graph)))
+        _refuse(find_metric_problems(bound, eval_graph))
     return bound
+
+
+def _refuse(problems: Iterator[str]) -> None:
+    """Raise UserError if there are problems, which it lists."""
+    if found := list(problems):
+        raise UserError(join_mistakes(found))
 
 
 def _settle_dtypes(experiment: Experiment, graph: DataflowGraph) -> Experiment:
@@ -91,12 +95,19 @@ _READ_BY_FORMS: Mapping[str, tuple[str, ...]] = {
 """Settings of `data` that only records of some forms take."""
 
 
-def _problems(experiment: Experiment) -> Iterator[str]:
-    spec, data = get_spec(experiment), experiment.data
+def _spec_problems(experiment: Experiment) -> Iterator[str]:
+    spec = get_spec(experiment)
     for field in ("epochs", "samples_per_prompt", "sampling_rounds"):
         number = getattr(spec, field)(experiment)
         if not isinstance(number, int) or number < 1:
             yield f"algorithm {spec.name}: {field}: {number} is not a whole number above 0"
+    sampling = None if spec.generation is None else spec.generation(experiment)
+    if spec.generation is not None and not isinstance(sampling, GenerationConfig):
+        yield f"algorithm {spec.name}: generation: {type(sampling).__name__} is not a GenerationConfig"
+
+
+def _problems(experiment: Experiment) -> Iterator[str]:
+    spec, data = get_spec(experiment), experiment.data
     for field, forms in _READ_BY_FORMS.items():
         value = getattr(data, field)
         if spec.form not in forms and value != type(data).model_fields[field].default:
@@ -105,8 +116,6 @@ def _problems(experiment: Experiment) -> Iterator[str]:
                 f" have the form {spec.form}; leave it out"
             )
     sampling = None if spec.generation is None else spec.generation(experiment)
-    if spec.generation is not None and not isinstance(sampling, GenerationConfig):
-        yield f"algorithm {spec.name}: generation: {type(sampling).__name__} is not a GenerationConfig"
     if experiment.checkpoint.keep_best and experiment.evaluation.best is None:
         yield "checkpoint.keep_best needs a metric; give evaluation.best, or set checkpoint.keep_best=0"
     yield from find_evaluation_problems(experiment, sampling)
@@ -132,12 +141,13 @@ def _graph_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[st
     for name in spec.experience_calls:
         if name not in {*trained, *spec.optional_calls}:
             yield f"algorithm {spec.name}: experience_calls: {name}: train_graph has no such train call"
-    for call in graph.calls:
+    for minibatches in sorted({call.minibatches for call in graph.calls}):
         # In prompts, so that all samples of a prompt are in one mini-batch.
-        if batch % call.minibatches:
+        if batch % minibatches:
+            calls = join([call.name for call in graph.calls if call.minibatches == minibatches])
             yield (
-                f"data.batch={batch} is not divisible by the {call.minibatches} mini-batches of {call.name};"
-                f" make it a multiple of {call.minibatches}, or choose another number of mini-batches"
+                f"data.batch={batch} is not divisible by the {minibatches} mini-batches of {calls}; make it a"
+                f" multiple of {minibatches}, or choose another number of mini-batches"
             )
     yield from _quantisation_problems(experiment, graph)
     for average in graph.averages:

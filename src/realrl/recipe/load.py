@@ -73,7 +73,8 @@ def change_settings(settings: Mapping[str, Any], changes: Iterable[tuple[str, An
     recipe = None if algorithm is None else find_algorithm(algorithm)[0].recipe
     for name, value in changes:
         *path, last = name.split(".")
-        section, cls = changed, recipe
+        section: Any = changed
+        cls: type[Settings] | None = recipe
         for depth, part in enumerate(path):
             if section.get(part) is None:
                 section[part] = {}

@@ -308,7 +308,7 @@ BOXES = [
     "generate a --greedy yes b",
     "tokenizer a --out b --vocab-size many",
     "profile --quick=maybe",
-    "config ppo sft",
+    "config ppo policy sft",
     "--nonsense",
 ]
 """Command lines whose form typer refuses."""
