@@ -38,7 +38,9 @@ def test_a_wrong_version_of_the_parser_is_said_before_the_run(
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: antlr4-python3-runtime\nVersion: 4.12.0\n")
     on_path(monkeypatch, tmp_path)
-    with pytest.raises(UserError, match=r"^verifier math cannot start its process: ImportError: Unsupported ANTLR.*4\.12"):
+    with pytest.raises(
+        UserError, match=r"^verifier math cannot start its process: ImportError: Unsupported ANTLR.*4\.12"
+    ):
         load_method(MATH)
 
 
@@ -94,7 +96,9 @@ def test_a_process_that_dies_at_every_question_is_a_failure(
     pytest.importorskip("math_verify")
     method = load_method(MATH | {"on_error": on_error})
     program = tmp_path / "dies.py"
-    program.write_text("import sys\nprint('\"x\"', flush=True)\nsys.stdin.readline()\nsys.exit('no memory')\n")
+    program.write_text(
+        "import sys\nprint('\"x\"', flush=True)\nsys.stdin.readline()\nsys.exit('no memory')\n"
+    )
     monkeypatch.setattr(math_process, "PROGRAM", program)
     child_of(method).kill()
     child_of(method).wait()

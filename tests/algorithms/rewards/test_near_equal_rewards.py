@@ -110,7 +110,5 @@ def test_a_bias_near_the_scores_leaves_their_differences_in_ppo(tmp_path: Path) 
     scores = [16384.0, 16384.001, 16384.0, 16384.0]
     batch = score({"reward": RewardTerm(function=make_rewards(tmp_path, scores))})
     config = PPOConfig(reward_bias=16384.0)
-    shaped = shape_rewards(
-        score=batch["score"].values, finished=batch["finished"].values, config=config
-    )
+    shaped = shape_rewards(score=batch["score"].values, finished=batch["finished"].values, config=config)
     assert shaped.tolist() == [value - 16384.0 for value in scores]

@@ -27,7 +27,13 @@ from realrl.runtime.doctor.links import judge_clocks, judge_links
 from realrl.runtime.doctor.local_measurement import RankFigures, measure_locally
 from realrl.runtime.doctor.machine import Host, check_cores, check_limits, check_memory, check_shared_memory
 from realrl.runtime.doctor.network import check_host_name, check_hub, check_interfaces, check_ports
-from realrl.runtime.doctor.recipe_needs import RecipeNeeds, check_recipe, find_needs, list_hub_names, try_functions
+from realrl.runtime.doctor.recipe_needs import (
+    RecipeNeeds,
+    check_recipe,
+    find_needs,
+    list_hub_names,
+    try_functions,
+)
 from realrl.runtime.doctor.storage import check_storage
 from realrl.runtime.doctor.variables import check_variables
 from realrl.runtime.doctor.versions import check_versions

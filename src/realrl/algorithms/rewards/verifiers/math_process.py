@@ -77,7 +77,7 @@ class MathProcess:
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start the process, and wait until it is ready; MathProcessError if it is not."""
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the process
         self._process = subprocess.Popen(
             # -P: modules beside the program, such as math.py, are not those of the standard library.
             [sys.executable, "-P", str(PROGRAM)],
@@ -103,7 +103,9 @@ class MathProcess:
         code, self._process = self._process.returncode, None
         self._errors.seek(0)
         words = self._errors.read().decode(errors="replace")
-        return words if words.strip() else f"it ended with {f'signal {-code}' if code < 0 else f'status {code}'}"
+        return (
+            words if words.strip() else f"it ended with {f'signal {-code}' if code < 0 else f'status {code}'}"
+        )
 
 
 def _leave_out_working_directory(environment: Mapping[str, str]) -> dict[str, str]:

@@ -11,7 +11,12 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from realrl.algorithms.rewards.scoring.limits import map_in_threads
 from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score
 from realrl.algorithms.rewards.verifiers.base import Verification, Verifier
-from realrl.algorithms.rewards.verifiers.sandbox import Limits, SandboxError, find_not_isolated, run_in_sandbox
+from realrl.algorithms.rewards.verifiers.sandbox import (
+    Limits,
+    SandboxError,
+    find_not_isolated,
+    run_in_sandbox,
+)
 from realrl.config.errors import UserError
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
