@@ -12,8 +12,8 @@ SKIPPED = float("nan")
 NOT_APPLICABLE = float("-inf")
 """Score of a term of a mixture that does not apply to a sample, which its other terms score alone."""
 ALL_SKIPPED = (
-    "reward: no sample of the step has a score, so there is nothing to learn from; for each sample the reward gave None,"
-    " or failed: the first failure is above, or in the log of the rank that met it"
+    "reward: no sample of the step has a score, so there is nothing to learn from; for each sample the reward gave"
+    " None, or failed: the first failure is above, or in the log of the rank that met it"
 )
 
 
