@@ -1,5 +1,6 @@
 """Tokenised data sets."""
 
+import json
 import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -99,6 +100,16 @@ class Dataset:
             for part in (np.array(rows.lengths, dtype=np.int64), rows.values.numpy()):
                 checksum = zlib.crc32(np.ascontiguousarray(part).data.cast("B"), checksum)
         return {"items": len(self), "crc32": checksum}
+
+    def identify_further(self) -> dict[str, int]:
+        """Identify the further fields that are kept on this rank: a checksum of the values of each."""
+        found = {}
+        for name, values in self.further.items():
+            checksum = 0
+            for value in values:
+                checksum = zlib.crc32(json.dumps(value, sort_keys=True, default=repr).encode(), checksum)
+            found[name] = checksum
+        return found
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Make a batch of the items at `indices`, with ids 0, 1, 2, ... and int64 or float32 rows."""

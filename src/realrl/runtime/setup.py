@@ -140,7 +140,10 @@ class RecordLoader:
         names = [call.name for call in phase.graph.functions if call.record_fields]
         seeing = [self._functions[name] for name in names if name in self._functions]
 
+        present: set[str] = set()
+
         def wanted(field: str) -> bool:
+            present.add(field)
             return any(function.wants(field) for function in seeing)
 
         records = Dataset.load(
@@ -155,7 +158,7 @@ class RecordLoader:
             read=self._read,
         )
         for function in seeing:
-            function.check_fields(name_sources(source), records.further.keys())
+            function.check_fields(name_sources(source), present)
         return records
 
 

@@ -1,10 +1,14 @@
 """Execution of training steps on one rank: records, seeds and learning rates in, metrics out."""
 
+import zlib
+
 from realrl.algorithms.method import Metrics
 from realrl.config.errors import UserError
+from realrl.config.user_code import find_source, is_own_module
 from realrl.data.dataset import Dataset
 from realrl.data.order import Order
 from realrl.dataflow.call import Kind
+from realrl.dataflow.graph import DataflowGraph
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.training.learning_rate import compute_learning_rate
 from realrl.recipe.algorithm import get_spec
@@ -57,6 +61,10 @@ class TrainingSteps:
         """Records taken so far, with those whose samples were replaced."""
         self.data = records.identify()
         """What identifies the records and their order."""
+        self.scoring = _identify_code(compiled.train.graph) | {
+            f"field {name!r} of data.train": checksum for name, checksum in records.identify_further().items()
+        }
+        """Checksums of what scores on this rank, by name."""
 
     def run(self, step: int) -> dict[str, float]:
         """Execute a step, counted from 0: its metrics by `call/name`, all of them on the rank that writes."""
@@ -117,3 +125,16 @@ class TrainingSteps:
             origins=self._records.list_origins(indices),
             samples=self._samples,
         )
+
+
+def _identify_code(graph: DataflowGraph) -> dict[str, int]:
+    """Identify the files of the user's functions: a checksum of each, by the name of its call and its path."""
+    references = {call.name: call.function for call in graph.functions if call.function is not None}
+    files = {
+        name: find_source(given)
+        for name, given in references.items()
+        if not is_own_module(given.partition(":")[0])
+    }
+    return {
+        f"{name}, {file}": zlib.crc32(file.read_bytes()) for name, file in files.items() if file is not None
+    }

@@ -48,11 +48,28 @@ def test_exact_match(options: dict[str, Any], completion: str, answer: Any, scor
         ("1,23", 23), ("2.5e-3", 0.0025), ("2.5E3", 2500), (".5", 0.5), ("7.", 7), ("3/4", 0.75), ("-3 / 4", -0.75),
         ("1/0", None), ("$12.50", 12.5), (r"\$1,000", 1000), ("12%", 12), ("no number", None), ("", None),
         ("1 or 2", 2), ("x1", None), ("1e999", None), ("1e99999999999", None), ("1e-99999999999", 0),
+        (r"-\frac{1}{2}", -0.5), (r"$-\frac12$", -0.5), (r"\dfrac{-3}{4}", -0.75), (r"\tfrac 3 4", 0.75),
+        (r"\boxed{-\frac{1}{2}}", -0.5), (r"\cfrac{1}{-2}", -0.5), (r"-\frac{-1}{2}", 0.5), (r"2\frac{1}{2}", 2.5),
+        (r"-1\frac12", -1.5), (r"5-\frac{1}{2}", 0.5), (r"x\frac{1}{2}", 0.5), (r"\frac{1,000}{2.5}", 400),
+        (r"\frac{a}{2}", None), (r"\frac{\sqrt{3}}{2}", None), (r"\frac\pi2", None), (r"\frac{1}{0}", None),
+        (r"\frac{1}{", None), (r"\frac{1", None), (r"3 or \frac{1}{x}", None), (r"\frac{a}{2} = 7", 7),
+        (r"\sqrt{3}", None), (r"2\sqrt[3]{5}", None), (r"1{,}234", 1234), (r"12\%", 12), ("-{3}", -3),
+        ("- 3", -3), ("- {3}", -3), ("x = - 3", -3), ("The answer is - 3", -3), ("$- 3$", -3), (r"\boxed{- 3}", -3),
+        ("so\n- 3", 3), ("x - 3", 3), ("= +7", 7), ("+ 7", 7), ("\u20107", -7), ("\u20117", -7), ("\u20127", -7),
+        ("\u20137", -7), ("\ufe637", -7), ("\uff0d7", -7), ("3\u20135", 5), ("Lima \u2014 3", 3),
         ("v1.2.3", None), ("9" * 500, None), ("+8", 8), ("(9)", 9), ("answer: 10.", 10), ("0x1F", 0),
     ],
 )  # fmt: skip
 def test_the_last_number_of_a_text(text: str, number: float | None) -> None:
     assert find_number(text) == number
+
+
+@pytest.mark.parametrize(
+    "piece", ["\\frac", "\\frac{", "\\frac{1}{", "\\frac1", "- ", "-{", "\\sqrt[", "{{", "1/"]
+)
+def test_long_texts_that_lead_nowhere_are_read(piece: str) -> None:
+    for end in ("", "}}", "}7"):
+        assert find_number(piece * 2000 + end) in (None, 7, 1)
 
 
 def test_percentages_can_be_fractions() -> None:
@@ -71,6 +88,9 @@ def test_percentages_can_be_fractions() -> None:
         ({}, "nothing", 0, 0),
         ({}, "NaN", "3", 0),
         ({"extract": "boxed"}, r"\boxed{3} of 4", 3, 1),
+        ({"extract": "boxed"}, r"\boxed{-\frac{1}{2}}", -0.5, 1),
+        ({}, r"\frac{1}{2}", r"-\frac{1}{2}", 0),
+        ({}, "2", r"\frac{1}{2}", 0),
     ],
 )
 def test_numeric(options: dict[str, Any], completion: str, answer: Any, score: int) -> None:
@@ -141,6 +161,12 @@ MATH = [
     ("boxed", r"\boxed{(1,2)}", "(1, 2)", 1), ("boxed", r"\boxed{\{1,2\}}", r"\{2,1\}", 1), ("boxed", "3", "3", 0),
     ("boxed", r"\boxed{x=5}", "5", 1), ("", "", "3", 0), ("boxed", r"\boxed{}", "3", 0),
     ("boxed", r"\boxed{-\frac{3}{4}}", "-0.75", 1), ("boxed", r"\boxed{[0,1)}", "[0, 1)", 1),
+    ("", "+7", "7", 1), ("", "The answer is +7", "7", 1), ("", "7", "+7", 1), ("", "- 3", "-3", 1),
+    ("", "- 3", "3", 0),
+    ("", "-{3}", "-3", 1), ("", "–3", "-3", 1), ("", "$−3$", "-3", 1), ("", "-3", "－3", 1), ("", "‐3", "-3", 1),
+    ("", r"$-\frac12$", "-0.5", 1), ("boxed", r"\boxed{+7}", "7", 1),
+    ("boxed", r"\boxed{-\dfrac{1}{2}}", "-1/2", 1),
+    ("boxed", r"\boxed{‑\frac{1}{2}}", "-0.5", 1), ("boxed", r"\boxed{\frac12}", "-0.5", 0),
     ("boxed", r"\boxed{[0,1]}", "[0, 1)", 0), ("boxed", r"\boxed{2\pi}", r"2 \cdot \pi", 1),
 ]  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Runs that go on from a checkpoint."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -229,3 +230,41 @@ def test_a_run_goes_on_from_any_directory(
     assert run_app(["train", str(begun / "run"), "training.steps=2"]) == 0
     assert [line["step"] for line in lines(begun / "run") if line["kind"] == "train"] == [1, 2]
     assert not list(elsewhere.iterdir())
+
+
+def test_a_change_of_what_scores_is_noticed(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, data = tmp_path / "rewards.py", tmp_path / "data.jsonl"
+    function = "def score(completions, answer): return [float(a in t) for t, a in zip(completions, answer)]\n"
+    code.write_text(function)
+    prompts = [json.loads(line)["prompt"] for line in (world.root / "ppo.jsonl").read_text().splitlines()]
+
+    def write(answer: str) -> None:
+        data.write_text("".join(json.dumps({"prompt": p, "answer": answer}) + "\n" for p in prompts))
+
+    write("a")
+    recipe = write_recipe(
+        world,
+        "grpo",
+        tmp_path,
+        reward=f"{code}:score",
+        models__reward=None,
+        data__train=str(data),
+        data__eval=None,
+        evaluation__every=None,
+    )
+    assert run_app(["train", str(recipe), "training.steps=1"]) == 0
+    run = tmp_path / "run"
+    code.write_text(function + "# another version\n")
+    for changed in (f"reward.function, {code}", "field 'answer' of data.train"):
+        assert run_app(["train", str(recipe), "training.steps=2"]) == 2
+        error = capsys.readouterr().err
+        assert f"what scores has changed since {run} was trained ({changed}), so that other scores" in error
+        assert "set resume=changed" in error
+        code.write_text(function)
+        write("b")
+    assert run_app(["train", str(recipe), "training.steps=2", "resume=changed"]) == 0
+    assert "note: what scores has changed" in capsys.readouterr().err
+    assert run_app(["train", str(recipe), "training.steps=3"]) == 0
+    assert "what scores" not in capsys.readouterr().err

@@ -189,7 +189,7 @@ def test_what_a_reward_function_does_wrong_is_said(
 
 def test_a_reward_that_applies_to_no_sample_ends_the_run(world: World, tmp_path: Path, file: Path) -> None:
     written = recipe(world, tmp_path, f"{file}:nones", data__eval=None)
-    with pytest.raises(UserCodeError, match=r"^reward: all samples of the step were skipped"):
+    with pytest.raises(UserCodeError, match=r"^reward: no sample of the step has a score"):
         train(load_experiment(str(written)), Silent())
 
 
@@ -199,7 +199,8 @@ MISTAKES = {
     "by_position": "reward=FILE:by_position takes completions by position only; it is called with keyword"
     " arguments",
     "waits_often": "reward=FILE:waits_often is an async generator; return a list",
-    "more": "reward=FILE:more needs 'solution', which no record of RECORDS has; there are prompts and completions",
+    "more": "reward=FILE:more needs 'solution', which no record of RECORDS has; there are prompts, completions,"
+    " bonus and wanted",
 }
 
 

@@ -7,11 +7,10 @@ import torch
 
 from realrl.algorithms.rewards.config import RewardTerm, name_setting
 from realrl.algorithms.rewards.http.scorer import HttpScorer
-from realrl.algorithms.rewards.scoring.scores import TEXTS, RewardFailure, RewardScorer, Score
+from realrl.algorithms.rewards.scoring.scores import TEXTS, RewardFailure, RewardScorer, Score, check_required
 from realrl.algorithms.rewards.verifiers.base import Verification, Verifier
 from realrl.config.errors import UserError
 from realrl.config.user_function import UserFunction, describe_no_number, read_number
-from realrl.config.words import join
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -125,13 +124,3 @@ class VerifierScorer:
         """Verify all completions."""
         assert self._opened is not None, "loaded before it is asked"
         return self._opened.verify(arguments["completions"], arguments)
-
-
-def check_required(scorer: RewardScorer, source: str, fields: Collection[str]) -> None:
-    """Check that records of a source have what a scorer needs; else UserError."""
-    missing = [name for name in scorer.required if name not in (*TEXTS, *fields)]
-    if missing:
-        known = join([*TEXTS[:2], *sorted(fields)])
-        raise UserError(
-            f"{scorer.label} needs {missing[0]!r}, which no record of {source} has; there are {known}"
-        )

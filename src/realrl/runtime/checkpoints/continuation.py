@@ -60,6 +60,7 @@ class Continuation:
             paths = [self._directory.checkpoint(step) for step in checkpoints]
             self.restored = restore(paths, self._contents, self._process, self.checkpointer.group)
             self._compare_data(self.restored.state)
+            self._compare_scoring(self.restored.state)
             self._take(self.restored.state)
 
     def _compare_data(self, state: RunState) -> None:
@@ -72,14 +73,30 @@ class Continuation:
             if old["items"] == new["items"]
             else f"{old['items']} items, now {new['items']}"
         )
-        text = f"data.train has changed since {self._directory.path} was trained ({how})"
+        self._note_change(
+            f"data.train has changed since {self._directory.path} was trained ({how})", "other records"
+        )
+
+    def _compare_scoring(self, state: RunState) -> None:
+        """Check that what scores is as in the checkpoint; else UserError, or a note."""
+        now = self._keeper.gather_scoring()
+        # What is in one of both alone is due to other settings, which are compared by themselves.
+        changed = sorted(
+            name for name in state.scoring.keys() & now.keys() if state.scoring[name] != now[name]
+        )
+        if changed:
+            text = f"what scores has changed since {self._directory.path} was trained ({'; '.join(changed)})"
+            self._note_change(text, "other scores")
+
+    def _note_change(self, text: str, what: str) -> None:
+        """Note a change that the user has agreed to; else UserError. `what` comes in place of what was due."""
         # One that is started again by itself has nobody to ask.
         if self._experiment.resume != "changed" and restart_count() == 0:
             raise UserError(
-                f"{text}, so that other records would come than those that are due; set resume=changed to continue"
+                f"{text}, so that {what} would come than those that are due; set resume=changed to continue"
                 " with it, or choose another run_dir"
             )
-        self.notes.append(f"{text}, and other records come than those that were due")
+        self.notes.append(f"{text}, and {what} come than those that were due")
 
     def start(self, started: float) -> None:
         """Start the clock: this start of the run began at `started`, by the monotonic clock."""

@@ -23,10 +23,11 @@ def gather_algorithm_state(process: Process, phase: Phase, algorithm: Algorithm)
 
 
 class DataPosition(Protocol):
-    """Holder of the number of records taken of the data, and of what identifies the data."""
+    """Holder of the number of records taken of the data, and of what identifies the data and what scores."""
 
     taken: int
     data: dict[str, int]
+    scoring: dict[str, int]
 
 
 class StateKeeper:
@@ -68,6 +69,10 @@ class StateKeeper:
         """Number of the training items, and a checksum of them."""
         return self._training.data
 
+    def gather_scoring(self) -> dict[str, int]:
+        """Gather checksums of what scores, of all ranks: not every rank keeps every field."""
+        return dict(item for part in self._process.gather(self._training.scoring) for item in part.items())
+
     def collect(self, step: int, *, seconds: float, evaluated: int | None, rollbacks: int) -> RunState:
         """Collect the state after so many steps; arguments as the fields of it."""
         trainers: dict[str, dict[str, Any]] = {}
@@ -91,6 +96,7 @@ class StateKeeper:
             metrics_bytes=self._directory.metrics_bytes,
             evaluated=evaluated,
             data=self.data,
+            scoring=self.gather_scoring(),
             algorithm=gather_algorithm_state(self._process, self._phase, self._algorithm()),
             trainers=trainers,
             functions=functions,

@@ -22,6 +22,8 @@ class RunState:
     """Training steps before the last evaluation; None where there was none."""
     data: Mapping[str, int]
     """What identifies the training data, see `Dataset.identify`."""
+    scoring: Mapping[str, int] = field(default_factory=dict)
+    """Checksums of what scores: fields of records that functions look at, and files of functions, by name."""
     algorithm: Mapping[str, Any] = field(default_factory=dict)
     """What the algorithm saves."""
     trainers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

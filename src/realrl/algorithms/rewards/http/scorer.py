@@ -8,7 +8,7 @@ from typing import Any
 from realrl.algorithms.rewards.http.client import Client, RequestError
 from realrl.algorithms.rewards.http.config import HttpConfig
 from realrl.algorithms.rewards.scoring.limits import map_in_threads
-from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score
+from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score, check_required
 from realrl.config.errors import UserError
 from realrl.config.patterns import find_last
 from realrl.config.secrets.redaction import redact
@@ -41,9 +41,7 @@ class HttpScorer:
 
     def check_fields(self, source: str, fields: Collection[str]) -> None:
         """Check that records have the fields that are sent; else UserError."""
-        missing = [name for name in self._config.fields if name not in fields]
-        if missing:
-            raise UserError(f"{self.label} needs {missing[0]!r}, which no record of {source} has")
+        check_required(self, source, fields)
 
     def score(self, count: int, arguments: Mapping[str, list[Any]]) -> list[Score]:
         """Ask for all scores, some requests at a time."""

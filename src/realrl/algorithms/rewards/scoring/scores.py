@@ -4,13 +4,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from realrl.config.errors import UserError
+from realrl.config.words import join
+
 SKIPPED = float("nan")
 """Score of a sample that has none, in the keys of scores: it leaves the loss and all means."""
 NOT_APPLICABLE = float("-inf")
 """Score of a term of a mixture that does not apply to a sample, which its other terms score alone."""
 ALL_SKIPPED = (
-    "reward: all samples of the step were skipped, so there is nothing to learn from; the first reason is above, or"
-    " in the log of the rank that met it"
+    "reward: no sample of the step has a score, so there is nothing to learn from; for each sample the reward gave"
+    " None, or failed: the first failure is above, or in the log of the rank that met it"
 )
 
 
@@ -51,3 +54,13 @@ class RewardScorer(Protocol):
 
     def score(self, count: int, arguments: Mapping[str, list[Any]]) -> list[Score]:
         """Score `count` samples, whose arguments are lists of so many; UserCodeError where it fails as a whole."""
+
+
+def check_required(scorer: RewardScorer, source: str, fields: Collection[str]) -> None:
+    """Check that records of a source have what a scorer needs; else UserError."""
+    missing = [name for name in scorer.required if name not in (*TEXTS, *fields)]
+    if missing:
+        known = join([*TEXTS[:2], *sorted(fields)])
+        raise UserError(
+            f"{scorer.label} needs {missing[0]!r}, which no record of {source} has; there are {known}"
+        )

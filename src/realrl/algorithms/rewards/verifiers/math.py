@@ -10,6 +10,7 @@ from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score
 from realrl.algorithms.rewards.verifiers.base import AnswerVerifier, Verification
 from realrl.algorithms.rewards.verifiers.extra import require
 from realrl.algorithms.rewards.verifiers.math_process import MathProcess, MathProcessError
+from realrl.algorithms.rewards.verifiers.numeric import tidy_signs
 from realrl.config.errors import UserCodeError, UserError
 
 _KNOWN_PAIRS = ((r"\frac{1}{2}", "0.5", True), (r"\sqrt{4}", "3", False))
@@ -71,7 +72,9 @@ class _Comparison:
         """Compare as expressions; 0 where that takes too long."""
         settings = self._settings
         try:
-            answer = self._process.ask(text=text, right=right, extracted=settings.extract is not None)
+            answer = self._process.ask(
+                text=tidy_signs(text), right=tidy_signs(right), extracted=settings.extract is not None
+            )
         except MathProcessError as error:
             return RewardFailure(str(error), error.words)
         if answer is None:

@@ -77,7 +77,7 @@ class MathProcess:
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start the process, and wait until it is ready; MathProcessError if it is not."""
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the process
         self._process = subprocess.Popen(
             # -P: modules beside the program, such as math.py, are not those of the standard library.
             [sys.executable, "-P", str(PROGRAM)],

@@ -14,7 +14,25 @@ from realrl.config.patterns import find_last
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _NUMBER = rf"(?<![\w.])[-+]?\$?(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
 """An integer, perhaps with commas between thousands, a decimal or scientific number, perhaps of dollars."""
-_QUOTIENT = re.compile(rf"({_NUMBER})(?:\s*/\s*({_NUMBER}))?\s*(%?)")
+_NO_NUMBER = "\ufffc"
+"""What stands in the place of a LaTeX expression that is not a number, such as \\frac{a}{2}."""
+_QUOTIENT = re.compile(rf"({_NUMBER})(?:\s*/\s*({_NUMBER}))?\s*(%?)|{_NO_NUMBER}")
+
+_DASHES = str.maketrans(dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-"))
+"""Hyphens, the en dash, and signs of minus, as models and authors write them."""
+_SIGN = re.compile(
+    r"(\A\s*|[=(\[{:,;<>≈$#][^\S\n]*|\b(?:is|equals)[^\S\n]+)"  # what a sign, and not an operation, follows
+    r"([-+])\s*(?=[\d.$\\{])"
+)
+_BRACED = re.compile(rf"([-+])\s*{{\s*({_DIGITS}(?:\.\d*)?|\.\d+)\s*}}")
+_GROUP = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
+_PART = rf"(?:{_GROUP}|(\d)|\\[A-Za-z]+|[A-Za-z])"
+_LATEX = re.compile(
+    r"((?<![\w.])[-+])?((?<![\w.])\d+)?\s*"
+    rf"\\(?:[dtc]?frac\s*{_PART}\s*{_PART}|sqrt\s*(?:\[[^\]]*\])?\s*{_PART}"
+    rf"|[dtc]?frac\s*(?:{_PART}\s*)?\{{[^}}]{{0,400}}\Z)"
+)
+"""A fraction, perhaps with a sign and a whole number; a root; a fraction whose end is missing."""
 _LONGEST = 400
 """Characters of a number that is read: more would be the work of a model that has gone astray."""
 
@@ -22,7 +40,7 @@ _LONGEST = 400
 class Numeric(AnswerVerifier):
     """1 for a completion whose last number is the right one, within tolerances.
 
-    Numbers are such as -3, 1,234.5, 2.5e-3, 3/4, $12 and 7 % (which is 0.07 with `percent: fraction`).
+    Numbers are such as -3, 1,234.5, 2.5e-3, 3/4, \\frac{3}{4}, $12 and 7 % (0.07 with `percent: fraction`).
     """
 
     kind: Literal["numeric"]
@@ -53,8 +71,9 @@ class Numeric(AnswerVerifier):
 
 def find_number(text: str, percent: Literal["ignore", "fraction"] = "ignore") -> float | None:
     """Find the last number of a text; None where there is none, or none that is finite."""
-    last = find_last(_QUOTIENT, text.replace("−", "-").replace("\\$", "$"))
-    if last is None or len(last.group()) > _LONGEST:
+    plain = tidy_signs(text).replace("\\$", "$").replace("\\%", "%").replace("{,}", ",")
+    last = find_last(_QUOTIENT, _LATEX.sub(_write_quotient, plain))
+    if last is None or last.group() == _NO_NUMBER or len(last.group()) > _LONGEST:
         return None
     number, divisor = _read(last.group(1)), _read(last.group(2) or "1")
     if divisor == 0:
@@ -65,6 +84,28 @@ def find_number(text: str, percent: Literal["ignore", "fraction"] = "ignore") ->
     except OverflowError:
         return None
     return value if math.isfinite(value) else None
+
+
+def tidy_signs(text: str) -> str:
+    """Write every minus as an ASCII one, and the sign of a number right before it: -3 for `- 3`, `-{3}` and `−3`.
+
+    A plus that is a sign goes.
+    """
+    text = _BRACED.sub(r"\1\2", text.translate(_DASHES))
+    return _SIGN.sub(lambda found: found[1] + found[2].strip("+"), text)
+
+
+def _write_quotient(found: re.Match[str]) -> str:
+    """Write a fraction of LaTeX as a quotient, -3/4; `_NO_NUMBER` if it is none of two numbers, or a root."""
+    parts = [found[3] or found[4] or "", found[5] or found[6] or ""]
+    if not all(re.fullmatch(rf"\s*{_NUMBER}\s*", part) for part in parts):
+        return f" {_NO_NUMBER} "
+    above, below = (_read(part.strip()) for part in parts)
+    if below == 0:
+        return f" {_NO_NUMBER} "
+    value = int(found[2] or 0) + above / below
+    value = -value if found[1] == "-" else value
+    return f" {value.numerator}/{value.denominator} "
 
 
 def _read(text: str) -> Fraction:

@@ -36,7 +36,7 @@ class SandboxError(Exception):
 def run_in_sandbox(code: str, tests: list[str], limits: Limits) -> list[bool]:
     """Run code, then each test, one after the other: whether it passes.
 
-    None does if the code ends its process or takes too long. SandboxError if the sandbox fails before the code runs.
+    None does if the code ends its process or takes too long. SandboxError if the sandbox itself fails.
     """
     answer = _run(code, tests, limits)
     passed = None if answer is None else answer.get("passed")
