@@ -43,7 +43,7 @@ def make_absolute(path: str) -> str:
 
 
 def is_yaml(path: str) -> bool:
-    """Check whether this names a YAML file, by its ending, where a setting also takes other names."""
+    """Check by its ending whether a setting that also takes other names names a YAML file."""
     return Path(path).suffix in (".yaml", ".yml")
 
 

@@ -44,7 +44,7 @@ _interruption: "Interrupted | None" = None
 
 @dataclass
 class _Deferral:
-    """Signals while the process has asked to be told of them instead of interrupted."""
+    """State of a process that a signal does not interrupt at once."""
 
     grace: float | None = None
     """Seconds that the process may take to end; None while signals interrupt."""
