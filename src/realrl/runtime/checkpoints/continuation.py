@@ -65,14 +65,21 @@ class Continuation:
     def _compare_data(self, state: RunState) -> None:
         """Check that the training data are those of the checkpoint; else UserError, or a note."""
         old, new = state.data, self._keeper.data
-        if old == new:
+        if all(old[name] == new[name] for name in ("items", "crc32")):
             return
         how = (
             "with other contents"
             if old["items"] == new["items"]
             else f"{old['items']} items, now {new['items']}"
         )
-        text = f"data.train has changed since {self._directory.path} was trained ({how})"
+        # A checkpoint of an earlier version does not say which template it had.
+        template = old.get("chat_template", new["chat_template"]) != new["chat_template"]
+        what = (
+            "the chat template (the tokenizer's, data.chat_template or its kwargs)"
+            if template
+            else "data.train"
+        )
+        text = f"{what} has changed since {self._directory.path} was trained ({how})"
         # One that is started again by itself has nobody to ask.
         if self._experiment.resume != "changed" and restart_count() == 0:
             raise UserError(
