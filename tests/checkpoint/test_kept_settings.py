@@ -1,6 +1,7 @@
 """What is saved is what was opened: settings, tokenizer files, and tokens that end sequences."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,6 +134,24 @@ def test_a_tokenizer_of_the_hub_is_copied_from_the_cache(
     write_tokenizer(tokenizer, tmp_path, "llama")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_another_chat_template_is_saved_instead_of_that_of_the_files(source: Path, tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    shutil.copytree(source, given)
+    (given / "chat_template.jinja").unlink()
+    change_json(given / "tokenizer_config.json", chat_template="{{ messages }}")
+    tokenizer = AutoTokenizer.from_pretrained(given)
+    for name, template in (("kept", "{{ messages }}"), ("other", "{{ messages[0].content }}")):
+        tokenizer.chat_template = template
+        (tmp_path / name).mkdir()
+        write_tokenizer(tokenizer, tmp_path / name, "llama")
+        assert AutoTokenizer.from_pretrained(tmp_path / name).chat_template == template
+    files = [
+        (given / "tokenizer_config.json").read_bytes(),
+        (tmp_path / "kept/tokenizer_config.json").read_bytes(),
+    ]
+    assert files[0] == files[1]
 
 
 def test_files_that_need_another_models_config_are_not_copied(source: Path, tmp_path: Path) -> None:

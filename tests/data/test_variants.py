@@ -152,6 +152,10 @@ def test_a_record_gives_arguments_to_the_template(texts, chat_tokenizer):
     chat_tokenizer.chat_template = "{{ '[think]' if think else '' }}" + chat_tokenizer.chat_template
     record = {"prompt": [USER], "chat_template_kwargs": {"think": True}}
     assert texts(record, "prompt")["prompts"] == "[think]" + ASKED
+    asked = {"prompt": [USER]}
+    assert texts(asked, "prompt", chat_template_kwargs={"think": True})["prompts"] == "[think]" + ASKED
+    record["chat_template_kwargs"] = {"think": False}
+    assert texts(record, "prompt", chat_template_kwargs={"think": True})["prompts"] == ASKED
 
 
 def test_the_columns_of_verl_reach_functions_with_their_nested_values(load, chat_tokenizer, tmp_path):

@@ -11,11 +11,12 @@ from realrl.config.json_file import read_json
 from realrl.config.paths import is_local, local_path
 from realrl.data.tokenizer import save_tokenizer
 
+CHAT_TEMPLATE = "chat_template.jinja"
 PATTERNS = (
     "tokenizer*.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "chat_template.json",
     "additional_chat_templates/*.jinja",
     "*.model",
@@ -53,6 +54,22 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path, model_type: str) -> N
             copy = directory / file.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, copy)
+    _write_template(tokenizer, directory)
+
+
+def _write_template(tokenizer: Tokenizer, directory: Path) -> None:
+    """Write the tokenizer's chat template over the one in its copied files, if a recipe has given another one."""
+    file, config = directory / CHAT_TEMPLATE, directory / TOKENIZER_CONFIG
+    settings = read_json(config) if config.is_file() else {}
+    copied = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
+    template = getattr(tokenizer, "chat_template", None)
+    if not isinstance(template, str) or template == copied:
+        return  # several templates by name are always those of the files
+    shutil.rmtree(directory / "additional_chat_templates", ignore_errors=True)
+    (directory / "chat_template.json").unlink(missing_ok=True)
+    if "chat_template" in settings:
+        _write(config, {name: value for name, value in settings.items() if name != "chat_template"})
+    file.write_text(template, encoding="utf-8")
 
 
 def set_padding(directory: Path, token: str | None) -> None:

@@ -4,7 +4,6 @@ Training and generation must see the same prompts, so an answer begins where the
 for the turns before it, generation prompt included, ends.
 """
 
-import os.path
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -52,6 +51,8 @@ class Conversation:
     """Turns to learn, in order; none in a prompt."""
     cut: bool = False
     """Whether what the template writes behind the last turn's end of sequence is dropped."""
+    last: str = ""
+    """Content of the last message of a prompt."""
 
     @property
     def prompt(self) -> str:
@@ -63,7 +64,8 @@ def write_prompt(
     tokenizer: "PreTrainedTokenizerFast", messages: list[Message], options: Mapping[str, Any] = _NO_OPTIONS
 ) -> Conversation:
     """Write a prompt for the turn after `messages`. `options`: arguments of the template besides them."""
-    return Conversation(_render(tokenizer, messages, options, prompt=True))
+    text = _render(tokenizer, messages, options, prompt=True)
+    return Conversation(text, last=messages[-1].get("content", ""))
 
 
 def write_conversation(
@@ -134,7 +136,7 @@ def _write_answer(
         answer = written[len(prompt) :]
     else:
         before = _render(tokenizer, messages[:-1], options, prompt=False)
-        opening = prompt[len(os.path.commonprefix((prompt, before))) :]
+        opening = prompt[_count_alike(prompt, before) :]
         answer = _find_answer(prompt, opening, written, messages[-2].get("content", "").strip(), message)
     content = message.get("content", "").strip()
     found = answer.find(content) if content else -1
@@ -163,10 +165,16 @@ def _find_answer(prompt: str, opening: str, written: str, asked: str, message: M
     if min(start, place) < 0:
         raise BadRecordError(_REWRITTEN)
     end, tail = prompt[start:], written[place:]
-    same = len(os.path.commonprefix((end, tail)))
+    same = _count_alike(end, tail)
     if same < len(end) and not (content and tail[same:].startswith(content)):
         raise BadRecordError(_REWRITTEN)
     return tail[same:]
+
+
+def _count_alike(a: str, b: str) -> int:
+    """Count the characters that two texts begin with alike."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(a), len(b)))
 
 
 def _follow_reasoning(answer: str, tag: str, closed: bool, message: Message) -> str:

@@ -60,9 +60,11 @@ class Dataset:
         further: Mapping[str, Sequence[Any]] | None = None,
         longest_mismatched: int | None = None,
         origins: Origins | None = None,
+        template: int = 0,
     ) -> None:
         """`fields`: rows per key, equally many for each. `longest_mismatched`: most tokens of the rows of the key
-        `mismatched`, None where batches do not have it. The rest: see attributes."""
+        `mismatched`, None where batches do not have it. `template`: checksum of the chat template and its arguments.
+        The rest: see attributes."""
         self._fields = fields
         self._longest_mismatched = longest_mismatched
         self.further = dict(further or {})
@@ -71,6 +73,7 @@ class Dataset:
         self.sources = tuple(sources)
         """Numbers of items by source, in the order in which they were read."""
         self._origins = origins or Origins()
+        self._template = template
         self.notes = tuple(notes)
         """Notes for the user on how the records were read."""
 
@@ -93,13 +96,13 @@ class Dataset:
         return tuple(reason for source in self.sources for reason in source.reasons)
 
     def identify(self) -> dict[str, int]:
-        """Identify the items and their order: their number, and a checksum of their rows."""
+        """Identify the items and their order: their number, a checksum of their rows, and one of the chat template."""
         checksum = 0
         for key in sorted(self._fields):
             rows = self._fields[key]
             for part in (np.array(rows.lengths, dtype=np.int64), rows.values.numpy()):
                 checksum = zlib.crc32(np.ascontiguousarray(part).data.cast("B"), checksum)
-        return {"items": len(self), "crc32": checksum}
+        return {"items": len(self), "crc32": checksum, "chat_template": self._template}
 
     def identify_further(self) -> dict[str, int]:
         """Identify the further fields that are kept on this rank: a checksum of the values of each."""
@@ -173,6 +176,7 @@ class Dataset:
             further=further.columns,
             longest_mismatched=config.max_tokens if "mismatched" in keys else None,
             origins=origins,
+            template=zlib.crc32(json.dumps([tokenizer.chat_template, config.chat_template_kwargs]).encode()),
         )
 
 

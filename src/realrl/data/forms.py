@@ -15,7 +15,7 @@ turn, and a text answer the assistant turn. Chosen and rejected messages are eit
 `prompt` or, when they do not begin with an assistant turn, whole conversations. All other text is used as it
 stands, unless `data.apply_chat_template` makes every record a conversation. Other fields are for functions, for
 example a reward function; where no call of the graph sees them they are ignored. `tools`, which describe
-functions, and `chat_template_kwargs` of a record are given to the template, as TRL does.
+functions, and `chat_template_kwargs` of a conversation are given to the template, see `data/tools.py`.
 
 Records written in another usual way are rewritten first, see `data/variants.py`.
 """

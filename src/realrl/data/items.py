@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from realrl.data.conversation import Conversation
 from realrl.data.forms import Item, Reader, further_fields, is_plain_text, plain_text_note
 from realrl.data.further import FieldFilter
 from realrl.data.numbers import NumberRows, read_numbers
 from realrl.data.sources.records import RecordReader, read_records
 from realrl.data.sources.rejects import BadRecordError, Rejects
-from realrl.data.tokenization import Row, find_excess, find_problem, tokenize
+from realrl.data.tokenization import Row, cut_rows, find_excess, find_problem, tokenize
+from realrl.data.tools import read_template_options
 from realrl.data.variants import find_field, rename_fields, rewrite
 from realrl.recipe.data import DataConfig
 
@@ -80,6 +82,7 @@ class ItemReader:
             max_pairs=config.max_pairs_per_prompt,
             seed=seed,
             ranked=sum(key.startswith("answer_") for key in keys),
+            template_options=read_template_options({"chat_template_kwargs": config.chat_template_kwargs}),
             notice_nulls=self._notes.see_nulls,
         )
         self._absent = set(config.columns)
@@ -92,13 +95,16 @@ class ItemReader:
             texts = [text for item in chunk for text in item.texts]
             rows = iter(tokenize(texts, self._tokenizer, self._stop_token_ids))
             for item in chunk:
-                item_rows = list(islice(rows, len(item.texts)))
+                item_rows: Sequence[Row] = list(islice(rows, len(item.texts)))
+                cut = self._cuts(item) and find_excess(item_rows, self._config) is not None
+                if cut:
+                    item_rows = cut_rows(item_rows, self._config, self._tokenizer.bos_token_id)
                 excess = find_excess(item_rows, self._config)
                 reason = excess or find_problem(item_rows, self._form)
                 if reason is not None:
-                    rejects(item.origin, reason, too_long=excess is not None)
+                    rejects(item.origin, reason, too_long=cut or excess is not None)
                     continue
-                self._notes.add(item.origin, item.plain, item_rows)
+                self._notes.add(item, item_rows, cut=cut, blank=self._form == "prompt" and _is_blank(item))
                 yield TokenItem(
                     origin=item.origin,
                     record=item.record,
@@ -106,6 +112,14 @@ class ItemReader:
                     numbers=item.numbers,
                     rows=item_rows,
                 )
+
+    def _cuts(self, item: TextItem) -> bool:
+        """Check whether an item that is too long is cut.
+
+        Steps have a label each, and log-probabilities of a reference are those of all tokens.
+        """
+        whole = self._form == "steps" or any(name.startswith("ref_") for name in item.numbers)
+        return self._config.on_too_long in ("keep_start", "keep_end") and not whole
 
     def _read_texts(self, source: str, rejects: Rejects) -> Iterator[TextItem]:
         for origin, given in self._read_records(source, rejects):
@@ -149,13 +163,15 @@ class _Notes:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", config: DataConfig) -> None:
         self._tokenizer = tokenizer
-        self._applied = config.apply_chat_template
+        self._applied, self._on_too_long = config.apply_chat_template, config.on_too_long
         self.origin = ""
         """Origin of the record that is read."""
         self._plain = False
         self._joined = 0
         self._first_joined = ""
         self._nulls: list[str] = []  # origins, of which only the first is kept
+        self._cut: list[str] = []
+        self._blank: list[str] = []
         self._parted, self._parts, self._first_parted = 0, 0, ""
 
     def see_nulls(self) -> None:
@@ -168,12 +184,14 @@ class _Notes:
         self._parted += 1
         self._parts += parts
 
-    def add(self, origin: str, plain: bool, rows: Sequence[Row]) -> None:
-        """Register an item of a record of `plain` text or of a conversation."""
-        self._plain = self._plain or plain
+    def add(self, item: TextItem, rows: Sequence[Row], *, cut: bool, blank: bool) -> None:
+        """Register an item that is used; `cut`: because it was too long, `blank`: it is a prompt without a word."""
+        self._plain = self._plain or item.plain
         if any(row.joined for row in rows):
-            self._first_joined = self._first_joined or origin
+            self._first_joined = self._first_joined or item.origin
             self._joined += 1
+        self._cut += [item.origin] * cut
+        self._blank += [item.origin] * blank
 
     def result(self) -> list[str]:
         """List the notes, one message each."""
@@ -191,7 +209,20 @@ class _Notes:
             )
         if self._nulls:
             notes.append(
-                f"nulls in tools and in calls of tools are dropped, as tables have them for keys of other rows; first"
-                f" {self._nulls[0]}"
+                "nulls in tools and in calls of tools are dropped, as tables have them for keys of other rows; first "
+                + self._nulls[0]
             )
+        if self._cut:
+            notes.append(
+                f"{len(self._cut):,} items were cut to data.max_tokens and data.max_prompt_tokens"
+                f" (data.on_too_long={self._on_too_long}), first {self._cut[0]}"
+            )
+        if self._blank:
+            notes.append(f"{len(self._blank):,} prompts are blank, first {self._blank[0]}")
         return [note for note in notes if note is not None]
+
+
+def _is_blank(item: TextItem) -> bool:
+    """Check whether a prompt says nothing: text without a word, or a last turn without one."""
+    (text,) = item.texts
+    return not (text.last if isinstance(text, Conversation) else text.prompt).strip()

@@ -15,7 +15,7 @@ writes none, an earlier turn ends where the template ends it, and the last one g
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -111,6 +111,37 @@ def find_excess(rows: Sequence[Row], config: DataConfig) -> str | None:
                 f"prompt and answer have {len(row.ids)} tokens, more than data.max_tokens={config.max_tokens}"
             )
     return None
+
+
+def cut_rows(rows: Sequence[Row], config: DataConfig, bos: int | None) -> list[Row]:
+    """Cut the rows of an item to the limits on tokens, as `config.on_too_long` says; too long ones may remain.
+
+    The prompts of all rows lose the same tokens at their beginning, after `bos`, if that begins a row: so the sides of
+    a pair keep one prompt, and what the template opens the answer with stays. No last answer loses its beginning,
+    and none all of its tokens.
+    """
+    keep_end = config.on_too_long == "keep_end"
+    excess = max(row.prompt_length for row in rows) - config.max_prompt_tokens
+    if keep_end:
+        excess = max(excess, *(len(row.ids) - config.max_tokens for row in rows))
+    kept = [_cut_beginning(row, max(excess, 0), bos) for row in rows]
+    return [row if keep_end else _cut_end(row, config.max_tokens) for row in kept]
+
+
+def _cut_beginning(row: Row, tokens: int, bos: int | None) -> Row:
+    """Remove tokens from the beginning of a row, except `bos`; not those of its last answer."""
+    first = int(row.ids[:1] == [bos])
+    if not tokens or (row.answers and row.answers[-1][0] < first + tokens):
+        return row
+    spans = ((max(start - tokens, first), stop - tokens) for start, stop in row.answers)
+    ids = [*row.ids[:first], *row.ids[first + tokens :]]
+    return replace(row, ids=ids, answers=tuple(span for span in spans if span[0] < span[1]))
+
+
+def _cut_end(row: Row, longest: int) -> Row:
+    """Cut the answers of a row; a row of which none would be left stays as it is."""
+    answers = tuple((start, min(stop, longest)) for start, stop in row.answers if start < longest)
+    return replace(row, ids=row.ids[:longest], answers=answers) if answers else row
 
 
 def find_problem(rows: Sequence[Row], form: str) -> str | None:

@@ -5,6 +5,9 @@ from typing import Any, Literal, Self
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from realrl.config.base import Settings
+from realrl.config.explain import shorten
+from realrl.config.files import reason_of
+from realrl.config.paths import local_path
 from realrl.recipe.sources import SourceList, list_sources
 
 
@@ -32,12 +35,18 @@ class DataConfig(Settings):
     `max_tokens`."""
     on_error: Literal["fail", "skip"] = "fail"
     """What to do with a record that is malformed. Skipped records are counted and reported."""
-    on_too_long: Literal["fail", "skip"] | None = None
+    on_too_long: Literal["fail", "skip", "keep_start", "keep_end"] | None = None
     """What to do with a record that is longer than `max_tokens`, or its prompt than `max_prompt_tokens`; null for
-    the same as `on_error`. Records that are left out are counted and reported."""
+    the same as `on_error`. Records that are left out are counted and reported. `keep_start` and `keep_end` cut
+    tokens: a prompt always loses its beginning; of prompt and answer together `keep_start` drops the end of the
+    answer, and `keep_end` more of the beginning. A record that has nothing to learn then is left out."""
     apply_chat_template: bool = False
     """Write prompts of plain text with the tokenizer's chat template, as one user turn, and answers to them as
     the assistant turn. False uses text as it stands. Messages always take the template."""
+    chat_template: str | None = None
+    """Chat template instead of the tokenizer's: a file, or the text itself, which a run keeps. Saved models have it."""
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """Arguments of the chat template, such as `{enable_thinking: false}`; those of a record take precedence."""
     train_on: Literal["all", "last"] = "all"
     """Assistant turns of a {messages} record that are trained on; applies to fine-tuning. `last` has the other
     turns as the prompt. If the template writes a turn differently once others follow, `all` makes a sequence of
@@ -49,6 +58,17 @@ class DataConfig(Settings):
     record weighing 1/n."""
     shuffle: bool = True
     """Draw records in an order that depends on the seed; false keeps the order of the file."""
+
+    @field_validator("chat_template")
+    @classmethod
+    def _read_template(cls, value: str | None) -> str | None:
+        if value is None or "{{" in value or "{%" in value:
+            return value
+        try:
+            return local_path(value).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = reason_of(error) if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ValueError(f"{shorten(value)} cannot be read as a chat template: {reason}") from None
 
     @field_validator("eval")
     @classmethod

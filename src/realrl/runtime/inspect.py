@@ -69,7 +69,9 @@ def inspect_data(experiment: Experiment, samples: int) -> tuple[Any, list[Inspec
     """
     tokenizer = load_shared_tokenizer(experiment)
     stop_token_ids = load_stop_token_ids(experiment, tokenizer)
-    data = experiment.data.model_copy(update={"on_error": "skip", "on_too_long": "skip"})
+    data = experiment.data
+    too_long = "skip" if (data.on_too_long or data.on_error) == "fail" else data.on_too_long
+    data = data.model_copy(update={"on_error": "skip", "on_too_long": too_long})
     algorithm = build_algorithm(experiment)
     graphs = {
         "train": (data.train, build_graph(experiment)),

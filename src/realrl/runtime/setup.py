@@ -26,6 +26,7 @@ from realrl.runtime.prepare.compile import Phase, models
 def load_shared_tokenizer(experiment: Experiment) -> Any:
     """Load the tokenizer of the run: that of its first role, which every other role must share.
 
+    Its chat template is `data.chat_template`, if the recipe gives one.
     UserError when roles have different vocabularies, or a vocabulary does not fit its model.
     """
     first: tuple[str, str, Any] | None = None
@@ -54,6 +55,8 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
                 f" {first[1]}: {len(first[2])}); all roles of a run must share one vocabulary"
             )
     assert first is not None, "every recipe has a model"
+    if experiment.data.chat_template is not None:
+        first[2].chat_template = experiment.data.chat_template
     return first[2]
 
 

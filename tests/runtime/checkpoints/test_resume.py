@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from safetensors import safe_open
+from transformers import AutoTokenizer
 
 from realrl.cli.app import run_app
 from realrl.runtime.output import lock
@@ -268,3 +269,37 @@ def test_a_change_of_what_scores_is_noticed(
     assert "note: what scores has changed" in capsys.readouterr().err
     assert run_app(["train", str(recipe), "training.steps=3"]) == 0
     assert "what scores" not in capsys.readouterr().err
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_a_chat_template_that_has_changed_is_named_and_that_of_the_recipe_is_saved(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(world.tokenizer, tokenizer)
+    turns = [{"role": "user", "content": "the film"}, {"role": "assistant", "content": "is great"}]
+    data, template = tmp_path / "data.jsonl", tmp_path / "template.jinja"
+    data.write_text((json.dumps({"messages": turns}) + "\n") * 16)
+    template.write_text(TEMPLATE)
+    more = {"data__train": str(data), "data__eval": None, "evaluation__every": None}
+    recipe = write_recipe(world, "sft", tmp_path, models__actor__tokenizer=str(tokenizer), **more)
+    (tokenizer / "chat_template.jinja").write_text(TEMPLATE.replace(": ", " says "))
+    assert run_app(["train", str(recipe), "training.steps=1"]) == 0
+    (tokenizer / "chat_template.jinja").write_text(TEMPLATE.replace(": ", " writes "))
+    assert run_app(["train", str(recipe), "training.steps=2"]) == 2
+    error = capsys.readouterr().err
+    assert "the chat template (the tokenizer's, data.chat_template or its kwargs) has changed since" in error
+    assert (
+        run_app(["train", str(recipe), f"data.chat_template={template}", f"run_dir={tmp_path / 'own'}"]) == 0
+    )
+    template.unlink()  # a run keeps the text
+    assert run_app(["train", str(tmp_path / "own"), "training.steps=6"]) == 0
+    saved = AutoTokenizer.from_pretrained(str(tmp_path / "own" / "final"))
+    assert saved.chat_template == TEMPLATE
+    assert run_app(["train", str(recipe), f"data.chat_template={template}"]) == 2
+    assert f"{template} cannot be read as a chat template" in capsys.readouterr().err

@@ -16,9 +16,13 @@ class Rejects:
     """Handler of records that cannot be used: raises under `fail`, counts under `skip`."""
 
     def __init__(
-        self, on_error: Literal["fail", "skip"], on_too_long: Literal["fail", "skip"] | None = None
+        self,
+        on_error: Literal["fail", "skip"],
+        on_too_long: Literal["fail", "skip", "keep_start", "keep_end"] | None = None,
     ) -> None:
-        """`on_too_long` is for records that are well formed, but too long; None for the same as `on_error`."""
+        """`on_too_long` is for records that are well formed, but too long; None for the same as `on_error`.
+
+        Records that should be cut, and cannot be, are skipped."""
         self.on_error = on_error
         self.on_too_long = on_too_long or on_error
         self.count = 0

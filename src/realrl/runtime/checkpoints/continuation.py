@@ -66,15 +66,22 @@ class Continuation:
     def _compare_data(self, state: RunState) -> None:
         """Check that the training data are those of the checkpoint; else UserError, or a note."""
         old, new = state.data, self._keeper.data
-        if old == new:
+        if all(old[name] == new[name] for name in ("items", "crc32")):
             return
         how = (
             "with other contents"
             if old["items"] == new["items"]
             else f"{old['items']} items, now {new['items']}"
         )
+        # A checkpoint of an earlier version does not say which template it had.
+        template = old.get("chat_template", new["chat_template"]) != new["chat_template"]
+        what = (
+            "the chat template (the tokenizer's, data.chat_template or its kwargs)"
+            if template
+            else "data.train"
+        )
         self._note_change(
-            f"data.train has changed since {self._directory.path} was trained ({how})", "other records"
+            f"{what} has changed since {self._directory.path} was trained ({how})", "other records"
         )
 
     def _compare_scoring(self, state: RunState) -> None:

@@ -62,5 +62,6 @@ def check_required(scorer: RewardScorer, source: str, fields: Collection[str]) -
     if missing:
         known = join([*TEXTS[:2], *sorted(fields)])
         raise UserError(
-            f"{scorer.label} needs {missing[0]!r}, which no record of {source} has; there are {known}"
+            f"{scorer.label} needs {missing[0]!r}, which no record of {source} has; there are {known};"
+            " data.columns={FIELD: NAME} renames a field, and copies a nested one, as reward_model.ground_truth"
         )
