@@ -3,6 +3,13 @@ VENV ?= .venv
 PIP_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+# `make gpu-check READY= RUN=python3` uses an interpreter that already has the dependencies, and installs nothing.
+READY ?= $(STAMP)
+RUN ?= $(BIN)/python
+# Named so that pytest does not collect the rest; tests/gpu/test_gpu_marks.py checks that no marked test is elsewhere.
+GPU_TESTS := tests/gpu tests/engine/generation/test_shared_prompts.py tests/engine/test_parallel.py \
+	tests/model/test_parity.py tests/runtime/learning/test_gpu.py tests/runtime/output/test_costs.py \
+	tests/runtime/test_profiler.py
 # One more than there are cores, at most 4: many tests wait for processes that wait for each other.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
 
@@ -40,13 +47,13 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-gpu-check: $(STAMP)  ## the tests that need one CUDA device, and those that need two where there are two
-	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
+gpu-check: $(READY)  ## the tests that need one CUDA device, and those that need two where there are two
+	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
 		|| { echo "there is no CUDA device here" >&2; exit 2; }
-	$(BIN)/python -m pytest -m "gpu or gpu2"
+	PYTHONPATH=src:$$PYTHONPATH $(RUN) -m pytest -m "gpu or gpu2" $(GPU_TESTS)
 
-gpu-bench: $(STAMP)  ## training, decoding, GRPO and PPO on one GPU, into docs/benchmarks-gpu.md
-	$(BIN)/python bench/gpu/run.py
+gpu-bench: $(READY)  ## training, decoding, GRPO and PPO on one GPU, into docs/benchmarks-gpu.md
+	PYTHONPATH=src:$$PYTHONPATH $(RUN) bench/gpu/run.py
 
 bench: $(STAMP)  ## the measurements that need no CUDA device
 	$(BIN)/python demo/prepare.py

@@ -1,5 +1,8 @@
 """What a description of an algorithm leaves out or contradicts is an error where it is registered."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,9 +15,11 @@ from realrl.algorithms.reward.spec import ALGORITHM as REWARD
 from realrl.algorithms.sft.config import SFTExperiment
 from realrl.algorithms.sft.spec import ALGORITHM as SFT
 from realrl.cli.app import run_app
+from realrl.config import registered
 from realrl.config.errors import UserCodeError, UserError
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.families import registry as families
 from realrl.recipe import registry
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric, get_spec
 from realrl.recipe.checks import complete
@@ -241,7 +246,7 @@ def test_roles_are_trained_exactly_if_they_have_an_optimizer() -> None:
         complete(FrozenExperiment.model_validate(recipe), spec)
 
 
-def test_installed_algorithms_have_the_names_of_their_entry_points() -> None:
+def test_algorithms_have_the_names_under_which_they_are_registered() -> None:
     names = list_algorithms()
     assert names == sorted(names) and {"grpo", "ppo", "reward", "sft"} <= {*names}
     assert [find_algorithm(name)[0].name for name in names] == names
@@ -266,10 +271,10 @@ class Point:
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Makes entry points the only ones there are."""
+    """Makes entry points the only ones of other packages."""
 
     def install(*points: Point) -> None:
-        monkeypatch.setattr(registry, "entry_points", lambda group: points)
+        monkeypatch.setattr(registered, "entry_points", lambda group: points)
         registry._installed.cache_clear()
 
     yield install
@@ -283,7 +288,7 @@ def test_an_installed_algorithm_that_cannot_be_used_names_its_package(install: C
     ):
         find_algorithm("mine")
     with pytest.raises(
-        UserError, match=r"algorithm other of package theirs: .* is no AlgorithmSpec of that name"
+        UserError, match=r"algorithm other of package theirs: .* is not an AlgorithmSpec of that name"
     ):
         find_algorithm("other")
 
@@ -292,6 +297,36 @@ def test_one_name_in_two_packages_names_both(install: Callable[..., None]) -> No
     install(Point("mine", SFT, "a"), Point("mine", SFT, "b"))
     with pytest.raises(UserError, match="algorithm mine is in two packages, a and b; uninstall one"):
         find_algorithm("mine")
+
+
+def test_a_package_may_not_replace_a_built_in_algorithm(install: Callable[..., None]) -> None:
+    install(Point("sft", SFT, "a"))
+    message = r"algorithm sft of package a \(theirs.module:ALGORITHM\) .* built-in realrl\.algorithms\.sft\.spec:"
+    with pytest.raises(UserError, match=message):
+        find_algorithm("ppo")
+
+
+def test_entry_points_of_an_older_installation_are_ignored(install: Callable[..., None]) -> None:
+    install(Point("sft", SFT, "realrl"), Point("gone", SFT, "realrl"))
+    assert find_algorithm("sft")[0] is SFT and "gone" not in list_algorithms()
+
+
+def test_a_package_may_not_replace_a_built_in_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registered, "entry_points", lambda group: [Point("llama", None, "a")])
+    with pytest.raises(UserError, match=r"family llama of package a .* built-in realrl\.families\."):
+        registered.find_registered("family", families.GROUP, families.BUILT_IN)
+
+
+def test_a_checkout_works_without_installation() -> None:
+    root = Path(__file__).parents[2]
+    code = (
+        "from importlib import metadata; metadata.distributions = lambda **_: []\n"
+        "from realrl.families.registry import find_family; find_family('qwen2')\n"
+        "from realrl.recipe.registry import find_algorithm; print(find_algorithm('grpo')[0].name)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(root / "src")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "grpo", done.stderr
 
 
 SFT_COPY = "from dataclasses import replace\nfrom realrl.algorithms.sft.spec import ALGORITHM as SFT\n"

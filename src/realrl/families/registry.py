@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, nearest
 from realrl.config.paths import local_path
+from realrl.config.registered import find_registered, load_registered, name_package
 from realrl.config.user_code import UserCode
 from realrl.families.adapters import add_adapters
 from realrl.families.family import Family, check_family
@@ -19,7 +20,30 @@ from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Place, TensorSpec
 
 GROUP = "realrl.families"
-"""Entry points `MODEL_TYPE = "package.module:FAMILY"` that packages declare."""
+"""Entry points `MODEL_TYPE = "package.module:FAMILY"` that other packages declare."""
+BUILT_IN = {
+    "gemma": "realrl.families.further.gemma:FAMILY",
+    "gemma2": "realrl.families.further.gemma2:FAMILY",
+    "gemma3_text": "realrl.families.further.gemma3:FAMILY",
+    "glm4": "realrl.families.further.glm4:FAMILY",
+    "gpt2": "realrl.families.further.gpt2:FAMILY",
+    "gpt_neox": "realrl.families.further.gpt_neox:FAMILY",
+    "granite": "realrl.families.llamas.granite:FAMILY",
+    "llama": "realrl.families.llamas.llama:FAMILY",
+    "llama4_text": "realrl.families.mixtures.llama4:FAMILY",
+    "ministral": "realrl.families.llamas.ministral:FAMILY",
+    "mistral": "realrl.families.llamas.mistral:FAMILY",
+    "mixtral": "realrl.families.mixtures.mixtral:FAMILY",
+    "olmo2": "realrl.families.further.olmo2:FAMILY",
+    "olmo3": "realrl.families.further.olmo3:FAMILY",
+    "phi3": "realrl.families.llamas.phi3:FAMILY",
+    "qwen2": "realrl.families.llamas.qwen2:FAMILY",
+    "qwen3": "realrl.families.llamas.qwen3:FAMILY",
+    "qwen3_moe": "realrl.families.mixtures.qwen3_moe:FAMILY",
+    "smollm3": "realrl.families.llamas.smollm3:FAMILY",
+    "starcoder2": "realrl.families.further.starcoder2:FAMILY",
+}
+"""Families of this package by `model_type`."""
 
 
 _P = ParamSpec("_P")
@@ -67,7 +91,7 @@ def _tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
 
 @cache
 def _registered() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=GROUP)}
+    return find_registered("family", GROUP, BUILT_IN)
 
 
 @cache
@@ -77,8 +101,10 @@ def _from_package(name: str) -> Family:
         hint = nearest(name, registered)
         known = f"there are {', '.join(sorted(registered))}, and files of your own, FILE.py"
         raise UserError(f"{brief(name)} is no model family; {f'did you mean {hint}?' if hint else known}")
-    family = registered[name].load()
-    assert isinstance(family, Family), f"{registered[name].value} is a model family"
+    point = registered[name]
+    family = load_registered("family", point)
+    if not isinstance(family, Family):
+        raise UserError(f"family {name} of package {name_package(point)}: {point.value} is not a Family")
     check_family(family)
     return family
 

@@ -3,17 +3,42 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, wraps
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any
 
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, nearest
+from realrl.config.registered import find_registered, load_registered, name_package
 from realrl.config.user_code import UserCode, is_own_module
 from realrl.config.words import join
 from realrl.recipe.algorithm import AlgorithmSpec
 
 GROUP = "realrl.algorithms"
-"""Entry points of this group are descriptions of algorithms, each by the name it has in recipes."""
+"""Other packages' entry points of this group describe algorithms, each under its name in recipes."""
+
+BUILT_IN = {
+    "sft": "realrl.algorithms.sft.spec:ALGORITHM",
+    "reward": "realrl.algorithms.reward.spec:ALGORITHM",
+    "ranked_reward": "realrl.algorithms.reward.spec:RANKED",
+    "process_reward": "realrl.algorithms.reward.spec:PROCESS",
+    "ppo": "realrl.algorithms.ppo.spec:ALGORITHM",
+    "grpo": "realrl.algorithms.policy_gradient.spec:GRPO",
+    "dr_grpo": "realrl.algorithms.policy_gradient.spec:DR_GRPO",
+    "dapo": "realrl.algorithms.policy_gradient.spec:DAPO",
+    "gspo": "realrl.algorithms.policy_gradient.spec:GSPO",
+    "rloo": "realrl.algorithms.policy_gradient.spec:RLOO",
+    "reinforce_pp": "realrl.algorithms.policy_gradient.spec:REINFORCE_PP",
+    "reinforce_pp_baseline": "realrl.algorithms.policy_gradient.spec:REINFORCE_PP_BASELINE",
+    "remax": "realrl.algorithms.policy_gradient.spec:REMAX",
+    "dpo": "realrl.algorithms.preference.spec:DPO",
+    "orpo": "realrl.algorithms.preference.spec:ORPO",
+    "simpo": "realrl.algorithms.preference.spec:SIMPO",
+    "distillation": "realrl.algorithms.distillation.spec:DISTILLATION",
+    "offline_distillation": "realrl.algorithms.distillation.spec:OFFLINE_DISTILLATION",
+    "expert_iteration": "realrl.algorithms.expert_iteration.spec:ALGORITHM",
+    "kto": "realrl.algorithms.kto.spec:ALGORITHM",
+}
+"""Algorithms of this package by their names in recipes."""
 
 ATTRIBUTE = "ALGORITHM"
 """Name of the description in a user's file or module."""
@@ -92,36 +117,20 @@ def _is_module(reference: Any) -> bool:
 
 def describe_choices() -> str:
     """Describe the values that `algorithm` may have, for error messages."""
-    names = ", ".join(list_algorithms()) or "the installed algorithms (there are none: install realrl again)"
-    return f"one of {names}, or a FILE.py or package.module that describes one"
+    return f"one of {', '.join(list_algorithms())}, or a FILE.py or package.module that describes one"
 
 
 @cache
 def _installed() -> dict[str, EntryPoint]:
-    """Installed algorithms by name; UserError where two packages use one name."""
-    found: dict[str, EntryPoint] = {}
-    for point in entry_points(group=GROUP):
-        if point.name in found:
-            packages = " and ".join(sorted(_package(p) for p in (found[point.name], point)))
-            raise UserError(f"algorithm {point.name} is in two packages, {packages}; uninstall one")
-        found[point.name] = point
-    return found
+    """Built-in algorithms and those of other packages, by name."""
+    return find_registered("algorithm", GROUP, BUILT_IN)
 
 
 def _load(point: EntryPoint) -> AlgorithmSpec:
-    try:
-        spec = point.load()
-    except Exception as error:
-        raise UserError(
-            f"algorithm {point.name} of package {_package(point)} cannot be imported:"
-            f" {type(error).__name__}: {error}"
-        ) from error
+    spec = load_registered("algorithm", point)
     if not isinstance(spec, AlgorithmSpec) or spec.name != point.name:
         raise UserError(
-            f"algorithm {point.name} of package {_package(point)}: {point.value} is no AlgorithmSpec of that name"
+            f"algorithm {point.name} of package {name_package(point)}: {point.value} is not an AlgorithmSpec"
+            " of that name"
         )
     return spec
-
-
-def _package(point: EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else "unknown"

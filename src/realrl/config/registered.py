@@ -1,0 +1,47 @@
+"""What this package brings by name, and what other packages add by entry points. Nothing is imported before use."""
+
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from realrl.config.errors import UserError
+
+_PACKAGE = "realrl"
+
+
+def find_registered(kind: str, group: str, built_in: Mapping[str, str]) -> dict[str, EntryPoint]:
+    """Find the entries of `built_in` (name -> "module:ATTRIBUTE") and those of other packages' entry points.
+
+    UserError if a package uses the name of a built-in entry, or the name of another package.
+    """
+    found = {name: EntryPoint(name, value, group) for name, value in built_in.items()}
+    for point in entry_points(group=group):
+        # An older installation may still declare what is now in `built_in`.
+        if name_package(point) == _PACKAGE:
+            continue
+        if point.name in built_in:
+            raise UserError(
+                f"{kind} {point.name} of package {name_package(point)} ({point.value}) has the name of the"
+                f" built-in {built_in[point.name]}; rename it there, or uninstall {name_package(point)}"
+            )
+        if point.name in found:
+            packages = " and ".join(sorted(name_package(p) for p in (found[point.name], point)))
+            raise UserError(f"{kind} {point.name} is in two packages, {packages}; uninstall one")
+        found[point.name] = point
+    return found
+
+
+def load_registered(kind: str, point: EntryPoint) -> Any:
+    """Import what an entry names. UserError that names its package if that fails."""
+    try:
+        return point.load()
+    except Exception as error:
+        raise UserError(
+            f"{kind} {point.name} of package {name_package(point)} cannot be imported:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+
+
+def name_package(point: EntryPoint) -> str:
+    """Name the package that brings an entry; a built-in entry belongs to no distribution."""
+    return point.dist.name if point.dist is not None else _PACKAGE
