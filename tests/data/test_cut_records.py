@@ -112,5 +112,5 @@ def test_blank_prompts_are_noted(load, chat_tokenizer):
 
 
 def test_too_long_records_still_end_a_run_unless_they_are_cut(load):
-    with pytest.raises(UserError, match="more than data.max_prompt_tokens"):
+    with pytest.raises(UserError, match=r"more than data\.max_prompt_tokens"):
         load("prompt", {"prompt": "qzxjkv"}, max_prompt_tokens=4)

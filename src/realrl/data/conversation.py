@@ -76,7 +76,7 @@ def write_conversation(
     after: int = 1,
     options: Mapping[str, Any] = _NO_OPTIONS,
 ) -> list[Conversation]:
-    """Write a conversation to learn from: its last assistant turn, or each one that follows the first `after` turns.
+    """Write a conversation to learn from: its last assistant turn, or each one after the first `after`.
 
     Turns whose `weight` is 0 are not learnt. `options`: arguments of the template besides the messages.
 

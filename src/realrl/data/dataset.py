@@ -63,7 +63,7 @@ class Dataset:
         template: int = 0,
     ) -> None:
         """`fields`: rows per key, equally many for each. `longest_mismatched`: most tokens of the rows of the key
-        `mismatched`, None where batches do not have it. `template`: checksum of the chat template and its arguments.
+        `mismatched`, None where batches do not have it. `template`: checksum of the chat template and arguments.
         The rest: see attributes."""
         self._fields = fields
         self._longest_mismatched = longest_mismatched
@@ -96,7 +96,7 @@ class Dataset:
         return tuple(reason for source in self.sources for reason in source.reasons)
 
     def identify(self) -> dict[str, int]:
-        """Identify the items and their order: their number, a checksum of their rows, and one of the chat template."""
+        """Identify the items and their order: their number, and checksums of rows and chat template."""
         checksum = 0
         for key in sorted(self._fields):
             rows = self._fields[key]

@@ -209,7 +209,7 @@ class _Notes:
             )
         if self._nulls:
             notes.append(
-                "nulls in tools and in calls of tools are dropped, as tables have them for keys of other rows; first "
+                "nulls in tools and in calls of tools are dropped; tables have them for keys of other rows; first "
                 + self._nulls[0]
             )
         if self._cut:

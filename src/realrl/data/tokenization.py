@@ -116,9 +116,8 @@ def find_excess(rows: Sequence[Row], config: DataConfig) -> str | None:
 def cut_rows(rows: Sequence[Row], config: DataConfig, bos: int | None) -> list[Row]:
     """Cut the rows of an item to the limits on tokens, as `config.on_too_long` says; too long ones may remain.
 
-    The prompts of all rows lose the same tokens at their beginning, after `bos`, if that begins a row: so the sides of
-    a pair keep one prompt, and what the template opens the answer with stays. No last answer loses its beginning,
-    and none all of its tokens.
+    The prompts of all rows lose the same tokens at their beginning, after `bos` if a row begins with it. So the
+    sides of a pair keep one prompt, and the generation prompt stays. The last answer keeps its beginning.
     """
     keep_end = config.on_too_long == "keep_end"
     excess = max(row.prompt_length for row in rows) - config.max_prompt_tokens

@@ -44,7 +44,8 @@ class DataConfig(Settings):
     """Write prompts of plain text with the tokenizer's chat template, as one user turn, and answers to them as
     the assistant turn. False uses text as it stands. Messages always take the template."""
     chat_template: str | None = None
-    """Chat template instead of the tokenizer's: a file, or the text itself, which a run keeps. Saved models have it."""
+    """Chat template instead of the tokenizer's: a file, or the text itself. A run keeps the text, and saved models
+    have it."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """Arguments of the chat template, such as `{enable_thinking: false}`; those of a record take precedence."""
     train_on: Literal["all", "last"] = "all"

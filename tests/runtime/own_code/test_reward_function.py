@@ -3,11 +3,13 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from realrl.algorithms.rewards.scorers import check_required
 from realrl.config.errors import UserCodeError, UserError
 from realrl.data.order import Order
 from realrl.recipe.graphs import build_graph
@@ -193,6 +195,14 @@ def test_a_reward_that_applies_to_no_sample_ends_the_run(world: World, tmp_path:
         train(load_experiment(str(written)), Silent())
 
 
+def test_a_nested_field_that_is_asked_for_is_copied_by_data_columns() -> None:
+    scorer: Any = SimpleNamespace(label="reward", required=["reward_model.ground_truth"])
+    with pytest.raises(
+        UserError, match=r"data\.columns={reward_model\.ground_truth: NAME} copies a nested field"
+    ):
+        check_required(scorer, "f.jsonl", {"reward_model"})
+
+
 MISTAKES = {
     "nothing": "reward=FILE:nothing: FILE has no nothing",
     "math": "reward=FILE:math is no function",
@@ -200,7 +210,7 @@ MISTAKES = {
     " arguments",
     "waits_often": "reward=FILE:waits_often is an async generator; return a list",
     "more": "reward=FILE:more needs 'solution', which no record of RECORDS has; there are prompts, completions,"
-    " bonus and wanted",
+    " bonus and wanted; data.columns={FIELD: solution} renames a field",
 }
 
 

@@ -60,8 +60,9 @@ def check_required(scorer: RewardScorer, source: str, fields: Collection[str]) -
     """Check that records of a source have what a scorer needs; else UserError."""
     missing = [name for name in scorer.required if name not in (*TEXTS, *fields)]
     if missing:
-        known = join([*TEXTS[:2], *sorted(fields)])
+        known, name = join([*TEXTS[:2], *sorted(fields)]), missing[0]
+        hint = f"{{{name}: NAME}} copies a nested field" if "." in name else f"{{FIELD: {name}}} renames a field"
         raise UserError(
-            f"{scorer.label} needs {missing[0]!r}, which no record of {source} has; there are {known};"
-            " data.columns={FIELD: NAME} renames a field, and copies a nested one, as reward_model.ground_truth"
+            f"{scorer.label} needs {name!r}, which no record of {source} has; there are {known};"
+            f" data.columns={hint}"
         )
