@@ -124,6 +124,22 @@ def test_a_run_of_another_recipe_is_not_continued(
     assert "another recipe (seed: 1, now 2)" in capsys.readouterr().err
 
 
+def test_a_run_of_an_earlier_version_is_continued(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its recipe has relative paths, and lacks the settings that have come since."""
+    recipe = write_recipe(world, "sft", tmp_path, data__eval=None, evaluation__every=None)
+    assert run_app(["train", str(recipe), "training.steps=1"]) == 0
+    written = tmp_path / "run" / "config.yaml"
+    settings = yaml.safe_load(written.read_text())
+    settings["data"]["train"] = os.path.relpath(settings["data"]["train"], tmp_path)
+    del settings["data"]["train_on"]
+    written.write_text(yaml.safe_dump(settings))
+    monkeypatch.chdir(tmp_path)
+    assert run_app(["train", str(recipe), "training.steps=2"]) == 0
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2]
+
+
 def test_training_data_that_have_changed_are_noticed(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from realrl.config.errors import UserError
 from realrl.config.explain import brief
 from realrl.config.yaml_file import read_yaml
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.load import dump_settings
+from realrl.recipe.load import dump_settings, parse_experiment
 from realrl.runtime.output.history import HISTORY, read_history
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.saved import BEST, CONFIG, SUMMARY, list_checkpoints
@@ -110,10 +110,18 @@ def _find_models(path: Path) -> Path | None:
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
+    """Read the settings of an earlier run as they would be written today.
+
+    An earlier version may have written relative paths, and lacks the settings that have come since.
+    """
     read = read_yaml(str(path / CONFIG))
     if not isinstance(read, dict):
-        raise UserError(f"{path / CONFIG} is no recipe; choose another run_dir, or set overwrite=true")
-    return read
+        raise UserError(f"{path / CONFIG} is not a recipe; choose another run_dir, or set overwrite=true")
+    try:
+        return dump_settings(parse_experiment(read))
+    except UserError:
+        # Not a recipe any more. The settings that make it so are among those that differ.
+        return read
 
 
 def _is_free(name: str) -> bool:

@@ -61,7 +61,9 @@ def check_required(scorer: RewardScorer, source: str, fields: Collection[str]) -
     missing = [name for name in scorer.required if name not in (*TEXTS, *fields)]
     if missing:
         known, name = join([*TEXTS[:2], *sorted(fields)]), missing[0]
-        hint = f"{{{name}: NAME}} copies a nested field" if "." in name else f"{{FIELD: {name}}} renames a field"
+        hint = (
+            f"{{{name}: NAME}} copies a nested field" if "." in name else f"{{FIELD: {name}}} renames a field"
+        )
         raise UserError(
             f"{scorer.label} needs {name!r}, which no record of {source} has; there are {known};"
             f" data.columns={hint}"
