@@ -21,7 +21,7 @@ def on_gpu(tensor: Tensor) -> bool:
 _GROUPED_MAJORS = (9, 10)
 """Major compute capabilities for which torch has a kernel that multiplies rows by groups (`F.grouped_mm`).
 
-On others, torch reads the groups' ends on the host, which waits for the device and cannot be captured in a CUDA graph."""
+On others, torch reads the ends of groups on the host. That waits for the device, and no CUDA graph can hold it."""
 
 
 @cache
