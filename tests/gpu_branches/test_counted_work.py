@@ -93,16 +93,22 @@ class CountingDevice:
         return self.kernels, self.traffic
 
 
+def size_of(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
 def _count_bytes(name: str, operands: list[Tensor], found: Any) -> int:
     outputs = [x for x in tree_leaves(found) if isinstance(x, FakeTensor)]
-    size = sum(x.numel() * x.element_size() for x in outputs)
+    size = sum(map(size_of, outputs))
     if name in SELECTING or name == "copy_":
         return 2 * size
+    if name == "keep_top_p":  # eight reads select, and the ninth restricts
+        return 10 * size_of(operands[0])
     if name == "rotate_heads":  # in place; tables are small
         qkv = operands[0]
         kept = qkv.shape[1] * WIDE.kv_heads // (WIDE.heads + 2 * WIDE.kv_heads)
         return 2 * len(qkv) * (qkv.shape[1] - kept) * qkv.element_size()
-    return size + sum(x.numel() * x.element_size() for x in operands)
+    return size + sum(map(size_of, operands))
 
 
 def make_model(shape: ModelShape, gpu: Device) -> Model:

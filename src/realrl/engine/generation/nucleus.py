@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from realrl.model.gpu.path import load_kernels, on_gpu
+
 _BISECTIONS = 30
 """Halvings that leave one of the float32 numbers from 0 to 1, whose bits are at most 0x3F800000."""
 
@@ -22,6 +24,9 @@ def keep_top_p(probabilities: Tensor, share: float) -> Tensor:
     """
     if share >= 1:
         return probabilities
+    if on_gpu(probabilities):
+        kept: Tensor = load_kernels().keep_top_p_on_gpu(probabilities.contiguous(), share)
+        return kept
     # Floats that are not negative are ordered as their bits are.
     bits = probabilities.view(torch.int32)
     target = share * probabilities.sum(-1, keepdim=True, dtype=torch.float64)

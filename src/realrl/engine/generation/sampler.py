@@ -50,7 +50,9 @@ class Sampler:
             probabilities = (
                 logprobs.exp() if as_recorded else _scale(logits, sampling.temperature).softmax(-1)
             )
-            probabilities = keep_top_p(keep_top_k(probabilities, sampling.top_k), sampling.top_p)
+            # One after the other, so that unrestricted probabilities are freed before the second restriction.
+            probabilities = keep_top_k(probabilities, sampling.top_k)
+            probabilities = keep_top_p(probabilities, sampling.top_p)
             tokens = choose_tokens(probabilities, noise)
         return tokens, logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
@@ -77,11 +79,14 @@ def choose_tokens(probabilities: Tensor, noise: Tensor) -> Tensor:
 def choose_tokens_on_gpu(probabilities: Tensor, noise: Tensor) -> Tensor:
     """Compute `choose_tokens` without waiting for the device.
 
-    Sums are those of blocks of tokens, and then those within one block, so that few numbers are in float64.
+    It sums blocks of tokens in float32, and adds their sums, and the tokens of one block, in float64: a sum of all
+    tokens in float64 would first copy them to float64.
     """
     rows, vocabulary = probabilities.shape
-    padded = F.pad(probabilities, (0, -vocabulary % _BLOCK)).view(rows, -1, _BLOCK)
-    until = padded.sum(-1, dtype=torch.float64).cumsum(-1)
+    missing = -vocabulary % _BLOCK
+    padded = F.pad(probabilities, (0, missing)) if missing else probabilities  # to pad by nothing is a copy
+    padded = padded.reshape(rows, -1, _BLOCK)
+    until = padded.sum(-1).cumsum(-1, dtype=torch.float64)
     threshold = noise.unsqueeze(-1) * until[:, -1:]
     block = torch.searchsorted(until, threshold, right=True).clamp_max_(until.shape[-1] - 1)
     before = F.pad(until, (1, 0)).gather(-1, block)

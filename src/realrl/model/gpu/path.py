@@ -18,8 +18,10 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-GROUPED_CAPABILITY = (8, 0)
-"""Compute capability from which on one kernel multiplies rows by groups (`torch.nn.functional.grouped_mm`)."""
+_GROUPED_MAJORS = (9, 10)
+"""Major compute capabilities for which torch has a kernel that multiplies rows by groups (`F.grouped_mm`).
+
+On others, torch reads the ends of groups on the host. That waits for the device, and no CUDA graph can hold it."""
 
 
 @cache
@@ -31,7 +33,7 @@ def has_flash_attention(device: torch.device) -> bool:
 @cache
 def has_grouped_products(device: torch.device) -> bool:
     """Check whether a GPU has a kernel for products of groups of rows."""
-    return torch.cuda.get_device_capability(device) >= GROUPED_CAPABILITY
+    return torch.cuda.get_device_capability(device)[0] in _GROUPED_MAJORS
 
 
 def load_exact_kernels() -> ModuleType:

@@ -88,18 +88,18 @@ class Efficiency:
     passes."""
     cpu_logit_backward_bytes: float = 50.0
     """Bytes of traffic per logit backward, on a CPU: those of forward again, and exponential, scaling and cast."""
-    sampled_logit_bytes: float = 40.0
+    sampled_logit_bytes: float = 32.0
     """Bytes of traffic per logit of a sampled token, all in float32: summed (4), scaled (8), log-probabilities (8),
-    probabilities (8), those in whole blocks (8), and sums of blocks (4)."""
+    probabilities (8), and sums of blocks (4). Vocabularies that are not multiples of 128 are also padded (8)."""
     gathered_logit_bytes: float = 8.0
     """Bytes of traffic to put logits of several TP ranks side by side."""
     minimum_bytes: float = 8.0
     """Bytes of traffic per logit where the end of a sequence is not sampled before some tokens."""
     top_k_bytes: float = 38.0
     """Bytes of traffic per logit to keep the k likeliest tokens: `likeliest_bytes`, and 14 to leave out others."""
-    top_p_bytes: float = 714.0
-    """Bytes of traffic per logit to keep the tokens that together have a probability: 20 for each of 30 bisections
-    (compared, inverted, masked, summed), and 114 around them."""
+    top_p_bytes: float = 40.0
+    """Bytes of traffic per logit to keep the tokens that together have a probability: the kernel reads a row eight
+    times to select the least probability, and once more to write the restricted row (8)."""
     likeliest_bytes: float = 24.0
     """Bytes of traffic per logit to select the likeliest tokens: a radix select reads float32 numbers four times,
     and collects what it has found in two further passes."""
@@ -135,14 +135,14 @@ class Efficiency:
     """The same backward."""
     decode_operations: int = 10
     """Kernels of a layer in a decode step."""
-    sampling_operations: int = 36
+    sampling_operations: int = 35
     """Kernels of embedding, head and sampling in a decode step, bookkeeping included."""
     minimum_operations: int = 4
     """Kernels besides where the end of a sequence is not sampled before some tokens."""
     top_k_operations: int = 3
     """Kernels besides to keep the k likeliest tokens."""
-    top_p_operations: int = 349
-    """Kernels besides to keep the tokens that together have a probability: 11 for each of 30 bisections."""
+    top_p_operations: int = 1
+    """Kernels besides to keep the tokens that together have a probability."""
     decode_graphs: bool = True
     """Whether a GPU launches a decode step as one CUDA graph, instead of kernel by kernel."""
     graph_kernel_s: float = 0.5e-6

@@ -13,7 +13,8 @@ from realrl.planner.workload.shard_sizes import LocalSizes
 _SAMPLED_BYTES = 12
 """Bytes per logit of a sampled token without top-k and top-p (`engine.generation.sampler`).
 
-Logits, log-probabilities and probabilities in float32; on a GPU, probabilities padded to whole blocks, too."""
+Logits, log-probabilities and probabilities in float32; on a GPU, probabilities that top-p restricts or that are
+padded to whole blocks, too."""
 _FOUND_BYTES = 12
 """Bytes per likeliest token: its id in int64, and its log-probability in float32."""
 _GIVEN_BYTES = 16
