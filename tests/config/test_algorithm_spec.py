@@ -301,7 +301,9 @@ def test_one_name_in_two_packages_names_both(install: Callable[..., None]) -> No
 
 def test_a_package_may_not_replace_a_built_in_algorithm(install: Callable[..., None]) -> None:
     install(Point("sft", SFT, "a"))
-    message = r"algorithm sft of package a \(theirs.module:ALGORITHM\) .* built-in realrl\.algorithms\.sft\.spec:"
+    message = (
+        r"algorithm sft of package a \(theirs.module:ALGORITHM\) .* built-in realrl\.algorithms\.sft\.spec:"
+    )
     with pytest.raises(UserError, match=message):
         find_algorithm("ppo")
 
