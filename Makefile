@@ -50,10 +50,10 @@ format: $(STAMP)
 gpu-check: $(READY)  ## the tests that need one CUDA device, and those that need two where there are two
 	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
 		|| { echo "there is no CUDA device here" >&2; exit 2; }
-	PYTHONPATH=src:$$PYTHONPATH $(RUN) -m pytest -m "gpu or gpu2" $(GPU_TESTS)
+	PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH $(RUN) -m pytest -m "gpu or gpu2" $(GPU_TESTS)
 
 gpu-bench: $(READY)  ## training, decoding, GRPO and PPO on one GPU, into docs/benchmarks-gpu.md
-	PYTHONPATH=src:$$PYTHONPATH $(RUN) bench/gpu/run.py
+	PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH $(RUN) bench/gpu/run.py
 
 bench: $(STAMP)  ## the measurements that need no CUDA device
 	$(BIN)/python demo/prepare.py

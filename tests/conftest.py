@@ -12,19 +12,18 @@ import pytest
 import torch
 import yaml
 
-collect_ignore: list[str] = []
 if not torch.cuda.is_available():
     # Kernels then run in Triton's interpreter. Triton reads the variable on its first import, and much of torch
     # imports it.
     os.environ["TRITON_INTERPRET"] = "1"
-elif os.environ.get("TRITON_INTERPRET") != "1":
-    # These tests give CPU tensors to the kernels, which only the interpreter takes.
-    collect_ignore.append("gpu_branches")
 
 from realrl.config.machine.processor import ProductChoice, keep_choice
 from realrl.testing import compare
 from realrl.testing.records import list_sentences, make_up_records
 from realrl.testing.shape import SHAPE
+
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["gpu_branches"]
+"""These tests give CPU tensors to kernels, which only Triton's interpreter takes; it is off if there is a GPU."""
 
 PPO_CALLS = (
     "actor.generate",

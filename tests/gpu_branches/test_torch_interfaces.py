@@ -64,6 +64,13 @@ def test_collectives_of_one_tensor_have_the_names_of_the_version() -> None:
     )
 
 
+def test_a_missing_c_compiler_is_one_error_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    path.load_kernels.cache_clear()
+    monkeypatch.setattr(path, "find_missing_build_tool", lambda: "Triton needs a C compiler")
+    with pytest.raises(UserError, match="device=cuda: Triton needs a C compiler"):
+        path.load_kernels()
+
+
 def test_a_missing_triton_is_one_error_message(monkeypatch: pytest.MonkeyPatch) -> None:
     path.load_kernels.cache_clear()
     monkeypatch.setattr(path, "find_spec", lambda _: None)

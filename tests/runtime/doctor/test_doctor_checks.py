@@ -5,16 +5,24 @@ import os
 import resource
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from realrl.config.machine.c_compiler import find_missing_build_tool
 from realrl.plan.cluster import Cluster
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.runtime.doctor.finding import Finding, ok, run_checks
-from realrl.runtime.doctor.gpus import check_driver, check_torch_gpus, choose_visible, parse_gpus
+from realrl.runtime.doctor.gpus import (
+    check_build_tools,
+    check_driver,
+    check_torch_gpus,
+    choose_visible,
+    parse_gpus,
+)
 from realrl.runtime.doctor.links import GroupFigures, PeerFigures, judge_clocks, judge_links
 from realrl.runtime.doctor.machine import Host, check_cores, check_limits, check_memory, check_shared_memory
 from realrl.runtime.doctor.network import check_host_name, check_hub, check_interfaces, check_ports
@@ -181,6 +189,22 @@ def fake_host(root: Path, files: dict[str, str], limits: dict[int, tuple[int, in
         shared=root / "shm",
         limit=lambda kind: (limits or {}).get(kind, unlimited),
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton for other systems brings a compiler")
+def test_a_machine_with_gpus_needs_a_compiler_and_headers_for_triton(tmp_path: Path) -> None:
+    nothing = {"PATH": str(tmp_path)}
+    assert list(check_build_tools(0, nothing)) == []
+    (found,) = check_build_tools(1, nothing)
+    assert found.status == "problem" and "there is no gcc or clang; install gcc" in found.text
+    (found,) = check_build_tools(1, {**nothing, "CC": "icx"})
+    assert "CC=icx is not a program" in found.text
+    gcc = tmp_path / "gcc"
+    gcc.write_text("")
+    gcc.chmod(0o755)
+    assert f"{tmp_path}/Python.h does not exist" in str(find_missing_build_tool(nothing, str(tmp_path)))
+    (tmp_path / "Python.h").write_text("")
+    assert find_missing_build_tool(nothing, str(tmp_path)) is None
 
 
 def test_limits_of_control_groups_are_found(tmp_path: Path) -> None:

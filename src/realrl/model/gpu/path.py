@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from realrl.config.errors import UserError
+from realrl.config.machine.c_compiler import find_missing_build_tool
 
 FLASH_CAPABILITY = (8, 0)
 """Compute capability from which on there is a flash kernel (Ampere)."""
@@ -46,12 +47,15 @@ def load_exact_kernels() -> ModuleType:
 
 @cache
 def load_kernels() -> ModuleType:
-    """Import the kernels; UserError where Triton is missing, which they are written in."""
+    """Import the kernels; UserError if Triton, a C compiler or Python's headers are missing."""
     if find_spec("triton") is None:
         raise UserError(
             "device=cuda needs the package triton, which PyTorch for CUDA brings on Linux; on Windows, install"
             " triton-windows, or set device=cpu"
         )
+    missing = find_missing_build_tool()
+    if missing is not None:
+        raise UserError(f"device=cuda: {missing}")
     from realrl.model.gpu import functions
 
     return functions

@@ -18,6 +18,7 @@ from realrl.runtime.doctor.finding import Examination, Finding, ok, problem, run
 from realrl.runtime.doctor.gpus import (
     DriverGpu,
     ask_driver,
+    check_build_tools,
     check_driver,
     check_torch_gpus,
     choose_visible,
@@ -207,6 +208,7 @@ def _list_checks(subject: Subject) -> Iterator[tuple[str, Examination]]:
     yield "versions", check_versions
     if subject.device != "cpu":
         yield "GPUs", check_driver
+        yield "GPUs", lambda: check_build_tools(subject.gpus, environment)
     yield "cores", lambda: check_cores(ranks, host, threads=environment.get("OMP_NUM_THREADS"))
     yield "memory", lambda: check_memory(ranks, host)
     yield "shared memory", lambda: check_shared_memory(min(subject.gpus, ranks), host)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from realrl.config.machine.c_compiler import find_missing_build_tool
 from realrl.config.units import format_bytes
 from realrl.runtime.doctor.finding import Finding, ok, problem, warning
 
@@ -151,6 +152,13 @@ def check_driver(
         yield ok(
             SUBJECT, f"{len(gpus)} x {names}, {format_bytes(gpus[0].memory_bytes)}, driver {gpus[0].driver}"
         )
+
+
+def check_build_tools(gpus: int, environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Look for what Triton needs to launch kernels on this machine's GPUs."""
+    missing = find_missing_build_tool(environment) if gpus else None
+    if missing is not None:
+        yield problem(SUBJECT, missing)
 
 
 def check_torch_gpus(
