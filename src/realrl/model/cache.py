@@ -47,6 +47,12 @@ class PagedCache:
             places = layers, size.blocks + 1, BLOCK_TOKENS, experts
             self.experts = torch.empty(places, dtype=EXPERT_DTYPE, device=device)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        pools = (self.k, self.v) if self.experts is None else (self.k, self.v, self.experts)
+        return sum(pool.untyped_storage().nbytes() for pool in pools)
+
     def record(self, places: CachePlaces) -> RecordedRouting:
         """Make the routing of tokens that records their experts at their places."""
         assert self.experts is not None, "the cache has no room for experts"

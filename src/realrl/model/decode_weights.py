@@ -16,8 +16,8 @@ from realrl.model.quantised import QuantisedMatrix, multiply_widened, widen_if_q
 class DecodeWeights:
     """Matrices of a shard while a generate call runs: packed where products of few rows are faster so, or exact.
 
-    They do not follow changes of the parameters. Quantised matrices are widened for each product instead: packed
-    ones would take the memory that these save.
+    They do not follow changes of the parameters, unless `follow_parameters` says so. Quantised matrices are widened
+    for each product instead: packed ones would take the memory that these save.
     """
 
     def __init__(
@@ -56,6 +56,10 @@ class DecodeWeights:
                 self._stacks[id(stack)] = [products.pack(weight) for weight in experts]
         packs_head = products.packs and head is not None and not on_gpu(head)
         self._packed_head = products.pack(head) if head is not None and packs_head else None
+        packed = self._panels or self._stacks or packs_head
+        scaled = any(adapter.magnitude is not None for adapter in (adapters or {}).values())
+        self.follow_parameters = not packed and not scaled
+        """Whether they are right, too, after parameters have changed at their addresses."""
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute x @ weight.T + bias. x: [N, K], weight: [M, K], bias: [M] -> [N, M]"""

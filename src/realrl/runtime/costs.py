@@ -47,7 +47,9 @@ class Costs:
         """`profile` is for the prediction. `say` is called with the reason where there is no prediction."""
         self._experiment, self._compiled, self._process = experiment, compiled, process
         self._roles, self._profile, self._say = roles, profile, say
-        self.timer = StepTimer(process.device, held=roles.held, staged=roles.staged)
+        self.timer = StepTimer(
+            process.device, held=roles.held, staged=roles.staged, kept_beside=roles.kept_beside
+        )
         self.spec = spec_of(experiment, compiled.train.plan.cluster, process.gpu or "cpu")
         """Devices of the run; None where the planner does not know their kind."""
         phase = compiled.train

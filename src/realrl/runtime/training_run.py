@@ -57,6 +57,7 @@ from realrl.runtime.setup import (
 from realrl.runtime.step import TrainingSteps
 from realrl.runtime.training_evaluations import TrainingEvaluations
 from realrl.runtime.worker.early_loads import list_early_loads
+from realrl.runtime.worker.kept_decoding import list_kept_decoding
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.trace_files import TraceFiles
 from realrl.runtime.worker.trace_recorder import Trace
@@ -126,6 +127,8 @@ class TrainingRun:
         self.trace = Trace(process.rank, experiment.debug.traced_steps)
         self.trace_files = TraceFiles(self.directory.path, self.trace)
         self._note_file = NoteFile(self.directory.path)
+        kept = list_kept_decoding(experiment, compiled, process)
+        self.roles.keep_decoding(kept)
         self.worker = Worker(
             process,
             self.roles,
@@ -133,7 +136,7 @@ class TrainingRun:
             self.stop_token_ids,
             self.trace,
             self.tokenizer,
-            list_early_loads(experiment, compiled, process),
+            list_early_loads(experiment, compiled, process, kept),
         )
         self.training = TrainingSteps(experiment, compiled, process, self.worker, self.costs, self.records)
         self.steps = self.training.count

@@ -1,15 +1,16 @@
 """What generation does on a GPU: turns of several steps, graphs of few sizes, steps that never wait."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from realrl.engine.generation import decode_batch
-from realrl.engine.generation.call import GenerateCall
+from realrl.engine.generation import decode_memory, step_graphs
+from realrl.engine.generation.decode_memory import KeptDecoding, list_addresses
 from realrl.engine.generation.decode_step import DecodeStep
 from realrl.engine.generation.row_buffers import BufferedRows, RowBuffers
 from realrl.engine.generation.sampler import Sampler
@@ -21,6 +22,7 @@ from realrl.families.shape import ModelShape
 from realrl.layout.kv_blocks import GPU_STEPS, MAX_DECODE_ROWS, CacheSize, pad_rows
 from realrl.model.arithmetic import grouped
 from realrl.model.cache import PagedCache
+from realrl.model.decode_weights import DecodeWeights
 from realrl.recipe.settings import GenerationConfig
 from tests.engine.generation.test_shared_prompts import assert_same, draw, make_items, make_model
 from tests.engine.test_router_replay import CAPACITIES, make_models, sample, shape_of
@@ -36,7 +38,7 @@ class Graphs:
 
     widths: set[int]
 
-    def __init__(self, step: DecodeStep) -> None:
+    def __init__(self, step: DecodeStep, device: torch.device) -> None:
         self._step = step
 
     def run(self, rows: BufferedRows, hidden: torch.Tensor | None) -> torch.Tensor:
@@ -47,12 +49,8 @@ class Graphs:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> type[Graphs]:
     """The host's side of generation on a GPU, on a CPU."""
-    make_call = GenerateCall.of.__func__  # type: ignore[attr-defined]
-    monkeypatch.setattr("realrl.engine.generation.call.count_steps_per_look", lambda cpu: GPU_STEPS)
-    monkeypatch.setattr(
-        GenerateCall, "of", classmethod(lambda cls, *a, **k: replace(make_call(cls, *a, **k), on_gpu=True))
-    )
-    monkeypatch.setattr(decode_batch, "StepGraphs", Graphs)
+    monkeypatch.setattr("realrl.engine.generation.call.is_gpu", lambda _: True)
+    monkeypatch.setattr(decode_memory, "StepGraphs", Graphs)
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     Graphs.widths = set()
     return Graphs
@@ -186,40 +184,233 @@ def test_a_decode_step_of_a_mixture_needs_no_value_on_the_host_where_one_kernel_
         assert model.transformer.prepare_decoding().runs_ahead == ahead
 
 
-def test_graphs_are_captured_the_second_time_and_replayed_from_then_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    log: list[object] = []
+class Cuda:
+    """Streams and graphs of CUDA, which only note what happens. Captures fail while there is no `room`."""
 
-    class Captured:
-        def replay(self) -> None:
-            log.append("replay")
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[object] = []
+        self.room = True
+        self.pools = 0
+        self.stream = "usual"
+        cuda, log = self, self.log
 
-    @contextmanager
-    def graph(captured: Captured, *, pool: object, capture_error_mode: str):  # type: ignore[no-untyped-def]
-        assert pool == (7, 7) and capture_error_mode == "thread_local"
-        log.append("capture")
-        yield
+        class Stream:
+            def __init__(self, device: torch.device) -> None:
+                self.name = f"own of {device}"
 
-    class Step:
-        def run(self, rows: object, hidden: torch.Tensor | None) -> torch.Tensor:
-            log.append("run")
-            assert hidden is not None
-            return hidden
+            def wait_stream(self, other: str) -> None:
+                log.append(f"{self.name} waits for {other}")
 
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (7, 7))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Captured)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    buffers = RowBuffers(
-        4, longest_prompt=1, new_tokens=1, steps=1, device=torch.device("cpu"), mirrored=False
-    )
-    graphs = StepGraphs(Step())  # type: ignore[arg-type]
-    for value in range(3):
-        for width in (2, 4):
+        class Graph:
+            def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+                assert capture_error_mode == "thread_local" and cuda.stream != "usual"
+                log.append(f"capture in pool {pool}")
+
+            def capture_end(self) -> None:
+                log.append("end")
+
+            def replay(self) -> None:
+                assert cuda.stream == "usual"
+                log.append("replay")
+
+        @contextmanager
+        def on(stream: Stream) -> Iterator[None]:
+            cuda.stream = stream.name
+            try:
+                yield
+            finally:
+                cuda.stream = "usual"
+
+        def find_pool() -> int:
+            self.pools += 1
+            return self.pools
+
+        def give_back() -> None:
+            log.append("give back")
+            self.room = True
+
+        answers: dict[str, object] = {
+            "Stream": Stream,
+            "CUDAGraph": Graph,
+            "stream": on,
+            "current_stream": lambda _: self.stream,
+            "graph_pool_handle": find_pool,
+            "empty_cache": give_back,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+        step_graphs._find_capture_stream.cache_clear()
+
+    def run(self, rows: object, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Run a step: it returns what it gets."""
+        if self.stream != "usual" and not self.room:
+            raise torch.cuda.OutOfMemoryError("no room")
+        self.log.append("run")
+        assert hidden is not None
+        return hidden
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    yield Cuda(monkeypatch)
+    step_graphs._find_capture_stream.cache_clear()
+
+
+def run_graphs(graphs: StepGraphs, values: int = 3, widths: tuple[int, ...] = (2, 4)) -> None:
+    cpu = torch.device("cpu")
+    buffers = RowBuffers(4, longest_prompt=1, new_tokens=1, steps=1, device=cpu, mirrored=False)
+    for value in range(values):
+        for width in widths:
             out = graphs.run(buffers.view(width), torch.full((width, 3), float(value)))
             assert out.shape == (width, 3) and (out == value).all()
-    run, capture, replay = "run", ["capture", "run", "replay"], "replay"
-    assert log == [run, run, *capture, *capture, replay, replay]
+
+
+WAITS = "own of cpu waits for usual"
+
+
+def test_graphs_are_captured_the_second_time_and_replayed_from_then_on(cuda: Cuda) -> None:
+    run_graphs(StepGraphs(cuda, torch.device("cpu")))  # type: ignore[arg-type]
+    # The host does not wait, and what torch caches stays.
+    capture = [WAITS, "capture in pool 1", "run", "end", "replay"]
+    assert cuda.log == ["run", "run", *capture, *capture, "replay", "replay"]
+
+
+def test_a_graph_without_room_is_captured_again_when_cached_memory_has_been_given_back(cuda: Cuda) -> None:
+    graphs = StepGraphs(cuda, torch.device("cpu"))  # type: ignore[arg-type]
+    run_graphs(graphs, 1)
+    cuda.room = False
+    cuda.log.clear()
+    run_graphs(graphs, 1, (2,))
+    again = [WAITS, "capture in pool 2", "run", "end", "replay"]
+    assert cuda.log == [WAITS, "capture in pool 1", "end", "give back", *again]
+    cuda.room = False
+    cuda.log.clear()
+    run_graphs(graphs, 1, (4,))
+    # The pool of graphs that are there is taken again.
+    assert cuda.log[1] == "capture in pool 2" and again == cuda.log[-5:]
+
+
+def test_a_capture_that_never_has_room_ends_with_the_error(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = StepGraphs(cuda, torch.device("cpu"))  # type: ignore[arg-type]
+    run_graphs(graphs, 1)
+    cuda.room = False
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="no room"):
+        run_graphs(graphs, 1)
+    assert cuda.log[-1] == "end"
+
+
+def test_products_run_in_the_stream_of_captures_before_the_first_of_them(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiply = torch.addmm
+    monkeypatch.setattr(
+        torch, "addmm", lambda *x: cuda.log.append(f"product on {cuda.stream}") or multiply(*x)
+    )
+    for _ in range(2):
+        run_graphs(StepGraphs(cuda, torch.device("cpu")), 2, (2,))  # type: ignore[arg-type]
+    products = [i for i, entry in enumerate(cuda.log) if str(entry).startswith("product")]
+    assert [cuda.log[i] for i in products] == ["product on own of cpu"], "one stream for all graphs"
+    assert products[0] < cuda.log.index("capture in pool 1")
+
+
+class Addresses(Graphs):
+    """Graphs which notice whether what they know is still where it was."""
+
+    made: ClassVar[list["Addresses"]] = []
+
+    def __init__(self, step: DecodeStep, device: torch.device) -> None:
+        super().__init__(step, device)
+        self._known: dict[int, list[int]] = {}
+        self.made.append(self)
+
+    def run(self, rows: BufferedRows, hidden: torch.Tensor | None) -> torch.Tensor:
+        cached, step = rows.cached, self._step
+        tables = (cached.prompt_tables, cached.prompt_lengths, cached.own_tables, cached.own_lengths)
+        numbers = (rows.tokens, rows.step, rows.noise, rows.sampled, rows.logprobs)
+        fixed = (step._cache.k, step._cache.v, step._sampler._stop_token_ids)
+        found = [tensor.data_ptr() for tensor in (*tables, *numbers, *fixed)]
+        found += list_addresses(step._model)
+        assert self._known.setdefault(len(rows.tokens), found) == found
+        return super().run(rows, hidden)
+
+
+@pytest.fixture
+def graphs(as_on_a_gpu: type[Graphs], monkeypatch: pytest.MonkeyPatch) -> list[Addresses]:
+    monkeypatch.setattr(decode_memory, "StepGraphs", Addresses)
+    Addresses.made = []
+    return Addresses.made
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kv_capacity", [200, 1 << 20])
+def test_calls_that_leave_their_memory_to_each_other_sample_what_others_do(
+    graphs: list[Addresses], kv_capacity: int
+) -> None:
+    model, kept = make_model("grouped-queries"), KeptDecoding()
+    options = {"kv_capacity": kv_capacity, "max_new_tokens": 40}
+    made = []
+    for lengths, samples in (((5, 33, 1, 12), 6), ((4, 17), 6), ((9, 3, 30), 2), ((33,), 6)):
+        items = make_items(lengths, samples)
+        got = draw(model, items, samples, kept=kept, **options)
+        made.append(len(graphs))
+        assert_same(got, draw(model, items, samples, **options))
+        graphs.pop()  # those of the call that keeps nothing
+        for of in model.sets.values():  # as training does: in place
+            of.buffer.data.mul_(1.03)
+    assert made == [1, 1, 1, 1]
+    assert kept.nbytes > model.shape.layers * 2 * 16 * model.shape.head_dim * 4
+
+
+def test_memory_of_a_call_grows_to_that_of_a_larger_one(graphs: list[Addresses]) -> None:
+    model, kept, sizes = make_model("grouped-queries"), KeptDecoding(), []
+    for lengths in ((5, 9), (40, 9), (5, 9), (40, 9, 6, 7), (40, 9)):
+        items = make_items(lengths, 2)
+        assert_same(draw(model, items, 2, kept=kept), draw(model, items, 2))
+        graphs.pop()
+        sizes.append(kept.nbytes)
+    assert sizes == sorted(sizes) and len(set(sizes)) == len(graphs) == 3
+
+
+@torch.no_grad()
+def test_graphs_are_not_taken_over_by_calls_that_differ_in_what_they_have_in_them(
+    graphs: list[Addresses],
+) -> None:
+    model, kept, items = make_model("grouped-queries"), KeptDecoding(), make_items((5, 9), 2)
+
+    def run(**sampling: object) -> int:
+        draw(model, items, 2, kept=kept, **sampling)
+        return len(graphs)
+
+    assert [run(), run(), run(greedy=True), run(greedy=True), run()] == [1, 1, 2, 2, 3]
+    (held,) = model.sets.values()
+    values = held.buffer.data.clone()
+    held.free()
+    taken = torch.empty_like(values)  # where they have been, in all likelihood
+    held.allocate()
+    held.buffer.data.copy_(values)
+    moved = kept._memory is not None and kept._memory.kind.addresses != list_addresses(model)
+    assert run() == 3 + moved
+    del taken
+
+
+def test_weights_that_are_copies_of_the_parameters_are_not_kept(
+    graphs: list[Addresses], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, kept, items = make_model("grouped-queries"), KeptDecoding(), make_items((5, 9), 2)
+    prepare = model.transformer.prepare_decoding
+
+    def scaled() -> DecodeWeights:
+        weights = prepare()
+        weights.follow_parameters = False
+        return weights
+
+    monkeypatch.setattr(model.transformer, "prepare_decoding", scaled)
+    for count in (1, 2):
+        draw(model, items, 2, kept=kept)
+        assert len(graphs) == count and kept.nbytes == 0
 
 
 def test_numbers_of_rows_with_a_graph_are_few_and_near() -> None:

@@ -5,6 +5,7 @@ import torch
 
 from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
+from realrl.engine.generation.decode_memory import KeptDecoding
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.prompts import group_samples
 from realrl.engine.generation.sampling import SamplingSeed
@@ -45,7 +46,13 @@ def make_items(lengths: tuple[int, ...], samples: int = SAMPLES) -> Batch:
 
 
 def draw(
-    model: Model, items: Batch, samples: int, *, kv_capacity: int = 1 << 20, **sampling: object
+    model: Model,
+    items: Batch,
+    samples: int,
+    *,
+    kv_capacity: int = 1 << 20,
+    kept: KeptDecoding | None = None,
+    **sampling: object,
 ) -> Batch:
     settings = GenerationConfig.model_validate({"max_new_tokens": 20, **sampling})
     return generate(
@@ -57,6 +64,7 @@ def draw(
         seed=SamplingSeed(1, 2),
         kv_capacity=kv_capacity,
         samples=samples,
+        kept=kept,
     )
 
 

@@ -6,8 +6,16 @@ from dataclasses import dataclass
 import torch
 
 from realrl.data.batch import Ragged
+from realrl.engine.generation.decode_memory import (
+    DecodeKind,
+    DecodeMemory,
+    DecodeSize,
+    KeptDecoding,
+    count_computed_rows,
+    is_gpu,
+    list_addresses,
+)
 from realrl.engine.generation.routed_experts import RoutedExperts
-from realrl.engine.generation.sampler import Sampler
 from realrl.engine.generation.sampling import SamplingNoise, SamplingSeed
 from realrl.engine.generation.scheduler import DecodeRow, Scheduler
 from realrl.engine.model import Model
@@ -17,8 +25,6 @@ from realrl.layout.kv_blocks import (
     count_steps_per_look,
     size_cache,
 )
-from realrl.model.cache import PagedCache
-from realrl.model.decode_weights import DecodeWeights
 from realrl.recipe.settings import GenerationConfig
 
 
@@ -27,27 +33,20 @@ class GenerateCall:
     """Rows, cache and sampling of a generate call on one rank."""
 
     model: Model
-    weights: DecodeWeights
-    """Matrices of decode steps."""
+    memory: DecodeMemory
     prompts: Ragged
     """Prompts by number, on the CPU."""
     keys: Sequence[int]
     """Keys of the sampling noise, by number of the row."""
     noise: SamplingNoise
-    sampler: Sampler
     stop_token_ids: frozenset[int]
     new_tokens: int
     """Most tokens of a continuation."""
-    cache: PagedCache
     scheduler: Scheduler
     on_gpu: bool
-    """Whether the host runs ahead of the device: turns have several steps, which are graphs of few sizes."""
-    steps: int
-    """Decode steps of a turn."""
+    """See `is_gpu`."""
     batches: int
     """Decode batches: one per stage of the pipeline."""
-    rows: int
-    """Most rows of a decode batch."""
     experts: RoutedExperts | None
     """Experts of rows that have left the cache, where they are recorded."""
 
@@ -65,8 +64,9 @@ class GenerateCall:
         kv_capacity: int,
         pass_tokens: int | None = None,
         record_experts: bool = False,
+        kept: KeptDecoding | None = None,
     ) -> "GenerateCall":
-        """Allocate what the continuation of `rows` takes.
+        """Allocate what the continuation of `rows` takes, or take what earlier calls have left in `kept`.
 
         `ids` are those of the items, by number of the row; `kv_capacity` the tokens that the cache holds for each
         decode batch, of which a pipeline has one per stage; `pass_tokens` those of a forward pass that prefills, by
@@ -82,41 +82,37 @@ class GenerateCall:
             rows=len(rows),
             new_tokens=sampling.max_new_tokens,
         )
-        cpu = model.device.type == "cpu"
-        steps = count_steps_per_look(cpu=cpu)
+        on_gpu = is_gpu(model.device)
         noise = SamplingNoise(seed)
-        cache = PagedCache(
-            size,
-            layers=len(model.shard.layers),
-            kv_heads=model.transformer.cache_kv_heads,
-            head_dim=model.shape.head_dim,
-            dtype=model.dtype,
-            device=model.device,
+        kind = DecodeKind(
+            sampling,
+            stop_token_ids,
             experts=0 if mixture is None else mixture.per_token,
+            batches=batches,
+            on_gpu=on_gpu,
+            addresses=list_addresses(model),
         )
+        most = count_computed_rows(-(-size.rows // batches), on_gpu=on_gpu)
+        needed = DecodeSize(size.blocks, most, max(prompts.lengths))
+        memory = (kept or KeptDecoding()).take(model, kind, needed)
+        experts = memory.cache.experts
         return cls(
             model=model,
-            weights=model.transformer.prepare_decoding(),
+            memory=memory,
             prompts=prompts.to(torch.device("cpu")),
             keys=noise.make_keys(torch.tensor(ids)).tolist(),
             noise=noise,
-            sampler=Sampler(
-                sampling, temperature=model.temperature, stop_token_ids=stop_token_ids, device=model.device
-            ),
             stop_token_ids=frozenset(stop_token_ids),
             new_tokens=sampling.max_new_tokens,
-            cache=cache,
             scheduler=Scheduler(
                 rows,
                 size,
                 batches=batches,
                 new_tokens=sampling.max_new_tokens,
-                steps=steps,
-                prefill_tokens=pass_tokens or count_prefill_tokens(cpu=cpu),
+                steps=count_steps_per_look(cpu=not on_gpu),
+                prefill_tokens=pass_tokens or count_prefill_tokens(cpu=not on_gpu),
             ),
-            on_gpu=not cpu,
-            steps=steps,
+            on_gpu=on_gpu,
             batches=batches,
-            rows=-(-size.rows // batches),
-            experts=None if cache.experts is None else RoutedExperts(cache.experts),
+            experts=None if experts is None else RoutedExperts(experts),
         )

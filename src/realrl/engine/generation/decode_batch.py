@@ -6,13 +6,10 @@ import torch
 from torch import Tensor
 
 from realrl.engine.generation.call import GenerateCall
-from realrl.engine.generation.decode_step import DecodeStep
+from realrl.engine.generation.decode_memory import count_computed_rows
 from realrl.engine.generation.prefill import PrefillPass
-from realrl.engine.generation.row_buffers import RowBuffers
 from realrl.engine.generation.scheduler import DecodeTurn, RowPrefill
-from realrl.engine.generation.step_graphs import StepGraphs
 from realrl.engine.pipeline.messages import PendingRecv
-from realrl.layout.kv_blocks import pad_rows
 
 
 class DecodeBatch:
@@ -28,18 +25,8 @@ class DecodeBatch:
         self._call = call
         self._number = number
         self._last_tokens = [int(prompt[-1]) for prompt in call.prompts.rows()]
-        self._buffers = RowBuffers(
-            self._pad(call.rows),
-            longest_prompt=max(call.prompts.lengths),
-            new_tokens=call.new_tokens,
-            steps=call.steps,
-            device=call.model.device,
-            mirrored=call.on_gpu,
-        )
-        step = DecodeStep(call.model, call.weights, call.cache, call.sampler)
-        self._step: DecodeStep | StepGraphs = step
-        if call.on_gpu and call.weights.runs_ahead:
-            self._step = StepGraphs(step)
+        self._buffers = call.memory.buffers[number]
+        self._step = call.memory.steps[number]
         self._width = 0
         self._rows = self._buffers.view(0)
         self._turn = DecodeTurn()
@@ -103,17 +90,13 @@ class DecodeBatch:
             call.experts.read(turn.released)
         self._buffers.arrange(turn, self._last_tokens, call.keys)
         if turn.rearranged:
-            self._width = self._pad(len(turn.rows))
+            self._width = count_computed_rows(len(turn.rows), on_gpu=call.on_gpu)
             self._rows = self._buffers.view(self._width)
         if turn.rows and not call.model.pipeline.first:
             if turn.prefills:
                 tokens = sum(prefill.tokens for prefill in turn.prefills)
                 self._prefill_recv = call.model.pipeline.post_recv(tokens, followed=True)
             self._post_hidden_recv()
-
-    def _pad(self, rows: int) -> int:
-        """Count the rows that are computed for so many: graphs are made for few numbers of rows."""
-        return pad_rows(rows) if self._call.on_gpu else rows
 
     def _post_hidden_recv(self) -> None:
         self._hidden_recv = self._call.model.pipeline.post_recv(self._width)
@@ -134,7 +117,7 @@ class DecodeBatch:
         x = part.tokens if pending is None else pending.wait()
         del pending
         with model.counts.prefill():
-            hidden = model.transformer.prefill(x, part.packing, call.cache, part.places)
+            hidden = model.transformer.prefill(x, part.packing, call.memory.cache, part.places)
         if hidden is not None:
             model.pipeline.send(hidden, followed=True)
 

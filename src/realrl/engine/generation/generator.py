@@ -10,6 +10,7 @@ from realrl.dataflow.call import ROUTED_EXPERTS
 from realrl.engine.finite import NotFiniteLogitsError, all_finite
 from realrl.engine.generation.call import GenerateCall
 from realrl.engine.generation.decode_batch import DecodeBatch
+from realrl.engine.generation.decode_memory import KeptDecoding
 from realrl.engine.generation.prefill import as_tensor
 from realrl.engine.generation.prompts import group_samples
 from realrl.engine.generation.routed_experts import join_stages
@@ -33,6 +34,7 @@ def generate(
     samples: int = 1,
     after_step: Callable[[], None] = lambda: None,
     record_experts: bool = False,
+    kept: KeptDecoding | None = None,
 ) -> Batch:
     """Continue the rows of field `prompts`, by at most `sampling.max_new_tokens` tokens each.
 
@@ -46,6 +48,7 @@ def generate(
     With `record_experts`, a mixture of experts adds routed_experts, too, on the first TP rank: those of each token
     in all layers of the model, k a layer, [T, layers * k]. They are -1 where it has not passed through any: the
     last token in all layers, a prompt but for its last token in the last layer.
+    `kept` is memory that calls of this model leave to each other; without it, all is given back at the end.
     `after_step` is called after each decode step. NotFiniteLogitsError if the model's logits are not finite.
     """
     given = batch[prompts]
@@ -64,6 +67,7 @@ def generate(
         kv_capacity=kv_capacity,
         # Others choose the same ones.
         record_experts=record_experts and model.groups.tensor.index == 0,
+        kept=kept,
     )
     _interleave([DecodeBatch(call, number) for number in range(call.batches)], after_step)
     model.pipeline.wait_sends()

@@ -93,6 +93,12 @@ class RowBuffers:
         self._prompt_starts = torch.zeros(1, dtype=torch.int64)
         self._most = 1
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        of_steps = (self._step, self._steps, self._noise, self._sampled, self._logprobs)
+        return sum(tensor.nbytes for tensor in (*self._device.values(), *of_steps))
+
     def arrange(self, turn: DecodeTurn, last_tokens: Sequence[int], keys: Sequence[int]) -> None:
         """Write what a turn changes. `last_tokens`: by prompt; `keys`: of the sampling noise, by row."""
         arrays = self._arrays

@@ -71,11 +71,14 @@ class StepTimer:
         *,
         held: Callable[[], int],
         staged: Callable[[], int],
+        kept_beside: Callable[[str], int] = lambda _: 0,
     ) -> None:
-        """held: bytes of the buffers of roles now. staged: bytes of message buffers, which no plan counts."""
+        """held: bytes of the buffers of roles now. No plan counts those that are staged, in message buffers, nor
+        those that other calls have kept from the step before, beside a call of a name."""
         self._device = device
         self._held = held
         self._staged = staged
+        self._kept_beside = kept_beside
         self._cuda = device.type == "cuda"
         self._spans: list[TimedSpan] = []
         self._steps: list[StepTimes] = []
@@ -118,7 +121,7 @@ class StepTimer:
                 yield
                 wait_for(self._device)
                 end = time.monotonic()
-            peak, self._allocations = self._peak(self._allocations), None
+            peak, self._allocations = self._peak(self._allocations, instruction.call), None
             read_work, self._read_work = self._read_work, None
             work = None if read_work is None else read_work()
             self._spans.append(TimedSpan(instruction.call, start, end, peak, work=work))
@@ -151,12 +154,13 @@ class StepTimer:
         if self._allocations is not None:
             self._allocations.fold()
 
-    def _peak(self, found: Allocations | None) -> int | None:
+    def _peak(self, found: Allocations | None, call: str) -> int | None:
         """Find the peak since the call before. What is moved after the last call counts for none."""
         moving = self._moving_peak
         self._moving_peak = 0
         if self._cuda:
-            peak = torch.cuda.max_memory_allocated(self._device) - self._staged()
+            apart = self._staged() + self._kept_beside(call)
+            peak = torch.cuda.max_memory_allocated(self._device) - apart
             self.reserved = max(self.reserved, torch.cuda.max_memory_reserved(self._device))
             torch.cuda.reset_peak_memory_stats(self._device)
             return peak

@@ -1,6 +1,6 @@
 """Models of a rank: each role in its home layout, and copies in others while calls need them."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from realrl.engine.buffers.local_set import LocalSet, Parameters
 from realrl.engine.buffers.offload import Offloadable
 from realrl.engine.dtypes import find_products, find_set_dtype, find_torch_dtype
 from realrl.engine.finite import NotFiniteError
+from realrl.engine.generation.decode_memory import KeptDecoding
 from realrl.engine.model import Model
 from realrl.engine.parallel_groups import select_groups
 from realrl.engine.training.trainer import Trainer
@@ -40,6 +41,7 @@ from realrl.recipe.model import ModelConfig, trained_models
 from realrl.runtime.prepare.adapters import adapt_shapes, find_shared_bases
 from realrl.runtime.prepare.compile import find_trainable_parts
 from realrl.runtime.processes.process import Process
+from realrl.runtime.worker.kept_decoding import count_beside
 from realrl.runtime.worker.reallocation import Reallocator, Staging
 
 MIX_BYTES = 64 << 20
@@ -99,6 +101,7 @@ class Roles:
         """Parameter sets that steps change."""
         self._models: dict[tuple[str, str], Model] = {}
         self._staging = Staging(process.device)
+        self._kept_decoding: dict[str, KeptDecoding] = {}
         self._reallocators: dict[tuple[str, ...], Reallocator] = {}
         self.trainers: dict[str, Trainer] = {}
         self.origins = {
@@ -323,6 +326,18 @@ class Roles:
     def staged(self) -> int:
         """Count the bytes of device memory that message buffers take while nothing is moved."""
         return self._staging.nbytes
+
+    def keep_decoding(self, calls: Iterable[str]) -> None:
+        """Have generate calls of training steps leave their memory to the next step."""
+        self._kept_decoding |= {call: KeptDecoding() for call in calls}
+
+    def kept_decoding(self, call: str) -> KeptDecoding | None:
+        """Find the memory that a generate call of training steps leaves to the next step, if it does."""
+        return self._kept_decoding.get(call)
+
+    def kept_beside(self, call: str) -> int:
+        """Count the bytes of device memory that other calls have left for the next step."""
+        return count_beside({name: kept.nbytes for name, kept in self._kept_decoding.items()}, call)
 
     def save(
         self, role: str, directory: Path, tokenizer: huggingface.Tokenizer, stop_token_ids: Collection[int]

@@ -253,6 +253,7 @@ class Worker:
                     samples=store.samples,
                     after_step=now.after_pass,
                     record_experts=call.records_experts,
+                    kept=None if step.evaluation else self._roles.kept_decoding(call.name),
                 )
             except NotFiniteLogitsError as error:
                 raise NotFiniteError(f"{call.name}: {_describe_logits(error, step)}") from None

@@ -87,8 +87,8 @@ class Decoding:
             kv_capacity=rows * (cached + steps + 2 * BLOCK_TOKENS),
             pass_tokens=rows * cached,
         )
-        call.cache.k.zero_()  # uninitialised memory may hold numbers with which arithmetic is slow
-        call.cache.v.zero_()
+        call.memory.cache.k.zero_()  # uninitialised memory may hold numbers with which arithmetic is slow
+        call.memory.cache.v.zero_()
         running = _CachedDecodeBatch(call, clock)
         self._layer_timer.clear()
         for _ in running.run():

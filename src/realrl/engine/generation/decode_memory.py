@@ -1,0 +1,153 @@
+"""Memory of decode steps: KV cache, buffers of rows and graphs, which a generate call may leave to the next."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from realrl.engine.generation.decode_step import DecodeStep
+from realrl.engine.generation.row_buffers import RowBuffers
+from realrl.engine.generation.sampler import Sampler
+from realrl.engine.generation.step_graphs import StepGraphs
+from realrl.engine.model import Model
+from realrl.layout.kv_blocks import CacheSize, count_steps_per_look, pad_rows
+from realrl.model.cache import PagedCache
+from realrl.model.decode_weights import DecodeWeights
+from realrl.recipe.settings import GenerationConfig
+
+
+@dataclass(frozen=True)
+class DecodeKind:
+    """What graphs of decode steps have in them, besides sizes: calls that differ in it need others."""
+
+    sampling: GenerationConfig
+    stop_token_ids: tuple[int, ...]
+    experts: int
+    """Experts of a token that are recorded in each layer; 0 for none."""
+    batches: int
+    """Decode batches."""
+    on_gpu: bool
+    addresses: tuple[int, ...]
+    """Addresses of the parameters."""
+
+
+@dataclass(frozen=True)
+class DecodeSize:
+    """How much memory decode steps have."""
+
+    blocks: int
+    """Blocks of the KV cache."""
+    rows: int
+    """Rows of a decode batch, those that only fill a graph included."""
+    longest_prompt: int
+    """Tokens of the longest prompt."""
+
+    def holds(self, other: "DecodeSize") -> bool:
+        """Tell whether memory of this size is enough where that of the other is asked for."""
+        return self.join(other) == self
+
+    def join(self, other: "DecodeSize") -> "DecodeSize":
+        """Find the least size that is enough for both."""
+        return DecodeSize(
+            max(self.blocks, other.blocks),
+            max(self.rows, other.rows),
+            max(self.longest_prompt, other.longest_prompt),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeMemory:
+    """Memory of the decode steps of a generate call, and the steps in it, which know its addresses."""
+
+    kind: DecodeKind
+    size: DecodeSize
+    weights: DecodeWeights
+    cache: PagedCache
+    buffers: Sequence[RowBuffers]
+    """Those of each decode batch."""
+    steps: Sequence[DecodeStep | StepGraphs]
+    """Those of each decode batch."""
+
+    @classmethod
+    def allocate(cls, model: Model, kind: DecodeKind, size: DecodeSize) -> "DecodeMemory":
+        """Allocate memory, and make the steps."""
+        device = model.device
+        weights = model.transformer.prepare_decoding()
+        cache = PagedCache(
+            CacheSize(size.blocks, size.rows),
+            layers=len(model.shard.layers),
+            kv_heads=model.transformer.cache_kv_heads,
+            head_dim=model.shape.head_dim,
+            dtype=model.dtype,
+            device=device,
+            experts=kind.experts,
+        )
+        sampler = Sampler(
+            kind.sampling,
+            temperature=model.temperature,
+            stop_token_ids=kind.stop_token_ids,
+            device=device,
+        )
+        step = DecodeStep(model, weights, cache, sampler)
+        by_graphs = kind.on_gpu and weights.runs_ahead
+        buffers = [
+            RowBuffers(
+                size.rows,
+                longest_prompt=size.longest_prompt,
+                new_tokens=kind.sampling.max_new_tokens,
+                steps=count_steps_per_look(cpu=not kind.on_gpu),
+                device=device,
+                mirrored=kind.on_gpu,
+            )
+            for _ in range(kind.batches)
+        ]
+        steps = [StepGraphs(step, device) if by_graphs else step for _ in buffers]
+        return cls(kind, size, weights, cache, buffers, steps)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache and the buffers of rows on the device. torch does not tell those of graphs."""
+        return self.cache.nbytes + sum(buffers.nbytes for buffers in self.buffers)
+
+
+class KeptDecoding:
+    """Memory of decode steps that stays from one generate call to the next, with graphs that are captured once.
+
+    It grows to what the largest of them took. Where a call is of another kind, for instance since parameters have
+    moved, the memory is given back, and allocated anew.
+    """
+
+    def __init__(self) -> None:
+        self._memory: DecodeMemory | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held between calls (see `DecodeMemory.nbytes`)."""
+        return 0 if self._memory is None else self._memory.nbytes
+
+    def take(self, model: Model, kind: DecodeKind, size: DecodeSize) -> DecodeMemory:
+        """Take the memory for a call; it is kept if its weights follow the parameters."""
+        if self._memory is not None:
+            if self._memory.kind == kind and self._memory.size.holds(size):
+                return self._memory
+            size = size.join(self._memory.size)
+            self._memory = None  # its bytes are needed for what follows
+        memory = DecodeMemory.allocate(model, kind, size)
+        if memory.weights.follow_parameters:
+            self._memory = memory
+        return memory
+
+
+def list_addresses(model: Model) -> tuple[int, ...]:
+    """List the addresses of a model's parameters, which change as their memory is given back and allocated."""
+    return tuple(of.buffer.data.data_ptr() for of in model.sets.values())
+
+
+def count_computed_rows(rows: int, *, on_gpu: bool) -> int:
+    """Count the rows that are computed for so many: graphs are made for few numbers of rows."""
+    return pad_rows(rows) if on_gpu else rows
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Tell whether the host runs ahead of a device: turns have several steps, which are graphs of few sizes."""
+    return device.type != "cpu"
