@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from realrl.cli.recipe import resolve_recipe
+
 if TYPE_CHECKING:
     from realrl.runtime.doctor.finding import Finding
 
 DoctorRecipe = Annotated[
     str | None,
     typer.Argument(
-        help="A recipe: YAML file. What it needs is compared with what is here.", show_default=False
+        help="A recipe, or the directory of a run. What it needs is compared with what is here.",
+        show_default=False,
     ),
 ]
 
@@ -47,7 +50,7 @@ def doctor(
     from realrl.runtime.processes.environment import is_writer, set_library_defaults
 
     set_library_defaults()
-    experiment = None if recipe is None else load_experiment(recipe, overrides or [])
+    experiment = None if recipe is None else load_experiment(*resolve_recipe(recipe, overrides))
     launched = find_launched(os.environ)
     subject = find_subject(experiment, cluster, run_dir, launched=launched)
     if launched is None:

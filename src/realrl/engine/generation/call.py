@@ -20,6 +20,7 @@ from realrl.layout.kv_blocks import (
 from realrl.model.cache import PagedCache
 from realrl.model.decode_weights import DecodeWeights
 from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.stop_strings import StopStrings
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,6 +37,7 @@ class GenerateCall:
     noise: SamplingNoise
     sampler: Sampler
     stop_token_ids: frozenset[int]
+    stop: StopStrings | None
     new_tokens: int
     """Most tokens of a continuation."""
     cache: PagedCache
@@ -63,6 +65,7 @@ class GenerateCall:
         stop_token_ids: tuple[int, ...],
         seed: SamplingSeed,
         kv_capacity: int,
+        stop: StopStrings | None = None,
         pass_tokens: int | None = None,
         record_experts: bool = False,
     ) -> "GenerateCall":
@@ -104,6 +107,7 @@ class GenerateCall:
                 sampling, temperature=model.temperature, stop_token_ids=stop_token_ids, device=model.device
             ),
             stop_token_ids=frozenset(stop_token_ids),
+            stop=stop,
             new_tokens=sampling.max_new_tokens,
             cache=cache,
             scheduler=Scheduler(
