@@ -98,6 +98,11 @@ def add_adapters(tensors: Sequence[TensorSpec], lora: LowRank) -> tuple[TensorSp
             known |= dict.fromkeys(module.target for module in modules)
             found += _adapt(matrix, [m for m in modules if is_adapted(m, lora)], lora)
     unknown = [target for target in lora.targets or () if target not in known]
+    if unknown and unknown[0] in ("embed_tokens", "lm_head"):
+        raise UserError(
+            f"lora.targets: adapters of {unknown[0]} are not supported; train all of it (lora=null), or choose"
+            f" among {join([*known])}"
+        )
     if unknown:
         raise UserError(f"lora.targets: there is no matrix {unknown[0]}; there are {join([*known])}")
     return tuple(found)

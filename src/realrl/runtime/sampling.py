@@ -131,7 +131,9 @@ def generate_answers(
 
     A row per answer: {prompt, completion, tokens, finished}, and `score` if there is a reward, in the order of
     prompts; a prompt that is a conversation is a list of messages. The other fields of the record
-    follow. With `best` only the answer of each prompt that has the highest score. `say` is called with notes. UserError where a record has no prompt, or one that is too
+    follow. With `best` only the answer of each prompt that has the highest score.
+    `say` is called with notes. UserError
+    where a record has no prompt, or one that is too
     long for the model, or the model cannot be used.
     """
     prompts = _Prompts(job)
