@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from realrl.cli.app import run_app
-from realrl.recipe.load import load_experiment
 from tests.conftest import World
 
 
@@ -76,33 +75,3 @@ def test_a_run_without_final_models_says_how_to_get_them(
         assert run_app(command) == 2
         assert f"`realrl export {run} --out DIR`" in capsys.readouterr().err
     evaluate(tmp_path / "out", str(run), f"models.actor.path={tmp_path / 'moved'}")
-
-
-def test_code_is_found_in_the_current_directory_and_else_beside_the_recipe(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "own_reward.py").write_text(
-        "def score(completions): return [0.0] * len(completions)"
-    )
-    recipe = str(
-        world.recipe("grpo", tmp_path / "recipes", reward="own_reward.py:score", models__reward=None)
-    )
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    beside = load_experiment(recipe).reward
-    assert beside["function"] == f"{tmp_path / 'recipes' / 'own_reward.py'}:score"
-    (here / "own_reward.py").write_text("def score(completions): return [1.0] * len(completions)")
-    assert load_experiment(recipe).reward["function"] == f"{here / 'own_reward.py'}:score"
-    assert load_experiment(recipe, ["reward=own_reward.py:score"]).reward["function"].startswith(str(here))
-
-
-@pytest.mark.parametrize("recipe", ["grpo.yaml", "policy_gradient/rloo.yaml", "python_reward/ppo.yaml"])
-def test_recipes_with_code_can_be_read_from_any_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    recipes = Path(__file__).parents[2] / "recipes"
-    reward = load_experiment(str(recipes / recipe)).reward
-    assert reward["function"] == f"{recipes / 'python_reward' / 'reward.py'}:score"

@@ -69,12 +69,11 @@ def make_job(
     they are to continue, although the recipe says `overwrite`. UserError for a mistake in the recipe, and where it
     does not say how many nodes and devices there are.
     """
-    from realrl.cli.recipe import resolve_recipe
     from realrl.config.errors import UserError
     from realrl.recipe.algorithm import get_spec
     from realrl.recipe.load import load_experiment
 
-    experiment = load_experiment(*resolve_recipe(recipe, overrides))
+    experiment = load_experiment(recipe, overrides)
     if not get_spec(experiment).trains:
         raise UserError(
             f"algorithm={experiment.algorithm} trains nothing; only training runs on several nodes"
