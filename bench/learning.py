@@ -162,7 +162,7 @@ def score_answers(runs: Path, cluster: str) -> None:
     answers = runs / "answers.jsonl"
     of_sft = ["generate", SFT, "--data", DATA / "prompts_train.jsonl", "--n", SCORED]
     lengths = ["--min-new-tokens", 4, "--max-new-tokens", 2 * NEW_TOKENS]  # answers of records are not empty
-    realrl(*of_sft, *lengths, "--cluster", cluster, "--reward-model", REWARD, "--out", answers)
+    realrl(*of_sft, *lengths, "--cluster", cluster, "--reward-model", REWARD, "--out", answers, "--overwrite")
     rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
     pairs, labels = [], []
     for first in range(0, len(rows), SCORED):

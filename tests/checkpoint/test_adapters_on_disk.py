@@ -13,7 +13,7 @@ from realrl.checkpoint import huggingface
 from realrl.checkpoint.adapters import ADAPTER_FILE
 from realrl.config.errors import UserError
 from realrl.engine.buffers.flat import FlatBuffer
-from realrl.families.adapter_config import ADAPTER_CONFIG, adapter_tensors
+from realrl.families.adapter_config import ADAPTER_CONFIG, adapter_tensors, find_adapters
 from realrl.families.adapters import LowRank
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
@@ -203,3 +203,13 @@ def test_tensors_that_belong_nowhere_are_named(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(UserError, match=r"adapter_model.safetensors is missing"):
         load(tmp_path / "ours", SHAPES["plain"])
+
+
+@pytest.mark.parametrize("kept", [["lm_head"], ["embed_tokens", "score"]])
+def test_whole_modules_of_peft_are_refused_with_the_way_out(tmp_path: Path, kept: list[str]) -> None:
+    settings = {"peft_type": "LORA", "base_model_name_or_path": "base", "r": 4, "modules_to_save": kept}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(
+        UserError, match=rf"modules_to_save=\['{kept[0]}'\] is not supported.*merge_and_unload"
+    ):
+        find_adapters(tmp_path)

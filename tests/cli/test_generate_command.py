@@ -1,10 +1,13 @@
 """`realrl generate` from a saved model to text."""
 
+import datetime
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
@@ -17,7 +20,17 @@ PROMPTS = ["the film is", "the story", ""]
 def completions(world: World, out: Path, *arguments: str) -> list[dict[str, Any]]:
     """Records written by the command, for PROMPTS given one by one."""
     prompts = [part for prompt in PROMPTS for part in ("--prompt", prompt)]
-    command = ["generate", world.actor, "--max-new-tokens", "20", "--out", str(out), *prompts, *arguments]
+    command = [
+        "generate",
+        world.actor,
+        "--max-new-tokens",
+        "20",
+        "--out",
+        str(out),
+        "--overwrite",
+        *prompts,
+        *arguments,
+    ]
     assert run_app(command) == 0
     return [json.loads(line) for line in out.read_text().splitlines()]
 
@@ -86,7 +99,10 @@ def chat_model(world: World, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def generated(model: str, tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
     out = tmp_path / "out.jsonl"
-    assert run_app(["generate", model, "--max-new-tokens", "6", "--out", str(out), *arguments]) == 0
+    assert (
+        run_app(["generate", model, "--max-new-tokens", "6", "--out", str(out), "--overwrite", *arguments])
+        == 0
+    )
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -175,3 +191,39 @@ def test_ranks_share_the_samples_of_one_prompt(world: World, tmp_path: Path) -> 
         assert run_app([*command, "--cluster", cluster, "--out", str(tmp_path / cluster)]) == 0
     alone, together = ((tmp_path / name).read_text().splitlines() for name in ("1x1", "1x2"))
     assert alone == together and len(alone) == 4
+
+
+def test_the_other_fields_of_a_record_follow_its_answers(chat_model: str, tmp_path: Path) -> None:
+    records = [
+        {"id": 7, "prompt": "the film", "answer": {"x": [1, 2]}, "finished": "no"},
+        {"messages": TURNS[:1], "id": None},
+    ]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    rows = generated(chat_model, tmp_path, "--data", str(data), "--n", "2")
+    assert [list(row) for row in rows[:2]] == [
+        ["prompt", "completion", "tokens", "finished", "id", "answer"]
+    ] * 2
+    assert [(row["id"], row["answer"]) for row in rows[:2]] == [(7, {"x": [1, 2]})] * 2
+    assert isinstance(rows[0]["finished"], bool)
+
+
+def test_dates_of_a_parquet_file_become_text(world: World, tmp_path: Path) -> None:
+    day = datetime.date(2026, 1, 2)
+    table = pyarrow.table({"prompt": ["the film"], "day": [day], "far": [float("inf")]})
+    pyarrow.parquet.write_table(table, tmp_path / "data.parquet")
+    (row,) = generated(world.actor, tmp_path, "--data", str(tmp_path / "data.parquet"))
+    assert (row["day"], row["far"]) == ("2026-01-02", None)
+
+
+def test_an_existing_file_is_replaced_only_when_asked(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("precious")
+    command = ["generate", world.actor, "--prompt", "a", "--max-new-tokens", "2", "--out", str(out)]
+    assert run_app(command) == 2
+    assert "give --overwrite" in capsys.readouterr().err
+    assert out.read_text() == "precious"
+    assert run_app([*command, "--overwrite"]) == 0
+    assert json.loads(out.read_text())["prompt"] == "a"

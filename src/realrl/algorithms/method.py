@@ -10,6 +10,7 @@ from torch import Tensor
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.stop_strings import StopStrings
 
 Sum = Callable[[Tensor], Tensor]
 """Function that all-reduces a tensor over the data-parallel ranks of a call."""
@@ -95,13 +96,17 @@ class GenerateMethod:
     """Method of a `generate` call: continues `prompts`, and yields the call's outputs.
 
     These are sequences (prompt and continuation), logprobs (aligned with sequences, 0 on the prompt),
-    prompt_length and finished (1 where the sequence ends with end-of-sequence, else 0), each with the call's
-    prefix. Steps of evaluation sample as `eval_sampling` says.
+    prompt_length and finished (1 if the answer ends with end-of-sequence or a stop string, else 0), each with
+    the call's prefix. Steps of evaluation sample as `eval_sampling` says.
     """
 
     sampling: GenerationConfig
     eval_sampling: GenerationConfig
     prompts: str = "prompts"
+
+    def sampling_of(self, *, evaluation: bool) -> GenerationConfig:
+        """Choose the sampling of steps of training, or of those of evaluation."""
+        return self.eval_sampling if evaluation else self.sampling
 
 
 class InferenceMethod(Protocol):
@@ -173,17 +178,20 @@ class FunctionInput:
     """Where each item's record comes from, FILE:LINE; empty where that is not known."""
     samples: int = 1
     """Number of samples of each prompt in the step."""
+    stop: StopStrings | None = None
+    """Stop strings of the step's answers; None if there are none."""
 
     def prompts(self, prefix: str = "") -> list[str]:
         """Decode prompts, without special tokens; of `sequences`, cut at `prompt_length`, both with `prefix`."""
         return [self._text(row[:cut]) for row, cut in self._cuts(prefix)]
 
     def completions(self, prefix: str = "") -> list[str]:
-        """Decode completions, without special tokens: what follows the prompts."""
-        return [self._text(row[cut:]) for row, cut in self._cuts(prefix)]
+        """Decode what follows the prompts, without special tokens, up to a stop string that ended it."""
+        text = self._text if self.stop is None else self.stop.cut
+        return [text(row[cut:]) for row, cut in self._cuts(prefix)]
 
     def completion_ids(self, prefix: str = "") -> list[list[int]]:
-        """List the tokens of completions, special ones included."""
+        """List the tokens of completions as they were sampled, stop strings and special ones included."""
         return [row[cut:] for row, cut in self._cuts(prefix)]
 
     def describe(self, item: int) -> str:

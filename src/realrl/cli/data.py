@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from realrl.cli.recipe import Overrides, Recipe
+from realrl.cli.recipe import Overrides, Recipe, resolve_recipe
 
 if TYPE_CHECKING:
     from realrl.recipe.experiment import Experiment
@@ -27,7 +27,8 @@ def data(
     from realrl.config.errors import UserError
     from realrl.recipe.load import load_experiment
 
-    experiment = load_experiment(recipe, overrides or [])
+    recipe, overrides = resolve_recipe(recipe, overrides)
+    experiment = load_experiment(recipe, overrides)
     from realrl.runtime.inspect import inspect_data, list_refused
 
     tokenizer, found = inspect_data(experiment, samples)

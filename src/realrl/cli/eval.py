@@ -1,10 +1,13 @@
 """`realrl eval`."""
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from realrl.cli.recipe import Overrides, Recipe, find_cluster, launch_ranks
+from realrl.cli.recipe import Overrides, Recipe, find_cluster, launch_ranks, resolve_recipe
 
 if TYPE_CHECKING:
     from realrl.recipe.experiment import Experiment
@@ -26,7 +29,8 @@ def eval(
     """Evaluate the models of a recipe on its `data.eval`, without training: metrics, and samples with their scores.
 
     Runs on the recipe's cluster and plan, as local processes or as ranks of torchrun. Weights are those of
-    `models.ROLE.path`, for example models.actor.path=RUN_DIR/final. Settings are those of the section `evaluation`.
+    `models.ROLE.path`; those of a run's directory are its final ones. Settings are those of the section
+    `evaluation`.
     """
     from realrl.config.files import check_directory
     from realrl.config.paths import local_path
@@ -35,14 +39,18 @@ def eval(
     from realrl.runtime.processes.environment import set_library_defaults, under_launcher
 
     set_library_defaults()
-    experiment = load_experiment(recipe, overrides or [])
+    run, given = local_path(recipe), overrides or []
+    recipe, overrides = resolve_recipe(recipe, given)
+    if run.is_dir():
+        overrides = [*_use_final_models(run, given), *overrides]
+    experiment = load_experiment(recipe, overrides)
     name = f"run_dir={experiment.run_dir}" if out is None else f"--out {out}"
     directory = local_path(experiment.run_dir) / EVALUATIONS if out is None else local_path(out)
     if not under_launcher():
         check_directory(name, directory)
         _check_evaluation(experiment)
         where = [] if out is None else ["--out", out]
-        launch_ranks(experiment, ["eval", recipe, *(overrides or []), *where])
+        launch_ranks(experiment, ["eval", recipe, *overrides, *where])
     from realrl.runtime.evaluation_run import evaluate_recipe
     from realrl.runtime.output.evaluation_files import write_evaluation
 
@@ -51,6 +59,30 @@ def eval(
         files = write_evaluation(directory, experiment, report)
         _print_metrics(report)
         typer.echo(f"results: {', '.join(map(str, files))}")
+
+
+def _use_final_models(run_dir: Path, overrides: Sequence[str]) -> list[str]:
+    """List the overrides by which the trained roles of a run have its final weights, unless given others.
+
+    UserError if the run has not saved them.
+    """
+    from realrl.config.errors import UserError
+    from realrl.runtime.output.algorithm_record import AlgorithmRecord
+    from realrl.runtime.output.saved import checkpoint_path
+
+    found = []
+    for number, role in enumerate(AlgorithmRecord.load(run_dir).trained):
+        if any(override.strip().startswith(f"models.{role}.path=") for override in overrides):
+            continue
+        path = checkpoint_path(run_dir, None, role if number else "")
+        if not path.is_dir():
+            raise UserError(
+                f"{run_dir} has no final models yet; give the weights to evaluate by models.{role}.path=DIR, for"
+                f" example those that `realrl export {run_dir} --out DIR` writes"
+            )
+        found += [f"models.{role}.{name}=null" for name in ("shape", "tokenizer")]
+        found.append(f"models.{role}.path={json.dumps(str(path))}")
+    return found
 
 
 def _check_evaluation(experiment: "Experiment") -> None:

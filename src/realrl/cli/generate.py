@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 def generate(
     context: typer.Context,
-    model_dir: Annotated[str, typer.Argument(help="Hugging Face directory of a model.")],
+    model_dir: Annotated[
+        str,
+        typer.Argument(help="Hugging Face directory of a model, or the directory of a run: its final model."),
+    ],
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
     data: Annotated[
         list[str] | None,
@@ -44,6 +47,16 @@ def generate(
         list[int] | None,
         typer.Option(
             metavar="ID", help="Token that ends answers, instead of the model's own ones. May be repeated."
+        ),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after the end of sequence, to --max-new-tokens.")
+    ] = False,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Text that ends an answer, which leaves it out. May be given several times.",
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(help="Logits are divided by this.")] = 1.0,
@@ -79,6 +92,7 @@ def generate(
         typer.Option(metavar="FILE.py", help="The file of a model family of your own that the model is of."),
     ] = None,
     out: Annotated[str | None, typer.Option(metavar="FILE", help="Write .jsonl records here.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
 ) -> None:
     """Sample completions from a model, for prompts or a data set, and score them."""
     from realrl.config.errors import UserError
@@ -86,10 +100,13 @@ def generate(
     from realrl.runtime.processes.environment import set_library_defaults, under_launcher
 
     set_library_defaults()
+    model_dir = _find_model(model_dir)
     sampling = _read_sampling(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens,
         stop_token_ids=stop_token_id,
+        ignore_eos=ignore_eos,
+        stop=stop or [],
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -127,6 +144,8 @@ def generate(
     if not under_launcher():
         if out is not None:
             check_file(str(local_path(out)), local_path(out))
+            if local_path(out).is_file() and not overwrite:
+                raise UserError(f"--out {out}: there is such a file; choose another one or give --overwrite")
         launch_ranks(recipe, context.obj)
     rows = generate_answers(job, recipe, best=best, say=lambda text: typer.echo(f"note: {text}", err=True))
     if out is not None:
@@ -135,6 +154,27 @@ def generate(
     for row in rows:
         score = f"  [{row['score']:.4g}]" if "score" in row else ""
         typer.echo(f"{typer.style(_shown(row['prompt'], chat), dim=True)}{row['completion']}{score}\n")
+
+
+def _find_model(given: str) -> str:
+    """Find the model of what the command was given: a model itself, or the final one of a run's directory.
+
+    UserError if the run has not saved one.
+    """
+    from realrl.config.errors import UserError
+    from realrl.config.paths import local_path
+    from realrl.runtime.output.saved import CONFIG, checkpoint_path
+
+    run_dir = local_path(given)
+    if not (run_dir / CONFIG).is_file():
+        return given
+    final = checkpoint_path(run_dir, None)
+    if not final.is_dir():
+        raise UserError(
+            f"{given} is the directory of a run without a final model; `realrl export {given} --out DIR` writes"
+            " the models of its last checkpoint"
+        )
+    return str(final)
 
 
 def _read_sampling(**options: Any) -> "GenerationConfig":

@@ -12,7 +12,7 @@ import typer
 
 from realrl.cli.planning.failures import FailuresPerDay, RestartSeconds, parse_failures
 from realrl.cli.planning.trials import TRY_MINUTES, TryMinutes, TryOption
-from realrl.cli.recipe import Overrides
+from realrl.cli.recipe import Overrides, resolve_recipe
 from realrl.config.errors import UserError
 from realrl.config.files import reason_of
 from realrl.recipe.algorithm import get_spec
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from realrl.runtime.trials.try_plans import TrialSettings
 
 PlanRecipe = Annotated[
-    str | None, typer.Argument(help="A recipe: YAML file; needed except to calibrate.", show_default=False)
+    str | None,
+    typer.Argument(
+        help="A recipe, or the directory of a run; needed except to calibrate.", show_default=False
+    ),
 ]
 ClusterOption = Annotated[
     str | None,
@@ -150,7 +153,8 @@ def plan(
         raise UserError("name a recipe, a YAML file, to plan for")
     experiment = None
     if recipe is not None:
-        experiment = load_experiment(recipe, [*plan_input.list_device_overrides(cluster), *(overrides or [])])
+        recipe, overrides = resolve_recipe(recipe, overrides)
+        experiment = load_experiment(recipe, [*plan_input.list_device_overrides(cluster), *overrides])
     if calibrate is not None:
         from realrl.cli.planning.calibrate import calibrate_file
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from realrl.cli.recipe import Overrides
+from realrl.cli.recipe import Overrides, resolve_recipe
 
 if TYPE_CHECKING:
     from realrl.plan.cluster import Cluster
@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 ProfileRecipe = Annotated[
     str | None,
-    typer.Argument(help="A recipe: YAML file. Its models and sizes are measured.", show_default=False),
+    typer.Argument(
+        help="A recipe, or the directory of a run. Its models and sizes are measured.", show_default=False
+    ),
 ]
 
 
@@ -50,7 +52,7 @@ def profile(
     from realrl.runtime.profiler.request import make_request
 
     set_library_defaults()
-    experiment = load_experiment(recipe, overrides or []) if recipe is not None else None
+    experiment = load_experiment(*resolve_recipe(recipe, overrides)) if recipe is not None else None
     request = make_request(
         experiment,
         shapes=shape or [],

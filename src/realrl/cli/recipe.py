@@ -1,5 +1,6 @@
 """Shared code of commands that take a recipe."""
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,9 @@ if TYPE_CHECKING:
     from realrl.plan.cluster import Cluster
     from realrl.recipe.experiment import Experiment
 
-Recipe = Annotated[str, typer.Argument(help="A recipe: YAML file.", show_default=False)]
+Recipe = Annotated[
+    str, typer.Argument(help="A recipe: YAML file, or the directory of a run.", show_default=False)
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -19,6 +22,26 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
+
+
+def resolve_recipe(given: str, overrides: Sequence[str] | None) -> tuple[str, list[str]]:
+    """Find the recipe file of what a command was given: a recipe, or the directory of a run.
+
+    Returns it with the overrides; for a run's directory they begin with those that make a command use this run.
+    UserError for a directory without a run.
+    """
+    from realrl.config.errors import UserError
+    from realrl.config.paths import local_path
+    from realrl.runtime.output.saved import CONFIG
+
+    directory = local_path(given)
+    if not directory.is_dir():
+        return given, [*(overrides or [])]
+    if not (directory / CONFIG).is_file():
+        raise UserError(f"{given} is a directory without a run; give a recipe, or the directory of a run")
+    # How the run was started is no setting of it: this one goes on.
+    started = [f"run_dir={json.dumps(given)}", "overwrite=false", "resume=auto"]
+    return str(directory / CONFIG), [*started, *(overrides or [])]
 
 
 def find_cluster(experiment: "Experiment") -> "Cluster":

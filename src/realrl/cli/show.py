@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from realrl.cli.recipe import Overrides, Recipe, find_training_cluster
+from realrl.cli.recipe import Overrides, Recipe, find_training_cluster, resolve_recipe
 
 if TYPE_CHECKING:
     from realrl.recipe.experiment import Experiment
@@ -33,7 +33,8 @@ def show(
     from realrl.runtime.prepare.gpu import ask_machine
     from realrl.runtime.prepare.search.cached_plan import cached_plan
 
-    experiment = load_experiment(recipe, overrides or [])
+    recipe, overrides = resolve_recipe(recipe, overrides)
+    experiment = load_experiment(recipe, overrides)
     if plan is not None:
         experiment = experiment.model_copy(update={"plan": plan})
     cluster = find_training_cluster(experiment)

@@ -1,6 +1,5 @@
 """`realrl train`."""
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from realrl.cli.recipe import Overrides, Recipe, find_cluster, find_training_cluster
+from realrl.cli.recipe import Overrides, Recipe, find_cluster, find_training_cluster, resolve_recipe
 from realrl.runtime.processes.signals import Interrupted, find_interruption
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Run a recipe, or go on with the run in its directory, which may be given in place of the recipe.
+    """Run a recipe, or go on with the run whose directory is given in its place.
 
     Starts local processes, or takes part as a rank when started by torchrun.
     """
@@ -34,7 +33,7 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     from realrl.runtime.processes.environment import set_library_defaults, under_launcher
 
     set_library_defaults()
-    recipe, overrides = _find_recipe(recipe, overrides or [])
+    recipe, overrides = resolve_recipe(recipe, overrides)
     experiment = load_experiment(recipe, overrides)
     if not get_spec(experiment).trains:
         raise UserError(f"algorithm={experiment.algorithm} trains nothing; realrl eval runs it")
@@ -93,22 +92,6 @@ def _train_on_ray(experiment: "Experiment", arguments: list[str], run_dir: Calla
     gpus = {"cpu": False, "cuda": True, "auto": None}[experiment.device] if not cpus else False
     ray = RayCluster(cluster, gpus=gpus, settings=experiment.launch)
     return launch_training(Start(cluster, arguments), experiment.launch, run_dir, lambda _: None, ray.run)
-
-
-def _find_recipe(given: str, overrides: list[str]) -> tuple[str, list[str]]:
-    """Find the recipe of a run whose directory is given; UserError where that is no run's."""
-    from realrl.config.errors import UserError
-    from realrl.config.paths import local_path
-    from realrl.runtime.output.saved import CONFIG
-
-    directory = local_path(given)
-    if not directory.is_dir():
-        return given, overrides
-    if not (directory / CONFIG).is_file():
-        raise UserError(f"{given} is a directory without a run; give a recipe, or the directory of a run")
-    # How the run was started is no setting of it: this one goes on.
-    started = [f"run_dir={json.dumps(given)}", "overwrite=false", "resume=auto"]
-    return str(directory / CONFIG), [*started, *overrides]
 
 
 @contextmanager

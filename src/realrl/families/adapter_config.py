@@ -22,6 +22,7 @@ _TRAINING = (
     "auto_mapping inference_mode revision lora_dropout exclude_modules layers_to_transform layers_pattern"
     " megatron_config megatron_core eva_config runtime_config peft_version ensure_weight_tying qalora_group_size"
 )
+_SCALAR_HEADS = ("classifier", "score")
 _IN_FILE = "target_modules task_type fan_in_fan_out modules_to_save"
 """Settings that say how adapters were trained, or what their file of tensors says as well."""
 _BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
@@ -63,6 +64,15 @@ def find_adapters(path: str | Path) -> SavedAdapters | None:
         raise config.fail(
             f"init_lora_weights={brief(config.read('init_lora_weights'))} is not supported: it changes the model"
             " that the adapters are for; let PEFT convert them to plain LoRA"
+        )
+    whole = settings.get("modules_to_save") or []
+    unsupported = (
+        [name for name in whole if name not in _SCALAR_HEADS] if isinstance(whole, list) else [whole]
+    )
+    if unsupported:
+        raise config.fail(
+            f"modules_to_save={brief(unsupported)} is not supported, only a scalar head; merge the adapters into"
+            " their model with PEFT's merge_and_unload() first"
         )
     for key, wanted in _FIXED.items():
         if config.has(key):
@@ -112,7 +122,7 @@ def write_adapter_config(
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "target_modules": sorted({name.rpartition(".")[2] for name in adapted}),
-        "modules_to_save": None if head == "lm" else ["classifier", "score"],
+        "modules_to_save": None if head == "lm" else [*_SCALAR_HEADS],
         "fan_in_fan_out": any(spec.stored is not None and spec.stored.transposed for spec in weights),
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,

@@ -109,6 +109,11 @@ def add_adapters(tensors: Sequence[TensorSpec], lora: LowRank) -> tuple[TensorSp
             found += _adapt(matrix, adapted, lora)
             highest = max([highest, *(module.highest_rank for module in adapted)])
     unknown = [target for target in lora.targets or () if target not in known]
+    if unknown and unknown[0] in ("embed_tokens", "lm_head"):
+        raise UserError(
+            f"lora.targets: adapters of {unknown[0]} are not supported; train all of it (lora=null), or choose"
+            f" among {join([*known])}"
+        )
     if unknown:
         raise UserError(f"lora.targets: there is no matrix {unknown[0]}; there are {join([*known])}")
     if lora.rank > highest:

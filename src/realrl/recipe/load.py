@@ -1,7 +1,9 @@
 """Recipes: a YAML file plus `key=value` overrides, validated into an experiment."""
 
 import copy
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_origin
 
 from pydantic import ValidationError
@@ -9,6 +11,7 @@ from pydantic import ValidationError
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, explain, section_class, shorten
+from realrl.config.paths import local_path
 from realrl.config.secrets.redaction import REDACTED, redact_settings
 from realrl.config.yaml_file import dump_yaml, parse_yaml, read_yaml
 from realrl.recipe.checks import complete
@@ -25,6 +28,7 @@ def load_experiment(path: str, overrides: Sequence[str] = ()) -> Experiment:
     settings = read_yaml(path)
     if not isinstance(settings, dict):
         raise UserError(f"{path} holds no recipe: it must be a mapping such as algorithm: sft")
+    _find_code(settings, local_path(path).parent, set())
     settings = apply_overrides(settings, overrides)
     for name in _list_redacted(settings):
         raise UserError(
@@ -32,6 +36,25 @@ def load_experiment(path: str, overrides: Sequence[str] = ()) -> Experiment:
             f" {name}=VALUE behind the recipe"
         )
     return parse_experiment(settings)
+
+
+def _find_code(settings: Any, folder: Path, seen: set[int]) -> None:
+    """Make paths of code absolute that lies beside the recipe in `folder`, unless the current directory has it.
+
+    Sections that stand in several places, or within themselves, are looked at once.
+    """
+    if not isinstance(settings, dict | list) or id(settings) in seen:
+        return
+    seen.add(id(settings))
+    for key, value in settings.items() if isinstance(settings, dict) else enumerate(settings):
+        _find_code(value, folder, seen)
+        found = _CODE.fullmatch(value) if isinstance(value, str) else None
+        if found and not local_path(found[1]).is_file() and (folder / found[1]).is_file():
+            settings[key] = f"{(folder / found[1]).resolve()}{found[2]}"
+
+
+_CODE = re.compile(r"([^\n]{1,200}\.py)((?::\w+)?)")
+"""FILE.py and FILE.py:NAME."""
 
 
 def parse_experiment(settings: dict[str, Any]) -> Experiment:

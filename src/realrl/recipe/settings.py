@@ -1,13 +1,21 @@
 """Settings that algorithms share."""
 
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, model_validator
 
 from realrl.config.base import Settings
 
 TokenId = Annotated[int, Field(ge=0, strict=True)]
 """Number of a token."""
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+StopString = Annotated[str, Field(min_length=1)]
+"""Text that ends an answer."""
 
 
 class GenerationConfig(Settings):
@@ -22,6 +30,12 @@ class GenerationConfig(Settings):
     )  # YAML has lists
     """Tokens that end a sequence, instead of the tokenizer's and those that the model's `generation_config.json` or
     `config.json` names; null for these. An answer keeps the one that ends it."""
+    ignore_eos: bool = False
+    """No token ends a sequence: it goes on to `max_new_tokens`, or to a stop string."""
+    stop: Annotated[tuple[StopString, ...], BeforeValidator(_listed)] = Field(default=(), strict=False)
+    """Texts that end an answer once they stand in it, such as ["\\n\\n", "Question:"]. The answer's text ends
+    before the stop string. Its tokens are kept as they were sampled, up to the one that completes the stop
+    string."""
     temperature: float = Field(default=1.0, ge=0.01, le=100)
     """Logits are divided by this. Log-probabilities are recorded, and training computes them, at the same
     temperature, over the whole vocabulary. Below 0.01 nothing but the most likely token would be drawn, and
@@ -50,7 +64,12 @@ class GenerationConfig(Settings):
         return self.restricted or self.temperature != temperature
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _consistent(self) -> Self:
+        if self.ignore_eos and self.stop_token_ids is not None:
+            raise ValueError(
+                "ignore_eos=true and stop_token_ids contradict each other; with stop_token_ids the model's own"
+                " end of sequence ends nothing already"
+            )
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}"

@@ -12,6 +12,7 @@ from realrl.program.lower import WRITER
 from realrl.recipe.algorithm import SCORE, get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import SAMPLED
+from realrl.recipe.stop_strings import StopStrings
 from realrl.runtime.evaluation.answers import Answer, AnswerMetrics, EvaluationResult
 from realrl.runtime.prepare.compile import Phase
 from realrl.runtime.processes.process import Process
@@ -42,6 +43,7 @@ class Evaluation:
         self._process, self._worker, self._phase, self._records = process, worker, phase, records
         self._tokenizer, self._seed = tokenizer, experiment.seed
         spec, self._settings = get_spec(experiment), experiment.evaluation
+        self._stop = StopStrings.of(tokenizer, spec.eval_generation(experiment))
         self._samples = self._settings.samples
         dp = max(placement.strategy.dp for placement in phase.plan.placements.values())
         batch = experiment.data.eval_batch or experiment.data.batch
@@ -126,6 +128,8 @@ class Evaluation:
         length = int(row["prompt_length"][0])
         texts = [row["sequences"][:length], row["sequences"][length:]]
         prompt, completion = (self._tokenizer.decode(t, skip_special_tokens=True) for t in texts)
+        if self._stop is not None:
+            completion = self._stop.cut(texts[1])
         return Answer(
             prompt=prompt,
             completion=completion,

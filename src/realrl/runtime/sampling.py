@@ -26,6 +26,7 @@ from realrl.recipe.settings import GenerationConfig
 from realrl.recipe.sources import list_sources
 from realrl.runtime.evaluation.answers import Answer
 from realrl.runtime.evaluation_run import evaluate_recipe
+from realrl.runtime.output.rows import to_json
 from realrl.runtime.setup import check_length, check_stop_token_ids, check_top_k, read_stop_token_ids
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ CACHE_TOKENS = 65536
 STEP_PROMPTS = 512
 """Prompts that are answered in one step."""
 
+_PROMPT_FIELDS = ("prompt", "messages")
 _GIVEN = "the prompts given"
 """Source of prompts that are no data set."""
 _CHARACTERS = 64
@@ -127,9 +129,11 @@ def generate_answers(
 ) -> Iterator[dict[str, Any]]:
     """Answer prompts as one rank of the recipe's cluster; yields nothing except on the rank that writes.
 
-    A row per answer: {prompt, completion, tokens, finished}, and `score` where there is a reward, in the order of
-    prompts; a prompt that is a conversation is a list of messages. With `best` only the answer of each prompt that
-    has the highest score. `say` is called with notes. UserError where a record has no prompt, or one that is too
+    A row per answer: {prompt, completion, tokens, finished}, and `score` if there is a reward, in the order of
+    prompts; a prompt that is a conversation is a list of messages. The other fields of the record
+    follow. With `best` only the answer of each prompt that has the highest score.
+    `say` is called with notes. UserError
+    where a record has no prompt, or one that is too
     long for the model, or the model cannot be used.
     """
     prompts = _Prompts(job)
@@ -148,7 +152,7 @@ def generate_answers(
         mine = answers[i * samples : (i + 1) * samples]
         mine = mine * (job.n // samples)
         for answer in [choose_best(mine)] if best else mine:
-            yield _write_row(prompts.given[origin], answer)
+            yield _write_row(prompts.given[origin], answer, prompts.others[origin])
 
 
 def choose_best(answers: Sequence[Answer]) -> Answer:
@@ -160,14 +164,16 @@ def _rank(score: float) -> tuple[bool, float]:
     return (isfinite(score), score if isfinite(score) else 0.0)
 
 
-def _write_row(prompt: str | list[Message], answer: Answer) -> dict[str, Any]:
-    row = {
+def _write_row(prompt: str | list[Message], answer: Answer, others: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {
         "prompt": prompt,
         "completion": answer.completion,
         "tokens": answer.tokens,
         "finished": answer.finished,
     }
-    return row | {"score": answer.values["score"]} if "score" in answer.values else row
+    if "score" in answer.values:
+        row["score"] = answer.values["score"]
+    return row | {name: value for name, value in others.items() if name not in row}
 
 
 class _Prompts:
@@ -181,6 +187,8 @@ class _Prompts:
         self._stop_token_ids = read_stop_token_ids(self._tokenizer, job.model_dir, self._shape.vocab_size)
         self.given: dict[str, str | list[Message]] = {}
         """Prompts by the origin of their records: texts, or lists of messages."""
+        self.others: dict[str, dict[str, Any]] = {}
+        """The other fields of the records, likewise."""
 
     def read(self, source: str, rejects: Rejects) -> Iterator[Record]:
         """Yield the records of a source; UserError for one whose prompt cannot be answered."""
@@ -189,6 +197,8 @@ class _Prompts:
             try:
                 written = rewrite("prompt", record)
                 self.given[origin] = self._reader.prompt(written)
+                others = {name: value for name, value in written.items() if name not in _PROMPT_FIELDS}
+                self.others[origin] = to_json(others)
                 (item,) = self._reader.read("prompt", written)
             except BadRecordError as error:
                 raise UserError(f"{origin}: {error}") from None

@@ -26,6 +26,7 @@ from realrl.layout.kv_blocks import (
     size_cache,
 )
 from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.stop_strings import StopStrings
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,6 +41,7 @@ class GenerateCall:
     """Keys of the sampling noise, by number of the row."""
     noise: SamplingNoise
     stop_token_ids: frozenset[int]
+    stop: StopStrings | None
     new_tokens: int
     """Most tokens of a continuation."""
     scheduler: Scheduler
@@ -62,6 +64,7 @@ class GenerateCall:
         stop_token_ids: tuple[int, ...],
         seed: SamplingSeed,
         kv_capacity: int,
+        stop: StopStrings | None = None,
         pass_tokens: int | None = None,
         record_experts: bool = False,
         kept: KeptDecoding | None = None,
@@ -103,6 +106,7 @@ class GenerateCall:
             keys=noise.make_keys(torch.tensor(ids)).tolist(),
             noise=noise,
             stop_token_ids=frozenset(stop_token_ids),
+            stop=stop,
             new_tokens=sampling.max_new_tokens,
             scheduler=Scheduler(
                 rows,

@@ -136,9 +136,14 @@ class DecodeBatch:
             return
         tokens, logprobs = self._buffers.read(len(rows), self._turn.steps)
         for row, drawn, found in zip(rows, tokens, logprobs, strict=True):
+            looked = len(row.tokens)
             for token, logprob in zip(drawn, found, strict=True):
                 row.tokens.append(token)
                 row.logprobs.append(logprob)
                 if token in call.stop_token_ids or len(row.tokens) == call.new_tokens:
                     row.done = True
                     break
+            end = None if call.stop is None else call.stop.find_end(row.tokens, looked)
+            if end is not None:
+                del row.tokens[end:], row.logprobs[end:]
+                row.done = row.stopped = True

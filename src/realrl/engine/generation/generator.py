@@ -19,6 +19,7 @@ from realrl.engine.generation.scheduler import DecodeRow, Prompt
 from realrl.engine.model import Model
 from realrl.model.mixture.replay import EXPERT_DTYPE
 from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.stop_strings import StopStrings
 
 
 @torch.no_grad()
@@ -31,6 +32,7 @@ def generate(
     stop_token_ids: tuple[int, ...],
     seed: SamplingSeed,
     kv_capacity: int,
+    stop: StopStrings | None = None,
     samples: int = 1,
     after_step: Callable[[], None] = lambda: None,
     record_experts: bool = False,
@@ -40,7 +42,8 @@ def generate(
 
     At most `kv_capacity` tokens are in the KV cache at a time; in a pipeline, so many for each of its stages.
     Adds sequences (prompt and continuation, end-of-sequence included), logprobs (aligned with them, 0 on the
-    prompt), prompt_length, and finished (1.0 where the sequence ends with one of `stop_token_ids`). Items are
+    prompt), prompt_length, and finished (1.0 if the sequence ends with one of `stop_token_ids`, or
+    with the token that completes one of the `stop` strings). Items are
     identified by their ids: the same ids, seed and parameters give the same tokens whatever else is in the batch,
     always where the model's products are exact, and else but where rounding turns a choice (docs/exact.md).
     Items i * `samples` to (i + 1) * `samples` - 1 are samples of one prompt: those that run at the same time share
@@ -65,6 +68,7 @@ def generate(
         stop_token_ids=stop_token_ids,
         seed=seed,
         kv_capacity=kv_capacity,
+        stop=stop,
         # Others choose the same ones.
         record_experts=record_experts and model.groups.tensor.index == 0,
         kept=kept,
@@ -81,7 +85,7 @@ def generate(
     logprobs = [
         torch.cat([torch.zeros(row.prompt.length), as_tensor(row.logprobs, torch.float32)]) for row in rows
     ]
-    finished = torch.tensor([float(row.tokens[-1] in call.stop_token_ids) for row in rows])
+    finished = torch.tensor([float(row.stopped or row.tokens[-1] in call.stop_token_ids) for row in rows])
     if experts:
         batch = batch.with_fields(**{ROUTED_EXPERTS: Ragged.of(experts, dtype=EXPERT_DTYPE)})
     return batch.with_fields(

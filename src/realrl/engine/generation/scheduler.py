@@ -42,6 +42,8 @@ class DecodeRow:
     blocks: list[int] = field(default_factory=list)
     done: bool = False
     """Whether the continuation is complete."""
+    stopped: bool = False
+    """Whether a stop string ended it."""
     slot: int = -1
     """Place in the buffers of the decode batch; -1 where it has none yet."""
 

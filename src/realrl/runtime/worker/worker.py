@@ -38,6 +38,7 @@ from realrl.program.instructions import (
     ShareLengths,
 )
 from realrl.program.text import format_instruction
+from realrl.recipe.stop_strings import StopStrings
 from realrl.runtime.measure.step_timer import StepTimer
 from realrl.runtime.measure.work_done import WorkDone, count_generation, read_passes
 from realrl.runtime.processes.process import Process
@@ -186,11 +187,21 @@ class Worker:
         further = now.input.further if call.record_fields else {}
         fields = {name: [values[item] for item in batch.ids] for name, values in further.items()}
         origins = [now.input.origins[item] for item in batch.ids] if now.input.origins else []
-        inputs = FunctionInput(batch, fields, self._tokenizer, origins, now.input.samples)
+        inputs = FunctionInput(
+            batch, fields, self._tokenizer, origins, now.input.samples, self._find_stop(now)
+        )
         assert call.function is not None, "a call without a role is a function"
         self._functions.start(
             run, call.function, cast(FunctionMethod, method), inputs, now.input.sampling_seed.step
         )
+
+    def _find_stop(self, now: _Step) -> StopStrings | None:
+        """Find the stop strings of the answers of a step: all of its calls have those of the recipe."""
+        for call in now.store.graph.calls:
+            if call.kind is Kind.GENERATE:
+                method = cast(GenerateMethod, self._algorithm.method(call.name))
+                return StopStrings.of(self._tokenizer, method.sampling_of(evaluation=now.input.evaluation))
+        return None
 
     def _needed(self, instruction: Instruction) -> str | None:
         """The function running here whose outputs or metrics an instruction hands on, if there is one."""
@@ -241,13 +252,15 @@ class Worker:
         if call.kind is Kind.GENERATE:
             assert isinstance(method, GenerateMethod)
             number = [other for other in store.graph.calls if other.kind is Kind.GENERATE].index(call)
+            sampling = method.sampling_of(evaluation=step.evaluation)
             try:
                 batch = generate(
                     model,
                     batch,
                     method.prompts,
-                    sampling=method.eval_sampling if step.evaluation else method.sampling,
-                    stop_token_ids=self._stop_token_ids,
+                    sampling=sampling,
+                    stop_token_ids=() if sampling.ignore_eos else self._stop_token_ids,
+                    stop=StopStrings.of(self._tokenizer, sampling),
                     seed=replace(step.sampling_seed, call=number),
                     kv_capacity=max_tokens,
                     samples=store.samples,

@@ -1,0 +1,83 @@
+"""Stop strings: texts that end an answer, found in its tokens. No torch."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+from realrl.recipe.settings import GenerationConfig
+
+_INCOMPLETE = "\ufffd"
+"""What a tokenizer makes of the first bytes of a character until the others follow."""
+_BYTES_OF_CHARACTER = 4
+_MARGIN = 8
+"""Tokens before the longest stop string that are decoded with it: a text may lose blanks at its start."""
+
+
+class StopStrings:
+    """Texts of which the first one that stands in a decoded answer ends it, as in vLLM.
+
+    The answer keeps the tokens up to the one that completes the text, and its text ends before it. Stop strings
+    that are complete within the first `min_new_tokens` tokens do not count.
+    """
+
+    @classmethod
+    def of(cls, tokenizer: Any, sampling: GenerationConfig | None) -> Self | None:
+        """Return the stop strings of a recipe; None if it has none."""
+        return cls(tokenizer, sampling) if sampling is not None and sampling.stop else None
+
+    def __init__(self, tokenizer: Any, sampling: GenerationConfig) -> None:
+        self._tokenizer, self._stop, self._least = tokenizer, sampling.stop, sampling.min_new_tokens
+        self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._vocabulary = len(tokenizer)
+        # A token of text has one byte at least.
+        self._margin = max(len(text.encode()) for text in self._stop) + _MARGIN
+
+    def find_end(self, tokens: Sequence[int], looked: int) -> int | None:
+        """Find after how many tokens an answer ends; None if it goes on.
+
+        It is known not to end within the first `looked` tokens. Answers are looked at after any number of tokens,
+        and end at the same one.
+        """
+        # Decoding all of a long answer again for each token would take longer than generating it.
+        before, new = self._select_last(tokens, looked), tokens[looked:]
+        text = self._decode([*before, *new])
+        if _INCOMPLETE not in text and not self._stands_in(text):
+            return None
+        # A window that begins within a character may lose the characters behind it, too.
+        windows = [before[start:] for start in range(min(len(before), _BYTES_OF_CHARACTER))]
+        for count in range(1, len(new) + 1):
+            near = (self._decode([*window, *new[:count]]) for window in windows or [[]])
+            if any(map(self._stands_in, near)) and self._find(tokens[: looked + count]) is not None:
+                return looked + count
+        return None
+
+    def cut(self, tokens: Sequence[int]) -> str:
+        """Decode an answer without special tokens, up to the stop string that ended it."""
+        text = self._decode(tokens)
+        return text[: self._find(tokens)]
+
+    def _find(self, tokens: Sequence[int]) -> int | None:
+        """Find where in the text of an answer the first stop string begins that its last token completes."""
+        if len(tokens) <= self._least:
+            return None
+        before = len(self._decode(tokens[:-1]).rstrip(_INCOMPLETE))
+        text = self._decode(tokens).rstrip(_INCOMPLETE)
+        places = (text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop)
+        return min((place for place in places if place >= 0), default=None)
+
+    def _select_last(self, tokens: Sequence[int], looked: int) -> list[int]:
+        """Select the last of the first `looked` tokens that have text: the longest stop string's, and a margin."""
+        found: list[int] = []
+        for position in reversed(range(looked)):
+            token = tokens[position]
+            if len(found) == self._margin:
+                break
+            if token < self._vocabulary and token not in self._special:
+                found.append(token)
+        return found[::-1]
+
+    def _stands_in(self, text: str) -> bool:
+        return any(stop in text for stop in self._stop)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
