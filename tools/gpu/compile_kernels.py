@@ -217,8 +217,8 @@ def launch_elementwise(sizes: Sizes, dtype: torch.dtype, row_counts: Iterable[in
 
 
 def launch_logits(sizes: Sizes, dtype: torch.dtype) -> None:
-    """Launch what log-probabilities and their gradients take."""
-    from realrl.model.gpu import logits
+    """Launch what log-probabilities, their gradients and top-p take."""
+    from realrl.model.gpu import logits, nucleus
 
     chunk, sums = torch.zeros(2, sizes.vocabulary), torch.zeros(2)
     logits.compute_logit_sums(chunk, 1.0, sums, sums.clone())
@@ -227,6 +227,7 @@ def launch_logits(sizes: Sizes, dtype: torch.dtype) -> None:
         logits.bound_logits(chunk, cap)
         gradient = torch.empty_like(chunk, dtype=dtype)
         logits.compute_softmax_gradient(chunk, sums, sums, 1.0, cap, gradient)
+    nucleus.launch_top_p(chunk, 0.9, torch.empty_like(chunk))
 
 
 def launch_attention(sizes: Sizes, dtype: torch.dtype, widths: Iterable[tuple[int, int]]) -> None:
