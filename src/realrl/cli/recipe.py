@@ -74,8 +74,17 @@ def find_training_cluster(experiment: "Experiment") -> "Cluster":
     from realrl.runtime.prepare.processes import choose_processes
 
     choice = choose_processes(experiment)
-    typer.echo(f"note: cluster=auto: {choice}", err=True)
+    typer.echo(f"note: cluster=auto chose {choice}", err=True)
     return choice.chosen.cluster
+
+
+def note_crowd(cluster: "Cluster") -> None:
+    """Note that processes on this machine's CPU are more than its cores; UserError if its memory is too small."""
+    from realrl.runtime.prepare.host import describe_crowd
+
+    crowd = describe_crowd(cluster.size)
+    if crowd is not None:
+        typer.echo(f"note: {crowd}", err=True)
 
 
 def launch_ranks(experiment: "Experiment", arguments: Sequence[str]) -> None:
@@ -99,6 +108,8 @@ def launch_ranks(experiment: "Experiment", arguments: Sequence[str]) -> None:
     check_local(cluster)
     here = ask_machine(experiment.device)
     check_kind(experiment, cluster, here)
+    if here == "cpu":
+        note_crowd(cluster)
     plan = None
     if experiment.plan == SEARCH:
         check_functions(experiment)

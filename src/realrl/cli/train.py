@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from realrl.cli.recipe import Overrides, Recipe, find_cluster, find_training_cluster, resolve_recipe
+from realrl.cli.recipe import (
+    Overrides,
+    Recipe,
+    find_cluster,
+    find_training_cluster,
+    note_crowd,
+    resolve_recipe,
+)
 from realrl.runtime.processes.signals import Interrupted, find_interruption
 
 if TYPE_CHECKING:
@@ -215,6 +222,8 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     here = ask_machine(experiment.device)
     plan = None
     check_kind(experiment, cluster, here)
+    if here == "cpu":
+        note_crowd(cluster)
     if compiled is None:
         check_functions(experiment)
         plan = cached_plan(experiment, search_spec(experiment, cluster, here), partial(typer.echo, err=True))

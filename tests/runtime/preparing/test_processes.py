@@ -111,8 +111,9 @@ def test_the_demo_computes_in_one_process_on_two_cores(monkeypatch: pytest.Monke
     assert choice.chosen.cluster == Cluster(1, 1) and choice.chosen.threads == 2
     one, two = (split.seconds for split in choice.compared)
     assert one is not None and two is not None and two < one < 1.1 * two
-    assert str(choice).startswith("1 process with 2 threads, of which a step at full lengths takes ")
-    assert "with 2×1; more processes would have to save 15 % of it" in str(choice)
+    assert str(choice).startswith("1 process with 2 threads: a step of full length is predicted to take ")
+    assert "(2 processes with 1 thread each: " in str(choice)
+    assert str(choice).endswith("; more processes would have to save 15 %)")
 
 
 def test_many_cores_are_shared_by_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,8 +254,8 @@ def test_plan_says_what_was_chosen_and_why(
     recipe = world.recipe("sft", tmp_path, cluster="auto")
     assert run_app(["plan", str(recipe), "--effort", "100000"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "cluster=auto: 1 process with 4 threads, of which a step at full lengths takes" in text
-    assert "with 2×2 and " in text and "with 4×1" in text
+    assert "cluster=auto chose 1 process with 4 threads: a step of full length is predicted to take" in text
+    assert "(2 processes with 2 threads each: " in text and "; 4 processes with 1 thread each: " in text
     assert run_app(["plan", str(recipe), "cluster=1x2", "--effort", "100000"]) == 0
     assert "cpu:1x2, with 2 threads each" in " ".join(capsys.readouterr().out.split())
 
@@ -280,6 +281,24 @@ def test_a_run_starts_the_processes_and_threads_that_were_chosen(
     recipe = world.recipe("grpo", tmp_path, cluster="auto", **changes)
     assert run_app(["train", str(recipe)]) == 0
     assert set((tmp_path / "seen").read_text().splitlines()) == {"2 2"}
-    note = "cluster=auto: 2 processes with 2 threads each, of which a step at full lengths takes 1 s as predicted"
+    note = "cluster=auto chose 2 processes with 2 threads each: a step of full length is predicted to take 1 s (1"
     assert f"note: {note}" in capfd.readouterr().err
     assert len(read_metrics(tmp_path / "run")) == 1
+
+
+def test_more_processes_than_cores_are_noted_and_more_than_memory_holds_are_refused(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("realrl.runtime.prepare.host.count_cores", lambda: 2)
+    monkeypatch.setattr("realrl.runtime.prepare.host.host_memory", lambda: 23 << 30)
+    recipe = str(world.recipe("sft", tmp_path, training__steps=1))
+    assert run_app(["train", recipe, "cluster=1x64", "data.batch=64"]) == 2
+    error = capfd.readouterr().err
+    assert "64 processes on this machine take 25.0 GiB for libraries alone, of 23.0 GiB" in error
+    assert "such as cluster=1x2 for its 2 cores" in error
+    assert run_app(["train", recipe, "cluster=1x2"]) == 0
+    assert "share 2 cores" not in capfd.readouterr().err
+    monkeypatch.setattr("realrl.runtime.prepare.host.count_cores", lambda: 1)
+    assert run_app(["train", recipe, "cluster=1x2", "overwrite=true"]) == 0
+    note = "note: 2 processes share 1 core, so steps take longer than with cluster=1x1"
+    assert note in capfd.readouterr().err

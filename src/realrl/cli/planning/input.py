@@ -125,7 +125,7 @@ def choose_devices(
     if counted is None:
         plan = SEARCH if experiment.plan in PRESETS else experiment.plan
         choice = choose_processes(on_cpus.model_copy(update={"plan": plan}), measured)
-        counted, chosen = choice.chosen.cluster, f"; cluster=auto: {choice}"
+        counted, chosen = choice.chosen.cluster, f"; cluster=auto chose {choice}"
     spec = spec_of(on_cpus, counted)
     assert spec is not None, "CPUs are a kind"
     if named_cluster(experiment.cluster) is not None:

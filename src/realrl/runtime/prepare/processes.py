@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from realrl.config.errors import UserError
-from realrl.config.words import join
 from realrl.plan.cluster import Cluster
 from realrl.plan.presets import PRESETS, SEARCH, load_plan
 from realrl.planner.evaluate.shortage import DoesNotFit
@@ -58,10 +57,10 @@ class ProcessChoice:
     chosen: Split
     compared: Sequence[Split]
     reason: str
-    """Why it was chosen, in words."""
+    """Why it was chosen, in words that follow it."""
 
     def __str__(self) -> str:
-        return f"{self.chosen}, {self.reason}"
+        return f"{self.chosen}{self.reason}"
 
 
 def choose_processes(experiment: Experiment, measured: Measured | None = None) -> ProcessChoice:
@@ -75,14 +74,14 @@ def choose_processes(experiment: Experiment, measured: Measured | None = None) -
         return _take_from_file(experiment)
     splits = list_splits()
     if len(splits) == 1:
-        return ProcessChoice(splits[0], splits, "since there is no other way to divide the cores")
+        return ProcessChoice(splits[0], splits, ", since there is no other way to divide the cores")
     if measured is None:
         path = experiment.profile
         measured = Measured(None if path is None else Profile.load(path))
     compared = [_predict(split, experiment, measured) for split in splits]
     known = [(split, split.seconds) for split in compared if split.seconds is not None]
     if not known:
-        return ProcessChoice(compared[0], compared, "since no step could be predicted")
+        return ProcessChoice(compared[0], compared, ", since no step could be predicted")
     best = min(seconds for _, seconds in known)
     chosen = next(split for split, seconds in known if seconds * (1 - WORTH_IT) <= best)
     return ProcessChoice(chosen, compared, _explain(chosen, compared, measured))
@@ -102,7 +101,7 @@ def _take_from_file(experiment: Experiment) -> ProcessChoice:
     plan = load_plan(experiment.plan, build_graph(experiment), experiment.micro_batch_tokens)
     processes = plan.cluster.size if plan.cluster.nodes == 1 else 1
     split = Split(processes=processes, threads=count_threads(processes))
-    return ProcessChoice(split, [split], f"which {experiment.plan} is for")
+    return ProcessChoice(split, [split], f", which {experiment.plan} is for")
 
 
 def _predict(split: Split, experiment: Experiment, measured: Measured) -> Split:
@@ -126,14 +125,15 @@ def _estimate(experiment: Experiment, cluster: Cluster, measured: Measured) -> E
 
 
 def _explain(chosen: Split, compared: Sequence[Split], measured: Measured) -> str:
-    """Explain a choice by the seconds of a step with it and with the others, as processes × threads."""
+    """Explain a choice by the predicted seconds of a step with it and with the others."""
     others = [split for split in compared if split.processes != chosen.processes]
     known = [split.seconds for split in compared if split.seconds is not None]
-    texts = [f"{_format(split.seconds)} with {split.processes}×{split.threads}" for split in others]
-    rule = "" if chosen.seconds == min(known) else f"; more processes would have to save {WORTH_IT:.0%} of it"
-    assumed = " at full lengths" if measured.prompts is None and measured.answers is None else ""
-    step = f"a step{assumed} takes {_format(chosen.seconds)} as predicted"
-    return f"of which {step}, {join(texts)}{rule.replace('%', ' %')}"
+    texts = "; ".join(f"{split}: {_format(split.seconds)}" for split in others)
+    rule = (
+        "" if chosen.seconds == min(known) else f"; more processes would have to save {WORTH_IT * 100:.0f} %"
+    )
+    lengths = " of full length" if measured.prompts is None and measured.answers is None else ""
+    return f": a step{lengths} is predicted to take {_format(chosen.seconds)} ({texts}{rule})"
 
 
 def _format(seconds: float | None) -> str:
