@@ -35,7 +35,7 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     from realrl.recipe.algorithm import get_spec
     from realrl.recipe.graphs import build_graph
     from realrl.recipe.load import load_experiment
-    from realrl.runtime.output.earlier import find_earlier_run
+    from realrl.runtime.output.earlier import describe_finished, find_earlier_run
     from realrl.runtime.output.lock import check_unused
     from realrl.runtime.processes.environment import set_library_defaults, under_launcher
 
@@ -51,7 +51,7 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
                 raise typer.Exit(_train_on_ray(experiment, ["train", recipe, *overrides], run_dir))
             earlier = find_earlier_run(experiment)
             if earlier is not None and earlier.finished:
-                typer.echo(f"run_dir={experiment.run_dir} holds this run, which is done", err=True)
+                typer.echo(describe_finished(experiment.run_dir), err=True)
                 return
             cluster = find_training_cluster(experiment)
             plan = _check(experiment, cluster)
@@ -79,7 +79,7 @@ def _train_on_ray(experiment: "Experiment", arguments: list[str], run_dir: Calla
     from realrl.runtime.launcher.launch import launch_training
     from realrl.runtime.launcher.local_ranks import Start
     from realrl.runtime.launcher.on_ray import RayCluster
-    from realrl.runtime.output.earlier import find_earlier_run
+    from realrl.runtime.output.earlier import describe_finished, find_earlier_run
     from realrl.runtime.prepare.cluster import named_cluster, written_cluster
     from realrl.runtime.prepare.compile import compile_recipe
 
@@ -90,7 +90,7 @@ def _train_on_ray(experiment: "Experiment", arguments: list[str], run_dir: Calla
         )
     earlier = find_earlier_run(experiment)
     if earlier is not None and earlier.finished:
-        typer.echo(f"run_dir={experiment.run_dir} holds this run, which is done", err=True)
+        typer.echo(describe_finished(experiment.run_dir), err=True)
         return 0
     if experiment.plan != SEARCH:
         compile_recipe(experiment, cluster)

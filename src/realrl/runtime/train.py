@@ -10,7 +10,7 @@ from realrl.plan.presets import SEARCH
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.observer import RunObserver
-from realrl.runtime.output.earlier import EarlierRun, find_earlier_run
+from realrl.runtime.output.earlier import EarlierRun, describe_finished, find_earlier_run
 from realrl.runtime.output.lock import RunLock
 from realrl.runtime.output.shared import check_shared
 from realrl.runtime.output.trackers.trackers import check_trackers
@@ -52,7 +52,7 @@ def train(
         earlier = _find_earlier(written, process, lock)
         if earlier is not None and earlier.finished:
             if process.rank == WRITER:
-                observer.note(f"run_dir={experiment.run_dir} holds this run, which is done")
+                observer.note(describe_finished(experiment.run_dir))
             return
         if for_others:
             experiment, note = replace_plan(experiment, cluster, goes_on=earlier is not None)

@@ -107,7 +107,7 @@ def test_a_run_of_another_recipe_is_not_continued(
     run_dir = tmp_path / "whole" / "run"
     before = lines(run_dir)
     for changes, status, message in (
-        (["training.steps=2"], 0, "holds this run, which is done"),
+        (["training.steps=2"], 0, "run: this run is already finished"),
         (["training.steps=2", "resume=never"], 2, "holds an earlier run, and resume=never"),
         (["training.steps=2", "seed=2"], 2, "holds a run of another recipe (seed: 1, now 2)"),
         (["training.steps=1"], 2, "is at step 2, and this recipe has 1; raise training.steps"),

@@ -88,7 +88,7 @@ def test_the_rank_that_is_furthest_behind_keeps_the_others_waiting() -> None:
     assert verdict is not None
     assert verdict.message == (
         "rank 1 is stuck in step 2, reallocate actor and keeps rank 0, 2 waiting;"
-        " no rank has got on for 60 seconds (launch.stall_minutes)"
+        " no progress on any rank for 60 s (launch.stall_minutes)"
     )
 
 
@@ -111,7 +111,7 @@ def test_progress_anywhere_is_no_stall_and_loading_may_take_longer() -> None:
     verdict = loading.live(3 * 60)
     assert verdict is not None and verdict.message == (
         "all ranks wait for each other or a file, while loading;"
-        " no rank has got on for 240 seconds (launch.stall_minutes)"
+        " no progress on any rank for 4 min (launch.stall_minutes)"
     )
 
 

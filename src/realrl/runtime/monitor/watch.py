@@ -118,7 +118,7 @@ class SignWatch:
         lively = any(sign.doing in _LIVELY for sign in signs.values())
         if limit is None or not signs or seconds < limit * (1 if lively else _SLOW):
             return None
-        no_progress = f"no rank has got on for {seconds:.0f} seconds (launch.stall_minutes)"
+        no_progress = f"no progress on any rank for {_duration(seconds)} (launch.stall_minutes)"
         running = [sign for sign in signs.values() if sign.function is not None]
         if running:
             sign = max(running, key=lambda sign: sign.function_seconds)
@@ -160,3 +160,7 @@ def describe_waiting(signs: Mapping[int, Sign], culprit: int) -> list[str]:
         who = f"rank {ranks} was" if len(there) == 1 else f"ranks {ranks} were"
         notes.append(f"{who} {place}, for {seconds:.0f} seconds")
     return notes
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

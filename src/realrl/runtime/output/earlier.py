@@ -59,6 +59,11 @@ class EarlierRun:
     finished: bool = False
 
 
+def describe_finished(run_dir: str) -> str:
+    """Say that nothing of the run in a directory is left to do."""
+    return f"run_dir={run_dir}: this run is already finished"
+
+
 def find_earlier_run(experiment: Experiment) -> EarlierRun | None:
     """Find the run in the recipe's directory that is to be continued; None where a new one starts.
 

@@ -77,7 +77,7 @@ def _describe(error: Exception) -> Failure:
         return Failure(f"{who}out of memory{place}{text and ': '}{text}", RUN_STATUS, rank, time.time())
     if _blames_a_peer(error):
         # What follows in gloo's text is advice, and ends with a picture.
-        message = f"{who}another rank has gone{place}: {name}: {text.partition('. ')[0]}"
+        message = f"{who}lost connection to a peer rank{place}: {name}: {text.partition('. ')[0]}"
         return Failure(message=message, status=RUN_STATUS, rank=rank, time=time.time(), distance=CONSEQUENCE)
     if refusal is not None and refusal.errno in _DISK:
         file = f"{refusal.filename} cannot be written: " if refusal.filename else ""
