@@ -63,6 +63,7 @@ def test_no_name_of_another_tool_hides_a_setting() -> None:
         ("sft", "lora.r", 8, "lora: unknown key; for lora.r, did you mean models.actor.lora.rank?"),
         ("sft", "models.actor.lora", {"r": 8, "lora_alpha": 4}, "did you mean models.actor.lora.alpha?"),
         ("sft", "models.actor.lora.target_modules", ["q"], "did you mean models.actor.lora.targets?"),
+        ("sft", "resize_vocab", True, "did you mean models.actor.vocab_size? It is a number of tokens"),
         ("grpo", "max_completion_length", 8, "did you mean generation.max_new_tokens?"),
         ("grpo", "data.max_prompt_length", 8, "did you mean data.max_prompt_tokens?"),
         ("sft", "num_train_epochs", 1, "did you mean training.epochs?"),

@@ -10,7 +10,10 @@ from realrl.cli.app import run_app
 from realrl.config.files import write_whole
 from realrl.config.paths import make_absolute
 from realrl.config.user_function import UserFunction
+from realrl.config.yaml_file import dump_yaml
+from realrl.recipe.load import load_experiment
 from realrl.recipe.sources import SourceList, make_source_absolute
+from tests.config.minimal import least
 from tests.conftest import World
 
 CLUSTER = "groups: [{device: cpu, nodes: 1, devices_per_node: 1}]\n"
@@ -121,3 +124,23 @@ def test_one_file_written_in_two_ways_is_one_source(home: Path, monkeypatch: pyt
     monkeypatch.chdir(home)
     with pytest.raises(ValueError, match=r"records\.jsonl.* is listed twice"):
         TypeAdapter(SourceList).validate_python({"records.jsonl": 1, "./records.jsonl": 2})
+
+
+def test_code_is_found_in_the_folder_of_the_recipe_unless_the_current_directory_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipes, here = tmp_path / "recipes", tmp_path / "here"
+    for folder in (recipes, here):
+        folder.mkdir()
+    (recipes / "reward.py").write_text("def score(completions): return [1.0] * len(completions)\n")
+    settings = least("grpo") | {"reward": "reward.py:score"}
+    (recipes / "recipe.yaml").write_text(dump_yaml(settings))
+    monkeypatch.chdir(here)
+
+    def found() -> str | None:
+        experiment = load_experiment(str(recipes / "recipe.yaml"))
+        return experiment.reward["reward"].function
+
+    assert found() == f"{recipes}/reward.py:score"
+    (here / "reward.py").write_text((recipes / "reward.py").read_text())
+    assert found() == f"{here}/reward.py:score"

@@ -116,3 +116,14 @@ def test_a_rank_that_no_adapted_matrix_can_have_is_refused() -> None:
                 continue
             with pytest.raises(UserError, match=f"lora.rank={rank} is above {highest}, the highest rank"):
                 model_tensors(adapted, "lm")
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_adapters_of_embeddings_and_head_are_refused_with_the_ways_out(target: str) -> None:
+    shape = SHAPES["plain"].model_copy(update={"lora": LowRank(targets=("q_proj", target))})
+    with pytest.raises(UserError) as caught:
+        model_tensors(shape, "lm")
+    assert str(caught.value) == (
+        f"lora.targets: adapters of {target} are not supported; train all of it (lora=null), or choose among"
+        " q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"
+    )

@@ -119,7 +119,18 @@ def known_shape(config: ModelConfig) -> ModelShape | None:
 
 
 def _adapt(shape: ModelShape, config: ModelConfig) -> ModelShape:
-    """Add what a role trains beside its model, or how it stores its matrices."""
+    """Add what a role trains beside its model, how it stores its matrices, and the vocabulary that it grows to.
+
+    UserError if the model has more tokens than that.
+    """
+    size = config.vocab_size
+    if size is not None and size < shape.vocab_size:
+        raise UserError(
+            f"vocab_size={size} is less than the {shape.vocab_size} tokens that {config.path} has; a vocabulary can"
+            " only grow"
+        )
+    if size is not None and size > shape.vocab_size:
+        shape = shape.model_copy(update={"vocab_size": size, "grown_from": shape.vocab_size})
     lora = config.lora if isinstance(config, TrainedModelConfig) else None
     if lora is None and config.quantised is None:
         return shape

@@ -13,7 +13,7 @@ from realrl.config.json_file import read_json
 from realrl.families.config_json import read_config
 from realrl.families.registry import find_family, model_tensors, ties_embeddings
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import Parameter, TensorSpec
+from realrl.families.tensors import Axis, Parameter, TensorSpec
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -103,7 +103,7 @@ def find_tensors(directory: Path, shape: ModelShape, wanted: Iterable[TensorSpec
             config = read_config(directory / "config.json", shape.family)
             source = embedding if ties_embeddings(config, "lm") else name
         if source in stored:
-            _check(stored[source], spec)
+            _check(stored[source], spec, shape)
             found[name] = stored[source]
         elif name == scalar_head:
             absent.append(name)
@@ -113,7 +113,7 @@ def find_tensors(directory: Path, shape: ModelShape, wanted: Iterable[TensorSpec
     _check_known(stored, known, find_family(shape.family).buffers)
     repeated = stored.get(lm_head) if lm_head not in specs and scalar_head not in specs else None
     if repeated is not None:
-        _check(repeated, specs[embedding])
+        _check(repeated, specs[embedding], shape)
     pair = None if repeated is None else (repeated, found[embedding])
     return Contents(found, absent, outside["embedding"], pair)
 
@@ -139,14 +139,22 @@ def _specs_outside_layers(shape: ModelShape) -> dict[Parameter, TensorSpec]:
     return {spec.parameter: spec for spec in specs if spec.layer is None}
 
 
-def _check(tensor: StoredTensor, spec: TensorSpec) -> None:
+def _check(tensor: StoredTensor, spec: TensorSpec, shape: ModelShape) -> None:
     check_type(tensor)
-    if tensor.shape != spec.file_shape:
+    rows = stored_rows(spec, shape)
+    wanted = spec.file_shape if rows is None else (rows, *spec.shape[1:])
+    if tensor.shape != wanted:
         found = list(tensor.shape)
-        needed = list(spec.file_shape)
+        needed = list(wanted)
         raise UserError(
             f"{tensor.file}: tensor {tensor.name} has shape {found}, but the model needs {needed}"
         )
+
+
+def stored_rows(spec: TensorSpec, shape: ModelShape) -> int | None:
+    """Count the rows that files have of a tensor with a row per token; None unless the vocabulary grows."""
+    per_token = spec.partition is not None and spec.partition.axis is Axis.VOCABULARY
+    return shape.grown_from if per_token else None
 
 
 def check_type(tensor: StoredTensor) -> None:

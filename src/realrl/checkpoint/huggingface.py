@@ -20,7 +20,16 @@ from realrl.checkpoint.directory import (
     local_directory,
     read_shape,
 )
-from realrl.checkpoint.headers import INDEX, SINGLE, Contents, StoredTensor, TensorFiles, find_tensors
+from realrl.checkpoint.growth import read_grown, take_stored
+from realrl.checkpoint.headers import (
+    INDEX,
+    SINGLE,
+    Contents,
+    StoredTensor,
+    TensorFiles,
+    find_tensors,
+    stored_rows,
+)
 from realrl.checkpoint.origin import Origin
 from realrl.checkpoint.portions import Portion, join_portions, list_files, list_portions
 from realrl.checkpoint.quantisation import write_quantised
@@ -101,7 +110,7 @@ def load(
                     own.copy_(values)
                     if not all_finite(own):
                         raise _not_finite(stored, values, own.dtype)
-        _check_repeated_head(source.contents, files, source.directory, regions)
+        _check_repeated_head(source.contents, shape, files, source.directory, regions)
     return [name for name in specs if name not in source.found]
 
 
@@ -134,6 +143,7 @@ class ModelFiles:
         own = [spec for spec in tensors if spec.parameter not in ADAPTERS]
         self.directory = local_directory(path if saved is None else saved.base)
         self.contents = find_tensors(self.directory, shape, own)
+        self._shape = shape
         self._continued = len(own) < len(tensors)
         self.found: dict[str, StoredTensor] = {**self.contents.tensors}
         """Where each tensor is, or the matrix that an adapter is merged into."""
@@ -153,6 +163,10 @@ class ModelFiles:
     ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
         """Read a region of a tensor, or all of it: index of each part in the region, and its values."""
         opened, adapters = files.find(self.found[spec.name]), self._adapters
+        rows_there = stored_rows(spec, self._shape)
+        if rows_there is not None:
+            yield from read_grown(opened, spec, region, rows_there)
+            return
         merged = adapters is not None and not self._continued and adapters.adapts(spec)
         for index, values in read_parts(opened, spec, region):
             if adapters is None or not merged:
@@ -186,7 +200,11 @@ def _not_finite(stored: StoredTensor, values: Tensor, dtype: torch.dtype) -> Use
 
 
 def _check_repeated_head(
-    contents: Contents, files: TensorFiles, directory: Path, regions: Mapping[str, Region] | None
+    contents: Contents,
+    shape: ModelShape,
+    files: TensorFiles,
+    directory: Path,
+    regions: Mapping[str, Region] | None,
 ) -> None:
     """Check that a stored head which is not used equals the embeddings that are read; else UserError."""
     spec = contents.embedding
@@ -194,6 +212,9 @@ def _check_repeated_head(
         return
     repeated, embedding = contents.repeated_head
     region = None if regions is None else regions[spec.name]
+    rows = stored_rows(spec, shape)
+    if rows is not None:
+        region = take_stored(spec, region, rows)
     with TensorFiles() as others:
         pairs = zip(
             read_parts(files.find(embedding), spec, region),

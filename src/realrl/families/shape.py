@@ -136,6 +136,8 @@ class ModelShape(Settings):
     """Low-rank adapters of a role (`models.ROLE.lora`), which are no part of its `config.json`."""
     quantised: Quantisation | None = Field(default=None, json_schema_extra=DERIVED)
     """What the matrices of layers are stored as (`models.ROLE.dtype`); None for the type of all else."""
+    grown_from: Size | None = Field(default=None, json_schema_extra=DERIVED)
+    """Rows that the embedding table has in the model's files, if a role adds some (`models.ROLE.vocab_size`)."""
 
     def for_lengths(self, longest: int) -> "ModelShape":
         """Return the shape for sequences of up to so many tokens, as `RopeScaling.long` needs to know."""

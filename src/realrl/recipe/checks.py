@@ -30,7 +30,9 @@ def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
             weights_from = of.weights_else
         if weights_from is not None and not model.has_source:
             source = getattr(models, weights_from)
-            update = {name: getattr(source, name) for name in ("path", "family", "shape", "tokenizer")}
+            update = {
+                name: getattr(source, name) for name in ("path", "family", "shape", "tokenizer", "vocab_size")
+            }
         dtype_from = of.dtype_from or weights_from
         if dtype_from is not None and "dtype" not in model.model_fields_set:
             source = getattr(models, dtype_from)

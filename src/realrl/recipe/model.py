@@ -20,7 +20,7 @@ from realrl.config.paths import PathOrName, local_path
 from realrl.families.adapters import LowRank
 from realrl.families.config_json import check_writing
 from realrl.families.registry import find_family
-from realrl.families.shape import ModelShape
+from realrl.families.shape import ModelShape, Size
 from realrl.families.sizes.find import find_shape
 from realrl.families.sizes.published import SHAPES
 from realrl.families.tensors import Quantisation
@@ -77,6 +77,10 @@ class ModelConfig(Settings):
     )
     tokenizer: PathOrName | None = None
     """Tokenizer directory or hub name; taken from `path` when not given."""
+    vocab_size: Size | None = None
+    """Number of tokens to which the embeddings and the head of the model in `path` grow when they are read, for a
+    tokenizer that has more tokens than the model. Each new row is the mean of the old ones. null keeps the model's
+    own number."""
     dtype: Literal["auto", "float32", "mixed", "bfloat16", "int8", "fp8"] = "auto"
     """Type of the weights in computation. `mixed`, for CPUs, is float32 with matrix products that round their
     operands to bfloat16 and add up in float32. `auto` is bfloat16 on GPUs, and on CPUs `mixed` where the processor
@@ -105,7 +109,9 @@ class ModelConfig(Settings):
 
     def starts_like(self, other: "ModelConfig") -> bool:
         """Tell whether both models start from the same values; fresh weights depend on sizes and seed alone."""
-        mine, theirs = ((m.path, m.shape if m.path is None else None, m.dtype) for m in (self, other))
+        mine, theirs = (
+            (m.path, m.shape if m.path is None else None, m.vocab_size, m.dtype) for m in (self, other)
+        )
         return mine == theirs
 
     @field_validator("shape", mode="before")
@@ -140,8 +146,19 @@ class ModelConfig(Settings):
                 raise ValueError("adapters are settings of a role: write models.ROLE.lora")
             if value.quantised is not None:
                 raise ValueError("how a role stores its matrices is its own setting: write models.ROLE.dtype")
+            if value.grown_from is not None:
+                raise ValueError("growth is a setting of a role: write models.ROLE.vocab_size")
             check_writing(value)
         return value
+
+    @model_validator(mode="after")
+    def _grows_a_model(self) -> Self:
+        if self.vocab_size is not None and self.path is None:
+            raise ValueError(
+                f"vocab_size={self.vocab_size} needs a path: it grows the vocabulary of the model there;"
+                " a model that starts from scratch has shape.vocab_size"
+            )
+        return self
 
     @field_validator("computes_in")
     @classmethod
@@ -191,6 +208,11 @@ class TrainedModelConfig(ModelConfig):
             for name in ("trainable_layers", "freeze_embeddings"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"lora and {name} exclude each other: adapters leave the model as it is")
+            if self.vocab_size is not None:
+                raise ValueError(
+                    "lora and vocab_size exclude each other: adapters are saved without the embeddings; grow the"
+                    " model with transformers' resize_token_embeddings first"
+                )
         if self.router_loss and (self.lora is not None or self.trainable_layers == 0):
             setting = "lora" if self.lora is not None else "trainable_layers=0"
             raise ValueError(

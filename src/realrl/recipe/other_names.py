@@ -36,6 +36,7 @@ _DEVICES = _name("cluster", about="It is written as nodes x devices per node.")
 _RECOMPUTE = _name("recompute")
 _DTYPE = _name("models.actor.dtype", "models.reward.dtype")
 _MODEL = _name("models.actor.path", "models.reward.path")
+_VOCABULARY = _name("models.actor.vocab_size", "models.reward.vocab_size", about="It is a number of tokens.")
 
 OTHER_NAMES: Mapping[str, OtherName] = MappingProxyType(
     {
@@ -183,6 +184,8 @@ OTHER_NAMES: Mapping[str, OtherName] = MappingProxyType(
         "gradient_checkpointing": _RECOMPUTE,
         "enable_gradient_checkpointing": _RECOMPUTE,
         # Adapters.
+        "resize_vocab": _VOCABULARY,
+        "resize_token_embeddings_to_32x": _VOCABULARY,
         "r": _lora("rank"),
         "lora_r": _lora("rank"),
         "lora_rank": _lora("rank"),

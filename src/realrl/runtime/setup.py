@@ -1,6 +1,6 @@
 """Tokenizer and records of a run, with the mistakes that only they show."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from realrl.algorithms.method import Algorithm, FunctionMethod
@@ -8,6 +8,7 @@ from realrl.checkpoint.directory import find_model_shape
 from realrl.checkpoint.origin import read_origin
 from realrl.checkpoint.special_tokens import list_stop_token_ids
 from realrl.config.errors import UserError
+from realrl.config.explain import brief
 from realrl.data.dataset import Dataset
 from realrl.data.sources.records import RecordReader, read_records
 from realrl.data.tokenization import check_tokenizer
@@ -19,6 +20,7 @@ from realrl.families.shape import ModelShape
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
+from realrl.recipe.model import ModelConfig, TrainedModelConfig
 from realrl.recipe.sources import name_sources
 from realrl.runtime.prepare.compile import Phase, models
 
@@ -45,7 +47,7 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
         if len(tokenizer) > vocabulary:
             raise UserError(
                 f"models.{role}: the tokenizer {source} has {len(tokenizer)} tokens,"
-                f" but the model's vocabulary has {vocabulary}"
+                f" but the model's vocabulary has {vocabulary}; {_advise_growth(role, config, len(tokenizer))}"
             )
         if first is None:
             first = (role, source, tokenizer)
@@ -58,6 +60,37 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
     if experiment.data.chat_template is not None:
         first[2].chat_template = experiment.data.chat_template
     return first[2]
+
+
+def list_tokenizer_notes(experiment: Experiment, tokenizer: Any) -> Iterator[str]:
+    """Yield a note for each model that comes with a tokenizer which gives its tokens other ids than the run's."""
+    told: set[str] = set()
+    for role, config in models(experiment).items():
+        if config.path is None or config.tokenizer in (None, config.path) or config.path in told:
+            continue
+        told.add(config.path)
+        try:
+            own = load_tokenizer(config.path).get_vocab()
+        except UserError:
+            continue  # the model comes without a tokenizer, or with none that can be read
+        given = tokenizer.get_vocab()
+        other = sorted((number, token) for token, number in own.items() if given.get(token) != number)
+        if other:
+            number, token = other[0]
+            here = f"id {given[token]} here" if token in given else "missing here"
+            yield (
+                f"models.{role}.tokenizer={config.tokenizer} is not the tokenizer of {config.path}: {len(other)} of"
+                f" the model's {len(own)} tokens have another id or are missing, such as {brief(token)}"
+                f" (id {number} there, {here}); the model has to learn these tokens anew"
+            )
+
+
+def _advise_growth(role: str, config: ModelConfig, tokens: int) -> str:
+    if config.path is None:
+        return f"set models.{role}.shape.vocab_size to {tokens} or more"
+    if isinstance(config, TrainedModelConfig) and config.lora is not None:
+        return "grow the model with transformers' resize_token_embeddings first"
+    return f"models.{role}.vocab_size={tokens} grows it"
 
 
 def load_stop_token_ids(experiment: Experiment, tokenizer: Any) -> tuple[int, ...]:

@@ -50,6 +50,7 @@ from realrl.runtime.saving import ModelSaver
 from realrl.runtime.setup import (
     RecordLoader,
     find_longest,
+    list_tokenizer_notes,
     load_functions,
     load_shared_tokenizer,
     load_stop_token_ids,
@@ -218,6 +219,7 @@ class TrainingRun:
             *self.continuation.notes,
             *list_state_notes(self._started_from),
             *list_data_notes({"train": self.records, "eval": self.evaluations.records}),
+            *list_tokenizer_notes(self.experiment, self.tokenizer),
             *list_epoch_notes(self.experiment.training, self.training.order, self.steps),
             *list_model_notes(self.experiment, self.steps, {} if restored else fresh),
             *list_trained_parts(stored_models(self.experiment, self.compiled.train.graph, self.roles.shapes)),

@@ -77,7 +77,8 @@ CASES: dict[str, Case] = {
     "vocabulary mismatch": (
         "ppo",
         lambda w, d: {"models__actor__tokenizer": larger_tokenizer(w, d)},
-        "models.actor: the tokenizer DIR/larger has 340 tokens, but the model's vocabulary has 320",
+        "models.actor: the tokenizer DIR/larger has 340 tokens, but the model's vocabulary has 320;"
+        " models.actor.vocab_size=340 grows it",
     ),
     "empty data set": (
         "reward",

@@ -61,7 +61,8 @@ def test_a_rank_whose_peer_has_gone_is_a_consequence_and_brief(monkeypatch: pyte
     failure = describe_failure(RuntimeError(GLOO))
     assert (failure.distance, failure.trace) == (CONSEQUENCE, "")
     assert (
-        failure.message.startswith("rank 1: lost connection to a peer rank: ") and "typically" not in failure.message
+        failure.message.startswith("rank 1: lost connection to a peer rank: ")
+        and "typically" not in failure.message
     )
 
 
