@@ -14,7 +14,7 @@ from realrl.layout.region import Region
 def read_grown(
     stored: Any, spec: TensorSpec, region: Region | None, rows: int
 ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-    """Read a region of a tensor of which a file has only the first `rows` rows, as `read_parts` does.
+    """Read a region of a tensor as `read_parts` does, though the file has only its first `rows` rows.
 
     Each new row is the mean of the file's rows, as with `resize_token_embeddings` of transformers, but without its
     noise: the values depend on nothing but the file, so every layout reads the same ones.
