@@ -63,15 +63,15 @@ def test_sequence_parallelism_gathers_and_scatters_what_it_sums_otherwise() -> N
 
 
 def test_logits_are_reduced_chunk_by_chunk() -> None:
-    """2^26 logits at a time, of 480 of each row: 139,810 rows."""
-    step = replace(STEP, items=3 * 139_810 // 32)
+    """2^28 logits at a time, of 480 of each row: 559,240 rows, of which 559,232 are a multiple of 128."""
+    step = replace(STEP, items=3 * 559_232 // 32)
     rows = step.items * 32
     terms = cost(Kind.INFERENCE, step, place(tp=2, tokens=1 << 30), WIRE, model=store(SHAPE))
     layers = (2 * LAYERS + 1) * reduce(2, 2 * rows * HIDDEN)
-    assert terms["tensor"] == layers + 2 * 3 * reduce(2, 4 * 139_810) + reduce(2, 4 * rows)
+    assert terms["tensor"] == layers + 2 * 3 * reduce(2, 4 * 559_232) + reduce(2, 4 * rows)
     # Backward of logits that are not kept, maxima and sums come once more.
     trained = cost(Kind.TRAIN, step, place(tp=2, tokens=1 << 30), WIRE)["tensor"]
-    backward = (2 * LAYERS + 1) * reduce(2, 2 * rows * HIDDEN) + 2 * 3 * reduce(2, 4 * 139_810)
+    backward = (2 * LAYERS + 1) * reduce(2, 2 * rows * HIDDEN) + 2 * 3 * reduce(2, 4 * 559_232)
     assert trained == terms["tensor"] + backward
 
 

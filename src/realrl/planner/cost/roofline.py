@@ -1,5 +1,6 @@
 """Time model of a layer without a profile: tables of measured operators, and a roofline for the rest."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -171,7 +172,12 @@ class Roofline:
         matrix = rows, self.sizes.shape.hidden_size
         kept = self.sizes.keeps_logits(tokens, cpu=self.device.cpu)
         again = np.where(kept, 0.0, self.matmul(tokens, *matrix))
-        return again + self.matmul_backward(tokens, *matrix, trained=self.sizes.trains_head) + logits
+        seconds = again + self.matmul_backward(tokens, *matrix, trained=self.sizes.trains_head) + logits
+        if self.device.cpu or not self.sizes.trains_head:
+            return seconds
+        # Each chunk of a GPU adds to the gradient of the whole table.
+        _, chunks = self.sizes.count_logit_chunks(tokens, cpu=False)
+        return seconds + self.traffic(chunks * (e.gradient_bytes + self._widened) * math.prod(matrix))
 
     def decode(self, rows: Real, context: Real) -> Real:
         """Time a layer of a decode step of `rows` sequences with `context` tokens each in the KV cache."""

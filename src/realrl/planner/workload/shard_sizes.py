@@ -15,13 +15,13 @@ from realrl.families.quantisation import SCALES
 from realrl.families.registry import find_layer_options, model_tensors, ties_embeddings
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Parameter, Partial, Place, TensorSpec
-from realrl.layout.limits import max_kept_logits
+from realrl.layout.limits import count_kept_logit_rows, count_logit_rows
 from realrl.layout.local_tensors import count_shard_rows, local_tensor
 from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
 from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
 from realrl.plan.placement import Dtype
-from realrl.planner.arrays.arrays import Bools, Real
+from realrl.planner.arrays.arrays import Bools, Ints, Real, truncate
 
 _ALIGNED = 8
 """Numbers in bfloat16 of which the rows of experts' matrices must be a multiple for one kernel to multiply them."""
@@ -258,7 +258,12 @@ class LocalSizes:
     def keeps_logits(self, tokens: Real, *, cpu: bool) -> Bools:
         """Tell whether training keeps the logits of so many tokens; those with a cap are not kept on a CPU."""
         capped = self.options.logit_cap is not None and cpu
-        return np.asarray(tokens * self.padded_vocab <= (0 if capped else max_kept_logits(cpu=cpu)))
+        return np.asarray(tokens <= (0 if capped else count_kept_logit_rows(self.padded_vocab, cpu=cpu)))
+
+    def count_logit_chunks(self, tokens: Real, *, cpu: bool) -> tuple[Real, Ints]:
+        """Count the rows of a chunk of logits, and the chunks, of so many tokens."""
+        rows = count_logit_rows(self.padded_vocab, cpu=cpu)
+        return np.minimum(rows, tokens), truncate(np.ceil(tokens / rows))
 
     @cached_property
     def layer_elements(self) -> int:
