@@ -22,6 +22,7 @@ from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, build_paramet
 from realrl.layout.shard import Shard
 from realrl.plan.placement import Dtype
 from realrl.planner.arrays.arrays import Bools, Ints, Real, truncate
+from realrl.planner.cluster.devices import DeviceKind
 
 _ALIGNED = 8
 """Numbers in bfloat16 of which the rows of experts' matrices must be a multiple for one kernel to multiply them."""
@@ -121,17 +122,18 @@ class LocalSizes:
         """Experts that a token passes through in a layer; 0 without a mixture."""
         return 0 if self.shape.mixture is None else self.shape.mixture.per_token
 
-    def groups_products(self, dtype: Dtype, *, exact: bool, cpu: bool) -> bool:
+    def groups_products(self, dtype: Dtype, *, exact: bool, device: DeviceKind) -> bool:
         """Tell whether one kernel multiplies the rows of all experts (`has_grouped_kernel` of the engine)."""
         aligned = not any(side % _ALIGNED for matrix in self.expert_shapes for side in matrix)
-        return not cpu and dtype == "bfloat16" and not exact and aligned
+        return device.groups_products and dtype == "bfloat16" and not exact and aligned
 
-    def runs_ahead(self, dtype: Dtype, *, exact: bool, cpu: bool) -> bool:
+    def runs_ahead(self, dtype: Dtype, *, exact: bool, device: DeviceKind) -> bool:
         """Tell whether a GPU's host launches decode steps before it knows anything of them: they can be graphs.
 
         Where experts are multiplied one by one, it must know how many rows each has.
         """
-        return not cpu and (not self.experts or self.groups_products(dtype, exact=exact, cpu=cpu))
+        grouped = not self.experts or self.groups_products(dtype, exact=exact, device=device)
+        return not device.cpu and grouped
 
     @property
     def shared_blocks(self) -> int:
