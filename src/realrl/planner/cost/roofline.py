@@ -141,14 +141,14 @@ class Roofline:
     def accumulate_gradients(self, tokens: Real) -> Real:
         """Time what the gradients of a layer's matrices take beside their products, for a micro-batch."""
         e, sizes = self.efficiency, self.sizes
-        apart = e.apart_gradient_bytes
-        own = apart if self.device.cpu and self.element_bytes < 4 else e.gradient_bytes + self._widened
+        apart = self.device.cpu and self.element_bytes < 4
+        own = e.apart_gradient_bytes if apart else e.gradient_bytes + self._widened
         if sizes.frozen_matrices:
             return self.traffic(own * sum(adapter.elements for adapter in sizes.adapters))
         visited = count_visited_experts(sizes.shape, tokens)
         of_experts = visited * sum(outputs * inputs for outputs, inputs in sizes.expert_shapes)
         elements = sum(outputs * inputs for outputs, inputs in sizes.matmul_shapes)
-        return self.traffic(own * elements + apart * of_experts)
+        return self.traffic(own * (elements + of_experts))
 
     def head(self, tokens: Real) -> Real:
         """Time log-probabilities, or values, of all tokens."""
