@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from realrl.model.arithmetic import ops
 from realrl.model.attention import load_packed_attention
 from realrl.model.cpu.products import Panels
+from realrl.model.gpu.path import load_kernels
 from realrl.plan.placement import Placement
 from realrl.program.memory import StoredModel
 from tests.gpu_branches.fake_gpu import fake_gpu
@@ -24,6 +25,10 @@ def _multiply(a: Any, b: Any, *_: Any, **__: Any) -> int:
 
 def _add_product(_: Any, a: Any, b: Any, *__: Any, **___: Any) -> int:
     return _multiply(a, b)
+
+
+def _add_gradients(grad: Any, x: Any, *_: Any, **__: Any) -> int:
+    return 2 * grad[0] * grad[1] * x[1]
 
 
 def _attend(q: Any, k: Any, v: Any, starts: Any, k_starts: Any, longest: int, *_: Any, **__: Any) -> int:
@@ -57,11 +62,13 @@ def count_on_a_gpu(
     Sequences are of one length. Elementwise operations are not counted.
     """
     load_packed_attention()
+    load_kernels()
     packed = torch.ops.torch_attn
     formulas: dict[Any, Any] = {
         torch.ops.aten.mm: _multiply,
         torch.ops.aten.addmm: _add_product,
         torch.ops.aten._grouped_mm: _multiply,
+        torch.ops.realrl.add_grouped_gradient: _add_gradients,
         packed._varlen_attn: _attend,
         packed._varlen_attn_backward: _attend_backward,
     }

@@ -56,6 +56,7 @@ def make_cluster(nodes: int = 1, per_node: int = 8, *, cpu: bool = False, **rate
         "node_bytes_per_s": inf,
         "node_latency_s": 0.0,
         "kernel_s": 0.0,
+        "groups_products": not cpu,
     }
     device = DeviceKind(
         name="unit", memory_bytes=10**13, host_memory_bytes=10**13, cpu=cpu, **(defaults | rates)

@@ -257,6 +257,16 @@ def launch_products(sizes: Sizes, dtype: torch.dtype) -> None:
         exact.launch_products(x, weight, torch.zeros(3, columns, dtype=dtype))
 
 
+def launch_gradients(sizes: Sizes) -> None:
+    """Launch the gradients of experts of a layer, which have a kernel in bfloat16 alone."""
+    from realrl.model.gpu.grouped_gradient import add_grouped_gradient
+
+    ends = torch.full((2,), 3, dtype=torch.int32)
+    for columns, depth in ((2 * sizes.inner, sizes.hidden), (sizes.hidden, sizes.inner)):
+        grad, x = (torch.zeros(3, width, dtype=torch.bfloat16) for width in (columns, depth))
+        add_grouped_gradient(grad, x, ends, torch.zeros(2, columns, depth))
+
+
 def _leaf(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype).requires_grad_()
 
@@ -276,6 +286,7 @@ def compile_all(
                     launch_logits(sizes, dtype)
                     launch_attention(sizes, dtype, product(numbers, numbers))
                     launch_products(sizes, dtype)
+                    launch_gradients(sizes)
     return compiler
 
 

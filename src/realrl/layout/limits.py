@@ -18,8 +18,11 @@ CPU_LOGITS = 2**20
 CPU_KEPT_LOGITS = 2**24
 """Log-probabilities of a micro-batch that are kept for the backward pass on a CPU, 64 MiB; of more, logits are
 computed again."""
-GPU_LOGITS = 2**26
-"""Logits computed at a time on a GPU: 256 MiB of float32."""
+GPU_LOGITS = 2**28
+"""Logits computed at a time on a GPU, at most: 1 GiB of float32. Each time, the gradient of the whole table is read
+and written, which then takes less time than the products."""
+GPU_LOGIT_ROWS = 128
+"""Rows of logits of a GPU come in multiples of these, which tiles of its products have."""
 
 GPU_SCORES = 2**24
 """Scores of attention computed at a time on a GPU where no kernel takes a layer's rule: 64 MiB of float32."""
@@ -100,14 +103,16 @@ def bucket_count(elements: int) -> int:
     return max(1, round(elements / BUCKET_ELEMENTS))
 
 
-def max_logits(*, cpu: bool) -> int:
-    """Logits computed at a time on a kind of device."""
-    return CPU_LOGITS if cpu else GPU_LOGITS
+def count_logit_rows(columns: int, *, cpu: bool) -> int:
+    """Count the rows of logits, of so many columns each, that are computed at a time: a chunk."""
+    if cpu:
+        return max(1, CPU_LOGITS // columns)
+    return max(1, GPU_LOGITS // columns // GPU_LOGIT_ROWS) * GPU_LOGIT_ROWS
 
 
-def max_kept_logits(*, cpu: bool) -> int:
-    """Log-probabilities of a micro-batch that are kept for the backward pass: on a GPU those of one chunk."""
-    return CPU_KEPT_LOGITS if cpu else GPU_LOGITS
+def count_kept_logit_rows(columns: int, *, cpu: bool) -> int:
+    """Count the rows of a micro-batch up to which logits are kept for the backward pass: on a GPU one chunk."""
+    return CPU_KEPT_LOGITS // columns if cpu else count_logit_rows(columns, cpu=False)
 
 
 def message_limits(*, cpu: bool) -> MessageLimits:

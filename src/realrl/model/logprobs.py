@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from realrl.layout.limits import max_kept_logits, max_logits
+from realrl.layout.limits import count_kept_logit_rows, count_logit_rows
 from realrl.model.arithmetic.ops import PLAIN, Products, find_gradient
 from realrl.model.cpu.logits import bound_rows
 from realrl.model.cpu.products import Panels
@@ -107,7 +107,7 @@ def _chunk_size(hidden: Tensor, table: Tensor) -> int:
 
     The same on every rank, because chunks are summed over ranks one by one.
     """
-    return max(1, max_logits(cpu=not on_gpu(hidden)) // len(table))
+    return count_logit_rows(len(table), cpu=not on_gpu(hidden))
 
 
 def _cut_padding(table: Tensor, bias: Tensor | None, rows: int) -> tuple[Tensor, Tensor | None]:
@@ -198,7 +198,7 @@ def compute_token_logprobs(
 
         return TokenLogprobs.apply(*arguments, products, size, cap)
     # What is not kept is computed again: for large vocabularies that costs less than the memory.
-    keeps = torch.is_grad_enabled() and len(hidden) * len(table) <= max_kept_logits(cpu=True)
+    keeps = torch.is_grad_enabled() and len(hidden) <= count_kept_logit_rows(len(table), cpu=True)
     return _TokenLogprobs.apply(*arguments, products, size, keeps and cap is None, cap)
 
 

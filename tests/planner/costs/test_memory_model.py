@@ -4,10 +4,11 @@ import pytest
 
 from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
 from realrl.families.shape import Head, ModelShape
+from realrl.families.sizes.published import SHAPES as PUBLISHED
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.layout.layout import build_layout
 from realrl.layout.sets import WHOLE, TrainablePart
-from realrl.plan.placement import Dtype, Placement, Strategy
+from realrl.plan.placement import Dtype, Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.memory.gathered import GatheredMemory
 from realrl.planner.memory.kv_cache import kv_cache_bytes
@@ -182,3 +183,16 @@ def test_gradients_of_the_embedding_and_the_first_layer_are_reduced_together(dp:
     layer = 4 * hidden * hidden + 3 * hidden * inner + 2 * hidden
     elements = SMALL.vocab_size * hidden + layer
     assert gathered.embedding_backward() == [4 * elements * (dp + 1) // dp]
+
+
+def test_decode_steps_of_experts_have_graphs_where_torch_has_the_grouped_kernel() -> None:
+    memory = MemoryModel(ClusterSpec.parse("h100:1x1+a100-80g:1x1"))
+    model = stored(PUBLISHED["qwen3-30b-a3b"], "lm")
+    newer, older = (
+        memory.call(call("actor.generate"), model, replace(place(1), mesh=Mesh(first, 1)), STEP)
+        for first in (0, 1)
+    )
+    assert newer.dynamic["graphs"] > 0
+    assert not older.dynamic.get("graphs", 0)
+    dense = memory.call(call("actor.generate"), stored(SMALL, "lm"), replace(place(1), mesh=Mesh(1, 1)), STEP)
+    assert dense.dynamic["graphs"] > 0

@@ -8,7 +8,6 @@ from realrl.dataflow.call import Candidates, Kind
 from realrl.families.adapters import LowRank
 from realrl.families.experts import Mixture
 from realrl.families.shape import ModelShape
-from realrl.layout import limits
 from realrl.layout.sets import TrainablePart
 from realrl.planner.workload.workload import Workload
 from tests.planner.unit_device import SHAPE, cost, make_cluster, place, store
@@ -118,8 +117,8 @@ def test_exact_forward_passes_take_longer_and_backward_passes_do_not() -> None:
 
 
 def test_logits_that_are_not_kept_are_computed_again() -> None:
-    assert limits.GPU_LOGITS == 2**26
-    many = replace(STEP, items=2**26 // (960 * 32) + 1)
+    """2^28 logits are 279,620 rows of 960, of which 279,552 are a multiple of 128."""
+    many = replace(STEP, items=279_552 // 32 + 1)
     few = replace(STEP, items=many.items - 1)
     found = [cost(Kind.TRAIN, step, place(tokens=1 << 30), SLOW)["compute"] for step in (few, many)]
     each = 3 * 2 * LENGTH * (4 * LAYER + HEAD) + 3.5 * 4 * 2 * LENGTH**2 * 128

@@ -45,7 +45,7 @@ def test_products_read_two_matrices_and_write_one(dtype: str, width: int) -> Non
     wider = (4 - width) * TOKENS * 960
     assert cost(Kind.INFERENCE, STEP, place(), SLOW, model=model)["compute"] == width * moved + wider
     # Both products backward are of three matrices as large.
-    gradients = (4 - width) * LAYERS * (WHOLE_LAYER - 2 * 64)
+    gradients = (4 - width) * (LAYERS * (WHOLE_LAYER - 2 * 64) + 960 * 64)
     trained = cost(Kind.TRAIN, STEP, place(), SLOW, model=model)["compute"]
     assert trained == 3 * width * moved + wider + gradients
 
@@ -178,7 +178,7 @@ def test_the_likeliest_tokens_are_selected_of_all_logits() -> None:
 
 def test_gradients_are_added_up_in_every_micro_batch_and_cleared_in_every_step() -> None:
     each = LAYERS * (WHOLE_LAYER - 2 * 64)
-    assert charge(Kind.TRAIN, place(tokens=64), gradient_bytes=1.0) == 4 * each
+    assert charge(Kind.TRAIN, place(tokens=64), gradient_bytes=1.0) == 4 * (each + 960 * 64)
     assert charge(Kind.TRAIN, place(tokens=64), apart_gradient_bytes=1.0) == 0
     apart = charge(Kind.TRAIN, place(tokens=64), cluster=CPU, apart_gradient_bytes=1.0)
     assert apart == 4 * each
@@ -186,6 +186,24 @@ def test_gradients_are_added_up_in_every_micro_batch_and_cleared_in_every_step()
     for dp, update in ((1, PARAMETERS), (2, PARAMETERS / 2)):
         terms = cost(Kind.TRAIN, step, place(dp), SLOW, minibatches=3, update_bytes=5.0, clear_bytes=7.0)
         assert terms["optimizer"] == 2 * 3 * (5 * update + 7 * PARAMETERS)
+
+
+def test_every_chunk_of_logits_adds_to_the_gradient_of_the_whole_table() -> None:
+    """Of logits of 960 columns, 279,552 rows are one chunk."""
+    rows = 3 * 279_552
+    for tokens, chunks in ((rows - 32, 3), (rows, 3), (rows + 32, 4)):
+        step, placement = replace(STEP, items=tokens // 32), place(tokens=1 << 30)
+        bare, charged = (
+            cost(Kind.TRAIN, step, placement, SLOW, gradient_bytes=each)["compute"] for each in (0.0, 8.0)
+        )
+        assert charged - bare == 8 * (LAYERS * (WHOLE_LAYER - 2 * 64) + chunks * 960 * 64)
+    frozen = SHAPE.model_copy(update={"tied_embeddings": True})
+    model = store(frozen, part=TrainablePart(freeze_embeddings=True))
+    bare, charged = (
+        cost(Kind.TRAIN, STEP, place(), SLOW, model=model, gradient_bytes=each)["compute"]
+        for each in (0.0, 1.0)
+    )
+    assert charged - bare == LAYERS * (WHOLE_LAYER - 2 * 64)
 
 
 def test_optimizer_steps_are_those_of_the_fullest_stage_and_of_what_is_trained() -> None:

@@ -83,18 +83,18 @@ def test_training_moves_rows_to_experts_and_back() -> None:
     visited, matrices, router = visit(TOKENS), ((320, 64), (64, 160)), (16, 64)
     block = visited * sum(operands(2 * TOKENS / visited, matrix) for matrix in matrices)
     products = block + operands(TOKENS, router) - sum(operands(TOKENS, matrix) for matrix in matrices)
-    # Of one matrix, gradients are written in float32, and of grouped ones in the model's type.
-    wider = 16 * 64 - (320 * 64 + 64 * 160)
+    # Gradients are written in float32: of the router and of experts that are visited.
+    wider = 16 * 64 + (visited - 1) * (320 * 64 + 64 * 160)
     moved = TOKENS * (2 * (5 * 64 + 2 * 160) + 64) + TOKENS * (2 * (7 * 64 + 6 * 160) + 4 * 64)
     assert experts - dense == pytest.approx(2 * LAYERS * (3 * products + wider + moved))
 
 
 def test_gradients_of_experts_are_added_up_if_a_token_visits_them() -> None:
     visited = visit(TOKENS)
-    each = visited * (320 * 64 + 64 * 160)
-    assert charge(Kind.TRAIN, shape=EXPERTS, apart_gradient_bytes=1.0) == pytest.approx(LAYERS * each)
-    own = 256 * 64 + 64 * 128 + 16 * 64
-    assert charge(Kind.TRAIN, shape=EXPERTS, gradient_bytes=1.0) == pytest.approx(LAYERS * own)
+    each = 256 * 64 + 64 * 128 + 16 * 64 + visited * (320 * 64 + 64 * 160)
+    assert charge(Kind.TRAIN, shape=EXPERTS, apart_gradient_bytes=1.0) == 0
+    expected = LAYERS * each + 960 * 64
+    assert charge(Kind.TRAIN, shape=EXPERTS, gradient_bytes=1.0) == pytest.approx(expected)
 
 
 def adapt(**settings: object) -> ModelShape:

@@ -11,7 +11,7 @@ from torch.autograd import Function
 
 from realrl.model.arithmetic.autograd import apply_function
 from realrl.model.arithmetic.ops import Products, find_gradient
-from realrl.model.gpu.path import has_grouped_products, on_gpu
+from realrl.model.gpu.path import has_grouped_products, load_kernels, on_gpu
 
 _ALIGNMENT = 16
 """Bytes of which rows and addresses must be multiples for the grouped kernel of torch."""
@@ -100,7 +100,8 @@ def _add_gradients(
 ) -> None:
     """Add the gradients of weights [E, M, K]. grad: [R, M], x: [R, K], into: [E, M, K] float32"""
     if has_grouped_kernel(weights, products):
-        into += F.grouped_mm(grad.T, x, offs=groups.ends)
+        # torch's own would give gradients in bfloat16, each rounded before it is added.
+        load_kernels().add_grouped_gradient(grad, x.contiguous(), groups.ends, into)
         return
     for group, first, end in groups.bounds:
         products.add_weight_gradient(grad[first:end], x[first:end], into[group])

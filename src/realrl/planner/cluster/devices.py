@@ -43,6 +43,9 @@ class DeviceKind:
     cpu: bool = False
     """Whether the device is a process on a CPU, which has no driver and computes logits in smaller chunks."""
 
+    groups_products: bool = False
+    """Whether torch has a kernel for products of groups of rows on it: of compute capabilities 9.x and 10.x."""
+
     threads: int = 1
     """Threads of the process, of a CPU; the figures are those of all of them together."""
     guessed: frozenset[str] = frozenset()
@@ -146,6 +149,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 host_bytes_per_s=_PCIE5,
                 host_memory_bytes=256 * _GB,
                 node_bytes_per_s=400e9,
+                groups_products=True,
                 measured="h100",
             ),
             # NVIDIA H200 data sheet: as the H100, with 141 GB at 4.8 TB/s.
@@ -160,6 +164,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 host_bytes_per_s=_PCIE5,
                 host_memory_bytes=256 * _GB,
                 node_bytes_per_s=400e9,
+                groups_products=True,
                 measured="h200",
             ),
             # NVIDIA HGX B200 data sheet, per device: 2.25 PFLOP/s dense, 75 TFLOP/s, 8 TB/s, NVLink 1.8 TB/s.
@@ -174,6 +179,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 host_bytes_per_s=_PCIE5,
                 host_memory_bytes=256 * _GB,
                 node_bytes_per_s=400e9,
+                groups_products=True,
                 measured="b200",
             ),
             # NVIDIA L40S data sheet: 362 / 91.6 TFLOP/s, 48 GB at 864 GB/s, PCIe 4 and no NVLink.

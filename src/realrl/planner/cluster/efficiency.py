@@ -107,8 +107,7 @@ class Efficiency:
     """Bytes of traffic per parameter of a matrix and micro-batch to accumulate gradients: the product reads the
     sum, and writes it instead of a result of its own, in float32."""
     apart_gradient_bytes: float = 10.0
-    """The same where products give gradients of their own, which are added afterwards: of experts on a GPU, and in
-    bfloat16 on a CPU."""
+    """The same where products give gradients of their own, which are added afterwards: in bfloat16 on a CPU."""
     clear_bytes: float = 4.0
     """Bytes of traffic per parameter of a rank to zero gradients, once per optimizer step."""
     update_bytes: float = 42.0
@@ -131,7 +130,7 @@ class Efficiency:
     expert_operations: int = 20
     """Kernels of a mixture besides, forward: its router, the choice and order of experts, and the sum of what they
     give."""
-    expert_backward_operations: int = 26
+    expert_backward_operations: int = 24
     """The same backward."""
     decode_operations: int = 10
     """Kernels of a layer in a decode step."""

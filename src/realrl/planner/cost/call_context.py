@@ -6,9 +6,8 @@ from functools import cached_property
 import numpy as np
 
 from realrl.dataflow.call import Candidates
-from realrl.layout.limits import max_logits
 from realrl.layout.ranges import stage_layers
-from realrl.planner.arrays.arrays import Floats, Ints, Real, tabulate_stages, truncate
+from realrl.planner.arrays.arrays import Floats, Ints, Real, tabulate_stages
 from realrl.planner.cost.network import Network
 from realrl.planner.cost.timing import DeviceHostTime, Timing
 from realrl.planner.workload.strategies import Strategies
@@ -109,8 +108,7 @@ class CallContext:
 
     def _logit_chunks(self, tokens: Real) -> tuple[Real, Ints]:
         """Rows of logits per chunk, and number of chunks."""
-        rows = max(1, max_logits(cpu=self.timing.device.cpu) // self.timing.sizes.padded_vocab)
-        return np.minimum(rows, tokens), truncate(np.ceil(tokens / rows))
+        return self.timing.sizes.count_logit_chunks(tokens, cpu=self.timing.device.cpu)
 
     def _hidden(self, tokens: Real) -> Real:
         return tokens * self.timing.sizes.shape.hidden_size * self.timing.element_bytes

@@ -1,5 +1,6 @@
 """Time model of a layer without a profile: tables of measured operators, and a roofline for the rest."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -140,14 +141,14 @@ class Roofline:
     def accumulate_gradients(self, tokens: Real) -> Real:
         """Time what the gradients of a layer's matrices take beside their products, for a micro-batch."""
         e, sizes = self.efficiency, self.sizes
-        apart = e.apart_gradient_bytes
-        own = apart if self.device.cpu and self.element_bytes < 4 else e.gradient_bytes + self._widened
+        apart = self.device.cpu and self.element_bytes < 4
+        own = e.apart_gradient_bytes if apart else e.gradient_bytes + self._widened
         if sizes.frozen_matrices:
             return self.traffic(own * sum(adapter.elements for adapter in sizes.adapters))
         visited = count_visited_experts(sizes.shape, tokens)
         of_experts = visited * sum(outputs * inputs for outputs, inputs in sizes.expert_shapes)
         elements = sum(outputs * inputs for outputs, inputs in sizes.matmul_shapes)
-        return self.traffic(own * elements + apart * of_experts)
+        return self.traffic(own * (elements + of_experts))
 
     def head(self, tokens: Real) -> Real:
         """Time log-probabilities, or values, of all tokens."""
@@ -171,7 +172,12 @@ class Roofline:
         matrix = rows, self.sizes.shape.hidden_size
         kept = self.sizes.keeps_logits(tokens, cpu=self.device.cpu)
         again = np.where(kept, 0.0, self.matmul(tokens, *matrix))
-        return again + self.matmul_backward(tokens, *matrix, trained=self.sizes.trains_head) + logits
+        seconds = again + self.matmul_backward(tokens, *matrix, trained=self.sizes.trains_head) + logits
+        if self.device.cpu or not self.sizes.trains_head:
+            return seconds
+        # Each chunk of a GPU adds to the gradient of the whole table.
+        _, chunks = self.sizes.count_logit_chunks(tokens, cpu=False)
+        return seconds + self.traffic(chunks * (e.gradient_bytes + self._widened) * math.prod(matrix))
 
     def decode(self, rows: Real, context: Real) -> Real:
         """Time a layer of a decode step of `rows` sequences with `context` tokens each in the KV cache."""

@@ -176,7 +176,7 @@ class Timing:
     @property
     def decodes_by_graphs(self) -> bool:
         """Whether decode steps are CUDA graphs, of which the host launches nothing kernel by kernel."""
-        runs_ahead = self.sizes.runs_ahead(self.dtype, exact=self.exact, cpu=self.device.cpu)
+        runs_ahead = self.sizes.runs_ahead(self.dtype, exact=self.exact, device=self.device)
         return self.efficiency.decode_graphs and runs_ahead
 
     def decode_step_overhead(self, rows: Real) -> Real:
@@ -251,7 +251,7 @@ class Timing:
 
     @property
     def _groups_products(self) -> bool:
-        return self.sizes.groups_products(self.dtype, exact=self.exact, cpu=self.device.cpu)
+        return self.sizes.groups_products(self.dtype, exact=self.exact, device=self.device)
 
     @property
     def _scalar(self) -> bool:

@@ -205,16 +205,12 @@ class LayerMemory:
         # oneDNN copies an operand of the matmul for the weight gradient; adapters give a second gradient of inputs.
         copied = hidden if self.cpu or frozen else 0
 
-        def added(elements: int) -> int:
-            # Of frozen matrices adapters alone, which are small, have gradients.
-            return added_bytes(elements, self.element_bytes) if self.cpu and not frozen else 0
-
         moments = [
             # The gradients of the product, of gate and up; the product itself has been freed.
             self.bytes(tokens, s + gate_up + between),
             # The gradients of a matrix and of its input, when saved tensors of later operations are freed.
-            self.bytes(tokens, s + gathered + copied + inner) + added(inner * hidden),
-            self.bytes(tokens, s + hidden + copied - inner) + added(gate_up * hidden),
+            self.bytes(tokens, s + gathered + copied + inner) + self._added_bytes(inner * hidden),
+            self.bytes(tokens, s + hidden + copied - inner) + self._added_bytes(gate_up * hidden),
         ]
         if self.sizes.experts:
             routed = self._expert_moments(tokens)
@@ -243,26 +239,16 @@ class LayerMemory:
     def _expert_moments(self, tokens: Real) -> list[Ints]:
         """Compute the bytes of gradients at moments of a mixture's backward pass, less what has been freed by then.
 
-        The rows of an expert are gathered once more for the gradients of its matrices. On a GPU one kernel gives
-        those of all experts, apart from the float32 gradients that they are added to.
+        The rows of an expert are gathered once more for the gradients of its matrices.
         """
         inner, gate_up, hidden = self.sizes.ffn_dim, self.sizes.gate_up_dim, self.hidden
         gathered = hidden if self.strategies.sequence_parallel else 0
-        frozen, narrow = self.sizes.frozen_matrices, self.element_bytes < 4
-
-        def apart(elements: int) -> int:
-            if frozen:
-                return 0
-            if self.cpu:
-                return added_bytes(elements, self.element_bytes)
-            return self.sizes.experts * elements * self.element_bytes if narrow else 0
-
         k = self.sizes.copies
         moments = [
             # At the end of the forward pass, what experts give, in their order and in that of tokens.
             self.bytes(tokens, 2 * k * hidden),
             # The gradients of what experts give, and of the products that are their inputs.
-            self.bytes(tokens, self.stream + k * (hidden + inner)) + apart(inner * hidden),
+            self.bytes(tokens, self.stream + k * (hidden + inner)) + self._added_bytes(inner * hidden),
             # Those of the products, and of gate and up; what the last product read has been freed.
             self.bytes(tokens, self.stream + k * gate_up),
         ]
@@ -271,16 +257,22 @@ class LayerMemory:
             return [
                 *moments,
                 # Those of gate and up, and of their inputs, which have been kept.
-                self.bytes(tokens, entering + k * (hidden - inner)) + apart(gate_up * hidden),
+                self.bytes(tokens, entering + k * (hidden - inner)) + self._added_bytes(gate_up * hidden),
                 # Those of their inputs, times weights, and in the order of tokens; all else has been freed.
                 self.bytes(tokens, entering + k * (2 * hidden - gate_up - inner)),
             ]
         return [
             *moments,
             # Those of gate and up, and their inputs, which are gathered, or added up; all else has been freed.
-            self.bytes(tokens, entering + k * (hidden - 2 * inner)) + apart(gate_up * hidden),
+            self.bytes(tokens, entering + k * (hidden - 2 * inner)) + self._added_bytes(gate_up * hidden),
             self.bytes(tokens, entering + k * (2 * hidden - 2 * inner)),
         ]
+
+    def _added_bytes(self, elements: int) -> int:
+        """Compute the bytes of a gradient beside the one that it is added to. Of frozen matrices, adapters alone,
+        which are small, have gradients."""
+        added = self.cpu and not self.sizes.frozen_matrices
+        return added_bytes(elements, self.element_bytes) if added else 0
 
     def forward_bytes(self, tokens: Real, held: Real = 0.0) -> Ints:
         """Compute the peak bytes without gradients, with `held` elements per token besides."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from realrl.dataflow.call import Candidates
-from realrl.layout.limits import max_logits
 from realrl.planner.arrays.arrays import Ints, Real, truncate
 from realrl.planner.memory.matrix_gradients import added_bytes
 from realrl.planner.workload.shard_sizes import LocalSizes
@@ -120,4 +119,6 @@ class Logits:
         return self.sizes.head == "scalar"
 
     def _chunk(self, tokens: Real) -> Real:
-        return np.minimum(tokens * self.sizes.padded_vocab, max_logits(cpu=self.cpu))
+        """Logits of a chunk."""
+        rows, _ = self.sizes.count_logit_chunks(tokens, cpu=self.cpu)
+        return rows * self.sizes.padded_vocab

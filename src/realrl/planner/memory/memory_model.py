@@ -19,6 +19,7 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES, Dtype, Placement
 from realrl.planner.arrays.arrays import Ints, tabulate_stages, truncate
 from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
+from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.memory.activations import Activations, Parts
 from realrl.planner.memory.candidates import add_candidates
@@ -148,8 +149,9 @@ class MemoryModel:
 
         UserError where there are fewer records than data-parallel ranks.
         """
-        cpu = self.spec.device(placement.mesh.first).cpu
-        key = (call, model, placement.strategy, cpu, workload)
+        # Only these facts about a device matter, not its amount of memory.
+        device = self.spec.device(placement.mesh.first)
+        key = (call, model, placement.strategy, device.cpu, device.groups_products, workload)
         if key not in self._needs:
             strategies = Strategies.of([placement.strategy])
             needs = self.needs(call, model, placement.mesh.first, strategies, workload)
@@ -170,17 +172,17 @@ class MemoryModel:
         if call.kind is Kind.TRAIN:
             state = self._training_state(model, strategies, ELEMENT_BYTES[_dtype(model, strategies)])
             static |= {"gradients": state.gradients, "optimizer": state.optimizer}
-        cpu = self.spec.device(first).cpu
-        return ManyNeeds(static, self._dynamic(call, model, strategies, workload, cpu=cpu))
+        return ManyNeeds(static, self._dynamic(call, model, strategies, workload, self.spec.device(first)))
 
     def call(self, call: Call, model: StoredModel, placement: Placement, workload: Workload) -> MemoryNeed:
         """Compute the largest memory need among the pipeline stages."""
         return max(self.stages(call, model, placement, workload), key=lambda need: need.bytes)
 
     def _dynamic(
-        self, call: Call, model: StoredModel, strategies: Strategies, workload: Workload, *, cpu: bool
+        self, call: Call, model: StoredModel, strategies: Strategies, workload: Workload, device: DeviceKind
     ) -> Parts:
         """Peak dynamic memory of each stage, [stages, strategies]; past the last one it has no meaning."""
+        cpu = device.cpu
         work = workload.work(call)
         generation = None
         if call.kind is Kind.GENERATE:
@@ -200,7 +202,7 @@ class MemoryModel:
             sample=chunks.peak,
             candidates=call.candidates,
             decode_graphs=self.efficiency.decode_graphs
-            and sizes.runs_ahead(_dtype(model, strategies), exact=model.exact, cpu=cpu),
+            and sizes.runs_ahead(_dtype(model, strategies), exact=model.exact, device=device),
         )
         layers = tabulate_stages(
             lambda pp: list(map(len, stage_layers(model.shape.layers, pp))), strategies.pp

@@ -15,13 +15,14 @@ from realrl.families.quantisation import SCALES
 from realrl.families.registry import find_layer_options, model_tensors, ties_embeddings
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Parameter, Partial, Place, TensorSpec
-from realrl.layout.limits import max_kept_logits
+from realrl.layout.limits import count_kept_logit_rows, count_logit_rows
 from realrl.layout.local_tensors import count_shard_rows, local_tensor
 from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
 from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
 from realrl.plan.placement import Dtype
-from realrl.planner.arrays.arrays import Bools, Real
+from realrl.planner.arrays.arrays import Bools, Ints, Real, truncate
+from realrl.planner.cluster.devices import DeviceKind
 
 _ALIGNED = 8
 """Numbers in bfloat16 of which the rows of experts' matrices must be a multiple for one kernel to multiply them."""
@@ -121,17 +122,18 @@ class LocalSizes:
         """Experts that a token passes through in a layer; 0 without a mixture."""
         return 0 if self.shape.mixture is None else self.shape.mixture.per_token
 
-    def groups_products(self, dtype: Dtype, *, exact: bool, cpu: bool) -> bool:
+    def groups_products(self, dtype: Dtype, *, exact: bool, device: DeviceKind) -> bool:
         """Tell whether one kernel multiplies the rows of all experts (`has_grouped_kernel` of the engine)."""
         aligned = not any(side % _ALIGNED for matrix in self.expert_shapes for side in matrix)
-        return not cpu and dtype == "bfloat16" and not exact and aligned
+        return device.groups_products and dtype == "bfloat16" and not exact and aligned
 
-    def runs_ahead(self, dtype: Dtype, *, exact: bool, cpu: bool) -> bool:
+    def runs_ahead(self, dtype: Dtype, *, exact: bool, device: DeviceKind) -> bool:
         """Tell whether a GPU's host launches decode steps before it knows anything of them: they can be graphs.
 
         Where experts are multiplied one by one, it must know how many rows each has.
         """
-        return not cpu and (not self.experts or self.groups_products(dtype, exact=exact, cpu=cpu))
+        grouped = not self.experts or self.groups_products(dtype, exact=exact, device=device)
+        return not device.cpu and grouped
 
     @property
     def shared_blocks(self) -> int:
@@ -258,7 +260,12 @@ class LocalSizes:
     def keeps_logits(self, tokens: Real, *, cpu: bool) -> Bools:
         """Tell whether training keeps the logits of so many tokens; those with a cap are not kept on a CPU."""
         capped = self.options.logit_cap is not None and cpu
-        return np.asarray(tokens * self.padded_vocab <= (0 if capped else max_kept_logits(cpu=cpu)))
+        return np.asarray(tokens <= (0 if capped else count_kept_logit_rows(self.padded_vocab, cpu=cpu)))
+
+    def count_logit_chunks(self, tokens: Real, *, cpu: bool) -> tuple[Real, Ints]:
+        """Count the rows of a chunk of logits, and the chunks, of so many tokens."""
+        rows = count_logit_rows(self.padded_vocab, cpu=cpu)
+        return np.minimum(rows, tokens), truncate(np.ceil(tokens / rows))
 
     @cached_property
     def layer_elements(self) -> int:

@@ -13,8 +13,8 @@ from realrl.runtime.prepare.cluster import named_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu, Here
 from realrl.runtime.prepare.host import count_threads, host_memory
 
-_ANY_GPU = replace(DEVICES["a100-80g"], name="gpu", memory_bytes=1 << 60, host_memory_bytes=1 << 60)
-"""Stand-in for an unknown GPU, where only memory counts."""
+_ANY_GPU = replace(DEVICES["h100"], name="gpu", memory_bytes=1 << 60, host_memory_bytes=1 << 60)
+"""Stand-in for an unknown GPU, where only memory counts: one whose decode steps are graphs, which take most."""
 
 
 def spec_of(experiment: Experiment, cluster: Cluster, here: Here | None = None) -> ClusterSpec | None:
