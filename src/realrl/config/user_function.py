@@ -55,6 +55,23 @@ class UserFunction:
         parameters = (self._parameters or {}).items()
         return tuple(n for n, p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty)
 
+    @property
+    def first(self) -> str | None:
+        """Argument that the first value without a name goes to; None if there is none, or Python does not know."""
+        kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+        parameters = (self._parameters or {}).items()
+        return next((name for name, parameter in parameters if parameter.kind not in kinds), None)
+
+    @property
+    def has_signature(self) -> bool:
+        """Whether Python knows its arguments, which it does not for some functions written in C."""
+        return self._parameters is not None
+
+    def names(self, name: str) -> bool:
+        """Tell whether it lists an argument of that name that can be given by name."""
+        parameter = (self._parameters or {}).get(name)
+        return parameter is not None and parameter.kind not in (*_COLLECTING, parameter.POSITIONAL_ONLY)
+
     def accepts(self, name: str) -> bool:
         """Tell whether it can be given an argument of that name."""
         if self._parameters is None:

@@ -68,8 +68,8 @@ class EvaluationConfig(Settings):
     """Directory of another model, whose answers to the same prompts are compared by the same rewards: `win_rate` is
     the share of pairs of answers in which this model's has the higher score, ties counted half."""
     judge: FunctionReference | None = None
-    """`FILE.py:FUNCTION`, a function from a list of completions to a list of numbers that scores samples
-    independently of training: their mean is the metric `judge`."""
+    """`FILE.py:FUNCTION`, a function that scores answers independently of training, from the same arguments as a
+    reward function: the mean is the metric `judge`."""
     shown: PositiveInt = 16
     """Prompts whose answers are written to RUN_DIR/samples by each evaluation of a training run."""
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from realrl.algorithms.method import Metrics
-from realrl.config.user_function import UserFunction
+from realrl.algorithms.rewards.judge import Judge
 from realrl.data.dataset import Dataset
 from realrl.data.order import split_eval_batches
 from realrl.engine.generation.sampling import SamplingSeed
@@ -38,8 +38,9 @@ class Evaluation:
         records: Dataset,
         *,
         tokenizer: Any,
+        judge: Judge | None,
     ) -> None:
-        """UserError where `evaluation.judge` cannot be used."""
+        """`judge` is loaded, and None on ranks that do not ask it."""
         self._process, self._worker, self._phase, self._records = process, worker, phase, records
         self._tokenizer, self._seed = tokenizer, experiment.seed
         spec, self._settings = get_spec(experiment), experiment.evaluation
@@ -48,9 +49,7 @@ class Evaluation:
         dp = max(placement.strategy.dp for placement in phase.plan.placements.values())
         batch = experiment.data.eval_batch or experiment.data.batch
         self._batches = split_eval_batches(len(records), max(batch, 2 * dp))
-        # Code of the user's runs once: on the rank that asks it.
-        reference = self._settings.judge if process.rank == WRITER else None
-        self._judge = None if reference is None else UserFunction("evaluation.judge", reference)
+        self._judge = judge
         self._shown_keys = spec.sample_keys
         reader = spec.answers(experiment) if spec.answers is not None and self._settings.majority_at else None
         scored = phase.graph.producer(SCORE) is not None and phase.graph.length_key(SCORE) is None
@@ -95,12 +94,26 @@ class Evaluation:
             if self._process.rank == WRITER:
                 if self._judge is not None:
                     with self._process.activity.function(self._settings.judge or ""):
-                        _ask(self._judge, answers)
+                        self._ask(self._judge, answers)
                 metrics = flatten(totals) | self._metrics.compute(answers, self._opponents)
                 metrics |= _count_left_out(self._records)
                 rows = self._metrics.write_rows(answers, self._opponents, self._shown_keys)
                 result = EvaluationResult(metrics, answers, rows)
         return result
+
+    def _ask(self, judge: Judge, answers: Sequence[Answer]) -> None:
+        """Add the judge's scores to the answers to all records. UserCodeError if it gives none."""
+        records = [i for i in range(len(self._records)) for _ in range(self._samples)]
+        scores = judge.rate(
+            {
+                **self._records.further_fields(records),
+                "prompts": [answer.prompt for answer in answers],
+                "completions": [answer.completion for answer in answers],
+                "completion_ids": [list(answer.tokens) for answer in answers],
+            }
+        )
+        for answer, score in zip(answers, scores, strict=True):
+            answer.judge = score
 
     def _collect(self, store: Store) -> list[Answer]:
         """Collect what this step generated, in the order of its items, on the rank that writes."""
@@ -144,13 +157,6 @@ def _count_left_out(records: Dataset) -> dict[str, float]:
     if not records.skipped:
         return {}
     return {"skipped_records": records.skipped, "too_long_records": records.too_long}
-
-
-def _ask(judge: UserFunction, answers: Sequence[Answer]) -> None:
-    """Add the judge's scores to answers. UserCodeError when it gives no scores."""
-    scores = judge.numbers(len(answers), [answer.completion for answer in answers])
-    for answer, score in zip(answers, scores, strict=True):
-        answer.judge = score
 
 
 def flatten(by_call: dict[str, Metrics]) -> dict[str, float]:

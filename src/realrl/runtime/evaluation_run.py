@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from realrl.algorithms.build import build_algorithm
+from realrl.algorithms.rewards.judge import load_judge
 from realrl.config.errors import UserCodeError, UserError
 from realrl.data.sources.records import RecordReader, read_records
 from realrl.dataflow.call import Kind
@@ -81,9 +82,14 @@ class EvaluationRun:
             longest=find_longest(experiment)[0],
         )
         functions = load_functions(algorithm, [phase], process.rank)
-        self.records = RecordLoader(experiment, tokenizer, stop_token_ids, functions, read).load_eval(phase)
+        # Code of the user's runs once: on the rank that asks the judge.
+        judge = load_judge(experiment.evaluation.judge) if process.rank == WRITER else None
+        loader = RecordLoader(experiment, tokenizer, stop_token_ids, functions, read)
+        self.records = loader.load_eval(phase, judge)
         worker = Worker(process, self._roles, algorithm, stop_token_ids, Trace(process.rank), tokenizer)
-        self.evaluation = Evaluation(experiment, process, worker, phase, self.records, tokenizer=tokenizer)
+        self.evaluation = Evaluation(
+            experiment, process, worker, phase, self.records, tokenizer=tokenizer, judge=judge
+        )
 
     @property
     def origins(self) -> list[str]:

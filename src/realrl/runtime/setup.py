@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from realrl.algorithms.method import Algorithm, FunctionMethod
+from realrl.algorithms.rewards.judge import Judge
 from realrl.checkpoint.directory import find_model_shape
 from realrl.checkpoint.origin import read_origin
 from realrl.checkpoint.special_tokens import list_stop_token_ids
@@ -166,15 +167,19 @@ class RecordLoader:
         records that they do not have."""
         return self._load(self._experiment.data.train, phase)
 
-    def load_eval(self, phase: Phase) -> Dataset:
-        """Load evaluation records likewise."""
-        return self._load(self._experiment.data.eval, phase)
+    def load_eval(self, phase: Phase, judge: Judge | None) -> Dataset:
+        """Load evaluation records likewise; `judge` is the one that this rank asks, if it asks one."""
+        return self._load(self._experiment.data.eval, phase, judge)
 
-    def _load(self, source: Any, phase: Phase) -> Dataset:
+    def _load(self, source: Any, phase: Phase, judge: Judge | None = None) -> Dataset:
         experiment = self._experiment
         _check_top_k(experiment, phase.graph)
         names = [call.name for call in phase.graph.functions if call.record_fields]
-        seeing = [self._functions[name] for name in names if name in self._functions]
+        seeing: list[FunctionMethod | Judge] = [
+            self._functions[name] for name in names if name in self._functions
+        ]
+        if judge is not None:
+            seeing.append(judge)
 
         present: set[str] = set()
 

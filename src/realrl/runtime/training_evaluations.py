@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from realrl.algorithms.rewards.judge import load_judge
 from realrl.data.dataset import Dataset
 from realrl.model.parallel.group import Group
+from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.evaluate import Evaluation
 from realrl.runtime.evaluation.answers import EvaluationResult
@@ -37,9 +39,11 @@ class TrainingEvaluations:
         self._evaluation: Evaluation | None = None
         self._opponent: Opponent | None = None
         if compiled.evaluation is not None:
-            self.records = records = loader.load_eval(compiled.evaluation)
+            # Code of the user's runs once: on the rank that asks the judge.
+            judge = load_judge(experiment.evaluation.judge) if process.rank == WRITER else None
+            self.records = records = loader.load_eval(compiled.evaluation, judge)
             self._evaluation = Evaluation(
-                experiment, process, worker, compiled.evaluation, records, tokenizer=tokenizer
+                experiment, process, worker, compiled.evaluation, records, tokenizer=tokenizer, judge=judge
             )
             origins = records.list_origins(range(len(records)))
             self._opponent = make_opponent(experiment, compiled.train.plan, process, groups, origins)

@@ -120,5 +120,5 @@ def test_a_score_that_a_mistake_made_infinite_is_not_skipped() -> None:
 
 @pytest.mark.parametrize("method", [train_of(), ActorTrain(PPOConfig(), skips=True)])
 def test_a_step_without_any_score_is_an_error(method: Any) -> None:
-    with pytest.raises(UserCodeError, match=r"^reward: no sample of the step has a score"):
+    with pytest.raises(UserCodeError, match=r"^the reward gave None, or failed, for all answers of the step"):
         method.prepare(with_scores(random_batch(6), dict.fromkeys(range(6), math.nan)), alone)

@@ -140,7 +140,7 @@ def test_skipped_answers_are_neither_learnt_nor_counted() -> None:
     assert found["score"] == pytest.approx(sum(rest) / len(rest), rel=1e-5)
     assert found["skipped"] == pytest.approx(6 / len(items))
     assert found["prompts_without_kept"] == pytest.approx(1 / PROMPTS)
-    with pytest.raises(UserCodeError, match="no sample of the step has a score"):
+    with pytest.raises(UserCodeError, match="gave None, or failed, for all answers of the step"):
         make_train(skips=True).prepare(random_batch(3, [NAN] * 12)[1], alone)
 
 

@@ -1,10 +1,13 @@
 """A judge that fails is a user's mistake, told in one error message with file and line."""
 
+import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from realrl.algorithms.rewards.judge import Judge
 from realrl.config.errors import UserCodeError, UserError
 from realrl.config.user_function import UserFunction
 from realrl.recipe.load import load_experiment
@@ -162,3 +165,86 @@ def test_an_interruption_is_the_judges_own_unless_it_may_be_ctrl_c(tmp_path: Pat
             rate(f"{file}:judge")
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+COLUMNS_CODE = """
+from functools import partial
+
+def scaled(texts, right, scale):
+    return [scale * (answer == "a") + len(text) for text, answer in zip(texts, right)]
+
+class Rates:
+    def __call__(self, completions, right):
+        return scaled(completions, right, 2)
+
+async def later(completions, prompts, completion_ids):
+    return [len(p) + len(i) for p, i in zip(prompts, completion_ids)]
+
+def everything(texts, **columns):
+    assert set(columns) == {"prompts", "completion_ids", "right", "other"}
+    return scaled(texts, columns["right"], 3)
+
+def by_position(completions, /, right):
+    return scaled(completions, right, 4)
+
+part = partial(scaled, scale=2)
+an_object = Rates()
+method = Rates().__call__
+one_by_one = partial(map, len)
+"""
+
+RATED = {
+    "part": [3.0, 2.0],
+    "an_object": [3.0, 2.0],
+    "method": [3.0, 2.0],
+    "later": [3.0, 4.0],
+    "everything": [4.0, 2.0],
+    "by_position": [5.0, 2.0],
+    "one_by_one": [1.0, 2.0],
+}
+
+
+@pytest.mark.parametrize("name", RATED)
+def test_a_judge_takes_columns_by_name_whatever_kind_of_callable_it_is(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "judge.py"
+    file.write_text(COLUMNS_CODE)
+    judge = Judge(f"{file}:{name}")
+    judge.load()
+    judge.check_fields("f.jsonl", {"right", "other"})
+    columns: dict[str, list[Any]] = {"right": ["a", "b"], "other": [0, 0]}
+    texts: dict[str, list[Any]] = {"prompts": ["p", "pp"], "completions": ["x", "yy"]}
+    texts["completion_ids"] = [[3, 1], [4, 1]]
+    assert judge.rate({**columns, **texts}) == RATED[name]
+
+
+@pytest.mark.parametrize("name", ["part", "an_object"])
+def test_the_judge_of_a_run_sees_the_columns_of_the_evaluation_records(
+    world: World, tmp_path: Path, name: str
+) -> None:
+    file, records = tmp_path / "judge.py", tmp_path / "eval.jsonl"
+    file.write_text(
+        "from functools import partial\n"
+        "def rate(texts, number, scale):\n    return [scale * n for n in number]\n"
+        "part = partial(rate, scale=2)\n"
+        "class Rates:\n"
+        "    def __call__(self, completions, number):\n        return rate(completions, number, 2)\n"
+        "an_object = Rates()\n"
+    )
+    lines = [json.dumps({"prompt": "the film", "number": number, "unused": 1}) for number in range(5)]
+    records.write_text("\n".join(lines))
+    changes: dict[str, Any] = {"data__eval": str(records), "training__steps": 1, "evaluation__samples": 2}
+    recipe = world.recipe("ppo", tmp_path, **changes, evaluation__judge=f"{file}:{name}")
+    train(load_experiment(str(recipe)), Silent())
+    first = min((tmp_path / "run" / "samples").glob("*.jsonl"))
+    rows = [json.loads(line) for line in first.read_text().splitlines()]
+    assert [row["judge"] for row in rows] == [0, 0, 2, 2, 4, 4, 6, 6, 8, 8]
+
+
+def test_a_column_that_a_judge_needs_and_no_record_has_is_named(world: World, tmp_path: Path) -> None:
+    file = tmp_path / "judge.py"
+    file.write_text("def rate(texts, solution):\n    return [0] * len(texts)\n")
+    recipe = world.recipe(
+        "ppo", tmp_path, data__eval=str(world.root / "ppo.jsonl"), evaluation__judge=f"{file}:rate"
+    )
+    with pytest.raises(UserError, match=r"^evaluation\.judge=.*:rate needs 'solution', which no record of"):
+        train(load_experiment(str(recipe)), Silent())

@@ -9,9 +9,8 @@ from realrl.algorithms.expert_iteration.selection import select_answers
 from realrl.algorithms.method import Metrics, ModelOutput, Sum
 from realrl.algorithms.packed import Responses
 from realrl.algorithms.policy.kl import token_kl
-from realrl.algorithms.rewards.scoring.scores import ALL_SKIPPED
+from realrl.algorithms.rewards.scoring.scores import UnscoredError
 from realrl.algorithms.samples import gather_samples
-from realrl.config.errors import UserCodeError
 from realrl.data.batch import Batch, Ragged, copy_numbers
 
 
@@ -45,7 +44,7 @@ class ExpertIterationTrain(PlainTrain):
             scores, batch.ids, prompts=self._prompts, samples=self._config.samples, dp_sum=dp_sum
         )
         if self._skips and table.isnan().all():
-            raise UserCodeError(ALL_SKIPPED, alone=True)
+            raise UnscoredError
         chosen = select_answers(table, keep=self._config.keep, threshold=self._config.threshold)
         kept = chosen.flatten()[copy_numbers(batch.ids, scores.device)].double()
         metrics = self._summarize(batch, scores, kept, chosen)

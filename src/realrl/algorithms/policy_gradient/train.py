@@ -15,9 +15,8 @@ from realrl.algorithms.policy.normalization import global_moments, whiten
 from realrl.algorithms.policy_gradient.advantages import punish_overlong, scale_by_std, subtract_baseline
 from realrl.algorithms.policy_gradient.config import PolicyGradientConfig
 from realrl.algorithms.policy_gradient.graph import GREEDY
-from realrl.algorithms.rewards.scoring.scores import ALL_SKIPPED
+from realrl.algorithms.rewards.scoring.scores import UnscoredError
 from realrl.algorithms.samples import gather_samples
-from realrl.config.errors import UserCodeError
 from realrl.data.batch import Batch, Ragged, copy_numbers
 
 
@@ -69,7 +68,7 @@ class PolicyGradientTrain(PlainTrain):
             advantages = scale_by_std(advantages, table, config.scale)
         if self._skips:
             if table.isnan().all():
-                raise UserCodeError(ALL_SKIPPED, alone=True)
+                raise UnscoredError
             # A score that a mistake made infinite must reach the loss; against others it may have become NaN.
             advantages = torch.where(table.isinf(), torch.inf, advantages)
         own = advantages.flatten()[copy_numbers(batch.ids, rewards.device)]

@@ -12,8 +12,7 @@ from realrl.algorithms.policy.normalization import Moments, global_moments
 from realrl.algorithms.ppo.advantages import gae
 from realrl.algorithms.ppo.config import PPOConfig
 from realrl.algorithms.ppo.return_scale import ReturnScale
-from realrl.algorithms.rewards.scoring.scores import ALL_SKIPPED
-from realrl.config.errors import UserCodeError
+from realrl.algorithms.rewards.scoring.scores import UnscoredError
 from realrl.data.batch import Batch, Ragged
 
 
@@ -149,13 +148,13 @@ class ExperienceMaker:
     def _keep(self, score: Tensor, dp_sum: Sum) -> tuple[Tensor, Tensor]:
         """Decide which sequences are kept: scores, 0 for others, and [N] bool.
 
-        UserCodeError if no rank keeps any.
+        UnscoredError if no rank keeps any.
         """
         if not self._skips:
             return score, torch.ones_like(score, dtype=torch.bool)
         kept = ~score.isnan()
         if dp_sum(kept.sum().double()[None]).item() == 0:
-            raise UserCodeError(ALL_SKIPPED, alone=True)
+            raise UnscoredError
         # What a mistake made infinite must reach the loss, and not be clipped to a good reward.
         return torch.where(score.isinf(), torch.nan, torch.where(kept, score, 0.0)), kept
 

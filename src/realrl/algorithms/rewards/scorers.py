@@ -46,10 +46,12 @@ class FunctionScorer:
     def load(self) -> None:
         """Import the function; UserError where there is none, or it cannot be called by keywords."""
         self._loaded = UserFunction(self._setting, self._reference, awaits=True)
-        if self._loaded.positional:
-            name = self._loaded.positional[0]
+        self._refuse_positional(self._loaded.positional)
+
+    def _refuse_positional(self, names: Sequence[str]) -> None:
+        if names:
             raise UserError(
-                f"{self.label} takes {name} by position only; it is called with keyword arguments"
+                f"{self.label} takes {names[0]} by position only; it is called with keyword arguments"
             )
 
     def state_dict(self) -> Any:

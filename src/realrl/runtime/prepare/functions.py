@@ -4,7 +4,7 @@ from typing import cast
 
 from realrl.algorithms.build import build_algorithm
 from realrl.algorithms.method import FunctionMethod
-from realrl.config.user_function import UserFunction
+from realrl.algorithms.rewards.judge import load_judge
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
 
@@ -19,7 +19,6 @@ def check_functions(experiment: Experiment) -> list[str]:
     names = list(dict.fromkeys(call.name for graph in graphs for call in graph.functions))
     for name in names:
         cast(FunctionMethod, algorithm.method(name)).load()
-    if experiment.evaluation.judge is not None:
-        UserFunction("evaluation.judge", experiment.evaluation.judge)
+    if load_judge(experiment.evaluation.judge) is not None:
         names.append("evaluation.judge")
     return names

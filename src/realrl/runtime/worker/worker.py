@@ -15,6 +15,7 @@ from realrl.algorithms.method import (
     Metrics,
     TrainMethod,
 )
+from realrl.algorithms.rewards.scoring.scores import UnscoredError
 from realrl.config.errors import UserCodeError
 from realrl.data.batch import Batch
 from realrl.dataflow.call import Call, Kind
@@ -228,12 +229,19 @@ class Worker:
         return after - before
 
     def _run_call(self, run: Run, now: _Step) -> None:
-        """Execute a call of a model; UserCodeError where its ranks have different metrics."""
+        """Execute a call of a model.
+
+        UserCodeError if its ranks have different metrics, or no answer of the step has a score.
+        """
         try:
             self._run(run, now)
         except DifferentMetricsError as error:
             # Ranks of other calls do not know of it.
             raise UserCodeError(f"{run.call}: {error}", alone=True) from None
+        except UnscoredError:
+            graph, step = now.store.graph, now.input.sampling_seed.step + 1
+            scorers = [f"{call.name} ({call.function})" for call in graph.functions if call.record_fields]
+            raise UnscoredError(scorers, now.store.size, step) from None
 
     def _run(self, run: Run, now: _Step) -> None:
         """Execute a call of a model."""

@@ -4,17 +4,27 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from realrl.config.errors import UserError
+from realrl.config.errors import UserCodeError, UserError
 from realrl.config.words import join
 
 SKIPPED = float("nan")
 """Score of a sample that has none, in the keys of scores: it leaves the loss and all means."""
 NOT_APPLICABLE = float("-inf")
 """Score of a term of a mixture that does not apply to a sample, which its other terms score alone."""
-ALL_SKIPPED = (
-    "reward: no sample of the step has a score, so there is nothing to learn from; for each sample the reward gave"
-    " None, or failed: the first failure is above, or in the log of the rank that met it"
-)
+
+
+class UnscoredError(UserCodeError):
+    """No answer of a step has a score. Training cannot name the rewards; the worker adds them."""
+
+    def __init__(self, scorers: Sequence[str] = (), answers: int = 0, step: int = 0) -> None:
+        """`scorers`: functions that gave no score to any of the `answers` of a step, counted from 1."""
+        which = join(scorers) if scorers else "the reward"
+        of = f"all {answers} answers of step {step}" if step else "all answers of the step"
+        super().__init__(
+            f"{which} gave None, or failed, for {of}, so there is nothing to learn from; failures are above, or in"
+            " the log of the rank that met them",
+            alone=True,
+        )
 
 
 @dataclass(frozen=True)
