@@ -1,5 +1,5 @@
 #!/bin/bash
-# Downloads wheels for a GPU machine without a network, into .gpu/wheels, which git ignores. From the root of a checkout:
+# Downloads wheels for a GPU machine without a network into .gpu/wheels, which git ignores:
 #
 #   bash tools/gpu/prepare.sh [REQUIREMENT...]
 #

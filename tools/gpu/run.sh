@@ -38,8 +38,11 @@ export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # Compiles kernels on idle cores while the first stages run: Triton takes seconds for each when it is first launched.
 warm_up() {
     local capability models
+    local groups=(
+        qwen2.5-0.5b,odd qwen2.5-1.5b,qwen2.5-7b qwen3-8b,llama-2-7b gemma-2-9b heads-of-80,one-kv-head,sinks
+    )
     capability=$("$python" -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())') || return
-    for models in qwen2.5-0.5b,odd qwen2.5-1.5b,qwen2.5-7b qwen3-8b,llama-2-7b gemma-2-9b heads-of-80,one-kv-head; do
+    for models in "${groups[@]}"; do
         OMP_NUM_THREADS=1 timeout 200 nice -n 5 "$python" "$tools/compile_kernels.py" --capabilities "$capability" \
             --models "$models" --cache "$TRITON_CACHE_DIR" >>"$OUT/compile.log" 2>&1 &
     done
