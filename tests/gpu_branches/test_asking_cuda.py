@@ -170,7 +170,7 @@ def test_the_doctor_examines_drivers_where_gpus_are_to_compute(log: list[str]) -
             if name == "cores":
                 return
 
-    assert list(list_checks("cuda")) == ["versions", "GPUs", "cores"]
+    assert list(list_checks("cuda")) == ["versions", "GPUs", "GPUs", "cores"]
     assert list(list_checks("cpu")) == ["versions", "cores"]
 
 

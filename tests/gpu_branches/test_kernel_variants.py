@@ -10,24 +10,26 @@ import pytest
 
 PROGRAM = """
 import torch
-from compile_kernels import NoDevice, compile_only, driver, JITFunction
+from compile_kernels import Compiler
 from realrl.model.gpu import paged_attention
 
-driver.set_active(NoDevice(90))
-JITFunction.__getitem__ = compile_only
 pools = torch.zeros(2, 4, 2, 16, 64, dtype=torch.bfloat16)
 qkv, lengths = torch.zeros(3, 8 * 64, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int64)
-for prompt_width, own_width, window in [(1, 5, 1 << 24), (16, 1, 4095), (5, 32, 4096), (7, 7, 1)]:
-    tables = [torch.zeros(3, width, dtype=torch.int64) for width in (prompt_width, own_width)]
-    paged_attention.launch_attention(qkv, *pools, tables[0], lengths, tables[1], lengths, 4, window, 0.0, None)
-print(len(paged_attention.attend_part.device_caches[0][0]))
+with Compiler() as compiler:
+    compiler.target(90, torch.bfloat16)
+    for prompt_width, own_width, window in [(1, 5, 1 << 24), (16, 1, 4095), (5, 32, 4096), (7, 7, 1)]:
+        tables = [torch.zeros(3, width, dtype=torch.int64) for width in (prompt_width, own_width)]
+        cache = (*pools, tables[0], lengths, tables[1], lengths)
+        paged_attention.launch_attention(qkv, *cache, 4, window, 0.0, None)
+assert not compiler.failures, compiler.failures
+print(sum(made.kernel == "paged_attention.attend_part" for made in compiler.found.values()))
 """
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not for this platform")
 def test_attention_is_compiled_once_for_tables_of_any_width_and_windows_of_any_length(tmp_path: Path) -> None:
-    here = str(Path(__file__).parent)
-    path = os.pathsep.join([here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    tools = str(Path(__file__).parents[2] / "tools" / "gpu")
+    path = os.pathsep.join([tools, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",

@@ -15,7 +15,7 @@ from realrl.checkpoint import huggingface
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
-from realrl.engine.generation import call
+from realrl.engine.generation import call, decode_memory
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import make_unsharded_model
@@ -100,7 +100,8 @@ def test_an_answer_ends_after_the_token_that_completes_a_stop_string(world: Worl
 def test_generated_answers_are_those_without_stop_strings_cut_off(
     world: World, monkeypatch: pytest.MonkeyPatch, steps: int, kv_capacity: int, least: int
 ) -> None:
-    monkeypatch.setattr(call, "count_steps_per_look", lambda cpu: steps)
+    for module in (call, decode_memory):
+        monkeypatch.setattr(module, "count_steps_per_look", lambda cpu: steps)
     assert count_steps_per_look(cpu=False) == 16
     tokenizer = AutoTokenizer.from_pretrained(world.actor)
     shape = huggingface.read_shape(world.actor)

@@ -190,7 +190,7 @@ def test_invalid_cost_files_are_rejected_with_one_message(
         (tmp_path / "costs.json").write_text(text)
     with pytest.raises(UserError, match=words) as caught:
         Comparison.load(tmp_path)
-    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(str(tmp_path))
 
 
 REWARD = train_graph(minibatches=4, reward=function_reward("reward.py:score")).call("reward.function")

@@ -46,7 +46,7 @@ def test_answers_to_a_data_set_are_scored_with_the_fields_of_its_records(place: 
     ]
     for i, row in enumerate(rows):
         assert row["score"] == -abs(len(row["completion"]) - 5 * (i // 4))
-        assert row.keys() == {"prompt", "completion", "tokens", "finished", "score"}
+        assert row.keys() == {"prompt", "completion", "tokens", "finished", "score", "wanted"}
 
 
 def test_two_processes_keep_the_best_answers_of_one(realrl: Command, world: World, place: Path) -> None:
@@ -66,7 +66,17 @@ def test_a_reward_model_or_a_verifier_scores_answers(world: World, place: Path) 
     rows = []
     for option in (["--reward-model", world.reward], ["--reward", "{verifier: {kind: regex, pattern: e}}"]):
         out = place / "scored.jsonl"
-        told = ["--prompt", "the film", "--n", "3", "--max-new-tokens", "12", "--out", str(out)]
+        told = [
+            "--prompt",
+            "the film",
+            "--n",
+            "3",
+            "--max-new-tokens",
+            "12",
+            "--out",
+            str(out),
+            "--overwrite",
+        ]
         assert run_app(["generate", world.actor, *told, *option]) == 0
         rows.append(read_rows(out))
     assert [row["completion"] for row in rows[0]] == [row["completion"] for row in rows[1]]

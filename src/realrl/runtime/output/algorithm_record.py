@@ -19,8 +19,8 @@ RECORD = "algorithm.json"
 class AlgorithmRecord(Settings):
     """Part of an algorithm's description, see `AlgorithmSpec`."""
 
-    # Labels may be empty.
-    model_config = ConfigDict(str_min_length=0)
+    # Labels may be empty, and tuples are lists in the file.
+    model_config = ConfigDict(str_min_length=0, strict=False)
 
     name: str
     trained: tuple[str, ...]

@@ -67,6 +67,8 @@ def _describe(error: Exception) -> Failure:
     name = type(error).__name__
     text = " ".join(str(error).split())
     if isinstance(error, UserError | RunError):
+        # A message that lists several mistakes has an indented line for each but the first.
+        text = "\n  ".join(" ".join(line.split()) for line in re.split(r"\n  (?=\S)", str(error)))
         status = USER_STATUS if isinstance(error, UserError) else RUN_STATUS
         trace, alone = (error.trace, error.alone) if isinstance(error, UserCodeError) else ("", False)
         return Failure(text, status, rank, time.time(), trace=trace, alone=alone, final=True)
