@@ -219,14 +219,16 @@ def check(case: str, placement: Placement, found: dict[str, object]) -> None:
     where, trained = f"{case}, {placement}", updated(part, shape)
     expected, norms = reference(case)
     first, *later = found["norms"]  # type: ignore[misc]
-    assert first == pytest.approx(norms[0], rel=2e-5), where
+    # The reference is in float64. With adapters, float32 is off by 5e-5 on an Intel Xeon, transformers' as much.
+    assert first == pytest.approx(norms[0], rel=1e-4), where
     # Adam has divided by small gradients, which magnifies rounding.
     assert later == pytest.approx(norms[1:], rel=2e-4), where
     before, numel = fresh(shape), 0
     for name, (slices, values) in found["tensors"].items():  # type: ignore[attr-defined]
         if name in trained:
+            # A step of AdamW changes weights by up to 3e-3.
             torch.testing.assert_close(
-                values, expected[name][slices], rtol=1e-4, atol=1e-5, msg=f"{where}: {name}"
+                values, expected[name][slices], rtol=1e-4, atol=5e-5, msg=f"{where}: {name}"
             )
             learnt = not torch.equal(values, before[name][slices])
             assert learnt or not values.numel(), f"{where}: {name} has learnt nothing"
