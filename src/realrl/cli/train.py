@@ -222,12 +222,12 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     here = ask_machine(experiment.device)
     plan = None
     check_kind(experiment, cluster, here)
-    if here == "cpu":
-        note_crowd(cluster)
     if compiled is None:
         check_functions(experiment)
         plan = cached_plan(experiment, search_spec(experiment, cluster, here), partial(typer.echo, err=True))
         compiled = compile_recipe(experiment, cluster, plan)
     # The processes then know these sizes, too, and presets may depend on them.
     check_fit(experiment, with_sizes(experiment, compiled, plan), here)
+    if here == "cpu":
+        note_crowd(cluster)
     return plan
