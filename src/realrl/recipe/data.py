@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from realrl.config.base import Settings
+from realrl.config.explain import shorten
 from realrl.config.files import reason_of
 from realrl.config.paths import local_path
 from realrl.recipe.sources import SourceList, list_sources
@@ -68,7 +69,7 @@ class DataConfig(Settings):
             return local_path(value).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             reason = reason_of(error) if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise ValueError(f"{value} cannot be read as a chat template: {reason}") from None
+            raise ValueError(f"{shorten(value)} cannot be read as a chat template: {reason}") from None
 
     @field_validator("eval")
     @classmethod

@@ -128,13 +128,13 @@ def test_small_micro_batches_are_tried_where_nothing_else_fits() -> None:
     call, model = graph.calls[0], StoredModel(SHAPES["llama-2-7b"], "lm", "bfloat16", True)
     workload = Workload(64, (128,))
     needs = {}
-    for tokens in (128, 4096):
+    for tokens in (128, 2048):
         strategy = Strategy(1, micro_batch_tokens=tokens, recompute=True)
         place = Placement(Mesh(0, 1), strategy)
         needs[tokens] = MemoryModel(given).call(call, model, place, workload).bytes
     taken = given.device(0).memory_bytes - MemoryModel(given).capacity(0)
     (group,) = given.groups
-    device = replace(group.device, memory_bytes=taken + (needs[128] + needs[4096]) // 2)
+    device = replace(group.device, memory_bytes=taken + (needs[128] + needs[2048]) // 2)
     spec = replace(given, groups=(replace(group, device=device),))
     of = Scenario(
         graph=graph,

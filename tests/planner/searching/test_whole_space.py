@@ -65,7 +65,9 @@ def test_the_best_of_all_enumerated_plans_is_found_and_bounded(
     monkeypatch.setattr(build, "drop_dominated", lambda ways: ways)
     everything = build.build_problem(small_scenario(gibibytes))
     for name, candidates in everything.candidates.items():
-        assert {*kept.candidates[name]} < {*candidates}
+        # With 8 GiB only what needs little memory is left, of which nothing dominates anything.
+        assert {*kept.candidates[name]} <= {*candidates}
+        assert gibibytes == 8 or len(kept.candidates[name]) < len(candidates)
     fastest = find_fastest(everything)
     result = search_plans(kept, tolerance=0.0, budget=SearchBudget(plans=0))
     assert result.evaluation.seconds == pytest.approx(fastest, rel=1e-9)
