@@ -75,7 +75,7 @@ def test_more_tokens_are_never_cheaper(name: str, placement: Placement, change: 
 
 @pytest.mark.parametrize(("name", "times"), [("ref.inference", 1), ("actor.train", 3)])
 def test_compute_time_is_that_of_the_parameters(name: str, times: int) -> None:
-    """2 operations per token and parameter of a product, and twice as many backward: logits of one chunk are kept."""
+    """2 operations per token and parameter of a product, twice as many backward; logits of one chunk are kept."""
     layer = SMALL.hidden_size * (4 * SMALL.heads * SMALL.head_dim + 3 * SMALL.intermediate_size)
     table = SMALL.vocab_size * SMALL.hidden_size
     found = cost(name, place(1), model=CostModel(BARE_NODES, efficiency=IDEAL)).terms["compute"]
