@@ -209,7 +209,7 @@ def test_ignored_dropout_and_added_end_tokens_are_noted(source: Path) -> None:
     (dropout,) = list_saving_notes(read_origin(source), "lm", tokenizer, (1, 5, 3), 32)
     assert "attention_dropout=0.1; training here is without dropout" in dropout
     (lacking,) = list_saving_notes(origin([3, 5]), "lm", tokenizer, (1, 3, 5), 32)
-    assert "eos_token_id=[3, 5] in m/config.json lacks the tokenizer's end of sequence, 1" in lacking
+    assert "eos_token_id=[3, 5] in m/config.json lacks what ends answers here: 1 (</s>)" in lacking
     assert list(list_saving_notes(None, "lm", tokenizer, (1,), 32)) == []
 
 

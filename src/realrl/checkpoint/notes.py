@@ -18,10 +18,11 @@ def list_saving_notes(
         if dropout:
             yield f"{origin.directory / CONFIG} has attention_dropout={dropout}; training here is without dropout"
         file, named = origin.find_stop_token_ids(vocabulary)
-        if head == "lm" and tokenizer.eos_token_id not in named:
+        missing = [token for token in stop_token_ids if token not in named]
+        if head == "lm" and missing:
             yield (
-                f"eos_token_id={[*named] or None} in {file} lacks the tokenizer's end of sequence,"
-                f" {tokenizer.eos_token_id}; it is saved as it is, and other programs that generate with the"
+                f"eos_token_id={[*named] or None} in {file} lacks what ends answers here:"
+                f" {_list(missing, tokenizer)}; it is saved as it is, and other programs that generate with the"
                 " model may not stop there"
             )
     if head == "scalar":
@@ -29,6 +30,10 @@ def list_saving_notes(
         pad = find_classifier_padding(tokenizer, stop_token_ids, vocabulary)
         if pad != tokenizer.pad_token_id:
             yield _padding(tokenizer, pad)
+
+
+def _list(tokens: Collection[int], tokenizer: Tokenizer) -> str:
+    return ", ".join(f"{token} ({tokenizer.convert_ids_to_tokens(token)})" for token in tokens)
 
 
 def _padding(tokenizer: Tokenizer, pad: int | None) -> str:

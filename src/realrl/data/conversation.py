@@ -25,6 +25,7 @@ _REWRITTEN = (
     "the chat template writes the turns before an answer differently once it follows, so the answer cannot be told"
     " apart; give another template as data.chat_template"
 )
+_PROBE = "What is an answer?"
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -123,6 +124,26 @@ def write_side(
             " compared as one answer; give sides of one turn each, or another template as data.chat_template"
         )
     return Conversation(last.text, (replace(last.turns[0], start=len(before)),), cut=True)
+
+
+def find_turn_end(tokenizer: "PreTrainedTokenizerFast") -> int | None:
+    """Find the special token that the chat template writes right behind an answer; None if there is none.
+
+    Templates such as Gemma's end a turn with a token that is not the tokenizer's end of sequence.
+    """
+    if not tokenizer.chat_template:
+        return None
+    messages: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
+    try:
+        text = _render(tokenizer, messages, _NO_OPTIONS, prompt=False)
+    except BadRecordError:
+        return None  # records tell what the template refuses
+    _, found, behind = text.rpartition(_PROBE)
+    if not found or not behind.strip():
+        return None
+    first = tokenizer(behind.lstrip(), add_special_tokens=False)["input_ids"][0]
+    added = tokenizer.added_tokens_decoder.get(first)
+    return first if added is not None and added.special else None
 
 
 def _write_answer(

@@ -10,6 +10,7 @@ from realrl.checkpoint.origin import read_origin
 from realrl.checkpoint.special_tokens import list_stop_token_ids
 from realrl.config.errors import UserError
 from realrl.config.explain import brief
+from realrl.data.conversation import find_turn_end
 from realrl.data.dataset import Dataset
 from realrl.data.sources.records import RecordReader, read_records
 from realrl.data.tokenization import check_tokenizer
@@ -113,12 +114,14 @@ def load_stop_token_ids(experiment: Experiment, tokenizer: Any) -> tuple[int, ..
 
 
 def read_stop_token_ids(tokenizer: Any, path: str | None, vocabulary: int) -> tuple[int, ...]:
-    """Find all tokens that end generation of a model with this vocabulary.
+    """Find all tokens that end generation of a model with this vocabulary, the template's end of a turn among them.
 
     `path` is where it was opened from, if it was. UserError if there is none, or one is not in the vocabulary.
     """
     check_tokenizer(tokenizer)
-    return list_stop_token_ids(tokenizer, None if path is None else read_origin(path), vocabulary)
+    found = list_stop_token_ids(tokenizer, None if path is None else read_origin(path), vocabulary)
+    end = find_turn_end(tokenizer)
+    return found if end is None or end in found or end >= vocabulary else (*found, end)
 
 
 def check_stop_token_ids(option: str, stop_token_ids: Iterable[int], vocabulary: int) -> None:

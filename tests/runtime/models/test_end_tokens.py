@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from realrl.checkpoint.directory import read_shape
 from realrl.cli.app import run_app
+from realrl.runtime.setup import read_stop_token_ids
 from tests.conftest import World, read_metrics
 
 TEMPLATE = (
@@ -18,6 +20,7 @@ TEMPLATE = (
 )
 WEIGHTS = {"model.safetensors", "config.json"}
 NEW = 24
+TURN_END = "<pad>"
 
 
 @pytest.fixture
@@ -41,6 +44,18 @@ def opened(world: World, tmp_path: Path) -> Path:
     settings = {"_from_model_config": True, "eos_token_id": [1, 106], "author": "Zoë", "top_k": 64}
     (path / "generation_config.json").write_text(json.dumps(settings, indent=4, ensure_ascii=False))
     return path
+
+
+@pytest.fixture
+def turning(opened: Path) -> Path:
+    """A model whose template ends turns as Gemma's does, with a token that is not the end of sequence."""
+    tokenizer = AutoTokenizer.from_pretrained(opened)
+    tokenizer.chat_template = TEMPLATE.replace("</s>\n", f"{TURN_END}\n").replace(
+        "{% endif %}", "{% else %}</s>{% endif %}"
+    )
+    tokenizer.save_pretrained(opened)
+    set_ends(opened, [1])
+    return opened
 
 
 def set_ends(path: Path, ends: list[int]) -> None:
@@ -101,6 +116,30 @@ def test_each_of_several_end_tokens_ends_answers_greedy_and_sampled(opened: Path
     for row in rows:
         check_ended(row, {1, *listed})
     assert len({row["tokens"][-1] for row in rows if row["finished"]}) > 3
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo"])
+def test_answers_end_where_the_template_ends_a_turn(
+    algorithm: str, world: World, turning: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question, answers = {"role": "user", "content": "the film"}, {"chosen": "a plot", "rejected": "the end"}
+    sides = {key: [question, {"role": "assistant", "content": text}] for key, text in answers.items()}
+    record = {"messages": sides["chosen"]} if algorithm == "sft" else sides
+    (tmp_path / "data.jsonl").write_text(json.dumps(record) + "\n")
+    recipe = world.recipe(
+        algorithm,
+        tmp_path,
+        models__actor={"path": str(turning)},
+        data={"train": str(tmp_path / "data.jsonl"), "batch": 1},
+        training__steps=1,
+    )
+    assert run_app(["train", str(recipe)]) == 0
+    end = AutoTokenizer.from_pretrained(turning).convert_tokens_to_ids(TURN_END)
+    assert f"lacks what ends answers here: {end} ({TURN_END})" in capsys.readouterr().err
+    assert run_app(["data", str(recipe)]) == 0
+    assert f"[[a plot{TURN_END}]]" in capsys.readouterr().out
+    ends = read_stop_token_ids(AutoTokenizer.from_pretrained(turning), str(turning), 320)
+    assert ends == (1, end)
 
 
 def test_end_tokens_of_a_command_take_the_place_of_the_models_own(
