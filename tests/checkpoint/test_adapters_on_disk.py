@@ -132,7 +132,7 @@ def test_a_classifier_has_its_head_with_its_adapters(tmp_path: Path) -> None:
     assert torch.equal(theirs.base_model.model.score.weight, buffer["score.weight"])
     merged = load(tmp_path / "ours", SHAPES["qwen3"], "scalar")
     assert torch.equal(merged["score.weight"], buffer["score.weight"])
-    with pytest.raises(UserError, match=r"score.weight is for no matrix of "):
+    with pytest.raises(UserError, match=r"score.weight belongs to no matrix of "):
         load(tmp_path / "ours", SHAPES["qwen3"])
 
 
@@ -189,7 +189,7 @@ def test_tensors_that_belong_nowhere_are_named(tmp_path: Path) -> None:
     tensors = load_file(file)
     name = "base_model.model.lm_head.lora_A.weight"
     save_file(tensors | {name: torch.ones(3, 32)}, file)
-    with pytest.raises(UserError, match=rf"tensor {name} is for no matrix of "):
+    with pytest.raises(UserError, match=rf"tensor {name} belongs to no matrix of "):
         load(tmp_path / "ours", SHAPES["plain"])
     save_file(tensors | {"lm_head.lora_A.weight": torch.ones(3, 32)}, file)
     with pytest.raises(
