@@ -24,6 +24,7 @@ from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model
 from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.pipeline.messages import Pipeline
+from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.engine.training.trainer import Trainer
 from realrl.layout.layout import build_layout
 from realrl.model.arithmetic.ops import Products
@@ -169,23 +170,24 @@ class LoneRank:
 
     def train(self, sequences: Sequences, *, updates: bool = False) -> None:
         """A step on everything, but for the update unless asked for."""
+        strategy = self.placement.strategy
 
-        def forget(lr: float, **_: object) -> float:
-            self.trainer.optimizer.discard()
+        def forget(optimizer: ShardedAdamW, lr: float, **_: object) -> float:
+            optimizer.discard()
             return 0.0
 
-        if not updates:
-            self.trainer.optimizer.step = forget  # type: ignore[method-assign]
-        strategy = self.placement.strategy
-        self.trainer.train(
-            sequences.batch,
-            sequences.train,
-            [list(range(len(sequences.batch)))],
-            lr=0.0,
-            max_tokens=strategy.micro_batch_tokens,
-            recompute=strategy.recompute,
-            candidates=sequences.candidates,
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            if not updates:
+                patch.setattr(ShardedAdamW, "step", forget)
+            self.trainer.train(
+                sequences.batch,
+                sequences.train,
+                [list(range(len(sequences.batch)))],
+                lr=0.0,
+                max_tokens=strategy.micro_batch_tokens,
+                recompute=strategy.recompute,
+                candidates=sequences.candidates,
+            )
 
     def infer(self, sequences: Sequences) -> None:
         """An inference call."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from realrl.families.experts import Mixture
 from realrl.model.adapter import Adapter, adapt
 from realrl.model.arithmetic.grouped import Groups, grouped_linear, has_grouped_kernel
+from realrl.model.arithmetic.matrices import Multiply
 from realrl.model.arithmetic.ops import Products, linear
 from realrl.model.cpu.products import Panels
 from realrl.model.gpu.path import on_gpu
@@ -35,15 +36,15 @@ class DecodeWeights:
         experts."""
         self._quantised = quantised = quantised or {}
         fixed = {number: adapter.fix() for number, adapter in (adapters or {}).items()}
-        self.multiply = adapt(multiply_widened(self._multiply, quantised), fixed)
-        """Function that computes x @ weight.T + bias."""
-        self._products = products
-        self._head = head
-        self._panels = {
+        panels = {
             id(weight): products.pack(weight)
             for weight in weights
             if products.packs and not on_gpu(weight) and id(weight) not in quantised
         }
+        self.multiply = adapt(multiply_widened(_multiply_by(panels, products), quantised), fixed)
+        """Function that computes x @ weight.T + bias."""
+        self._products = products
+        self._head = head
         self._stacks: dict[int, Sequence[Panels]] = {}
         self.runs_ahead = True
         """Whether the host may launch decode steps before it knows anything of them, as in a CUDA graph."""
@@ -56,19 +57,10 @@ class DecodeWeights:
                 self._stacks[id(stack)] = [products.pack(weight) for weight in experts]
         packs_head = products.packs and head is not None and not on_gpu(head)
         self._packed_head = products.pack(head) if head is not None and packs_head else None
-        packed = self._panels or self._stacks or packs_head
+        packed = panels or self._stacks or packs_head
         scaled = any(adapter.magnitude is not None for adapter in (adapters or {}).values())
         self.follow_parameters = not packed and not scaled
         """Whether they are right, too, after parameters have changed at their addresses."""
-
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute x @ weight.T + bias. x: [N, K], weight: [M, K], bias: [M] -> [N, M]"""
-        panels = self._panels.get(id(weight))
-        if panels is None:
-            return linear(x, weight, bias, self._products)
-        # Rounded before the bias is added, as training does.
-        out = self._products.multiply_packed(x, panels).to(x.dtype)
-        return out if bias is None else out.add_(bias)
 
     def multiply_groups(self, x: Tensor, stack: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
         """Multiply each row by the matrix of its group; see `grouped_linear`."""
@@ -90,3 +82,20 @@ class DecodeWeights:
         logits = self._products.multiply_packed(hidden, self._packed_head)
         # Training rounds them on a CPU, but for exact products.
         return logits if self._products.exact else logits.to(hidden.dtype).float()
+
+
+def _multiply_by(panels: Mapping[int, Panels], products: Products) -> Multiply:
+    """Make the function that computes x @ weight.T + bias with the packed matrix of a weight, if it has one.
+
+    It refers to no object that refers to it, so that packed matrices are freed as soon as the call has ended.
+    """
+
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        packed = panels.get(id(weight))
+        if packed is None:
+            return linear(x, weight, bias, products)
+        # Rounded before the bias is added, as training does.
+        out = products.multiply_packed(x, packed).to(x.dtype)
+        return out if bias is None else out.add_(bias)
+
+    return multiply

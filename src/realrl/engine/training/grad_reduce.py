@@ -1,7 +1,8 @@
 """Overlap of gradient reduction over data-parallel ranks with the backward pass."""
 
+import weakref
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch.autograd.graph import Node, get_gradient_edge
 
@@ -33,6 +34,7 @@ class OverlappedGradReduce:
         self._nodes: list[Node] = []
         """Autograd's nodes of the parameters, which would lose their hooks if nothing referred to them."""
         self._late = {bucket for name in late for bucket in self._find_buckets(gradients, (name,))}
+        count = _make_counter(self)
         for name, parameter in model.transformer.named_parameters():
             if not parameter.requires_grad:
                 continue
@@ -42,7 +44,7 @@ class OverlappedGradReduce:
             # The node runs once all uses of the parameter have run backward, also where these have added to its
             # gradient themselves and have none for autograd; hooks on the parameter would not be called then.
             node = get_gradient_edge(parameter).node
-            node.register_hook(lambda *_, touched=touched: self._count_gradient(touched))
+            node.register_hook(lambda *_, touched=touched: count(touched))
             self._nodes.append(node)
 
     def _find_buckets(self, gradients: FlatBuffer, names: Sequence[str]) -> range:
@@ -68,3 +70,15 @@ class OverlappedGradReduce:
             self._optimizer.start_reduce(self._waiting.popleft())
         if not self._waiting:
             self._missing = None
+
+
+def _make_counter(of: OverlappedGradReduce) -> Callable[[range], None]:
+    """Make a hook that does not keep `of` alive: autograd's nodes, which `of` refers to, refer to their hooks."""
+    found = weakref.ref(of)
+
+    def count(touched: range) -> None:
+        alive = found()
+        if alive is not None:
+            alive._count_gradient(touched)
+
+    return count
