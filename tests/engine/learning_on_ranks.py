@@ -188,7 +188,15 @@ def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
     mine = assign(costs, minibatches=2, dp=strategy.dp)[dp_index]
     items = sorted(i for part in mine for i in part)
     local = everything.select(items)
+    # Weights come when there is a trainer, as in a run.
+    buffers = [held.buffer.data for held in model.sets.values()]
+    weights = [data.clone() for data in buffers]
+    for data in buffers:
+        data.zero_()
     trainer, results = Trainer(model, OPTIMIZER), {}
+    for data, values in zip(buffers, weights, strict=True):
+        data.copy_(values)
+    trainer.adopt()
     for step, train in enumerate(methods):
         positions = [[items.index(i) for i in part] for part in mine]
         budget = strategy.micro_batch_tokens

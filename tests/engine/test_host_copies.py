@@ -1,6 +1,10 @@
 """Offloading from GPUs, on stand-ins for CUDA's streams and its registration of host memory."""
 
 import gc
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -11,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from realrl.engine.buffers.host_memory import PinnedMemory
+from realrl.engine.buffers.host_memory import PinnedMemory, lock_in_background
 from realrl.engine.buffers.offload import Offloadable, StreamCopies
 
 CPU = torch.device("cpu")
@@ -24,9 +28,14 @@ class Cudart:
 
     limit: int = 1 << 40
     regions: dict[int, int] = field(default_factory=dict)
+    log: list[str] = field(default_factory=list)
+    gate: threading.Event | None = None
+    """Registration waits for it."""
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
         assert flags == 1, "portable"
+        assert self.gate is None or self.gate.wait(60)
+        self.log.append(f"lock {size}")
         if size == 0:
             return 1  # cudaErrorInvalidValue
         if any(p < pointer + size and pointer < p + s for p, s in self.regions.items()):
@@ -94,6 +103,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         found.log.append(f"keep {tensor.numel()} for {stream.name}")
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: found.cudart)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(found, "copies"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(found, "computing"))
     monkeypatch.setattr(torch.cuda, "stream", on)
@@ -104,7 +114,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 def test_locked_memory_is_as_large_as_asked_for_and_given_back(cuda: Cuda) -> None:
     memory = PinnedMemory(3_000_001, CPU)
-    assert memory.pinned and list(cuda.cudart.regions.values()) == [3_000_001]
+    assert memory.lock() and list(cuda.cudart.regions.values()) == [3_000_001]
     values = memory.empty_like(torch.empty(3_000_001, dtype=torch.uint8))
     values.fill_(7)
     del memory
@@ -115,15 +125,89 @@ def test_locked_memory_is_as_large_as_asked_for_and_given_back(cuda: Cuda) -> No
 
 def test_memory_that_cannot_be_locked_is_used_as_it_is_with_a_warning(cuda: Cuda) -> None:
     cuda.cudart.limit = 1000
+    memory = PinnedMemory(4000, CPU)
     with pytest.warns(
         RuntimeWarning, match=r"4,000 bytes of host memory cannot be locked .*error 2.*ulimit -l"
-    ):
-        memory = PinnedMemory(4000, CPU)
-    assert not memory.pinned
+    ) as warned:
+        assert not memory.lock()
+        assert not memory.lock()
+    assert len(warned) == 1
     assert memory.empty_like(torch.empty(10, 100)).shape == (10, 100)
     del memory
     gc.collect()
     assert not cuda.cudart.regions
+
+
+def test_memory_is_locked_in_the_background_and_offloading_waits_for_what_is_not(cuda: Cuda) -> None:
+    first, second = torch.randn(6), torch.randn(2, 4)
+    expected = first.clone(), second.clone()
+    memory = Offloadable([first, second], copies=StreamCopies(CPU))
+    cuda.cudart.log, cuda.cudart.gate = cuda.log, threading.Event()
+    memory.reserve()
+    memory.reserve()
+    cuda.log.append("reserved")
+    cuda.cudart.gate.set()
+    memory.offload(changed=False)  # the first time, values are copied anyway
+    assert cuda.log.index("reserved") < cuda.log.index("lock 24") < cuda.log.index("copy 6")
+    assert cuda.log.index("lock 32") < cuda.log.index("copy 8")
+    assert sum(line.startswith("lock") for line in cuda.log) == 2
+    memory.load()
+    assert torch.equal(first, expected[0]) and torch.equal(second, expected[1])
+
+
+def test_a_refusal_in_the_background_is_warned_of_once_and_copies_are_made(cuda: Cuda) -> None:
+    values = torch.randn(1000)
+    expected = values.clone()
+    cuda.cudart.limit = 1000
+    memory = Offloadable([values], copies=StreamCopies(CPU))
+    with pytest.warns(RuntimeWarning, match="4,000 bytes of host memory cannot be locked") as warned:
+        memory.reserve()
+        memory.offload()
+    assert len(warned) == 1
+    memory.load()
+    assert torch.equal(values, expected)
+
+
+def test_memory_stays_while_it_is_being_locked(cuda: Cuda) -> None:
+    cuda.cudart.gate = threading.Event()
+    memory = PinnedMemory(5000, CPU)
+    there = weakref.ref(memory)
+    before = set(threading.enumerate())
+    lock_in_background([memory])
+    (thread,) = set(threading.enumerate()) - before
+    del memory
+    gc.collect()
+    assert there() is not None and not cuda.cudart.regions
+    cuda.cudart.gate.set()
+    thread.join(60)
+    gc.collect()
+    assert there() is None and cuda.cudart.log == ["lock 5000"] and not cuda.cudart.regions
+
+
+ENDING = """
+import threading
+from contextlib import nullcontext
+import torch
+from realrl.engine.buffers.host_memory import PinnedMemory, lock_in_background
+
+class Cudart:
+    def cudaHostRegister(self, pointer, size, flags):
+        threading.main_thread().join()
+        print(size)
+        return 0
+
+    def cudaHostUnregister(self, pointer):
+        return 0
+
+torch.cuda.cudart = Cudart
+torch.cuda.device = lambda device: nullcontext()
+lock_in_background([PinnedMemory(size, torch.device("cpu")) for size in (1, 2, 3)])
+"""
+
+
+def test_a_process_that_ends_does_not_wait_for_all_memory_to_be_locked() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("1\n", "")
 
 
 def test_values_return_and_neither_host_nor_computing_waits_for_saving(cuda: Cuda) -> None:
@@ -190,6 +274,12 @@ def test_loads_on_a_cpu_do_not_begin_early() -> None:
     assert torch.equal(tensor, torch.arange(5.0))
 
 
+def test_no_memory_is_reserved_for_a_cpu() -> None:
+    memory = Offloadable([torch.arange(5.0)])
+    memory.reserve()
+    assert not memory._host
+
+
 def test_tensors_of_a_gpu_are_copied_in_a_stream(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a fake device, whose tensors have shapes, types and devices, but no values."""
     made: list[Any] = []
@@ -197,6 +287,9 @@ def test_tensors_of_a_gpu_are_copied_in_a_stream(cuda: Cuda, monkeypatch: pytest
     class Memory(PinnedMemory):
         def __init__(self, size: int, device: torch.device) -> None:
             made.append((size, device))
+
+        def lock(self) -> bool:
+            return True
 
         def empty_like(self, tensor: Tensor) -> Tensor:
             return torch.empty_like(tensor, device="cpu")

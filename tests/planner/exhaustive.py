@@ -216,7 +216,10 @@ class _Step:
             source = Layouts.of([self.candidates[other.name].placement])
             seconds = float(self.problem.exchange.seconds(other.name, call.name, source, target)[0])
             ready = max(ready, self.end[other]) + seconds
-        self.end[call] = self.occupy(set(candidate.placement.ranks), candidate.seconds, ready)
+        home = self.homes[call.role]
+        moved = home.offload if candidate.layout == home.layout else not home.keep
+        seconds = candidate.seconds + candidate.capture_seconds * moved
+        self.end[call] = self.occupy(set(candidate.placement.ranks), seconds, ready)
         self.hold(candidate.placement.ranks, candidate.working_bytes)
 
     def tell(self, call: Call) -> None:

@@ -52,8 +52,9 @@ class Walk:
 
     def duration(self, instruction: Instruction) -> float:
         match instruction:
-            case Run(call):
-                return self.candidates[call].seconds
+            case Run(call, role, place):
+                candidate = self.candidates[call]
+                return candidate.seconds + candidate.capture_seconds * self.moved(role, place.layout)
             case Reallocate(role, source, target, _, _, name):
                 pair = Layouts.of([source]), Layouts.of([target])
                 number = set_names(role, self.problem.parts).index(name)
@@ -75,6 +76,19 @@ class Walk:
                 return self.home[role].unload_seconds
             case _:
                 return 0.0
+
+    def moved(self, role: str | None, layout: str) -> bool:
+        """Whether parameters come into the layout in a step, other than into a copy that is kept."""
+        kept = [copy.layout for copy in self.copies.get(role or "", ())]
+        for instruction in (i for program in self.programs for i in program.instructions):
+            match instruction:
+                case Reallocate(_, _, target, into, _, _) if instruction.role == role and into is None:
+                    if target.layout == layout and layout not in kept:
+                        return True
+                case Load(_, placement, "parameters", _) if instruction.role == role:
+                    if placement.layout == layout:
+                        return True
+        return False
 
     def held(self, program: Program) -> float:
         """Largest fraction of its memory that a rank uses."""
@@ -172,6 +186,7 @@ def _cost_candidate(
         offload=offload,
         load_seconds=0.2 * weights,
         unload_seconds=0.2 * weights * trained,
+        capture_seconds=0.3 * (call.kind is Kind.GENERATE and s.tp == 1),
     )
 
 

@@ -10,9 +10,19 @@ from realrl.families.experts import Mixture
 from realrl.layout.limits import BUCKET_ELEMENTS
 from realrl.layout.sets import TrainablePart
 from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.workload.sampling import Sampling
 from realrl.planner.workload.workload import Workload
-from tests.planner.unit_device import NOTHING, SHAPE, cost, make_cluster, place, store
+from tests.planner.unit_device import (
+    NOTHING,
+    SHAPE,
+    cost,
+    make_call,
+    make_cluster,
+    make_efficiency,
+    place,
+    store,
+)
 
 WIRE = make_cluster(link_bytes_per_s=1.0)
 HOPS = make_cluster(link_latency_s=1.0)
@@ -306,6 +316,25 @@ def test_rows_that_end_apart_take_a_graph_for_each_of_few_numbers() -> None:
     step = replace(STEP, answers=(8, 24))
     found = cost(Kind.GENERATE, step, place(), HOST, sampling_operations=5)
     assert found["launch"] == 4 * 2 * 5
+
+
+def count_kept_captures(kind: Kind, placement: Placement, dora: bool | None = None) -> float:
+    model = store()
+    if dora is not None:
+        adapted = SHAPE.model_copy(update={"lora": LowRank(rank=4, dora=dora)})
+        model = store(adapted, part=TrainablePart(adapters=True))
+    numbers = {"decode_operations": 9, "sampling_operations": 5}
+    costs = CostModel(HOST, efficiency=make_efficiency(**numbers))
+    return costs.call(make_call(kind), model, placement, STEP).captures
+
+
+def test_captures_that_the_next_step_finds_are_those_without_collectives() -> None:
+    assert count_kept_captures(Kind.GENERATE, place()) == 2 * (LAYERS * 9 + 5)
+    assert count_kept_captures(Kind.GENERATE, place(pp=2)) == 2 * 2 * (LAYERS // 2 * 9 + 5)
+    assert count_kept_captures(Kind.GENERATE, place(tp=2)) == 0
+    assert count_kept_captures(Kind.GENERATE, place(), dora=False) > 0
+    assert count_kept_captures(Kind.GENERATE, place(), dora=True) == 0, "factors are computed for each call"
+    assert count_kept_captures(Kind.INFERENCE, place()) == 0
 
 
 def test_the_host_looks_at_tokens_every_sixteen_steps() -> None:

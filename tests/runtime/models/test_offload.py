@@ -118,6 +118,40 @@ def test_a_step_with_everything_offloaded_learns_the_same(
         assert tensor.untyped_storage().nbytes() == 0
 
 
+def test_host_memory_is_reserved_for_what_is_offloaded_before_weights_are_read(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[object] = []
+    read = Roles._read_weights
+
+    def noted(roles: Roles, role: str, model: Model) -> None:
+        log.append(role)
+        read(roles, role, model)
+
+    monkeypatch.setattr(Roles, "_read_weights", noted)
+    monkeypatch.setattr(Offloadable, "reserve", lambda memory: log.append(memory))
+    run = prepared(recipe(world, tmp_path, ALONE.replace("[actor, critic, ref, reward]", "[actor, ref]")))
+    assert sorted(item for item in log if isinstance(item, str)) == ["actor", "critic", "ref", "reward"]
+    before: list[object] = []
+    for item in log:
+        if isinstance(item, str):
+            expected = [home(run, item).sets["base"].memory] if item in ("actor", "ref") else []
+            if item in ("actor", "critic"):
+                expected.append(run.roles.trainers[item].memory)
+            assert before == expected, item
+            before = []
+        else:
+            before.append(item)
+    assert not before
+
+
+def test_training_begins_with_the_weights_that_were_read(world: World, tmp_path: Path) -> None:
+    run = prepared(recipe(world, tmp_path, None, models__actor__dtype="bfloat16", ppo__ref_ema=None))
+    master, parameters = run.roles.trainers["actor"].optimizer.master, copy_of(run, "actor")
+    assert master is not None and master.dtype == torch.float32 and parameters.dtype == torch.bfloat16
+    assert torch.equal(master, parameters.float()) and parameters.any()
+
+
 class _Beside(PlainCopies):
     """Copies that may begin early, as on a GPU."""
 

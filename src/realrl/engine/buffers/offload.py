@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from realrl.engine.buffers.host_memory import PinnedMemory
+from realrl.engine.buffers.host_memory import PinnedMemory, lock_in_background
 
 
 def free(tensor: Tensor) -> None:
@@ -25,8 +25,8 @@ class HostCopies(Protocol):
     asynchronous: bool
     """Whether copying goes on beside computing."""
 
-    def make(self, tensor: Tensor) -> Tensor:
-        """Make room for the copy of a tensor."""
+    def make(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Make room for copies of tensors, all of them in one call."""
         ...
 
     def save(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -51,9 +51,9 @@ class PlainCopies:
 
     asynchronous = False
 
-    def make(self, tensor: Tensor) -> Tensor:
+    def make(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """See `HostCopies`."""
-        return torch.empty_like(tensor)
+        return [torch.empty_like(tensor) for tensor in tensors]
 
     def save(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """See `HostCopies`."""
@@ -84,16 +84,18 @@ class StreamCopies:
         self._saved: torch.cuda.Event | None = None
         self._restored: torch.cuda.Event | None = None
 
-    def make(self, tensor: Tensor) -> Tensor:
-        """See `HostCopies`."""
-        self._memory.append(PinnedMemory(tensor.nbytes, self._device))
-        return self._memory[-1].empty_like(tensor)
+    def make(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """See `HostCopies`. Memory is locked in the background, which the first `save` waits for."""
+        self._memory = [PinnedMemory(tensor.nbytes, self._device) for tensor in tensors]
+        lock_in_background(self._memory)
+        return [memory.empty_like(of) for memory, of in zip(self._memory, tensors, strict=True)]
 
     def save(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """See `HostCopies`."""
         stream = self._begin()
         with torch.cuda.stream(stream):
-            for tensor, host in pairs:
+            for memory, (tensor, host) in zip(self._memory, pairs, strict=True):
+                memory.lock()  # while it waits, tensors before it are copied
                 host.copy_(tensor, non_blocking=True)
                 # The allocator hands freed memory out again only when this stream is past the copy.
                 tensor.record_stream(stream)
@@ -147,6 +149,8 @@ class Offloadable:
         on_gpu = [tensor.device for tensor in self._persistent if tensor.is_cuda]
         self._copies = copies or (StreamCopies(on_gpu[0]) if on_gpu else PlainCopies())
         self._host: list[Tensor] = []
+        self._saved = False
+        """Whether host copies have ever had values."""
         self._arriving = False
         """Whether tensors are on their way back, and none may be used yet."""
         self.resident = True
@@ -168,14 +172,19 @@ class Offloadable:
         place = next(i for i, known in enumerate(self._persistent) if known is tensor)
         return self._host[place]
 
+    def reserve(self) -> None:
+        """Begin to take host memory for the first `offload`, if that goes on beside computing."""
+        if self._copies.asynchronous and not self._host:
+            self._host = self._copies.make(self._persistent)
+
     def offload(self, *, changed: bool = True) -> None:
         """Move to host memory. Unless something has `changed` since it was loaded, nothing is copied."""
         assert self.resident, "offloaded already"
         if not self._host:
-            self._host = [self._copies.make(tensor) for tensor in self._persistent]
-            changed = True
-        if changed:
+            self._host = self._copies.make(self._persistent)
+        if changed or not self._saved:
             self._copies.save(self._pairs)
+            self._saved = True
         for tensor in (*self._persistent, *self._workspace):
             free(tensor)
         self.resident = False

@@ -51,3 +51,7 @@ class Accumulation(Protocol):
     def spread(self) -> None:
         """Bring what has been updated to where the model computes with it, as far as the optimizer has not."""
         ...
+
+    def adopt(self) -> None:
+        """Take over parameters that have been given other values, as far as the optimizer does not."""
+        ...

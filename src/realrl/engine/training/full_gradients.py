@@ -73,3 +73,6 @@ class FullGradients:
 
     def spread(self) -> None:
         """See `Accumulation`."""
+
+    def adopt(self) -> None:
+        """See `Accumulation`."""

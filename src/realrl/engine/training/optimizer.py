@@ -107,10 +107,9 @@ class ShardedAdamW:
         self._local_gradient = self._gradients if group.size == 1 else torch.zeros_like(local)
         self._moments = [torch.zeros_like(local) for _ in range(2)]
         self._master: Tensor | None = None
-        everything = range(self.buckets)
         if parameters.data.dtype != torch.float32:
             self._master = local
-            self._select_state(local, everything).copy_(self._select_parameters(everything))
+            self.adopt()
         self._norm_parts = list(self._view_counted(counted))
         stages = 1 if group.size == 1 else min(GATHER_STAGES, self.buckets)
         bounds = [self.buckets * i // max(1, stages) for i in range(stages + 1)]
@@ -169,6 +168,13 @@ class ShardedAdamW:
                 in_parameters=low,
                 in_state=self._find_in_state(low),
             )
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Make the master, if there is one, what the parameters of this rank's parts are."""
+        if self._master is not None:
+            everything = range(self.buckets)
+            self._select_state(self._master, everything).copy_(self._select_parameters(everything))
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -43,7 +43,7 @@ class ShardedGradients:
             rows = Placement(placement.mesh, replace(placement.strategy, zero=3))
             layout = replace(trained.layout, placement=rows)
             self.updated = LocalSet(layout, model.rank, torch.float32, model.device)
-            self._take_rows()
+        self.adopt()
         complete = partial(sum_tensor_parallel, model)
         self._sections = SectionGradients(self.updated, model.shard, model.rank, self._group, complete)
         self.gradients = self._sections.rows
@@ -126,8 +126,11 @@ class ShardedGradients:
         for stacks in group_by_section(self._model.shard, tensors).values():
             yield SectionBuffer(stacks, self._group.size, whole.dtype, whole.device)
 
-    def _take_rows(self) -> None:
-        """Copy this rank's rows of the parameters that every rank has."""
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """See `Accumulation`: copy this rank's rows of the parameters that every rank has."""
+        if not self._copies:
+            return
         for names in (names for section in self._list_sections() for names in section.stacks):
             mine = self.updated.buffer.fused(*names).view(-1)
             first = self._group.index * mine.numel()

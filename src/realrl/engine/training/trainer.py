@@ -94,6 +94,12 @@ class Trainer:
         self.optimizer.publish()
         self._accumulation.spread()
 
+    def adopt(self) -> None:
+        """Take over parameters that have been given other values, which what the optimizer works on may be copies
+        of."""
+        self._accumulation.adopt()
+        self.optimizer.adopt()
+
     def train(
         self,
         batch: Batch,

@@ -1,6 +1,6 @@
 """Cost model: seconds of calls, reallocations and offloading on a cluster."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -21,7 +21,7 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec, Site
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.call_context import CallContext
-from realrl.planner.cost.generation import cost_generation
+from realrl.planner.cost.generation import cost_generation, cost_kept_captures
 from realrl.planner.cost.network import Network
 from realrl.planner.cost.passes import cost_inference, cost_training
 from realrl.planner.cost.timing import Timing
@@ -49,6 +49,8 @@ class CallCost:
     """
 
     terms: Mapping[str, float]
+    captures: float = 0.0
+    """Those of `launch` in which graphs are captured that a step finds captured if parameters have not moved."""
 
     @property
     def seconds(self) -> float:
@@ -86,7 +88,9 @@ class CostModel:
         key = (call, model, placement.strategy, self.spec.site(placement.mesh), workload)
         if key not in self._calls:
             terms = self.terms(call, model, [placement], workload)
-            self._calls[key] = CallCost({name: float(seconds[0]) for name, seconds in terms.items()})
+            captures = self.captures(call, model, [placement], workload)
+            by_term = {name: float(seconds[0]) for name, seconds in terms.items()}
+            self._calls[key] = CallCost(by_term, float(captures[0]))
         return self._calls[key]
 
     def terms(
@@ -100,21 +104,43 @@ class CostModel:
 
         All are on one kind of device. UserError if there are fewer records than DP ranks.
         """
-        strategies = [placement.strategy for placement in placements]
-        sites = [self.spec.site(placement.mesh) for placement in placements]
-        first = placements[0].mesh.first
         cost_by_kind = {
             Kind.TRAIN: cost_training,
             Kind.INFERENCE: cost_inference,
             Kind.GENERATE: cost_generation,
         }[call.kind]
-        terms: dict[str, Floats] = {}
+        return self._cost(cost_by_kind, call, model, placements, workload)
+
+    def captures(
+        self, call: Call, model: StoredModel, placements: Sequence[Placement], workload: Workload
+    ) -> Floats:
+        """Compute `CallCost.captures` under each of some placements at once, as `terms` does."""
+        if call.kind is not Kind.GENERATE:
+            return np.zeros(len(placements))
+
+        def cost(context: CallContext) -> Mapping[str, Floats]:
+            return {"captures": cost_kept_captures(context)}
+
+        return self._cost(cost, call, model, placements, workload)["captures"]
+
+    def _cost(
+        self,
+        cost: Callable[[CallContext], Mapping[str, Floats]],
+        call: Call,
+        model: StoredModel,
+        placements: Sequence[Placement],
+        workload: Workload,
+    ) -> Mapping[str, Floats]:
+        """Cost a call by a function of strategies of one kind, in seconds by name, corrected by the profile."""
+        strategies = [placement.strategy for placement in placements]
+        sites = [self.spec.site(placement.mesh) for placement in placements]
+        found: dict[str, Floats] = {}
         for members, alike in group_strategies(strategies):
             there = [sites[i] for i in members.tolist()]
-            for name, seconds in cost_by_kind(self._context(call, model, there, alike, workload)).items():
-                terms.setdefault(name, np.zeros(len(strategies)))[members] = seconds
-        factors = self._corrections(call, model, first, strategies)
-        return terms if factors is None else {name: factors * s for name, s in terms.items()}
+            for name, seconds in cost(self._context(call, model, there, alike, workload)).items():
+                found.setdefault(name, np.zeros(len(strategies)))[members] = seconds
+        factors = self._corrections(call, model, placements[0].mesh.first, strategies)
+        return found if factors is None else {name: factors * s for name, s in found.items()}
 
     def _function(self, call: Call, placement: Placement, workload: Workload) -> CallCost:
         """Time of a function on the busiest rank, from what runs have measured for an item."""

@@ -98,19 +98,33 @@ def cost_generation(context: CallContext) -> Mapping[str, Floats]:
     for segment in split_decode_steps(work, sizes, steps_per_look=looked, shares=cpu):
         for name, seconds in _cost_decode_step(context, sizes.batches, segment).items():
             terms[name] = terms[name] + segment.steps * seconds
-    if timing.decodes_by_graphs:
-        alike = min(work.answers) == max(work.answers)
-        graphs = 1 if alike else apply_each(count_graphs, sizes.rows_per_batch)
-        terms["launch"] = terms["launch"] + sizes.batches * graphs * _cost_graph(context)
+    terms["launch"] = terms["launch"] + _cost_captures(context, sizes)
     return terms
 
 
-def _cost_graph(context: CallContext) -> Floats:
-    """Seconds of the host for a graph: its step is first launched kernel by kernel, and then captured."""
-    timing = context.timing
+def cost_kept_captures(context: CallContext) -> Floats:
+    """Cost the captures that a generate call does without if its parameters are where they were a step before.
+
+    The engine then takes the graphs of that step (`KeptDecoding`), if the device has room to keep them.
+    """
+    sizes = split_generations(context.work, context.strategies, cpu=context.timing.device.cpu)
+    lora = context.timing.sizes.shape.lora
+    # Factors of DoRA are computed for each call; graphs with collectives live no longer than it.
+    keeps = (context.strategies.tp == 1) & (lora is None or not lora.dora)
+    return np.where(keeps, _cost_captures(context, sizes), 0.0)
+
+
+def _cost_captures(context: CallContext, sizes: ManyGenerations) -> Floats:
+    """Seconds of the host for all graphs of a call: each step is first launched kernel by kernel, and then
+    captured."""
+    timing, work = context.timing, context.work
+    if not timing.decodes_by_graphs:
+        return np.zeros(len(sizes.rows))
+    alike = min(work.answers) == max(work.answers)
+    graphs = 1 if alike else apply_each(count_graphs, sizes.rows_per_batch)
     layers = context.layers.max(axis=0) * (timing.decode_operations + 2 * (context.strategies.tp > 1))
     operations = layers + timing.roofline.count_sampling_operations(context.work.sampling)
-    return 2 * operations * timing.device.kernel_s
+    return sizes.batches * graphs * 2 * operations * timing.device.kernel_s
 
 
 def _cost_decode_step(context: CallContext, batches: Ints, segment: DecodeSegment) -> dict[str, Floats]:

@@ -181,6 +181,9 @@ class Facts:
         """Whether a call runs in another layout than its role lives in, [calls, plans]."""
         self.borrowed = self.away & ~columns.keeps[tables.home]
         """Whether a call uses a transient replica, [calls, plans]."""
+        moved = self.borrowed | ~self.away & columns.offloaded[tables.home]
+        self.seconds = columns.seconds + np.where(moved, columns.captures, 0.0)
+        """Seconds of each call, [calls, plans]. It captures graphs again if its parameters have moved."""
 
     def activities(self, kinds: list[ActivityKind]) -> Activities:
         """Evaluate the given kinds of activities."""
@@ -234,7 +237,7 @@ class Facts:
             return self._ema_row(kind.phase, kind.ema)
         match kind.phase:
             case WavePhase.RUN:
-                return self.inside[c], columns.seconds[c], self.inside[c], nothing
+                return self.inside[c], self.seconds[c], self.inside[c], nothing
             case WavePhase.START | WavePhase.COLLECT:
                 return self.inside[c], nothing, np.zeros_like(self.inside[c]), nothing
             case WavePhase.SHARE_LENGTHS | WavePhase.SHARE_COLLECTED_LENGTHS:

@@ -156,7 +156,7 @@ class Timeline:
         host_points = self._offloaded.points(columns)
         return _Steps(
             activities=activities,
-            start=end - columns.seconds,
+            start=end - facts.seconds,
             end=end,
             clock=clock,
             fill=fill,
@@ -181,7 +181,7 @@ class Timeline:
         # Reallocations that send nothing do not synchronise ranks.
         together = self._together[order] & ((order < n) | (seconds > 0))
         points = facts.inside.shape[1]
-        hosts = Hosts(self._functions, columns.seconds, points)
+        hosts = Hosts(self._functions, facts.seconds, points)
         late = LateRows(facts, self._sharing)
         clock = np.zeros((points, plans))
         end = np.zeros((len(self._kinds), plans))

@@ -172,7 +172,9 @@ class _View:
     def _terms(self, evaluation: PlanEvaluation, candidate: Candidate) -> dict[str, float]:
         """Seconds of the call, and of all reallocations, by term."""
         terms = dict(self.scenario.call_cost(self.call, candidate.placement).terms)
-        terms["offload"] = candidate.seconds - sum(terms.values())
+        captures = evaluation.end[self.call.name] - evaluation.start[self.call.name] - candidate.seconds
+        terms["launch"] = terms.get("launch", 0.0) - candidate.capture_seconds + captures
+        terms["offload"] = candidate.seconds + captures - sum(terms.values())
         terms["reallocation"] = sum(evaluation.reallocation_seconds.values())
         return terms
 

@@ -56,6 +56,7 @@ def _find_beaten(layouts: Layouts, costs: CandidateCosts, among: Ints) -> Bools:
     better = np.ones((*among.shape, among.shape[1]), dtype=bool)  # [groups, better, other]
     for column in (
         costs.seconds,
+        costs.captures,
         costs.working,
         costs.weights,
         costs.host,

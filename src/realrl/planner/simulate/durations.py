@@ -8,6 +8,7 @@ from realrl.plan.plan import Plan
 from realrl.planner.moves.transfers import Layouts
 from realrl.planner.simulate.scenario import Scenario
 from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Receive, Run, ShareLengths
+from realrl.program.lower import home_placements, kept_copies
 from realrl.program.order import changed_sets, changes
 
 
@@ -21,6 +22,8 @@ class Durations:
         self._scenario = scenario
         self._plan = plan
         graph = scenario.graph
+        self._homes = home_placements(graph, plan)
+        self._copies = kept_copies(graph, plan, self._homes)
         self._exchange = scenario.cost.exchange(graph, scenario.workload)
         self._changing = {
             (role, name)
@@ -54,8 +57,18 @@ class Durations:
         return self._exchange.reports_seconds(self._plan.cluster.size)
 
     def terms(self, call: str) -> Mapping[str, float]:
-        """Return the seconds of a call by term."""
-        return self._scenario.call_cost(self._scenario.graph.call(call), self._plan[call]).terms
+        """Return the seconds of a call by term. Graphs are captured again only if its parameters have moved."""
+        cost = self._scenario.call_cost(self._scenario.graph.call(call), self._plan[call])
+        if cost.captures and self._scenario.keeps_graphs and self._stays(call):
+            return {**cost.terms, "launch": cost.terms["launch"] - cost.captures}
+        return cost.terms
+
+    def _stays(self, name: str) -> bool:
+        """Tell whether the parameters of a call stay in device memory, in its layout, from step to step."""
+        role, layout = self._scenario.graph.call(name).model_role, self._plan[name].layout
+        if layout == self._homes[role].layout:
+            return role not in self._plan.offload
+        return layout in [copy.layout for copy in self._copies.get(role, ())]
 
     def _copy(self, instruction: Load | Offload) -> float:
         """Seconds of a copy between device and host memory; unchanged parameters need not be copied back."""

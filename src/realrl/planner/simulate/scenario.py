@@ -33,6 +33,11 @@ class Scenario:
         """Part of each role that training updates."""
         return {role: model.part for role, model in self.models.items()}
 
+    @property
+    def keeps_graphs(self) -> bool:
+        """Whether generate calls leave graphs of decode steps to the next step: in training, not in evaluations."""
+        return any(self.graph.trained(role) for role in self.graph.roles)
+
     def model(self, call: Call) -> StoredModel | None:
         """Look up the model that a call uses; None for a function."""
         return None if call.role is None else self.models[call.role]

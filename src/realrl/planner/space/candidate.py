@@ -11,7 +11,7 @@ class Candidate:
 
     placement: Placement
     seconds: float
-    """Seconds of the call itself, once its parameters and inputs are in place."""
+    """Seconds of the call itself, once its parameters and inputs are in place, without `capture_seconds`."""
     weights_bytes: float
     """Bytes of a copy of the role's parameters in this layout."""
     resident_bytes: float
@@ -35,6 +35,8 @@ class Candidate:
     """Seconds to load offloaded parameters."""
     unload_seconds: float = 0.0
     """Seconds to offload parameters again: 0 if they never change."""
+    capture_seconds: float = 0.0
+    """Further seconds of the call in each step in which its parameters have moved (`CallCost.captures`)."""
 
     def bytes_alone(self, *, is_home: bool) -> float:
         """Return the bytes a device needs at least while the call runs.

@@ -34,6 +34,7 @@ class Ways:
     host_bytes: Floats
     load_seconds: Floats
     unload_seconds: Floats
+    capture_seconds: Floats
     offload: Bools
     offload_optimizer: Bools
     keep: Bools
@@ -83,7 +84,7 @@ def drop_dominated(ways: Ways) -> Ways:
         layouts.setdefault(key, []).append(i)
     loaded = [np.where(ways.offload, column, 0.0) for column in (ways.weights_bytes, *ways.moving_seconds)]
     held = [ways.resident_bytes, ways.working_bytes, ways.weights_bytes, -ways.base_bytes, ways.host_bytes]
-    costs = np.stack([ways.seconds, *held, *loaded], axis=1)
+    costs = np.stack([ways.seconds, ways.capture_seconds, *held, *loaded], axis=1)
     stay = [np.array(members)[find_undominated(costs[members])] for members in layouts.values()]
     return ways[np.sort(np.concatenate(stay))]
 
@@ -124,10 +125,13 @@ def list_ways(scenario: Scenario, call: Call, placements: Sequence[Placement], *
         if shares:
             base[members] = scenario.memory.least_base_bytes(model, alike)
     terms = scenario.cost.terms(call, model, placements, scenario.workload)
+    captures = np.zeros(n)
+    if scenario.keeps_graphs:
+        captures = scenario.cost.captures(call, model, placements, scenario.workload)
     return Ways(
         strategies=strategies,
         strategy=np.arange(n),
-        seconds=np.asarray(sum(terms.values()), dtype=np.float64),
+        seconds=np.asarray(sum(terms.values()) - captures, dtype=np.float64),
         weights_bytes=weights,
         resident_bytes=resident,
         working_bytes=whole - resident,
@@ -136,6 +140,7 @@ def list_ways(scenario: Scenario, call: Call, placements: Sequence[Placement], *
         host_bytes=np.zeros(n),
         load_seconds=np.zeros(n),
         unload_seconds=np.zeros(n),
+        capture_seconds=captures,
         offload=np.zeros(n, dtype=bool),
         offload_optimizer=np.zeros(n, dtype=bool),
         keep=np.zeros(n, dtype=bool),

@@ -18,6 +18,8 @@ class CandidateCosts:
     """Costs of candidates, one entry per candidate, or [calls, plans] once they are assigned; see `Candidate`."""
 
     seconds: Floats
+    captures: Floats
+    """Further seconds if parameters have moved."""
     load: Floats
     """Seconds to load offloaded parameters; 0 of those that are not."""
     unload: Floats
@@ -64,6 +66,7 @@ class CandidateCosts:
 
 _FLOATS = {
     "seconds": "seconds",
+    "captures": "capture_seconds",
     "load": "load_seconds",
     "unload": "unload_seconds",
     "weights": "weights_bytes",

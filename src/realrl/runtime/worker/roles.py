@@ -1,6 +1,6 @@
 """Models of a rank: each role in its home layout, and copies in others while calls need them."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -143,23 +143,33 @@ class Roles:
         """Offload what the plan says, after weights have been loaded."""
         for role, home in self._homes.items():
             if self._process.rank in home.ranks:
-                if role in self._plan.offload:
-                    for held in self._models[role, home.layout].sets.values():
-                        held.memory.offload()
-                if role in self._plan.offload_optimizer:
-                    self.trainers[role].memory.offload()
+                for memory in self._list_offloaded(role):
+                    memory.offload()
+
+    def _list_offloaded(self, role: str) -> Iterator[Offloadable]:
+        """List what the plan offloads of a role whose home includes this rank."""
+        if role in self._plan.offload:
+            for held in self._models[role, self._homes[role].layout].sets.values():
+                yield held.memory
+        if role in self._plan.offload_optimizer:
+            yield self.trainers[role].memory
 
     def _build_home(self, role: str, home: Placement, *, read: bool) -> None:
         holder = self._holders.get(role, role)
         base = self._models[holder, home.layout].sets[BASE] if holder != role else None
         model = self._build(role, home, base)
-        if read or self._parts[role].adapters:  # whose frozen weights no checkpoint has
-            self._read_weights(role, model)
         if role in self._trained:
             config = self._trained[role]
             self.trainers[role] = Trainer(
                 model, config.optimizer, router_loss=config.router_loss, max_skipped=self._max_skipped
             )
+        # Locking host memory takes seconds, in which weights are read.
+        for memory in self._list_offloaded(role):
+            memory.reserve()
+        if read or self._parts[role].adapters:  # whose frozen weights no checkpoint has
+            self._read_weights(role, model)
+            if role in self._trained:
+                self.trainers[role].adopt()
 
     def _read_weights(self, role: str, model: Model) -> None:
         config, tensors = self._configs[role], model.layout.specs
