@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import attention
+from torch.nn.attention import _fa4
 
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
@@ -30,8 +31,24 @@ from realrl.runtime.prepare.gpu import try_kernels
 from tests.conftest import World
 
 GPU = torch.device("cuda", 0)
-NEEDED = {"flash-attn-4": "4.0.0b18", "flashinfer-python": "0.7.2.post1"}
-FLASH = "flash_attn.cute.interface"
+adapted = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 does not train with FlashAttention 4"
+)
+NEEDED = {
+    "flash-attn-4": "4.0.0b36",
+    "nvidia-cutlass-dsl": "4.8.1",
+    "quack-kernels": "0.6.5",
+    "flashinfer-python": "0.7.2.post1",
+}
+FLASH, ADAPTED = "flash_attn.cute.interface", "realrl.model.gpu.flash_attention_4"
+
+
+@pytest.fixture(autouse=True)
+def no_package() -> Iterator[None]:
+    """What a test has imported in the place of FlashAttention 4 is forgotten."""
+    yield
+    sys.modules.pop(ADAPTED, None)
+    _fa4._fa4_import_module.cache_clear()
 
 
 @pytest.fixture
@@ -66,7 +83,7 @@ def refuse(names: list[str], words: str, device: torch.device = GPU) -> None:
 def test_extras_install_the_versions_that_are_checked() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert {name: project["optional-dependencies"][name] for name in REQUIREMENTS} == {
-        name: [requirement] for name, requirement in REQUIREMENTS.items()
+        name: list(requirements) for name, requirements in REQUIREMENTS.items()
     }
 
 
@@ -79,8 +96,10 @@ def test_a_cpu_has_none_of_these_kernels(name: str) -> None:
     ("name", "package", "found"),
     [
         ("fa4", "flash-attn-4", None),
-        ("fa4", "flash-attn-4", "4.0.0b15"),
-        ("fa4", "flash-attn-4", "4.0.0b36"),
+        ("fa4", "flash-attn-4", "4.0.0b18"),
+        ("fa4", "flash-attn-4", "4.0.0"),
+        ("fa4", "nvidia-cutlass-dsl", "4.9.0"),
+        ("fa4", "quack-kernels", None),
         ("flashinfer", "flashinfer-python", None),
         ("flashinfer", "flashinfer-python", "0.7.0.post1"),
     ],
@@ -105,10 +124,11 @@ def test_flash_attention_4_needs_its_gpus_and_a_torch_that_trains_with_it(
     refuse(["fa4"], r"needs torch 2.12 or later, and torch 2.11.0\+cu130 is installed")
 
 
+@adapted
 @pytest.mark.usefixtures("hopper")
 def test_a_package_that_does_not_load_is_one_error_message(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FLASH)
-    refuse(["fa4"], "does not load .*does not expose FA4 kernels")
+    refuse(["fa4"], "does not load .*has no attribute '_flash_attn_bwd'")
 
     def compile_sources() -> None:
         raise RuntimeError("no\nnvcc")
@@ -117,25 +137,30 @@ def test_a_package_that_does_not_load_is_one_error_message(monkeypatch: pytest.M
     refuse(["flashinfer"], r"does not load \(RuntimeError: no nvcc\)")
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """What torch's adapter reads of the forward pass: two results."""
-    assert options["causal"] and options["return_lse"]
-    return q + 1, q.new_zeros(q.shape[1], len(q), dtype=torch.float32)
+def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor | None, ...]:
+    """As many results as version 4.0.0b36 has."""
+    return q + 1, torch.full((q.shape[1], len(q)), 3.0), None, None, None
 
 
+@adapted
 @pytest.mark.usefixtures("hopper")
 def test_flash_attention_4_is_active_as_long_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FLASH, _flash_attn_fwd=forward, _flash_attn_bwd=None)
+    install(monkeypatch, FLASH, _flash_attn_fwd=forward, _flash_attn_bwd=lambda *_, **__: (1, 2, 3))
+    x, starts = torch.zeros(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
     for _ in range(2):
         with use_kernels(["fa4", "fa4"], GPU):
-            assert attention.current_flash_attention_impl() == "FA4"
+            assert attention.current_flash_attention_impl() == "realrl-fa4"
             assert torch._C._dispatch_has_kernel_for_dispatch_key("aten::_flash_attention_forward", "CUDA")
+            out, sums = _fa4._fa4_run_forward(x, x, x, starts, starts, 4, 4, None, True, -1, 0, None)
+            assert out.eq(1).all() and sums.eq(3).all()
+            assert _fa4._fa4_run_backward(x, x, x, x, x, x, starts, starts, None, True, -1, 0) == (1, 2, 3)
         assert attention.current_flash_attention_impl() is None
 
 
+@adapted
 @pytest.mark.usefixtures("hopper")
 def test_heads_that_flash_attention_4_does_not_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FLASH, _flash_attn_fwd=forward, _flash_attn_bwd=None)
+    install(monkeypatch, FLASH, _flash_attn_fwd=forward, _flash_attn_bwd=forward)
     check_heads({"actor": 20}, GPU)  # it is off
     with use_kernels(["fa4"], GPU):
         check_heads({"actor": 20}, torch.device("cpu"))
@@ -197,12 +222,13 @@ def test_flashinfer_restricts_tokens_and_leaves_their_log_probabilities(
     assert calls == ["compile", "top_k", "top_p"] and torch.equal(again[0], tokens)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 does not train with FlashAttention 4")
+@adapted
+@pytest.mark.usefixtures("hopper")
 def test_flash_attention_4_takes_what_torch_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     interface = pytest.importorskip(FLASH, reason="the extra fa4 is not installed")
     taken = []
 
-    def record(name: str, results: int) -> Any:
+    def record(name: str, results: int) -> None:
         signature = inspect.signature(getattr(interface, name))
 
         def call(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -210,21 +236,14 @@ def test_flash_attention_4_takes_what_torch_passes(monkeypatch: pytest.MonkeyPat
             taken.append(name)
             return tuple(arguments[0].float() for _ in range(results))
 
-        return call
+        monkeypatch.setattr(interface, name, call)
 
-    install(
-        monkeypatch,
-        FLASH,
-        _flash_attn_fwd=record("_flash_attn_fwd", 2),
-        _flash_attn_bwd=record("_flash_attn_bwd", 3),
-    )
-    adapter = attention._fa4
-    adapter._fa4_import_module.cache_clear()
-    monkeypatch.setattr(adapter, "_FA4_MODULE_PATH", FLASH)
+    record("_flash_attn_fwd", 5)
+    record("_flash_attn_bwd", 3)
     x, starts = torch.zeros(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
-    adapter._fa4_run_forward(x, x, x, starts, starts, 4, 4, None, True, -1, 0, None)
-    adapter._fa4_run_backward(x, x, x, x, x, x, starts, starts, None, True, -1, 0)
-    adapter._fa4_import_module.cache_clear()
+    with use_kernels(["fa4"], GPU):
+        _fa4._fa4_run_forward(x, x, x, starts, starts, 4, 4, None, True, -1, 0, None)
+        _fa4._fa4_run_backward(x, x, x, x, x, x, starts, starts, None, True, -1, 0)
     assert taken == ["_flash_attn_fwd", "_flash_attn_bwd"]
 
 

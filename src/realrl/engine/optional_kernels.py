@@ -5,27 +5,30 @@ Both are registered with torch's dispatcher, for the whole process: callers of t
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-import torch.nn.attention
 from packaging.requirements import Requirement
 from packaging.version import Version
 from torch import Tensor
 from torch.library import _scoped_library
+from torch.nn import attention
+from torch.nn.attention import _fa4
 
 from realrl.config.errors import UserError
 from realrl.model.gpu.library import NAMESPACE
 
-REQUIREMENTS: Mapping[str, str] = {
-    # torch 2.12 and 2.13 unpack the two results of its forward pass, of which later versions return more.
-    "fa4": "flash-attn-4>=4.0.0b16,<4.0.0b19",
+REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
+    # With later versions of what it is compiled by, earlier betas did not compile.
+    "fa4": ("flash-attn-4==4.0.0b36", "nvidia-cutlass-dsl<4.9", "quack-kernels<0.7"),
     # Before 0.7.1, the sums of top-k depend on the order in which blocks finish.
-    "flashinfer": "flashinfer-python>=0.7.1,<0.8",
+    "flashinfer": ("flashinfer-python>=0.7.1,<0.8",),
 }
-"""The package of each extra."""
+"""The packages of each extra."""
 
+_FA4, _FA4_MODULE = "realrl-fa4", "realrl.model.gpu.flash_attention_4"
 _FA4_TORCH = Version("2.12")
 """The adapter of torch 2.11 refuses windows in backward passes, and `varlen_attn` always passes one."""
 _FA4_DIMS = {9: 256, 10: 128}
@@ -39,7 +42,7 @@ def use_kernels(names: Collection[str], device: torch.device) -> Iterator[None]:
         for name in dict.fromkeys(names):
             if device.type == "cpu":
                 raise _refuse(name, "it computes on GPUs, and this run computes on CPUs")
-            _check_package(name)
+            _check_packages(name)
             if name == "fa4":
                 _check_fa4(device)
             try:
@@ -54,17 +57,17 @@ def _refuse(name: str, reason: str) -> UserError:
     return UserError(f"kernels=[{name}]: {reason}; leave {name} out of kernels for the built-in ones")
 
 
-def _check_package(name: str) -> None:
-    wanted = Requirement(REQUIREMENTS[name])
-    try:
-        found = version(wanted.name)
-    except PackageNotFoundError:
-        state = "is not installed"
-    else:
-        if wanted.specifier.contains(found, prereleases=True):
-            return
-        state = f"{found} is installed"
-    raise _refuse(name, f"it needs {wanted}, and {wanted.name} {state}; run pip install 'realrl[{name}]'")
+def _check_packages(name: str) -> None:
+    for wanted in map(Requirement, REQUIREMENTS[name]):
+        try:
+            found = version(wanted.name)
+        except PackageNotFoundError:
+            state = "is not installed"
+        else:
+            if wanted.specifier.contains(found, prereleases=True):
+                continue
+            state = f"{found} is installed"
+        raise _refuse(name, f"it needs {wanted}, and {wanted.name} {state}; run pip install 'realrl[{name}]'")
 
 
 def _check_fa4(device: torch.device) -> None:
@@ -81,7 +84,7 @@ def _check_fa4(device: torch.device) -> None:
 
 def check_heads(head_dims: Mapping[str, int], device: torch.device) -> None:
     """Check that FlashAttention 4, if it is switched on, takes the heads of all roles; else UserError."""
-    if device.type == "cpu" or torch.nn.attention.current_flash_attention_impl() != "FA4":
+    if device.type == "cpu" or attention.current_flash_attention_impl() != _FA4:
         return
     major, minor = torch.cuda.get_device_capability(device)
     for role, dims in head_dims.items():
@@ -96,11 +99,13 @@ def check_heads(head_dims: Mapping[str, int], device: torch.device) -> None:
 
 @contextmanager
 def _use_fa4(_: torch.device) -> Iterator[None]:
-    torch.nn.attention.activate_flash_attention_impl("FA4")
+    register = partial(_fa4.register_flash_attention_fa4, module_path=_FA4_MODULE)
+    attention.register_flash_attention_impl(_FA4, register_fn=register)
+    attention.activate_flash_attention_impl(_FA4)
     try:
         yield
     finally:
-        torch.nn.attention.restore_flash_attention_impl()
+        attention.restore_flash_attention_impl()
 
 
 @contextmanager
