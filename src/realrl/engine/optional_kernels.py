@@ -47,7 +47,7 @@ def use_kernels(names: Collection[str], device: torch.device) -> Iterator[None]:
                 _check_fa4(device)
             try:
                 stack.enter_context(_SWITCHES[name](device))
-            except Exception as error:  # whatever a package that is newer, older or half installed fails with
+            except Exception as error:  # packages that fit each other badly fail in many ways
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                 raise _refuse(name, f"the package does not load ({reason})") from error
         yield
