@@ -63,9 +63,7 @@ class AdapterFile:
         known |= {s.name: s.shape for s in tensors if s.parameter == "scalar_head"}
         for name, tensor in self.tensors.items():
             if name not in known:
-                raise UserError(
-                    f"{self.file}: tensor {PREFIX}{name} belongs to no matrix of {self.saved.base}"
-                )
+                raise UserError(f"{self.file}: tensor {PREFIX}{name} belongs to no matrix of {self.saved.base}")
             check_type(tensor)
             if tensor.shape != known[name]:
                 raise UserError(
