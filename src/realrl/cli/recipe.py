@@ -99,7 +99,7 @@ def launch_ranks(experiment: "Experiment", arguments: Sequence[str]) -> None:
     from realrl.runtime.launcher.local_ranks import Start
     from realrl.runtime.prepare.devices import check_kind, search_spec
     from realrl.runtime.prepare.functions import check_functions
-    from realrl.runtime.prepare.gpu import ask_machine
+    from realrl.runtime.prepare.gpu import ask_machine, try_kernels
     from realrl.runtime.prepare.search.cached_plan import cached_plan
 
     cluster = find_cluster(experiment)
@@ -108,6 +108,7 @@ def launch_ranks(experiment: "Experiment", arguments: Sequence[str]) -> None:
     check_local(cluster)
     here = ask_machine(experiment.device)
     check_kind(experiment, cluster, here)
+    try_kernels(experiment.kernels)
     if here == "cpu":
         note_crowd(cluster)
     plan = None

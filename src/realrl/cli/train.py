@@ -207,7 +207,7 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     from realrl.runtime.prepare.devices import check_kind, search_spec
     from realrl.runtime.prepare.fit.check import check_fit
     from realrl.runtime.prepare.functions import check_functions
-    from realrl.runtime.prepare.gpu import ask_machine
+    from realrl.runtime.prepare.gpu import ask_machine, try_kernels
     from realrl.runtime.prepare.search.cached_plan import cached_plan
 
     check_trackers(experiment)
@@ -222,6 +222,7 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     here = ask_machine(experiment.device)
     plan = None
     check_kind(experiment, cluster, here)
+    try_kernels(experiment.kernels)
     if compiled is None:
         check_functions(experiment)
         plan = cached_plan(experiment, search_spec(experiment, cluster, here), partial(typer.echo, err=True))

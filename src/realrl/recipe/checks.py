@@ -152,6 +152,7 @@ def _graph_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[st
                 f" multiple of {minibatches}, or choose another number of mini-batches"
             )
     yield from _quantisation_problems(experiment, graph)
+    yield from _kernel_problems(experiment)
     for average in graph.averages:
         dtype = getattr(experiment.models, average.role).dtype
         if dtype == "bfloat16" and average.factor < 1:
@@ -177,6 +178,30 @@ def _quantisation_problems(experiment: Experiment, graph: DataflowGraph) -> Iter
                 f"models.{role}.dtype={model.dtype}: {role} {changes}, and quantised weights cannot change;"
                 " choose auto, float32, mixed or bfloat16"
             )
+
+
+def _kernel_problems(experiment: Experiment) -> Iterator[str]:
+    """Find kernels of other packages that would compute nothing."""
+    if not experiment.kernels:
+        return
+    names, spec = ", ".join(experiment.kernels), get_spec(experiment)
+    if not computes_on_gpus(experiment.device, experiment.cluster):
+        yield f"kernels=[{names}] is for GPUs, and this recipe computes on CPUs; leave kernels out"
+    dtypes = {getattr(experiment.models, role).compute_dtype for role in spec.roles_of(experiment)}
+    if "fa4" in experiment.kernels and "bfloat16" not in dtypes | set(experiment.search_dtypes):
+        yield "kernels: fa4 computes in bfloat16, and all models of this recipe in float32; leave fa4 out"
+    if "flashinfer" not in experiment.kernels:
+        return
+    samplings = (
+        () if spec.generation is None else (spec.generation(experiment), spec.eval_generation(experiment))
+    )
+    if not any(of and not of.greedy and (of.top_k or of.top_p < 1) for of in samplings):
+        yield "kernels: flashinfer computes top_k and top_p, and this recipe sets neither; leave flashinfer out"
+    if experiment.exact:
+        yield (
+            "kernels: flashinfer does not promise that a row is restricted the same in every batch, as exact=true"
+            " does; leave one of them out"
+        )
 
 
 def _headline_problems(spec: AlgorithmSpec, graphs: Sequence[DataflowGraph]) -> Iterator[str]:

@@ -100,6 +100,10 @@ class Experiment(Settings):
     size of the cache and the degrees of data and pipeline parallelism, and log-probabilities of the sampler and of
     the trainer agree bit for bit. It takes more time (docs/exact.md), plans without tensor parallelism, and one
     data type for all calls of a role."""
+    kernels: list[Literal["fa4", "flashinfer"]] = Field(default=[])
+    """Kernels of other packages that take the place of built-in ones on GPUs, each installed as an extra
+    (`pip install 'realrl[fa4]'`): FlashAttention 4 for attention in bfloat16, FlashInfer for top-k and top-p. They
+    have not been measured on a GPU yet, and predictions are for the built-in ones (docs/gpu.md)."""
     data: DataConfig
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

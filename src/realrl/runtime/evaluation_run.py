@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import TypeVar
 
 from realrl.algorithms.build import build_algorithm
@@ -10,6 +11,8 @@ from realrl.algorithms.rewards.judge import load_judge
 from realrl.config.errors import UserCodeError, UserError
 from realrl.data.sources.records import RecordReader, read_records
 from realrl.dataflow.call import Kind
+from realrl.engine.optional_kernels import use_kernels
+from realrl.families.shape import ModelShape
 from realrl.model.parallel.group import Group
 from realrl.plan.communicators import list_rank_sets, reallocates
 from realrl.plan.plan import Plan
@@ -21,7 +24,7 @@ from realrl.recipe.graphs import build_eval_graph
 from realrl.recipe.model import ModelConfig, freeze
 from realrl.runtime.evaluate import Evaluation
 from realrl.runtime.evaluation.answers import EvaluationReport, EvaluationResult
-from realrl.runtime.output.notes import list_data_notes
+from realrl.runtime.output.notes import list_data_notes, list_kernel_notes
 from realrl.runtime.prepare.compile import (
     CompiledEvaluation,
     compile_evaluation,
@@ -95,6 +98,11 @@ class EvaluationRun:
     def origins(self) -> list[str]:
         """Origins of the records, FILE:LINE."""
         return self.records.list_origins(range(len(self.records)))
+
+    @property
+    def shapes(self) -> Mapping[str, ModelShape]:
+        """Shapes of the models, by role."""
+        return self._roles.shapes
 
     def load(self) -> None:
         """Load the weights; UserError when they cannot be used."""
@@ -180,9 +188,11 @@ def evaluate_recipe(
     plan = None if experiment.plan == SEARCH else make_written_plan(experiment, cluster)
     if plan is not None:
         compile_evaluation(experiment, plan)
-    with connect(experiment.device, experiment.launch) as process:
+    with ExitStack() as until_the_end, connect(experiment.device, experiment.launch) as process:
         here = find_least_device(process)
         check_kind(experiment, cluster, here)
+        with process.together():
+            until_the_end.enter_context(use_kernels(experiment.kernels, process.device))
         if plan is None:
             plan = agree_on_plan(experiment, cluster, process, here, say)
         # What is known of models may differ between nodes, and with it what a preset makes of them.
@@ -197,7 +207,7 @@ def evaluate_recipe(
         if opponent is not None:
             run.evaluation.face(opponent.answer())
         if process.rank == WRITER:
-            for note in list_data_notes({"eval": run.records}):
+            for note in (*list_data_notes({"eval": run.records}), *list_kernel_notes(experiment, run.shapes)):
                 say(note)
         with process.together():
             run.load()

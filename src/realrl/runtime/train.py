@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from realrl.config.errors import UserError
+from realrl.engine.optional_kernels import use_kernels
 from realrl.plan.cluster import Cluster
 from realrl.plan.presets import SEARCH
 from realrl.program.lower import WRITER
@@ -49,6 +50,8 @@ def train(
     ):
         here = find_least_device(process)
         check_kind(experiment, cluster, here)
+        with process.together():
+            until_the_end.enter_context(use_kernels(experiment.kernels, process.device))
         earlier = _find_earlier(written, process, lock)
         if earlier is not None and earlier.finished:
             if process.rank == WRITER:

@@ -155,6 +155,8 @@ COMMANDS: list[tuple[str, str]] = [
     ),
     ("plan PPO search_dtypes=[mixed] --cluster h100:1x2", "search_dtypes=[mixed]: mixed is for CPUs"),
     ("plan PPO search_dtypes=[int4]", "search_dtypes"),
+    ("plan PPO device=cpu kernels=[fa4]", "kernels=[fa4] is for GPUs, and this recipe computes on CPUs"),
+    ("plan PPO kernels=[fa3]", "kernels"),
     ("plan PPO plan=DIR/folder/records.jsonl", "nor a .yaml file"),
     ("plan PPO plan=PPO", "unknown key"),
     ("plan PPO plan=gone.yaml --out DIR/other.yaml", "gone.yaml does not exist"),

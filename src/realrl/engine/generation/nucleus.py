@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from realrl.model.gpu.library import register_default
 from realrl.model.gpu.path import load_kernels, on_gpu
 
 _BISECTIONS = 30
@@ -13,6 +14,12 @@ def keep_top_k(probabilities: Tensor, count: int) -> Tensor:
     """Zero all but the `count` largest probabilities of each row, and those that equal the last of them. [B, V]"""
     if not 0 < count < probabilities.shape[-1]:
         return probabilities
+    kept: Tensor = _restrict_to_top_k(probabilities, count)
+    return kept
+
+
+@register_default("restrict_to_top_k(Tensor probabilities, int count) -> Tensor")
+def _restrict_to_top_k(probabilities: Tensor, count: int) -> Tensor:
     lowest = probabilities.topk(count, dim=-1).values[:, -1:]
     return probabilities.masked_fill(probabilities < lowest, 0.0)
 
@@ -24,6 +31,12 @@ def keep_top_p(probabilities: Tensor, share: float) -> Tensor:
     """
     if share >= 1:
         return probabilities
+    kept: Tensor = _restrict_to_top_p(probabilities, share)
+    return kept
+
+
+@register_default("restrict_to_top_p(Tensor probabilities, float share) -> Tensor")
+def _restrict_to_top_p(probabilities: Tensor, share: float) -> Tensor:
     if on_gpu(probabilities):
         kept: Tensor = load_kernels().keep_top_p_on_gpu(probabilities.contiguous(), share)
         return kept

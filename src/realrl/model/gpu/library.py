@@ -1,10 +1,12 @@
-"""Triton kernels as operators of torch, which know fake tensors, so that they can be traced and captured."""
+"""Operators of torch: Triton kernels, which know fake tensors and can be traced, and functions to replace."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-_LIBRARY = torch.library.Library("realrl", "FRAGMENT")
+NAMESPACE = "realrl"
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def register_kernel(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -21,6 +23,23 @@ def register_kernel(schema: str) -> Callable[[Callable[..., None]], Callable[...
         _LIBRARY.impl(name, launch, "CompositeExplicitAutograd")
         torch.library.register_fake(f"realrl::{name}", lambda *_: None, lib=_LIBRARY)
         operator: Callable[..., None] = getattr(torch.ops.realrl, name).default
+        return operator
+
+    return register
+
+
+def register_default(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as operator `torch.ops.realrl.NAME`, and return the operator.
+
+    `schema` is NAME(ARGUMENTS) -> RESULTS in torch's notation. An implementation that is registered for a device
+    later takes the place of the function there.
+    """
+    name = schema.partition("(")[0]
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
+        operator: Callable[..., Any] = getattr(torch.ops.realrl, name).default
         return operator
 
     return register

@@ -16,7 +16,7 @@ from realrl.runtime.output.trackers.trackers import check_trackers
 from realrl.runtime.prepare.compile import Compiled, compile_recipe, models
 from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.fit.check import check_fit
-from realrl.runtime.prepare.gpu import Here
+from realrl.runtime.prepare.gpu import Here, try_kernels
 
 _FLOAT32 = 4
 
@@ -71,6 +71,8 @@ def check_recipe(
     try:
         if here is not None:
             check_kind(experiment, cluster, here)
+            if here != "cpu":
+                try_kernels(experiment.kernels)
         if needs.compiled is not None and not needs.compiled.unknown:
             check_fit(experiment, needs.compiled, here)
     except UserError as error:

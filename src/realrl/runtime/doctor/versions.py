@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+
 from realrl.runtime.doctor.finding import Finding, ok, problem, warning
 
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,.-]*\])?\s*([^;]*)(?:;\s*(.*))?")
@@ -95,24 +97,4 @@ def _find(find: Callable[[str], str], name: str) -> str | None:
 
 def _misses(have: str, wanted: str) -> bool:
     """Tell whether a version does not satisfy bounds such as `>=2.11,<2.14`."""
-    for bound in filter(None, (part.strip() for part in wanted.strip("() ").split(","))):
-        match = re.fullmatch(r"(>=|<=|==|<|>)\s*([\d.]+)", bound)
-        if match is None:
-            continue
-        mine, limit = _numbers(have), _numbers(match[2])
-        length = max(len(mine), len(limit))
-        mine, limit = (numbers + (0,) * (length - len(numbers)) for numbers in (mine, limit))
-        holds = {
-            ">=": mine >= limit,
-            "<=": mine <= limit,
-            "==": mine == limit,
-            "<": mine < limit,
-            ">": mine > limit,
-        }
-        if not holds[match[1]]:
-            return True
-    return False
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3])
+    return not SpecifierSet(wanted.strip("() ")).contains(have, prereleases=True)

@@ -29,6 +29,7 @@ FREE = _OF_START | {
     "micro_batch_tokens",
     "recompute",
     "search_dtypes",
+    "kernels",
     "data.eval",
     "data.eval_batch",
     "training.steps",

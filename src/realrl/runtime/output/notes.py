@@ -10,6 +10,8 @@ from realrl.algorithms.method import Algorithm
 from realrl.config.words import join
 from realrl.data.dataset import Dataset, SourceCount
 from realrl.data.order import Order, count_drawn
+from realrl.families.registry import find_layer_options
+from realrl.families.shape import ModelShape
 from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.data import TrainingConfig
 from realrl.recipe.experiment import Experiment
@@ -67,6 +69,20 @@ def list_model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Seq
                 f"models.{role}.optimizer.warmup_steps={config.optimizer.warmup_steps} is not below the {steps}"
                 " steps of this run, so that the learning rate only rises"
             )
+
+
+def list_kernel_notes(experiment: Experiment, shapes: Mapping[str, ModelShape]) -> Iterator[str]:
+    """Yield notes on models whose attention keeps the built-in kernels where others were asked for."""
+    if "fa4" not in experiment.kernels:
+        return
+    for role, shape in shapes.items():
+        config, reason = getattr(experiment.models, role), None
+        if find_layer_options(shape).scores_in_memory:
+            reason = "caps or sinks of attention scores"
+        elif config.compute_dtype != "bfloat16":
+            reason = f"computation in {config.compute_dtype}"
+        if reason is not None:
+            yield f"kernels=[fa4]: attention of models.{role} keeps the built-in kernels: it does not know {reason}"
 
 
 def list_resume_notes(earlier: EarlierRun | None, restored: Restored | None) -> Iterator[str]:

@@ -3,8 +3,11 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from realrl.config.errors import UserError
 
 NO_GPU = "device=cuda, but torch finds no GPU here; use device=cpu"
 """Error message for a run that asks for a GPU where there is none."""
@@ -51,3 +54,30 @@ def count_visible_gpus(device: Literal["auto", "cpu", "cuda"]) -> int | None:
     done = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, check=False)
     answer = next((line for line in done.stdout.splitlines() if line.startswith("GPUs ")), "GPUs 0")
     return int(answer.split()[1]) or None
+
+
+_TRY = """
+import sys, torch
+from realrl.config.errors import UserError
+from realrl.engine.optional_kernels import use_kernels
+try:
+    with use_kernels(sys.argv[1:], torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+        pass
+except UserError as error:
+    sys.exit(f"REFUSED {error}")
+"""
+
+
+def try_kernels(names: Sequence[str]) -> None:
+    """Switch kernels of other packages on in a process of its own; UserError if this machine cannot.
+
+    They are compiled then, if they have to be, before ranks wait for each other.
+    """
+    if not names:
+        return
+    done = subprocess.run([sys.executable, "-c", _TRY, *names], capture_output=True, text=True, check=False)
+    if not done.returncode:
+        return
+    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    said = next((line.removeprefix("REFUSED ") for line in lines if line.startswith("REFUSED ")), None)
+    raise UserError(said or f"kernels=[{', '.join(names)}] cannot be used here: {lines[-1][:300]}")

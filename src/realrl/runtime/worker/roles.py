@@ -19,6 +19,7 @@ from realrl.engine.dtypes import find_products, find_set_dtype, find_torch_dtype
 from realrl.engine.finite import NotFiniteError
 from realrl.engine.generation.decode_memory import KeptDecoding
 from realrl.engine.model import Model
+from realrl.engine.optional_kernels import check_heads
 from realrl.engine.parallel_groups import select_groups
 from realrl.engine.training.trainer import Trainer
 from realrl.families.adapter_config import adapter_tensors
@@ -81,6 +82,7 @@ class Roles:
         self._exact = exact
         shapes = {role: find_model_shape(config).for_lengths(longest) for role, config in configs.items()}
         self.shapes = adapt_shapes(shapes, configs, averages)
+        check_heads({role: shape.head_dim for role, shape in shapes.items()}, process.device)
         for average in averages:
             if self._specs(average.role) != self._specs(average.source):
                 raise UserError(

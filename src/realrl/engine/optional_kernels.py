@@ -1,0 +1,134 @@
+"""Kernels of other packages in the place of built-in ones on a GPU: FlashAttention 4 and FlashInfer.
+
+Both are registered with torch's dispatcher, for the whole process: callers of the operators do not know them.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
+from torch import Tensor
+from torch.library import _scoped_library
+from torch.nn import attention
+from torch.nn.attention import _fa4
+
+from realrl.config.errors import UserError
+from realrl.model.gpu.library import NAMESPACE
+
+REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
+    # With later versions of what it is compiled by, earlier betas did not compile.
+    "fa4": ("flash-attn-4==4.0.0b36", "nvidia-cutlass-dsl<4.9", "quack-kernels<0.7"),
+    # Before 0.7.1, the sums of top-k depend on the order in which blocks finish.
+    "flashinfer": ("flashinfer-python>=0.7.1,<0.8",),
+}
+"""The packages of each extra."""
+
+_FA4, _FA4_MODULE = "realrl-fa4", "realrl.model.gpu.flash_attention_4"
+_FA4_TORCH = Version("2.12")
+"""The adapter of torch 2.11 refuses windows in backward passes, and `varlen_attn` always passes one."""
+_FA4_DIMS = {9: 256, 10: 128}
+"""Major compute capability -> most dims of a head."""
+
+
+@contextmanager
+def use_kernels(names: Collection[str], device: torch.device) -> Iterator[None]:
+    """Let the kernels of some extras compute on a GPU while the context lasts; UserError if they cannot."""
+    with ExitStack() as stack:
+        for name in dict.fromkeys(names):
+            if device.type == "cpu":
+                raise _refuse(name, "it computes on GPUs, and this run computes on CPUs")
+            _check_packages(name)
+            if name == "fa4":
+                _check_fa4(device)
+            try:
+                stack.enter_context(_SWITCHES[name](device))
+            except Exception as error:  # packages that fit each other badly fail in many ways
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                raise _refuse(name, f"the package does not load ({reason})") from error
+        yield
+
+
+def _refuse(name: str, reason: str) -> UserError:
+    return UserError(f"kernels=[{name}]: {reason}; leave {name} out of kernels for the built-in ones")
+
+
+def _check_packages(name: str) -> None:
+    for wanted in map(Requirement, REQUIREMENTS[name]):
+        try:
+            found = version(wanted.name)
+        except PackageNotFoundError:
+            state = "is not installed"
+        else:
+            if wanted.specifier.contains(found, prereleases=True):
+                continue
+            state = f"{found} is installed"
+        raise _refuse(name, f"it needs {wanted}, and {wanted.name} {state}; run pip install 'realrl[{name}]'")
+
+
+def _check_fa4(device: torch.device) -> None:
+    if Version(torch.__version__) < _FA4_TORCH:
+        raise _refuse(
+            "fa4", f"it needs torch {_FA4_TORCH} or later, and torch {torch.__version__} is installed"
+        )
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in _FA4_DIMS:
+        raise _refuse(
+            "fa4", f"it is for GPUs of compute capability 9.x and 10.x, and this one has {major}.{minor}"
+        )
+
+
+def check_heads(head_dims: Mapping[str, int], device: torch.device) -> None:
+    """Check that FlashAttention 4, if it is switched on, takes the heads of all roles; else UserError."""
+    if device.type == "cpu" or attention.current_flash_attention_impl() != _FA4:
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    for role, dims in head_dims.items():
+        # Others are padded, and torch's attention of padded sequences would take the same kernels.
+        if dims % 8 or dims > _FA4_DIMS[major]:
+            raise _refuse(
+                "fa4",
+                f"models.{role} has heads of {dims} dims, and on compute capability {major}.{minor} it takes"
+                f" multiples of 8 up to {_FA4_DIMS[major]}",
+            )
+
+
+@contextmanager
+def _use_fa4(_: torch.device) -> Iterator[None]:
+    register = partial(_fa4.register_flash_attention_fa4, module_path=_FA4_MODULE)
+    attention.register_flash_attention_impl(_FA4, register_fn=register)
+    attention.activate_flash_attention_impl(_FA4)
+    try:
+        yield
+    finally:
+        attention.restore_flash_attention_impl()
+
+
+@contextmanager
+def _use_flashinfer(device: torch.device) -> Iterator[None]:
+    sampling = import_module("flashinfer.sampling")
+    sampling.get_sampling_module()  # compiled now, not in the first decode step
+
+    # They divide what is kept by its sum, which makes no difference to a choice of tokens.
+    def restrict_to_top_k(probabilities: Tensor, count: int) -> Tensor:
+        kept: Tensor = sampling.top_k_renorm_probs(probabilities.contiguous(), count, is_deterministic=True)
+        return kept
+
+    def restrict_to_top_p(probabilities: Tensor, share: float) -> Tensor:
+        kept: Tensor = sampling.top_p_renorm_probs(probabilities.contiguous(), share, is_deterministic=True)
+        return kept
+
+    with _scoped_library(NAMESPACE, "IMPL") as library:
+        for function in (restrict_to_top_k, restrict_to_top_p):
+            library.impl(function.__name__, function, device.type.upper())
+        yield
+
+
+_SWITCHES: Mapping[str, Callable[[torch.device], AbstractContextManager[None]]] = {
+    "fa4": _use_fa4,
+    "flashinfer": _use_flashinfer,
+}
