@@ -101,7 +101,7 @@ def test_weights_on_a_gpu_are_not_packed_on_any_stage() -> None:
     weight = torch.empty(4, 8, device="meta")
     for head in (None, weight):
         weights = DecodeWeights([weight], head, EXACT)
-        assert not weights._panels and weights._packed_head is None
+        assert weights.follow_parameters and weights._packed_head is None
 
 
 def test_errors_of_long_sums_stay_small() -> None:

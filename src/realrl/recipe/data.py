@@ -10,6 +10,9 @@ from realrl.config.files import reason_of
 from realrl.config.paths import local_path
 from realrl.recipe.sources import SourceList, list_sources
 
+_LONGEST_PATH = 256
+"""Characters of what may be a path; longer text is a template that writes no field, and is cut in messages."""
+
 
 class DataConfig(Settings):
     """Source of records, and how many go into a step."""
@@ -69,7 +72,8 @@ class DataConfig(Settings):
             return local_path(value).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             reason = reason_of(error) if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise ValueError(f"{shorten(value)} cannot be read as a chat template: {reason}") from None
+            named = value if len(value) < _LONGEST_PATH else shorten(value)
+            raise ValueError(f"{named} cannot be read as a chat template: {reason}") from None
 
     @field_validator("eval")
     @classmethod
