@@ -64,7 +64,7 @@ def of(program: str) -> list[Any]:
 
 def test_documents_name_commands_of_every_program() -> None:
     counts = {program: len(of(program)) for program in PROGRAMS}
-    assert counts["realrl"] >= 25 and counts["make"] >= 8 and counts["python"] >= 9 and counts["pip"] == 3
+    assert counts["realrl"] >= 25 and counts["make"] >= 8 and counts["python"] >= 9 and counts["pip"] >= 3
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def test_the_fastest_plan_as_measured_is_written_and_the_profile_corrected(
             ["--cluster", "cpu:1x2", "models.actor.path=no/such/model", "models.actor.shape=null"],
             "no/such/model",
         ),
-        (["--cluster", "cpu:1x2", "--try", "1", "data.train=no-such.jsonl"], "no plan runs here"),
+        (["--cluster", "cpu:1x2", "data.train=no-such.jsonl"], "no plan runs here"),
     ],
 )
 def test_what_cannot_be_tried_here_is_one_error_message(
