@@ -188,7 +188,9 @@ def list_kernels() -> set[str]:
     """List the kernels that files of `model/gpu/` launch."""
     names = set()
     for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        source = (Path(package.__path__[0]) / f"{info.name.rpartition('.')[2]}.py").read_text(encoding="utf-8")
+        source = (Path(package.__path__[0]) / f"{info.name.rpartition('.')[2]}.py").read_text(
+            encoding="utf-8"
+        )
         if "import triton" not in source:
             continue  # it may need a package that is not installed
         for name, value in vars(importlib.import_module(info.name)).items():
