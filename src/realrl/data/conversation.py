@@ -126,16 +126,19 @@ def write_side(
     return Conversation(last.text, (replace(last.turns[0], start=len(before)),), cut=True)
 
 
-def find_turn_end(tokenizer: "PreTrainedTokenizerFast") -> int | None:
+def find_turn_end(
+    tokenizer: "PreTrainedTokenizerFast", options: Mapping[str, Any] = _NO_OPTIONS
+) -> int | None:
     """Find the special token that the chat template writes right behind an answer; None if there is none.
 
-    Templates such as Gemma's end a turn with a token that is not the tokenizer's end of sequence.
+    Templates such as Gemma's end a turn with a token that is not the tokenizer's end of sequence. `options`:
+    arguments of the template besides the messages.
     """
     if not tokenizer.chat_template:
         return None
     messages: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
     try:
-        text = _render(tokenizer, messages, _NO_OPTIONS, prompt=False)
+        text = _render(tokenizer, messages, options, prompt=False)
     except BadRecordError:
         return None  # records tell what the template refuses
     _, found, behind = text.rpartition(_PROBE)

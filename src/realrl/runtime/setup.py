@@ -1,6 +1,7 @@
 """Tokenizer and records of a run, with the mistakes that only they show."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 from realrl.algorithms.method import Algorithm, FunctionMethod
@@ -108,19 +109,23 @@ def load_stop_token_ids(experiment: Experiment, tokenizer: Any) -> tuple[int, ..
     vocabulary, generation = find_model_shape(config).vocab_size, get_spec(experiment).generation
     own = generation(experiment).stop_token_ids if generation is not None else None
     if own is None:
-        return read_stop_token_ids(tokenizer, config.path, vocabulary)
+        options = experiment.data.chat_template_kwargs
+        return read_stop_token_ids(tokenizer, config.path, vocabulary, options)
     check_stop_token_ids("generation.stop_token_ids", own, vocabulary)
     return tuple(dict.fromkeys(own))
 
 
-def read_stop_token_ids(tokenizer: Any, path: str | None, vocabulary: int) -> tuple[int, ...]:
+def read_stop_token_ids(
+    tokenizer: Any, path: str | None, vocabulary: int, options: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[int, ...]:
     """Find all tokens that end generation of a model with this vocabulary, the template's end of a turn among them.
 
-    `path` is where it was opened from, if it was. UserError if there is none, or one is not in the vocabulary.
+    `path` is the directory of the model, if it was opened from one; `options` are arguments of the chat template
+    besides the messages. UserError if there is no such token, or one is not in the vocabulary.
     """
     check_tokenizer(tokenizer)
     found = list_stop_token_ids(tokenizer, None if path is None else read_origin(path), vocabulary)
-    end = find_turn_end(tokenizer)
+    end = find_turn_end(tokenizer, options)
     return found if end is None or end in found or end >= vocabulary else (*found, end)
 
 

@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 
 from realrl.checkpoint.directory import read_shape
 from realrl.cli.app import run_app
-from realrl.runtime.setup import read_stop_token_ids
+from realrl.recipe.load import load_experiment
+from realrl.runtime.setup import load_shared_tokenizer, load_stop_token_ids, read_stop_token_ids
 from tests.conftest import World, read_metrics
 
 TEMPLATE = (
@@ -140,6 +141,24 @@ def test_answers_end_where_the_template_ends_a_turn(
     assert f"[[a plot{TURN_END}]]" in capsys.readouterr().out
     ends = read_stop_token_ids(AutoTokenizer.from_pretrained(turning), str(turning), 320)
     assert ends == (1, end)
+
+
+def test_the_end_of_a_turn_is_that_of_the_recipes_own_template(
+    world: World, turning: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(turning)
+    written = TEMPLATE.replace("</s>", "{% if marked %}" + TURN_END + "{% endif %}</s>")
+    end = tokenizer.convert_tokens_to_ids(TURN_END)
+    for marked, expected in ((True, (1, end)), (False, (1,))):
+        recipe = world.recipe(
+            "sft",
+            tmp_path,
+            models__actor={"path": str(turning)},
+            data__chat_template=written,
+            data__chat_template_kwargs={"marked": marked},
+        )
+        experiment = load_experiment(str(recipe))
+        assert load_stop_token_ids(experiment, load_shared_tokenizer(experiment)) == expected
 
 
 def test_end_tokens_of_a_command_take_the_place_of_the_models_own(
