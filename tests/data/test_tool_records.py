@@ -97,6 +97,24 @@ def test_schemas_of_tools_are_read_in_every_form(texts, tokenizer, write, tools)
     assert texts(write([record])) == [expected(tokenizer, {**record, "tools": [SCHEMA]})]
 
 
+@pytest.mark.parametrize("printed", ["'call ' + arguments", "'call ' ~ arguments", "arguments"])
+def test_arguments_that_are_text_suit_templates_that_want_text(texts, tokenizer, write, printed):
+    record = json.loads(json.dumps(ROWS[0]))
+    record["messages"][1]["tool_calls"][0]["function"]["arguments"] = '{"city":"Paris"}'
+    assert texts(write([record])) == [expected(tokenizer, ROWS[0])]
+    printed = printed.replace("arguments", "call.function.arguments")
+    tokenizer.chat_template = TEMPLATE.replace("call.function | tojson", printed)
+    assert texts(write([record])) == [expected(tokenizer, record)]
+
+
+@pytest.mark.parametrize("tools", ["search", ["search"]])
+def test_tools_of_the_recipe_that_are_no_schemas_are_refused(load, write, tools):
+    with pytest.raises(
+        UserError, match=r"data\.chat_template_kwargs: field 'tools' must be a list of schemas"
+    ):
+        load(write([ROWS[0]]), chat_template_kwargs={"tools": tools})
+
+
 def test_texts_and_objects_may_be_mixed(texts, tokenizer, write):
     record = {**ROWS[0], "tools": [SCHEMA, json.dumps(SCHEMA)]}
     assert texts(write([record])) == [expected(tokenizer, {**record, "tools": [SCHEMA, SCHEMA]})]

@@ -50,7 +50,8 @@ def attempt(
     if over():
         print(f"-- {name}: no time left", flush=True)
         record(kind, name, status="no time left")
-        return True
+        # A figure that is missing is no failure; a check that never ran is.
+        return kind != "parity"
     start = time.perf_counter()
     try:
         found = run(*arguments, **options) or {}

@@ -14,6 +14,7 @@ import jinja2
 
 from realrl.config.errors import UserError
 from realrl.data.sources.rejects import BadRecordError
+from realrl.data.tools import find_arguments, write_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -233,13 +234,25 @@ def _render(
         name = tokenizer.name_or_path
         raise UserError(f"tokenizer {name} has no chat template, which records with messages need")
 
-    try:
+    def render(messages: list[Message]) -> str:
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, **{**options, "add_generation_prompt": prompt}
         )
+        assert isinstance(text, str)
+        return text
+
+    texts = list(find_arguments(messages))
+    try:
+        try:
+            text = render(messages)
+            # A template that prints arguments as they are wants text: of an object Python's form would be printed.
+            wants_text = any(arguments and str(dict(arguments)) in text for arguments in texts)
+        except TypeError:
+            if not texts:
+                raise
+            wants_text = True
+        return render(write_arguments(messages)) if wants_text else text
     except Exception as error:  # a template is a program, which may fail in any way
         known = isinstance(error, jinja2.TemplateError | TypeError | ValueError)
         reason = str(error) if known else f"{type(error).__name__}: {error}"
         raise BadRecordError(f"the chat template refuses the messages: {reason}") from None
-    assert isinstance(text, str)
-    return text

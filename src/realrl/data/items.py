@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from realrl.config.errors import UserError
 from realrl.data.conversation import Conversation
 from realrl.data.forms import Item, Reader, further_fields, is_plain_text, plain_text_note
 from realrl.data.further import FieldFilter
@@ -75,6 +76,10 @@ class ItemReader:
         self._keep = keep
         self._read_records = read
         self._notes = _Notes(tokenizer, config)
+        try:
+            options = read_template_options({"chat_template_kwargs": config.chat_template_kwargs})
+        except BadRecordError as error:
+            raise UserError(f"data.chat_template_kwargs: {error}") from None
         self._reader = Reader(
             tokenizer=tokenizer,
             apply_chat_template=config.apply_chat_template,
@@ -82,7 +87,7 @@ class ItemReader:
             max_pairs=config.max_pairs_per_prompt,
             seed=seed,
             ranked=sum(key.startswith("answer_") for key in keys),
-            template_options=read_template_options({"chat_template_kwargs": config.chat_template_kwargs}),
+            template_options=options,
             notice_nulls=self._notes.see_nulls,
         )
         self._absent = set(config.columns)

@@ -1,7 +1,7 @@
 """Schemas and calls of tools in the forms that data sets have them, and other arguments of a chat template."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from realrl.data.sources.rejects import BadRecordError
@@ -39,8 +39,34 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     return [drop_nulls(schema) for schema in schemas]
 
 
+class Arguments(dict[str, Any]):
+    """Arguments of a call that a record has as JSON text. Most chat templates want an object, some the text."""
+
+    def __init__(self, values: Mapping[str, Any], text: str) -> None:
+        super().__init__(values)
+        self.text = text
+
+
+def find_arguments(value: Any) -> Iterator[Arguments]:
+    """Find the arguments that a record has as JSON text, at any depth of its messages."""
+    if isinstance(value, Arguments):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from find_arguments(inner)
+
+
+def write_arguments(value: Any) -> Any:
+    """Replace `Arguments`, at any depth, by the text that the record has."""
+    if isinstance(value, Arguments):
+        return value.text
+    if isinstance(value, Mapping):
+        return {name: write_arguments(inner) for name, inner in value.items()}
+    return [write_arguments(inner) for inner in value] if isinstance(value, list) else value
+
+
 def read_calls(value: Any, field: str) -> list[dict[str, Any]]:
-    """Read the calls of tools of a message; `arguments` that are JSON text of an object are decoded."""
+    """Read the calls of tools of a message; `arguments` that are JSON text of an object become `Arguments`."""
     calls = _decode(value, field) if isinstance(value, str) else value
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise BadRecordError(f"field {field!r} must be a list of calls, {{function: {{name, arguments}}}}")
@@ -55,7 +81,8 @@ def _read_call(call: dict[str, Any]) -> dict[str, Any]:
             arguments = json.loads(call["arguments"])
         except (ValueError, RecursionError):
             return call  # what a model wrote may be no JSON
-        return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+        known = isinstance(arguments, dict)
+        return {**call, "arguments": Arguments(arguments, call["arguments"])} if known else call
     return call
 
 

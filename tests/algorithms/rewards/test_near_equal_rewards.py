@@ -11,6 +11,7 @@ from reward_functions import make_input, write_function
 from torch import Tensor
 
 from realrl.algorithms.method import FunctionInput
+from realrl.algorithms.policy_gradient.advantages import subtract_baseline
 from realrl.algorithms.policy_gradient.config import PolicyGradientConfig
 from realrl.algorithms.policy_gradient.spec import make_policy_gradient_spec
 from realrl.algorithms.policy_gradient.train import PolicyGradientTrain, StepSizes
@@ -90,6 +91,28 @@ def test_a_small_term_beside_a_large_one_counts(tmp_path: Path) -> None:
     scores = [a + b for a, b in zip(large, small, strict=True)]
     assert advantages.tolist() == pytest.approx(exact_advantages(scores, "none"), rel=1e-6)
     assert metrics["groups_of_equal_rewards"] == 0
+
+
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
+@pytest.mark.parametrize("reward", [0.1, 0.7, -3.3])
+@pytest.mark.parametrize("samples", range(2, 9))
+def test_equal_rewards_have_no_advantage_at_all(baseline: Any, reward: float, samples: int) -> None:
+    rewards = torch.full((2, samples + 1), reward, dtype=torch.float64)
+    rewards[0, 0] = torch.nan
+    rewards[1, 0] = reward + 1
+    advantages = subtract_baseline(rewards, baseline)
+    assert advantages[0].isnan().tolist() == [True] + [False] * samples
+    assert advantages[0, 1:].eq(0).all() and advantages[1].ne(0).all()
+
+
+def test_equal_rewards_that_are_infinite_are_no_zeros() -> None:
+    assert not subtract_baseline(torch.full((1, 3), torch.inf, dtype=torch.float64), "group_mean").eq(0).any()
+
+
+def test_terms_with_equal_sums_give_equal_scores(tmp_path: Path) -> None:
+    first, second = make_rewards(tmp_path, [0.1, 0.3, 0.2, 0.15]), [0.2, 0.0, 0.1, 0.15]
+    batch = score({"a": RewardTerm(function=first), "b": RewardTerm(function=make_rewards(tmp_path, second))})
+    assert batch["score"].values.unique().tolist() == [0.3]
 
 
 @pytest.mark.parametrize(("base", "step"), CASES)

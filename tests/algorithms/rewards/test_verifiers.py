@@ -57,7 +57,13 @@ def test_exact_match(options: dict[str, Any], completion: str, answer: Any, scor
         ("- 3", -3), ("- {3}", -3), ("x = - 3", -3), ("The answer is - 3", -3), ("$- 3$", -3), (r"\boxed{- 3}", -3),
         ("so\n- 3", 3), ("x - 3", 3), ("= +7", 7), ("+ 7", 7), ("\u20107", -7), ("\u20117", -7), ("\u20127", -7),
         ("\u20137", -7), ("\ufe637", -7), ("\uff0d7", -7), ("3\u20135", 5), ("Lima \u2014 3", 3),
-        ("v1.2.3", None), ("9" * 500, None), ("+8", 8), ("(9)", 9), ("answer: 10.", 10), ("0x1F", 0),
+        ("v1.2.3", None), ("9" * 500, None), (rf"\frac{{{'9' * 5000}}}{{2}}", None),
+        (rf"{'9' * 5000}\frac{{1}}{{2}}", None),
+        (r"The speed is 20\frac{km}{h}", 20), (r"20~\frac{km}{h}", 20), (r"9.8\frac{\text{m}}{\text{s}^2}", 9.8),
+        (r"-20\,\frac{m}{s^{2}}", -20), (r"step 2: x=\frac{a}{b}", None), (r"5\frac{a}{2}", None),
+        (r"5\sqrt{x}", None),
+        ("3\n\n\\frac{1}{2}", 0.5), (r"3\,\frac{1}{2}", 3.5), (r"1,234\frac{1}{2}", 1234.5),
+        ("+8", 8), ("(9)", 9), ("answer: 10.", 10), ("0x1F", 0),
     ],
 )  # fmt: skip
 def test_the_last_number_of_a_text(text: str, number: float | None) -> None:
@@ -65,7 +71,8 @@ def test_the_last_number_of_a_text(text: str, number: float | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "piece", ["\\frac", "\\frac{", "\\frac{1}{", "\\frac1", "- ", "-{", "\\sqrt[", "{{", "1/"]
+    "piece",
+    ["\\frac", "\\frac{", "\\frac{1}{", "\\frac1", "- ", "-{", "\\sqrt[", "{{", "1/", "\n" * 16, " " * 16],
 )
 def test_long_texts_that_lead_nowhere_are_read(piece: str) -> None:
     for end in ("", "}}", "}7"):

@@ -127,6 +127,22 @@ def test_a_process_with_several_threads_watches_its_barriers_until_it_ends(
 
 
 @needs_openmp
+@pytest.mark.parametrize(("left", "relaxed"), [(None, True), (1000000, True), (3, False)])
+def test_barriers_stay_as_they_are_where_no_team_could_be_started(
+    two_threads: None, monkeypatch: pytest.MonkeyPatch, left: int | None, relaxed: bool
+) -> None:
+    monkeypatch.setattr(contention, "free_group_threads", lambda: left)
+    monkeypatch.setattr(contention.Relaxed, "__init__", lambda self, openmp: None)
+    monkeypatch.setattr(contention.Relaxed, "end", lambda self: None)
+    watch = watch_barriers(2)
+    assert watch is not None
+    watch._read_waits = lambda: {1: 10**12}
+    watch.look(watch._time + 1)
+    assert watch.relaxed == relaxed
+    watch.close()
+
+
+@needs_openmp
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
 def test_users_who_say_how_threads_wait_are_left_alone(
     two_threads: None, monkeypatch: pytest.MonkeyPatch, name: str

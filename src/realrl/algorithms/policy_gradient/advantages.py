@@ -13,17 +13,21 @@ def subtract_baseline(rewards: Tensor, baseline: Literal["group_mean", "leave_on
     """Subtract from each reward the baseline of its group. rewards: [prompts, samples] -> the same shape
 
     `group_mean`: the mean (Shao et al. 2024, section 4.1.2); `leave_one_out`: the mean of the others, NaN where
-    there are none (Kool et al. 2019; Ahmadian et al. 2024, equation 6).
+    there are none (Kool et al. 2019; Ahmadian et al. 2024, equation 6). Equal rewards give exactly 0 with both.
     """
     match baseline:
         case "group_mean":
-            return rewards - rewards.nanmean(1, keepdim=True)
+            advantages = rewards - rewards.nanmean(1, keepdim=True)
         case "leave_one_out":
             others = (~rewards.isnan()).sum(1, keepdim=True) - 1
             mean = (rewards.nansum(1, keepdim=True) - rewards.nan_to_num()) / others
-            return torch.where(others > 0, rewards - mean, torch.nan)
+            advantages = torch.where(others > 0, rewards - mean, torch.nan)
         case "none":
             return rewards.clone()
+    # The mean of three times 0.1 is not 0.1, and an advantage of 1e-17 would count as something to learn.
+    first = rewards.nanmedian(1, keepdim=True).values
+    equal = ((rewards == first) | rewards.isnan()).all(1, keepdim=True) & first.isfinite()
+    return advantages.masked_fill(equal & ~advantages.isnan(), 0.0)
 
 
 def compute_std(values: Tensor) -> Tensor:

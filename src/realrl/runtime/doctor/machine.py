@@ -9,7 +9,7 @@ from pathlib import Path
 
 from realrl.config.units import format_bytes
 from realrl.runtime.doctor.finding import Finding, ok, problem, warning
-from realrl.runtime.prepare.host import cpu_quota, free_group_memory, host_memory
+from realrl.runtime.prepare.host import cpu_quota, free_group_memory, free_group_threads, host_memory
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _PER_RANK = 512 * _MIB
@@ -131,7 +131,7 @@ def check_limits(ranks: int, world: int, host: Host) -> Iterator[Finding]:
             f"{processes} processes and threads are allowed, and {ranks} ranks may have {256 * ranks};"
             " raise it (ulimit -u)",
         )
-    further = _read_processes(host)
+    further = free_group_threads(host.cgroup, host.proc / "self" / "cgroup")
     if further is not None and further < 256 * ranks:
         yield warning(
             "limits",
@@ -174,23 +174,3 @@ def _read_meminfo(host: Host) -> dict[str, int]:
     lines = (host.read(host.proc / "meminfo") or "").splitlines()
     pairs = (line.split(":", 1) for line in lines if ":" in line)
     return {name: int(rest.split()[0]) * 1024 for name, rest in pairs if rest.split()}
-
-
-def _own_groups(host: Host) -> list[Path]:
-    """List the directories of this process's unified control group and its parents."""
-    lines = (host.read(host.proc / "self" / "cgroup") or "").splitlines()
-    path = next((line.split(":", 2)[2] for line in lines if line.startswith("0::")), None)
-    if path is None:
-        return []
-    inside = Path(path.lstrip("/"))
-    return [host.cgroup / group for group in (inside, *inside.parents)]
-
-
-def _read_processes(host: Host) -> int | None:
-    """Read how many more processes and threads control groups allow; None without a limit."""
-    left = []
-    for group in (*_own_groups(host), host.cgroup / "pids"):
-        most, used = host.read(group / "pids.max"), host.read(group / "pids.current")
-        if most and used and most.isdigit() and used.isdigit():
-            left.append(int(most) - int(used))
-    return min(left, default=None)

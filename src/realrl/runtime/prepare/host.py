@@ -40,6 +40,17 @@ def cpu_quota(groups: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> float 
     return min(quotas, default=None)
 
 
+def free_group_threads(groups: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int | None:
+    """Find how many more threads and processes control groups let start; None where none has a limit."""
+    left = []
+    for group, controllers in _own_groups(groups, own):
+        if controllers == "" or "pids" in controllers.split(","):
+            most, used = _read(group / "pids.max"), _read(group / "pids.current")
+            if most.isdigit() and used.isdigit():
+                left.append(int(most) - int(used))
+    return min(left, default=None)
+
+
 def count_cores() -> int:
     """Count the cores that this process and its peers may keep busy, at least one."""
     seen = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

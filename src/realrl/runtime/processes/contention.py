@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from realrl.model.cpu.rows import load_openmp
+from realrl.runtime.prepare.host import free_group_threads
 
 INTERVAL = 0.1
 """Seconds between two looks at how long threads waited for a core."""
@@ -30,8 +31,13 @@ class BarrierWatch:
     and keeps the number of threads, so that results stay the same bit for bit.
     """
 
-    def __init__(self, read_waits: Callable[[], Mapping[int, int]], relax: Callable[[], "Relaxed"]) -> None:
-        """`read_waits`: nanoseconds that each thread of this process has waited for a core, by its id."""
+    def __init__(
+        self, read_waits: Callable[[], Mapping[int, int]], relax: Callable[[], "Relaxed | None"]
+    ) -> None:
+        """`read_waits`: nanoseconds that each thread of this process has waited for a core, by its id.
+
+        `relax` may return None where barriers have to stay as they are.
+        """
         self._read_waits = read_waits
         self._relax = relax
         self._relaxed: Relaxed | None = None
@@ -122,7 +128,15 @@ def watch_barriers(threads: int) -> BarrierWatch | None:
     chosen = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys()
     if threads == 1 or openmp is None or chosen or sys.platform != "linux" or not read_thread_waits():
         return None
-    watch = BarrierWatch(read_thread_waits, lambda: Relaxed(openmp))
+
+    def relax() -> Relaxed | None:
+        # OpenMP's library ends the process if it cannot start a thread, and all ranks of this machine start some.
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        left = free_group_threads()
+        enough = left is None or left > ranks * (openmp.omp_get_num_procs() + 2)
+        return Relaxed(openmp) if enough else None
+
+    watch = BarrierWatch(read_thread_waits, relax)
     watch.start()
     return watch
 
@@ -132,8 +146,12 @@ def read_thread_waits(tasks: Path = Path("/proc/self/task")) -> dict[int, int]:
 
     Nothing if the kernel does not count it (CONFIG_SCHED_INFO).
     """
-    waits = {}
-    for thread in os.listdir(tasks) if tasks.is_dir() else ():
+    waits: dict[int, int] = {}
+    try:
+        threads = os.listdir(tasks)
+    except OSError:
+        return waits
+    for thread in threads:
         try:
             waits[int(thread)] = int((tasks / thread / "schedstat").read_text().split()[1])
         except (OSError, IndexError):

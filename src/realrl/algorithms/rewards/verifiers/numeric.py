@@ -27,12 +27,16 @@ _SIGN = re.compile(
 _BRACED = re.compile(rf"([-+])\s*{{\s*({_DIGITS}(?:\.\d*)?|\.\d+)\s*}}")
 _GROUP = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
 _PART = rf"(?:{_GROUP}|(\d)|\\[A-Za-z]+|[A-Za-z])"
+_BLANKS = r"(?:[^\S\n]|~|\\[,;: ]){0,4}"
 _LATEX = re.compile(
-    r"((?<![\w.])[-+])?((?<![\w.])\d+)?\s*"
+    rf"((?<![\w.])[-+])?(?:(?<![\w.])({_DIGITS}){_BLANKS})?"
     rf"\\(?:[dtc]?frac\s*{_PART}\s*{_PART}|sqrt\s*(?:\[[^\]]*\])?\s*{_PART}"
     rf"|[dtc]?frac\s*(?:{_PART}\s*)?\{{[^}}]{{0,400}}\Z)"
 )
 """A fraction, perhaps with a sign and a whole number; a root; a fraction whose end is missing."""
+_UNIT = re.compile(r"\s*(?:(?:\\(?:text|mathrm|rm)\s*\{[^{}]*\}|[A-Za-z]++)(?:\^(?:\d|\{-?\d\}))?\s*+)++")
+"""What stands above or below the line in a unit: km, \\text{km}, s^2."""
+_NUMBER_BEFORE = re.compile(rf"\d{_BLANKS}\Z")
 _LONGEST = 400
 """Characters of a number that is read: more would be the work of a model that has gone astray."""
 
@@ -96,14 +100,23 @@ def tidy_signs(text: str) -> str:
 
 
 def _write_quotient(found: re.Match[str]) -> str:
-    """Write a fraction of LaTeX as a quotient, -3/4; `_NO_NUMBER` if it is none of two numbers, or a root."""
+    """Write a fraction of LaTeX as a quotient, -3/4; `_NO_NUMBER` if it is none of two numbers, or a root.
+
+    One that is the unit of a number before it, such as 20\\frac{km}{h}, goes.
+    """
     parts = [found[3] or found[4] or "", found[5] or found[6] or ""]
+    whole = found[2] or ""
+    if max(map(len, (whole, *parts))) > _LONGEST:
+        return f" {_NO_NUMBER} "
     if not all(re.fullmatch(rf"\s*{_NUMBER}\s*", part) for part in parts):
+        unit = all(_UNIT.fullmatch(part) for part in parts)
+        if unit and (whole or _NUMBER_BEFORE.search(found.string, max(0, found.start() - 9), found.start())):
+            return f"{found[1] or ''}{whole} "
         return f" {_NO_NUMBER} "
     above, below = (_read(part.strip()) for part in parts)
     if below == 0:
         return f" {_NO_NUMBER} "
-    value = int(found[2] or 0) + above / below
+    value = _read(whole or "0") + above / below
     value = -value if found[1] == "-" else value
     return f" {value.numerator}/{value.denominator} "
 
