@@ -107,6 +107,18 @@ def test_arguments_that_are_text_suit_templates_that_want_text(texts, tokenizer,
     assert texts(write([record])) == [expected(tokenizer, record)]
 
 
+@pytest.mark.parametrize(
+    "printed", ["call.function | tojson", "call.function.arguments.items() | list | tojson"]
+)
+def test_a_message_may_quote_arguments_in_the_form_of_python(texts, tokenizer, write, printed):
+    tokenizer.chat_template = TEMPLATE.replace("call.function | tojson", printed)
+    record = json.loads(json.dumps(ROWS[0]))
+    record["messages"][2]["content"] = "called with {'city': 'Paris'}"
+    wanted = expected(tokenizer, record)
+    record["messages"][1]["tool_calls"][0]["function"]["arguments"] = '{"city":"Paris"}'
+    assert texts(write([record])) == [wanted]
+
+
 @pytest.mark.parametrize("tools", ["search", ["search"]])
 def test_tools_of_the_recipe_that_are_no_schemas_are_refused(load, write, tools):
     with pytest.raises(

@@ -5,7 +5,7 @@ for the turns before it, generation prompt included, ends.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -241,18 +241,31 @@ def _render(
         assert isinstance(text, str)
         return text
 
-    texts = list(find_arguments(messages))
     try:
-        try:
-            text = render(messages)
-            # A template that prints arguments as they are wants text: of an object Python's form would be printed.
-            wants_text = any(arguments and str(dict(arguments)) in text for arguments in texts)
-        except TypeError:
-            if not texts:
-                raise
-            wants_text = True
-        return render(write_arguments(messages)) if wants_text else text
+        return _choose_arguments(render, messages)
     except Exception as error:  # a template is a program, which may fail in any way
         known = isinstance(error, jinja2.TemplateError | TypeError | ValueError)
         reason = str(error) if known else f"{type(error).__name__}: {error}"
         raise BadRecordError(f"the chat template refuses the messages: {reason}") from None
+
+
+def _choose_arguments(render: Callable[[list[Message]], str], messages: list[Message]) -> str:
+    """Render arguments of calls as objects, or as the JSON text of the record if the template wants text."""
+    found = list(find_arguments(messages))
+    try:
+        text = render(messages)
+    except TypeError:
+        # It may add them to other text.
+        if not found:
+            raise
+        return render(write_arguments(messages))
+    # A template that prints them as they are would print an object in Python's form.
+    forms = [form for form in (str(dict(arguments)) for arguments in found if arguments) if form in text]
+    if not forms:
+        return text
+    try:
+        other = render(write_arguments(messages))
+    except Exception:  # it needs objects
+        return text
+    # A message may quote that form, which then stays.
+    return other if any(other.count(form) < text.count(form) for form in forms) else text

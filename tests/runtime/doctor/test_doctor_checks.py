@@ -227,6 +227,9 @@ def test_limits_of_control_groups_are_found(tmp_path: Path) -> None:
     expect(check_memory(1, host), "ok", "1.00 GiB free of 2.00 GiB, the limit of a control group")
     host = fake_host(tmp_path, {"cgroup/pod/pids.max": "1000\n", "cgroup/pod/pids.current": "800\n"})
     expect(check_limits(2, 2, host), "warning", "allows 200 more processes and threads")
+    older = {"proc/self/cgroup": "5:cpu,pids:/run\n", "cgroup/pids/run/pids.max": "90\n"}
+    host = fake_host(tmp_path / "older", {**older, "cgroup/pids/run/pids.current": "20\n"})
+    expect(check_limits(2, 2, host), "warning", "allows 70 more processes and threads")
 
 
 def test_memory_that_may_not_be_reserved_is_found(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ def subtract_baseline(rewards: Tensor, baseline: Literal["group_mean", "leave_on
         case "none":
             return rewards.clone()
     # The mean of three times 0.1 is not 0.1, and an advantage of 1e-17 would count as something to learn.
-    first = rewards.nanmedian(1, keepdim=True).values
-    equal = ((rewards == first) | rewards.isnan()).all(1, keepdim=True) & first.isfinite()
+    median = rewards.nanmedian(1, keepdim=True).values
+    equal = ((rewards == median) | rewards.isnan()).all(1, keepdim=True) & median.isfinite()
     return advantages.masked_fill(equal & ~advantages.isnan(), 0.0)
 
 

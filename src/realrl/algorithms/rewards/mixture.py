@@ -52,7 +52,7 @@ class RewardSum:
             given = scores != NOT_APPLICABLE
             total = torch.where(given, total + term.weight * scores, total)
             applies |= given
-        # So that 0.1 + 0.2 is 0.3: scores that differ by rounding alone would count as different.
+        # Rounded, 0.1 + 0.2 is 0.3, so that samples with equal scores count as equal.
         total = torch.tensor([float(f"{value:.12g}") for value in total.tolist()], dtype=torch.float64)
         score = Ragged.scalars(torch.where(applies, total, SKIPPED))
         if self._prefix:

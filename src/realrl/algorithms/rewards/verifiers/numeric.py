@@ -34,9 +34,13 @@ _LATEX = re.compile(
     rf"|[dtc]?frac\s*(?:{_PART}\s*)?\{{[^}}]{{0,400}}\Z)"
 )
 """A fraction, perhaps with a sign and a whole number; a root; a fraction whose end is missing."""
-_UNIT = re.compile(r"\s*(?:(?:\\(?:text|mathrm|rm)\s*\{[^{}]*\}|[A-Za-z]++)(?:\^(?:\d|\{-?\d\}))?\s*+)++")
-"""What stands above or below the line in a unit: km, \\text{km}, s^2."""
+_UNIT = re.compile(
+    r"\s*(?:(?:\\(?:text|mathrm|rm)\s*\{[^{}]*\}|[A-Za-z]++)(?:\^(?:\d|\{-?\d\}))?(?:\s|\\cdot\b|\\[,;: ])*+)++"
+)
+"""What stands above or below the line in a unit: km, \\text{km}, s^2, N \\cdot m."""
 _NUMBER_BEFORE = re.compile(rf"\d{_BLANKS}\Z")
+_REACH = 9
+"""Characters that may match it: a digit, and four blanks of at most two."""
 _LONGEST = 400
 """Characters of a number that is read: more would be the work of a model that has gone astray."""
 
@@ -102,7 +106,7 @@ def tidy_signs(text: str) -> str:
 def _write_quotient(found: re.Match[str]) -> str:
     """Write a fraction of LaTeX as a quotient, -3/4; `_NO_NUMBER` if it is none of two numbers, or a root.
 
-    One that is the unit of a number before it, such as 20\\frac{km}{h}, goes.
+    A unit right after a number, as in 20\\frac{km}{h}, is left out; any letters count as one.
     """
     parts = [found[3] or found[4] or "", found[5] or found[6] or ""]
     whole = found[2] or ""
@@ -110,7 +114,8 @@ def _write_quotient(found: re.Match[str]) -> str:
         return f" {_NO_NUMBER} "
     if not all(re.fullmatch(rf"\s*{_NUMBER}\s*", part) for part in parts):
         unit = all(_UNIT.fullmatch(part) for part in parts)
-        if unit and (whole or _NUMBER_BEFORE.search(found.string, max(0, found.start() - 9), found.start())):
+        start = found.start()
+        if unit and (whole or _NUMBER_BEFORE.search(found.string, max(0, start - _REACH), start)):
             return f"{found[1] or ''}{whole} "
         return f" {_NO_NUMBER} "
     above, below = (_read(part.strip()) for part in parts)
