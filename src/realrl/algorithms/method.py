@@ -105,7 +105,7 @@ class GenerateMethod:
     prompts: str = "prompts"
 
     def sampling_of(self, *, evaluation: bool) -> GenerationConfig:
-        """Choose the sampling of steps of training, or of those of evaluation."""
+        """Give the sampling settings of evaluation, or of training."""
         return self.eval_sampling if evaluation else self.sampling
 
 

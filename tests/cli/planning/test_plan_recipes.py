@@ -1,4 +1,4 @@
-"""`realrl plan` of every shipped recipe, on its own cluster or on 64 GPUs: found quickly, and within the memory."""
+"""`realrl plan` of every shipped recipe, on its own cluster or on 16 GPUs: found quickly, and within the memory."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[3]
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
 CLUSTERS = {"recipes/demo": "cpu:1x2", "recipes/demo_grpo": "cpu:1x2", "recipes/small": "h100:1x1"}
 """Folder -> cluster, where the recipe names no kind of device."""
-POLICY_GRADIENTS = "recipes/policy_gradient"
 
 
 def list_sizes(recipe: str) -> list[str]:
@@ -36,9 +35,7 @@ def list_sizes(recipe: str) -> list[str]:
 def choose_cluster(recipe: str) -> str:
     cluster = yaml.safe_load((ROOT / recipe).read_text()).get("cluster", "")
     folder = str(Path(recipe).parent)
-    # All relatives on as many GPUs, though some of them are content with fewer.
-    named = ":" in cluster and folder != POLICY_GRADIENTS
-    return cluster if named else CLUSTERS.get(folder, "h100:8x8")
+    return cluster if ":" in cluster else CLUSTERS.get(folder, "h100:2x8")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

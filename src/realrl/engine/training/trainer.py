@@ -95,8 +95,7 @@ class Trainer:
         self._accumulation.spread()
 
     def adopt(self) -> None:
-        """Take over parameters that have been given other values, which what the optimizer works on may be copies
-        of."""
+        """Copy parameters whose values were set from outside into the optimizer's own copies of them."""
         self._accumulation.adopt()
         self.optimizer.adopt()
 

@@ -30,7 +30,7 @@ class Limits:
 
 
 class SandboxError(Exception):
-    """A sandbox that does not work, whatever the code. The message follows the name of the verifier."""
+    """The sandbox itself does not work, so no code can be judged. The message follows the verifier's name."""
 
 
 def run_in_sandbox(code: str, tests: list[str], limits: Limits) -> list[bool]:
