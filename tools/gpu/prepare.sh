@@ -3,8 +3,8 @@
 #
 #   bash tools/gpu/prepare.sh [REQUIREMENT...]
 #
-# Without requirements it takes what images with torch and transformers often lack. Dependencies are not followed:
-# name each package that the machine lacks. Settings from the environment:
+# It takes what images with torch and transformers often lack, and the requirements that are named. Dependencies are
+# not followed: name each package that the machine lacks. Settings from the environment:
 #   PYTHON           interpreter with pip (python3)
 #   PYTHON_VERSION   Python version of the GPU machine (3.12)
 set -euo pipefail
@@ -34,13 +34,10 @@ print(re.search(rf"^Requires-Dist: ({dependency}\b[^;\n]*)", text, re.M)[1].repl
 PYTHON
 }
 rm -rf .gpu/wheels .gpu/site
-if [ $# -gt 0 ]; then
-    download "$@"
-else
-    download pydantic annotated-types typing-inspection typing-extensions typer datasets trl==1.16.0
-    download "$(require pydantic pydantic-core)" "$(require datasets dill)" "$(require datasets multiprocess)"
-    # The bench stage compares our log-probabilities with these packages.
-    download liger-kernel cut-cross-entropy
-fi
+download pydantic annotated-types typing-inspection typing-extensions typer datasets trl==1.16.0
+download "$(require pydantic pydantic-core)" "$(require datasets dill)" "$(require datasets multiprocess)"
+# The bench stage compares our log-probabilities with these packages.
+download liger-kernel cut-cross-entropy
+[ $# -eq 0 ] || download "$@"
 du -sh "$wheels"
 echo 'ready: copy the checkout with .gpu/ to the GPU machine, and run `bash tools/gpu/run.sh` there'
