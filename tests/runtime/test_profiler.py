@@ -340,18 +340,3 @@ def test_measured_sizes_end_at_the_largest(sizes: Sizes) -> None:
     if sizes.answer:
         assert max(context for _, context in turns) == sizes.prompt + sizes.answer
         assert all(rows <= sizes.rows for rows, _ in turns) and min(rows for rows, _ in turns) == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_is_measured_for_more_of_its_kind(world: World, tmp_path: Path) -> None:
-    file, recipe = tmp_path / "profile.json", world.recipe("ppo", tmp_path, device="cuda", cluster="auto")
-    options = ["--quick", "--dtype", "bfloat16", "--out", str(file)]
-    assert run_app(["profile", str(recipe), *options]) == 0
-    found = Profile.load(file)
-    assert found.device != "cpu" and {c.kind for c in found.collectives} >= COPIES
-    group = f"{found.device}:1x2"
-    if found.device in DEVICES:
-        assert run_app(["profile", str(recipe), "--cluster", group, *options]) == 0
-        kinds = {(m.kind, m.tp) for m in Profile.load(file).layers[0].measurements}
-        assert {("decode", 2), ("backward", 2)} <= kinds
