@@ -93,11 +93,11 @@ class Row:
         """The row's strategy on all devices; with another `tp` for generation, in replicas."""
         r, size = self.of, self.spec.size
         strategy = Strategy(
-            r["dp"], r["tp"], r["pp"], micro_batch_tokens=tokens, recompute=recompute,
+            dp=r["dp"], tp=r["tp"], pp=r["pp"], micro_batch_tokens=tokens, recompute=recompute,
             sequence_parallel=r.get("sequence_parallel", False), zero=r.get("zero", 1),
         )  # fmt: skip
         if tp is not None:
-            strategy = Strategy(size // tp, tp, micro_batch_tokens=tokens)
+            strategy = Strategy(dp=size // tp, tp=tp, micro_batch_tokens=tokens)
         return Placement(Mesh(0, size), strategy)
 
 

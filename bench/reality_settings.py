@@ -35,7 +35,7 @@ USUAL_LENGTHS = 24, 40
 
 def place(mesh: str, dp: int = 1, tp: int = 1, pp: int = 1, **options: Any) -> Placement:
     """A placement with the bench's micro-batches."""
-    strategy = Strategy(dp, tp, pp, **{"micro_batch_tokens": BUDGET, **options})
+    strategy = Strategy(dp=dp, tp=tp, pp=pp, **{"micro_batch_tokens": BUDGET, **options})
     return Placement(Mesh.parse(mesh), strategy)
 
 

@@ -58,17 +58,25 @@ def model(hidden: int, layers: int, vocabulary: int) -> ModelShape:
 
 
 SIZES = {"small": model(256, 8, 2048), "medium": model(768, 4, 4096), "large": model(1024, 4, 8192)}
-Triple = tuple[int, int, int]
-SAME: dict[int, list[tuple[Triple, Triple]]] = {
-    2: [((1, 2, 1), (2, 1, 1)), ((1, 1, 2), (1, 2, 1))],
-    4: [((1, 4, 1), (4, 1, 1)), ((2, 2, 1), (4, 1, 1)), ((1, 2, 2), (2, 2, 1)), ((1, 1, 4), (1, 4, 1))],
-    8: [((1, 8, 1), (2, 4, 1)), ((1, 2, 4), (2, 4, 1)), ((2, 2, 2), (8, 1, 1))],
+SAME: dict[int, list[tuple[Strategy, Strategy]]] = {
+    2: [(Strategy(tp=2), Strategy(dp=2)), (Strategy(pp=2), Strategy(tp=2))],
+    4: [
+        (Strategy(tp=4), Strategy(dp=4)),
+        (Strategy(dp=2, tp=2), Strategy(dp=4)),
+        (Strategy(tp=2, pp=2), Strategy(dp=2, tp=2)),
+        (Strategy(pp=4), Strategy(tp=4)),
+    ],
+    8: [
+        (Strategy(tp=8), Strategy(dp=2, tp=4)),
+        (Strategy(tp=2, pp=4), Strategy(dp=2, tp=4)),
+        (Strategy(dp=2, tp=2, pp=2), Strategy(dp=8)),
+    ],
 }
-"""(dp, tp, pp) of source and target, on all processes."""
-APART: dict[int, list[tuple[Triple, Triple]]] = {
-    2: [((1, 1, 1), (1, 1, 1))],
-    4: [((1, 2, 1), (2, 1, 1)), ((2, 1, 1), (1, 2, 1))],
-    8: [((1, 1, 4), (1, 4, 1)), ((1, 4, 1), (2, 2, 1))],
+"""Strategies of source and target, on all processes."""
+APART: dict[int, list[tuple[Strategy, Strategy]]] = {
+    2: [(Strategy(), Strategy())],
+    4: [(Strategy(tp=2), Strategy(dp=2)), (Strategy(dp=2), Strategy(tp=2))],
+    8: [(Strategy(pp=4), Strategy(tp=4)), (Strategy(tp=4), Strategy(dp=2, tp=2))],
 }
 """The same, from the first half of the processes to the second."""
 
@@ -85,10 +93,8 @@ class Case:
     @property
     def reallocation(self) -> Reallocation:
         """Its schedule."""
-        stop_token_ids = (
-            build_layout(SIZES[self.size], "lm", placement) for placement in (self.source, self.target)
-        )
-        return reallocate(*stop_token_ids, Cluster(1, self.processes))
+        source, target = (build_layout(SIZES[self.size], "lm", place) for place in (self.source, self.target))
+        return reallocate(source, target, Cluster(1, self.processes))
 
 
 @dataclass(frozen=True)
@@ -116,12 +122,11 @@ def cases(processes: list[int]) -> list[Case]:
     for count in processes:
         for size in SIZES:
             for a, b in SAME[count]:
-                stop_token_ids = (Placement(Mesh(0, count), Strategy(*s)) for s in (a, b))
-                found.append(Case(count, size, *stop_token_ids))
+                everywhere = Mesh(0, count)
+                found.append(Case(count, size, Placement(everywhere, a), Placement(everywhere, b)))
             for a, b in APART[count]:
                 half = count // 2
-                stop_token_ids = (Placement(Mesh(i * half, half), Strategy(*s)) for i, s in enumerate((a, b)))
-                found.append(Case(count, size, *stop_token_ids))
+                found.append(Case(count, size, Placement(Mesh(0, half), a), Placement(Mesh(half, half), b)))
     return found
 
 

@@ -81,7 +81,7 @@ def placements(shape: ModelShape, nodes: int) -> list[Placement]:
         for pp in (p for p in powers if p * tp <= size and p <= shape.layers):
             stages = stage_layers(shape.layers, pp)
             if max(sum(sizes[layer] for layer in stage) for stage in stages) * WIDTH <= MEMORY:
-                found.append(Placement(Mesh(0, size), Strategy(size // (tp * pp), tp, pp)))
+                found.append(Placement(Mesh(0, size), Strategy(dp=size // (tp * pp), tp=tp, pp=pp)))
     return found
 
 

@@ -224,7 +224,7 @@ def _infer(scenario: Scenario, actors: Mesh, critics: Mesh, tokens: int) -> dict
     for call in scenario.graph.calls:
         if call.kind is Kind.INFERENCE:
             mesh = actors if call.role == "ref" else critics
-            strategy = Strategy(mesh.size, micro_batch_tokens=tokens, zero=3)
+            strategy = Strategy(dp=mesh.size, micro_batch_tokens=tokens, zero=3)
             found[call.name] = scenario.call_cost(call, Placement(mesh, strategy)).seconds
     return found | {"actor.inference": found["ref.inference"]}
 
@@ -235,7 +235,7 @@ def _train(scenario: Scenario, actors: Mesh, critics: Mesh, tokens: int) -> dict
     for call in scenario.graph.calls:
         if call.kind is Kind.TRAIN:
             mesh = actors if call.role == "actor" else critics
-            strategy = Strategy(mesh.size, micro_batch_tokens=tokens, zero=3, recompute=True)
+            strategy = Strategy(dp=mesh.size, micro_batch_tokens=tokens, zero=3, recompute=True)
             found[call.name] = scenario.call_cost(call, Placement(mesh, strategy)).seconds
     return found
 
@@ -244,7 +244,7 @@ def _generate(scenario: Scenario, mesh: Mesh, tp: int, sequences: int, *, rounds
     """Seconds of so many rounds, each of so many sequences on the mesh."""
     call = next(call for call in scenario.graph.calls if call.kind is Kind.GENERATE)
     asked = replace(scenario, workload=replace(scenario.workload, items=sequences))
-    strategy = Strategy(mesh.size // tp, tp, micro_batch_tokens=scenario.workload.items * 2**12)
+    strategy = Strategy(dp=mesh.size // tp, tp=tp, micro_batch_tokens=scenario.workload.items * 2**12)
     return rounds * asked.call_cost(call, Placement(mesh, strategy)).seconds
 
 

@@ -125,7 +125,7 @@ class Setting:
         """tp = 8, pp = nodes, dp = 1."""
         generates, trains = call.kind is Kind.GENERATE, call.kind is Kind.TRAIN
         tokens = self.tokens if generates else 16384
-        strategy = Strategy(1, PER_NODE, self.nodes, micro_batch_tokens=tokens, recompute=trains)
+        strategy = Strategy(tp=PER_NODE, pp=self.nodes, micro_batch_tokens=tokens, recompute=trains)
         return Placement(Mesh(0, self.row["gpus"]), strategy)
 
     def published(self, system: str) -> float:
@@ -270,7 +270,7 @@ def list_executions(call: Call, setting: Setting) -> list[Placement]:
             each = r["prompt"] + r["gen"]
             if call.kind is Kind.GENERATE:
                 each = BLOCK_TOKENS * (count_prompt_blocks(r["prompt"]) + count_blocks(r["gen"]))
-            strategy = Strategy(dp, tp, pp, micro_batch_tokens=rows * each, recompute=trains)
+            strategy = Strategy(dp=dp, tp=tp, pp=pp, micro_batch_tokens=rows * each, recompute=trains)
             firsts = range(0, r["gpus"] - size + 1, min(size, PER_NODE))
             found += [Placement(Mesh(first, size), strategy) for first in firsts]
     return found

@@ -96,12 +96,12 @@ def random_placement(rng: random.Random, cluster: Cluster, shape: ModelShape) ->
     else:
         nodes = rng.randint(1, cluster.nodes)
         mesh = Mesh(rng.randint(0, cluster.nodes - nodes) * PER_NODE, nodes * PER_NODE)
-    degrees = [
-        (mesh.size // (tp * pp), tp, pp)
+    strategies = [
+        Strategy(dp=mesh.size // (tp * pp), tp=tp, pp=pp)
         for tp, pp in product(range(1, mesh.size + 1), repeat=2)
         if mesh.size % (tp * pp) == 0 and tp <= shape.heads and pp <= shape.layers
     ]
-    return Placement(mesh, Strategy(*rng.choice(degrees)))
+    return Placement(mesh, rng.choice(strategies))
 
 
 def random_pair(rng: random.Random) -> Pair:

@@ -152,8 +152,14 @@ def describe_messages(scenario: Scenario, found: Plan) -> dict[str, Any]:
 
 def host(ranks: int) -> dict[str, Any]:
     """Measure what a rank does alone in a run of so many ranks, with a batch of 8 prompts for each."""
-    whole = Placement(Mesh(0, ranks), Strategy(ranks // 4, 4, 1))
-    staged = Placement(Mesh(0, ranks), Strategy(ranks // 16, 4, 4))
+    whole = Placement(
+        Mesh(0, ranks),
+        Strategy(
+            dp=ranks // 4,
+            tp=4,
+        ),
+    )
+    staged = Placement(Mesh(0, ranks), Strategy(dp=ranks // 16, tp=4, pp=4))
     places = {
         call.name: staged if call.role == "actor" and call.name.endswith("train") else whole
         for call in GRAPH.calls

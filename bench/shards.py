@@ -129,10 +129,9 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def measure(directory: Path, degrees: tuple[int, int, int]) -> list[dict[str, float]]:
+def measure(directory: Path, strategy: Strategy) -> list[dict[str, float]]:
     """Read and save the model in `directory` under a plan; figures by rank."""
-    strategy = Strategy(*degrees)
-    world = strategy.dp * strategy.tp * strategy.pp
+    world = strategy.size
     receive, send = mp.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         arguments = (Placement(Mesh(0, world), strategy), directory, f"{scratch}/store", send)
@@ -176,7 +175,7 @@ def main() -> None:
             make_model(Path(scratch) / "model", SHAPES[model])
             for plan in arguments.plans:
                 dp, tp, pp = map(int, plan.split(","))
-                figures = summarise(measure(Path(scratch), (dp, tp, pp)))
+                figures = summarise(measure(Path(scratch), Strategy(dp=dp, tp=tp, pp=pp)))
                 results.add(f"{model} dp={dp} tp={tp} pp={pp}", figures)
                 print(model, plan, {name: round(value, 3) for name, value in figures.items()}, flush=True)
 

@@ -37,7 +37,7 @@ GENERATE = Call("actor.generate", "actor", Kind.GENERATE, ("prompts",), work=("p
 def predict(spec: ClusterSpec, shape: ModelShape, call: Call, workload: Workload, tokens: int) -> float:
     """Predict the seconds of a call on one device."""
     model = StoredModel(shape, "lm", "bfloat16", trained=call is TRAIN)
-    placement = Placement(Mesh(0, 1), Strategy(1, micro_batch_tokens=tokens))
+    placement = Placement(Mesh(0, 1), Strategy(micro_batch_tokens=tokens))
     return CostModel(spec).call(call, model, placement, workload).seconds
 
 

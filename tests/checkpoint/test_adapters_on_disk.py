@@ -95,7 +95,16 @@ def test_adapters_are_opened_by_peft_and_merged_by_us(case: str, tmp_path: Path)
 
 def check_regions(path: Path, shape: ModelShape, whole: FlatBuffer) -> None:
     """What tensor-parallel ranks read of a model alone is what they have of the whole one."""
-    layout = build_layout(shape, "lm", Placement(Mesh(0, 3), Strategy(1, 3, 1)))
+    layout = build_layout(
+        shape,
+        "lm",
+        Placement(
+            Mesh(0, 3),
+            Strategy(
+                tp=3,
+            ),
+        ),
+    )
     for rank in range(3):
         tensors = layout.tensors(rank)
         own = FlatBuffer([local.stored for local in tensors], torch.float32, "cpu")

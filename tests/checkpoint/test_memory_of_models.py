@@ -83,7 +83,7 @@ def test_a_rank_asks_for_each_element_of_its_regions_once_and_for_no_other(
     open_file = headers.open_file
     monkeypatch.setattr("realrl.checkpoint.stored.PART_ELEMENTS", 200)
     for tp, pp in CUTS:
-        layout = build_layout(shape, "lm", Placement(Mesh(0, tp * pp), Strategy(1, tp, pp)))
+        layout = build_layout(shape, "lm", Placement(Mesh(0, tp * pp), Strategy(tp=tp, pp=pp)))
         for rank in range(tp * pp):
             counts: dict[str, torch.Tensor] = {}
             opened: Counter[str] = Counter()

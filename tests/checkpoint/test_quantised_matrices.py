@@ -182,7 +182,7 @@ def test_every_layout_holds_the_same_bytes(
             huggingface.load(path, shape, tensors, into, regions)
 
     for tp, pp in CUTS:
-        layout = build_layout(shape, "lm", Placement(Mesh(0, tp * pp), Strategy(1, tp, pp)))
+        layout = build_layout(shape, "lm", Placement(Mesh(0, tp * pp), Strategy(tp=tp, pp=pp)))
         whole = make_unsharded_model(shape, "lm", dtype=torch.float32, device=CPU).parameters
         fill(layout.specs, whole)
         for rank in range(tp * pp):
@@ -210,7 +210,7 @@ def test_adapters_are_merged_before_rows_are_quantised(name: str, lora: LowRank,
     huggingface.save(tmp_path / "merged", SHAPES[name], "lm", merged.parameters, None, torch.float32)
     shape = quantised(name, "int8")
     expected = read(str(tmp_path / "merged"), shape).parameters
-    layout = build_layout(shape, "lm", Placement(Mesh(0, 3), Strategy(1, 3)))
+    layout = build_layout(shape, "lm", Placement(Mesh(0, 3), Strategy(tp=3)))
     for local in layout.tensors(1):
         if local.spec.parameter == "down":
             own = {

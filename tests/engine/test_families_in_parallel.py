@@ -34,10 +34,10 @@ FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo3")
 WINDOWED = ("gemma2", "gemma3_text", "olmo3")
 """Families whose first and last layers see a few tokens only, fewer than most sequences have."""
 PLACEMENTS = {
-    "one rank": Placement(Mesh(0, 1), Strategy(1)),
-    "tensor": Placement(Mesh(0, 2), Strategy(1, 2)),
-    "sequence": Placement(Mesh(0, 2), Strategy(1, 2, sequence_parallel=True)),
-    "pipeline": Placement(Mesh(0, 2), Strategy(1, 1, 2, micro_batch_tokens=40)),
+    "one rank": Placement(Mesh(0, 1), Strategy()),
+    "tensor": Placement(Mesh(0, 2), Strategy(tp=2)),
+    "sequence": Placement(Mesh(0, 2), Strategy(tp=2, sequence_parallel=True)),
+    "pipeline": Placement(Mesh(0, 2), Strategy(pp=2, micro_batch_tokens=40)),
 }
 LENGTHS = [9, 17, 4, 23]
 EPSILON = 1e-4

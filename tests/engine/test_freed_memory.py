@@ -33,7 +33,7 @@ def garbage() -> Iterator[list[object]]:
 def test_models_and_packed_weights_need_no_garbage_collector(
     kind: str, tp: int, garbage: list[object]
 ) -> None:
-    model, strategy = StoredModel(SHAPE, "lm", "float32", True), Strategy(1, tp)
+    model, strategy = StoredModel(SHAPE, "lm", "float32", True), Strategy(tp=tp)
     rank = LoneRank(model, Placement(Mesh(0, tp), strategy), 0)
     sequences = Sequences.of((12, 20), model)
     with nobody_else():

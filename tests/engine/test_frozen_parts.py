@@ -83,7 +83,7 @@ def placements(world: int) -> list[Placement]:
     for text in STRATEGIES[world]:
         dp, tp, pp, *flags = text.split()
         strategy = Strategy(
-            int(dp), int(tp), int(pp), micro_batch_tokens=40,
+            dp=int(dp), tp=int(tp), pp=int(pp), micro_batch_tokens=40,
             sequence_parallel="s" in "".join(flags), recompute="r" in "".join(flags),
             zero=next((stage for stage in (2, 3) if str(stage) in "".join(flags)), 1),
         )  # fmt: skip

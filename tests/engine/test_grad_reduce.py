@@ -67,7 +67,7 @@ def test_bucket_size_does_not_change_parameters(monkeypatch: pytest.MonkeyPatch)
 
 def make_lone_tensor_rank(tp: int, kv_heads: int = 2) -> Model:
     """The first of several TP ranks, which meets no others: its sums are its own parts."""
-    placement = Placement(Mesh(0, tp), Strategy(1, tp))
+    placement = Placement(Mesh(0, tp), Strategy(tp=tp))
     single = make_single_rank_group()
     groups = ParallelGroups(
         data=single,

@@ -34,7 +34,7 @@ def test_a_rank_allocates_the_estimated_bytes(
     dtype: Dtype, head: Head, strategy: tuple[int, int, int, int]
 ) -> None:
     dp, tp, pp, zero = strategy
-    placement = Placement(Mesh(0, dp * tp * pp), Strategy(dp, tp, pp, zero=zero))
+    placement = Placement(Mesh(0, dp * tp * pp), Strategy(dp=dp, tp=tp, pp=pp, zero=zero))
     memory = Memory({"actor": StoredModel(SHAPE, head, dtype, True)}, {"actor": placement}, (), {})
     for rank in {0, placement.mesh.size - 1}:
         # Groups that are never used for communication, so that one process can stand for any rank.

@@ -77,9 +77,9 @@ def placements(world: int) -> list[Placement]:
     for text in STRATEGIES[world]:
         dp, tp, pp, *flags = text.split()
         strategy = Strategy(
-            int(dp),
-            int(tp),
-            int(pp),
+            dp=int(dp),
+            tp=int(tp),
+            pp=int(pp),
             micro_batch_tokens=40,
             sequence_parallel="s" in "".join(flags),
             recompute="r" in "".join(flags),

@@ -168,7 +168,7 @@ Learnt = tuple[list[dict[str, float]], dict[str, tuple[object, Tensor]]]
 def placement_of(text: str, micro_batch_tokens: int = 30) -> Placement:
     dp, tp, pp, *flags = text.split()
     strategy = Strategy(
-        int(dp), int(tp), int(pp), micro_batch_tokens=micro_batch_tokens,
+        dp=int(dp), tp=int(tp), pp=int(pp), micro_batch_tokens=micro_batch_tokens,
         sequence_parallel="s" in flags, recompute="r" in flags,
         zero=next((stage for stage in (2, 3) if f"z{stage}" in flags), 1),
     )  # fmt: skip

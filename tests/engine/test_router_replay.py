@@ -37,8 +37,8 @@ from tests.model.small_models import SHAPES, make_twins
 CPU = torch.device("cpu")
 FAMILIES = ("mixtral", "qwen3_moe")
 PLACEMENTS = {
-    "mixtral": Placement(Mesh(0, 2), Strategy(1, 2, sequence_parallel=True)),
-    "qwen3_moe": Placement(Mesh(0, 2), Strategy(1, 1, 2, micro_batch_tokens=30, recompute=True)),
+    "mixtral": Placement(Mesh(0, 2), Strategy(tp=2, sequence_parallel=True)),
+    "qwen3_moe": Placement(Mesh(0, 2), Strategy(pp=2, micro_batch_tokens=30, recompute=True)),
 }
 CAPACITIES = (100, 1 << 20)
 """Tokens of the cache: so few that rows are preempted, and enough for all."""

@@ -27,10 +27,10 @@ SHAPES = {
 """Most have three key/value heads, of which two tensor-parallel ranks share one."""
 PLACEMENTS = {
     2: (
-        Placement(Mesh(0, 2), Strategy(1, 2, 1, micro_batch_tokens=40, sequence_parallel=True)),
-        Placement(Mesh(0, 2), Strategy(1, 1, 2, micro_batch_tokens=40)),
+        Placement(Mesh(0, 2), Strategy(tp=2, micro_batch_tokens=40, sequence_parallel=True)),
+        Placement(Mesh(0, 2), Strategy(pp=2, micro_batch_tokens=40)),
     ),
-    3: (Placement(Mesh(0, 3), Strategy(1, 3, 1, micro_batch_tokens=40)),),
+    3: (Placement(Mesh(0, 3), Strategy(tp=3, micro_batch_tokens=40)),),
 }
 MODELS: dict[str, tuple[ModelShape, Head]] = {name: (shape, "lm") for name, shape in SHAPES.items()}
 # Scalar heads of some are enough: they differ in nothing but the last matrix.
@@ -104,7 +104,12 @@ def test_ranks_read_their_regions_alone(saved: tuple[str, Path], tp: int) -> Non
     shape = SHAPES[name]
     whole = FlatBuffer(model_tensors(shape, "lm"), torch.float32, "cpu")
     huggingface.load(source, shape, model_tensors(shape, "lm"), whole)
-    placement = Placement(Mesh(0, tp), Strategy(1, tp, 1))
+    placement = Placement(
+        Mesh(0, tp),
+        Strategy(
+            tp=tp,
+        ),
+    )
     layout = build_layout(shape, "lm", placement)
     for rank in range(tp):
         tensors = layout.tensors(rank)

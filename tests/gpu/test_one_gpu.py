@@ -123,7 +123,7 @@ def test_training_allocates_the_predicted_memory(device: str, recompute: bool) -
     on_cpu = device == "cpu"
     shape, dtype = (SMALL, torch.float32) if on_cpu else (LARGE, torch.bfloat16)
     spec = "cpu:1x1" if on_cpu else "h100:1x1"
-    strategy = Strategy(1, micro_batch_tokens=2048, recompute=recompute)
+    strategy = Strategy(micro_batch_tokens=2048, recompute=recompute)
     stored = StoredModel(shape, "lm", "float32" if on_cpu else "bfloat16", True)
     call = Call("actor.train", "actor", Kind.TRAIN, ("tokens",), work=("tokens",))
     workload = Workload(len(lengths), lengths, (0,), 0)

@@ -32,7 +32,7 @@ from realrl.runtime.profiler.hardware.links import _moment
 from realrl.runtime.profiler.points.clock import Clock
 
 GPU = torch.device("cuda", 0)
-PLACE = Placement(Mesh(0, 1), Strategy(1))
+PLACE = Placement(Mesh(0, 1), Strategy())
 NAME, MEMORY = "NVIDIA H100 80GB HBM3", 80 << 30
 
 

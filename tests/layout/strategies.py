@@ -38,7 +38,7 @@ def placements(draw: st.DrawFn, cluster: Cluster, shape: ModelShape) -> Placemen
     ]
     dp, tp, pp = draw(st.sampled_from(degrees))
     zero = draw(st.sampled_from([1, 3])) if dp > 1 else 1
-    return Placement(mesh, Strategy(dp, tp, pp, zero=zero))
+    return Placement(mesh, Strategy(dp=dp, tp=tp, pp=pp, zero=zero))
 
 
 @st.composite

@@ -20,7 +20,7 @@ WIDTH = 4
 
 
 def place(first: int, dp: int, tp: int, pp: int) -> Placement:
-    return Placement(Mesh(first, dp * tp * pp), Strategy(dp, tp, pp))
+    return Placement(Mesh(first, dp * tp * pp), Strategy(dp=dp, tp=tp, pp=pp))
 
 
 def schedules(a: Placement, b: Placement, limits: MessageLimits = CPU_MESSAGES) -> list[RankSchedule]:

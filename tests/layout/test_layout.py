@@ -27,7 +27,7 @@ SHAPE = ModelShape(
 
 
 def place(dp: int, tp: int, pp: int, first: int = 0) -> Placement:
-    return Placement(Mesh(first, dp * tp * pp), Strategy(dp, tp, pp))
+    return Placement(Mesh(first, dp * tp * pp), Strategy(dp=dp, tp=tp, pp=pp))
 
 
 @pytest.mark.parametrize(

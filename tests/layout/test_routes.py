@@ -128,7 +128,7 @@ def test_reallocation_between_equal_layouts_sends_nothing(move: Move) -> None:
 
 def place(degrees: tuple[int, int, int], first: int = 0) -> Placement:
     dp, tp, pp = degrees
-    return Placement(Mesh(first, dp * tp * pp), Strategy(dp, tp, pp))
+    return Placement(Mesh(first, dp * tp * pp), Strategy(dp=dp, tp=tp, pp=pp))
 
 
 def test_transfers_are_listed_by_stage_sender_receiver_and_storage_order() -> None:

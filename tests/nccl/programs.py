@@ -43,7 +43,7 @@ def random_placement(cluster: Cluster, random: Random) -> Placement:
     mesh = Mesh(random.randrange(0, cluster.size - size + 1), size)
     tp = random.choice([n for n in (1, 2, 4) if size % n == 0])
     pp = random.choice([n for n in (1, 2, 4) if size // tp % n == 0])
-    strategy = Strategy(size // tp // pp, tp, pp, micro_batch_tokens=random.choice([20, 30]))
+    strategy = Strategy(dp=size // tp // pp, tp=tp, pp=pp, micro_batch_tokens=random.choice([20, 30]))
     mesh.check(cluster)
     return Placement(mesh, strategy)
 

@@ -10,13 +10,13 @@ from tests.nccl.calls import record_call
 from tests.nccl.simulator import check
 
 STRATEGIES = [
-    Strategy(2, 1, 1, micro_batch_tokens=30),
-    Strategy(1, 2, 2, micro_batch_tokens=30, sequence_parallel=True),
-    Strategy(1, 1, 2, micro_batch_tokens=20),
-    Strategy(1, 1, 3, micro_batch_tokens=30),
-    Strategy(1, 1, 4, micro_batch_tokens=12),
-    Strategy(2, 1, 4, micro_batch_tokens=20),
-    Strategy(2, 2, 2, micro_batch_tokens=20),
+    Strategy(dp=2, micro_batch_tokens=30),
+    Strategy(tp=2, pp=2, micro_batch_tokens=30, sequence_parallel=True),
+    Strategy(pp=2, micro_batch_tokens=20),
+    Strategy(pp=3, micro_batch_tokens=30),
+    Strategy(pp=4, micro_batch_tokens=12),
+    Strategy(dp=2, pp=4, micro_batch_tokens=20),
+    Strategy(dp=2, tp=2, pp=2, micro_batch_tokens=20),
 ]
 
 

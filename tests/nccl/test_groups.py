@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def place(first: int, dp: int, tp: int, pp: int) -> Placement:
-    return Placement(Mesh(first, dp * tp * pp), Strategy(dp, tp, pp))
+    return Placement(Mesh(first, dp * tp * pp), Strategy(dp=dp, tp=tp, pp=pp))
 
 
 PLANS = [

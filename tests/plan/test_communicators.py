@@ -25,7 +25,7 @@ from tests.nccl.programs import random_placement
 
 
 def place(first: int, dp: int, tp: int, pp: int) -> Placement:
-    return Placement(Mesh(first, dp * tp * pp), Strategy(dp, tp, pp))
+    return Placement(Mesh(first, dp * tp * pp), Strategy(dp=dp, tp=tp, pp=pp))
 
 
 LARGE = [

@@ -78,7 +78,7 @@ def test_overlap_is_a_shared_rank() -> None:
 
 
 def test_coordinates_are_counted_pipeline_then_data_then_tensor() -> None:
-    placement = Placement(Mesh(8, 8), Strategy(2, 2, 2))
+    placement = Placement(Mesh(8, 8), Strategy(dp=2, tp=2, pp=2))
     ranks = [placement.rank(dp=dp, tp=tp, pp=pp) for pp in (0, 1) for dp in (0, 1) for tp in (0, 1)]
     assert ranks == list(range(8, 16))
     assert [placement.dp_index(rank) for rank in range(8, 16)] == [0, 0, 1, 1, 0, 0, 1, 1]
@@ -87,18 +87,18 @@ def test_coordinates_are_counted_pipeline_then_data_then_tensor() -> None:
 
 def test_a_strategy_must_fill_its_mesh() -> None:
     with pytest.raises(UserError, match="dp=2 tp=1 pp=1 needs 2 devices, but mesh 0-3 has 4"):
-        Placement(Mesh(0, 4), Strategy(2))
+        Placement(Mesh(0, 4), Strategy(dp=2))
 
 
 def test_layout_text_round_trip() -> None:
-    placement = Placement(Mesh(4, 4), Strategy(2, 2, 1, micro_batch_tokens=77, sequence_parallel=True))
+    placement = Placement(Mesh(4, 4), Strategy(dp=2, tp=2, micro_batch_tokens=77, sequence_parallel=True))
     for dtype, again in product((None, "bfloat16", "float32"), (False, True)):
         typed = replace(placement, strategy=replace(placement.strategy, dtype=dtype, recompute=again))
         assert Placement.parse(str(typed)) == typed
 
 
 def test_unusual_settings_of_a_strategy_are_named() -> None:
-    assert Strategy(4, 2, micro_batch_tokens=99).settings == ()
-    every = Strategy(2, 2, sequence_parallel=True, recompute=True, zero=3, dtype="bfloat16")
+    assert Strategy(dp=4, tp=2, micro_batch_tokens=99).settings == ()
+    every = Strategy(dp=2, tp=2, sequence_parallel=True, recompute=True, zero=3, dtype="bfloat16")
     assert every.settings == ("sequence parallel", "recompute", "ZeRO-3", "bfloat16")
-    assert Strategy(2, zero=2).settings == ("ZeRO-2",)
+    assert Strategy(dp=2, zero=2).settings == ("ZeRO-2",)

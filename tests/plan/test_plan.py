@@ -25,7 +25,7 @@ SMALL = ModelShape(
 
 
 def place(mesh: str, dp: int, tp: int = 1, pp: int = 1, *, sp: bool = False) -> Placement:
-    return Placement(Mesh.parse(mesh), Strategy(dp, tp, pp, sequence_parallel=sp))
+    return Placement(Mesh.parse(mesh), Strategy(dp=dp, tp=tp, pp=pp, sequence_parallel=sp))
 
 
 def plan_of(**placements: Placement) -> Plan:
@@ -38,8 +38,8 @@ def test_plan_file_round_trip(tmp_path: Path) -> None:
     plan = Plan(
         Cluster(2, 2),
         {
-            "actor.generate": Placement(Mesh(0, 4), Strategy(2, 2, 1, micro_batch_tokens=100)),
-            "actor.train": Placement(Mesh(3, 1), Strategy(1, recompute=True)),
+            "actor.generate": Placement(Mesh(0, 4), Strategy(dp=2, tp=2, micro_batch_tokens=100)),
+            "actor.train": Placement(Mesh(3, 1), Strategy(recompute=True)),
         },
         offload=("actor",),
         offload_optimizer=("actor",),
@@ -51,7 +51,7 @@ def test_plan_file_round_trip(tmp_path: Path) -> None:
 
 def test_a_plan_file_may_leave_out_defaults(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text("cluster: 1x1\ncalls:\n  actor.train: {mesh: 0, dp: 1}\n")
-    expected = Placement(Mesh(0, 1), Strategy(1, micro_batch_tokens=5))
+    expected = Placement(Mesh(0, 1), Strategy(micro_batch_tokens=5))
     assert Plan.load(tmp_path / "p.yaml", GRAPH, micro_batch_tokens=5)["actor.train"] == expected
 
 
@@ -108,7 +108,7 @@ def test_a_missing_plan_file_is_named() -> None:
             "actor.generate and actor.train share the parameters of actor, so sequence_parallel must be the same",
         ),
         (
-            plan_of(actor__generate=Placement(Mesh(0, 4), Strategy(4, recompute=True))),
+            plan_of(actor__generate=Placement(Mesh(0, 4), Strategy(dp=4, recompute=True))),
             "actor.generate: recompute is for calls that train",
         ),
         (replace(plan_of(), offload=("ref",)), "offload: ref is none of actor, reward"),
@@ -127,8 +127,8 @@ def test_calls_that_train_one_role_have_one_stage_of_zero() -> None:
     again = replace(TRAIN, name="actor.again")
     graph = DataflowGraph([GENERATE, SCORE, TRAIN, again], KEYS)
     for stage in (1, 2, 3):
-        home = Placement(Mesh(0, 4), Strategy(4, zero=2))
-        plan = plan_of(actor__train=home, actor__again=replace(home, strategy=Strategy(4, zero=stage)))
+        home = Placement(Mesh(0, 4), Strategy(dp=4, zero=2))
+        plan = plan_of(actor__train=home, actor__again=replace(home, strategy=Strategy(dp=4, zero=stage)))
         if stage == 2:
             plan.check(graph, {"actor": SMALL, "reward": SMALL})
             continue
@@ -143,7 +143,7 @@ def test_evaluations_take_over_the_stage_of_training_as_far_as_they_can(stage: i
     graph = DataflowGraph([replace(TRAIN, inputs=("prompts",), work=("prompts",))], KEYS[:1])
     infer = Call("actor.inference", "actor", Kind.INFERENCE, ("sequences",), ("score",), work=("sequences",))
     evaluation = DataflowGraph([GENERATE, infer], KEYS)
-    home = Placement(Mesh(0, 4), Strategy(4, zero=stage))
+    home = Placement(Mesh(0, 4), Strategy(dp=4, zero=stage))
     plan = Plan(Cluster(1, 4), {"actor.train": home}).evaluation(evaluation, graph)
     plan.check(evaluation, {"actor": SMALL})
     assert [plan[call.name].strategy.zero for call in (GENERATE, infer)] == [1, inferring]

@@ -15,7 +15,7 @@ GRAPH = train_graph(minibatches=1)
 
 
 def plan(offload: tuple[str, ...] = (), offload_optimizer: tuple[str, ...] = ()) -> Plan:
-    place = Placement(Mesh(0, 1), Strategy(1))
+    place = Placement(Mesh(0, 1), Strategy())
     return Plan(Cluster(1, 1), {call.name: place for call in GRAPH.calls}, offload, offload_optimizer)
 
 

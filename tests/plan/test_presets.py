@@ -68,7 +68,7 @@ def test_a_preset_serves_algorithms_with_one_call(name: str, cluster: str) -> No
 def test_symmetric_is_one_data_parallel_placement(cluster: str) -> None:
     mesh = everything(cluster)
     assert set(preset("symmetric", cluster).placements.values()) == {
-        Placement(mesh, Strategy(mesh.size, micro_batch_tokens=99))
+        Placement(mesh, Strategy(dp=mesh.size, micro_batch_tokens=99))
     }
 
 

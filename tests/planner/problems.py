@@ -49,5 +49,5 @@ def recomputing(placement: Placement) -> Placement:
 
 def place(dp: int, tp: int = 1, pp: int = 1, *, tokens: int = 8192, sp: bool = False) -> Placement:
     """A placement from rank 0 on."""
-    strategy = Strategy(dp, tp, pp, micro_batch_tokens=tokens, sequence_parallel=sp)
+    strategy = Strategy(dp=dp, tp=tp, pp=pp, micro_batch_tokens=tokens, sequence_parallel=sp)
     return Placement(Mesh(0, dp * tp * pp), strategy)

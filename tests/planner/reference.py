@@ -155,7 +155,7 @@ def strategy_table(
                 for recompute in (False, True) if call.kind is Kind.TRAIN else (False,):
                     for offload, dtype in product((False, True) if home else (False,), dtypes):
                         dp = mesh.size // tp // pp
-                        strategy = Strategy(dp, tp, pp, recompute=recompute, dtype=dtype)
+                        strategy = Strategy(dp=dp, tp=tp, pp=pp, recompute=recompute, dtype=dtype)
                         found = _cost_candidate(call, parameters, Placement(mesh, strategy), offload, trained)
                         candidates += [found, replace(found, keep=True)] if keeps else [found]
     return candidates

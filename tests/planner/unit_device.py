@@ -71,7 +71,9 @@ def place(
     dp: int = 1, tp: int = 1, pp: int = 1, *, tokens: int = 1 << 20, sp: bool = False, recompute: bool = False
 ) -> Placement:
     """A placement from rank 0 on."""
-    strategy = Strategy(dp, tp, pp, micro_batch_tokens=tokens, sequence_parallel=sp, recompute=recompute)
+    strategy = Strategy(
+        dp=dp, tp=tp, pp=pp, micro_batch_tokens=tokens, sequence_parallel=sp, recompute=recompute
+    )
     return Placement(Mesh(0, dp * tp * pp), strategy)
 
 

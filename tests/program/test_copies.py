@@ -35,7 +35,7 @@ TWICE = DataflowGraph(
 
 
 def place(first: int, dp: int, tp: int = 1, pp: int = 1) -> Placement:
-    return Placement(Mesh(first, dp * tp * pp), Strategy(dp, tp, pp))
+    return Placement(Mesh(first, dp * tp * pp), Strategy(dp=dp, tp=tp, pp=pp))
 
 
 HOME, AWAY, FURTHER = place(0, 2), place(2, 1, 2), place(2, 1, 1, 2)

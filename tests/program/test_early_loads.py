@@ -17,7 +17,7 @@ from realrl.program.lower import home_placements, kept_copies, lower, offloaded
 from realrl.program.memory import HeldState, Memory, StoredModel
 
 GRAPH = train_graph(minibatches=2, averages=[MovingAverage("ref", "actor", 0.125)])
-ALL, HALF = Placement(Mesh(0, 4), Strategy(2, 2)), Placement(Mesh(0, 2), Strategy(1, 2))
+ALL, HALF = Placement(Mesh(0, 4), Strategy(dp=2, tp=2)), Placement(Mesh(0, 2), Strategy(tp=2))
 PLAN = Plan(
     Cluster(1, 4),
     {call.name: HALF if call.name in ("actor.generate", "ref.inference") else ALL for call in GRAPH.calls},

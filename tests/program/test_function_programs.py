@@ -36,7 +36,7 @@ def on_two(**meshes: str) -> Plan:
     for call in GRAPH.calls:
         mesh = Mesh.parse(meshes.get(call.name.replace(".", "_"), "0-1"))
         placements[call.name] = (
-            function_placement(mesh) if call.is_function else Placement(mesh, Strategy(mesh.size))
+            function_placement(mesh) if call.is_function else Placement(mesh, Strategy(dp=mesh.size))
         )
     return Plan(Cluster(1, 2), placements)
 
@@ -123,7 +123,7 @@ def test_a_short_function_costs_a_step_nothing() -> None:
 def test_a_function_nobody_reads_is_waited_for_at_the_end_of_the_step() -> None:
     graph = make_eval_graph(reward=function_reward("reward.py:score"))
     placements = {
-        call.name: function_placement(Mesh(0, 1)) if call.is_function else Placement(Mesh(0, 1), Strategy(1))
+        call.name: function_placement(Mesh(0, 1)) if call.is_function else Placement(Mesh(0, 1), Strategy())
         for call in graph.calls
     }
     programs = compiled(Plan(Cluster(1, 1), placements), graph)
@@ -135,7 +135,7 @@ def test_a_function_nobody_reads_is_waited_for_at_the_end_of_the_step() -> None:
 
 def test_a_function_is_written_with_mesh_and_degree_alone() -> None:
     plan = on_two(reward_function="1")
-    placements = {**plan.placements, NAME: Placement(Mesh(1, 1), Strategy(1, micro_batch_tokens=64))}
+    placements = {**plan.placements, NAME: Placement(Mesh(1, 1), Strategy(micro_batch_tokens=64))}
     (program,) = [p for p in compiled(replace(plan, placements=placements)) if p.rank == 1]
     assert "run        reward.function on d1 @1\n" in format_program(program)
     assert parse_program(format_program(program)) == program

@@ -50,7 +50,7 @@ def plan_of(default: Placement, **calls: Placement) -> dict[str, Placement]:
 
 
 def place(first: int, dp: int, tp: int = 1, pp: int = 1) -> Placement:
-    return Placement(Mesh(first, dp * tp * pp), Strategy(dp, tp, pp))
+    return Placement(Mesh(first, dp * tp * pp), Strategy(dp=dp, tp=tp, pp=pp))
 
 
 def test_a_single_device_holds_all_state_once() -> None:

@@ -18,8 +18,8 @@ from realrl.program.validate import ProgramError, validate, validate_start
 
 PPO = train_graph(minibatches=1)
 PARTS = {"actor": TrainablePart(last_layers=2), "critic": TrainablePart(freeze_embeddings=True)}
-ALL = Placement(Mesh(0, 2), Strategy(2))
-CUT = Placement(Mesh(0, 2), Strategy(1, 2))
+ALL = Placement(Mesh(0, 2), Strategy(dp=2))
+CUT = Placement(Mesh(0, 2), Strategy(tp=2))
 
 
 def plan(**more: tuple[str, ...]) -> Plan:

@@ -30,7 +30,7 @@ PPO = train_graph(minibatches=2)
 
 
 def place(first: int, dp: int, budget: int = 512) -> Placement:
-    return Placement(Mesh(first, dp), Strategy(dp, micro_batch_tokens=budget))
+    return Placement(Mesh(first, dp), Strategy(dp=dp, micro_batch_tokens=budget))
 
 
 def plan(default: Placement, size: int, **calls: Placement) -> Plan:

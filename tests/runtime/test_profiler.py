@@ -86,10 +86,10 @@ def test_every_kind_is_measured_for_every_tp_degree(profiles: Mapping[int, Path]
 
 
 def strategies(devices: int) -> Iterator[Strategy]:
-    yield Strategy(devices)
-    yield Strategy(1, devices)
-    yield Strategy(1, 1, devices)
-    yield Strategy(1, devices, sequence_parallel=True, recompute=True)
+    yield Strategy(dp=devices)
+    yield Strategy(tp=devices)
+    yield Strategy(pp=devices)
+    yield Strategy(tp=devices, sequence_parallel=True, recompute=True)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -298,7 +298,7 @@ def make_unsharded_model(
     products: Products = PLAIN,
 ) -> Model:
     """Make a model that lies whole on one rank, outside any run."""
-    placement = Placement(Mesh(0, 1), Strategy(1))
+    placement = Placement(Mesh(0, 1), Strategy())
     single = make_single_rank_group()
     groups = ParallelGroups(
         data=single, tensor=single, pipeline=single, reverse_pipeline=single, mesh=single, embedding=None

@@ -1,7 +1,7 @@
 """Mesh and strategy of one call."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from realrl.config.errors import UserError
@@ -55,21 +55,21 @@ class Mesh:
         return str(self.first) if self.size == 1 else f"{self.first}-{self.first + self.size - 1}"
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, kw_only=True)
 class Strategy:
     """Degrees of data, tensor and pipeline parallelism, and the micro-batch size in tokens."""
 
-    dp: int
+    dp: int = 1
     tp: int = 1
     pp: int = 1
-    micro_batch_tokens: int = field(default=8192, kw_only=True)
-    sequence_parallel: bool = field(default=False, kw_only=True)
+    micro_batch_tokens: int = 8192
+    sequence_parallel: bool = False
     """Whether TP ranks also split tokens in the layers that they would otherwise replicate."""
-    dtype: Dtype | None = field(default=None, kw_only=True)
+    dtype: Dtype | None = None
     """Data type of the parameters; None for the role's own. Another one is another layout, with a copy."""
-    recompute: bool = field(default=False, kw_only=True)
+    recompute: bool = False
     """Whether training checkpoints activations: keeps the inputs of layers and recomputes the rest."""
-    zero: int = field(default=1, kw_only=True)
+    zero: int = 1
     """Stage of ZeRO: ranks share out optimizer state (1), gradients, too (2), or parameters, too (3)."""
 
     def __post_init__(self) -> None:
@@ -179,9 +179,9 @@ class Placement:
         if match[4] and match[10]:
             raise UserError(f"placement {text!r} has two stages of ZeRO; leave out z2 or z3")
         strategy = Strategy(
-            dp,
-            tp,
-            pp,
+            dp=dp,
+            tp=tp,
+            pp=pp,
             micro_batch_tokens=tokens,
             sequence_parallel=bool(match[8]),
             dtype=DTYPES[match[6].strip()] if match[6] else None,
@@ -193,4 +193,4 @@ class Placement:
 
 def function_placement(mesh: Mesh) -> Placement:
     """Placement of a function: every rank of the mesh calls it with its share of the items, in one batch."""
-    return Placement(mesh, Strategy(mesh.size))
+    return Placement(mesh, Strategy(dp=mesh.size))

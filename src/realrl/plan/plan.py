@@ -272,7 +272,7 @@ class Plan:
                 valid = _Entry.model_validate(entry)
                 if name in functions:
                     _check_function_entry(name, valid)
-                    placements[name] = Placement(Mesh.parse(valid.mesh), Strategy(valid.dp))
+                    placements[name] = Placement(Mesh.parse(valid.mesh), Strategy(dp=valid.dp))
                 else:
                     placements[name] = _placement(valid, micro_batch_tokens)
         return cls(cluster, placements, file.offload, file.offload_optimizer, file.keep)
@@ -309,9 +309,9 @@ def _write_entry(placement: Placement, *, is_function: bool) -> dict[str, Any]:
 def _placement(entry: _Entry, micro_batch_tokens: int) -> Placement:
     tokens = entry.micro_batch_tokens or micro_batch_tokens
     strategy = Strategy(
-        entry.dp,
-        entry.tp,
-        entry.pp,
+        dp=entry.dp,
+        tp=entry.tp,
+        pp=entry.pp,
         micro_batch_tokens=tokens,
         sequence_parallel=entry.sequence_parallel,
         dtype=entry.dtype,

@@ -107,7 +107,7 @@ def heuristic(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, s
     tp = gcd(*(devices for _, devices in cluster.runs))
     pp = cluster.size // tp
     everywhere = Mesh(0, cluster.size)
-    placement = Placement(everywhere, Strategy(1, tp, pp, micro_batch_tokens=micro_batch_tokens))
+    placement = Placement(everywhere, Strategy(tp=tp, pp=pp, micro_batch_tokens=micro_batch_tokens))
     return Plan(cluster, {call.name: placement for call in _models(graph)} | _functions(graph, everywhere))
 
 
@@ -172,7 +172,7 @@ def _functions(graph: DataflowGraph, mesh: Mesh) -> dict[str, Placement]:
 
 
 def _data_parallel(mesh: Mesh, micro_batch_tokens: int) -> Placement:
-    return Placement(mesh, Strategy(mesh.size, micro_batch_tokens=micro_batch_tokens))
+    return Placement(mesh, Strategy(dp=mesh.size, micro_batch_tokens=micro_batch_tokens))
 
 
 def _independent_inference(graph: DataflowGraph) -> Iterable[list[Call]]:

@@ -76,7 +76,7 @@ def openrlhf(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, sh
 def _share_out(mesh: Mesh, micro_batch_tokens: int) -> Placement:
     """Data parallelism under ZeRO-3."""
     zero = 3 if mesh.size > 1 else 1
-    return Placement(mesh, Strategy(mesh.size, micro_batch_tokens=micro_batch_tokens, zero=zero))
+    return Placement(mesh, Strategy(dp=mesh.size, micro_batch_tokens=micro_batch_tokens, zero=zero))
 
 
 def _generate(mesh: Mesh, cluster: Cluster, micro_batch_tokens: int, shape: ModelShape | None) -> Placement:
@@ -84,4 +84,4 @@ def _generate(mesh: Mesh, cluster: Cluster, micro_batch_tokens: int, shape: Mode
     inside = gcd(*(devices for _, devices in cluster.part(mesh.first, mesh.size).runs))
     most = inside if shape is None else shape.heads
     tp = max(t for t in range(1, inside + 1) if inside % t == 0 and t <= most)
-    return Placement(mesh, Strategy(mesh.size // tp, tp, micro_batch_tokens=micro_batch_tokens))
+    return Placement(mesh, Strategy(dp=mesh.size // tp, tp=tp, micro_batch_tokens=micro_batch_tokens))

@@ -36,7 +36,7 @@ def make_uniform_plan(
     Calls that cannot have the stage of ZeRO, such as those that generate, have the first one.
     """
     everywhere = Mesh(0, cluster.size)
-    plain = Strategy(cluster.size // (tp * pp), tp, pp, micro_batch_tokens=micro_batch_tokens)
+    plain = Strategy(dp=cluster.size // (tp * pp), tp=tp, pp=pp, micro_batch_tokens=micro_batch_tokens)
     stages = {Kind.TRAIN: zero, Kind.INFERENCE: 1 if zero == 2 else zero}
     placements = {
         call.name: function_placement(everywhere)

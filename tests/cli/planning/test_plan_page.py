@@ -44,7 +44,7 @@ VOID = {"meta"}
 
 
 def place(first: int, dp: int, tp: int = 1, pp: int = 1) -> Placement:
-    strategy = Strategy(dp, tp, pp, micro_batch_tokens=2048, sequence_parallel=tp > 1)
+    strategy = Strategy(dp=dp, tp=tp, pp=pp, micro_batch_tokens=2048, sequence_parallel=tp > 1)
     return Placement(Mesh(first, strategy.size), strategy)
 
 

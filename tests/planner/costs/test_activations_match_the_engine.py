@@ -72,9 +72,9 @@ def place(words: Sequence[str], tokens: int = 1 << 20) -> Placement:
     """`dp tp pp`, with s for sequence parallelism, r for recomputation, and the stage of ZeRO."""
     dp, tp, pp, *flags = " ".join(words).split()
     strategy = Strategy(
-        int(dp),
-        int(tp),
-        int(pp),
+        dp=int(dp),
+        tp=int(tp),
+        pp=int(pp),
         micro_batch_tokens=tokens,
         sequence_parallel="s" in flags,
         recompute="r" in flags,
@@ -296,7 +296,7 @@ def test_recomputation_keeps_the_input_of_each_layer() -> None:
     plain, again = (
         Activations(
             sizes=sizes,
-            strategies=Strategies.of([Strategy(1, recompute=r)]),
+            strategies=Strategies.of([Strategy(recompute=r)]),
             dtype="bfloat16",
             cpu=False,
             lengths=[(512,)],

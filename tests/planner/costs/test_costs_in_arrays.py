@@ -36,9 +36,9 @@ def sampled_strategies(rng: random.Random, spec: ClusterSpec, layers: int) -> li
         size = group.devices_per_node * rng.randint(1, group.nodes)
         pp = rng.choice([p for p in range(1, size // tp + 1) if size // tp % p == 0])
         strategy = Strategy(
-            size // tp // pp,
-            tp,
-            pp,
+            dp=size // tp // pp,
+            tp=tp,
+            pp=pp,
             micro_batch_tokens=rng.choice([700, 2048, 8192, 65536]),
             sequence_parallel=tp > 1 and rng.random() < 0.7,
             dtype=rng.choice([None, None, "bfloat16"]),
@@ -105,7 +105,7 @@ def test_groups_share_the_network_of_a_node_as_counted_rank_by_rank(kind: str, p
         size = dp * tp * pp
         if size > spec.size:
             continue
-        placement = Placement(Mesh(0, size), Strategy(dp, tp, pp))
+        placement = Placement(Mesh(0, size), Strategy(dp=dp, tp=tp, pp=pp))
         stages = {0: None, pp - 1: None}
         members = {
             "tp": [
@@ -140,7 +140,7 @@ def test_the_most_ranks_of_a_node_that_send_to_the_next_stage_are_counted_rank_b
         pp = rng.choice([p for p in range(2, 8 * nodes // tp + 1) if 8 * nodes // tp % p == 0])
         step = 8 * nodes // pp
         leaving = Counter(r // 8 for r in range(8 * nodes - step) if r // 8 != (r + step) // 8)
-        strategies = Strategies.of([Strategy(step // tp, tp, pp)])
+        strategies = Strategies.of([Strategy(dp=step // tp, tp=tp, pp=pp)])
         seconds = Network((spec.site(Mesh(0, 8 * nodes)),), strategies, Efficiency(link=1.0)).hop(
             np.array([1e9])
         )

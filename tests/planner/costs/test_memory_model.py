@@ -177,7 +177,7 @@ def test_a_scalar_head_casts_hidden_states_and_their_gradient(element_bytes: int
 @pytest.mark.parametrize("dp", [2, 4])
 def test_gradients_of_the_embedding_and_the_first_layer_are_reduced_together(dp: int) -> None:
     """Of all rows and, summed, of a rank's: in float32."""
-    strategies = Strategies.of([Strategy(dp, zero=3)])
+    strategies = Strategies.of([Strategy(dp=dp, zero=3)])
     gathered = GatheredMemory(LocalSizes(SMALL, "lm", 1), strategies, 2)
     hidden, inner = SMALL.hidden_size, SMALL.intermediate_size
     layer = 4 * hidden * hidden + 3 * hidden * inner + 2 * hidden

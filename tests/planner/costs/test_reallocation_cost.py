@@ -9,7 +9,7 @@ MODEL = CostModel(NODES)
 
 
 def at(first: int, dp: int, tp: int, pp: int) -> Placement:
-    return Placement(Mesh(first, dp * tp * pp), Strategy(dp, tp, pp))
+    return Placement(Mesh(first, dp * tp * pp), Strategy(dp=dp, tp=tp, pp=pp))
 
 
 PAIRS = [
@@ -36,7 +36,7 @@ def test_the_search_estimate_is_near_the_time_of_the_routes(
 
 
 def test_reallocation_to_an_equal_layout_costs_nothing() -> None:
-    same = Placement(Mesh(0, 8), Strategy(4, 2, micro_batch_tokens=5))
+    same = Placement(Mesh(0, 8), Strategy(dp=4, tp=2, micro_batch_tokens=5))
     assert MODEL.reallocation(stored(SMALL), at(0, 4, 2, 1), same) == 0
 
 

@@ -29,7 +29,7 @@ GRAPH = add_router_replay(BASE, {"actor": WIDTH})
 
 
 def place(pp: int) -> Placement:
-    return Placement(Mesh(0, pp), Strategy(1, 1, pp, micro_batch_tokens=1 << 16))
+    return Placement(Mesh(0, pp), Strategy(pp=pp, micro_batch_tokens=1 << 16))
 
 
 @pytest.mark.parametrize("pp", [1, 2])

@@ -23,7 +23,7 @@ def sampled_placement(rng: random.Random, cluster: Cluster) -> Placement:
     mesh = rng.choice(list_all(cluster))
     tp = rng.choice([n for n in range(1, mesh.size + 1) if mesh.size % n == 0])
     pp = rng.choice([n for n in range(1, mesh.size // tp + 1) if mesh.size // tp % n == 0])
-    return Placement(mesh, Strategy(mesh.size // tp // pp, tp, pp))
+    return Placement(mesh, Strategy(dp=mesh.size // tp // pp, tp=tp, pp=pp))
 
 
 def expected_ring(spec: ClusterSpec, groups: list[list[int]]) -> tuple[float, float, int]:
@@ -76,7 +76,7 @@ def test_groups_share_the_network_of_the_nodes_that_their_ranks_are_on(spec: Clu
 def test_a_call_takes_as_long_wherever_it_lies_inside_a_node(name: str) -> None:
     cost = CostModel(UNEVEN)
     of, model = call(name), stored(SMALL)
-    for strategy in (Strategy(3), Strategy(1, 3), Strategy(1, 1, 3)):
+    for strategy in (Strategy(dp=3), Strategy(tp=3), Strategy(pp=3)):
         firsts = [0, 1, *range(7, 13)]  # nodes of 4 and of 8
         found = [cost.call(of, model, Placement(Mesh(first, 3), strategy), STEP) for first in firsts]
         assert all(other == found[0] for other in found)
@@ -87,11 +87,13 @@ def test_a_mesh_of_two_halves_of_nodes_pays_for_the_network(name: str) -> None:
     cost = CostModel(BARE_NODES)
     of, model = call(name), stored(SMALL)
 
-    def seconds(first: int, *degrees: int) -> float:
-        return cost.call(of, model, Placement(Mesh(first, 8), Strategy(*degrees)), STEP).seconds
+    def seconds(first: int, **degrees: int) -> float:
+        return cost.call(of, model, Placement(Mesh(first, 8), Strategy(**degrees)), STEP).seconds
 
-    assert seconds(4, 1, 8) > 1.01 * seconds(0, 1, 8)
-    assert seconds(4, 2, 4) == pytest.approx(seconds(12, 2, 4)) and seconds(4, 2, 4) >= seconds(0, 2, 4)
+    assert seconds(4, tp=8) > 1.01 * seconds(0, tp=8)
+    assert seconds(4, dp=2, tp=4) == pytest.approx(seconds(12, dp=2, tp=4)) and seconds(
+        4, dp=2, tp=4
+    ) >= seconds(0, dp=2, tp=4)
     # Tensor-parallel groups that begin at the same place of a node communicate as those of one node.
-    terms = [cost.call(of, model, Placement(Mesh(n, 8), Strategy(2, 4)), STEP).terms for n in (0, 4, 6)]
+    terms = [cost.call(of, model, Placement(Mesh(n, 8), Strategy(dp=2, tp=4)), STEP).terms for n in (0, 4, 6)]
     assert terms[0]["tensor"] == terms[1]["tensor"] < terms[2]["tensor"]

@@ -123,7 +123,7 @@ def test_memory_of_scores_grows_with_lengths_up_to_those_of_a_block() -> None:
     def measure(shape: ModelShape, length: int, *, element_bytes: int = 2, backward: bool = False) -> int:
         layer = LayerMemory(
             sizes=LocalSizes(shape, "lm", 1),
-            strategies=Strategies.of([Strategy(1)]),
+            strategies=Strategies.of([Strategy()]),
             element_bytes=element_bytes,
             cpu=False,
             lengths=[(length,)],

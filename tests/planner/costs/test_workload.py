@@ -62,11 +62,11 @@ def test_a_preference_pair_is_two_sequences() -> None:
 
 def test_data_parallel_ranks_split_pairs_and_not_their_sequences() -> None:
     work = Workload(10, (100,)).work(make_reward_graph(PAIR_KEYS, list_pair_inputs(False), PAIR).calls[0])
-    chunks = split_work(work, Strategy(4, micro_batch_tokens=100), 2)
+    chunks = split_work(work, Strategy(dp=4, micro_batch_tokens=100), 2)
     assert (chunks.count, chunks.sequences, chunks.peak.sequences) == (3, 2, 2)
-    assert split_work(work, Strategy(4, micro_batch_tokens=500), 2).count == 2
+    assert split_work(work, Strategy(dp=4, micro_batch_tokens=500), 2).count == 2
     with pytest.raises(UserError, match="10 records cannot be split over dp=16"):
-        split_work(work, Strategy(16), 2)
+        split_work(work, Strategy(dp=16), 2)
 
 
 def test_unmeasured_lengths_are_the_longest_of_the_recipe() -> None:
@@ -95,17 +95,17 @@ def even(sequences: int, length: int, room: int = 0) -> CallWork:
 @pytest.mark.parametrize(
     ("sequences", "strategy", "count", "tokens"),
     [
-        (64, Strategy(1, micro_batch_tokens=1024), 16, 1024),
-        (64, Strategy(4, micro_batch_tokens=1024), 4, 1024),
-        (64, Strategy(1, micro_batch_tokens=1000), 22, 64 * 256 / 22),
-        (64, Strategy(1, micro_batch_tokens=10), 64, 256),
-        (64, Strategy(1, 1, 4, micro_batch_tokens=1 << 20), 8, 2048),
-        (66, Strategy(1, 1, 2, micro_batch_tokens=1 << 20), 4, 66 * 256 / 4),
-        (64, Strategy(1, 1, 4, micro_batch_tokens=1024), 16, 1024),
-        (36, Strategy(1, 1, 4, micro_batch_tokens=1024), 12, 768),
-        (3, Strategy(1, 1, 4, micro_batch_tokens=1 << 20), 3, 256),
-        (12, Strategy(1, 1, 4, micro_batch_tokens=1 << 20), 6, 512),
-        (9, Strategy(1, 1, 4, micro_batch_tokens=1 << 20), 5, 9 * 256 / 5),
+        (64, Strategy(micro_batch_tokens=1024), 16, 1024),
+        (64, Strategy(dp=4, micro_batch_tokens=1024), 4, 1024),
+        (64, Strategy(micro_batch_tokens=1000), 22, 64 * 256 / 22),
+        (64, Strategy(micro_batch_tokens=10), 64, 256),
+        (64, Strategy(pp=4, micro_batch_tokens=1 << 20), 8, 2048),
+        (66, Strategy(pp=2, micro_batch_tokens=1 << 20), 4, 66 * 256 / 4),
+        (64, Strategy(pp=4, micro_batch_tokens=1024), 16, 1024),
+        (36, Strategy(pp=4, micro_batch_tokens=1024), 12, 768),
+        (3, Strategy(pp=4, micro_batch_tokens=1 << 20), 3, 256),
+        (12, Strategy(pp=4, micro_batch_tokens=1 << 20), 6, 512),
+        (9, Strategy(pp=4, micro_batch_tokens=1 << 20), 5, 9 * 256 / 5),
     ],
 )
 def test_micro_batch_counts_match_the_engine(
@@ -126,7 +126,7 @@ def test_pipeline_micro_batch_counts_match_the_engine(
 ) -> None:
     ordered = tuple(sorted(lengths))
     work = CallWork(items=len(lengths), lengths=ordered, answers=(), room=0, minibatches=1, passes=1)
-    found = split_work(work, Strategy(1, 1, stages, micro_batch_tokens=budget), 2)
+    found = split_work(work, Strategy(pp=stages, micro_batch_tokens=budget), 2)
     made = even_micro_batches(lengths, budget, stages=stages, per_stage=2)
     assert abs(found.count - len(made)) <= max(1, len(made) // 8)
     if len(set(lengths)) == 1:
@@ -135,20 +135,20 @@ def test_pipeline_micro_batch_counts_match_the_engine(
 
 def test_rows_at_a_time_fill_the_cache_with_half_of_their_longest_continuations() -> None:
     work = even(64, 128, 384)
-    found = split_generation(work, Strategy(2, micro_batch_tokens=8192), cpu=False)
+    found = split_generation(work, Strategy(dp=2, micro_batch_tokens=8192), cpu=False)
     # 512 blocks, of which a prompt takes 8 and half a continuation 12.
     assert (found.rows, found.cache) == (32, CacheSize(512, 25))
     assert (found.passes.count, found.passes.tokens) == (4, 32 * 127 / 4)
-    everything = split_generation(work, Strategy(2, micro_batch_tokens=1 << 20), cpu=False)
+    everything = split_generation(work, Strategy(dp=2, micro_batch_tokens=1 << 20), cpu=False)
     assert everything.cache == CacheSize(32 * (8 + 24), 32)
     assert (everything.passes.count, everything.passes.tokens) == (1, 32 * 127)
-    least = split_generation(work, Strategy(2, 1, 2, micro_batch_tokens=1), cpu=False)
+    least = split_generation(work, Strategy(dp=2, pp=2, micro_batch_tokens=1), cpu=False)
     assert (least.cache.blocks, least.batches, least.rows_per_batch) == (8 + 24, 1, 1)
 
 
 def test_prompts_are_prefilled_in_passes_of_as_many_tokens_as_suit_the_device() -> None:
     counts = [
-        split_generation(even(64, 1001, 16), Strategy(1, micro_batch_tokens=1 << 20), cpu=cpu).passes.count
+        split_generation(even(64, 1001, 16), Strategy(micro_batch_tokens=1 << 20), cpu=cpu).passes.count
         for cpu in (True, False)
     ]
     assert counts == [64_000 // CPU_PREFILL_TOKENS + 1, 64_000 // GPU_PREFILL_TOKENS + 1]

@@ -284,7 +284,7 @@ def test_adapters_launch_two_operations_for_each_matrix_and_block(
 )
 def test_zero_posts_a_collective_for_each_parameter_of_a_layer(zero: int, kind: Kind, rounds: int) -> None:
     """Gathered forward and backward, and its gradient reduced; of two norms and four matrices."""
-    placed = Placement(Mesh(0, 2), Strategy(2, micro_batch_tokens=1 << 20, zero=zero))
+    placed = Placement(Mesh(0, 2), Strategy(dp=2, micro_batch_tokens=1 << 20, zero=zero))
     assert cost(kind, STEP, placed, HOST, collective_host_s=100.0)["launch"] == LAYERS * 6 * rounds * 100
 
 

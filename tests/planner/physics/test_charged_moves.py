@@ -23,7 +23,7 @@ FEW = 1e-6
 
 
 def at(first: int, dp: int, tp: int = 1, pp: int = 1) -> Placement:
-    return Placement(Mesh(first, dp * tp * pp), Strategy(dp, tp, pp))
+    return Placement(Mesh(first, dp * tp * pp), Strategy(dp=dp, tp=tp, pp=pp))
 
 
 def move(
@@ -82,7 +82,7 @@ def test_the_busiest_node_receives_what_none_of_its_devices_has(
 
 def test_values_travel_in_the_narrower_type() -> None:
     wire = make_cluster(1, 8, link_bytes_per_s=1.0)
-    narrow = replace(at(1, 1), strategy=Strategy(1, dtype="bfloat16"))
+    narrow = replace(at(1, 1), strategy=Strategy(dtype="bfloat16"))
     for target, width in ((at(1, 1), 4), (narrow, 2)):
         found = move(at(0, 1), target, wire, store(dtype="float32"))
         assert found == pytest.approx(width * WHOLE, rel=FEW)

@@ -20,7 +20,7 @@ DP = 4
 
 
 def place(zero: int) -> Placement:
-    return Placement(Mesh(0, DP), Strategy(DP, micro_batch_tokens=1024, zero=zero))
+    return Placement(Mesh(0, DP), Strategy(dp=DP, micro_batch_tokens=1024, zero=zero))
 
 
 def collective(numbers: int) -> float:
@@ -70,12 +70,12 @@ def test_zero_2_reduces_in_every_micro_batch_and_gathers_once() -> None:
 
 def test_a_model_that_is_shared_out_has_to_be_sent_to_where_it_is_whole() -> None:
     """Estimated bytes are those of routes, but for padding and rows of unequal tensors."""
-    source, target = place(3), Placement(Mesh(0, DP), Strategy(1, DP))
+    source, target = place(3), Placement(Mesh(0, DP), Strategy(tp=DP))
     layouts = [build_layout(GROUPED, "lm", placement) for placement in (source, target)]
     sent = sum(len(group.receivers) * group.elements for group in group_regions(*layouts))
     estimated, _ = COST.moved(MODEL, source, target)
     elements = sum(spec.numel for spec in layouts[0].specs)
     assert estimated == pytest.approx(4 * sent, rel=0.3)
-    whole, _ = COST.moved(MODEL, source, replace(target, strategy=Strategy(DP)))
+    whole, _ = COST.moved(MODEL, source, replace(target, strategy=Strategy(dp=DP)))
     assert whole == pytest.approx(4 * (DP - 1) * elements, rel=0.02)
     assert COST.moved(MODEL, place(1), target) == (0, 0)

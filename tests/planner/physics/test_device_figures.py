@@ -135,7 +135,7 @@ def test_communicators_of_a_layout_have_channels_with_their_neighbours() -> None
     assert count(place(1, 8, 2)) == 16 * (2 * 12 + 8 * 2) + pipeline + 4 * (12 + 20 + 8 * 2)
     # Equal layouts share theirs, whatever their micro-batches.
     assert count(place(4), place(4, tokens=7)) == count(place(4))
-    elsewhere = Placement(Mesh(8, 4), Strategy(4))
+    elsewhere = Placement(Mesh(8, 4), Strategy(dp=4))
     assert count(place(4), elsewhere, place(1, 4)) == 3 * count(place(4))
 
 

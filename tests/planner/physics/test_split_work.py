@@ -44,25 +44,25 @@ FOUR = (10, 20, 30, 40)
     ("of", "strategy", "count", "sequences", "peak"),
     [
         # Three sequences of 32 tokens in 100, and four chunks for ten.
-        (work(10, (32,)), Strategy(1, micro_batch_tokens=100), 4, 2.5, PeakChunk(3, (32,))),
-        (work(10, (32,)), Strategy(3, micro_batch_tokens=100), 2, 2.0, PeakChunk(3, (32,))),
+        (work(10, (32,)), Strategy(micro_batch_tokens=100), 4, 2.5, PeakChunk(3, (32,))),
+        (work(10, (32,)), Strategy(dp=3, micro_batch_tokens=100), 2, 2.0, PeakChunk(3, (32,))),
         # Two chunks per stage, of which none is larger than its share.
-        (work(10, (32,)), Strategy(1, 1, 2, micro_batch_tokens=1000), 4, 2.5, PeakChunk(3, (32,))),
+        (work(10, (32,)), Strategy(pp=2, micro_batch_tokens=1000), 4, 2.5, PeakChunk(3, (32,))),
         # Two sequences of 100 tokens have chunks of their own, and 120 others take two of 64.
-        (work(8, (10, 20, 30, 100)), Strategy(1, micro_batch_tokens=64), 4, 2.0, PeakChunk(1, (100,))),
+        (work(8, (10, 20, 30, 100)), Strategy(micro_batch_tokens=64), 4, 2.0, PeakChunk(1, (100,))),
         # 16 sequences of 25 tokens on average: four chunks, of which the first one has the longest.
-        (work(16, FOUR), Strategy(1, 1, 2, micro_batch_tokens=200), 4, 4.0, PeakChunk(2.5, (40,))),
+        (work(16, FOUR), Strategy(pp=2, micro_batch_tokens=200), 4, 4.0, PeakChunk(2.5, (40,))),
         # Pairs stay together: of three on a rank, 150 tokens, in chunks of 100 two.
         (
             work(12, FOUR, per_item=2, minibatches=2),
-            Strategy(2, micro_batch_tokens=100),
+            Strategy(dp=2, micro_batch_tokens=100),
             2,
             3.0,
             PeakChunk(2 * 100 / 70, (40, 30)),
         ),
         (
             work(40, (4, 8, 12, 100)),
-            Strategy(1, 1, 2, micro_batch_tokens=120),
+            Strategy(pp=2, micro_batch_tokens=120),
             11,
             40 / 11,
             PeakChunk(1.2, (100,)),
@@ -87,7 +87,7 @@ def test_sequences_fill_micro_batches(
         # Everything fits: eight prompts of two blocks and continuations of two.
         (
             work(8, (33,), 20),
-            Strategy(1, micro_batch_tokens=1 << 20),
+            Strategy(micro_batch_tokens=1 << 20),
             False,
             CacheSize(32, 8),
             1,
@@ -97,7 +97,7 @@ def test_sequences_fill_micro_batches(
         # its continuation; nine rows come one after the other.
         (
             work(12, (8,), 24),
-            Strategy(1, micro_batch_tokens=112),
+            Strategy(micro_batch_tokens=112),
             False,
             CacheSize(7, 3),
             11,
@@ -106,7 +106,7 @@ def test_sequences_fill_micro_batches(
         # Of four rows of a prompt, a quarter of its block each; those that were preempted come with new ones.
         (
             work(12, (8,), 24, samples=4),
-            Strategy(1, micro_batch_tokens=112),
+            Strategy(micro_batch_tokens=112),
             False,
             CacheSize(7, 5),
             3,
@@ -114,7 +114,7 @@ def test_sequences_fill_micro_batches(
         ),
         (
             work(24, (20, 60, 100, 300), 90, room=100, samples=3),
-            Strategy(2, 1, 2, micro_batch_tokens=600),
+            Strategy(dp=2, pp=2, micro_batch_tokens=600),
             True,
             CacheSize(75, 11),
             3,
@@ -123,7 +123,7 @@ def test_sequences_fill_micro_batches(
         # A prompt of 5,000 tokens is prefilled alone, and once more with half of its continuation.
         (
             work(64, (1000, 3000, 5000), 100),
-            Strategy(1, micro_batch_tokens=40000),
+            Strategy(micro_batch_tokens=40000),
             True,
             CacheSize(2500, 13),
             62,
@@ -131,7 +131,7 @@ def test_sequences_fill_micro_batches(
         ),
         (
             work(64, (1000, 3000, 5000), 100, room=400),
-            Strategy(1, micro_batch_tokens=20000),
+            Strategy(micro_batch_tokens=20000),
             False,
             CacheSize(1250, 6),
             62,
@@ -139,7 +139,7 @@ def test_sequences_fill_micro_batches(
         ),
         (
             work(6, (100,), 10, room=1000),
-            Strategy(1, micro_batch_tokens=2400),
+            Strategy(micro_batch_tokens=2400),
             True,
             CacheSize(150, 3),
             4,

@@ -88,7 +88,7 @@ def sampled_choices(rng: random.Random, problem: Problem, most: int) -> list[dic
 def test_search_and_simulation_agree_about_sampled_plans(seed: int, graph: DataflowGraph | None) -> None:
     rng = random.Random(seed)
     of = sampled_scenario(rng, graph or sampled_graph(rng))
-    everywhere = Placement(Mesh(0, 2), Strategy(1, 2))
+    everywhere = Placement(Mesh(0, 2), Strategy(tp=2))
     hosts = function_placement(everywhere.mesh)
     careless = Plan(
         of.spec.cluster, {call.name: hosts if call.is_function else everywhere for call in of.graph.calls}
@@ -105,7 +105,7 @@ def sampled_placement(rng: random.Random, of: Scenario, call: Call) -> Placement
         return function_placement(mesh)
     tp = rng.choice([n for n in range(1, min(mesh.size, 8) + 1) if mesh.size % n == 0])
     pp = rng.choice([n for n in range(1, 5) if mesh.size // tp % n == 0])
-    return Placement(mesh, Strategy(mesh.size // tp // pp, tp, pp, sequence_parallel=tp > 1))
+    return Placement(mesh, Strategy(dp=mesh.size // tp // pp, tp=tp, pp=pp, sequence_parallel=tp > 1))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -54,7 +54,7 @@ def test_presets_with_tensor_parallelism_are_refused_for_exact_models() -> None:
 @pytest.mark.parametrize("name", ["actor.generate", "ref.inference", "actor.train"])
 def test_exact_calls_are_predicted_to_take_longer(name: str) -> None:
     call = GRAPH.call(name)
-    placement = Placement(Mesh(0, 4), Strategy(4))
+    placement = Placement(Mesh(0, 4), Strategy(dp=4))
     exact, fast = (
         EXACT.cost.call(call, model, placement, EXACT.workload).seconds
         for model in (MODELS[call.model_role], replace(MODELS[call.model_role], exact=False))

@@ -73,8 +73,8 @@ def test_parameters_travel_in_the_narrower_type() -> None:
     transfers = LinkTransfers(cluster, {"actor": (wide,)}, links, {"actor": (half,)})
 
     def seconds(before: Dtype | None, after: Dtype | None) -> np.ndarray:
-        source = Placement(Mesh(0, 2), Strategy(2, dtype=before))
-        target = Placement(Mesh(2, 2), Strategy(1, 2, dtype=after))
+        source = Placement(Mesh(0, 2), Strategy(dp=2, dtype=before))
+        target = Placement(Mesh(2, 2), Strategy(tp=2, dtype=after))
         pair = Layouts.of([source]), Layouts.of([target])
         least = transfers.at_least("actor", *pair)
         found = transfers.seconds("actor", *pair)
@@ -89,7 +89,7 @@ def test_parameters_travel_in_the_narrower_type() -> None:
 def test_layouts_of_other_types_are_other_layouts() -> None:
     model = StoredModel(SHAPE, "lm", "float32", trained=True)
     places = [
-        Placement(Mesh(0, 2), Strategy(2, dtype=dtype)) for dtype in (None, "float32", "mixed", "bfloat16")
+        Placement(Mesh(0, 2), Strategy(dp=2, dtype=dtype)) for dtype in (None, "float32", "mixed", "bfloat16")
     ]
     layouts = Layouts.of(places)
     assert len({*layouts.codes.tolist()}) == 4 and layouts.placements() == places

@@ -86,7 +86,7 @@ def test_presets_are_tuned_in_micro_batches_and_recomputation() -> None:
 def test_tuning_leaves_memory_for_persistent_replicas() -> None:
     ample = scenario("a100-40g:1x2")
     plan = make_plan("symmetric", GRAPH, ample.spec.cluster, 8192)
-    generate = replace(plan["actor.generate"], strategy=Strategy(1, 2, 1, micro_batch_tokens=8192))
+    generate = replace(plan["actor.generate"], strategy=Strategy(tp=2, micro_batch_tokens=8192))
     plan = replace(plan, placements={**plan.placements, "actor.generate": generate}, keep=("actor",))
     best = estimate_plan(ample, tune_plan(ample, plan))
     fullest = best.peak_device.peak
@@ -117,7 +117,7 @@ def test_no_alternative_offloads_if_offloading_frees_nothing() -> None:
 
 def test_user_plans_with_meshes_on_heterogeneous_nodes_are_rejected() -> None:
     mixed = scenario("h100:1x2+a100-40g:1x2")
-    mesh = Placement(Mesh(0, 4), Strategy(4, micro_batch_tokens=4096))
+    mesh = Placement(Mesh(0, 4), Strategy(dp=4, micro_batch_tokens=4096))
     mine = Plan(mixed.spec.cluster, {call.name: mesh for call in GRAPH.calls})
     found = make_preset_plans(mixed, UserConstraints(own={"mine.yaml": mine}))["mine.yaml"]
     assert isinstance(found, UserError) and "devices of several kinds (h100 and a100-40g)" in str(found)

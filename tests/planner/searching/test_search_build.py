@@ -129,7 +129,7 @@ def test_small_micro_batches_are_tried_where_nothing_else_fits() -> None:
     workload = Workload(64, (128,))
     needs = {}
     for tokens in (128, 2048):
-        strategy = Strategy(1, micro_batch_tokens=tokens, recompute=True)
+        strategy = Strategy(micro_batch_tokens=tokens, recompute=True)
         place = Placement(Mesh(0, 1), strategy)
         needs[tokens] = MemoryModel(given).call(call, model, place, workload).bytes
     taken = given.device(0).memory_bytes - MemoryModel(given).capacity(0)

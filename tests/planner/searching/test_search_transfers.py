@@ -48,7 +48,7 @@ def sampled_placement(rng: random.Random, cluster: Cluster) -> Placement:
     parts = [devices for _, devices in mesh.nodes(cluster).runs]
     tp = rng.choice([t for t in (1, 2, 3, 4, 8) if all(part % t == 0 for part in parts)])
     pp = rng.choice([p for p in (1, 2, 4, 8) if (mesh.size // tp) % p == 0])
-    return Placement(mesh, Strategy(mesh.size // tp // pp, tp, pp))
+    return Placement(mesh, Strategy(dp=mesh.size // tp // pp, tp=tp, pp=pp))
 
 
 @pytest.mark.parametrize(
@@ -88,10 +88,41 @@ def test_lower_bounds_of_reallocation_hold_for_all_mesh_positions(cluster: Clust
 @pytest.mark.parametrize(
     "source, target",
     [
-        (Placement(Mesh(0, 8), Strategy(1, 8, 1)), Placement(Mesh(0, 16), Strategy(2, 8, 1))),
-        (Placement(Mesh(0, 8), Strategy(2, 2, 2)), Placement(Mesh(8, 24), Strategy(6, 2, 2))),
-        (Placement(Mesh(0, 16), Strategy(1, 8, 2)), Placement(Mesh(0, 32), Strategy(2, 8, 2))),
-        (Placement(Mesh(0, 2), Strategy(1, 2, 1)), Placement(Mesh(0, 4), Strategy(2, 2, 1))),
+        (
+            Placement(
+                Mesh(0, 8),
+                Strategy(
+                    tp=8,
+                ),
+            ),
+            Placement(
+                Mesh(0, 16),
+                Strategy(
+                    dp=2,
+                    tp=8,
+                ),
+            ),
+        ),
+        (
+            Placement(Mesh(0, 8), Strategy(dp=2, tp=2, pp=2)),
+            Placement(Mesh(8, 24), Strategy(dp=6, tp=2, pp=2)),
+        ),
+        (Placement(Mesh(0, 16), Strategy(tp=8, pp=2)), Placement(Mesh(0, 32), Strategy(dp=2, tp=8, pp=2))),
+        (
+            Placement(
+                Mesh(0, 2),
+                Strategy(
+                    tp=2,
+                ),
+            ),
+            Placement(
+                Mesh(0, 4),
+                Strategy(
+                    dp=2,
+                    tp=2,
+                ),
+            ),
+        ),
     ],
     ids=str,
 )

@@ -62,7 +62,9 @@ def test_clusters_of_few_nodes_or_several_kinds_and_small_batches_are_not_shrunk
 
 def test_a_widened_plan_has_more_data_parallel_ranks_on_as_many_devices() -> None:
     many = ClusterSpec.parse("h100:32x8").cluster
-    place = Placement(Mesh(8, 16), Strategy(2, 4, 2, micro_batch_tokens=4096, sequence_parallel=True))
+    place = Placement(
+        Mesh(8, 16), Strategy(dp=2, tp=4, pp=2, micro_batch_tokens=4096, sequence_parallel=True)
+    )
     few = Plan(
         ClusterSpec.parse("h100:16x8").cluster,
         dict.fromkeys((c.name for c in GRAPH.calls), place),

@@ -10,9 +10,9 @@ from realrl.plan.plan import Plan
 from realrl.planner.simulate.durations import Durations
 from tests.planner.simulating.test_estimate import scenario
 
-HOME = Placement(Mesh(0, 2), Strategy(2))
-STAGES = Placement(Mesh(0, 2), Strategy(1, 1, 2))
-TENSOR = Placement(Mesh(0, 2), Strategy(1, 2))
+HOME = Placement(Mesh(0, 2), Strategy(dp=2))
+STAGES = Placement(Mesh(0, 2), Strategy(pp=2))
+TENSOR = Placement(Mesh(0, 2), Strategy(tp=2))
 
 
 @pytest.mark.parametrize(

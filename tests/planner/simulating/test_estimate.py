@@ -73,7 +73,7 @@ def sampled_plan(rng: random.Random, of: Scenario) -> Plan:
         again = call.kind is Kind.TRAIN and rng.random() < 0.5
         tokens = rng.choice([2048, 8192])
         places[call.name] = Placement(
-            mesh, Strategy(mesh.size // tp // pp, tp, pp, micro_batch_tokens=tokens, recompute=again)
+            mesh, Strategy(dp=mesh.size // tp // pp, tp=tp, pp=pp, micro_batch_tokens=tokens, recompute=again)
         )
     roles = of.graph.roles
     chosen = [tuple(r for r in roles if rng.random() < 0.4) for _ in range(3)]

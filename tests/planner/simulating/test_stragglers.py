@@ -13,12 +13,12 @@ from realrl.planner.simulate.stragglers import Stragglers, expect_largest, simul
 from tests.planner.searching.test_plan_report import GRAPH, scenario
 
 OF = scenario("h100:1x8")
-WHOLE = Placement(Mesh(0, 8), Strategy(8))
+WHOLE = Placement(Mesh(0, 8), Strategy(dp=8))
 TOGETHER = Plan(OF.spec.cluster, {call.name: WHOLE for call in GRAPH.calls})
 APART = replace(
     TOGETHER,
     placements={
-        call.name: Placement(Mesh(4 * (call.role in ("ref", "reward")), 4), Strategy(4))
+        call.name: Placement(Mesh(4 * (call.role in ("ref", "reward")), 4), Strategy(dp=4))
         for call in GRAPH.calls
     },
 )
@@ -71,7 +71,7 @@ def test_a_slow_device_delays_the_calls_that_it_takes_part_in() -> None:
 def test_jitter_costs_more_on_more_devices() -> None:
     def lost(cluster: str, dp: int) -> float:
         of = scenario(cluster)
-        place = Placement(Mesh(0, dp), Strategy(dp))
+        place = Placement(Mesh(0, dp), Strategy(dp=dp))
         plan = Plan(of.spec.cluster, {call.name: place for call in GRAPH.calls})
         plain = simulate_stragglers(of, plan, Stragglers()).step_seconds
         return simulate_stragglers(of, plan, Stragglers(jitter=0.05)).step_seconds / plain

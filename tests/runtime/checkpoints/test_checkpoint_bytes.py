@@ -29,8 +29,14 @@ from tests.runtime.checkpoints.test_resume import write_recipe
 def test_every_rank_writes_as_many_bytes_as_predicted(
     world: World, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    whole = Placement(Mesh(0, 4), Strategy(2, 2, 1))
-    staged = Placement(Mesh(0, 4), Strategy(2, 1, 2))
+    whole = Placement(
+        Mesh(0, 4),
+        Strategy(
+            dp=2,
+            tp=2,
+        ),
+    )
+    staged = Placement(Mesh(0, 4), Strategy(dp=2, pp=2))
     single = {"data__eval": None, "evaluation__every": None, "training__steps": 1}
     recipe = write_recipe(world, "ppo", tmp_path, cluster="1x4", **single, **changes)
     experiment = load_experiment(str(recipe))

@@ -17,9 +17,20 @@ from realrl.runtime.processes.groups import RankPlace, make_gloo_groups
 from tests.forked import run_forked
 
 PLACEMENTS = (
-    Placement(Mesh(0, 4), Strategy(2, 2, 1)),
-    Placement(Mesh(0, 4), Strategy(1, 2, 2)),
-    Placement(Mesh(2, 2), Strategy(2, 1, 1)),
+    Placement(
+        Mesh(0, 4),
+        Strategy(
+            dp=2,
+            tp=2,
+        ),
+    ),
+    Placement(Mesh(0, 4), Strategy(tp=2, pp=2)),
+    Placement(
+        Mesh(2, 2),
+        Strategy(
+            dp=2,
+        ),
+    ),
 )
 WORLD = 4
 

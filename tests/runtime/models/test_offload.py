@@ -242,7 +242,7 @@ def test_a_sharded_model_is_saved_whole(runs: tuple[Path, Path], name: str) -> N
 def test_offloading_an_optimizer_names_the_set_that_is_trained() -> None:
     trainer = SimpleNamespace(parameter_set="tuned", memory=object())
     roles = cast(Roles, SimpleNamespace(trainers={"actor": trainer}))
-    place = Placement(Mesh(0, 1), Strategy(1))
+    place = Placement(Mesh(0, 1), Strategy())
     assert Roles._memory(roles, Load("actor", place, "optimizer", "tuned")) is trainer.memory
     with pytest.raises(AssertionError, match="actor trains its set tuned, not base"):
         Roles._memory(roles, Load("actor", place, "optimizer"))

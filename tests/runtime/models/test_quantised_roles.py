@@ -106,7 +106,7 @@ def test_the_memory_of_quantised_roles_is_counted_and_held(world: World, tmp_pat
 def test_every_rank_allocates_the_predicted_bytes(dtype: Dtype, strategy: tuple[int, int, int, int]) -> None:
     dp, tp, pp, zero = strategy
     shape = load_shape("int8")
-    placement = Placement(Mesh(0, dp * tp * pp), Strategy(dp, tp, pp, zero=zero))
+    placement = Placement(Mesh(0, dp * tp * pp), Strategy(dp=dp, tp=tp, pp=pp, zero=zero))
     stored = StoredModel(shape, "lm", dtype, False, TrainablePart(quantised=True))
     memory = Memory({"ref": stored}, {"ref": placement}, (), {})
     widths = {BASE: getattr(torch, dtype), QUANTISED: torch.uint8}
@@ -131,7 +131,7 @@ def test_the_planner_counts_less_memory_and_more_time(kind: Quantisation) -> Non
     graph = build_graph(load_experiment("recipes/reference/ppo-70b.yaml"))
     call = next(call for call in graph.calls if call.name == "ref.inference")
     workload = Workload(64, (512,), (256,), 512)
-    place = Placement(Mesh(0, 8), Strategy(1, 8))
+    place = Placement(Mesh(0, 8), Strategy(tp=8))
     plain = StoredModel(SHAPES["llama-2-70b"], "lm", "bfloat16", False)
     shape = plain.shape.model_copy(update={"quantised": kind})
     stored = replace(plain, shape=shape, part=TrainablePart(quantised=True))

@@ -39,7 +39,7 @@ CLUSTERS = (Cluster(1, 8), Cluster(2, 4), Cluster(4, 2))
 
 
 def place(first: int, dp: int, tp: int, pp: int, zero: int = 1) -> Placement:
-    return Placement(Mesh(first, dp * tp * pp), Strategy(dp, tp, pp, zero=zero))
+    return Placement(Mesh(first, dp * tp * pp), Strategy(dp=dp, tp=tp, pp=pp, zero=zero))
 
 
 EVERYWHERE = [place(0, *s) for s in product(range(1, 9), repeat=3) if s[0] * s[1] * s[2] == RANKS]

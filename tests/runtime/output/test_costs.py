@@ -33,7 +33,7 @@ from tests.conftest import World
 from tests.runtime.conftest import changes, run
 
 CPU = torch.device("cpu")
-PLACE = Placement(Mesh(0, 1), Strategy(1))
+PLACE = Placement(Mesh(0, 1), Strategy())
 KIB = 1024
 
 

@@ -29,7 +29,7 @@ class Harmful:
     "value",
     [
         {"a": (1, 2.5, None, True), "b": [{3, 4}, b"x", "y"]},
-        Plan(Cluster(1, 2), {"actor.train": Placement(Mesh(0, 2), Strategy(2))}, ("ref",), ()),
+        Plan(Cluster(1, 2), {"actor.train": Placement(Mesh(0, 2), Strategy(dp=2))}, ("ref",), ()),
         [StepTimes(0.0, 1.0, (TimedSpan("actor.train", 0.0, 1.0, 5),))],
     ],
 )

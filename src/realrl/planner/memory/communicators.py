@@ -68,7 +68,7 @@ def _layout_bytes(nodes: Cluster, dp: int, tp: int, pp: int) -> int:
     """Bytes of the peak device of a layout on these nodes; of groups that lie differently, the largest count."""
     if nodes.size == 1:
         return 0
-    placement = Placement(Mesh(0, nodes.size), Strategy(dp, tp, pp))
+    placement = Placement(Mesh(0, nodes.size), Strategy(dp=dp, tp=tp, pp=pp))
     groups: dict[Role, list[RankSet]] = defaultdict(list)
     if nodes.even and nodes.runs[0][1] % tp == 0:  # those of the first stage are most, and lie as others do
         groups |= {role: [ranks] for role, ranks in list_own_rank_sets(placement, 0).items()}

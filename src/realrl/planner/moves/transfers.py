@@ -64,7 +64,8 @@ class Layouts:
         rows = zip(*(getattr(self, field.name).tolist() for field in fields(self)), strict=True)
         return [
             Placement(
-                Mesh(f, n), Strategy(n // (tp * pp), tp, pp, zero=3 if sharded else 1, dtype=TYPES[dtype])
+                Mesh(f, n),
+                Strategy(dp=n // (tp * pp), tp=tp, pp=pp, zero=3 if sharded else 1, dtype=TYPES[dtype]),
             )
             for f, n, tp, pp, sharded, dtype in rows
         ]

@@ -69,9 +69,9 @@ def list_strategies(
             stages = tuple(stage for stage in zero if stage == 1 or dp > 1)
             for tokens, recomputes, stage, dtype in product(micro_batch_tokens, recompute, stages, dtypes):
                 yield Strategy(
-                    dp,
-                    tp,
-                    pp,
+                    dp=dp,
+                    tp=tp,
+                    pp=pp,
                     micro_batch_tokens=tokens,
                     sequence_parallel=tp > 1,
                     recompute=recomputes,

@@ -90,7 +90,7 @@ def split_each(strategies: Strategies, split: Callable[[Strategy], Work]) -> tup
         *(a.tolist() for a in (strategies.dp, strategies.pp, strategies.micro_batch_tokens)), strict=True
     )
     where = np.array([known.setdefault(key, len(known)) for key in keys])
-    return [split(Strategy(dp, 1, pp, micro_batch_tokens=tokens)) for dp, pp, tokens in known], where
+    return [split(Strategy(dp=dp, pp=pp, micro_batch_tokens=tokens)) for dp, pp, tokens in known], where
 
 
 def split_all_work(work: CallWork, strategies: Strategies, per_stage: int) -> ManyChunks:

@@ -416,7 +416,7 @@ class Roles:
         key = (role, home.layout, name)
         if key not in self._reallocators:
             source = self._layout(role, home, name)
-            whole = self._layout(role, Placement(Mesh(home.ranks[0], 1), Strategy(1)), name)
+            whole = self._layout(role, Placement(Mesh(home.ranks[0], 1), Strategy()), name)
             mine = {spec.name for spec in source.specs}
             groups = [
                 {part.spec.name: part.region for part in portion if part.spec.name in mine}

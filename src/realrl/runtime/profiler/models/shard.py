@@ -42,7 +42,7 @@ def make_tensor_rank(
     and its results mean nothing.
     """
     shape = shape.with_layers(layers)
-    placement = Placement(Mesh(0, tp), Strategy(1, tp))
+    placement = Placement(Mesh(0, tp), Strategy(tp=tp))
     rank = max(range(tp), key=lambda t: (len(Shard(shape, head, tp, t).queries), -t))
     single = make_single_rank_group(rank)
     tensor = _Silent(placement.ranks, rank) if tp > 1 else single
