@@ -123,8 +123,8 @@ def part_elements(shape: ModelShape, tp: int) -> Counter[int]:
         if spec.layer:
             continue
         elements = local_tensor(shape, spec, tp, 0).region.numel
-        stop_token_ids = [0 if "embed" in spec.name else shape.layers - 1]
-        result.update(dict.fromkeys(stop_token_ids if spec.layer is None else range(shape.layers), elements))
+        ends = [0 if "embed" in spec.name else shape.layers - 1]
+        result.update(dict.fromkeys(ends if spec.layer is None else range(shape.layers), elements))
     return result
 
 

@@ -88,10 +88,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         train_tokenizer(recipe.data.train, directory, shape.vocab_size)
         tokenizer = load_tokenizer(directory)
-    keys, stop_token_ids = ("tokens", "loss_mask"), (tokenizer.eos_token_id,)
-    records = Dataset.load(
-        recipe.data.train, "answer", keys, tokenizer, recipe.data, recipe.seed, stop_token_ids
-    )
+    keys, ends = ("tokens", "loss_mask"), (tokenizer.eos_token_id,)
+    records = Dataset.load(recipe.data.train, "answer", keys, tokenizer, recipe.data, recipe.seed, ends)
     order = Order(len(records), recipe.data.batch, recipe.seed)
 
     cpu = torch.device("cpu")

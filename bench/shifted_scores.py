@@ -50,9 +50,9 @@ def shift_model(source: Path, target: Path, shift: float) -> str:
             # kinds count the same.
             weights += [1 / (len(ids) - 1)] * (len(ids) - 1) + [1.0]
         everything, root = torch.cat(states), torch.tensor(weights, dtype=torch.float64).sqrt().unsqueeze(1)
-        stop_token_ids = torch.tensor(weights) == 1
+        ends = torch.tensor(weights) == 1
         # Above all the same on average for both kinds, or answers would be paid for ending.
-        means = 1e4 * torch.stack([everything[stop_token_ids].mean(0), everything[~stop_token_ids].mean(0)])
+        means = 1e4 * torch.stack([everything[ends].mean(0), everything[~ends].mean(0)])
         rows, ones = (
             torch.cat([everything * root, means]),
             torch.cat([root, torch.full((2, 1), 1e4).double()]),
@@ -62,7 +62,7 @@ def shift_model(source: Path, target: Path, shift: float) -> str:
         added = shift * (everything @ direction)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
-    parts = (added[stop_token_ids], added[~stop_token_ids])
+    parts = (added[ends], added[~ends])
     return ", ".join(f"{part.mean():+.2f} ± {part.std():.2f}" for part in parts)
 
 
