@@ -59,6 +59,8 @@ def test_report_of_all_three_stages(tmp_path: Path, capsys: pytest.CaptureFixtur
     runs = [sft_run(tmp_path / "sft"), reward_run(tmp_path / "reward"), ppo_run(tmp_path / "ppo")]
     assert run_app(["report", *runs, "--out", str(tmp_path / "out")]) == 0
     assert read_report(tmp_path / "out") == {
+        "sft_loss_before": 3.0,
+        "sft_loss_after": 3.0,
         "reward_pair_accuracy": 0.78,
         "judge_before": 0.1,
         "judge_after": 0.5,
@@ -70,7 +72,7 @@ def test_report_of_all_three_stages(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "dull [b]" in printed and "wonderful" in printed and "middling" not in printed
-    assert "0.780" in printed
+    assert "0.78" in printed
 
 
 def test_a_report_has_only_the_figures_of_the_runs_given(tmp_path: Path) -> None:
@@ -102,13 +104,20 @@ def test_a_key_that_two_algorithms_use_has_the_name_of_its_algorithm(tmp_path: P
     assert found["seconds"] == {"ppo": 8.0, "other": 2.0, "total": 10.0}
 
 
-def test_a_run_without_evaluations_reports_the_losses_of_its_last_step(
+def test_a_run_without_evaluations_reports_losses_and_scores_of_its_last_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [line(step, "train", **{"actor.train__loss": loss}) for step, loss in ((1, 3.0), (2, 1.25))]
-    assert run_app(["report", write_run(tmp_path / "s", "sft", lines, 5.0), "--out", str(tmp_path)]) == 0
-    assert read_report(tmp_path) == {"sft.actor.train/loss": 1.25, "seconds": {"sft": 5.0, "total": 5.0}}
-    assert "sft: actor.train/loss of the last step" in capsys.readouterr().out
+    figures = ((1, 3.0, 0.25), (2, 1.6e-5, 0.5))
+    lines = [
+        line(step, "train", **{"actor.train__loss": loss, "actor.train__score": score, "other": 1.0})
+        for step, loss, score in figures
+    ]
+    assert run_app(["report", write_run(tmp_path / "s", "grpo", lines, 5.0), "--out", str(tmp_path)]) == 0
+    seconds = {"grpo": 5.0, "total": 5.0}
+    found = {"grpo.actor.train/loss": 1.6e-5, "grpo.actor.train/score": 0.5, "seconds": seconds}
+    assert read_report(tmp_path) == found
+    printed = capsys.readouterr().out
+    assert "grpo: actor.train/loss of the last step" in printed and "1.6e-05" in printed
 
 
 def test_a_run_without_curves_still_gets_a_report(tmp_path: Path) -> None:

@@ -37,6 +37,11 @@ def test_commands_of_recipes_take_the_directory_of_a_run(
         assert of_run.replace("resume: auto", "") == said.replace("resume: auto", "")
 
 
+def test_doctor_examines_for_the_recipe_of_a_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_app(["doctor", str(run_dir), "--json"])  # its status is that of the machine
+    assert any(finding["subject"] == "recipe" for finding in json.loads(capsys.readouterr().out))
+
+
 def evaluate(tmp_path: Path, *arguments: str) -> dict[str, float]:
     assert run_app(["eval", *arguments, "--out", str(tmp_path)]) == 0
     metrics: dict[str, float] = json.loads((tmp_path / "metrics.json").read_text())["metrics"]

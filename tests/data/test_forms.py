@@ -265,7 +265,7 @@ def test_a_template_that_rewrites_earlier_turns_names_the_record(rows, tokenizer
         (SFT, {"prompt": "a", "answer": "\ud800"}, "'answer' contains half a surrogate pair"),
         (SFT, {"messages": []}, "field 'messages' must be a list of {role, content}"),
         (SFT, {"messages": [{"role": "user"}]}, "field 'messages.content' must be text"),
-        (SFT, {"messages": TURNS[:1]}, "end with an assistant turn"),
+        (SFT, {"messages": TURNS[:1]}, "must have several turns"),
         (PAIRS, {"prompt": "a", "chosen": "b"}, "no field 'rejected'.*{prompt, pos_answers, neg_answers}"),
         (PAIRS, {"prompt": "a", "pos_answers": ["b"]}, "no field 'neg_answers'"),
         (PAIRS, {"prompt": "a", "pos_answers": [], "neg_answers": ["b"]}, "'pos_answers' must be a list"),

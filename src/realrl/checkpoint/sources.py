@@ -8,9 +8,7 @@ from realrl.recipe.experiment import Experiment
 
 def check_directories(experiment: Experiment) -> None:
     """Check that the local directories of models and tokenizers exist; else UserError."""
-    roles = get_spec(experiment).roles_of(experiment)
-    # Roles that may have taken their path from another one come last, so that the one with the mistake is named.
-    for role in sorted(roles, key=lambda role: roles[role].weights_from is not None):
+    for role in get_spec(experiment).list_sources_first(experiment):
         for field in ("path", "tokenizer"):
             path = getattr(getattr(experiment.models, role), field)
             if path is not None and is_local(path) and not local_path(path).is_dir():

@@ -53,7 +53,7 @@ def _print_report(runs: "dict[str, FinishedRun]", metrics: "list[ReportedMetric]
     console = Console()
     table = Table(title="Metrics", title_justify="left", show_header=False)
     for metric in metrics:
-        table.add_row(metric.label, "not finite" if metric.value is None else f"{metric.value:.3f}")
+        table.add_row(metric.label, "not finite" if metric.value is None else f"{metric.value:.4g}")
     seconds = {name: run.seconds for name, run in runs.items()}
     for name, taken in (seconds | {"total": sum(seconds.values())}).items():
         table.add_row(f"wall time, {name}", f"{taken:.0f} s")

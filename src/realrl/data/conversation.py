@@ -86,9 +86,13 @@ def write_conversation(
     there is a conversation for each turn: the prompt that generation would start from, and the answer to it.
     BadRecordError if there is nothing to learn, or an answer cannot be told apart from its prompt.
     """
-    if messages[-1]["role"] != "assistant" or len(messages) == 1:
+    if len(messages) == 1:
         raise BadRecordError(
-            "a conversation to learn from must have several turns, and end with an assistant turn"
+            "a conversation to learn from must have several turns, and this one has a single one"
+        )
+    if messages[-1]["role"] != "assistant":
+        raise BadRecordError(
+            f"a conversation to learn from must end with role 'assistant', not {messages[-1]['role'][:40]!r}"
         )
     answers = [i for i in range(max(after, 1), len(messages)) if messages[i]["role"] == "assistant"]
     learnt = [i for i in answers if messages[i].get("weight", 1)]

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from zlib import crc32
 
 from realrl.config.errors import UserError
+from realrl.config.explain import nearest
 from realrl.data.conversation import Conversation, Message, write_conversation, write_prompt, write_side
 from realrl.data.shuffle import permute
 from realrl.data.sources.rejects import BadRecordError
@@ -315,6 +316,10 @@ def _answer(text: str, field: str) -> str:
     return text
 
 
+_ROLES = ("assistant", "developer", "function", "system", "tool", "user")
+"""Roles that chat templates usually know. A template may know others, so only what looks misspelt is refused."""
+
+
 def _messages(record: Fields, field: str) -> list[Message]:
     value = record[field]
     if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
@@ -328,7 +333,10 @@ def _message(turn: Fields, field: str) -> Message:
     That of a message that calls tools may be absent, which templates tell from empty text.
     """
     message = {name: value for name, value in turn.items() if value is not None}
-    _text(turn.get("role"), f"{field}.role")
+    role = _text(turn.get("role"), f"{field}.role")
+    meant = None if role in _ROLES else nearest(role, _ROLES)
+    if meant is not None:
+        raise BadRecordError(f"field '{field}.role' is {role[:40]!r}; did you mean {meant}?")
     if message.get("weight", 1) not in (0, 1):
         raise BadRecordError(f"field '{field}.weight' must be 0 or 1, not {message['weight']!r}")
     if message.get("tool_calls"):

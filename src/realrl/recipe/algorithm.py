@@ -229,11 +229,19 @@ class AlgorithmSpec:
     @property
     def about(self) -> str:
         """One line about the algorithm."""
-        return " ".join((self.recipe.__doc__ or "").split()).partition(". ")[0].rstrip(".")
+        return " ".join((self.recipe.__doc__ or "").partition("\n\n")[0].split()).rstrip(".")
 
     def roles_of(self, experiment: Experiment) -> dict[str, RoleSpec]:
         """List the roles that a recipe has."""
         return {role: of for role, of in self.roles.items() if getattr(experiment.models, role) is not None}
+
+    def list_sources_first(self, experiment: Experiment) -> list[str]:
+        """List the roles of a recipe, those that may take their path from another one last.
+
+        An error about a path then names the role that has it.
+        """
+        roles = self.roles_of(experiment)
+        return sorted(roles, key=lambda role: roles[role].weights_from is not None)
 
     def eval_generation(self, experiment: Experiment) -> GenerationConfig | None:
         """Find the sampling of evaluation: that of training but for what the section `evaluation` changes."""

@@ -216,7 +216,7 @@ class TrainingRun:
         done = 0 if restored is None else restored.state.step
         self.directory.open_trackers(self.experiment, self._say, done)
         notes = [
-            *list_resume_notes(self.earlier, restored),
+            *list_resume_notes(self.experiment, self.earlier, restored),
             *self.continuation.notes,
             *list_state_notes(self._started_from),
             *list_data_notes({"train": self.records, "eval": self.evaluations.records}),

@@ -28,7 +28,7 @@ DATA: list[tuple[str, str, str]] = [
     ("sft", '{"prompt": "a", "answer": ["b"]}', "field 'answer' must be a list of {role, content} messages"),
     ("sft", '{"prompt": "a", "answer": {"b": 1}}', "field 'answer' must be text"),
     ("sft", '{"instruction": "a", "output": 3}', "field 'answer' must be text"),
-    ("sft", '{"conversations": [{"from": "human", "value": "a"}]}', "end with an assistant turn"),
+    ("sft", '{"conversations": [{"from": "human", "value": "a"}]}', "must have several turns"),
     ("sft", '{"messages": "a"}', "messages"),
     ("sft", '{"messages": []}', "messages"),
     ("sft", '{"messages": [{"role": "user"}]}', "messages"),
@@ -148,6 +148,10 @@ COMMANDS: list[tuple[str, str]] = [
     ("plan", "name a recipe"),
     ("plan gone.yaml", "gone.yaml does not exist"),
     ("plan PPO plan=gone.yaml", "gone.yaml does not exist"),
+    # The critic takes the reward model's path, which has the mistake.
+    ("plan PPO models.reward.path=DIR/folder --cluster h100:1x8", "models.reward: planning needs the size"),
+    ("train PPO models.reward.path=DIR/folder", "models.reward: "),
+    ("plan PPO --cluster 1x2", "or cpu:1x2 for processes on CPUs"),
     ("plan PPO plan=foo", "plan: 'foo' is neither a preset"),
     (
         "plan PPO search_dtypes=[bfloat16] exact=true",

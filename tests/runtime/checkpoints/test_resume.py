@@ -117,7 +117,9 @@ def test_a_run_of_another_recipe_is_not_continued(
         assert lines(run_dir) == before
     longer = ["training.steps=3", "models.actor.optimizer.lr=0.002", "resume=changed"]
     assert run_app(["train", str(run_dir), *longer]) == 0
-    assert "changed since: models.actor.optimizer.lr: 0.001, now 0.002" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "changed since: models.actor.optimizer.lr: 0.001, now 0.002" in said
+    assert "models.actor: the learning rate goes on as the cosine schedule of the new length has it" in said
     assert [line["step"] for line in lines(run_dir)] == [1, 2, 3] and lines(run_dir)[:2] == before
     # Leave to change settings is not a setting of the run, which the next start would inherit.
     assert run_app(["train", str(run_dir), "training.steps=4", "seed=2"]) == 2

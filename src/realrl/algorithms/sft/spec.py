@@ -3,7 +3,7 @@
 from realrl.algorithms.sft.config import SFTExperiment
 from realrl.algorithms.sft.graph import eval_graph, train_graph
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec
+from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
 
 
 def _methods(experiment: SFTExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None) -> object:
@@ -23,5 +23,8 @@ ALGORITHM = AlgorithmSpec(
     methods=_methods,
     headlines=("actor.train/loss", "actor.inference/loss"),
     curves={"loss": "loss per token (nats)"},
-    summary=(),
+    summary=(
+        SummaryMetric("sft_loss_before", "loss", "held-out loss per token, before", at="first"),
+        SummaryMetric("sft_loss_after", "loss", "held-out loss per token, after"),
+    ),
 )

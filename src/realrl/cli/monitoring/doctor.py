@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from realrl.cli.recipe import resolve_recipe
+
 if TYPE_CHECKING:
     from realrl.runtime.doctor.finding import Finding
 
@@ -47,7 +49,7 @@ def doctor(
     from realrl.runtime.processes.environment import is_writer, set_library_defaults
 
     set_library_defaults()
-    experiment = None if recipe is None else load_experiment(recipe, overrides or [])
+    experiment = None if recipe is None else load_experiment(*resolve_recipe(recipe, overrides or []))
     launched = find_launched(os.environ)
     subject = find_subject(experiment, cluster, run_dir, launched=launched)
     if launched is None:

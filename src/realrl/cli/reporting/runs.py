@@ -51,10 +51,11 @@ class FinishedRun:
         values = [metrics[name] for metrics in evaluations if (name := find_metric(metrics, metric))]
         return (values[0], values[-1]) if values else None
 
-    def last_losses(self) -> dict[str, float | None]:
-        """Find the losses of the train calls at the last training step by `call/loss`; None if not finite."""
+    def last_step(self) -> dict[str, float | None]:
+        """Find the losses, and what the algorithm sums up, of the last training step; None if not finite."""
         trained = next((line.metrics for line in reversed(self.lines) if line.kind == "train"), {})
-        return {name: value for name, value in trained.items() if name.endswith("/loss")}
+        summed_up = {find_metric(trained, metric.metric) for metric in self.algorithm.summary}
+        return {name: trained[name] for name in trained if name.endswith("/loss") or name in summed_up}
 
 
 def _find(metrics: dict[str, float | None], metric: str) -> float | None:

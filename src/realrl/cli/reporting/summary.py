@@ -20,8 +20,8 @@ class ReportedMetric:
 def list_metrics(runs: Mapping[str, FinishedRun]) -> list[ReportedMetric]:
     """Collect the metrics that the algorithms of `runs` (algorithm -> run) sum up, as far as the runs have them.
 
-    A key that several algorithms use begins with the algorithm's name and a dot. A run without evaluations has the
-    losses of its last training step, under `ALGORITHM.CALL/loss`.
+    A key that several algorithms use begins with the algorithm's name and a dot. A run without evaluations has what
+    its last training step has of the losses and of these metrics, under `ALGORITHM.METRIC`.
     """
     uses = Counter(metric.key for run in runs.values() for metric in run.algorithm.summary)
     found = []
@@ -32,9 +32,9 @@ def list_metrics(runs: Mapping[str, FinishedRun]) -> list[ReportedMetric]:
                 key = metric.key if uses[metric.key] == 1 else f"{name}.{metric.key}"
                 found.append(ReportedMetric(key, metric.label, pair[0 if metric.at == "first" else 1]))
         if all(line.kind == "train" for line in run.lines):
-            for loss, value in run.last_losses().items():
-                label = f"{name}: {loss} of the last step"
-                found.append(ReportedMetric(f"{name}.{loss}", label, value))
+            for measured, value in run.last_step().items():
+                label = f"{name}: {measured} of the last step"
+                found.append(ReportedMetric(f"{name}.{measured}", label, value))
     return found
 
 

@@ -30,7 +30,9 @@ def _unmeasured(profile: Profile | None, spec: ClusterSpec, functions: Iterable[
     """Functions that no run has measured on devices of this kind."""
     used = profile is not None and profile.device in {group.device.name for group in spec.groups}
     unknown = [
-        name for name in functions if not used or profile is None or profile.function_seconds(name) is None
+        name
+        for name in dict.fromkeys(functions)
+        if not used or profile is None or profile.function_seconds(name) is None
     ]
     if not unknown:
         return []

@@ -199,7 +199,7 @@ class ClusterSpec:
             if match is None or (match[1] is None and not groups):
                 raise UserError(
                     f"cluster {brief(text)} is not understood; write kind:nodes x devices per node, for example"
-                    " a100-80g:2x8, or name a .yaml file"
+                    " a100-80g:2x8, or cpu:1x2 for processes on CPUs, or name a .yaml file"
                 )
             kind = groups[-1].device if match[1] is None else find_device_kind(match[1].lower())
             groups.append(

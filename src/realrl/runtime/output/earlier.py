@@ -42,7 +42,8 @@ FREE = _OF_START | {
     "debug",
 }
 """Settings, or whole sections, that make no other recipe of one that is resumed."""
-_LENGTH = ("training.steps", "training.epochs")
+LENGTH = ("training.steps", "training.epochs")
+"""Settings of the number of steps."""
 _SHOWN = 3
 """Changed settings that an error message lists."""
 
@@ -93,7 +94,7 @@ def find_earlier_run(experiment: Experiment) -> EarlierRun | None:
             " directory, set resume=changed to continue it with the new settings, or overwrite=true to delete it"
         )
     ended = (path / SUMMARY).is_file()
-    longer = any(name in differing for name in _LENGTH)
+    longer = any(name in differing for name in LENGTH)
     checkpoints = tuple(list_checkpoints(path))
     if ended and not longer and not others:
         return EarlierRun(checkpoints, finished=True)

@@ -16,7 +16,7 @@ from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.data import TrainingConfig
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import trained_models
-from realrl.runtime.output.earlier import EarlierRun
+from realrl.runtime.output.earlier import LENGTH, EarlierRun
 from realrl.runtime.output.metric_notes import list_metric_notes
 from realrl.runtime.output.run_state import Restored
 from realrl.runtime.output.untaught import UntaughtSteps
@@ -39,7 +39,9 @@ def list_data_notes(sets: Mapping[str, Dataset | None]) -> Iterator[str]:
 
 
 def list_epoch_notes(training: TrainingConfig, order: Order, steps: int) -> Iterator[str]:
-    """Yield a note when the last step of a run takes records beyond the epochs that it was asked for."""
+    """Yield a note if a run takes other records than those of the epochs that it was asked for."""
+    if training.steps is not None and training.epochs != TrainingConfig.model_fields["epochs"].default:
+        yield f"training.epochs={training.epochs:g} has no effect beside training.steps={training.steps}"
     # What is drawn for the epochs, and as `Order.steps` rounds it.
     asked, taken = math.ceil(training.epochs * order.size - 1e-9), steps * order.batch
     if training.steps is None and taken > asked:
@@ -85,7 +87,9 @@ def list_kernel_notes(experiment: Experiment, shapes: Mapping[str, ModelShape]) 
             yield f"kernels=[fa4]: attention of models.{role} keeps the built-in kernels: it does not know {reason}"
 
 
-def list_resume_notes(earlier: EarlierRun | None, restored: Restored | None) -> Iterator[str]:
+def list_resume_notes(
+    experiment: Experiment, earlier: EarlierRun | None, restored: Restored | None
+) -> Iterator[str]:
     """Yield notes on what a run continues from."""
     if earlier is None:
         return
@@ -97,6 +101,13 @@ def list_resume_notes(earlier: EarlierRun | None, restored: Restored | None) -> 
     yield f"continues after step {restored.state.step} from {restored.path}"
     for change in earlier.changed:
         yield f"changed since: {change}"
+    if restored.state.step and any(change.startswith(LENGTH) for change in earlier.changed):
+        for role, config in trained_models(models(experiment)).items():
+            if (schedule := config.optimizer.schedule) != "constant":
+                yield (
+                    f"models.{role}: the learning rate goes on as the {schedule} schedule of the new length has it,"
+                    " so this run differs from one that had this length from its start"
+                )
 
 
 def list_state_notes(found: tuple[Path, Mapping[str, Any]] | None) -> Iterator[str]:

@@ -278,9 +278,10 @@ def with_sizes(experiment: Experiment, compiled: Compiled, plan: Plan | None) ->
     """
     if not compiled.unknown:
         return compiled
-    for role, config in models(experiment).items():
+    configs = models(experiment)
+    for role in get_spec(experiment).list_sources_first(experiment):
         try:
-            find_model_shape(config)
+            find_model_shape(configs[role])
         except UserError as error:
             raise UserError(f"models.{role}: {error}") from None
     return compile_recipe(experiment, compiled.train.plan.cluster, plan)

@@ -19,6 +19,7 @@ from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
+from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.runtime.prepare.compile import Compiled, models, stored_models
@@ -80,8 +81,9 @@ def phase_scenarios(experiment: Experiment, compiled: Compiled, spec: ClusterSpe
 
 
 def _all_stored(experiment: Experiment, graph: DataflowGraph) -> dict[str, StoredModel]:
-    shapes = {}
-    for role, config in models(experiment).items():
+    configs, shapes = models(experiment), {}
+    for role in get_spec(experiment).list_sources_first(experiment):
+        config = configs[role]
         try:
             shapes[role] = find_model_shape(config)
         except UserError as error:
