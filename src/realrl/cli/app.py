@@ -11,11 +11,11 @@ import typer
 from realrl import __version__
 from realrl.cli.config import config
 from realrl.cli.data import data
+from realrl.cli.doctor import doctor
 from realrl.cli.eval import eval
 from realrl.cli.export import export
 from realrl.cli.generate import generate
 from realrl.cli.launchers import launchers
-from realrl.cli.monitoring.doctor import doctor
 from realrl.cli.monitoring.status import status
 from realrl.cli.monitoring.watch import watch
 from realrl.cli.plan import plan
