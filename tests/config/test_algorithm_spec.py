@@ -252,6 +252,10 @@ def test_algorithms_have_the_names_under_which_they_are_registered() -> None:
     assert [find_algorithm(name)[0].name for name in names] == names
     assert [find_algorithm(name)[0] for name in ("ppo", "reward", "sft")] == [PPO, REWARD, SFT]
     assert SFT.about == "Supervised fine-tuning on `{prompt, answer}` records or conversations"
+    about = find_algorithm("dr_grpo")[0].about
+    assert about.startswith("Dr. GRPO: GRPO without") and about.endswith(
+        "(Liu et al. 2025, arXiv 2503.20783)"
+    )
 
 
 class Point:

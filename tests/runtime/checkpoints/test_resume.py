@@ -119,7 +119,11 @@ def test_a_run_of_another_recipe_is_not_continued(
     assert run_app(["train", str(run_dir), *longer]) == 0
     said = capsys.readouterr().err
     assert "changed since: models.actor.optimizer.lr: 0.001, now 0.002" in said
-    assert "models.actor: the learning rate goes on as the cosine schedule of the new length has it" in said
+    schedule = "models.actor: the learning rate goes on as the cosine schedule of the new length has it"
+    assert schedule in said
+    assert run_app(["train", str(run_dir), "training.epochs=3"]) == 0
+    said = capsys.readouterr().err
+    assert "training.epochs=3 has no effect beside training.steps=3" in said and schedule not in said
     assert [line["step"] for line in lines(run_dir)] == [1, 2, 3] and lines(run_dir)[:2] == before
     # Leave to change settings is not a setting of the run, which the next start would inherit.
     assert run_app(["train", str(run_dir), "training.steps=4", "seed=2"]) == 2

@@ -101,7 +101,9 @@ def list_resume_notes(
     yield f"continues after step {restored.state.step} from {restored.path}"
     for change in earlier.changed:
         yield f"changed since: {change}"
-    if restored.state.step and any(change.startswith(LENGTH) for change in earlier.changed):
+    # The number of epochs says nothing of the length beside a number of steps.
+    decisive = LENGTH if experiment.training.steps is None else "training.steps"
+    if restored.state.step and any(change.startswith(decisive) for change in earlier.changed):
         for role, config in trained_models(models(experiment)).items():
             if (schedule := config.optimizer.schedule) != "constant":
                 yield (

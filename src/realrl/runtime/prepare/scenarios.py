@@ -92,7 +92,7 @@ def _all_stored(experiment: Experiment, graph: DataflowGraph) -> dict[str, Store
                 f"models.{role}: planning needs the size of the model: {error}; or set models.{role}.path=null and"
                 f" models.{role}.shape to a size, for example {size}"
             ) from None
-    return stored_models(experiment, graph, shapes)
+    return stored_models(experiment, graph, {role: shapes[role] for role in configs})
 
 
 def read_constraints(experiment: Experiment, spec: ClusterSpec, out: Path | None = None) -> UserConstraints:
