@@ -206,9 +206,9 @@ class Gather:
         placement, full = self.plan.source.placement, None
         tp = placement.strategy.tp
         inside = self.rank in placement.ranks
-        if inside and placement.pp_index(self.rank) == stage:
+        if inside and placement.stage(self.rank) == stage:
             assert self.source is not None
-            local, dp = self.source[name], placement.dp_index(self.rank)
+            local, dp = self.source[name], placement.item_index(self.rank)
             full = local
             if tuple(local.shape) != shape:
                 ranks = tuple(placement.rank(dp=dp, tp=t, pp=stage) for t in range(tp))
@@ -217,7 +217,7 @@ class Gather:
                 full = torch.cat(parts, dim=0 if local.shape[0] != shape[0] else 1)
         if set(self.plan.target.placement.ranks) <= set(placement.ranks):
             if placement.strategy.pp > 1:
-                dp, t = placement.dp_index(self.rank), placement.tp_index(self.rank)
+                dp, t = placement.item_index(self.rank), placement.index(self.rank, "tp")
                 ranks = tuple(placement.rank(dp=dp, tp=t, pp=i) for i in range(placement.strategy.pp))
                 full = self.tell(full, shape, ranks[stage], ranks)
         else:

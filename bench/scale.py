@@ -193,7 +193,7 @@ def find_receivers(store: Store, ranks: int) -> Iterator[int]:
     generate, train = store.graph.call("actor.generate"), store.graph.call("actor.train")
     place = store.plan[train.name]
     for receiver in range(ranks):
-        there = {*store.items(train, place.dp_index(receiver))}
+        there = {*store.items(train, place.item_index(receiver))}
         yield sum(item in there for item in store.items(generate, 0))
 
 

@@ -38,7 +38,7 @@ def test_a_rank_allocates_the_estimated_bytes(
     memory = Memory({"actor": StoredModel(SHAPE, head, dtype, True)}, {"actor": placement}, (), {})
     for rank in {0, placement.mesh.size - 1}:
         # Groups that are never used for communication, so that one process can stand for any rank.
-        group = replace(make_single_rank_group(), ranks=tuple(range(dp)), index=placement.dp_index(rank))
+        group = replace(make_single_rank_group(), ranks=tuple(range(dp)), index=placement.item_index(rank))
         single = make_single_rank_group()
         groups = ParallelGroups(
             data=group,

@@ -117,7 +117,7 @@ def test_every_dp_replica_holds_each_element(move: tuple[Layout, Layout, Cluster
     for replica in [range(dp)] if placement.strategy.shards_parameters else [[d] for d in range(dp)]:
         seen = {spec.name: np.zeros(spec.shape, dtype=int) for spec in made.specs}
         for rank in placement.ranks:
-            if placement.dp_index(rank) in replica:
+            if placement.item_index(rank) in replica:
                 for local in made.tensors(rank):
                     region = local.region
                     box = tuple(slice(a, b) for a, b in zip(region.offset, region.end, strict=True))
@@ -136,7 +136,7 @@ def test_shards_of_zero_3_are_equal_and_lie_back_to_back_in_the_parameters(
     dp = placement.strategy.dp
     if not placement.strategy.shards_parameters:
         return
-    for first in (rank for rank in placement.ranks if placement.dp_index(rank) == 0):
+    for first in (rank for rank in placement.ranks if placement.item_index(rank) == 0):
         stored = [made.tensors(first + d * placement.strategy.tp) for d in range(dp)]
         at = 0
         for stack in group_stacks(made.gathered_tensors(first)):

@@ -81,7 +81,7 @@ def test_coordinates_are_counted_pipeline_then_data_then_tensor() -> None:
     placement = Placement(Mesh(8, 8), Strategy(dp=2, tp=2, pp=2))
     ranks = [placement.rank(dp=dp, tp=tp, pp=pp) for pp in (0, 1) for dp in (0, 1) for tp in (0, 1)]
     assert ranks == list(range(8, 16))
-    assert [placement.dp_index(rank) for rank in range(8, 16)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [placement.item_index(rank) for rank in range(8, 16)] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert placement.output_ranks == (12, 14)
 
 

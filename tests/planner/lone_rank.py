@@ -136,9 +136,9 @@ class LoneRank:
         self.placement = placement
         strategy = placement.strategy
         single = make_single_rank_group()
-        data = _group(strategy.dp, placement.dp_index(rank))
-        tensor = _group(strategy.tp, placement.tp_index(rank))
-        pipeline = _group(strategy.pp, placement.pp_index(rank))
+        data = _group(strategy.dp, placement.item_index(rank))
+        tensor = _group(strategy.tp, placement.index(rank, "tp"))
+        pipeline = _group(strategy.pp, placement.stage(rank))
         self.model = Model(
             build_layout(model.shape, model.head, placement),
             rank,

@@ -240,15 +240,18 @@ def _share(
     roles = [role for role in homes if rng.random() < 0.5]
     if len(roles) < 2:
         return ()
-    least = min(
-        o.weights_bytes * o.layout[2] * o.layout[3] for role in roles for o in candidates[homes[role]]
-    )
+    least = min(o.weights_bytes * _parts(o) for role in roles for o in candidates[homes[role]])
     for role in roles:
         candidates[homes[role]] = tuple(
-            replace(o, base_bytes=0.0 if o.offload else 0.9 * least / (o.layout[2] * o.layout[3]))
+            replace(o, base_bytes=0.0 if o.offload else 0.9 * least / _parts(o))
             for o in candidates[homes[role]]
         )
     return (tuple(roles),)
+
+
+def _parts(candidate: Candidate) -> int:
+    strategy = candidate.placement.strategy
+    return strategy.tp * strategy.pp
 
 
 def sampled_problem(rng: random.Random, combinations: int = 3000, *, offload: bool = True) -> Problem:

@@ -13,7 +13,7 @@ from realrl.config.json_file import read_json
 from realrl.families.config_json import read_config
 from realrl.families.registry import find_family, model_tensors, ties_embeddings
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import Axis, Parameter, TensorSpec
+from realrl.families.tensors import Parameter, TensorSpec, Units
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -153,7 +153,7 @@ def _check(tensor: StoredTensor, spec: TensorSpec, shape: ModelShape) -> None:
 
 def stored_rows(spec: TensorSpec, shape: ModelShape) -> int | None:
     """Count the rows that files have of a tensor with a row per token; None unless the vocabulary grows."""
-    per_token = spec.partition is not None and spec.partition.axis is Axis.VOCABULARY
+    per_token = spec.partition is not None and spec.partition.units is Units.VOCABULARY
     return shape.grown_from if per_token else None
 
 

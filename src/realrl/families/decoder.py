@@ -8,7 +8,6 @@ from typing import Literal
 from realrl.families.options import LayerOptions
 from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import (
-    Axis,
     Init,
     Parameter,
     Partial,
@@ -16,6 +15,7 @@ from realrl.families.tensors import (
     Place,
     StoredRows,
     TensorSpec,
+    Units,
 )
 
 _NormName = Literal["attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "norm"]
@@ -109,7 +109,7 @@ class _Table:
     def tensors(self) -> Iterator[TensorSpec]:
         shape, options, names = self.shape, self.options, self.names
         hidden, tied = shape.hidden_size, shape.tied_embeddings and self.head == "lm"
-        rows = Partition(Axis.VOCABULARY)
+        rows = Partition(Units.VOCABULARY)
         yield TensorSpec(
             name=f"{names.embedding}.weight",
             shape=(shape.vocab_size, hidden),
@@ -164,10 +164,10 @@ class _Table:
                 shape=(self.shape.heads,),
                 parameter="sinks",
                 place=layer,
-                partition=Partition(Axis.HEADS),
+                partition=Partition(Units.HEADS),
                 decay=False,
             )
-        yield from self._out(f"{root}.{names.out}", "out", "out_bias", Axis.QUERY_HEADS, layer)
+        yield from self._out(f"{root}.{names.out}", "out", "out_bias", Units.QUERY_HEADS, layer)
         if after:
             yield from self._norm(f"{root}.{names.attention_post_norm}", "attention_post_norm", layer)
         if before:
@@ -177,7 +177,7 @@ class _Table:
             yield from self._experts(root, layer, mixture.experts)
         if mixture is None or mixture.shared:
             yield from self._gate_up(root, layer)
-            yield from self._out(f"{root}.{names.down}", "down", "down_bias", Axis.FEED_FORWARD, layer)
+            yield from self._out(f"{root}.{names.down}", "down", "down_bias", Units.FEED_FORWARD, layer)
         if after:
             yield from self._norm(f"{root}.{names.mlp_post_norm}", "mlp_post_norm", layer)
 
@@ -187,11 +187,11 @@ class _Table:
         rotated = self._rotated_order()
         start = 0
         parts = []
-        for number, (name, heads, axis) in enumerate(
+        for number, (name, heads, units) in enumerate(
             (
-                (names.q, shape.heads, Axis.QUERY_HEADS),
-                (names.k, shape.kv_heads, Axis.KV_HEADS),
-                (names.v, shape.kv_heads, Axis.KV_HEADS),
+                (names.q, shape.heads, Units.QUERY_HEADS),
+                (names.k, shape.kv_heads, Units.KV_HEADS),
+                (names.v, shape.kv_heads, Units.KV_HEADS),
             )
         ):
             stored = StoredRows(
@@ -203,17 +203,17 @@ class _Table:
                 order=None if number == 2 else rotated,
             )
             own = f"{root}.{names.qkv}.{'qkv'[number]}" if names.qkv else f"{root}.{name}"
-            parts.append((own, heads * dim, axis, stored))
+            parts.append((own, heads * dim, units, stored))
             start += heads * dim
         yield from self._columns(parts, "qkv", layer)
         if options.qkv_bias:
             yield from self._column_biases(parts, "qkv_bias", layer)
         if options.qk_norm in ("heads", "all"):
             yield self._qk_norm(
-                f"{root}.{names.q_norm}.weight", "q_norm", shape.heads, Axis.QUERY_HEADS, layer
+                f"{root}.{names.q_norm}.weight", "q_norm", shape.heads, Units.QUERY_HEADS, layer
             )
             yield self._qk_norm(
-                f"{root}.{names.k_norm}.weight", "k_norm", shape.kv_heads, Axis.KV_HEADS, layer
+                f"{root}.{names.k_norm}.weight", "k_norm", shape.kv_heads, Units.KV_HEADS, layer
             )
 
     def _gate_up(self, root: str, layer: int) -> Iterator[TensorSpec]:
@@ -230,7 +230,7 @@ class _Table:
                 period=ffn_dim,
             )
             part = f"{root}.{fused}.{('gate', 'up')[number]}" if fused else f"{root}.{name}"
-            parts.append((part, ffn_dim, Axis.FEED_FORWARD, stored))
+            parts.append((part, ffn_dim, Units.FEED_FORWARD, stored))
         yield from self._columns(parts, "gate_up", layer)
         if self.options.mlp_bias:
             yield from self._column_biases(parts, "gate_up_bias", layer)
@@ -241,7 +241,7 @@ class _Table:
         Each rank applies the router to all tokens, and what it gives to its own part of the experts.
         """
         shape, names = self.shape, self.names
-        cut = Partition(Axis.FEED_FORWARD)
+        cut = Partition(Units.FEED_FORWARD)
         yield TensorSpec(
             name=f"{root}.{names.router}.weight",
             shape=(experts, shape.hidden_size),
@@ -286,33 +286,33 @@ class _Table:
 
     def _columns(self, parts: "Iterable[_Part]", parameter: Parameter, layer: int) -> Iterator[TensorSpec]:
         """Describe column-parallel matrices."""
-        for name, rows, axis, stored in parts:
+        for name, rows, units, stored in parts:
             spec = TensorSpec(
                 name=f"{name}.weight",
                 shape=(rows, self.shape.hidden_size),
                 parameter=parameter,
                 place=layer,
-                partition=Partition(axis),
+                partition=Partition(units),
             )
             yield stored.describe(spec, ".weight", transposed=self.names.transposed)
 
     @staticmethod
     def _column_biases(parts: "Iterable[_Part]", parameter: Parameter, layer: int) -> Iterator[TensorSpec]:
         """Describe biases cut like the rows of their matrices; each rank has the whole gradient of its part."""
-        for name, rows, axis, stored in parts:
+        for name, rows, units, stored in parts:
             spec = TensorSpec(
                 name=f"{name}.bias",
                 shape=(rows,),
                 parameter=parameter,
                 place=layer,
-                partition=Partition(axis),
+                partition=Partition(units),
                 init=Init.ZEROS,
                 decay=False,
             )
             yield stored.describe(spec, ".bias")
 
     def _out(
-        self, name: str, parameter: Literal["out", "down"], bias: Parameter, axis: Axis, layer: int
+        self, name: str, parameter: Literal["out", "down"], bias: Parameter, units: Units, layer: int
     ) -> Iterator[TensorSpec]:
         """Describe a row-parallel matrix, which writes to the residual stream, and its bias if there is one."""
         shape, options = self.shape, self.options
@@ -323,7 +323,7 @@ class _Table:
             shape=(hidden, inputs),
             parameter=parameter,
             place=layer,
-            partition=Partition(axis, dim=1),
+            partition=Partition(units, dim=1),
             init=Init.RESIDUAL,
         )
         whole = StoredRows(name=name, rows=hidden, start=0, block=hidden, period=hidden)
@@ -352,7 +352,7 @@ class _Table:
             partial_gradient=Partial.SEQUENCE_PARALLEL,
         )
 
-    def _qk_norm(self, name: str, parameter: Parameter, heads: int, axis: Axis, layer: int) -> TensorSpec:
+    def _qk_norm(self, name: str, parameter: Parameter, heads: int, units: Units, layer: int) -> TensorSpec:
         dim, every = self.shape.head_dim, self.options.qk_norm == "all"
         rows = heads * dim if every else dim
         spec = TensorSpec(
@@ -360,7 +360,7 @@ class _Table:
             shape=(rows,),
             parameter=parameter,
             place=layer,
-            partition=Partition(axis) if every else None,
+            partition=Partition(units) if every else None,
             init=Init.ZEROS if self.options.norm_offset else Init.ONES,
             decay=False,
             partial_gradient=Partial.NEVER if every else Partial.TENSOR_PARALLEL,
@@ -385,5 +385,5 @@ class _Table:
         return (*firsts, *rest[:half], *seconds, *rest[half:])
 
 
-_Part = tuple[str, int, Axis, StoredRows]
+_Part = tuple[str, int, Units, StoredRows]
 """Name of a tensor of the model, its rows, what they are, and where they are stored."""

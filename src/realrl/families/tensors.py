@@ -66,8 +66,8 @@ Quantisation = Literal["int8", "fp8"]
 """Numbers of one byte that a frozen matrix is stored as; each of its rows has a scale."""
 
 
-class Axis(StrEnum):
-    """Quantity that tensor-parallel ranks divide between them along a dim of a tensor."""
+class Units(StrEnum):
+    """Units in which the ranks along an axis of a mesh divide a dim of a tensor."""
 
     VOCABULARY = "vocabulary"
     """Tokens, padded to equal numbers of rows."""
@@ -82,11 +82,13 @@ class Axis(StrEnum):
 
 @dataclass(frozen=True)
 class Partition:
-    """Cut of a tensor over tensor-parallel ranks."""
+    """Cut of a tensor over the ranks along an axis of a mesh."""
 
-    axis: Axis
+    units: Units
     dim: int = 0
     """The dim of the tensor that is cut."""
+    axis: str = "tp"
+    """Name of the axis of the mesh, see `plan.axes`."""
 
 
 class Init(StrEnum):

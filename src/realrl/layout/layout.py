@@ -1,5 +1,6 @@
 """Layout of a model: the regions that each rank of a placement holds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -9,6 +10,7 @@ from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import Place, TensorSpec
 from realrl.layout.local_tensors import LocalTensor, cut_rows, local_tensor
 from realrl.layout.ranges import query_heads, stage_layers
+from realrl.plan.axes import Divided, axes_dividing
 from realrl.plan.placement import Placement
 
 
@@ -21,10 +23,10 @@ class Layout:
     placement: Placement
     subset: tuple[TensorSpec, ...] | None = None
     """Global tensors of the one parameter set that is laid out; None for the whole model."""
-    _rows: dict[tuple[int, int, int], tuple[LocalTensor, ...]] = field(
+    _known: dict[tuple[bool, tuple[int, ...]], tuple[LocalTensor, ...]] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
-    """Tensors that ranks store under ZeRO-3, by stage, TP rank and data-parallel rank, as they are asked for."""
+    """Tensors that ranks compute with (False) or store (True), by the coordinates on the axes that decide it."""
 
     def tensors(self, rank: int) -> tuple[LocalTensor, ...]:
         """List the tensors that a global rank stores, in storage order; none for a rank outside the mesh."""
@@ -32,21 +34,49 @@ class Layout:
         gathered = self.gathered_tensors(rank)
         if not (gathered and placement.strategy.shards_parameters):
             return gathered
-        key = placement.pp_index(rank), placement.tp_index(rank), placement.dp_index(rank)
-        if key not in self._rows:
-            self._rows[key] = tuple(
-                part
-                for stack in group_stacks(gathered)
-                for part in cut_rows(stack, placement.strategy.dp, key[2])
+        key = True, placement.coordinates(rank, placement.strategy.storing_axes)
+        if key not in self._known:
+            self._known[key] = tuple(
+                part for stack in group_stacks(gathered) for part in self.cut_stored_rows(stack, rank)
             )
-        return self._rows[key]
+        return self._known[key]
 
     def gathered_tensors(self, rank: int) -> tuple[LocalTensor, ...]:
-        """List the tensors that a global rank computes with: what it stores and, under ZeRO-3, all rows of it."""
+        """List the tensors that a global rank computes with: those that it stores, under ZeRO-3 with all rows."""
         placement = self.placement
         if rank not in placement.ranks:
             return ()
-        return self._shards[placement.pp_index(rank)][placement.tp_index(rank)]
+        key = False, placement.coordinates(rank, axes_dividing(Divided.LAYERS, Divided.MATRICES))
+        if key not in self._known:
+            stage = placement.stage(rank)
+            self._known[key] = tuple(
+                self.cut(spec, rank)
+                for spec, stages in zip(self.specs, self.stages, strict=True)
+                if stage in stages
+            )
+        return self._known[key]
+
+    def cut(self, spec: TensorSpec, rank: int) -> LocalTensor:
+        """Cut out the part of a global tensor that a rank of one of its stages computes with."""
+        if spec.partition is None:
+            return local_tensor(self.shape, spec, 1, 0)
+        axis = spec.partition.axis
+        parts, index = self.placement.strategy.degrees[axis], self.placement.index(rank, axis)
+        return local_tensor(self.shape, spec, parts, index)
+
+    def cut_stored_rows(self, stack: Sequence[LocalTensor], rank: int) -> Sequence[LocalTensor]:
+        """Cut out the rows of a parameter that a rank stores: all of them, unless ZeRO-3 shards parameters."""
+        strategy = self.placement.strategy
+        if not strategy.shards_parameters:
+            return stack
+        return cut_rows(stack, strategy.dp, self.placement.item_index(rank))
+
+    def list_parts(self, spec: TensorSpec) -> list[LocalTensor]:
+        """List the parts of a global tensor along the axis of its partition."""
+        if spec.partition is None:
+            return [local_tensor(self.shape, spec, 1, 0)]
+        parts = self.placement.strategy.degrees[spec.partition.axis]
+        return [local_tensor(self.shape, spec, parts, index) for index in range(parts)]
 
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -72,22 +102,6 @@ class Layout:
         ends = {Place.FIRST: (0,), Place.LAST: (last,), Place.BOTH_ENDS: both}
         return tuple(
             ends[spec.place] if isinstance(spec.place, Place) else of_layer[spec.place] for spec in self.specs
-        )
-
-    @cached_property
-    def _shards(self) -> tuple[tuple[tuple[LocalTensor, ...], ...], ...]:
-        """Local tensors of each stage and TP rank, all rows of them; the same on all data-parallel ranks."""
-        strategy = self.placement.strategy
-        held = [
-            [spec for spec, stages in zip(self.specs, self.stages, strict=True) if stage in stages]
-            for stage in range(strategy.pp)
-        ]
-        return tuple(
-            tuple(
-                tuple(local_tensor(self.shape, spec, strategy.tp, t) for spec in specs)
-                for t in range(strategy.tp)
-            )
-            for specs in held
         )
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from realrl.families.shape import ModelShape
-from realrl.families.tensors import Axis, TensorSpec
-from realrl.layout.ranges import axis_elements, padded_vocabulary
+from realrl.families.tensors import TensorSpec, Units
+from realrl.layout.ranges import find_elements, padded_vocabulary
 from realrl.layout.region import Region
 
 
@@ -41,17 +41,20 @@ class LocalTensor:
         return LocalTensor(self.spec, region, (last - first, *self.shape[1:]))
 
 
-def local_tensor(shape: ModelShape, spec: TensorSpec, tp: int, t: int) -> LocalTensor:
-    """Compute the part of a global tensor on TP rank `t`, sharded as in Megatron-LM (arXiv 1909.08053)."""
+def local_tensor(shape: ModelShape, spec: TensorSpec, parts: int, index: int) -> LocalTensor:
+    """Compute part `index` of the `parts` of a global tensor along the axis of its partition.
+
+    A tensor without a partition is whole on every rank. Tensors are cut as in Megatron-LM (arXiv 1909.08053).
+    """
     offset, size = [0] * len(spec.shape), list(spec.shape)
     stored = list(spec.shape)
     if spec.partition is not None:
-        dim = spec.partition.dim
-        part = axis_elements(shape, spec.partition.axis, tp, t)
+        dim, units = spec.partition.dim, spec.partition.units
+        part = find_elements(shape, units, parts, index)
         offset[dim] = part.start
         size[dim] = stored[dim] = len(part)
-        if spec.partition.axis is Axis.VOCABULARY:
-            stored[dim] = padded_vocabulary(shape, tp)
+        if units is Units.VOCABULARY:
+            stored[dim] = padded_vocabulary(shape, parts)
     return LocalTensor(spec=spec, region=Region(spec.name, tuple(offset), tuple(size)), shape=tuple(stored))
 
 

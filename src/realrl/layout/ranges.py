@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from realrl.config.errors import UserError
 from realrl.families.shape import ModelShape
-from realrl.families.tensors import Axis
+from realrl.families.tensors import Units
 
 
 def query_heads(shape: ModelShape, tp: int, t: int) -> range:
@@ -38,18 +38,18 @@ def vocabulary(shape: ModelShape, tp: int, t: int) -> range:
     return range(min(t * rows, shape.vocab_size), min((t + 1) * rows, shape.vocab_size))
 
 
-def axis_elements(shape: ModelShape, axis: Axis, tp: int, t: int) -> range:
-    """Elements that TP rank `t` of `tp` holds along a dim that is cut by `axis`."""
-    match axis:
-        case Axis.VOCABULARY:
+def find_elements(shape: ModelShape, units: Units, tp: int, t: int) -> range:
+    """Find the elements that rank `t` of `tp` holds along a dim that is divided in these units."""
+    match units:
+        case Units.VOCABULARY:
             return vocabulary(shape, tp, t)
-        case Axis.QUERY_HEADS:
+        case Units.QUERY_HEADS:
             return _scaled(query_heads(shape, tp, t), shape.head_dim)
-        case Axis.HEADS:
+        case Units.HEADS:
             return query_heads(shape, tp, t)
-        case Axis.KV_HEADS:
+        case Units.KV_HEADS:
             return _scaled(kv_heads(shape, tp, t), shape.head_dim)
-        case Axis.FEED_FORWARD:
+        case Units.FEED_FORWARD:
             return feed_forward(shape, tp, t)
 
 

@@ -24,7 +24,7 @@ class Shard:
     def of(cls, shape: ModelShape, head: Head, placement: Placement, rank: int) -> "Shard":
         """Make the shard of a global rank of the placement."""
         s = placement.strategy
-        return cls(shape, head, s.tp, placement.tp_index(rank), s.pp, placement.pp_index(rank))
+        return cls(shape, head, s.tp, placement.index(rank, "tp"), s.pp, placement.stage(rank))
 
     def holds(self, spec: TensorSpec) -> bool:
         """Check whether this stage holds any of a tensor."""

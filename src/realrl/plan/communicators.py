@@ -5,9 +5,10 @@ The runtime makes them, and the planner reserves memory for them.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Literal
 
+from realrl.plan.axes import Divided, axes_dividing
 from realrl.plan.placement import Placement
 
 RankSet = tuple[int, ...]
@@ -42,34 +43,42 @@ class Communicator:
 
 
 def list_own_rank_sets(placement: Placement, rank: int) -> dict[Role, RankSet]:
-    """List the ranks of each group that a rank of a placement needs; it need not be in `embedding`.
+    """List the ranks of each group that a rank of a placement needs; the rank need not be in `embedding`.
 
-    `reverse_pipeline` are the stages from last to first; `embedding` the first and the last one, `mesh` all ranks.
+    `reverse_pipeline` are the stages from last to first, and `embedding` the first and the last stage.
     """
-    where = {
-        "dp": placement.dp_index(rank),
-        "tp": placement.tp_index(rank),
-        "pp": placement.pp_index(rank),
+    degrees, position = placement.strategy.degrees, rank - placement.mesh.first
+    return {
+        role: _members(placement, role, position - degrees.offsets(*axes)[degrees.index(position, *axes)])
+        for role in CTAS
+        for axes in [_role_axes(role)]
     }
-    return {role: _list_members(placement, role, **where) for role in CTAS}
 
 
-def _list_members(placement: Placement, role: Role, *, dp: int, tp: int, pp: int) -> RankSet:
-    """List the ranks of the group that a rank with these coordinates needs."""
-    strategy = placement.strategy
+def _role_axes(role: Role) -> tuple[str, ...]:
+    """Axes along which the groups of a role lie, outermost first."""
     match role:
         case "data":
-            return tuple(placement.rank(dp=i, tp=tp, pp=pp) for i in range(strategy.dp))
+            return axes_dividing(Divided.ITEMS)
         case "tensor":
-            return tuple(placement.rank(dp=dp, tp=i, pp=pp) for i in range(strategy.tp))
-        case "pipeline":
-            return tuple(placement.rank(dp=dp, tp=tp, pp=i) for i in range(strategy.pp))
-        case "reverse_pipeline":
-            return tuple(placement.rank(dp=dp, tp=tp, pp=i) for i in reversed(range(strategy.pp)))
+            return axes_dividing(Divided.MATRICES)
+        case "pipeline" | "reverse_pipeline" | "embedding":
+            return axes_dividing(Divided.LAYERS)
         case "mesh":
-            return placement.ranks
+            return axes_dividing(*Divided)
+
+
+def _members(placement: Placement, role: Role, origin: int) -> RankSet:
+    """List the ranks of the group whose first position in the mesh is `origin`."""
+    first = placement.mesh.first + origin
+    ranks = tuple(first + offset for offset in placement.strategy.degrees.offsets(*_role_axes(role)))
+    match role:
+        case "reverse_pipeline":
+            return ranks[::-1]
         case "embedding":
-            return tuple(placement.rank(dp=dp, tp=tp, pp=i) for i in sorted({0, strategy.pp - 1}))
+            return (ranks[0], ranks[-1]) if len(ranks) > 1 else ranks
+        case _:
+            return ranks
 
 
 RankSets = Mapping[RankSet, frozenset[Role]]
@@ -89,16 +98,11 @@ def list_rank_sets(placements: Iterable[Placement]) -> RankSets:
 def list_groups(placement: Placement) -> Iterator[tuple[Role, RankSet]]:
     """List the groups of all ranks of a placement, each once.
 
-    To ask every rank would take the square of their number.
+    Asking every rank would take time that grows with the square of their number.
     """
-    strategy = placement.strategy
     for role in CTAS:
-        # One rank of each group, which is the first along the axis on which the group lies.
-        dps = range(1 if role in ("data", "mesh") else strategy.dp)
-        tps = range(1 if role in ("tensor", "mesh") else strategy.tp)
-        pps = range(strategy.pp if role in ("data", "tensor") else 1)
-        for pp, dp, tp in product(pps, dps, tps):
-            yield role, _list_members(placement, role, dp=dp, tp=tp, pp=pp)
+        for origin in placement.strategy.degrees.origins(*_role_axes(role)):
+            yield role, _members(placement, role, origin)
 
 
 def list_communicators(rank_sets: RankSets, world: int) -> tuple[Communicator, ...]:

@@ -1,10 +1,12 @@
 """Mesh and strategy of one call."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from realrl.config.errors import UserError
+from realrl.plan.axes import Degrees, Divided, axes_dividing, axis_names, degrees_pattern
 from realrl.plan.cluster import Cluster
 
 Dtype = Literal["float32", "mixed", "bfloat16"]
@@ -55,34 +57,84 @@ class Mesh:
         return str(self.first) if self.size == 1 else f"{self.first}-{self.first + self.size - 1}"
 
 
-@dataclass(frozen=True, order=True, kw_only=True)
+@dataclass(frozen=True, order=True, init=False)
 class Strategy:
-    """Degrees of data, tensor and pipeline parallelism, and the micro-batch size in tokens."""
+    """Degrees of parallelism, micro-batch size and ways to save memory: how a call uses its mesh.
 
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    micro_batch_tokens: int = 8192
-    sequence_parallel: bool = False
+    `Strategy(dp=2, tp=4)` gives degrees by axis name; axes that are not named have degree 1.
+    """
+
+    degrees: Degrees
+    micro_batch_tokens: int
+    sequence_parallel: bool
     """Whether TP ranks also split tokens in the layers that they would otherwise replicate."""
-    dtype: Dtype | None = None
-    """Data type of the parameters; None for the role's own. Another one is another layout, with a copy."""
-    recompute: bool = False
+    dtype: Dtype | None
+    """Data type of the parameters; None for the role's own. Another data type is another layout, with a copy."""
+    recompute: bool
     """Whether training checkpoints activations: keeps the inputs of layers and recomputes the rest."""
-    zero: int = 1
-    """Stage of ZeRO: ranks share out optimizer state (1), gradients, too (2), or parameters, too (3)."""
+    zero: int
+    """Stage of ZeRO: ranks shard the optimizer state (1), also gradients (2), also parameters (3)."""
 
-    def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "micro_batch_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"strategy: {name}={getattr(self, name)} must be at least 1")
-        if self.zero not in ZERO_STAGES:
-            raise UserError(f"strategy: zero={self.zero} is none of the stages 1, 2 and 3")
-        if self.zero > 1 and self.dp == 1:
-            raise UserError(
-                f"strategy: zero={self.zero} is shared out by data-parallel ranks, and dp=1 is a single one; leave"
-                " zero out, or set dp to at least 2"
+    def __init__(
+        self,
+        *,
+        degrees: Degrees | None = None,
+        micro_batch_tokens: int = 8192,
+        sequence_parallel: bool = False,
+        dtype: Dtype | None = None,
+        recompute: bool = False,
+        zero: int = 1,
+        **by_axis: int,
+    ) -> None:
+        """Take `degrees`, or degrees by axis name."""
+        assert degrees is None or not by_axis, "degrees are given once"
+        degrees = Degrees.of(by_axis) if degrees is None else degrees
+        if min(*degrees.values, micro_batch_tokens) < 1:
+            sizes = zip(
+                (*axis_names(), "micro_batch_tokens"), (*degrees.values, micro_batch_tokens), strict=True
             )
+            name, size = next((name, size) for name, size in sizes if size < 1)
+            raise UserError(f"strategy: {name}={size} must be at least 1")
+        if zero not in ZERO_STAGES:
+            raise UserError(f"strategy: zero={zero} is none of the stages 1, 2 and 3")
+        if zero > 1 and degrees.count(*axes_dividing(Divided.ITEMS)) == 1:
+            raise UserError(
+                f"strategy: zero={zero} shards over data-parallel ranks, but dp=1 is a single rank; leave zero out,"
+                " or set dp to at least 2"
+            )
+        for name, given in (
+            ("degrees", degrees),
+            ("micro_batch_tokens", micro_batch_tokens),
+            ("sequence_parallel", sequence_parallel),
+            ("dtype", dtype),
+            ("recompute", recompute),
+            ("zero", zero),
+        ):
+            object.__setattr__(self, name, given)
+
+    def with_degrees(self, **by_axis: int) -> "Strategy":
+        """Copy the strategy with other degrees on some axes."""
+        return replace(self, degrees=self.degrees.changed(by_axis))
+
+    @property
+    def dp(self) -> int:
+        """Degree of data parallelism."""
+        return self.degrees["dp"]
+
+    @property
+    def tp(self) -> int:
+        """Degree of tensor parallelism."""
+        return self.degrees["tp"]
+
+    @property
+    def pp(self) -> int:
+        """Degree of pipeline parallelism: number of stages."""
+        return self.degrees["pp"]
+
+    @property
+    def size(self) -> int:
+        """Number of devices that the strategy fills."""
+        return self.degrees.size
 
     @property
     def replicas(self) -> int:
@@ -91,12 +143,18 @@ class Strategy:
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether each data-parallel rank stores a part of the parameters, and gathers the rest layer by layer."""
+        """Whether each data-parallel rank stores a part of the parameters and gathers the rest layer by layer."""
         return self.zero == 3
 
     @property
+    def storing_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks store different parameters, outermost first."""
+        items = (Divided.ITEMS,) if self.shards_parameters else ()
+        return axes_dividing(Divided.LAYERS, *items, Divided.MATRICES)
+
+    @property
     def settings(self) -> tuple[str, ...]:
-        """Names of its settings besides degrees and micro-batches, where they are not what is usual."""
+        """Names of the settings, other than degrees and micro-batches, that differ from the defaults."""
         given = {
             "sequence parallel": self.sequence_parallel,
             "recompute": self.recompute,
@@ -105,25 +163,19 @@ class Strategy:
         }
         return tuple(name for name, is_given in given.items() if is_given)
 
-    @property
-    def size(self) -> int:
-        """Number of devices the strategy fills."""
-        return self.dp * self.tp * self.pp
-
 
 @dataclass(frozen=True, order=True)
 class Placement:
-    """Mesh and strategy of a call. Ranks of the mesh are counted pipeline-major: pp, then dp, then tp."""
+    """Mesh and strategy of a call. Coordinates on the axes number the ranks of the mesh, see `plan.axes`."""
 
     mesh: Mesh
     strategy: Strategy
 
     def __post_init__(self) -> None:
         if self.mesh.size != self.strategy.size:
-            s = self.strategy
+            degrees = " ".join(f"{axis}={degree}" for axis, degree in self.strategy.degrees.named().items())
             raise UserError(
-                f"dp={s.dp} tp={s.tp} pp={s.pp} needs {s.size} devices, "
-                f"but mesh {self.mesh} has {self.mesh.size}"
+                f"{degrees} needs {self.strategy.size} devices, but mesh {self.mesh} has {self.mesh.size}"
             )
 
     @property
@@ -131,38 +183,45 @@ class Placement:
         """The global ranks of the mesh."""
         return self.mesh.ranks
 
-    def rank(self, *, dp: int, tp: int = 0, pp: int = 0) -> int:
-        """Find the global rank at a coordinate."""
-        s = self.strategy
-        return self.mesh.first + (pp * s.dp + dp) * s.tp + tp
+    def rank(self, **coordinates: int) -> int:
+        """Find the global rank at a coordinate, by axis name; 0 on axes that are not named."""
+        return self.mesh.first + self.strategy.degrees.position(coordinates)
 
-    def dp_index(self, rank: int) -> int:
-        """Find the data-parallel coordinate of a global rank of the mesh."""
-        return (rank - self.mesh.first) // self.strategy.tp % self.strategy.dp
+    def index(self, rank: int, *axes: str) -> int:
+        """Find the index of a global rank of the mesh within its group along these axes."""
+        return self.strategy.degrees.index(rank - self.mesh.first, *axes)
 
-    def tp_index(self, rank: int) -> int:
-        """Find the tensor-parallel coordinate of a global rank of the mesh."""
-        return (rank - self.mesh.first) % self.strategy.tp
+    def coordinates(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """Find the coordinates of a global rank of the mesh on these axes."""
+        return tuple(self.index(rank, axis) for axis in axes)
 
-    def pp_index(self, rank: int) -> int:
+    def item_index(self, rank: int) -> int:
+        """Find which share of a batch a global rank of the mesh works on: its data-parallel coordinate."""
+        return self.index(rank, *axes_dividing(Divided.ITEMS))
+
+    def stage(self, rank: int) -> int:
         """Find the pipeline stage of a global rank of the mesh."""
-        return (rank - self.mesh.first) // (self.strategy.tp * self.strategy.dp)
+        return self.index(rank, *axes_dividing(Divided.LAYERS))
+
+    def is_copy(self, rank: int) -> bool:
+        """Check whether a lower rank holds and computes the same, since an axis between them divides nothing."""
+        return self.index(rank, *axes_dividing(None)) > 0
 
     @property
     def output_ranks(self) -> tuple[int, ...]:
-        """Output rank of each data-parallel replica: the first TP rank of the last stage."""
-        s = self.strategy
-        return tuple(self.rank(dp=i, pp=s.pp - 1) for i in range(s.dp))
+        """Output rank of each share of a batch: the first rank of the last stage that works on it."""
+        last = self.rank(**{axis: self.strategy.degrees[axis] - 1 for axis in axes_dividing(Divided.LAYERS)})
+        return tuple(last + offset for offset in self.strategy.degrees.offsets(*axes_dividing(Divided.ITEMS)))
 
     @property
     def layout(self) -> str:
-        """Text that is equal for two placements exactly when parameters lie alike: `d2 t1 p1 @0-1`."""
+        """Text that is equal for two placements exactly if parameters lie alike: `d2 t1 p1 @0-1`."""
         s = self.strategy
         sharded = " z3" if s.shards_parameters else ""
-        return f"d{s.dp} t{s.tp} p{s.pp}{sharded} @{self.mesh}{f' {s.dtype}' if s.dtype else ''}"
+        return f"{s.degrees}{sharded} @{self.mesh}{f' {s.dtype}' if s.dtype else ''}"
 
     def __str__(self) -> str:
-        """Format it in one line: `d2 t1 p1 @0-1 mb=8192`, then ` sp`, ` rc` and ` z2` where they are on."""
+        """Format it in one line: `d2 t1 p1 @0-1 mb=8192`, then ` sp`, ` rc` and ` z2` if they are on."""
         s = self.strategy
         on = {"sp": s.sequence_parallel, "rc": s.recompute, "z2": s.zero == 2}
         flags = "".join(f" {name}" for name, value in on.items() if value)
@@ -171,24 +230,24 @@ class Placement:
     @classmethod
     def parse(cls, text: str) -> "Placement":
         """Read the text form; UserError for anything else."""
-        form = r"d(\d+) t(\d+) p(\d+)( z3)? @(\S+)( float32| mixed| bfloat16)? mb=(\d+)( sp)?( rc)?( z2)?"
+        form = (
+            degrees_pattern() + r"(?P<z3>z3 )?@(?P<mesh>\S+)(?: (?P<dtype>float32|mixed|bfloat16))?"
+            r" mb=(?P<tokens>\d+)(?P<sp> sp)?(?P<rc> rc)?(?P<z2> z2)?"
+        )
         match = re.fullmatch(form, text.strip())
         if match is None:
             raise UserError(f"placement {text!r} is not understood; write for example d2 t1 p1 @0-1 mb=8192")
-        dp, tp, pp, tokens = (int(match[i]) for i in (1, 2, 3, 7))
-        if match[4] and match[10]:
+        if match["z3"] and match["z2"]:
             raise UserError(f"placement {text!r} has two stages of ZeRO; leave out z2 or z3")
         strategy = Strategy(
-            dp=dp,
-            tp=tp,
-            pp=pp,
-            micro_batch_tokens=tokens,
-            sequence_parallel=bool(match[8]),
-            dtype=DTYPES[match[6].strip()] if match[6] else None,
-            recompute=bool(match[9]),
-            zero=3 if match[4] else 2 if match[10] else 1,
+            degrees=Degrees.of({axis: int(match[axis] or 1) for axis in axis_names()}),
+            micro_batch_tokens=int(match["tokens"]),
+            sequence_parallel=bool(match["sp"]),
+            dtype=DTYPES[match["dtype"]] if match["dtype"] else None,
+            recompute=bool(match["rc"]),
+            zero=3 if match["z3"] else 2 if match["z2"] else 1,
         )
-        return cls(Mesh.parse(match[5]), strategy)
+        return cls(Mesh.parse(match["mesh"]), strategy)
 
 
 def function_placement(mesh: Mesh) -> Placement:

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt, create_model, field_validator
 
 from realrl.config.base import Settings
 from realrl.config.devices import check_cluster
@@ -18,21 +19,17 @@ from realrl.config.yaml_file import read_yaml
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import ModelShape
+from realrl.plan import axes as plan_axes
+from realrl.plan.axes import Axis, Degrees, Divided, axes_dividing, axis_names
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Dtype, Mesh, Placement, Strategy, function_placement
 
 
 class _Entry(Settings):
-    """One call in a plan file."""
+    """One call in a plan file, without its degrees of parallelism, which `_entry_model` adds."""
 
     mesh: str
     """Ranks, as FIRST-LAST or one rank."""
-    dp: PositiveInt
-    """Degree of data parallelism."""
-    tp: PositiveInt = 1
-    """Degree of tensor parallelism."""
-    pp: PositiveInt = 1
-    """Degree of pipeline parallelism."""
     micro_batch_tokens: PositiveInt | None = None
     """Maximum tokens in one forward pass; the recipe's number when not given."""
     sequence_parallel: bool = False
@@ -54,8 +51,21 @@ class _Entry(Settings):
         return str(value) if type(value) is int else value
 
 
-_OF_FUNCTIONS = ("mesh", "dp")
-"""Fields of an entry that a function has, too: every data-parallel rank calls it with its items."""
+def _entry_model() -> type[_Entry]:
+    """Model of a call in a plan file, with a field for the degree of each axis."""
+    return _make_entry_model(plan_axes.AXES)
+
+
+@cache
+def _make_entry_model(axes: tuple[Axis, ...]) -> type[_Entry]:
+    degrees: dict[str, Any] = {
+        axis.name: (
+            PositiveInt,
+            Field(... if axis.divides is Divided.ITEMS else 1, description=f"Degree of {axis.title}."),
+        )
+        for axis in axes
+    }
+    return create_model("_Entry", __base__=_Entry, **degrees)
 
 
 class _File(Settings):
@@ -268,22 +278,23 @@ class Plan:
         placements = {}
         functions = {call.name for call in graph.functions}
         for name, entry in file.calls.items():
-            with mistakes_in(f"plan file {path}: {name}", _Entry):
-                valid = _Entry.model_validate(entry)
+            with mistakes_in(f"plan file {path}: {name}", _entry_model()):
+                valid = _entry_model().model_validate(entry)
                 if name in functions:
                     _check_function_entry(name, valid)
-                    placements[name] = Placement(Mesh.parse(valid.mesh), Strategy(dp=valid.dp))
+                    placements[name] = _placement(valid)
                 else:
                     placements[name] = _placement(valid, micro_batch_tokens)
         return cls(cluster, placements, file.offload, file.offload_optimizer, file.keep)
 
 
 def _check_function_entry(name: str, entry: _Entry) -> None:
-    """Check that a function, which has no parameters to divide and no tokens to batch, has only a mesh and dp."""
-    for field in _Entry.model_fields:
-        if field in entry.model_fields_set and field not in _OF_FUNCTIONS:
+    """Check that a function has only a mesh and dp: it has no parameters to divide and no tokens to batch."""
+    allowed = ("mesh", *axes_dividing(Divided.ITEMS))
+    for field in type(entry).model_fields:
+        if field in entry.model_fields_set and field not in allowed:
             raise UserError(
-                f"{field} is for calls of models; {name} is a function, for which only {join(_OF_FUNCTIONS)} can be"
+                f"{field} is for calls of models; {name} is a function, for which only {join(allowed)} can be"
                 " given; leave it out"
             )
 
@@ -291,13 +302,11 @@ def _check_function_entry(name: str, entry: _Entry) -> None:
 def _write_entry(placement: Placement, *, is_function: bool) -> dict[str, Any]:
     """Make the entry of a call."""
     strategy = placement.strategy
-    entry: dict[str, Any] = {"mesh": str(placement.mesh), "dp": strategy.dp}
     if is_function:
-        return entry
+        return {"mesh": str(placement.mesh), "dp": strategy.dp}
     return {
-        **entry,
-        "tp": strategy.tp,
-        "pp": strategy.pp,
+        "mesh": str(placement.mesh),
+        **strategy.degrees.named(),
         "micro_batch_tokens": strategy.micro_batch_tokens,
         **({"sequence_parallel": True} if strategy.sequence_parallel else {}),
         **({"dtype": strategy.dtype} if strategy.dtype else {}),
@@ -306,13 +315,10 @@ def _write_entry(placement: Placement, *, is_function: bool) -> dict[str, Any]:
     }
 
 
-def _placement(entry: _Entry, micro_batch_tokens: int) -> Placement:
-    tokens = entry.micro_batch_tokens or micro_batch_tokens
+def _placement(entry: _Entry, micro_batch_tokens: int = 8192) -> Placement:
     strategy = Strategy(
-        dp=entry.dp,
-        tp=entry.tp,
-        pp=entry.pp,
-        micro_batch_tokens=tokens,
+        degrees=Degrees.of({axis: getattr(entry, axis) for axis in axis_names()}),
+        micro_batch_tokens=entry.micro_batch_tokens or micro_batch_tokens,
         sequence_parallel=entry.sequence_parallel,
         dtype=entry.dtype,
         recompute=entry.recompute,

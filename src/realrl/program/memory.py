@@ -18,6 +18,7 @@ from realrl.layout.sets import (
     build_parameter_sets,
     element_width,
 )
+from realrl.plan.axes import Divided, axes_dividing
 from realrl.plan.placement import ELEMENT_BYTES, Dtype, Placement, Strategy
 from realrl.program.instructions import Instruction, Load, Offload, Program, Reallocate, Release, StateKind
 from realrl.program.shared_bases import find_holders, order_sharers
@@ -106,7 +107,7 @@ class Memory:
         self.holders = find_holders(list_sharers(stored), homes)
         """Role that shares its base set with others at home -> the one in whose memory it lies."""
         self._layouts: dict[tuple[str, str, str], Layout] = {}
-        self._numbers: dict[tuple[str, str, str, int, int], int] = {}
+        self._numbers: dict[tuple[str, str, str, tuple[int, ...]], int] = {}
 
     def in_host_memory(self) -> "Memory":
         """Copy the model for devices that are processes which share the host's memory."""
@@ -192,7 +193,7 @@ class Memory:
     def _parameters(self, role: str, name: str, placement: Placement, rank: int) -> int:
         """Count the parameters of a set that a rank stores, padded so that ranks with the same share them out."""
         where = (role, name, placement.layout)
-        key = (*where, placement.pp_index(rank), placement.tp_index(rank))
+        key = (*where, placement.coordinates(rank, axes_dividing(Divided.LAYERS, Divided.MATRICES)))
         if key not in self._numbers:
             if where not in self._layouts:
                 stored = self.stored[role]

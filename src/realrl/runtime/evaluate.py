@@ -134,7 +134,7 @@ class Evaluation:
         placement = store.plan[call.name]
         if self._process.rank not in placement.output_ranks:
             return {}
-        ids = store.items(call, placement.dp_index(self._process.rank))
+        ids = store.items(call, placement.item_index(self._process.rank))
         return {i: row.tolist() for i, row in zip(ids, store.rows(key, ids).rows(), strict=True)}
 
     def _answer(self, row: dict[str, list[Any]]) -> Answer:

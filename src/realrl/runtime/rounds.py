@@ -116,7 +116,7 @@ class SamplingRounds:
         for call in phase.graph.calls:
             placement = phase.plan[call.name]
             if rank in placement.output_ranks:
-                dp = placement.dp_index(rank)
+                dp = placement.item_index(rank)
                 items[call.name] = dp, store.items(call, dp)
                 if SCORE in call.outputs:
                     held = items[call.name][1]
@@ -145,7 +145,7 @@ class SamplingRounds:
             merged.place(call, places)
             if self._process.rank not in placement.output_ranks:
                 continue
-            mine = places[placement.dp_index(self._process.rank)]
+            mine = places[placement.item_index(self._process.rank)]
             for key in call.outputs:
                 held = [rounds[origins[i][0]].store.rows(key, [origins[i][1]]).values for i in mine]
                 if held:

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,12 @@ class RanksFailure(CheckFailure):
 
 
 def run_on_ranks(
-    size: int, recipes: Sequence[Path], *, renewed: Collection[Path] = (), evaluated: Collection[Path] = ()
+    size: int,
+    recipes: Sequence[Path],
+    *,
+    renewed: Collection[Path] = (),
+    evaluated: Collection[Path] = (),
+    prepare: Callable[[], None] | None = None,
 ) -> None:
     """Run recipes of `size` devices each; every rank leaves what it generated beside the recipe, for `sampled`.
 
@@ -72,7 +77,7 @@ def run_on_ranks(
     # Imported once, in the server, instead of in every process.
     context.set_forkserver_preload([*PRELOADED])
     arguments = [(str(recipe), recipe in renewed, recipe in evaluated) for recipe in recipes]
-    processes = [context.Process(target=_rank, args=(rank, size, arguments)) for rank in range(size)]
+    processes = [context.Process(target=_rank, args=(rank, size, arguments, prepare)) for rank in range(size)]
     ended = True
     try:
         for process in processes:
@@ -109,9 +114,13 @@ def sampled(recipe: Path) -> Tokens:
     return everything
 
 
-def _rank(rank: int, size: int, recipes: Sequence[tuple[str, bool, bool]]) -> None:
+def _rank(
+    rank: int, size: int, recipes: Sequence[tuple[str, bool, bool]], prepare: Callable[[], None] | None
+) -> None:
     import torch
 
+    if prepare is not None:
+        prepare()
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
     os.environ["WORLD_SIZE"] = str(size)

@@ -64,9 +64,8 @@ def format_interval(numbers: Sequence[int]) -> str:
 
 def format_strategy(placement: Placement) -> str:
     """Format the degrees of parallelism that are not 1, for example `dp 3 × tp 8 × pp 4`."""
-    s = placement.strategy
     degrees = [
-        f"{name} {degree}" for name, degree in (("dp", s.dp), ("tp", s.tp), ("pp", s.pp)) if degree > 1
+        f"{axis} {degree}" for axis, degree in placement.strategy.degrees.named().items() if degree > 1
     ]
     return " × ".join(degrees) or "one device"
 

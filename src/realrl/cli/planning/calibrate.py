@@ -45,13 +45,14 @@ def _print(run: "Comparison", before: "Profile | None", after: "Profile") -> Non
     from rich.table import Table
 
     from realrl.cli.planning.tables import format_degrees, format_flags
+    from realrl.plan.axes import degrees_title
     from realrl.plan.placement import Placement
     from realrl.planner.cost.cost_model import CostModel
 
     assert run.spec is not None, "else there is nothing to calibrate by"
     table = Table(box=box.SIMPLE)
     table.add_column("call", no_wrap=True)
-    for name in ("devices", "dp×tp×pp", ""):
+    for name in ("devices", degrees_title(), ""):
         table.add_column(name, no_wrap=True)
     for name in ("predicted before", "from now on", "steps"):
         table.add_column(name, justify="right", no_wrap=True)

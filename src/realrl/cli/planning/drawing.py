@@ -40,14 +40,19 @@ def explain_plan(name: str) -> str:
 
 def format_plan(plan: Plan, graph: DataflowGraph) -> str:
     """Format a table with a line per call, in the order they run."""
-    rows = [["call", "mesh", "dp", "tp", "pp", "micro-batch tokens"]]
+    axes = [
+        *dict.fromkeys(axis for place in plan.placements.values() for axis in place.strategy.degrees.named())
+    ]
+    rows = [["call", "mesh", *axes, "micro-batch tokens"]]
     for call in graph.order:
         placement = plan[call.name]
         s = plan[call.name].strategy
         if call.is_function:
-            rows.append([call.name, str(placement.mesh), str(s.dp), "-", "-", "-", "function on the host"])
+            unused = ["-"] * len(axes)
+            rows.append([call.name, str(placement.mesh), str(s.dp), *unused, "function on the host"])
             continue
-        row = [call.name, str(placement.mesh), *map(str, (s.dp, s.tp, s.pp, s.micro_batch_tokens))]
+        degrees = [str(s.degrees[axis]) for axis in axes]
+        row = [call.name, str(placement.mesh), *degrees, str(s.micro_batch_tokens)]
         rows.append([*row, ", ".join(s.settings)])
     extra = [
         f"{key.replace('_', ' ')}: {', '.join(getattr(plan, key))}" for key in _EXTRAS if getattr(plan, key)

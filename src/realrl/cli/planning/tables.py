@@ -24,6 +24,7 @@ from realrl.cli.planning.failures import describe_failures
 from realrl.cli.planning.node_counts_table import make_size_table
 from realrl.config.units import format_bytes
 from realrl.config.words import join
+from realrl.plan.axes import degrees_title
 from realrl.plan.placement import Placement
 from realrl.planner.report.gap import describe_gap
 from realrl.planner.report.preference_text import describe_preference
@@ -113,7 +114,7 @@ def _headline(report: PlanReport) -> Text:
 def format_degrees(placement: Placement, *, function: bool = False) -> str:
     """Format degrees of parallelism, for example `2×8×4`; of a function, that of data parallelism alone."""
     s = placement.strategy
-    return f"{s.dp}" if function else f"{s.dp}×{s.tp}×{s.pp}"
+    return f"{s.dp}" if function else s.degrees.in_table()
 
 
 def _format_layout(placement: Placement) -> str:
@@ -129,7 +130,7 @@ def format_flags(placement: Placement) -> str:
 
 
 def _calls(chosen: Estimate, scenario: "Scenario") -> RenderableType:
-    rows = make_table("call", "devices", "dp×tp×pp", "micro-batch>", "", "time>", "where it goes")
+    rows = make_table("call", "devices", degrees_title(), "micro-batch>", "", "time>", "where it goes")
     for name, call in chosen.calls.items():
         if call.call.is_function:
             seconds = format_seconds(call.seconds) if call.terms else "not measured"
@@ -220,7 +221,7 @@ def _figures(contender: Contender, chosen: Estimate) -> tuple[str, ...]:
 
 
 def _alternatives(report: PlanReport) -> Table:
-    rows = make_table("call", "devices", "dp×tp×pp", "micro-batch>", "why not")
+    rows = make_table("call", "devices", degrees_title(), "micro-batch>", "why not")
     for name, found in groupby(report.alternatives, key=lambda other: other.call):
         for number, other in enumerate(_few(list(found))):
             strategy = other.placement.strategy

@@ -9,7 +9,7 @@ from torch import Tensor
 from realrl.engine.buffers.flat import FlatBuffer
 from realrl.engine.buffers.local_set import LocalSet
 from realrl.engine.model import Model
-from realrl.families.tensors import Axis, Partial, Place, TensorSpec
+from realrl.families.tensors import Partial, Place, TensorSpec, Units
 from realrl.layout.local_tensors import LocalTensor
 from realrl.layout.ranges import kv_heads
 
@@ -99,7 +99,7 @@ def _is_partial(model: Model, spec: TensorSpec) -> bool:
 
 
 def _holds_kv_heads(spec: TensorSpec) -> bool:
-    if spec.partition is None or spec.partition.axis is not Axis.KV_HEADS:
+    if spec.partition is None or spec.partition.units is not Units.KV_HEADS:
         return False
     assert spec.partition.dim == 0, f"{spec.name}: key/value heads are rows"
     return True

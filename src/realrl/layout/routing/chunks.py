@@ -8,7 +8,7 @@ from math import prod
 
 from realrl.layout.layout import Layout
 from realrl.layout.limits import CPU_MESSAGES, MessageLimits
-from realrl.layout.local_tensors import LocalTensor, local_tensor
+from realrl.layout.local_tensors import LocalTensor
 from realrl.layout.region import Region
 from realrl.layout.routing.routes import Reallocation, Transfer
 
@@ -294,10 +294,8 @@ def group_tensors(target: Layout, element_bytes: int, limit: int) -> list[tuple[
     """
     groups: list[list[str]] = []
     used = 0
-    tp = target.placement.strategy.tp
     for spec in target.specs:
-        tensors = (local_tensor(target.shape, spec, tp, t) for t in range(tp))
-        size = max(tensor.numel for tensor in tensors) * element_bytes
+        size = max(tensor.numel for tensor in target.list_parts(spec)) * element_bytes
         if not groups or used + size > limit:
             groups.append([])
             used = 0

@@ -10,13 +10,13 @@ from operator import add, le
 
 from realrl.families.tensors import TensorSpec
 from realrl.layout.layout import Layout
-from realrl.layout.local_tensors import cut_rows, local_tensor
 from realrl.layout.region import Region
+from realrl.plan.axes import Divided, axes_dividing
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size of a region; the context names its tensor."""
-Holder = tuple[int, int | None]
-"""TP rank and data-parallel rank; None where all data-parallel ranks hold the same."""
+Holder = int
+"""First position in a stage, counted from the stage's first rank, of the ranks that store the same."""
 _Shard = tuple[Box, Holder]
 _Atom = tuple[Box, tuple[Holder, ...], tuple[Holder, ...]]
 """A box that neither layout cuts, and who holds it in the source and in the target."""
@@ -110,26 +110,27 @@ def group_regions(source: Layout, target: Layout) -> list[RegionGroup]:
 
 
 def _ranks(layout: Layout, holders: tuple[Holder, ...], stages: tuple[int, ...]) -> tuple[int, ...]:
+    """List all ranks that `holders` stand for, on some stages."""
     placement = layout.placement
-    every = range(placement.strategy.dp)
-    coordinates = ((dp, t) for t, d in holders for dp in (every if d is None else (d,)))
-    found = sorted(coordinates)
-    return tuple(placement.rank(dp=dp, tp=t, pp=stage) for stage in stages for dp, t in found)
+    degrees = placement.strategy.degrees
+    copies = degrees.origins(*placement.strategy.storing_axes)  # positions of stage 0 that store alike
+    stride = degrees.stride(*axes_dividing(Divided.LAYERS))
+    within = sorted(holder + copy for holder in holders for copy in copies)
+    return tuple(placement.mesh.first + stage * stride + position for stage in stages for position in within)
 
 
 def _cut(layout: Layout, stack: Sequence[TensorSpec]) -> list[list[_Shard]]:
     """Find the boxes of each tensor of a parameter, and who holds them."""
-    strategy = layout.placement.strategy
+    placement = layout.placement
+    layers = axes_dividing(Divided.LAYERS)
+    axes = [axis for axis in placement.strategy.storing_axes if axis not in layers]
     shards: list[list[_Shard]] = [[] for _ in stack]
-    for t in range(strategy.tp):
-        whole = [local_tensor(layout.shape, spec, strategy.tp, t) for spec in stack]
-        sharded = strategy.shards_parameters
-        for d in range(strategy.dp) if sharded else (None,):
-            for found, part in zip(
-                shards, whole if d is None else cut_rows(whole, strategy.dp, d), strict=True
-            ):
-                if part.region.numel:
-                    found.append(((part.region.offset, part.region.size), (t, d)))
+    for holder in placement.strategy.degrees.offsets(*axes):
+        rank = placement.mesh.first + holder
+        parts = layout.cut_stored_rows([layout.cut(spec, rank) for spec in stack], rank)
+        for found, part in zip(shards, parts, strict=True):
+            if part.region.numel:
+                found.append(((part.region.offset, part.region.size), holder))
     return shards
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from realrl.plan.axes import Degrees, Divided, axes_dividing
 from realrl.plan.cluster import Cluster
 from realrl.planner.arrays.arrays import Floats, Ints, Real
 from realrl.planner.cluster.cluster_spec import Site
@@ -19,8 +20,8 @@ from realrl.planner.workload.strategies import Strategies
 GroupKind = Literal["tp", "dp", "mesh", "embedding"]
 """Process groups of a placement.
 
-tp: ranks that shard the same matrices. dp: ranks that hold the same parameters. mesh: all ranks. embedding: first
-and last stage of each pipeline."""
+tp: ranks that cut the same matrices. dp: ranks that share a batch. mesh: all ranks that work on different things.
+embedding: first and last stage of each pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +99,10 @@ class Network:
     def hop(self, number_bytes: Real) -> Floats:
         """Compute the seconds until all ranks of a stage have sent `number_bytes` to their peer on the next."""
         device = self.sites[0].device
-        stages = (self.strategies.dp * self.strategies.tp).tolist()
-        leaving = [_count_leaving(stage, site.nodes) for stage, site in zip(stages, self.sites, strict=True)]
+        leaving = [
+            _count_leaving(degrees.stride(*axes_dividing(Divided.LAYERS)), site.nodes)
+            for degrees, site in zip(self.strategies.degrees, self.sites, strict=True)
+        ]
         width = np.minimum(self._node_bytes_per_s / np.maximum(leaving, 1), device.link_bytes_per_s)
         inside = device.link_latency_s + number_bytes / (device.link_bytes_per_s * self.efficiency.link)
         between: Real = device.node_latency_s + number_bytes / (width * self.efficiency.link)
@@ -121,9 +124,8 @@ class Network:
         A part passes every link of the ring but one, of which as many cross nodes as there are nodes.
         """
         device = self.sites[0].device
-        s = self.strategies
-        degrees = zip(s.dp.tolist(), s.pp.tolist(), self.sites, strict=True)
-        spans = [_find_span(kind, dp, s.tp, pp, site.nodes) for dp, pp, site in degrees]
+        each = zip(self.strategies.degrees, self.sites, strict=True)
+        spans = [_find_span(kind, degrees, site.nodes) for degrees, site in each]
         size, nodes, through = np.array(spans, dtype=np.int64).reshape(len(spans), 3).T
         shared = np.minimum(device.link_bytes_per_s, self._node_bytes_per_s / np.maximum(through, 1))
         crossing = np.where(through > 0, nodes / size, 0.0)
@@ -138,24 +140,26 @@ class Network:
 
 
 @lru_cache(maxsize=1 << 16)
-def _find_span(kind: GroupKind, dp: int, tp: int, pp: int, nodes: Cluster) -> tuple[int, int, int]:
-    """Size of the groups of a kind, most nodes that one spans, and most of those that span several on one node.
-
-    On equal nodes the way in which groups lie on them repeats itself from stage to stage.
-    """
-    stage = dp * tp
-    if kind == "mesh":
-        return nodes.size, nodes.nodes, int(nodes.nodes > 1)
+def _find_span(kind: GroupKind, degrees: Degrees, nodes: Cluster) -> tuple[int, int, int]:
+    """Size of the groups of a kind, most nodes that one spans, and most of those that span several on one node."""
+    # On equal nodes, the way in which groups lie on them repeats itself.
     period = nodes.runs[0][1] if nodes.even else nodes.size
-    if kind == "tp":
-        groups = period // gcd(tp, period)
-        ranks = np.arange(groups * tp).reshape(groups, tp)
-    elif kind == "dp":
-        stages = period // gcd(stage, period)
-        ranks = np.arange(stages * stage).reshape(stages, dp, tp).transpose(0, 2, 1).reshape(-1, dp)
-    else:
+    if kind == "mesh":
+        axes = axes_dividing(*Divided)
+        if degrees.count(*axes) == nodes.size:
+            return nodes.size, nodes.nodes, int(nodes.nodes > 1)
+        ranks = np.add.outer(degrees.origins(*axes), degrees.offsets(*axes))
+    elif kind == "embedding":
+        stage = degrees.stride("pp")
         first = np.arange(min(stage, period))
-        ranks = np.stack([first, first + (pp - 1) * stage], axis=1)[:, : min(pp, 2)]
+        ranks = np.stack([first, first + (degrees["pp"] - 1) * stage], axis=1)[:, : min(degrees["pp"], 2)]
+    else:
+        members, stride = degrees[kind], degrees.stride(kind)
+        block = members * stride
+        blocks = period // gcd(block, period)
+        ranks = (
+            np.arange(blocks * block).reshape(blocks, members, stride).transpose(0, 2, 1).reshape(-1, members)
+        )
     on = find_nodes(nodes)[ranks]
     new = np.diff(on, axis=1, prepend=-1) > 0
     spanned = new.sum(axis=1)

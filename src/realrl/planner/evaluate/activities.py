@@ -269,7 +269,7 @@ class Facts:
         for i in range(1, len(told)):
             ranks = ranks + np.maximum(0, reached[i] - np.maximum(first[i], reached[i - 1]))
         placed = self.tables.layouts(c)[self.columns.layout[c]]
-        senders = placed.size // (placed.tp * placed.pp)
+        senders = placed.shares
         return keys * self.tables.problem.exchange.lengths_seconds(senders, ranks)
 
     def _moved(self, kind: ActivityKind) -> Bools:

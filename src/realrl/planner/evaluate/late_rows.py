@@ -63,7 +63,7 @@ def _find_senders(facts: Facts, call: int) -> Bools:
     """Find the points that have the clock of a rank which sends the rows of a call, [points, plans]."""
     placed, point = facts.tables.layouts(call)[facts.columns.layout[call]], facts.point
     end = placed.first + placed.size
-    last_stage = end - placed.size // placed.pp
+    last_stage = end - placed.size // placed.stages
     behind = np.where(point[None] > point[:, None], point[None], end).min(axis=1)
-    first = last_stage + -(-np.maximum(point - last_stage, 0) // placed.tp) * placed.tp
-    return first < np.minimum(behind, end)
+    first = last_stage + -(-np.maximum(point - last_stage, 0) // placed.cuts) * placed.cuts
+    return first < np.minimum(behind, last_stage + placed.shares * placed.cuts)

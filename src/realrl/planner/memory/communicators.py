@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from functools import lru_cache
 
+from realrl.plan.axes import Degrees
 from realrl.plan.cluster import Cluster
 from realrl.plan.communicators import CTAS, WORLD_CTAS, RankSet, Role, list_groups, list_own_rank_sets
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -59,18 +60,19 @@ def world_bytes(cluster: Cluster) -> int:
 
 def count_layout_bytes(placements: Iterable[Placement], cluster: Cluster) -> int:
     """Compute the bytes of a device for the groups of several placements: those of each layout count once."""
-    keys = {(p.mesh, p.strategy.dp, p.strategy.tp, p.strategy.pp) for p in placements}
-    return sum(_layout_bytes(mesh.nodes(cluster), dp, tp, pp) for mesh, dp, tp, pp in keys)
+    keys = {(p.mesh, p.strategy.degrees) for p in placements}
+    return sum(_layout_bytes(mesh.nodes(cluster), degrees) for mesh, degrees in keys)
 
 
 @lru_cache(maxsize=4096)
-def _layout_bytes(nodes: Cluster, dp: int, tp: int, pp: int) -> int:
+def _layout_bytes(nodes: Cluster, degrees: Degrees) -> int:
     """Bytes of the peak device of a layout on these nodes; of groups that lie differently, the largest count."""
     if nodes.size == 1:
         return 0
-    placement = Placement(Mesh(0, nodes.size), Strategy(dp=dp, tp=tp, pp=pp))
+    placement = Placement(Mesh(0, nodes.size), Strategy(degrees=degrees))
     groups: dict[Role, list[RankSet]] = defaultdict(list)
-    if nodes.even and nodes.runs[0][1] % tp == 0:  # those of the first stage are most, and lie as others do
+    if nodes.even and nodes.runs[0][1] % degrees["tp"] == 0:
+        # Groups of the first stage are the largest, and lie as others do.
         groups |= {role: [ranks] for role, ranks in list_own_rank_sets(placement, 0).items()}
     else:
         for role, ranks in list_groups(placement):

@@ -54,8 +54,7 @@ class ExchangeModel:
         """Compute the seconds of each pair of layouts."""
         volume = self.volumes.get((producer, consumer), 0.0)
         links = self.links
-        copies = target.tp * target.pp
-        senders = source.size // (source.tp * source.pp)
+        copies, senders = target.size // target.shares, source.shares
         busiest = volume * np.maximum(copies / target.size, copies / senders)
         first = np.minimum(source.first, target.first)
         last = np.maximum(source.first + source.size, target.first + target.size) - 1

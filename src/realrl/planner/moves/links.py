@@ -198,10 +198,10 @@ class LinkTransfers:
         most = self._least_bytes(weights, source, target)
         network = most / self._ports_of_nodes.node.max()
         source = source[np.arange(len(source.first))[:, None]]  # [sources, 1]
-        stage = self._largest(weights, target.pp)
-        before = self._largest(weights, source.pp)
+        stage = self._largest(weights, target.stages)
+        before = self._largest(weights, source.stages)
         kept = np.minimum(stage, before) * np.minimum(1 / target.parts, 1 / source.parts)
-        new = np.where(target.size > source.size, self._smallest(weights, target.pp) / target.parts, 0.0)
+        new = np.where(target.size > source.size, self._smallest(weights, target.stages) / target.parts, 0.0)
         device = np.maximum(stage / target.parts - kept, new) / self._ports_of_nodes.device.max()
         return np.where(_same(source, target, where=False), 0.0, np.maximum(network, device))
 
@@ -235,7 +235,7 @@ class LinkTransfers:
 
     def _latency(self, source: Layouts, target: Layouts) -> Floats:
         """Latency of the messages to a rank: one per stage and TP rank that holds some of its shard."""
-        stages = -(-source.pp // target.pp) + 1 + (target.pp < 3)
+        stages = -(-source.stages // target.stages) + 1 + (target.stages < 3)
         ranks = np.minimum(np.lcm(source.parts, target.parts) // target.parts, source.parts)
         return np.asarray(2 * stages * ranks * self._slower(source, target).latency)
 
@@ -271,25 +271,25 @@ class LinkTransfers:
         return boxes
 
     def _different_boxes(self, weights: ParameterBytes, layouts: Layouts, bounds: Ints) -> Boxes:
-        cuts = self._bounds(weights, int(layouts.pp.max()))
+        cuts = self._bounds(weights, int(layouts.stages.max()))
         start, end = bounds[:-1, None], bounds[1:, None]
         a = np.maximum(start - layouts.first, 0)
         b = np.minimum(end - layouts.first, layouts.size) - 1
         present = a <= b
-        stage = layouts.size // layouts.pp
+        stage = layouts.size // layouts.stages  # ranks of a stage
         first = np.where(present, a // stage, 0)
         last = np.where(present, b // stage, 0)
         whole = (b - a + 1 >= layouts.parts) | (a % layouts.parts > b % layouts.parts)
         left = np.where(whole, 0, a % layouts.parts) / layouts.parts
         right = np.where(whole, layouts.parts, b % layouts.parts + 1) / layouts.parts
-        ends = (first == 0) | (weights.tied & (last == layouts.pp - 1))
-        low = cuts[layouts.pp, first]
-        high = cuts[layouts.pp, last + 1]
+        ends = (first == 0) | (weights.tied & (last == layouts.stages - 1))
+        low = cuts[layouts.stages, first]
+        high = cuts[layouts.stages, last + 1]
         return Boxes(low, np.where(present, high, low), left, np.where(present, right, left), 1.0 * ends)
 
     def _needed(self, weights: ParameterBytes, layouts: Layouts) -> Floats:
         """Upper bound on the bytes of any device."""
-        return (self._largest(weights, layouts.pp) + weights.embedding) / layouts.parts
+        return (self._largest(weights, layouts.stages) + weights.embedding) / layouts.parts
 
     def _largest(self, weights: ParameterBytes, pp: Ints) -> Floats:
         """Bytes of the largest stage, without the embedding."""
@@ -331,6 +331,5 @@ def _into_empty(holding: Ints, needed: Boxes, weights: ParameterBytes) -> Floats
 
 def _same(source: Layouts, target: Layouts, *, where: bool) -> NDArray[np.bool_]:
     """Tell which pairs of layouts are equal; with `where`, also at equal positions."""
-    equal = (source.size == target.size) & (source.tp == target.tp) & (source.pp == target.pp)
-    equal &= source.sharded == target.sharded
+    equal = (source.degrees == target.degrees).all(axis=-1) & (source.sharded == target.sharded)
     return equal & (source.first == target.first) if where else equal

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import numpy as np
 
 from realrl.dataflow.call import Call
 from realrl.dataflow.graph import DataflowGraph
+from realrl.plan.axes import Degrees, Divided, axes_dividing, axis_names, column_of
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import DTYPES, Dtype, Mesh, Placement, Strategy
 from realrl.planner.arrays.arrays import Floats, Ints
@@ -18,56 +19,94 @@ TYPES: tuple[Dtype | None, ...] = (None, *DTYPES.values())
 """Data types of parameters: the role's own, or another one."""
 HALF = TYPES.index("bfloat16")
 
+_DEGREE_BITS = 28
+"""Bits of a layout's code for the degrees of all axes but one; the mesh and the data type have the others."""
+
 _FEW_PAIRS = 1 << 15
 """Pairs of layouts that are kept apart from older ones."""
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """Layouts as columns: first rank and size of the mesh, TP and PP degrees, whether parameters are shared out
-    over data-parallel ranks (1, under ZeRO-3) or not (0), and their data type: the place in `TYPES`."""
+    """Layouts as columns."""
 
     first: Ints
-    size: Ints
-    tp: Ints
-    pp: Ints
+    """First rank of the mesh."""
+    degrees: Ints
+    """Degrees of parallelism, in the order of `plan.axes.AXES`: [..., axes]."""
     sharded: Ints
+    """1 if data-parallel ranks shard the parameters (ZeRO-3), else 0."""
     dtype: Ints
+    """Data type of the parameters: the place in `TYPES`."""
 
     @classmethod
     def of(cls, placements: Iterable[Placement]) -> "Layouts":
         """Build columns from placements, in their order."""
         rows = [
-            (p.mesh.first, p.mesh.size, s.tp, s.pp, s.shards_parameters, TYPES.index(s.dtype))
+            (p.mesh.first, s.shards_parameters, TYPES.index(s.dtype), *s.degrees.values)
             for p in placements
             for s in [p.strategy]
         ]
-        columns = np.array(rows, dtype=np.int64).reshape(-1, len(fields(cls))).T
-        return cls(*(np.ascontiguousarray(column) for column in columns))
+        table = np.array(rows, dtype=np.int64).reshape(len(rows), 3 + len(axis_names()))
+        first, sharded, dtype, degrees = (
+            np.ascontiguousarray(part) for part in (*table[:, :3].T, table[:, 3:])
+        )
+        return cls(first, degrees, sharded, dtype)
 
     def __getitem__(self, index: Ints) -> "Layouts":
         return Layouts(*(getattr(self, field.name)[index] for field in fields(self)))
 
-    @property
-    def parts(self) -> Ints:
-        """Number of ranks of a stage that hold different parts of it."""
-        return np.where(self.sharded, self.size // self.pp, self.tp)
+    def degree(self, *axes: str) -> Ints:
+        """Number of ranks along some axes."""
+        return np.asarray(self.degrees[..., [column_of(axis) for axis in axes]].prod(axis=-1))
 
-    @property
+    @cached_property
+    def size(self) -> Ints:
+        """Ranks of the mesh."""
+        return np.asarray(self.degrees.prod(axis=-1))
+
+    @cached_property
+    def shares(self) -> Ints:
+        """Number of shares of a batch that ranks work on."""
+        return self.degree(*axes_dividing(Divided.ITEMS))
+
+    @cached_property
+    def stages(self) -> Ints:
+        """Number of pipeline stages."""
+        return self.degree(*axes_dividing(Divided.LAYERS))
+
+    @cached_property
+    def cuts(self) -> Ints:
+        """Number of parts into which matrices are cut."""
+        return self.degree(*axes_dividing(Divided.MATRICES))
+
+    @cached_property
+    def parts(self) -> Ints:
+        """Number of ranks of a stage that hold different parts of it: consecutive ones."""
+        return np.where(self.sharded, self.shares * self.cuts, self.cuts)
+
+    @cached_property
     def codes(self) -> Ints:
         """Integer code of each layout; equal codes mean equal layouts."""
-        degrees = ((self.first * 65536 + self.size) * 4096 + self.tp) * 4096 + self.pp
-        return (degrees * 2 + self.sharded) * len(TYPES) + self.dtype
+        code = self.first * 65536 + self.size
+        # The degree of the first axis follows from the size and the others.
+        others = self.degrees[..., 1:]
+        bits = _DEGREE_BITS // others.shape[-1]
+        assert others.size == 0 or others.max() < 1 << bits, "degrees fit their bits"
+        for column in range(others.shape[-1]):
+            code = (code << bits) + others[..., column]
+        return (code * 2 + self.sharded) * len(TYPES) + self.dtype
 
     def placements(self) -> list[Placement]:
         """Convert to placements; their micro-batch sizes are defaults and carry no meaning."""
-        rows = zip(*(getattr(self, field.name).tolist() for field in fields(self)), strict=True)
+        columns = (self.first, self.size, self.sharded, self.dtype, self.degrees)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
         return [
             Placement(
-                Mesh(f, n),
-                Strategy(dp=n // (tp * pp), tp=tp, pp=pp, zero=3 if sharded else 1, dtype=TYPES[dtype]),
+                Mesh(first, size),
+                Strategy(degrees=Degrees(tuple(degrees)), zero=3 if sharded else 1, dtype=TYPES[dtype]),
             )
-            for f, n, tp, pp, sharded, dtype in rows
+            for first, size, sharded, dtype, degrees in rows
         ]
 
 

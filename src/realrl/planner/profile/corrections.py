@@ -1,15 +1,23 @@
 """Correction factors for predicted call times, measured in runs."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import (
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from realrl.config.base import Settings
 from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import Head, ModelShape
+from realrl.plan.axes import Degrees, axis_names
 from realrl.plan.placement import Dtype, Strategy
 from realrl.program.memory import StoredModel
 
@@ -33,9 +41,8 @@ class Correction(Settings):
     shape: CorrectedShape
     head: Head
     dtype: Dtype
-    dp: PositiveInt
-    tp: PositiveInt
-    pp: PositiveInt
+    degrees: dict[str, PositiveInt]
+    """Degree of each axis; in files each is a field of its own."""
     micro_batch_tokens: PositiveInt
     sequence_parallel: bool
     recompute: bool
@@ -54,9 +61,7 @@ class Correction(Settings):
             shape=CorrectedShape(**model.shape.model_dump()),
             head=model.head,
             dtype=model.dtype_under(strategy),
-            dp=strategy.dp,
-            tp=strategy.tp,
-            pp=strategy.pp,
+            degrees=strategy.degrees.named(),
             micro_batch_tokens=strategy.micro_batch_tokens,
             sequence_parallel=strategy.sequence_parallel,
             recompute=strategy.recompute,
@@ -65,10 +70,24 @@ class Correction(Settings):
             steps=steps,
         )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_degrees(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or "degrees" in given:
+            return given
+        degrees = {axis: given[axis] for axis in axis_names() if axis in given}
+        return {**{name: value for name, value in given.items() if name not in degrees}, "degrees": degrees}
+
+    @model_serializer(mode="wrap")
+    def _spread_degrees(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        return {**fields.pop("degrees"), **fields}
+
     @property
     def about(self) -> tuple[object, ...]:
         """Key of the measured call; a newer correction replaces an older one of equal key."""
-        return tuple(getattr(self, name) for name in type(self).model_fields if name not in _OUTCOME)
+        fields = {name: getattr(self, name) for name in type(self).model_fields if name not in _OUTCOME}
+        return tuple({**fields, "degrees": Degrees.of(self.degrees)}.values())
 
     def distance(self, call: Call, model: StoredModel, strategy: Strategy) -> int | None:
         """Rate the distance to another call: 0 for an identical one, None for another kind of call or model."""
@@ -76,7 +95,7 @@ class Correction(Settings):
         theirs = (call.kind, _structure(model.shape), model.head, model.dtype_under(strategy), model.exact)
         if same != theirs:
             return None
-        pairs = ((self.dp, strategy.dp), (self.tp, strategy.tp), (self.pp, strategy.pp))
+        pairs = [*zip(Degrees.of(self.degrees).values, strategy.degrees.values, strict=True)]
         parallel = sum((mine > 1) != (theirs > 1) for mine, theirs in pairs)
         degrees = sum(mine != theirs for mine, theirs in pairs)
         others = (

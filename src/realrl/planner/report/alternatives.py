@@ -88,10 +88,12 @@ def _neighbours(scenario: Scenario, call: Call, placement: Placement) -> Iterato
         changes.append(replace(s, recompute=not s.recompute))
     if s.tp % 2 == 0:
         changes.append(
-            replace(s, tp=s.tp // 2, dp=2 * s.dp, sequence_parallel=s.sequence_parallel and s.tp > 2)
+            replace(
+                s.with_degrees(tp=s.tp // 2, dp=2 * s.dp), sequence_parallel=s.sequence_parallel and s.tp > 2
+            )
         )
     if s.pp % 2 == 0:
-        changes.append(replace(s, pp=s.pp // 2, dp=2 * s.dp))
+        changes.append(s.with_degrees(pp=s.pp // 2, dp=2 * s.dp))
     for strategy in changes:
         yield Placement(placement.mesh, strategy)
 
@@ -209,7 +211,7 @@ def _respect(chosen: Candidate, other: Candidate) -> str | None:
         return "size"
     if a.mesh != b.mesh:
         return "place"
-    if (a.strategy.tp, a.strategy.pp) != (b.strategy.tp, b.strategy.pp):
+    if a.strategy.degrees != b.strategy.degrees:
         return "degrees"
     if a.strategy.dtype != b.strategy.dtype:
         return "type"

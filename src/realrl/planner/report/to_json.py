@@ -123,9 +123,7 @@ def _call(call: CallEstimate) -> dict[str, Any]:
         }
     return {
         "mesh": str(call.placement.mesh),
-        "dp": strategy.dp,
-        "tp": strategy.tp,
-        "pp": strategy.pp,
+        **strategy.degrees.named(),
         "micro_batch_tokens": strategy.micro_batch_tokens,
         "sequence_parallel": strategy.sequence_parallel,
         "recompute": strategy.recompute,
@@ -178,9 +176,7 @@ def _alternative(alternative: Alternative) -> dict[str, Any]:
     return {
         "call": alternative.call,
         "mesh": str(alternative.placement.mesh),
-        "dp": strategy.dp,
-        "tp": strategy.tp,
-        "pp": strategy.pp,
+        **strategy.degrees.named(),
         "micro_batch_tokens": strategy.micro_batch_tokens,
         "recompute": strategy.recompute,
         "zero": strategy.zero,

@@ -19,10 +19,6 @@ ALL, SIZES, SIZE, TENSOR, LAYOUT, KIND, ALONE = range(7)
 """Levels of the hierarchy: sizes from one power of two to the next; candidates of one size keep copies of their
 role, or none does; those of one TP degree have meshes over equal parts of nodes, wherever they lie, and so have
 layouts; candidates of a kind differ only in where their mesh lies."""
-_COLUMNS = {SIZES: 1, SIZE: 3, TENSOR: 5, LAYOUT: 8}
-"""How many of the first columns of the table of kinds tell the groups of a level apart: power of two of the size;
-size and whether copies are kept; parts of nodes and TP degree; PP degree, whether data-parallel ranks share out
-parameters, and their type."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +94,16 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
     columns = tables.candidates(call)
     size = columns.end - columns.first
     layouts = tables.layouts(call)[columns.layout]
-    copies = layouts.tp * layouts.pp
+    copies = layouts.size // layouts.shares
     busy = np.zeros_like(columns.seconds) if tables.calls[call].is_function else columns.seconds
     sizes = (columns.weights, columns.resident, columns.base, columns.working, columns.limit)
-    shape = (_number_parts(tables, columns), layouts.tp, layouts.pp, layouts.sharded, layouts.dtype)
+    parts = _number_parts(tables, columns)
+    where = (*layouts.degrees.T, layouts.sharded, layouts.dtype)
     costs = (columns.seconds, columns.load, columns.unload, *sizes, columns.offloaded)
     power = np.frexp(size)[1]
-    table = np.stack([power, size, columns.keeps, *shape, *costs], axis=1)
+    table = np.stack([power, size, columns.keeps, parts, layouts.cuts, *where, *costs], axis=1)
+    # So many of the first columns tell the groups of a level apart.
+    deciding = {SIZES: 1, SIZE: 3, TENSOR: 5, LAYOUT: 5 + len(where)}
     _, kind = np.unique(table, axis=0, return_inverse=True)
     order = np.lexsort((columns.first, kind.reshape(-1)))  # kinds are numbered by size before all else
     sorted_kind = kind.reshape(-1)[order]
@@ -112,7 +111,7 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
         np.array([0]),
         *(
             np.flatnonzero(np.diff(table[order, :number], axis=0, prepend=-1.0).any(axis=1))
-            for number in _COLUMNS.values()
+            for number in deciding.values()
         ),
         np.flatnonzero(np.diff(sorted_kind, prepend=-1)),
         np.arange(len(order)),

@@ -35,10 +35,10 @@ def _find_undominated(layouts: Layouts, costs: CandidateCosts, *, by_mesh: bool)
     """Find the candidates that no other one dominates; of equal ones the first."""
     if by_mesh:
         # They exchange rows with the same ranks.
-        key = [layouts.first, layouts.size, layouts.size // (layouts.tp * layouts.pp)]
+        key = [layouts.first, layouts.size, layouts.shares]
     else:
         # They can share parameters, and keep copies or do not.
-        key = [layouts.codes, costs.sequence_parallel, costs.keeps]
+        key = [layouts.codes, costs.sequence_parallel.astype(np.int64), costs.keeps.astype(np.int64)]
     _, group = np.unique(np.stack(key), axis=1, return_inverse=True)
     group = group.reshape(-1)
     sizes = np.bincount(group)

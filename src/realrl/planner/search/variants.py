@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from realrl.plan.axes import Degrees
 from realrl.planner.arrays.arrays import Floats, Ints
 from realrl.planner.evaluate.activities import Facts
 from realrl.planner.evaluate.timeline import Timeline
@@ -85,10 +86,9 @@ class Variants:
         counts: Ints = layouts + facts.away.sum(axis=0) + copies + offloaded
         return counts
 
-    def _degrees(self, plan: Ints) -> tuple[tuple[int, int, int], ...]:
+    def _degrees(self, plan: Ints) -> tuple[Degrees, ...]:
         """Degrees of parallelism by call."""
-        placements = (self._candidates[c][i].placement for c, i in enumerate(plan))
-        return tuple((p.strategy.dp, p.strategy.tp, p.strategy.pp) for p in placements)
+        return tuple(self._candidates[c][i].placement.strategy.degrees for c, i in enumerate(plan))
 
     def _read(self, assignment: Assignment) -> Ints:
         return np.array([assignment[call.name] for call in self._tables.calls])

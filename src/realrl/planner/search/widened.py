@@ -34,7 +34,7 @@ def widen_plan(plan: Plan, by: int, cluster: Cluster) -> Plan:
     placements = {
         name: Placement(
             Mesh(by * place.mesh.first, by * place.mesh.size),
-            replace(place.strategy, dp=by * place.strategy.dp),
+            place.strategy.with_degrees(dp=by * place.strategy.dp),
         )
         for name, place in plan.placements.items()
     }

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from realrl.plan.axes import Divided, axes_dividing
 from realrl.plan.placement import Placement
 from realrl.planner.simulate.estimate import DeviceMemory, Footprint, NodeMemory
 from realrl.planner.simulate.memory_part import MemoryPart, PartKind
@@ -104,11 +105,11 @@ class _Devices:
         scenario = self._scenario
         call = scenario.graph.call(run.call)
         stages = scenario.memory.stages(call, model, run.placement, scenario.workload)
-        needed = stages[run.placement.pp_index(rank)].dynamic
+        needed = stages[run.placement.stage(rank)].dynamic
         return {MemoryPart(PartKind(name)): size for name, size in needed.items() if size}
 
 
-def _position(place: Placement, rank: int) -> tuple[int, int] | None:
-    """Pipeline stage and TP rank of a rank; None outside the mesh."""
+def _position(place: Placement, rank: int) -> tuple[int, ...] | None:
+    """Coordinates of a rank on the axes whose ranks have memory of different sizes; None outside the mesh."""
     inside = place.mesh.first <= rank < place.mesh.first + place.mesh.size
-    return (place.pp_index(rank), place.tp_index(rank)) if inside else None
+    return place.coordinates(rank, axes_dividing(Divided.LAYERS, Divided.MATRICES)) if inside else None

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from realrl.plan.axes import Degrees
 from realrl.plan.placement import Dtype, Placement
 
 
@@ -49,8 +50,7 @@ class Candidate:
         return held + self.working_bytes + self.weights_bytes * self.offload
 
     @property
-    def layout(self) -> tuple[int, int, int, int, bool, Dtype | None]:
+    def layout(self) -> tuple[int, Degrees, bool, Dtype | None]:
         """Key that is equal for two candidates exactly if their parameters have the same layout."""
-        p = self.placement
-        s = p.strategy
-        return p.mesh.first, p.mesh.size, s.tp, s.pp, s.shards_parameters, s.dtype
+        s = self.placement.strategy
+        return self.placement.mesh.first, s.degrees, s.shards_parameters, s.dtype

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from realrl.dataflow.call import Kind
+from realrl.plan.axes import list_degrees
 from realrl.plan.placement import Dtype, Mesh, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.workload.workload import CallWork
@@ -61,23 +62,21 @@ def list_strategies(
     dtypes: tuple[Dtype | None, ...] = (None,),
 ) -> Iterator[Strategy]:
     """Enumerate strategies on `size` devices; the TP degree divides `divided`, the devices of every node."""
-    for tp in (t for t in range(1, min(divided, size, heads) + 1) if divided % t == 0):
-        if size % tp:
-            continue
-        for pp in (p for p in range(1, min(layers, size // tp) + 1) if size // tp % p == 0):
-            dp = size // tp // pp
-            stages = tuple(stage for stage in zero if stage == 1 or dp > 1)
-            for tokens, recomputes, stage, dtype in product(micro_batch_tokens, recompute, stages, dtypes):
-                yield Strategy(
-                    dp=dp,
-                    tp=tp,
-                    pp=pp,
-                    micro_batch_tokens=tokens,
-                    sequence_parallel=tp > 1,
-                    recompute=recomputes,
-                    zero=stage,
-                    dtype=dtype,
-                )
+    allowed = {
+        "tp": [tp for tp in range(1, min(divided, heads) + 1) if divided % tp == 0],
+        "pp": range(1, layers + 1),
+    }
+    for degrees in list_degrees(size, allowed, rest="dp"):
+        stages = tuple(stage for stage in zero if stage == 1 or degrees["dp"] > 1)
+        for tokens, recomputes, stage, dtype in product(micro_batch_tokens, recompute, stages, dtypes):
+            yield Strategy(
+                degrees=degrees,
+                micro_batch_tokens=tokens,
+                sequence_parallel=degrees["tp"] > 1,
+                recompute=recomputes,
+                zero=stage,
+                dtype=dtype,
+            )
 
 
 def list_micro_batches(kind: Kind, work: CallWork) -> tuple[int, ...]:

@@ -80,7 +80,7 @@ def drop_dominated(ways: Ways) -> Ways:
     strategies = [ways.strategies[i] for i in ways.strategy.tolist()]
     layouts: dict[tuple[object, ...], list[int]] = {}
     for i, (s, keep) in enumerate(zip(strategies, ways.keep.tolist(), strict=True)):
-        key = s.dp, s.tp, s.pp, s.sequence_parallel, s.dtype, s.shards_parameters, keep
+        key = s.degrees, s.sequence_parallel, s.dtype, s.shards_parameters, keep
         layouts.setdefault(key, []).append(i)
     loaded = [np.where(ways.offload, column, 0.0) for column in (ways.weights_bytes, *ways.moving_seconds)]
     held = [ways.resident_bytes, ways.working_bytes, ways.weights_bytes, -ways.base_bytes, ways.host_bytes]

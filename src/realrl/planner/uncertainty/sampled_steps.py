@@ -94,7 +94,7 @@ def sample_call(
 ) -> Samples:
     """Sample the seconds of a call, of which the `terms` are predicted."""
     spread = errors.spread
-    layout = (call, device, strategy.dp, strategy.tp, strategy.pp)
+    layout = (call, device, strategy.degrees)
     seconds = np.zeros(draws.count)
     for name, predicted in terms.items():
         if name != _BUBBLE:

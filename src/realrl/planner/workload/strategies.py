@@ -6,6 +6,7 @@ from typing import Self
 
 import numpy as np
 
+from realrl.plan.axes import Degrees
 from realrl.plan.placement import Dtype, Strategy
 from realrl.planner.arrays.arrays import Bools, Ints
 
@@ -18,6 +19,7 @@ class Strategies:
     sequence_parallel: bool
     dtype: Dtype | None
     zero: int
+    degrees: tuple[Degrees, ...]
     dp: Ints
     pp: Ints
     micro_batch_tokens: Ints
@@ -32,6 +34,7 @@ class Strategies:
             sequence_parallel=first.sequence_parallel,
             dtype=first.dtype,
             zero=first.zero,
+            degrees=tuple(s.degrees for s in alike),
             dp=np.array([s.dp for s in alike]),
             pp=np.array([s.pp for s in alike]),
             micro_batch_tokens=np.array([s.micro_batch_tokens for s in alike]),

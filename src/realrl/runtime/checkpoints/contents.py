@@ -96,6 +96,8 @@ class CheckpointContents:
 def _add_trained(state: dict[str, TensorPieces], role: str, trainer: Trainer, *, whole: bool) -> None:
     """Add the parts that this rank updates: all of them or, unless `whole`, those that it alone accounts for."""
     optimizer, model = trainer.optimizer, trainer.model
+    if not whole and model.layout.placement.is_copy(model.rank):
+        return
     locals_ = {local.region.tensor: local for local in trainer.updated.layout.tensors(model.rank)}
     flat = {kind: trainer.memory.find_values(moment).detach() for kind, moment in optimizer.moments.items()}
     master = optimizer.master
@@ -117,8 +119,10 @@ def _add_trained(state: dict[str, TensorPieces], role: str, trainer: Trainer, *,
 
 def _add_replicated(state: dict[str, TensorPieces], role: str, model: Model, held: LocalSet) -> None:
     """Add tensors that are not trained: of n data-parallel ranks that have them alike, each adds one in n."""
-    data = model.groups.data
-    sharded = held.layout.placement.strategy.shards_parameters
+    data, placement = model.groups.data, held.layout.placement
+    if placement.is_copy(model.rank):
+        return
+    sharded = placement.strategy.shards_parameters
     flat = held.memory.find_values(held.buffer.data)
     for i, local in enumerate(held.layout.tensors(model.rank)):
         first, end = find_counted_elements(model, local)

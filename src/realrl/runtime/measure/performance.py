@@ -159,7 +159,7 @@ class Performance:
             if span.alone:
                 continue  # a function, beside which its rank does other things, or waiting for one
             # Replicas generate each for itself; other ranks meet.
-            group_of = self.plan[span.name].dp_index if span.name in generates else lambda _: 0
+            group_of = self.plan[span.name].item_index if span.name in generates else lambda _: 0
             for rank, seconds in span.measure_busy(group_of).items():
                 busy[rank] += seconds
         return [min(1.0, max(0.0, 1 - seconds / step.seconds)) for seconds in busy]

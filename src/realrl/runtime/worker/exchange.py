@@ -32,7 +32,7 @@ class Exchange:
     def send(self, send: Send, store: Store) -> None:
         """Post the rows for every receiver; what this rank itself needs stays where it is."""
         producer, consumer = store.graph.call(send.producer), store.graph.call(send.consumer)
-        source = store.plan[producer.name].dp_index(self._process.rank)
+        source = store.plan[producer.name].item_index(self._process.rank)
         for receiver in send.receivers:
             ids = self._moving(store, producer, source, consumer, receiver)
             if receiver != self._process.rank and ids:
@@ -108,7 +108,7 @@ class Exchange:
 
     def _moving(self, store: Store, producer: Call, source: int, consumer: Call, receiver: int) -> list[int]:
         """List the items of `producer` on its DP rank `source` that `consumer` needs on `receiver`."""
-        there = set(store.items(consumer, store.plan[consumer.name].dp_index(receiver)))
+        there = set(store.items(consumer, store.plan[consumer.name].item_index(receiver)))
         return [i for i in store.items(producer, source) if i in there]
 
     def _post(self, message: Tensor, receiver: int, tag: int) -> None:

@@ -41,7 +41,7 @@ def list_kept_decoding(experiment: Experiment, compiled: Compiled, process: Proc
         stages = scenario.memory.stages(
             scenario.graph.call(run.call), memory.stored[run.role], run.placement, scenario.workload
         )
-        parts = stages[run.placement.pp_index(rank)].dynamic
+        parts = stages[run.placement.stage(rank)].dynamic
         found = kept | {run.call: sum(parts.get(part, 0) for part in _PARTS)}
         # In an evaluation nothing is kept, so that its calls come on top of all that is.
         if parts.get("graphs") and all(

@@ -181,7 +181,7 @@ class Worker:
     def _start(self, run: Run, now: _Step) -> None:
         """Start a function in the background, unless this rank has no items for it."""
         call, method = now.store.graph.call(run.call), self._algorithm.method(run.call)
-        batch = now.store.batch(call, run.placement.dp_index(self._process.rank))
+        batch = now.store.batch(call, run.placement.item_index(self._process.rank))
         if not len(batch):
             now.metrics.setdefault(call.name, Metrics())
             return
@@ -219,7 +219,7 @@ class Worker:
         returned = self._functions.collect(function)
         after = time.monotonic()
         call, store = now.store.graph.call(function), now.store
-        ids = store.items(call, store.plan[function].dp_index(self._process.rank))
+        ids = store.items(call, store.plan[function].item_index(self._process.rank))
         for key in call.outputs:
             store.put(key, ids, returned.outputs[key])
         # Those of other ranks may have come before.
@@ -249,7 +249,7 @@ class Worker:
         store = now.store
         step = now.input
         call = store.graph.call(run.call)
-        dp = run.placement.dp_index(self._process.rank)
+        dp = run.placement.item_index(self._process.rank)
         batch = store.batch(call, dp)
         model = self._roles.model(run.role, run.placement)
         model.counts.reset()
@@ -303,7 +303,7 @@ class Worker:
             store.put(key, batch.ids, batch[key.removeprefix(call.prefix)])
 
     def _train(self, run: Run, call: Call, batch: Batch, now: _Step) -> Metrics:
-        minibatches = now.store.assignment(call)[run.placement.dp_index(self._process.rank)]
+        minibatches = now.store.assignment(call)[run.placement.item_index(self._process.rank)]
         position = {item: i for i, item in enumerate(batch.ids)}
         return self._roles.trainers[call.model_role].train(
             batch,

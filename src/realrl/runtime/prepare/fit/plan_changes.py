@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.plan.axes import list_degrees
 from realrl.plan.placement import Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.estimate import Footprint
@@ -70,7 +71,11 @@ def _file_changes(
             yield [_listed("offload", role)]
     if call is not None and call.name in plan.placements:
         yield [
-            _strategy(f"dp: {s.dp}, tp: {s.tp}, pp: {s.pp}", together, dp=s.dp, tp=s.tp, pp=s.pp)
+            _strategy(
+                ", ".join(f"{axis}: {degree}" for axis, degree in s.degrees.named().items()),
+                together,
+                degrees=s.degrees,
+            )
             for s in _more_parts(plan[call.name], plan.cluster.largest_node)
         ]
 
@@ -113,13 +118,10 @@ def _unlisted(key: str, role: str) -> Change:
 
 def _more_parts(place: Placement, most: int) -> list[Strategy]:
     """Divide the model into more parts on the same mesh, as few as possible first, `most` of tensor parallelism."""
-    old, found = place.strategy, []
-    tp = old.tp
-    while tp <= most:
-        pp = old.pp
-        while tp * pp <= place.mesh.size:
-            if place.mesh.size % (tp * pp) == 0:
-                found.append(replace(old, dp=place.mesh.size // (tp * pp), tp=tp, pp=pp))
-            pp *= 2
-        tp *= 2
+    old, size = place.strategy, place.mesh.size
+    allowed = {
+        "tp": [old.tp << doublings for doublings in range((most // old.tp).bit_length())],
+        "pp": [old.pp << doublings for doublings in range((size // old.pp).bit_length())],
+    }
+    found = (replace(old, degrees=degrees) for degrees in list_degrees(size, allowed, rest="dp"))
     return sorted((s for s in found if s != old), key=lambda s: (-s.dp, s.pp))
