@@ -4,7 +4,8 @@
     python tools/operator_tables.py
 
 Every tenth row of each table, chosen by a hash of its sizes, is held out: the script prints how far the tables are
-off on these rows, and writes some of them to `bench/reference/operators.json`, for tests. It needs numpy and pyarrow, which the project requires anyway.
+off on these rows, and writes some of them to `bench/reference/operators.json`, for tests.
+It needs numpy and pyarrow, which the project requires anyway.
 """
 
 import hashlib
