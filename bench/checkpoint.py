@@ -4,7 +4,7 @@
     python bench/checkpoint.py [--cases ppo disk] [--steps N] [--rounds N] [--json FILE]
 
 `ppo` runs the demo's PPO stage with a checkpoint before every other step. It reports the median time of steps
-with a checkpoint over that of steps without, for asynchronous checkpoints and for checkpoints that training
+with a checkpoint over the median of steps without, for asynchronous checkpoints and for checkpoints that training
 waits for. `control` is the same ratio if none is written. `seconds` is the cost of a checkpoint after that
 correction.
 

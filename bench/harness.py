@@ -52,7 +52,7 @@ class Results:
 
 
 def read_processor_name() -> str:
-    """Read the processor's name from /proc, or ask the platform if there is no /proc."""
+    """Read the processor's name from /proc, or ask the platform."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -91,7 +91,7 @@ def list_demo_overrides(demo: Path) -> list[str]:
 
 
 class SilentObserver:
-    """Observer of a run that ignores everything it is told."""
+    """Observer of a run that ignores everything."""
 
     def begin(self, experiment: object, steps: int) -> None:
         """Ignore the beginning."""

@@ -1,4 +1,4 @@
-"""Kill processes of runs at points chosen by a seed, and compare the final models with those of undisturbed runs.
+"""Kill processes of runs at points chosen by a seed, and compare the final models with undisturbed runs.
 
     python bench/kill.py [--points 80] [--seed 1] [--out DIR]
 
@@ -160,7 +160,7 @@ class World:
 
 @dataclass
 class Ended:
-    """End of a run: what was wrong, digests of its final files by name, and the kill points that it reached."""
+    """End of a run: errors, digests of its final files by name, and the kill points that it reached."""
 
     wrong: list[str]
     final: dict[str, str]
@@ -250,7 +250,7 @@ def read_verbs(run_dir: Path, size: int) -> dict[int, Counter[str]]:
 
 
 def main() -> None:
-    """Run cases until there are enough kills; print what was wrong."""
+    """Run cases until there are enough kills; print all errors."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -14,8 +14,8 @@ length unless the row says that their lengths vary around a published mean (`var
 grpo: generation, two inference calls (old and reference log-probabilities) and training, one after the other.
 
 If only the mean length of answers is published, the lengths follow an exponential distribution up to the
-limit. Attention of training is torch's FlashAttention 2 unless the row says 3. The host is assumed to be that
-of this engine.
+limit. Attention of training is torch's FlashAttention 2 unless the row says 3. The host is assumed to be as
+fast as with this engine.
 
     python bench/published_rows.py [--json FILE]
 """

@@ -71,7 +71,7 @@ LENGTHS = {"windows": (32, 224)}
 """The same for sizes that differ."""
 SEARCHED = "searched"
 FINALISTS = 2
-"""Plans beside the searched one that run again."""
+"""Number of plans that run again beside the searched plan."""
 TRIED = 3
 """Plans that `--try` would measure."""
 FINAL = "final "
@@ -197,7 +197,7 @@ class World:
         train_bpe([text[:400] for text in self._texts], VOCABULARY).save_pretrained(str(root / "tokenizer"))
 
     def records(self, prompt: int, answer: int) -> Path:
-        """Write records with prompts and pairs of answers of at most so many tokens; most words are one token."""
+        """Write records with prompts and pairs of answers of limited length; most words are one token."""
         path = self.root / f"records-{prompt}-{answer}.jsonl"
         with path.open("w", encoding="utf-8") as file:
             for i, text in enumerate(self._texts):

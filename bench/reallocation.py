@@ -1,6 +1,6 @@
 """Time reallocations between local processes, beside other ways to the same parameters.
 
-For pairs of layouts and sizes of models, medians over rounds in which all ways take turns:
+For pairs of layouts and sizes of models, medians over rounds. All ways take turns in a round:
 
 - ours: `Reallocator.run` between existing float32 buffers, compiled before;
 - p2p: the same bytes between the same ranks, one plain message for each pair, all at once. Bytes that stay on

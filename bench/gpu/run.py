@@ -1,8 +1,8 @@
 """Training, decoding, GRPO and PPO on one GPU, beside the GPU's peaks and other systems measured in the same run.
 
-Shapes are those of Qwen2.5 (0.5B, 1.5B, 7B) with random bfloat16 weights. The peaks come from a large product
+Shapes are Qwen2.5 0.5B, 1.5B and 7B, with random bfloat16 weights. The peaks come from a large product
 and a large copy. Training of the 7B shape uses 8 of 28 layers, since the optimizer state of more does not
-fit. Results are written after each measurement, so an interrupted run keeps what it has.
+fit. Results are written after each measurement, so an interrupted run keeps its results.
 
     python bench/gpu/run.py [--only training decoding grpo ppo] [--device cuda] [--out FILE.md]
 

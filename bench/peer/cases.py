@@ -221,7 +221,7 @@ def reward(completions: list[str], completion_ids: list[list[int]], **fields: An
 
 
 class Turns:
-    """A side's end of the protocol: it waits for its turn before each step and reports what the step took."""
+    """A side's end of the protocol: it waits for its turn before each step and reports the costs of the step."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
@@ -237,7 +237,7 @@ class Turns:
         self._say({})
 
     def done(self, tokens: int) -> None:
-        """Report what the step took, and wait for the next turn. `tokens` counts no padding."""
+        """Report the costs of the step, and wait for the next turn. `tokens` counts no padding."""
         seconds = time.perf_counter() - self._begin
         processor = time.process_time() - self._processor
         self.step += 1
