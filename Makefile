@@ -51,21 +51,16 @@ gpu-check: $(READY)  ## the tests that need one CUDA device, and those that need
 		|| { echo "there is no CUDA device here" >&2; exit 2; }
 	PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH $(RUN) -m pytest -m "gpu or gpu2" $(GPU_TESTS)
 
-gpu-bench: $(READY)  ## training, decoding, GRPO and PPO on one GPU, into docs/benchmarks-gpu.md
+gpu-bench: $(READY)  ## training, decoding, GRPO and PPO on one GPU, into docs/notes/benchmarks-gpu.md
 	PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH $(RUN) bench/gpu/run.py
 
 bench: $(STAMP)  ## the measurements that need no CUDA device
 	$(BIN)/python demo/prepare.py
-	$(BIN)/python bench/sft_throughput.py
 	$(BIN)/python bench/peers.py
 	$(BIN)/python bench/reallocation.py
 	$(BIN)/python bench/route_bounds.py
-	$(BIN)/python bench/reallocation_bytes.py
 	$(BIN)/python bench/search.py
-	$(BIN)/python bench/reference_table.py
 	$(BIN)/python bench/published_rows.py
-	$(BIN)/python bench/messages.py
-	$(BIN)/python bench/shards.py
 	$(BIN)/python bench/reality.py
 
 venv: $(STAMP)

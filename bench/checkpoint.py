@@ -1,17 +1,18 @@
-"""Cost of checkpoints: of training steps during which one is written, and of one gigabyte beside the plain disk.
+"""Measure the cost of checkpoints: in training steps, and of one gigabyte beside a plain file.
 
-    make demo                   # models and data of the first case; or --cases disk
+    make demo                   # models and data of the first case, unless --cases disk
     python bench/checkpoint.py [--cases ppo disk] [--steps N] [--rounds N] [--json FILE]
 
-`ppo`: the demo's PPO stage, where a checkpoint begins before every other step. Reported is the median time of
-steps with a checkpoint, the call that begins it included, over that of steps without, for asynchronous
-checkpoints and for those that training waits for; `control` is the same ratio where none is written, and
-`seconds` what a checkpoint costs. `disk`: one gigabyte of tensors written and read as a checkpoint, and as one
-plain file, in turns; both are on disk (fsync) in the end, and are read from it where the system lets go of its
-copy. And the peak of resident memory while a checkpoint is written, over that before.
+`ppo` runs the demo's PPO stage with a checkpoint before every other step. It reports the median time of steps
+with a checkpoint over the median of steps without, for asynchronous checkpoints and for checkpoints that training
+waits for. `control` is the same ratio if none is written. `seconds` is the cost of a checkpoint after that
+correction.
+
+`disk` writes and reads one gigabyte of tensors as a checkpoint and as one plain file, in turns. Both are
+synced to disk. Reads come from the disk if the system drops its cached copy. The last figure is the peak of
+resident memory while a checkpoint is written, over the memory before.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -23,50 +24,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_file import ResultsFile
+from harness import ROOT, Results, SilentObserver, list_demo_overrides, make_parser
 
 from realrl.checkpoint.state.manifest import read_manifest
 from realrl.checkpoint.state.pieces import TensorPieces
 from realrl.checkpoint.state.reader import read_state
 from realrl.checkpoint.state.writer import write_state
 from realrl.recipe.load import load_experiment
-from realrl.runtime.observer import MetricsRecord
 from realrl.runtime.train import train
 from realrl.runtime.training_run import TrainingRun
 
-ROOT = Path(__file__).parents[1]
 TENSORS, ELEMENTS = 16, 1 << 24
 """Tensors of the gigabyte, and float32 elements of each."""
 
 
-class Silent:
-    """Listener that ignores what it is told."""
-
-    def begin(self, *_: object) -> None:
-        """Ignore the beginning."""
-
-    def note(self, *_: object) -> None:
-        """Ignore a note."""
-
-    def record(self, record: MetricsRecord) -> None:
-        """Ignore a record."""
-
-    def costs(self, *_: object) -> None:
-        """Ignore the costs."""
-
-    def end(self, *_: object) -> None:
-        """Ignore the end."""
-
-
 class TimedRun(TrainingRun):
-    """Run with a checkpoint before every other step, whose steps are timed with what comes before them."""
+    """Run with a checkpoint before every other step. A step's time includes the checkpoint before it."""
 
     seconds: dict[bool, list[float]]
     writes = True
-    """Whether checkpoints are written; without, it shows how steps that take turns differ anyway."""
+    """Whether checkpoints are written. Without them, the run shows how even and odd steps differ anyway."""
 
     def execute(self, started: float) -> None:
-        """Train, noting the seconds of each step by whether a checkpoint was begun before it."""
+        """Train, and sort the seconds of steps by whether a checkpoint began before them."""
         type(self).seconds = {True: [], False: []}
         super().execute(started)
 
@@ -87,18 +67,14 @@ def measure_steps(demo: Path, steps: int, *, asynchronous: bool, writes: bool = 
         changes = [
             f"run_dir={scratch}/run",
             f"training.steps={steps}",
-            f"data.train={demo}/data/demo/prompts_train.jsonl",
-            "data.eval=null",
-            "evaluation={}",
-            f"models.actor.path={demo}/runs/demo/sft/final",
-            f"models.reward.path={demo}/runs/demo/reward/final",
+            *list_demo_overrides(demo),
             "cluster=1x1",
             "plan=symmetric",
             "checkpoint.minutes=null",
             f"checkpoint.asynchronous={json.dumps(asynchronous)}",
         ]
         recipe = str(ROOT / "recipes" / "demo" / "ppo.yaml")
-        train(load_experiment(recipe, changes), Silent(), TimedRun)
+        train(load_experiment(recipe, changes), SilentObserver(), TimedRun)
     # The first steps allocate memory.
     with_one, without = (statistics.median(TimedRun.seconds[saves][2:]) for saves in (True, False))
     return {"with": with_one, "without": without, "ratio": with_one / without}
@@ -115,7 +91,7 @@ def make_state() -> dict[str, TensorPieces]:
 
 
 def drop_copies(*files: Path) -> None:
-    """Have the system let go of its copies of files in memory, where it does."""
+    """Ask the system to drop its cached copies of files."""
     for file in files:
         with suppress(OSError, AttributeError), file.open("rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -129,7 +105,7 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def measure_disk(directory: Path, rounds: int) -> dict[str, float]:
-    """Time writing and reading of one gigabyte, as a checkpoint and as one file, in turns."""
+    """Time writing and reading one gigabyte, as a checkpoint and as one file, in turns."""
     state = make_state()
     plain = directory / "plain.bin"
     found: dict[str, list[float]] = {name: [] for name in ("write", "plain write", "read", "plain read")}
@@ -185,17 +161,14 @@ def measure_peak(directory: Path, state: dict[str, TensorPieces]) -> dict[str, f
 
 def main() -> None:
     """Measure the chosen cases."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--cases", nargs="+", choices=("ppo", "disk"), default=("ppo", "disk"))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--demo", type=Path, default=ROOT, help="directory in which make demo was run")
     parser.add_argument("--directory", type=Path, default=None, help="directory on the disk to measure")
-    parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()
-    results = ResultsFile(arguments.json)
+    results = Results(arguments.json)
     found: dict[str, Any] = {}
     if "ppo" in arguments.cases:
         demo, steps = arguments.demo.resolve(), arguments.steps
@@ -203,7 +176,7 @@ def main() -> None:
         for asynchronous in (True, False):
             name = "ppo asynchronous" if asynchronous else "ppo waiting"
             figures = measure_steps(demo, steps, asynchronous=asynchronous)
-            # Steps that take turns differ anyway, by what they generate.
+            # Even and odd steps differ anyway, because they generate different answers.
             expected = figures["without"] * control["ratio"]
             found[name] = {**figures, "control": control["ratio"], "seconds": figures["with"] - expected}
     if "disk" in arguments.cases:

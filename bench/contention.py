@@ -1,13 +1,13 @@
-"""Steps of the demos, and of a plain `transformers` training loop, beside other busy processes.
+"""Measure steps of the demos, and of a plain `transformers` training loop, beside busy processes.
 
-The demos must have been run (`make demo`, `make demo-grpo`): their data and models are read. Each way of training
-is started once and goes on while busy loops come and go in turns: none, one, two, none, and so on. A step counts if
-it began and ended under one load, and the first step of every turn is left out.
+It reads the data and models of a finished `make demo` and `make demo-grpo`. Each training is started once and
+keeps running while busy loops come and go in turns: none, one, two, none, and so on. A step counts if it
+began and ended under one load; the first step of every turn does not count.
 
     python bench/contention.py [--stages sft ppo grpo transformers] [--processes 1 2] [--rounds 5] [--json FILE]
 
-The fair share: n threads of ours and k loops on n cores share them evenly, so that a step takes (n + k) / n of its
-quiet time. `beside fair` is how much longer than that it takes.
+The fair share: n training threads and k loops on n cores share them evenly, so a step takes (n + k) / n of
+its quiet time. `beside_fair` is the measured ratio over this one.
 """
 
 import argparse
@@ -24,26 +24,25 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from results_file import ResultsFile
+from harness import ROOT, Results, make_parser, read_steps
 
-ROOT = Path(__file__).parents[1]
 STAGES = {"sft": "demo/sft", "ppo": "demo/ppo", "grpo": "demo_grpo/grpo"}
 LOADS = (0, 1, 2)
 """Busy loops beside the training."""
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 PATIENCE = 600
-"""Seconds after which a step that does not end is an error."""
+"""Seconds after which a missing step is an error."""
 
 
 class Loops:
-    """Busy loops, of which as many as are wanted run and the others are stopped."""
+    """Busy loops, some running and the others stopped."""
 
     def __init__(self, most: int) -> None:
         self._all = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(most)]
         self.run(0)
 
     def run(self, count: int) -> None:
-        """Let so many loops run."""
+        """Let `count` loops run, and stop the others."""
         for number, loop in enumerate(self._all):
             loop.send_signal(signal.SIGCONT if number < count else signal.SIGSTOP)
 
@@ -56,32 +55,23 @@ class Loops:
 
 @contextmanager
 def training(command: Sequence[str], demo: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a training beside the block, and end it and its ranks."""
+    """Run a training beside the block, then kill it and its ranks."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=demo, stdout=output, stderr=output, start_new_session=True)
     try:
         yield process
     finally:
-        # It may have ended by itself, with an error.
+        # The training may have ended with an error.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def read_seconds(metrics: Path) -> list[float]:
-    """Read the seconds of the training steps that have ended."""
-    if not metrics.exists():
-        return []
-    # A line may be half written.
-    lines = metrics.read_text().rpartition("\n")[0].splitlines()
-    return [row["seconds"] for row in map(json.loads, lines) if row["kind"] == "train"]
-
-
 def measure(
-    command: Sequence[str], metrics: Path, demo: Path, rounds: int, steps: int
+    command: Sequence[str], run_dir: Path, demo: Path, rounds: int, steps: int
 ) -> dict[int, list[float]]:
-    """Measure the median seconds of a few steps of every turn, by busy loops."""
-    log = metrics.with_name("contention.log") if metrics.parent.exists() else Path(f"{metrics.parent}.log")
+    """Measure the median seconds of a few steps of every turn, by number of busy loops."""
+    log = Path(f"{run_dir}.log")
     loops = Loops(max(LOADS))
     found: dict[int, list[float]] = {load: [] for load in LOADS}
     try:
@@ -89,7 +79,7 @@ def measure(
 
             def wait_for(count: int) -> list[float]:
                 end = time.monotonic() + PATIENCE
-                while len(seconds := read_seconds(metrics)) < count:
+                while len(seconds := [step["seconds"] for step in read_steps(run_dir)]) < count:
                     if process.poll() is not None or time.monotonic() > end:
                         sys.exit(f"{' '.join(command)}: no step {count}: {log.read_text()[-2000:]}")
                     time.sleep(0.02)
@@ -100,8 +90,8 @@ def measure(
             for _ in range(rounds):
                 for load in LOADS:
                     loops.run(load)
-                    # The step that is under way had the other load.
-                    before = len(read_seconds(metrics)) + 2
+                    # The step under way has the previous load.
+                    before = len(read_steps(run_dir)) + 2
                     found[load].append(median(wait_for(before + steps)[before:]))
     finally:
         loops.end()
@@ -109,7 +99,7 @@ def measure(
 
 
 def summarise(found: dict[int, list[float]], threads: int) -> dict[str, Any]:
-    """Compare turns under load with the quiet turn of the same round."""
+    """Compare every loaded turn with the quiet turn of its round."""
     result: dict[str, Any] = {"quiet_s": round(median(found[0]), 4)}
     for load in LOADS[1:]:
         ratios = [loaded / quiet for loaded, quiet in zip(found[load], found[0], strict=True)]
@@ -123,7 +113,7 @@ def summarise(found: dict[int, list[float]], threads: int) -> dict[str, Any]:
 
 
 def train_with_transformers(model: Path, texts: Path, metrics: Path) -> None:
-    """Fine-tune a model by a plain loop, and write the seconds of every step, until the process is ended."""
+    """Fine-tune a model in a plain loop, and write the seconds of every step, until the process is killed."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -148,7 +138,7 @@ def train_with_transformers(model: Path, texts: Path, metrics: Path) -> None:
 
 
 def list_ways(stages: Sequence[str], processes: Sequence[int]) -> Iterator[tuple[str, str, int]]:
-    """List names, stages and process counts of what is measured."""
+    """List the names, stages and process counts to measure."""
     for stage in stages:
         if stage == "transformers":
             yield stage, stage, 1
@@ -158,35 +148,38 @@ def list_ways(stages: Sequence[str], processes: Sequence[int]) -> Iterator[tuple
 
 
 def main() -> None:
-    """Measure every way, and print and store the seconds and ratios."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    """Measure all stages; print and write seconds and ratios."""
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--stages", nargs="+", choices=[*STAGES, "transformers"], default=[*STAGES, "transformers"]
     )
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="steps of a turn that count")
+    parser.add_argument("--steps", type=int, default=3, help="steps that count in a turn")
     parser.add_argument("--demo", type=Path, default=ROOT, help="directory in which the demos were run")
-    parser.add_argument("--json", type=Path, default=ROOT / "bench/results/contention.json")
     parser.add_argument("--plain-loop", nargs=3, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.plain_loop:
         train_with_transformers(*options.plain_loop)
-    results = ResultsFile(options.json, ("torch", "transformers"))
+    results = Results(options.json, ("torch", "transformers"))
     for name, stage, count in list_ways(options.stages, options.processes):
         with tempfile.TemporaryDirectory(prefix="realrl-contention-") as scratch:
-            metrics = Path(scratch) / "run" / "metrics.jsonl"
+            run_dir = Path(scratch) / "run"
             if stage == "transformers":
-                metrics.parent.mkdir()
+                run_dir.mkdir()
                 model = options.demo / "runs/demo/sft/final"
-                inputs = [str(model), str(options.demo / "data/demo/sft_train.jsonl"), str(metrics)]
+                inputs = [
+                    str(model),
+                    str(options.demo / "data/demo/sft_train.jsonl"),
+                    str(run_dir / "metrics.jsonl"),
+                ]
                 command = [sys.executable, __file__, "--plain-loop", *inputs]
             else:
                 changes = ["training.steps=100000", "evaluation.every=null"]
-                changes += [f"cluster=cpu:1x{count}", f"run_dir={scratch}/run"]
+                changes += [f"cluster=cpu:1x{count}", f"run_dir={run_dir}"]
                 recipe = str(ROOT / "recipes" / f"{STAGES[stage]}.yaml")
                 command = [sys.executable, "-m", "realrl", "train", recipe, *changes]
-            found = measure(command, metrics, options.demo.resolve(), options.rounds, options.steps)
+            found = measure(command, run_dir, options.demo.resolve(), options.rounds, options.steps)
         result = summarise(found, CORES)
         print(name, result, flush=True)
         results.add(name, {"rounds": options.rounds, "steps": options.steps, **result})

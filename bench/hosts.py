@@ -1,45 +1,48 @@
-"""The demo's PPO stage on one host, on two in network namespaces (without and with latency, with a cut cable, with
-a host that is lost), and on a Ray cluster of two local nodes.
+"""Run the demo's PPO stage on several hosts, and compare it with a run on one host.
+
+Hosts are network namespaces of this machine. Cases: two hosts; with latency; with a cut cable; with a lost
+host; and a Ray cluster of two local nodes. The table says whether metrics and final weights equal those of
+one host, and the seconds of a step.
 
     python bench/hosts.py --steps 4
 
-Needs root on Linux, ray, and what `make demo` has made. Prints whether metrics and final weights are those of one
-host, and seconds per step.
+Needs root on Linux, ray, and a finished `make demo`.
 """
 
 import argparse
-import json
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from harness import ROOT, list_demo_overrides, read_lines, read_steps
+
 sys.path.insert(0, str(ROOT))
 
-from tests.hosts.network import Hosts, why_no_hosts  # noqa: E402
-from tests.hosts.ray_nodes import make_ray_nodes  # noqa: E402
+from tests.hosts.network import Hosts, why_no_hosts
+from tests.hosts.ray_nodes import make_ray_nodes
 
 LIMIT = 3600.0
 SMALL = 1e-3
-"""Values below which a metric is rounding, such as the KL divergence before anything was learnt."""
+"""A smaller metric is rounding noise, such as the KL divergence before the first update."""
 CASES = ("hosts", "latency", "cut", "lost", "ray")
-"""Two hosts; with latency; with a cable that is cut in a step and back 30 s later; one of two hosts switched off
-for good and another one added; a Ray cluster of two nodes."""
+"""`cut`: the cable is cut during a step and restored 30 s later. `lost`: one of two hosts is switched off for
+good, and another one joins later."""
 
 
 def main() -> None:
     """Run all cases and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--demo", type=Path, default=ROOT, help="where `make demo` has made runs/ and data/")
-    parser.add_argument("--delay", type=float, default=0.05, help="seconds each way")
+    parser.add_argument("--demo", type=Path, default=ROOT, help="directory in which `make demo` was run")
+    parser.add_argument("--delay", type=float, default=0.05, help="latency in each direction, in seconds")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help="all by default")
     given = parser.parse_args()
     reason = why_no_hosts() or ("" if find_spec("ray") else "needs ray: pip install 'realrl[ray]'")
@@ -54,7 +57,7 @@ def main() -> None:
 
 
 def run_case(case: str, directory: Path, given: argparse.Namespace) -> Path:
-    """Run a case in a new directory; return the run's."""
+    """Run a case in a new directory; return the run's directory."""
     if case == "ray":
         with make_ray_nodes(1, 1):
             return run_locally(directory, given, "cluster=2x1", "launch.by=ray")
@@ -65,19 +68,13 @@ def run_case(case: str, directory: Path, given: argparse.Namespace) -> Path:
 
 
 def list_overrides(run: Path, given: argparse.Namespace) -> list[str]:
-    """Settings of the demo's recipe, with its files under `given.demo`."""
-    demo = given.demo.resolve()
-    return [
-        *(f"run_dir={run}", "overwrite=false", f"training.steps={given.steps}"),
-        *("checkpoint.every=1", "data.eval=null", "evaluation.judge=null"),
-        f"data.train={demo}/data/demo/prompts_train.jsonl",
-        f"models.actor.path={demo}/runs/demo/sft/final",
-        f"models.reward.path={demo}/runs/demo/reward/final",
-    ]
+    """List the overrides of the demo's recipe."""
+    own = [f"run_dir={run}", "overwrite=false", f"training.steps={given.steps}", "checkpoint.every=1"]
+    return [*own, *list_demo_overrides(given.demo)]
 
 
 def run_locally(directory: Path, given: argparse.Namespace, *overrides: str) -> Path:
-    """Run by our own launchers; return the run's directory."""
+    """Run with the built-in launcher or Ray; return the run's directory."""
     directory.mkdir()
     command = [sys.executable, "-m", "realrl", "train", str(ROOT / "recipes/demo/ppo.yaml"), *overrides]
     subprocess.run([*command, *list_overrides(directory / "run", given)], check=True, cwd=ROOT)
@@ -85,7 +82,7 @@ def run_locally(directory: Path, given: argparse.Namespace, *overrides: str) -> 
 
 
 def run_on_two_hosts(directory: Path, given: argparse.Namespace, *, delay: float, cut: bool) -> Path:
-    """Run on two hosts by torchrun; return the run's directory."""
+    """Run on two hosts with torchrun; return the run's directory."""
     arguments = list_arguments(directory, given, "cluster=2x1")
     logs = [directory / f"host{host}.log" for host in range(2)]
     with Hosts(2) as hosts:
@@ -103,7 +100,7 @@ def run_on_two_hosts(directory: Path, given: argparse.Namespace, *, delay: float
 
 
 def run_on_changing_hosts(directory: Path, given: argparse.Namespace) -> Path:
-    """Run on two hosts by torchrun, then on one, then on this one and another one; return the run's directory."""
+    """Run with torchrun on two hosts, then on one of them, then on that one and a new one; return the directory."""
     arguments = list_arguments(directory, given, "cluster=auto")
     logs = [directory / f"host{host}.log" for host in range(3)]
     with Hosts(3) as hosts:
@@ -124,13 +121,13 @@ def run_on_changing_hosts(directory: Path, given: argparse.Namespace) -> Path:
 
 
 def list_arguments(directory: Path, given: argparse.Namespace, cluster: str) -> list[str]:
-    """Arguments of `realrl` for the demo's PPO stage on a cluster."""
+    """List the arguments of `realrl` for the demo's PPO stage on a cluster."""
     recipe = str(ROOT / "recipes/demo/ppo.yaml")
     return ["train", recipe, cluster, *list_overrides(directory / "run", given)]
 
 
 def wait_for_step(run: Path, step: int, process: "subprocess.Popen[bytes]") -> None:
-    """Wait for a checkpoint after so many steps, or the end of the process."""
+    """Wait for the checkpoint after a step, or for the end of the process."""
     name = f"step-{step:06}"
     while max((file.name for file in (run / "checkpoints").glob("step-*")), default="") < name:
         if process.poll() is not None:
@@ -139,7 +136,7 @@ def wait_for_step(run: Path, step: int, process: "subprocess.Popen[bytes]") -> N
 
 
 def await_end(processes: Sequence["subprocess.Popen[bytes]"], logs: Sequence[Path]) -> str:
-    """Wait for processes, which must end well; print how they went on after failures, and return all they said."""
+    """Wait for processes to succeed; print how they resumed after failures, and return their output."""
     statuses = [process.wait(LIMIT) for process in processes]
     said = "".join(log.read_text() for log in logs)
     if any(statuses):
@@ -152,10 +149,10 @@ def await_end(processes: Sequence["subprocess.Popen[bytes]"], logs: Sequence[Pat
 def report(name: str, run: Path, expected: Path) -> None:
     """Print how a run compares with the expected one.
 
-    One that went on with other devices differs by rounding, and after a while samples other tokens: its first three
-    steps there are compared.
+    A run that resumed on other devices differs by rounding, and later samples other tokens. So only its first three
+    steps after the change are compared.
     """
-    ours, theirs = read_metrics(run), read_metrics(expected)
+    ours, theirs = read_steps(run), read_steps(expected)
     starts = read_lines(run / "history.jsonl")
     moved = next((line["step"] for line in starts if line["cluster"] != starts[0]["cluster"]), None)
     last = len(theirs) if moved is None else moved + 3
@@ -173,16 +170,6 @@ def report(name: str, run: Path, expected: Path) -> None:
         weights if moved is None else f"compared up to step {last}",
         flush=True,
     )
-
-
-def read_metrics(run: Path) -> list[Mapping[str, Any]]:
-    """The training lines of metrics.jsonl."""
-    return [line for line in read_lines(run / "metrics.jsonl") if line["kind"] == "train"]
-
-
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file."""
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 if __name__ == "__main__":

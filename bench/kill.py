@@ -1,8 +1,10 @@
-"""Kills processes of runs at points chosen by a seed, and compares the final models with those of undisturbed runs.
+"""Kill processes of runs at points chosen by a seed, and compare the final models with undisturbed runs.
 
-Each run is killed several times, every time it has been started again: one rank by SIGKILL, at an instruction of a
-kind or in a phase of writing a checkpoint. It must end by itself, with the very bytes of the final models of a run
-that nobody has disturbed, and leave no process, temporary file, shared memory or half checkpoint behind.
+    python bench/kill.py [--points 80] [--seed 1] [--out DIR]
+
+Each run is killed several times, once after every restart: one rank by SIGKILL, at an instruction of some
+kind or in a phase of writing a checkpoint. The run must end by itself, with exactly the bytes of the final
+models of an undisturbed run, and leave no process, temporary file, shared memory or half checkpoint behind.
 """
 
 import argparse
@@ -27,9 +29,9 @@ from realrl.testing.shape import SHAPE
 
 STEPS = 4
 KILLS = 8
-"""Kills of a run, and so the number of its restarts."""
+"""Kills of a run, which equals its restarts."""
 PATIENCE = 3600.0
-"""Seconds after which a run, with all its starts, is taken to hang."""
+"""Seconds after which a run counts as hung, all its starts together."""
 CASES = (
     ("ppo", 2, "symmetric"),
     ("grpo", 2, "interleave"),
@@ -40,7 +42,7 @@ CASES = (
 )
 """Algorithm, processes and plan."""
 PHASES = ("begin", "copied", "written", "commit", "committed", "prune", "pruned", "final", "saved")
-"""Phases of saving; those between `commit` and `pruned` are of rank 0 alone."""
+"""Phases of saving. Only rank 0 passes the phases from `commit` to `pruned`."""
 OF_WRITER = ("commit", "committed", "prune", "pruned")
 
 HOOK = """
@@ -94,12 +96,12 @@ if os.environ.get("RANK") is not None:
         between(checkpointer, "prune", "prune", "pruned")
         between(Roles, "save", "final", "saved")
 """
-"""Runs at the start of every process that Python starts."""
+"""Code that every Python process of a run executes at its start (sitecustomize.py)."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe, and the number of its processes."""
+    """An algorithm, its number of processes and its plan."""
 
     algorithm: str
     size: int
@@ -110,7 +112,7 @@ class Case:
 
 
 class World:
-    """Tokenizer, records, models and runs of this program, in a directory of its own."""
+    """Directory with tokenizer, records, models and runs."""
 
     def __init__(self, root: Path) -> None:
         from realrl.data.tokenizer import train_bpe
@@ -158,7 +160,7 @@ class World:
 
 @dataclass
 class Ended:
-    """End of a run: what was wrong with it, its final files by name, and the kill points that it came to."""
+    """End of a run: errors, digests of its final files by name, and the kill points that it reached."""
 
     wrong: list[str]
     final: dict[str, str]
@@ -166,7 +168,7 @@ class Ended:
 
 
 def run(world: World, case: Case, name: str, points: list[dict[str, Any]]) -> Ended:
-    """Run a case, killing it at these points."""
+    """Run a case and kill it at these points."""
     directory = world.root / name
     recipe = world.write_recipe(case, directory / "run")
     for folder in ("temporary", "marks"):
@@ -207,7 +209,7 @@ def run(world: World, case: Case, name: str, points: list[dict[str, Any]]) -> En
 
 
 def _find_processes(marker: str) -> list[int]:
-    """Find processes that have this variable in their environment."""
+    """Find the processes that have this variable in their environment."""
     time.sleep(0.5)
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -220,7 +222,7 @@ def _find_processes(marker: str) -> list[int]:
 
 
 def choose_points(case: Case, verbs: dict[int, Counter[str]], chance: random.Random) -> list[dict[str, Any]]:
-    """Choose where to kill each start of a run: a rank, and how often it has passed a place by then."""
+    """Choose where to kill each start of a run: a rank, a place, and how often the rank has passed it by then."""
     points = []
     for _ in range(KILLS):
         rank = chance.randrange(case.size)
@@ -233,13 +235,13 @@ def choose_points(case: Case, verbs: dict[int, Counter[str]], chance: random.Ran
             count = chance.randint(1, verbs[rank][name])
         delay = chance.choice((0.0, 0.0, 0.002, 0.02))
         points.append({"rank": rank, "name": name, "count": count, "delay": delay})
-    # The models at the end are saved once, by the last start.
+    # Only the last start saves the final models.
     points[-1] = {"rank": 0, "name": chance.choice(PHASES[7:]), "count": 1, "delay": 0.0}
     return points
 
 
 def read_verbs(run_dir: Path, size: int) -> dict[int, Counter[str]]:
-    """Count the instructions of each kind in a step of each rank."""
+    """Count the instructions of each kind in a step, by rank."""
     found = {}
     for rank in range(size):
         lines = (run_dir / "programs" / f"train-rank{rank}.txt").read_text().splitlines()[1:]
@@ -248,8 +250,10 @@ def read_verbs(run_dir: Path, size: int) -> dict[int, Counter[str]]:
 
 
 def main() -> None:
-    """Kill runs until there have been enough kills, and print what was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Run cases until there are enough kills; print all errors."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--points", type=int, default=80)
     parser.add_argument("--out", type=Path, help="directory to keep all runs in")
@@ -276,7 +280,7 @@ def main() -> None:
             killed.update(ended.killed)
             if not ended.wrong and ended.final != expected[case].final:
                 differing = dict(expected[case].final.items() ^ ended.final.items())
-                ended.wrong.append(f"ends otherwise: {', '.join(sorted(differing))}")
+                ended.wrong.append(f"ends with other bytes: {', '.join(sorted(differing))}")
             wrong += bool(ended.wrong)
             seconds = time.monotonic() - started
             names = ", ".join(ended.killed)

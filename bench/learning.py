@@ -1,18 +1,17 @@
-"""What algorithms learn on the demo: each from the SFT model of `make demo`, on two CPU processes.
+"""Measure what each algorithm learns from the SFT model of `make demo`, on two CPU processes.
 
-Those that sample have the demo's reward model and prompts. DPO and KTO have answers of the SFT model to the same
-prompts, 32 each, that `realrl generate` has scored once by the same reward model: the best eighth beside the worst.
-Each trained model then answers the 320 held-out prompts four times, at temperature 1. Reported are the mean score
-of the demo's judge, which takes no part in training, and its gain over the SFT model; the divergence from the SFT
-model per answer, estimated from the answers; and the seconds of training.
+Algorithms that sample use the demo's reward model and prompts. DPO and KTO learn from 32 answers of the SFT
+model to each of these prompts, scored once by the same reward model (`realrl generate`). The best eighth is
+paired with the worst. Each trained model then answers the 320 held-out prompts four times at temperature 1.
+The table has the mean score of the demo's judge, which takes no part in training; its gain over the SFT
+model; the divergence from the SFT model per answer, estimated from the answers; and the seconds of training.
 
-    make demo      # or its first two stages
+    make demo      # its first two stages are enough
     python bench/learning.py [--cases rloo dpo ...] [--json FILE] [--runs DIR] [--cluster 1x2]
 
-Cases that FILE has already are measured again only when they are named.
+Cases that FILE already holds are measured again only if they are named.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -21,8 +20,7 @@ from typing import Any
 
 import torch
 import yaml
-from reality import realrl
-from results_file import ResultsFile
+from harness import Results, make_parser, realrl
 
 from realrl.algorithms.policy.inference import LogprobsInference
 from realrl.checkpoint import huggingface
@@ -37,14 +35,14 @@ from realrl.runtime.setup import read_stop_token_ids
 DATA, SFT, REWARD = Path("data/demo"), Path("runs/demo/sft/final"), Path("runs/demo/reward/final")
 NEW_TOKENS, ANSWERS = 32, 4
 SCORED = 32
-"""Scored answers per prompt; the best eighth of those that have ended is paired with the worst."""
+"""Scored answers per prompt. Of the finished answers, the best eighth is paired with the worst."""
 PAIRS, LABELS = "pairs.jsonl", "labels.jsonl"
 LEARNT = 0.25
 """Gain of the judge that every algorithm should reach."""
 
 
 def sampled(algorithm: str, lr: float, *, steps: int, batch: int, **sections: Any) -> dict[str, Any]:
-    """A recipe of an algorithm that samples: the settings of the demo's PPO, and `sections`."""
+    """Make a recipe of an algorithm that samples: the settings of the demo's PPO, and `sections`."""
     return {
         "algorithm": algorithm,
         "data": {
@@ -66,7 +64,7 @@ def sampled(algorithm: str, lr: float, *, steps: int, batch: int, **sections: An
 def preferring(
     algorithm: str, data: str, lr: float, *, steps: int, batch: int, **sections: Any
 ) -> dict[str, Any]:
-    """A recipe of an algorithm that learns from scored answers, in a file of the directory of runs."""
+    """Make a recipe of an algorithm that learns from scored answers; `data` is a file in the directory of runs."""
     return {
         "algorithm": algorithm,
         "data": {"train": data, "batch": batch, "max_tokens": 128},
@@ -84,13 +82,13 @@ CASES: dict[str, dict[str, Any]] = {
     "ppo": sampled("ppo", 1e-4, steps=60, batch=128, ppo={"minibatches": 4, "kl": {"coef": 0.1}}),
     "grpo": sampled("grpo", 1e-4, steps=100, batch=16, policy={"minibatches": 4}),
     "dapo": sampled("dapo", 1e-4, steps=50, batch=16, policy={"minibatches": 4}),
-    # At a rate a hundred times that of the paper ratios leave its bounds with the first update.
+    # The rate is a hundred times the paper's, so ratios would leave its bounds with the first update.
     "gspo": sampled(
         "gspo", 2e-4, steps=60, batch=16, policy={"minibatches": 2, "clip": 3e-3, "clip_high": 4e-3}
     ),
     "rloo": sampled("rloo", 2e-4, steps=100, batch=32, policy={"minibatches": 4}),
-    # One answer per prompt makes noisy advantages: larger mini-batches, and a stronger bond to the reference, by a
-    # term of the loss instead of the penalty on rewards that both have by default.
+    # One answer per prompt makes advantages noisy. So mini-batches are larger, and a KL term of the loss, which is
+    # stronger than the default penalty on rewards, binds the model to the reference.
     "reinforce_pp": sampled(
         "reinforce_pp", 2e-4, steps=80, batch=128, policy={"minibatches": 2, "kl": KL_LOSS}
     ),
@@ -98,11 +96,11 @@ CASES: dict[str, dict[str, Any]] = {
     "dpo": preferring("dpo", PAIRS, 3e-4, steps=150, batch=64, preference={"beta": 0.3}),
     "kto": preferring("kto", LABELS, 1e-3, steps=200, batch=128, kto={"beta": 0.1}),
 }
-"""What differs from the defaults of each algorithm."""
+"""Settings of each algorithm that differ from its defaults."""
 
 
 class Judgement:
-    """What answers to the held-out prompts say of a model."""
+    """Judge of a model, by its answers to the held-out prompts."""
 
     def __init__(self) -> None:
         sys.path.insert(0, "demo")
@@ -118,7 +116,7 @@ class Judgement:
         self._prompts = [bos + self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
     def judge(self, directory: Path) -> dict[str, float]:
-        """Sample answers of a model; its mean score, divergence from the SFT model, and lengths."""
+        """Sample answers of a model; return its mean score, divergence from the SFT model, and lengths."""
         rows = Ragged.of([ids for ids in self._prompts for _ in range(ANSWERS)], dtype=torch.int64)
         batch = generate(
             load(directory),
@@ -150,7 +148,7 @@ class Judgement:
 
 
 def load(directory: Path) -> Model:
-    """Load a language model whole."""
+    """Load a language model without sharding."""
     shape = huggingface.read_shape(directory)
     model = make_unsharded_model(shape, "lm", dtype=torch.float32, device=torch.device("cpu"))
     huggingface.load(directory, shape, model.layout.specs, model.parameters)
@@ -158,15 +156,15 @@ def load(directory: Path) -> Model:
 
 
 def score_answers(runs: Path, cluster: str) -> None:
-    """Sample and score answers of the SFT model, and write the pairs and the labelled answers that they give."""
+    """Sample and score answers of the SFT model; write pairs and labelled answers made from them."""
     answers = runs / "answers.jsonl"
     of_sft = ["generate", SFT, "--data", DATA / "prompts_train.jsonl", "--n", SCORED]
-    lengths = ["--min-new-tokens", 4, "--max-new-tokens", 2 * NEW_TOKENS]  # answers of records are not empty
+    lengths = ["--min-new-tokens", 4, "--max-new-tokens", 2 * NEW_TOKENS]  # records refuse empty answers
     realrl(*of_sft, *lengths, "--cluster", cluster, "--reward-model", REWARD, "--out", answers, "--overwrite")
     rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
     pairs, labels = [], []
     for first in range(0, len(rows), SCORED):
-        # Records end with the end of sequence, so answers that were cut off would teach to end anywhere.
+        # Every record ends with the end of sequence, so a truncated answer would teach to end anywhere.
         finished = [row for row in rows[first : first + SCORED] if row["finished"]]
         ranked = sorted(finished, key=lambda row: -row["score"])
         for better, worse in zip(ranked[: len(ranked) // 8], reversed(ranked), strict=False):
@@ -179,7 +177,7 @@ def score_answers(runs: Path, cluster: str) -> None:
 
 
 def train(name: str, runs: Path, cluster: str) -> float:
-    """Run a case; returns the seconds of the command."""
+    """Train a case; return the seconds of the command."""
     runs.mkdir(parents=True, exist_ok=True)
     common = {"run_dir": str(runs / name), "overwrite": True, "cluster": cluster, "device": "cpu"}
     content = {**CASES[name], **common}
@@ -195,16 +193,15 @@ def train(name: str, runs: Path, cluster: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--runs", type=Path, default=Path("runs/learning"), help="directory for the runs")
     parser.add_argument("--cluster", default="1x2")
     arguments = parser.parse_args()
     for needed in (SFT, REWARD, DATA / "prompts_eval.jsonl"):
         if not needed.exists():
             sys.exit(f"{needed} is missing; make demo makes it")
-    results, judgement = ResultsFile(arguments.json), Judgement()
+    results, judgement = Results(arguments.json), Judgement()
     before = judgement.judge(SFT)
     print(f"{'case':14} {'judge':>6} {'gain':>6} {'KL':>6} {'tokens':>6} {'finished':>8} {'seconds':>8}")
     print(

@@ -1,27 +1,25 @@
-"""realrl beside TRL: the same models, records, lengths, data type and optimizer, on a CPU.
+"""Compare realrl with TRL: the same models, records, lengths, data type and optimizer, on a CPU.
 
-Each side is a process of its own, with the same number of threads; they take turns, step by step, so that a noisy
-machine disturbs both alike. Reported are medians of the seconds of steps, the tokens per second that are no
-padding, the peak memory of the process (and what is left of it when Python's imports are taken away), and the
-median of the ratios of tokens per second of the turns; also per second of processor time, which other programs
-disturb less.
+Each side is a process with the same number of threads. The two take turns, step by step, so that a noisy machine
+disturbs both alike. The table has medians over the turns: seconds of a step, tokens per second without padding,
+peak memory of the process beyond its imports, and the ratio of tokens per second. A second ratio is per
+second of processor time, which other programs disturb less.
 
-Weights are fresh, words are tokens. Lengths of answers and texts are log-normal, cut at the longest, but those of
-GRPO's fixed cases. In GRPO, groups of 8, a sample of a step ends at a length that both sides look up in one table,
-by one line in the sampling of each. There is no reference, and the reward is a Python function.
+Weights are fresh and words are tokens. Lengths of answers and texts are log-normal with a cut, except in
+GRPO's fixed cases. GRPO has groups of 8, no reference and a Python function as reward. Both sides look up the
+end of each sample in one table; one line in the sampling of each side enforces it.
 
-TRL is set up for its own advantage: without activation checkpointing (its default) and logging of text, attention
-is SDPA, micro-batches have the size that was fastest of 4 to 64 rows. What its documentation recommends besides,
-vLLM, FlashAttention and Liger kernels, needs a GPU. `packed` is its packing of whole texts, whose attention
-without FlashAttention is a mask over the packed row; `wrapped` cuts texts and attends across them, so that it needs
-no mask, but does not learn the same. realrl's side of these three is the same: it packs always.
+TRL is set up for its own advantage: no activation checkpointing, no logging of text, SDPA attention, and the
+micro-batch that was fastest of 4 to 64 rows. Its documentation also recommends vLLM, FlashAttention and Liger
+kernels, which need a GPU. `packed` is TRL's packing of whole texts; without FlashAttention it masks the
+packed row. `wrapped` cuts texts and attends across them: it needs no mask but learns something else. realrl
+always packs, so its side of these three cases is the same.
 
     python bench/peers.py [--cases NAME ...] [--rounds 7] [--threads 2] [--trl-batch N] [--json FILE]
 
-Cases that FILE has already are measured again only when they are named. A case takes between 1 and 8 minutes.
+Cases that FILE already holds are measured again only if they are named. A case takes 1 to 8 minutes.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -31,7 +29,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from results_file import ResultsFile
+from harness import Results, make_parser
 
 sys.path.append(str(Path(__file__).with_name("peer")))
 from cases import CASES, DEVICE_VARIABLE
@@ -42,7 +40,7 @@ WARM_UP = 2
 
 
 class Side:
-    """Process of one side."""
+    """Process of one side. It waits for its turn before every step."""
 
     def __init__(
         self, side: str, case: str, root: Path, steps: int, threads: int, trl_batch: int | None, device: str
@@ -57,15 +55,9 @@ class Side:
             DEVICE_VARIABLE: device,
         }
         with self._log.open("w") as log:
+            arguments = [case, root, steps, *([] if trl_batch is None else [trl_batch])]
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    str(script),
-                    case,
-                    str(root),
-                    str(steps),
-                    *([] if trl_batch is None else [str(trl_batch)]),
-                ],
+                [sys.executable, str(script), *map(str, arguments)],
                 env={**os.environ, **environment},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -75,13 +67,13 @@ class Side:
         self._read()
 
     def step(self) -> dict[str, Any]:
-        """Have it take a step."""
+        """Let the process take a step."""
         assert self._process.stdin is not None
         print(file=self._process.stdin, flush=True)
         return self._read()
 
     def end(self) -> None:
-        """End the process, which waits for a turn."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
 
@@ -96,7 +88,7 @@ class Side:
 def compare(
     name: str, rounds: int, threads: int, trl_batch: int | None = None, device: str = "cpu"
 ) -> dict[str, Any]:
-    """Have both sides take their steps in turns."""
+    """Let both sides take their steps in turns."""
     steps = WARM_UP + rounds + 1
     with tempfile.TemporaryDirectory() as scratch:
         sides = {
@@ -126,7 +118,7 @@ def divide_rates(turns: dict[str, list[dict[str, Any]]], clock: str) -> list[flo
 
 
 def summarise(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of a side."""
+    """Compute the medians of a side."""
     peak, imported = turns[-1]["peak"], turns[-1]["imported"]
     return {
         "seconds": round(statistics.median(turn["seconds"] for turn in turns), 4),
@@ -139,14 +131,13 @@ def summarise(turns: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--trl-batch", type=int, help="rows per micro-batch of TRL, instead of the case's")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--trl-batch", type=int, help="rows of a micro-batch of TRL; default: the case's")
     arguments = parser.parse_args()
-    results = ResultsFile(arguments.json, ("torch", "transformers", "trl"))
+    results = Results(arguments.json, ("torch", "transformers", "trl"))
     print(
         f"{'case':16} {'s':>8} {'TRL':>8} {'tokens/s':>9} {'TRL':>8} {'MiB':>6} {'TRL':>6} {'ratio':>6} {'CPU':>6}"
     )

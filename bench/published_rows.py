@@ -1,25 +1,25 @@
-"""Throughput that others have published beside what the planner predicts for it, without fitting.
+"""Compare throughput that others have published with the planner's predictions. No constant is fitted to it.
 
-`bench/reference/published_rows.json` has the rows: source, date, and every setting that the prediction takes. Each
-is predicted by the planner's cost model under the row's own strategy, on the row's own devices:
+`bench/reference/published_rows.json` has the rows: source, date, and all settings that a prediction takes.
+The cost model predicts each row with its default constants, under the row's own strategy, on the row's own
+devices:
 
-train: a train call under the stage of ZeRO that the source runs (`zero`): FSDP that reshards parameters after the
-forward pass is stage 3, FSDP that does not is stage 2. `recompute` is the part of a forward pass that checkpointing
-repeats: times with and without are averaged by it. `virtual_stages` divides the bubble of a pipeline, as its
-interleaved schedule does (arXiv 2104.04473, section 2.2), which the planner's does not.
-generate: a generate call. Admission is the row's own: as many rows at a time as memory holds at their full lengths.
-Requests have one length, but where the row says that their lengths vary around a published mean (`varied`).
+train: a train call under the stage of ZeRO that the source runs (`zero`). FSDP that reshards parameters after
+the forward pass is stage 3; FSDP that keeps them is stage 2. `recompute` is the part of a forward pass that
+checkpointing repeats; the prediction averages times with and without recomputation. `virtual_stages` divides
+the pipeline bubble, as its interleaved schedule does (arXiv 2104.04473, section 2.2); the planner's schedule
+is not interleaved.
+generate: a generate call. As many rows are admitted as memory holds at their full lengths. Requests have one
+length unless the row says that their lengths vary around a published mean (`varied`).
 grpo: generation, two inference calls (old and reference log-probabilities) and training, one after the other.
 
-Where only the mean length of answers is published, they are taken to be distributed exponentially, up to the limit.
-
-Attention of training is torch's FlashAttention 2 but where the row says 3; the host of other systems is taken to be
-that of this engine. The cost model's constants are the planner's own defaults in all rows.
+If only the mean length of answers is published, the lengths follow an exponential distribution up to the
+limit. Attention of training is torch's FlashAttention 2 unless the row says 3. The host is assumed to be as
+fast as with this engine.
 
     python bench/published_rows.py [--json FILE]
 """
 
-import argparse
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -27,6 +27,8 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
 from typing import Any
+
+from harness import Results, make_parser
 
 from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import ModelShape
@@ -48,31 +50,31 @@ INFER = Call("actor.inference", "actor", Kind.INFERENCE, ("tokens",), work=("tok
 GENERATE = Call("actor.generate", "actor", Kind.GENERATE, ("prompts",), work=("prompts",))
 QUANTILES = 64
 FREE_SHARE = 0.95
-"""Part of the free memory that TensorRT-LLM's rows give to keys and values."""
+"""Part of the free memory for keys and values in TensorRT-LLM's rows."""
 VLLM_SHARE = 0.6
-"""Part of the memory that NeMo-RL's rows give to vLLM, parameters included (`gpu_memory_utilization`)."""
+"""Part of the memory for vLLM in NeMo-RL's rows, parameters included (`gpu_memory_utilization`)."""
 NO_LIMIT = 1 << 20
-"""Limit of answers that have none."""
+"""Stands for no limit on the length of answers."""
 
 Terms = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A published figure with its setting."""
+    """A published figure with its settings."""
 
     of: dict[str, Any]
 
     @property
     def name(self) -> str:
-        """System, model, devices and lengths."""
+        """Name with system, model, devices and lengths."""
         r = self.of
         lengths = f"{r['sequence']:,}" if "sequence" in r else f"{r['prompt']:,} + {r['answer']:,}"
         return f"{r['system']}, {r['model']}, {r['cluster']}, {lengths}"
 
     @property
     def spec(self) -> ClusterSpec:
-        """The devices, with what the row says of theirs."""
+        """The cluster, with the row's own figures of its devices."""
         spec = ClusterSpec.parse(self.of["cluster"])
         group = spec.groups[0]
         device = replace(group.device, **self.of.get("device", {}))
@@ -85,12 +87,12 @@ class Row:
 
     @property
     def cost(self) -> CostModel:
-        """The planner's cost model of these devices."""
+        """The planner's cost model for these devices."""
         flash3 = self.of.get("flash3", False)
         return CostModel(self.spec, efficiency=Efficiency(flash2_slower=1.0) if flash3 else Efficiency())
 
     def place(self, tokens: int, *, recompute: bool = False, tp: int | None = None) -> Placement:
-        """The row's strategy on all devices; with another `tp` for generation, in replicas."""
+        """Place the row's strategy on all devices. With `tp`, for generation: replicas of that degree."""
         r, size = self.of, self.spec.size
         strategy = Strategy(
             dp=r["dp"], tp=r["tp"], pp=r["pp"], micro_batch_tokens=tokens, recompute=recompute,
@@ -103,7 +105,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the cost model says of a row, in the row's unit."""
+    """Prediction of a row, in the row's unit."""
 
     value: float
     terms: Terms
@@ -111,12 +113,12 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """All terms."""
+        """Sum of all terms."""
         return sum(self.terms.values())
 
 
 def read_rows() -> list[Row]:
-    """All rows, in the order of the file."""
+    """Read all rows, in the order of the file."""
     return [Row(of) for of in json.loads(PUBLISHED.read_text(encoding="utf-8"))["rows"]]
 
 
@@ -128,7 +130,7 @@ def predict(row: Row) -> Prediction:
 
 
 def predict_training(row: Row) -> Prediction:
-    """Predict tokens per second, or MFU, of optimizer steps."""
+    """Predict tokens per second, or model FLOPs utilisation, of optimizer steps."""
     r = row.of
     workload = Workload(r["sequences"], (r["sequence"],))
     terms = _mix(row, TRAIN, workload, r["micro_batch"])
@@ -144,7 +146,7 @@ def predict_training(row: Row) -> Prediction:
 
 
 def _mix(row: Row, call: Call, workload: Workload, tokens: int) -> dict[str, float]:
-    """Seconds of a train call by term, with the row's part of recomputation."""
+    """Compute the seconds of a train call by term, with the row's share of recomputation."""
     model = StoredModel(row.shape, "lm", "bfloat16", trained=True)
     share = row.of["recompute"]
     terms: Counter[str] = Counter()
@@ -196,7 +198,7 @@ def predict_grpo(row: Row) -> Prediction:
 
 
 def sample_lengths(mean: float, longest: int) -> tuple[int, ...]:
-    """Quantiles of an exponential distribution, cut off at the longest, with this mean."""
+    """Compute quantiles of an exponential distribution with this mean, cut at the longest."""
     low, high = 1.0, 1e7
     for _ in range(100):
         scale = (low * high) ** 0.5
@@ -208,7 +210,7 @@ def sample_lengths(mean: float, longest: int) -> tuple[int, ...]:
 
 
 def compare(row: Row) -> dict[str, Any]:
-    """A row of the results: published and predicted figure, error, and why it is beyond a fifth."""
+    """Compare published and predicted figure. `note` is the number of the note on an error above 20 %."""
     prediction = predict(row)
     return {
         "row": row.name,
@@ -217,27 +219,24 @@ def compare(row: Row) -> dict[str, Any]:
         "predicted": round(prediction.value, 3),
         "error": round(prediction.value / row.of["value"] - 1, 4),
         "terms": {name: round(seconds, 3) for name, seconds in prediction.terms.items() if seconds},
-        "reason": row.of.get("reason"),
+        "note": row.of.get("note"),
     }
 
 
 def render(found: list[dict[str, Any]]) -> list[str]:
-    """Lines of the table in docs/benchmarks.md."""
-    reasons = list(dict.fromkeys(one["reason"] for one in found if one["reason"]))
+    """Format the table of docs/notes/other-systems.md, which has the notes."""
     lines = ["| row | published | predicted | error |", "|---|---|---|---|"]
     for one in found:
         digits = 2 if one["unit"] == "MFU" else 1 if one["published"] < 1000 else 0
         published, predicted = (f"{one[name]:,.{digits}f}" for name in ("published", "predicted"))
-        mark = f" ({reasons.index(one['reason']) + 1})" if one["reason"] else ""
+        mark = f" ({one['note']})" if one["note"] else ""
         error = f"{100 * one['error']:+.0f} %".replace("-", "−")
         lines.append(f"| {one['row']} | {published} {one['unit']} | {predicted} | {error}{mark} |")
-    return [*lines, "", *(f"{i}. {reason}." for i, reason in enumerate(reasons, 1))]
+    return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = make_parser(__doc__).parse_args()
     found = [compare(row) for row in read_rows()]
     print("\n".join(render(found)))
     errors = sorted(abs(one["error"]) for one in found)
@@ -245,8 +244,7 @@ def main() -> None:
         f"{sum(error <= 0.2 for error in errors)} of {len(errors)} within 20 %; median"
         f" {errors[len(errors) // 2]:.1%}, mean {sum(errors) / len(errors):.1%}"
     )
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    Results(arguments.json).add("published rows", {"rows": found})
 
 
 if __name__ == "__main__":

@@ -1,54 +1,42 @@
-"""Predicted beside measured: diverse plans on two local CPU processes, models of several sizes, PPO and others.
+"""Compare predicted and measured steps of diverse plans on two local CPU processes, for PPO and other algorithms.
 
-Profiles this machine (`realrl profile`), lets `realrl plan` search a plan for each size, and runs it and the plans
-of `reality_settings.py` for some steps each (`realrl train`). What a run was predicted to take, from the profile
-alone, and what it took stand in its `costs.json`. Figures: the error of the step's seconds and of the peak memory
-(predicted / measured - 1), the rank correlation of step seconds over all runs and within each size, the share of
-runs whose step lies in the predicted 90 % interval, by how much the searched plan is slower than the fastest one of
-its size, and by how much the fastest of the three plans is that `realrl plan --try 3` would run: those that are
-most probably the fastest. For the former, the searched plan and the two others that were fastest run again, taking
-turns: the fastest of many runs is also the one that was disturbed least.
+The bench profiles this machine (`realrl profile`), searches a plan for each model size (`realrl plan`), and runs
+that plan and the plans of `make_plans` for a few steps each (`realrl train`). The prediction, made from the profile
+alone, and the measurement come from the run's `costs.json`. Figures:
 
-A round of all sizes of PPO takes about 35 minutes, and profiles the machine anew; figures are of medians over
-rounds. GRPO, ReMax and DPO run under fewer plans. Everything goes to a directory of its own; with `--keep` it
-stays, and what is there already is not measured again. Answers have one length, so that all runs do the same work.
+- errors of step seconds and of peak memory (predicted / measured - 1);
+- rank correlation of step seconds, over all runs and within each size;
+- share of runs whose step lies in the predicted 90 % interval;
+- how much slower the searched plan is than the fastest plan of its size. For this figure the searched plan and the
+  two fastest others run again in turns, since the fastest of many runs is also the least disturbed one;
+- how much slower the best of the three plans is that `realrl plan --try 3` would run.
+
+A round of PPO takes about 35 minutes and profiles the machine again. Figures are medians over rounds. GRPO, ReMax
+and DPO have fewer plans. All answers have one length, so that all runs do the same work. `--keep` keeps the
+directory; measurements found there are not repeated.
 
     python bench/reality.py [--json FILE] [--steps 5] [--sizes small medium large windows experts]
-        [--rounds 1] [--turns 7]
-        [--algorithms ppo grpo remax dpo] [--plans NAME ...] [--keep DIR]
+        [--rounds 1] [--turns 7] [--algorithms ppo grpo remax dpo] [--plans NAME ...] [--keep DIR]
 """
 
-import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from reality_settings import (
-    BUDGET,
-    CLUSTER,
-    LENGTHS,
-    SETTINGS,
-    SIZES,
-    USUAL_LENGTHS,
-    VOCABULARY,
-    make_plans,
-)
+from harness import Results, make_parser, realrl
 from scipy.stats import spearmanr
 
 from realrl.data.tokenizer import train_bpe
 from realrl.dataflow.graph import DataflowGraph
+from realrl.plan.cluster import Cluster
+from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
+from realrl.plan.presets import make_plan
 from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.profile.profile import Profile
@@ -58,13 +46,100 @@ from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.scenarios import Measured, make_scenario
 
+CLUSTER = Cluster(1, 2)
+VOCABULARY, BUDGET = 2048, 2048
+SIZES: dict[str, dict[str, Any]] = {
+    "small": {"hidden_size": 128, "intermediate_size": 384, "layers": 4, "heads": 4, "kv_heads": 4},
+    "medium": {"hidden_size": 256, "intermediate_size": 768, "layers": 4, "heads": 8, "kv_heads": 4},
+    "large": {"hidden_size": 384, "intermediate_size": 1024, "layers": 6, "heads": 6, "kv_heads": 6},
+    "windows": {
+        "family": "gemma2",
+        **{"hidden_size": 128, "intermediate_size": 384, "layers": 4, "heads": 4, "kv_heads": 2},
+        **{"window": 32, "windowed_layers": [0, 2]},
+    },
+    "experts": {
+        "family": "qwen3_moe",
+        **{"hidden_size": 128, "intermediate_size": 128, "layers": 4, "heads": 4, "kv_heads": 2},
+        "mixture": {"experts": 16, "per_token": 4},
+    },
+}
+"""Actor and reference. Critic and reward model have half the layers. `windows` is a small Gemma 2, where half of
+the layers see an eighth of the longest sequence. `experts` is a small Qwen3-MoE."""
+USUAL_LENGTHS = 24, 40
+"""Tokens of prompts and of answers."""
+LENGTHS = {"windows": (32, 224)}
+"""The same for sizes that differ."""
 SEARCHED = "searched"
 FINALISTS = 2
-"""Plans beside the searched one that run again."""
+"""Number of plans that run again beside the searched plan."""
 TRIED = 3
-"""Plans that a trial measures."""
+"""Plans that `--try` would measure."""
 FINAL = "final "
-"""Begins the name of such a turn."""
+"""Prefix of the turns of the finalists."""
+
+
+def place(mesh: str, dp: int = 1, tp: int = 1, pp: int = 1, **options: Any) -> Placement:
+    """Make a placement with the bench's micro-batches."""
+    strategy = Strategy(dp=dp, tp=tp, pp=pp, **{"micro_batch_tokens": BUDGET, **options})
+    return Placement(Mesh.parse(mesh), strategy)
+
+
+def plan(
+    graph: DataflowGraph,
+    default: Placement,
+    offload: str = "",
+    offload_optimizer: str = "",
+    **calls: Placement,
+) -> Plan:
+    """Make a plan with every call as `default`, except `calls`, where `__` stands for the dot of a call's name."""
+    chosen = {name.replace("__", "."): placement for name, placement in calls.items()}
+    placements = {call.name: default for call in graph.calls} | chosen
+    return Plan(CLUSTER, placements, tuple(offload.split()), tuple(offload_optimizer.split()))
+
+
+DP, TP, PP = place("0-1", 2), place("0-1", 1, 2), place("0-1", 1, 1, 2)
+ZERO, ONE = place("0"), place("1")
+CRITICS = {"reward__inference": ONE, "critic__inference": ONE, "critic__train": ONE}
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "ppo": {"data": {"batch": 64}, "ppo": {"minibatches": 2}},
+    "grpo": {"data": {"batch": 8}, "policy": {"samples": 8, "minibatches": 2}},
+    "remax": {"data": {"batch": 64}, "policy": {"minibatches": 2}},
+    "dpo": {"data": {"batch": 32}},
+}
+"""Sections of the algorithms' recipes: 64 answers a step, two optimizer steps if the algorithm has mini-batches."""
+
+
+def make_plans(algorithm: str, graph: DataflowGraph) -> Mapping[str, Plan]:
+    """Make the plans of an algorithm, without the searched one."""
+    common = {
+        "dp": plan(graph, DP),
+        "tp": plan(graph, TP),
+        "pp": plan(graph, PP),
+        "tp, sequence parallel": plan(graph, place("0-1", 1, 2, sequence_parallel=True)),
+        "dp, recompute": plan(graph, DP).recomputing(graph),
+        "dp, small micro-batches": plan(graph, place("0-1", 2, micro_batch_tokens=512)),
+        "one process": plan(graph, ZERO),
+        "interleave": make_plan("interleave", graph, CLUSTER, BUDGET),
+        "separate": make_plan("separate", graph, CLUSTER, BUDGET),
+    }
+    if algorithm == "dpo":
+        return common
+    sampled = {
+        "generate dp, train tp": plan(graph, TP, actor__generate=DP),
+        "generate tp, train dp": plan(graph, DP, actor__generate=TP),
+    }
+    if algorithm != "ppo":
+        return common | sampled
+    return {
+        **common,
+        **sampled,
+        "1 + 1": plan(graph, ZERO, **CRITICS),
+        "generate dp, train 1 + 1": plan(graph, ZERO, **CRITICS, actor__generate=DP, ref__inference=DP),
+        "generate dp, train pp": plan(graph, DP, actor__train=PP, critic__train=PP),
+        "generate pp, train dp": plan(graph, DP, actor__generate=PP),
+        "dp, frozen offloaded": plan(graph, DP, "ref reward"),
+        "dp, all offloaded": plan(graph, DP, "actor critic ref reward", "actor critic"),
+    }
 
 
 @dataclass(frozen=True)
@@ -72,25 +147,20 @@ class Row:
     """One run."""
 
     case: str
-    """Size of the models, after the algorithm where that is not PPO."""
+    """Size of the models, preceded by the algorithm unless it is PPO."""
     plan: str
     turn: str
-    """Its round, or what it ran again for."""
+    """Number of the round, or the name of a finalist's turn."""
     measured: float
     predicted: float
     measured_bytes: int
     predicted_bytes: int
     low: float
     high: float
-    """Seconds between which the step was expected with 90 %."""
-
-    @classmethod
-    def of(cls, line: str) -> "Row":
-        """As `vars` of it was written."""
-        return cls(**json.loads(line))
+    """Bounds of the predicted 90 % interval, in seconds."""
 
     def show(self) -> None:
-        """A line of the table."""
+        """Print a line of the table."""
         print(
             f"{self.case:14} {self.plan:26} {self.measured:9.3f} {self.predicted:9.3f} {self.error:+7.1%}"
             f" {self.measured_bytes / 2**20:7.1f} {self.memory_error:+7.1%}"
@@ -100,22 +170,22 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of the step's seconds."""
+        """Relative error of the step's seconds."""
         return self.predicted / self.measured - 1
 
     @property
     def inside(self) -> bool:
-        """Whether the step took as long as expected with 90 %."""
+        """Whether the step lies in the predicted interval."""
         return self.low <= self.measured <= self.high
 
     @property
     def memory_error(self) -> float:
-        """Of the peak on the fullest rank."""
+        """Relative error of the peak memory of the fullest rank."""
         return self.predicted_bytes / self.measured_bytes - 1
 
 
 class World:
-    """Files that all runs share."""
+    """Files that all runs share, and the runs."""
 
     def __init__(self, root: Path, steps: int) -> None:
         self.root, self.steps = root, steps
@@ -127,7 +197,7 @@ class World:
         train_bpe([text[:400] for text in self._texts], VOCABULARY).save_pretrained(str(root / "tokenizer"))
 
     def records(self, prompt: int, answer: int) -> Path:
-        """Records of prompts and pairs of answers of so many tokens at most; nearly every word is a token."""
+        """Write records with prompts and pairs of answers of limited length; most words are one token."""
         path = self.root / f"records-{prompt}-{answer}.jsonl"
         with path.open("w", encoding="utf-8") as file:
             for i, text in enumerate(self._texts):
@@ -139,7 +209,7 @@ class World:
         return path
 
     def recipe(self, case: str) -> Path:
-        """A recipe for models of one size."""
+        """Write the recipe of a case."""
         algorithm, size = parse_case(case)
         prompt, answer = LENGTHS.get(size, USUAL_LENGTHS)
         actor = {
@@ -160,7 +230,7 @@ class World:
             "device": "cpu",
             "micro_batch_tokens": BUDGET,
             "models": {"actor": {"shape": actor, "tokenizer": tokenizer}},
-            # The first step warms up and is not counted.
+            # The first step warms up and does not count.
             "training": {"steps": self.steps + 1},
             **SETTINGS[algorithm],
             "data": {
@@ -178,18 +248,18 @@ class World:
         return path
 
     def graph(self, case: str) -> DataflowGraph:
-        """Its dataflow graph."""
+        """Build the dataflow graph of a case."""
         return build_graph(load_experiment(str(self.recipe(case)), []))
 
     def profile(self, case: str, turn: str) -> Path:
-        """Measure this machine as it is now."""
+        """Profile this machine as it is now."""
         path = self.root / f"{name_files(case)}-profile-{turn}.json"
         if not path.exists():
             realrl("profile", self.recipe(case), "--out", path)
         return path
 
     def search(self, case: str, profile: Path) -> Plan:
-        """What `realrl plan` finds."""
+        """Search a plan."""
         path = self.root / f"{name_files(case)}-plan.yaml"
         if not path.exists():
             realrl(
@@ -198,7 +268,7 @@ class World:
         return Plan.load(path, self.graph(case))
 
     def run(self, case: str, name: str, turn: str, chosen: Plan, profile: Path) -> Row:
-        """Train a few steps."""
+        """Train a few steps under a plan, unless that has been done."""
         row = next((r for r in self.rows(case) if (r.plan, r.turn) == (name, turn)), None)
         if row is None:
             row = self._run(case, name, turn, chosen, profile)
@@ -208,9 +278,9 @@ class World:
         return row
 
     def rows(self, case: str) -> list[Row]:
-        """All runs so far."""
+        """Read all runs of a case so far."""
         lines = self._log.read_text().splitlines() if self._log.exists() else []
-        return [row for row in map(Row.of, lines) if row.case == case]
+        return [row for line in lines if (row := Row(**json.loads(line))).case == case]
 
     @property
     def _log(self) -> Path:
@@ -241,21 +311,13 @@ def name_files(case: str) -> str:
     return case.replace(" ", "-")
 
 
-def realrl(*arguments: object) -> None:
-    """Run the command; what it prints is shown only when it fails."""
-    command = [sys.executable, "-m", "realrl", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
-
-
 def rounds_of(
     world: World, case: str, rounds: int, turns: int, only: Sequence[str] | None
 ) -> tuple[list[Row], float, float]:
-    """A row per plan, and what the searched plan, and the best of three that are tried, take over the fastest.
+    """Run all plans of a case. Returns a row per plan, and step seconds relative to the fastest plan's: of the
+    searched plan, and of the best of three tried plans.
 
-    What is there already counts, even if it is more than is asked for. `only`: the plans beside the searched one;
-    None for all.
+    Earlier runs count, even if there are more of them than asked for. `only` names the other plans to run.
     """
     found: list[Row] = []
     profile = world.profile(case, "0")
@@ -281,7 +343,7 @@ def rounds_of(
 
 
 def merged(found: list[Row]) -> list[Row]:
-    """One row per case and plan: medians over the rounds."""
+    """Merge rounds into one row per case and plan: medians of seconds, maxima of bytes."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in found:
         groups.setdefault((row.case, row.plan), []).append(row)
@@ -301,7 +363,7 @@ def merged(found: list[Row]) -> list[Row]:
 
 
 def find_tried(world: World, case: str, plans: Mapping[str, Plan], profile: Path) -> list[str]:
-    """Find the plans that `realrl plan --try 3` would run of these: those that are most probably the fastest."""
+    """Find the plans that `realrl plan --try 3` would run, because they are probably the fastest."""
     experiment = load_experiment(str(world.recipe(case)))
     spec = ClusterSpec.parse(f"cpu:{CLUSTER}")
     scenario = make_scenario(experiment, spec, Measured(Profile.load(profile)))
@@ -314,7 +376,7 @@ def find_tried(world: World, case: str, plans: Mapping[str, Plan], profile: Path
 def summary(
     found: list[Row], searched_over_fastest: Mapping[str, float], tried_over_fastest: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The figures of all rows."""
+    """Compute the figures of all rows."""
     errors, memory = [abs(row.error) for row in found], [abs(row.memory_error) for row in found]
     by_case = {
         case: [row for row in found if row.case == case] for case in dict.fromkeys(row.case for row in found)
@@ -337,20 +399,19 @@ def summary(
 
 
 def correlation(found: list[Row]) -> float:
-    """Spearman's, of predicted and measured seconds."""
+    """Spearman's rank correlation of predicted and measured seconds."""
     return float(spearmanr([row.measured for row in found], [row.predicted for row in found]).statistic)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--turns", type=int, default=7, help="of the searched plan and the fastest ones")
+    parser.add_argument("--turns", type=int, default=7, help="turns of the finalists")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["small", "medium", "large"])
-    parser.add_argument("--plans", nargs="+", help="some of the plans alone, beside the searched one")
+    parser.add_argument("--plans", nargs="+", help="names of the plans to run beside the searched one")
     parser.add_argument("--algorithms", nargs="+", choices=SETTINGS, default=["ppo"])
-    parser.add_argument("--keep", type=Path, help="work in this directory, and leave everything there")
+    parser.add_argument("--keep", type=Path, help="directory to work in and to keep")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         root = arguments.keep or Path(scratch)
@@ -371,18 +432,11 @@ def main() -> None:
             found += rows
     figures = summary(found, ratios, tried)
     print(json.dumps(figures, indent=1))
-    if arguments.json is not None:
-        result = {
-            "date": date.today().isoformat(),
-            "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-            "torch": torch.__version__,
-            **figures,
-            "rows": [
-                {**vars(row), "error": round(row.error, 4), "memory_error": round(row.memory_error, 4)}
-                for row in found
-            ],
-        }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    rows = [
+        {**vars(row), "error": round(row.error, 4), "memory_error": round(row.memory_error, 4)}
+        for row in found
+    ]
+    Results(arguments.json).add("reality", {**figures, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Time of a reallocation between local processes, beside other ways to the same parameters.
+"""Time reallocations between local processes, beside other ways to the same parameters.
 
-For pairs of layouts and sizes of models, medians over rounds in which all ways take turns:
+For pairs of layouts and sizes of models, medians over rounds. All ways take turns in a round:
 
-- ours: `Reallocator.run` between float32 buffers that exist, compiled before;
-- p2p: the bytes that each rank sends each other one in ours, as one plain message out of one tensor into
-  another, all at once; what stays on a rank is not even copied;
-- gather: tensor by tensor, all-gather over the tensor ranks, broadcast to the ranks that do not have the tensor
-  then, and cut out what a rank needs, as frameworks do that hand whole tensors to the other side;
-- dtensor: `redistribute` of every tensor, where the target is whole tensors on the same ranks.
+- ours: `Reallocator.run` between existing float32 buffers, compiled before;
+- p2p: the same bytes between the same ranks, one plain message for each pair, all at once. Bytes that stay on
+  a rank are not copied;
+- gather: what frameworks do that hand whole tensors to the other side. For each tensor, all-gather over the
+  tensor ranks, broadcast to the ranks that lack it, and cut out the part that a rank needs;
+- dtensor: `redistribute` of every tensor, if the target is whole tensors on the same ranks.
 
     python bench/reallocation.py [--processes 2 4 8] [--rounds N] [--json FILE]
 """
@@ -15,21 +15,21 @@ For pairs of layouts and sizes of models, medians over rounds in which all ways 
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from datetime import date
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from harness import Results, make_parser
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -45,12 +45,12 @@ from realrl.runtime.processes.process import Process, wait_to_be_scheduled
 from realrl.runtime.worker.reallocation import Reallocator
 
 LARGE = 16 << 20
-"""Bytes that a rank receives, on average, from which on a pair counts in the summary."""
+"""Bytes per receiver from which a pair counts in the summary."""
 CPU = torch.device("cpu")
 
 
 def model(hidden: int, layers: int, vocabulary: int) -> ModelShape:
-    """A model whose tensors 8 ranks can share equally."""
+    """Make a shape whose tensors 8 ranks can share equally."""
     return ModelShape(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=3 * hidden, layers=layers, heads=16,
         kv_heads=8, head_dim=hidden // 16,
@@ -72,18 +72,18 @@ SAME: dict[int, list[tuple[Strategy, Strategy]]] = {
         (Strategy(dp=2, tp=2, pp=2), Strategy(dp=8)),
     ],
 }
-"""Strategies of source and target, on all processes."""
+"""Strategies of source and target, both on all processes."""
 APART: dict[int, list[tuple[Strategy, Strategy]]] = {
     2: [(Strategy(), Strategy())],
     4: [(Strategy(tp=2), Strategy(dp=2)), (Strategy(dp=2), Strategy(tp=2))],
     8: [(Strategy(pp=4), Strategy(tp=4)), (Strategy(tp=4), Strategy(dp=2, tp=2))],
 }
-"""The same, from the first half of the processes to the second."""
+"""Strategies of a source on the first half of the processes and a target on the second half."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A reallocation to be measured."""
+    """A reallocation to measure."""
 
     processes: int
     size: str
@@ -97,27 +97,12 @@ class Case:
         return reallocate(source, target, Cluster(1, self.processes))
 
 
-@dataclass(frozen=True)
-class Row:
-    """Median seconds of every way, and medians of their ratios to ours within a round."""
-
-    processes: int
-    size: str
-    pair: str
-    sent_megabytes: float
-    copied_megabytes: float
-    ours: float
-    p2p: float
-    gather: float
-    dtensor: float | None
-    over_p2p: float
-    speedup_over_gather: float
-    speedup_over_dtensor: float | None
-    counts: bool
+Row = dict[str, Any]
+"""Figures of a case."""
 
 
 def cases(processes: list[int]) -> list[Case]:
-    """Everything that is measured."""
+    """List all cases."""
     found = []
     for count in processes:
         for size in SIZES:
@@ -131,12 +116,12 @@ def cases(processes: list[int]) -> list[Case]:
 
 
 def whole(held: Layout) -> dict[str, Tensor]:
-    """All tensors, with values that tell them apart."""
+    """Make all tensors, each filled with its own number."""
     return {s.name: torch.full(s.shape, float(i)) for i, s in enumerate(held.specs)}
 
 
 def buffer(held: Layout, rank: int, values: dict[str, Tensor] | None = None) -> FlatBuffer | None:
-    """The memory of a rank under a layout, filled if there are values."""
+    """Allocate the memory of a rank under a layout, and fill it if there are values."""
     if rank not in held.placement.ranks:
         return None
     flat = FlatBuffer([t.stored for t in held.tensors(rank)], torch.float32, CPU)
@@ -150,7 +135,7 @@ Way = Callable[[], None]
 
 
 def point_to_point(plan: Reallocation, rank: int) -> Way:
-    """Plain messages of as many bytes between the same ranks."""
+    """Plain messages of the same bytes between the same ranks."""
     amounts: defaultdict[tuple[int, int], int] = defaultdict(int)
     for transfer in plan.transfers:
         if rank in (transfer.sender, transfer.receiver):
@@ -173,14 +158,14 @@ Groups = dict[tuple[int, ...], dist.ProcessGroup]
 
 
 class Gather:
-    """Whole tensors for everyone, out of which each rank takes its part."""
+    """Every rank gets whole tensors and cuts out its part."""
 
     def __init__(self, plan: Reallocation, rank: int, source: FlatBuffer | None, groups: Groups) -> None:
         self.plan, self.rank, self.source, self.groups = plan, rank, source, groups
 
     @staticmethod
     def rank_sets(plan: Reallocation) -> set[tuple[int, ...]]:
-        """All groups that are needed."""
+        """List the rank groups that it needs."""
         p, s = plan.source.placement, plan.source.placement.strategy
         sets = {
             tuple(p.rank(dp=d, tp=t, pp=i) for t in range(s.tp)) for d in range(s.dp) for i in range(s.pp)
@@ -193,7 +178,7 @@ class Gather:
         return {ranks for ranks in sets if len(ranks) > 1}
 
     def run(self, target: FlatBuffer | None) -> None:
-        """One pass over all tensors."""
+        """Run one pass over all tensors."""
         wanted = {local.region.tensor: local.region for local in self.plan.target.tensors(self.rank)}
         for spec, stages in zip(self.plan.source.specs, self.plan.source.stages, strict=True):
             full = self.whole(spec.name, spec.shape, stages[0])
@@ -202,7 +187,7 @@ class Gather:
                 target[spec.name].copy_(full[wanted[spec.name].slices])
 
     def whole(self, name: str, shape: tuple[int, ...], stage: int) -> Tensor | None:
-        """A tensor on every rank of the target."""
+        """Gather a tensor on every rank of the target."""
         placement, full = self.plan.source.placement, None
         tp = placement.strategy.tp
         inside = self.rank in placement.ranks
@@ -237,8 +222,7 @@ class Gather:
 
 
 def device_mesh(case: Case) -> DeviceMesh | None:
-    """For DTensor's way to whole tensors on the same ranks; None where it does not apply. All processes make
-    it together."""
+    """Make the mesh of DTensor's way; None if the way does not apply. All processes call this together."""
     before, after = case.source, case.target
     if before.mesh != after.mesh or before.strategy.pp > 1 or after.strategy.dp != after.mesh.size:
         return None
@@ -246,7 +230,7 @@ def device_mesh(case: Case) -> DeviceMesh | None:
 
 
 def redistributions(plan: Reallocation, rank: int, source: FlatBuffer | None, mesh: DeviceMesh) -> Way:
-    """DTensor's way."""
+    """Make DTensor's way."""
     assert source is not None, "the target's ranks are the source's"
     tensors = []
     for spec, local in zip(plan.source.specs, plan.source.tensors(rank), strict=True):
@@ -262,7 +246,7 @@ def redistributions(plan: Reallocation, rank: int, source: FlatBuffer | None, me
 
 
 def measure(case: Case, process: Process, groups: Groups, mesh: DeviceMesh | None, rounds: int) -> Row | None:
-    """One case; a row on rank 0."""
+    """Measure a case; rank 0 returns the row."""
     rank, plan = process.rank, case.reallocation
     source, target = buffer(plan.source, rank, whole(plan.source)), buffer(plan.target, rank)
     types = (torch.float32, torch.float32)
@@ -295,40 +279,33 @@ def measure(case: Case, process: Process, groups: Groups, mesh: DeviceMesh | Non
             dist.barrier(group=active)
             if number:  # the first round connects processes and touches memory
                 seconds[name].append(time.perf_counter() - start)
-    return row(case, plan, seconds) if rank == 0 else None
+    return summarise(case, plan, seconds) if rank == 0 else None
 
 
-def row(case: Case, plan: Reallocation, seconds: dict[str, list[float]]) -> Row:
-    """Medians."""
+def summarise(case: Case, plan: Reallocation, seconds: dict[str, list[float]]) -> Row:
+    """Median seconds of every way, and medians of ratios to ours within a round."""
 
-    def ratio(a: str, b: str) -> float:
+    def ratio(a: str, b: str) -> float | None:
+        if a not in seconds or b not in seconds:
+            return None
         return round(statistics.median(x / y for x, y in zip(seconds[a], seconds[b], strict=True)), 3)
 
-    def median(way: str) -> float:
-        return round(statistics.median(seconds[way]), 4)
-
-    moved = plan.bytes_by_rank(4).values()
-    sent, copied = sum(m.sent for m in moved), sum(m.copied for m in moved)
-    other = "dtensor" in seconds
-    return Row(
-        case.processes,
-        case.size,
-        f"{case.source.layout} -> {case.target.layout}",
-        round(sent / 1e6, 1),
-        round(copied / 1e6, 1),
-        median("ours"),
-        median("p2p"),
-        median("gather"),
-        median("dtensor") if other else None,
-        ratio("ours", "p2p"),
-        ratio("gather", "ours"),
-        ratio("dtensor", "ours") if other else None,
-        counts=sent >= LARGE * case.target.mesh.size,
-    )
+    sent = sum(moved.sent for moved in plan.bytes_by_rank(4).values())
+    return {
+        "processes": case.processes,
+        "size": case.size,
+        "pair": f"{case.source.layout} -> {case.target.layout}",
+        "sent_megabytes": round(sent / 1e6, 1),
+        **{way: round(statistics.median(values), 4) for way, values in seconds.items()},
+        "over_p2p": ratio("ours", "p2p"),
+        "speedup_over_gather": ratio("gather", "ours"),
+        "speedup_over_dtensor": ratio("dtensor", "ours"),
+        "counts": sent >= LARGE * case.target.mesh.size,
+    }
 
 
 def run_rank(rank: int, arguments: argparse.Namespace, directory: str) -> None:
-    """Everything that one process does."""
+    """Measure all cases as one process."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     wait_to_be_scheduled()
@@ -343,10 +320,10 @@ def run_rank(rank: int, arguments: argparse.Namespace, directory: str) -> None:
     for case in todo:
         mesh = device_mesh(case)
         if rank < case.processes:
-            result = measure(case, process, groups, mesh, arguments.rounds)
-            if result is not None:
-                rows.append(asdict(result))
-                print(format_row(result), flush=True)
+            found = measure(case, process, groups, mesh, arguments.rounds)
+            if found is not None:
+                rows.append(found)
+                print(format_row(found), flush=True)
         dist.barrier()
     if rank == 0:
         Path(directory, "rows").write_text(json.dumps(rows))
@@ -354,50 +331,39 @@ def run_rank(rank: int, arguments: argparse.Namespace, directory: str) -> None:
     leave(0)
 
 
-HEADER = (
-    f"{'processes':>9} {'size':8} {'from -> to':30} {'MB sent':>8} {'ours, s':>8} {'p2p, s':>8} {'gather':>8} "
-    f"{'dtensor':>8} {'ours/p2p':>9} {'gather/ours':>12} {'dtensor/ours':>12}"
-)
+WIDTHS = {
+    "processes": 9, "size": 8, "pair": 30, "sent_megabytes": 14, "ours": 8, "p2p": 8, "gather": 8, "dtensor": 8,
+    "over_p2p": 8, "speedup_over_gather": 19, "speedup_over_dtensor": 20,
+}  # fmt: skip
+"""Columns of the table. Times are in seconds."""
 
 
-def format_row(r: Row) -> str:
-    """A line of the table."""
-    other = ("-", "-") if r.dtensor is None else (f"{r.dtensor:.4f}", f"{r.speedup_over_dtensor:.2f}")
-    return (
-        f"{r.processes:9} {r.size:8} {r.pair:30} {r.sent_megabytes:8.1f} {r.ours:8.4f} {r.p2p:8.4f} "
-        f"{r.gather:8.4f} {other[0]:>8} {r.over_p2p:9.2f} {r.speedup_over_gather:12.2f} {other[1]:>12}"
-        f"{'' if r.counts else '  (small)'}"
-    )
+def format_row(found: Row) -> str:
+    """Format a line of the table."""
+    cells = ("-" if found.get(name) is None else str(found[name]) for name in WIDTHS)
+    line = " ".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS.values(), strict=True))
+    return line if found["counts"] else f"{line}  (small)"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--processes", type=int, nargs="+", choices=(2, 4, 8), default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    print(HEADER)
-    start = time.perf_counter()
+    print(" ".join(f"{name:>{width}}" for name, width in WIDTHS.items()))
     with tempfile.TemporaryDirectory() as directory:
         mp.spawn(run_rank, args=(arguments, directory), nprocs=max(arguments.processes))
-        rows = [Row(**r) for r in json.loads(Path(directory, "rows").read_text())]
-    large = [r for r in rows if r.counts]
+        rows = json.loads(Path(directory, "rows").read_text())
+    large = [found for found in rows if found["counts"]]
     if not large:
         sys.exit("no pair is large enough for the summary")
-    others = [r.speedup_over_dtensor for r in large if r.speedup_over_dtensor is not None]
-    summary = {
-        "over_p2p": round(statistics.median(r.over_p2p for r in large), 3),
-        "speedup_over_gather": round(statistics.median(r.speedup_over_gather for r in large), 3),
-        "speedup_over_dtensor": round(statistics.median(others), 3) if others else None,
-    }
-    seconds = time.perf_counter() - start
-    print(f"medians over {len(large)} pairs of {LARGE >> 20} MiB and more per receiver: {summary}")
-    print(f"{seconds:.0f} s")
-    if arguments.json is not None:
-        machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-        head = {"date": date.today().isoformat(), "machine": machine, "rounds": arguments.rounds}
-        result = {**head, **summary, "seconds": round(seconds, 1), "rows": [asdict(r) for r in rows]}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    summary = {}
+    for name in ("over_p2p", "speedup_over_gather", "speedup_over_dtensor"):
+        values = [found[name] for found in large if found[name] is not None]
+        summary[name] = round(statistics.median(values), 3) if values else None
+    print(f"medians over {len(large)} pairs with at least {LARGE >> 20} MiB per receiver: {summary}")
+    found = {"rounds": arguments.rounds, **summary, "rows": rows}
+    Results(arguments.json).add("reallocation", found)
 
 
 if __name__ == "__main__":

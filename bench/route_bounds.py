@@ -1,26 +1,27 @@
-"""How close the schedules of reallocations come to a lower bound that no schedule can go below.
+"""Compare the schedules of reallocations with a lower bound that holds for every schedule.
 
-Draws random pairs of placements on clusters of 1 to 16 nodes of 8 devices: whole nodes or an aligned slice of
-one, data, tensor and pipeline degrees any integers that fill the mesh; random small models and published ones.
-For each pair, the time of the most loaded port of our schedule is divided by the optimum of a linear program.
+The bench draws random pairs of placements on clusters of 1 to 16 nodes of 8 devices: whole nodes or an
+aligned slice of one, any data, tensor and pipeline degrees that fill the mesh, random small models and
+published ones. For each pair, the time of our schedule's most loaded port is divided by the optimum of a
+linear program.
 
-The program covers every schedule in which ranks are sent only what they need, in any number of hops, relays in
-other nodes and repeated entries into a node included. It is stated over sets of regions with the same holders H
-and the same needers N, B elements each, that are found here from the two layouts alone. Variables: what a rank
-of H or N sends inside its node and to other nodes, and what enters a node. Constraints: all copies are sent
-(inside + entering >= |needers in the node| B); at least B enters a node without holders; of the copies into
-such nodes, holders send at least B; where a node has holders, they and the network bring in at least B; what
-enters a node was sent by others; holders send at least B in all.
-The loads of devices' in-ports are fixed. The program is solved only where the busiest in-port, itself a lower
-bound, does not explain our result already.
+The program covers every schedule that sends ranks only what they need, in any number of hops, with relays in
+other nodes and repeated entries into a node. It works on sets of regions with the same holders H and the same
+needers N, of B elements each, found here from the two layouts alone. Variables: what a rank of H or N sends
+inside its node and to other nodes, and what enters a node. Constraints:
+
+- all copies are sent: inside + entering >= |needers in the node| B;
+- at least B enters a node without holders, and holders send at least B of the copies into such nodes;
+- in a node with holders, these and the network bring in at least B;
+- whatever enters a node was sent by others, and holders send at least B in all.
+
+The loads of the devices' in-ports are fixed. The busiest in-port is a lower bound by itself; the program is
+solved only if that bound is not tight already.
 
     python bench/route_bounds.py --pairs 2000 --seed N [--json FILE]
 """
 
-import argparse
-import json
 import os
-import platform
 import random
 import statistics
 import time
@@ -28,13 +29,11 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import date
 from itertools import product
 from multiprocessing import Pool
-from pathlib import Path
 
 import numpy as np
-import scipy
+from harness import Results, make_parser
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
@@ -54,7 +53,7 @@ Class = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Pair:
-    """A reallocation to be scheduled."""
+    """A reallocation to schedule."""
 
     cluster: Cluster
     source: Layout
@@ -70,7 +69,7 @@ class Pair:
 
 
 def random_shape(rng: random.Random) -> ModelShape:
-    """A small model with sizes that divide badly, or, once in five, a published one."""
+    """Draw a small model whose sizes divide badly, or a published one in 20 % of the draws."""
     if rng.random() < 0.2:
         return SHAPES[rng.choice(sorted(SHAPES))]
     kv_heads, head_dim = rng.choice([1, 2, 3, 4, 5, 6, 8, 12]), rng.choice([8, 16, 32, 64])
@@ -89,7 +88,7 @@ def random_shape(rng: random.Random) -> ModelShape:
 
 
 def random_placement(rng: random.Random, cluster: Cluster, shape: ModelShape) -> Placement:
-    """Any placement that the model fits."""
+    """Draw a placement that the model allows."""
     if rng.random() < 0.2:
         size = rng.choice([s for s in range(1, PER_NODE) if PER_NODE % s == 0])
         mesh = Mesh(rng.randrange(cluster.size // size) * size, size)
@@ -105,7 +104,7 @@ def random_placement(rng: random.Random, cluster: Cluster, shape: ModelShape) ->
 
 
 def random_pair(rng: random.Random) -> Pair:
-    """A model, a cluster and two placements."""
+    """Draw a model, a cluster and two placements."""
     cluster, shape = Cluster(rng.randint(1, 16), PER_NODE), random_shape(rng)
     head: Head = rng.choice(["lm", "lm", "scalar"])
     source, target = (build_layout(shape, head, random_placement(rng, cluster, shape)) for _ in range(2))
@@ -113,7 +112,7 @@ def random_pair(rng: random.Random) -> Pair:
 
 
 def classes(pair: Pair) -> dict[Class, int]:
-    """Elements of the model by (holders, needers), where somebody needs them."""
+    """Count the elements of the model by (holders, needers), if there are needers."""
     tensors: defaultdict[str, tuple[list[tuple[Region, int]], list[tuple[Region, int]]]]
     tensors = defaultdict(lambda: ([], []))
     for side, held in enumerate((pair.source, pair.target)):
@@ -131,7 +130,7 @@ def classes(pair: Pair) -> dict[Class, int]:
 
 
 def cut_tensor(before: Iterable[tuple], after: Iterable[tuple]) -> Counter[Class]:
-    """The same for one tensor. Paints a grid of cells with the ranks that hold them."""
+    """Count the elements of one tensor likewise, on a grid whose cells list the ranks that hold them."""
     before, after = list(before), list(after)
     dims = range(len(before[0][0]))
     edges = [sorted({e for o, s, _ in before + after for e in (o[d], o[d] + s[d])}) for d in dims]
@@ -157,7 +156,7 @@ def cut_tensor(before: Iterable[tuple], after: Iterable[tuple]) -> Counter[Class
 
 
 def in_port_bound(found: dict[Class, int]) -> float:
-    """Seconds, at a byte per element, of the busiest in-port when a node takes in everything once."""
+    """Compute the seconds of the busiest in-port if a node takes in everything once, at one byte per element."""
     devices: Counter[int] = Counter()
     nodes: Counter[int] = Counter()
     for (holders, needers), elements in found.items():
@@ -171,7 +170,7 @@ def in_port_bound(found: dict[Class, int]) -> float:
 
 
 class Program:
-    """Rows `coefficients x >= right` over non-negative variables; variable 0 is the time."""
+    """Linear program: rows `coefficients x >= right` over non-negative variables. Variable 0 is the time."""
 
     def __init__(self) -> None:
         self.variables = 1
@@ -179,7 +178,7 @@ class Program:
         self.right: list[float] = []
 
     def new(self) -> int:
-        """A further variable."""
+        """Add a variable."""
         self.variables += 1
         return self.variables - 1
 
@@ -189,7 +188,7 @@ class Program:
         self.right.append(right)
 
     def minimum(self) -> float:
-        """The least time."""
+        """Solve for the least time."""
         entries = [(i, j, -value) for i, row in enumerate(self.rows) for j, value in row.items()]
         i, j, values = (np.array(column) for column in zip(*entries, strict=True))
         matrix = coo_array((values, (i, j)), shape=(len(self.rows), self.variables)).tocsr()
@@ -201,7 +200,7 @@ class Program:
 
 
 def lower_bound(found: dict[Class, int]) -> float:
-    """Seconds, at a byte per element, below which no schedule's most loaded port can be."""
+    """Compute the least possible seconds of a schedule's most loaded port, at one byte per element."""
     program = Program()
     scale = 1.0 / max(found.values())
     ports: defaultdict[tuple[str, int], dict[int, float]] = defaultdict(dict)
@@ -237,8 +236,8 @@ def lower_bound(found: dict[Class, int]) -> float:
     return program.minimum() / scale / node_speed
 
 
-def measure(job: tuple[int, int]) -> tuple[float, float, int, str] | None:
-    """Ratio to the bound, seconds of scheduling, pieces sent; None where nothing moves."""
+def measure(job: tuple[int, int]) -> tuple[float, float, str] | None:
+    """Return the ratio to the bound, the seconds of scheduling, and the pair; None if nothing moves."""
     pair = random_pair(random.Random(f"{job[0]} {job[1]}"))
     start = time.perf_counter()
     ours = reallocate(pair.source, pair.target, pair.cluster)
@@ -251,42 +250,29 @@ def measure(job: tuple[int, int]) -> tuple[float, float, int, str] | None:
     if busiest > bound * 1.0001:
         bound = lower_bound(found)
     assert busiest > bound * 0.9999, f"below the lower bound: {pair}"
-    return busiest / bound, elapsed, len(ours.hops), str(pair)
+    return busiest / bound, elapsed, str(pair)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0, help="chooses the pairs")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    start = time.perf_counter()
     with Pool(os.cpu_count()) as pool:
         measured = pool.map(measure, [(arguments.seed, i) for i in range(arguments.pairs)], chunksize=8)
-    moving = sorted((m for m in measured if m is not None), reverse=True)
-    ratios = [ratio for ratio, *_ in moving]
-    print(f"{arguments.pairs} pairs, {len(moving)} of them move something")
-    for limit in (1.0001, 1.001, 1.01, 1.02, 1.05):
-        share = sum(ratio <= limit for ratio in ratios) / len(ratios)
-        print(f"  within {100 * (limit - 1):5.2f} % of the bound: {100 * share:6.2f} %")
-    for ratio, _, _, text in moving[:5]:
-        print(f"  {ratio:.4f}  {text}")
+    moving = sorted((found for found in measured if found is not None), reverse=True)
+    for ratio, _, text in moving[:5]:
+        print(f"{ratio:.4f}  {text}")
     result = {
-        "date": date.today().isoformat(),
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "scipy": scipy.__version__,
         "seed": arguments.seed,
         "pairs": arguments.pairs,
         "moving_pairs": len(moving),
-        "worst_ratio": round(ratios[0], 5),
-        "mean_ratio": round(statistics.fmean(ratios), 5),
-        "worst_pair": moving[0][3],
-        "slowest_schedule_seconds": round(max(seconds for _, seconds, _, _ in moving), 3),
-        "seconds": round(time.perf_counter() - start, 1),
+        "worst_ratio": round(moving[0][0], 5),
+        "mean_ratio": round(statistics.fmean(ratio for ratio, *_ in moving), 5),
+        "slowest_schedule_seconds": round(max(seconds for _, seconds, _ in moving), 3),
     }
-    print(json.dumps(result, indent=2))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    print(result)
+    Results(arguments.json).add("route bounds", result)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,26 @@
-"""Time, gap and evaluation rate of the plan search, for PPO on 128, 1,024 and 10,000 GPUs.
+"""Measure time and gap of the plan search, for PPO on 128, 1,024 and 10,000 GPUs.
 
-Everything runs on one core, and seconds are those of the processor. The gap is relative to all plans that are
-enumerated. `evaluations per second` are those of random plans nobody has asked for before, 4,096
-at a time; a plan's evaluation is its time line and its memory, reallocations included. The load of the machine
-beside the numbers says how much else was running.
+Everything runs on one core, and seconds are processor time. The gap covers all enumerated plans. `evals/s` counts
+new random plans, 4,096 at a time; evaluating a plan means its timeline and its memory, reallocations included. The
+table shows the load of the machine, because other programs slow the search down.
 
     OMP_NUM_THREADS=1 python bench/search.py [--json FILE] [--seed N] [--busy N] [--few]
 
-`--busy` runs so many endless loops beside it: `plan`, a digest of what was found, stays the same. `--few` leaves
-out the larger clusters.
+`--busy N` runs N endless loops beside the search. `plan`, a digest of the plan found, must not change. `--few`
+leaves out the clusters of 1,024 and more GPUs.
 """
 
 import argparse
 import hashlib
-import json
 import os
-import platform
 import resource
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from datetime import date
-from pathlib import Path
 
 import numpy as np
+from harness import Results, make_parser
 
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
@@ -51,11 +47,11 @@ class Setting:
 
     cluster: str
     actor: str
-    """Of the reference, too."""
+    """Sizes of the actor and of the reference."""
     critic: str
-    """Of the reward model, too."""
+    """Sizes of the critic and of the reward model."""
     tokens: int
-    """Of each prompt, and of each answer."""
+    """Tokens of each prompt, and of each answer."""
     sequences: int
 
 
@@ -77,27 +73,27 @@ class Row:
 
     setting: Setting
     options_per_call: int
-    """Mean."""
+    """Mean number of candidates of a call."""
     build_seconds: float
     search_seconds: float
     step_seconds: float
     heuristic_seconds: float
-    """Of the preset; infinite if it does not fit."""
+    """Step of the preset `heuristic`; infinite if that does not fit."""
     lower_bound_seconds: float
     gap: float
     evaluations: int
     nodes: int
     evaluations_per_second: float
     peak_rss_bytes: int
-    """Of this process so far."""
+    """Peak memory of this process so far."""
     plan: str
-    """Digest of the plan that was found."""
+    """Digest of the plan found."""
     load: float
-    """Of the machine, over the last minute."""
+    """Load of the machine over the last minute."""
 
 
 def build(setting: Setting) -> Problem:
-    """The problem of a setting."""
+    """Build the search problem of a setting."""
     spec = ClusterSpec.parse(setting.cluster)
     names = {"actor": setting.actor, "ref": setting.actor, "critic": setting.critic, "reward": setting.critic}
     shapes = {role: SHAPES[name] for role, name in names.items()}
@@ -120,7 +116,7 @@ def build(setting: Setting) -> Problem:
 
 
 def rate(problem: Problem, seed: int) -> float:
-    """Random plans evaluated per second."""
+    """Measure how many random plans are evaluated per second."""
     timeline = Timeline(problem)
     rng = np.random.default_rng(seed)
     sizes = timeline.tables.sizes[:, None]
@@ -133,8 +129,8 @@ def rate(problem: Problem, seed: int) -> float:
 
 
 def heuristic(problem: Problem) -> float:
-    """Seconds of the preset of that name."""
-    if problem.cluster.nodes > 80:  # it would have more stages than the models have layers
+    """Evaluate the step seconds of the preset `heuristic`."""
+    if problem.cluster.nodes > 80:  # the preset would have more stages than the models have layers
         return float("inf")
     assignment = problem.find_assignment(make_plan("heuristic", GRAPH, problem.cluster, 8192))
     found = Timeline(problem).evaluate(assignment) if assignment else None
@@ -142,7 +138,7 @@ def heuristic(problem: Problem) -> float:
 
 
 def measure(setting: Setting, seed: int) -> Row:
-    """Build, search, and count."""
+    """Build a problem, search it, and time both."""
     start = time.process_time()
     problem = build(setting)
     built = time.process_time()
@@ -167,8 +163,7 @@ def measure(setting: Setting, seed: int) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = make_parser(__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--busy", type=int, default=0)
     parser.add_argument("--few", action="store_true")
@@ -182,7 +177,7 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Search all settings, print and write what was found."""
+    """Search all settings; print and write the rows."""
     rows = []
     header = (
         "options  build  search    step  heuristic   gap  evaluations  nodes    evals/s   RSS  load  plan"
@@ -199,14 +194,8 @@ def run(arguments: argparse.Namespace) -> None:
             f" {row.peak_rss_bytes / 2**30:4.1f}G {row.load:5.1f}  {row.plan}",
             flush=True,
         )
-    if arguments.json is not None:
-        result = {
-            "date": date.today().isoformat(),
-            "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-            "seed": arguments.seed,
-            "rows": [asdict(row) for row in rows],
-        }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    found = {"seed": arguments.seed, "rows": [asdict(row) for row in rows]}
+    Results(arguments.json).add("search", found)
 
 
 if __name__ == "__main__":

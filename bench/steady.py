@@ -1,16 +1,15 @@
-"""Resident memory of the processes of a long PPO run, step by step.
+"""Measure the resident memory of the processes of a long PPO run, step by step.
 
-After every step each process notes its resident set and the peak of it so far. Memory is steady where the resident
-set after the last steps is hardly larger than after step 20; medians of ten steps are compared, since what a step
-leaves depends on the lengths it drew. Largest values are given too.
+After every step each process notes its resident set and its peak so far. Memory is steady if the resident set
+after the last steps is hardly larger than after step 20. Medians of ten steps are compared, since a single
+step depends on the lengths it drew.
 
-`tiny` makes models and prompts of its own. `demo` is the PPO stage of `make demo`, with its evaluations, and reads
-what that has made: name the directory in which it was run. Both run in one and in two processes.
+`tiny` makes its own models and prompts. `demo` is the PPO stage of `make demo`, evaluations included, and
+reads the files of a finished `make demo`. Both run in one and in two processes.
 
     python bench/steady.py [--steps 300] [--cases tiny/1 tiny/2 demo/1 demo/2] [--demo .] [--json FILE]
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,12 +21,11 @@ from statistics import median
 from typing import Any
 
 import yaml
-from results_file import ResultsFile
+from harness import ROOT, Results, make_parser
 
 from realrl.runtime.monitor.host_memory import read_memory
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, leave
 
-ROOT = Path(__file__).parents[1]
 CASES = ("tiny/1", "tiny/2", "demo/1", "demo/2")
 WARM = 20
 """Steps after which memory must not grow."""
@@ -40,13 +38,12 @@ TINY = {
     "layers": 4,
     "heads": 4,
     "kv_heads": 2,
-    "head_dim": 16,
-    "tied_embeddings": True,
 }
+TINY |= {"head_dim": 16, "tied_embeddings": True}
 
 
 def train_one_rank(recipe: str, changes: list[str], out: Path) -> None:
-    """Train as one rank and write what memory it had after each step."""
+    """Train as one rank and write its memory after each step."""
     from realrl.cli.progress.training import Progress
     from realrl.recipe.load import load_experiment
     from realrl.runtime.train import train
@@ -68,7 +65,7 @@ def train_one_rank(recipe: str, changes: list[str], out: Path) -> None:
 
 
 def make_tiny_world(directory: Path) -> str:
-    """Write prompts, a tokenizer, an actor and a reward model; return the path of their recipe."""
+    """Write prompts, a tokenizer, an actor, a reward model and a recipe; return the recipe's path."""
     from realrl.data.tokenizer import train_bpe
     from realrl.testing.models import save_model
     from realrl.testing.records import list_sentences, make_up_records
@@ -133,7 +130,7 @@ def _start(
 
 
 def _summarise(rows: list[tuple[float, int, int]]) -> dict[str, Any]:
-    """Memory in MiB: after the steps around the first warm one, after the last ones, and its growth."""
+    """Summarise memory in MiB: after some steps, its growth from step 20 to the end, and its peaks."""
     resident = [row[1] / MIB for row in rows]
     early, late = median(resident[WARM : WARM + WINDOW]), median(resident[-WINDOW:])
     marks = sorted({1, 3, 10, WARM, 50, 100, 200, len(rows)} & set(range(1, len(rows) + 1)))
@@ -146,18 +143,17 @@ def _summarise(rows: list[tuple[float, int, int]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--demo", type=Path, default=ROOT, help="directory in which `make demo` was run")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", type=Path, help="be one of the ranks, and write its memory here")
-    parser.add_argument("recipe", nargs="*", help="recipe and changes of a rank")
+    parser.add_argument("--rank", type=Path, help="internal: directory for the memory of a rank")
+    parser.add_argument("recipe", nargs="*", help="internal: recipe and overrides of a rank")
     arguments = parser.parse_args()
     if arguments.rank is not None:
         recipe, *changes = arguments.recipe
         train_one_rank(recipe, changes, arguments.rank)
-    results = ResultsFile(arguments.json)
+    results = Results(arguments.json)
     for case in arguments.cases:
         world, processes = case.split("/")
         results.add(case, run(world, int(processes), arguments.steps, arguments.demo))

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
-    *sorted(f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md")),
+    *sorted(str(file.relative_to(ROOT)) for file in (ROOT / "docs").rglob("*.md")),
 )
 PROGRAMS = ("realrl", "make", "python", "torchrun", "pip", "git", "cd")
 """What a line must begin with to be a command."""
@@ -178,7 +178,7 @@ def test_every_script_understands_its_arguments(
         return
     script = ROOT / arguments[0]
     assert script.is_file(), f"{document}: {command}"
-    if "argparse" not in script.read_text():
+    if "parse_args" not in script.read_text():
         assert len(arguments) == 1, f"{document}: {arguments[0]} takes no arguments"
         return
 

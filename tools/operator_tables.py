@@ -1,11 +1,11 @@
-"""Makes `src/realrl/planner/operators/measured/*.json` again, from NVIDIA's published measurements of operators.
+"""Makes `src/realrl/planner/operators/measured/*.json` from NVIDIA's published measurements of operators.
 
     pip install aiconfigurator-core==0.12.0
     python tools/operator_tables.py
 
 Every tenth row of each table, chosen by a hash of its sizes, is held out: the script prints how far the tables are
-off on these rows, and writes some of them to `bench/reference/operators.json`, for tests and for
-`bench/operators.py`. It needs numpy and pyarrow, which the project requires anyway.
+off on these rows, and writes some of them to `bench/reference/operators.json`, for tests.
+It needs numpy and pyarrow, which the project requires anyway.
 """
 
 import hashlib

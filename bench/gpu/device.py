@@ -1,4 +1,4 @@
-"""Device that is measured: clock, peaks of its arithmetic and memory, shapes that it is measured with."""
+"""The device under test: its clock, its peaks of arithmetic and memory, and the shapes to measure."""
 
 import statistics
 import time
@@ -13,7 +13,7 @@ from realrl.families.shape import ModelShape
 from realrl.families.sizes.published import SHAPES as PUBLISHED
 
 SHAPES = {"0.5B": "qwen2.5-0.5b", "1.5B": "qwen2.5-1.5b", "7B": "qwen2.5-7b"}
-"""Published shapes by size; weights are random."""
+"""Published shapes by size. Weights are random."""
 TINY = ModelShape(
     family="qwen2", vocab_size=512, hidden_size=64, intermediate_size=128, layers=2, heads=4, kv_heads=2,
     head_dim=16, tied_embeddings=True,
@@ -23,7 +23,7 @@ DRIVER = Path("/sys/module/nvidia/version")
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU or, to try the measurements out with tiny sizes, a CPU."""
+    """A GPU, or a CPU for a dry run with tiny sizes."""
 
     name: str
 
@@ -34,7 +34,7 @@ class Device:
 
     @property
     def tiny(self) -> bool:
-        """Whether sizes are tiny, since this is no GPU."""
+        """Whether sizes are tiny, because this is a CPU."""
         return self.name == "cpu"
 
     def shape(self, size: str) -> ModelShape:
@@ -42,17 +42,17 @@ class Device:
         return TINY if self.tiny else PUBLISHED[SHAPES[size]]
 
     def wait(self) -> None:
-        """Wait until everything is computed."""
+        """Wait for all queued work."""
         if not self.tiny:
             torch.cuda.synchronize()
 
     def free(self) -> None:
-        """Give memory that nothing uses back to the device."""
+        """Return unused memory to the device."""
         if not self.tiny:
             torch.cuda.empty_cache()
 
     def seconds(self, run: Callable[[], object], repeats: int = 5) -> float:
-        """Measure the median time of a call, after two that warm up."""
+        """Measure the median seconds of a call, after two warm-up calls."""
         times = []
         for _ in range(repeats + 2):
             self.wait()
@@ -71,7 +71,7 @@ class Device:
 
     @cached_property
     def bandwidth(self) -> float:
-        """Bytes per second that a large copy reads and writes."""
+        """Bytes per second of a large copy, reads and writes together."""
         source = torch.empty(2**20 if self.tiny else 2**30, device=self.place, dtype=torch.uint8)
         target = torch.empty_like(source)
         return 2 * source.numel() / self.seconds(lambda: target.copy_(source), 10)
@@ -79,7 +79,7 @@ class Device:
     def describe(self) -> dict[str, str]:
         """Describe device, driver and torch."""
         if self.tiny:
-            return {"device": "CPU, tiny sizes: no figure means anything", "torch": torch.__version__}
+            return {"device": "CPU, tiny sizes: the figures mean nothing", "torch": torch.__version__}
         memory = torch.cuda.get_device_properties(self.place).total_memory / 2**30
         return {
             "device": f"{torch.cuda.get_device_name(self.place)}, {memory:.0f} GiB",

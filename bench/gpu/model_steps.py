@@ -1,4 +1,4 @@
-"""Steps of one model: training against peak arithmetic, decoding against peak bandwidth."""
+"""Steps of one model: training beside peak arithmetic, decoding beside peak bandwidth."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ from realrl.recipe.model import OptimizerConfig
 from realrl.recipe.settings import GenerationConfig
 
 BATCHES = (1, 16, 64, 256)
-"""Rows that are decoded."""
+"""Rows of a decode step."""
 LENGTH, CONTEXT, SHORT, LONG = 2048, 1024, 32, 160
-"""Tokens of a sequence that is trained on; of a prompt; of shorter and of longer answers."""
+"""Tokens of a training sequence, of a prompt, of the shorter answers and of the longer answers."""
 
 
 def make_model(device: Device, shape: ModelShape) -> Model:
@@ -31,7 +31,7 @@ def make_model(device: Device, shape: ModelShape) -> Model:
 
 
 def count_multiplied(shape: ModelShape) -> int:
-    """Count the parameters of matrices that activations are multiplied with, the head's included."""
+    """Count the parameters of all matrices that multiply activations, the head's included."""
     return shape.layers * count_layer_weights(shape) + count_head_weights(shape, "lm")
 
 
@@ -41,13 +41,13 @@ def count_training_tokens(layers: int | None) -> int:
 
 
 def count_training_operations(shape: ModelShape, tokens: int, length: int) -> int:
-    """Count 6 operations per parameter of a product and token, and those of causal attention as half of all."""
+    """Count 6 operations per token and parameter of a product, plus half of full attention, since it is causal."""
     attention = 6 * shape.layers * shape.heads * shape.head_dim * length * tokens
     return 6 * count_multiplied(shape) * tokens + attention
 
 
 def count_decoding_bytes(shape: ModelShape, rows: int, cached: float) -> float:
-    """Count the bytes of weights that are multiplied with, and of `cached` tokens' keys and values per row."""
+    """Count the bytes of all weights, plus keys and values of `cached` tokens per row."""
     keys_and_values = 2 * shape.layers * shape.kv_heads * shape.head_dim
     return 2 * (count_multiplied(shape) + rows * cached * keys_and_values)
 
@@ -55,8 +55,8 @@ def count_decoding_bytes(shape: ModelShape, rows: int, cached: float) -> float:
 def measure_training(device: Device, size: str, *, layers: int | None = None) -> dict[str, Any]:
     """Measure forward, backward and update on packed sequences of 2,048 tokens.
 
-    Counted is what Chowdhery et al. 2022, appendix B, count, of causal attention half; not what recomputation adds.
-    With `layers`, a model of fewer layers, whose optimizer state fits, stands for the whole one.
+    Operations are counted as in Chowdhery et al. 2022, appendix B, with half of attention because it is causal and
+    without recomputation. `layers` cuts the model, so that its optimizer state fits.
     """
     shape = device.shape(size)
     if layers is not None and not device.tiny:
@@ -85,10 +85,7 @@ def measure_training(device: Device, size: str, *, layers: int | None = None) ->
 
 
 def measure_decoding(device: Device, size: str, rows: int) -> dict[str, Any]:
-    """Measure a decode step: the difference of two lengths of generation, sampling and bookkeeping included.
-
-    Counted are the bytes of the weights that are multiplied with, and of the keys and values that are read.
-    """
+    """Measure a decode step as the difference of two lengths of generation, sampling and bookkeeping included."""
     shape = device.shape(size)
     context, short, long = (16, 4, 12) if device.tiny else (CONTEXT, SHORT, LONG)
     model = make_model(device, shape)
@@ -111,7 +108,7 @@ def measure_decoding(device: Device, size: str, rows: int) -> dict[str, Any]:
 
 
 def sample(model: Model, batch: Batch, new_tokens: int) -> Batch:
-    """Continue prompts by exactly so many tokens."""
+    """Continue every prompt by exactly `new_tokens` tokens."""
     sampling = GenerationConfig(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
     rooms = sum(batch["prompts"].lengths) + len(batch) * new_tokens
     return generate(

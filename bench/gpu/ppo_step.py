@@ -1,6 +1,6 @@
-"""PPO steps of four models on one device, beside what `transformers` takes to generate the same number of tokens.
+"""PPO steps of four models on one device, and the time `transformers` takes to generate the same number of tokens.
 
-Frameworks that sample with `generate` of transformers, as TRL's PPO does, spend that time before they train.
+A framework that samples with `generate` of transformers, such as TRL's PPO, spends that time before it trains.
 """
 
 import statistics
@@ -15,11 +15,11 @@ import transformers
 import yaml
 from device import Device
 
-sys.path.append(str(Path(__file__).parents[1] / "peer"))
-from cases import EOS_ID, Case, Lengths, World, make_model
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "peer")]
 
-from realrl.planner.calibration.comparison import Comparison
-from realrl.recipe.experiment import Experiment
+from cases import EOS_ID, Case, Lengths, World, make_model
+from harness import SilentObserver
+
 from realrl.recipe.load import load_experiment
 from realrl.runtime.observer import MetricsRecord
 from realrl.runtime.train import train
@@ -27,31 +27,22 @@ from realrl.runtime.train import train
 STEPS, WARM_UP = 5, 2
 
 
-class StepClock:
-    """Observer of a run that notes when steps end."""
+class StepClock(SilentObserver):
+    """Observer that notes when steps end."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
 
-    def begin(self, experiment: Experiment, steps: int) -> None:
+    def begin(self, experiment: object, steps: int) -> None:
         self.ends.append(time.perf_counter())
-
-    def note(self, text: str) -> None:
-        print(text, file=sys.stderr)
 
     def record(self, record: MetricsRecord) -> None:
         if record.kind == "train":
             self.ends.append(time.perf_counter())
 
-    def costs(self, comparison: Comparison) -> None:
-        pass
-
-    def end(self, run_dir: str, seconds: float) -> None:
-        pass
-
 
 def measure_ppo(device: Device, size: str) -> dict[str, Any]:
-    """Measure steps of PPO, and generation by transformers, with answers of a fixed length."""
+    """Measure PPO steps, and generation by transformers, with answers of a fixed length."""
     prompts, answer = (8, 16) if device.tiny else (128, 512)
     case = Case(
         algorithm="grpo", size="5M" if device.tiny else size, items=prompts, trl_batch=prompts, trl={},

@@ -1,10 +1,9 @@
-"""What the planner predicts for run.py's measurements of training and decoding, on a device that nobody has here.
+"""Predict what run.py would measure for training and decoding. No GPU is needed.
 
     python bench/gpu/predict.py [--device h100]
 
-Prints a table for docs/gpu.md. Predictions come from data sheets and the planner's efficiencies, which no
-measurement of this code on a GPU has tested. Shares are of the data sheet's peaks; those of run.py are of measured
-ones.
+Prints the table of docs/gpu.md. Predictions come from the planner's tables and data sheets; no measurement of this
+code on a GPU has tested them. Shares refer to the data sheet's peaks, while run.py uses measured peaks.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Training, decoding, GRPO and PPO on one GPU, as ratios to peaks and to others measured in the same run.
+"""Training, decoding, GRPO and PPO on one GPU, beside the GPU's peaks and other systems measured in the same run.
 
-Shapes are those of Qwen2.5 (0.5B, 1.5B, 7B), weights are random, types bfloat16. Peaks are those of a large product
-and of a large copy. Of the 7B shape 8 of 28 layers are trained, since gradients and optimizer state of more do not
-fit on one device. Results are written after each measurement, so that an interrupted run is not lost.
+Shapes are Qwen2.5 0.5B, 1.5B and 7B, with random bfloat16 weights. The peaks come from a large product
+and a large copy. Training of the 7B shape uses 8 of 28 layers, since the optimizer state of more does not
+fit. Results are written after each measurement, so an interrupted run keeps its results.
 
     python bench/gpu/run.py [--only training decoding grpo ppo] [--device cuda] [--out FILE.md]
 
-With `--device cpu` tiny models try the measurements out; nothing is written then unless `--out` is given.
+`--device cpu` is a dry run with tiny models; it writes nothing unless `--out` is given.
 """
 
 import argparse
@@ -32,7 +32,7 @@ Measurement = Callable[[], Mapping[str, Any]]
 
 
 def list_measurements(device: Device, kinds: list[str]) -> dict[str, Measurement]:
-    """List what is measured, by name."""
+    """List the measurements by name."""
     found: dict[str, Measurement] = {}
     sizes = ["0.5B"] if device.tiny else list(SHAPES)
     for size in sizes:
@@ -68,7 +68,7 @@ def write_page(path: Path, device: Device, results: Mapping[str, Mapping[str, An
 
 
 def format_value(value: Any) -> str:
-    """Format a figure, or the figures of a side."""
+    """Format a figure, or all figures of a side."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict):
@@ -83,10 +83,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA device here; nothing measured")
+        print("this machine has no CUDA device; nothing was measured")
         return
     device = Device(arguments.device)
-    out = arguments.out or (None if device.tiny else ROOT / "docs" / "benchmarks-gpu.md")
+    out = arguments.out or (None if device.tiny else ROOT / "docs" / "notes" / "benchmarks-gpu.md")
     results: dict[str, Mapping[str, Any]] = {}
     for name, run in list_measurements(device, arguments.only).items():
         try:

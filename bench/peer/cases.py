@@ -1,9 +1,11 @@
-"""Cases of the comparison with TRL: models, records and lengths that both sides read."""
+"""What both sides of the comparison with TRL share: cases, files, reward, and the protocol of taking turns."""
 
 import json
 import math
 import os
 import random
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,14 +40,14 @@ PROMPT = {"grpo": 64, "dpo": 32, "reward": 32}
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Log-normal lengths, cut: most are short, a few long. With `sigma` 0 all are `most`."""
+    """Log-normal lengths with a cut: most are short, a few long. With `sigma` 0 every length is `most`."""
 
     median: int
     sigma: float
     most: int
 
     def draw(self, rng: random.Random) -> int:
-        """Draw one."""
+        """Draw a length."""
         if self.sigma == 0:
             return self.most
         return max(4, min(self.most, round(rng.lognormvariate(math.log(self.median), self.sigma))))
@@ -65,22 +67,22 @@ class Case:
     algorithm: str
     size: str
     items: int
-    """Of a step: prompts, pairs or texts."""
+    """Prompts, pairs or texts of a step."""
     lengths: Lengths
     trl_batch: int
     """TRL's `per_device_train_batch_size`; the rest of a step is accumulated."""
     trl: Mapping[str, Any]
-    """Further settings of TRL."""
+    """More settings of TRL."""
     micro_batch_tokens: int = 4096
-    """Of realrl."""
+    """realrl's budget of a micro-batch."""
     cache_tokens: int = 20480
-    """Of realrl's generation: every answer of a step at once, as with TRL."""
+    """realrl's KV cache: it holds every answer of a step at once, as TRL does."""
     dtype: str = "float32"
     """Type of parameters."""
 
     @property
     def rows(self) -> int:
-        """Rows that TRL takes per step, before it packs them: a pair is one."""
+        """Rows that TRL takes per step, before it packs them. A pair counts as one row."""
         return self.items * (GROUP if self.algorithm == "grpo" else 1)
 
 
@@ -95,7 +97,7 @@ def pairs(algorithm: str, size: str, items: int) -> Case:
 
 
 def sft(size: str, items: int, trl_batch: int, **trl: Any) -> Case:
-    """Texts of which every token is learnt."""
+    """Texts; the loss covers every token."""
     return Case(algorithm="sft", size=size, items=items, lengths=TEXTS, trl_batch=trl_batch, trl=trl)
 
 
@@ -129,10 +131,10 @@ GPU_CASES = {
         grpo("1.5B", 32, LONG, 16), micro_batch_tokens=16384, cache_tokens=300_000, dtype="bfloat16"
     ),
 }
-"""Cases for a GPU, the first of which tries them out on a CPU."""
+"""Cases for a GPU. The first one is a dry run for a CPU."""
 EVERY_CASE = {**CASES, **GPU_CASES}
 DEVICE_VARIABLE = "REALRL_BENCH_DEVICE"
-"""Environment variable that tells the sides their device."""
+"""Environment variable with the device of both sides."""
 
 
 def read_device() -> str:
@@ -141,11 +143,11 @@ def read_device() -> str:
 
 
 class World:
-    """Files of a case: a model with fresh weights, and records; equal for both sides."""
+    """Files of a case, equal for both sides: a model with fresh weights, and records."""
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> tuple["World", int]:
-        """Make the world that a side's command line names; with the number of its steps."""
+        """Make the world that a side's command line names. Returns it and the number of steps."""
         name, root, steps, *batch = arguments
         case = replace(EVERY_CASE[name], trl_batch=int(batch[0])) if batch else EVERY_CASE[name]
         return cls(Path(root), case, int(steps)), int(steps)
@@ -164,15 +166,15 @@ class World:
         self.records.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
     def answer_lengths(self, step: int) -> list[int]:
-        """Lengths of the answers of a GRPO step, in the order of its samples, end of sequence included.
+        """Lengths of the answers of a GRPO step, end of sequence included, in the order of its samples.
 
-        Where it is the most that there may be, an answer does not end.
+        An answer of the greatest length does not end.
         """
         rng = random.Random(1000 + step)
         return [self.case.lengths.draw(rng) for _ in range(self.case.rows)]
 
     def count_tokens(self, step: int) -> int:
-        """Count the tokens of a step that are no padding."""
+        """Count the tokens of a step without padding."""
         case = self.case
         if case.algorithm == "grpo":
             return case.rows * PROMPT["grpo"] + sum(self.answer_lengths(step))
@@ -189,12 +191,12 @@ class World:
     def _record(self, rng: random.Random) -> dict[str, str]:
         algorithm = self.case.algorithm
         if algorithm == "sft":
-            # Room for the end of sequence.
+            # Leave room for the end of sequence.
             return {"text": self._words(rng, self.case.lengths.draw(rng) - 1)}
         record = {"prompt": self._words(rng, PROMPT[algorithm])}
         if algorithm != "grpo":
             for key in ("chosen", "rejected"):
-                # The space keeps words apart where prompt and answer are put together as text.
+                # The space separates prompt and answer if a side joins them as text.
                 record[key] = " " + self._words(rng, self.case.lengths.draw(rng) - 1)
         return record
 
@@ -211,3 +213,46 @@ def make_model(directory: Path, shape: ModelShape, head: Head) -> None:
     model = make_unsharded_model(shape, head, dtype=torch.float32, device=torch.device("cpu"))
     initialise(model.parameters, model.layout.specs, shape, 1)
     huggingface.save(directory, shape, head, model.parameters, tokenizer, torch.float32)
+
+
+def reward(completions: list[str], completion_ids: list[list[int]], **fields: Any) -> list[float]:
+    """Share of even tokens: cheap, and different for the samples of a prompt."""
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+class Turns:
+    """A side's end of the protocol: it waits for its turn before each step and reports the costs of the step."""
+
+    def __init__(self) -> None:
+        self._answers = os.fdopen(os.dup(1), "w")
+        # Whatever libraries print to stdout goes to the log, since stdout carries the reports.
+        os.dup2(2, 1)
+        self._imported = read_memory("VmRSS")
+        self._begin = self._processor = 0.0
+        self.step = 0
+        """Number of the step that runs or comes next."""
+
+    def ready(self) -> None:
+        """Report that the first step may begin, and wait for it."""
+        self._say({})
+
+    def done(self, tokens: int) -> None:
+        """Report the costs of the step, and wait for the next turn. `tokens` counts no padding."""
+        seconds = time.perf_counter() - self._begin
+        processor = time.process_time() - self._processor
+        self.step += 1
+        memory = {"peak": read_memory("VmHWM"), "imported": self._imported}
+        self._say({"seconds": seconds, "processor": processor, "tokens": tokens, **memory})
+
+    def _say(self, answer: dict[str, Any]) -> None:
+        print(json.dumps(answer), file=self._answers, flush=True)
+        if not sys.stdin.readline():
+            os._exit(0)
+        self._begin = time.perf_counter()
+        self._processor = time.process_time()
+
+
+def read_memory(field: str) -> int:
+    """Read a figure of this process's memory from /proc, in bytes."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field + ":"))

@@ -1,4 +1,4 @@
-"""A case as realrl runs it: the training loop of `realrl train`, in one process.
+"""Run a case with realrl: the training loop of `realrl train`, in one process.
 
 python bench/peer/realrl_side.py CASE DIR STEPS [TRL_BATCH]
 """
@@ -9,43 +9,33 @@ from typing import Any
 
 import torch
 import yaml
-from cases import EOS_ID, PROMPT, World, read_device
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from cases import EOS_ID, PROMPT, Turns, World, read_device
+from harness import SilentObserver
 from torch import Tensor
-from turns import Turns
 
 from realrl.engine.generation.decode_step import DecodeStep
 from realrl.engine.generation.row_buffers import BufferedRows
 from realrl.engine.generation.sampling import SamplingNoise
-from realrl.planner.calibration.comparison import Comparison
-from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment
 from realrl.runtime.observer import MetricsRecord
 from realrl.runtime.train import train
 
-REWARD = Path(__file__).with_name("reward.py")
 
-
-class StepByStep:
-    """Observer of the run that lets it go on when it is its turn."""
+class StepByStep(SilentObserver):
+    """Observer that holds the run until it is this side's turn."""
 
     def __init__(self, world: World, turns: Turns) -> None:
         self._world, self._turns = world, turns
 
-    def begin(self, experiment: Experiment, steps: int) -> None:
+    def begin(self, experiment: object, steps: int) -> None:
         self._turns.ready()
-
-    def note(self, text: str) -> None:
-        print(text)
 
     def record(self, record: MetricsRecord) -> None:
         print(record)
         self._turns.done(self._world.count_tokens(self._turns.step))
-
-    def costs(self, comparison: Comparison) -> None:
-        pass
-
-    def end(self, run_dir: str, seconds: float) -> None:
-        pass
 
 
 def write_recipe(world: World, steps: int) -> Path:
@@ -72,7 +62,7 @@ def write_recipe(world: World, steps: int) -> Path:
         "training": {"steps": steps},
     }
     if case.algorithm == "grpo":
-        recipe["reward"] = f"{REWARD}:reward"
+        recipe["reward"] = f"{Path(__file__).with_name('cases.py')}:reward"
         recipe["policy"] = {"samples": case.rows // case.items, "kl": {"coef": 0.0}}
         recipe["generation"] = {"max_new_tokens": case.lengths.most}
         recipe["plan"] = str(write_plan(world))
@@ -82,7 +72,7 @@ def write_recipe(world: World, steps: int) -> Path:
 
 
 def write_plan(world: World) -> Path:
-    """Write the plan of GRPO: generation has room for more tokens than a micro-batch of training."""
+    """Write the plan of GRPO: generation gets room for more tokens than a micro-batch of training."""
     case = world.case
     calls = {"actor.generate": case.cache_tokens, "actor.train": case.micro_batch_tokens}
     plan = {
@@ -98,7 +88,7 @@ def write_plan(world: World) -> Path:
 
 
 def end_answers(world: World) -> None:
-    """End answers at the lengths of the case, instead of where the model would."""
+    """Make answers end at the lengths of the case, whatever the model samples."""
     run = DecodeStep.run
     make_keys = SamplingNoise.make_keys
     most = world.case.lengths.most

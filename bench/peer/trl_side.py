@@ -1,4 +1,4 @@
-"""A case as TRL runs it, in one process.
+"""Run a case with TRL, in one process.
 
 python bench/peer/trl_side.py CASE DIR STEPS [TRL_BATCH]
 """
@@ -10,16 +10,14 @@ from typing import Any
 import torch
 import transformers
 import trl
-from cases import EOS_ID, World, read_device
+from cases import EOS_ID, Turns, World, read_device, reward
 from datasets import load_dataset
-from reward import reward
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, TrainerCallback
-from turns import Turns
 
 
 class StepByStep(TrainerCallback):
-    """Lets the trainer go on when it is its turn."""
+    """Callback that holds the trainer until it is this side's turn."""
 
     def __init__(self, turns: Turns, counter: "Counter") -> None:
         self._turns, self._counter = turns, counter
@@ -32,27 +30,27 @@ class StepByStep(TrainerCallback):
 
 
 class Counter:
-    """Counts tokens that are no padding."""
+    """Counts tokens without padding."""
 
     def __init__(self, world: World, turns: Turns) -> None:
         self._world, self._turns = world, turns
         self._packed = 0
 
     def collate(self, collator: Any, rows: Any) -> Any:
-        """Count the tokens of packed rows as they are put together."""
+        """Count the tokens of packed rows as they are collated."""
         batch = collator(rows)
         mask = batch.get("attention_mask")
         self._packed += int(batch["input_ids"].numel() if mask is None else mask.sum())
         return batch
 
     def take(self) -> int:
-        """Take the number of the step that ends."""
+        """Return the tokens of the step that has ended."""
         packed, self._packed = self._packed, 0
         return packed if self._world.case.trl.get("packing") else self._world.count_tokens(self._turns.step)
 
 
 class EndAnswers(LogitsProcessor):
-    """Ends answers at the lengths of the case, instead of where the model would."""
+    """Makes answers end at the lengths of the case, whatever the model samples."""
 
     def __init__(self, world: World, step: int, prompt: int) -> None:
         self._lengths = torch.tensor(world.answer_lengths(step))
@@ -77,7 +75,7 @@ def settings(world: World, steps: int) -> dict[str, Any]:
         "gradient_accumulation_steps": max(1, case.rows // case.trl_batch),
         "use_cpu": read_device() == "cpu",
         "bf16": case.dtype == "bfloat16",
-        # TRL's default saves memory that there is enough of here, for a third more arithmetic.
+        # Checkpointing would save memory, which is plentiful here, for a third more arithmetic.
         "gradient_checkpointing": False,
         "learning_rate": 1e-6,
         "lr_scheduler_type": "constant",

@@ -1,4 +1,4 @@
-"""Interfaces of torch that training on GPUs uses are those of 2.11 to 2.13; docs/gpu.md lists what differs."""
+"""Training on GPUs uses interfaces of torch 2.11 to 2.13. docs/notes/gpu-internals.md lists what differs."""
 
 import inspect
 

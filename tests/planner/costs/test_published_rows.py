@@ -1,46 +1,29 @@
-"""The published rows of `bench/published_rows.py`, and what docs/benchmarks.md says of them."""
+"""The published rows of `bench/published_rows.py`."""
 
-import importlib.util
-import json
-import sys
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-FILE = ROOT / "bench" / "published_rows.py"
-RESULTS = ROOT / "bench" / "results" / "published_rows.json"
-
 
 @pytest.fixture(scope="module")
-def bench():
-    spec = importlib.util.spec_from_file_location("published_rows", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def bench() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[3] / "bench"))
+        yield importlib.import_module("published_rows")
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict]:
-    return json.loads(RESULTS.read_text(encoding="utf-8"))
-
-
-def test_predictions_are_those_of_the_documents(bench, results) -> None:
-    """A change of the cost model that moves a row needs a new table: the bench writes it."""
-    rows = bench.read_rows()
-    assert [row.name for row in rows] == [one["row"] for one in results]
-    for row, one in zip(rows, results, strict=True):
-        assert bench.predict(row).value == pytest.approx(one["predicted"], rel=0.02), row.name
-
-
-def test_documents_have_the_table_and_the_reason_of_every_row_beyond_a_fifth(bench, results) -> None:
-    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    for line in bench.render(results):
-        assert line in text, line
-    for one in results:
-        assert (abs(one["error"]) > 0.2) == bool(one["reason"]), one["row"]
+def test_decoding_is_predicted_well_and_every_larger_error_has_a_note(bench) -> None:
+    """docs/notes/other-systems.md has the notes, and says how well each kind of row is predicted."""
+    found = [(row, bench.compare(row)) for row in bench.read_rows()]
+    for row, one in found:
+        assert (abs(one["error"]) > 0.2) == (one["note"] is not None), row.name
+        if row.of["work"] == "generate":
+            limit = 0.11 if row.name.startswith("TensorRT-LLM 0.17") else 0.15
+            assert abs(one["error"]) < limit, row.name
+    assert sum(abs(one["error"]) <= 0.2 for _, one in found) >= 14
 
 
 def test_every_row_names_its_source_and_setting(bench) -> None:

@@ -38,7 +38,7 @@ class DeviceKind:
     node_latency_s: float = 10e-6
     """Latency of one hop of a collective between nodes, in seconds."""
     kernel_s: float = 12e-6
-    """Host time to launch one kernel, in seconds: some 10 µs of Python and torch (`bench/host_launches.py`), and
+    """Host time to launch one kernel, in seconds: some 10 µs of Python and torch (docs/notes/constants.md), and
     2 to 3 µs of the driver."""
     cpu: bool = False
     """Whether the device is a process on a CPU, which has no driver and computes logits in smaller chunks."""

@@ -2,8 +2,8 @@
 
 They are used wherever nothing has been measured, by a profile or by the tables of `planner/operators`. Each names
 its source; none depends on model, plan or cluster.
-The sources of `matmul` allow 0.65 to 0.8; it was set to the lower end after a comparison with the published
-settings in `bench/reference_table.py`. The other constants were not fitted.
+The sources of `matmul` allow 0.65 to 0.8; it was set to the lower end after a comparison with ReaL's paper
+(docs/notes/other-systems.md). The other constants were not fitted. docs/notes/constants.md lists all sources.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Efficiency:
     exact_forward: float = 1.1
     """Seconds of an exact forward pass relative to another one, products and attention together, in decode steps as
     in training: between a generate call and the forward pass of a train step, as measured on a CPU
-    (docs/exact.md). Nothing was measured on a GPU, of which this is a guess."""
+    (docs/notes/measurements.md). Nothing was measured on a GPU, of which this is a guess."""
     host_link: float = 0.8
     """Fraction of PCIe bandwidth that copies from and to pinned memory achieve: about 25 of 32 GB/s with PCIe 4."""
     host_bytes_per_s: float = 3.5e9
@@ -116,7 +116,7 @@ class Efficiency:
 
     cpu_fp8_widening: float = 9.0
     """Seconds to widen an fp8 matrix on a CPU relative to an int8 one, whose conversion alone torch has for vectors
-    (`bench/quantised.py`)."""
+    (docs/notes/measurements.md)."""
 
     forward_operations: int = 10
     """Kernels launched for a layer forward, in decode steps, too: four products, attention, two norms, rotation,
@@ -150,7 +150,7 @@ class Efficiency:
     look_operations: int = 41
     """Kernels and copies launched where the host looks at tokens between decode steps of a GPU."""
     look_row_s: float = 3.2e-6
-    """Host seconds per row to record the tokens of a turn and to plan the next (`bench/host_launches.py`)."""
+    """Host seconds per row to record the tokens of a turn and to plan the next (docs/notes/constants.md)."""
     collective_host_s: float = 40e-6
     """Host seconds per collective: enqueueing it from Python, and the skew between the hosts."""
 

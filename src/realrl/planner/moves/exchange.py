@@ -16,7 +16,7 @@ from realrl.program.order import keys_between, producers
 
 _LENGTH_BYTES = 8
 _REPORT_S = 40e-6
-"""Seconds in which the writer reads the times of a rank and aligns them with the others' (`bench/scale.py`)."""
+"""Seconds in which the writer reads the times of a rank and aligns them with the others' (docs/notes/scale.md)."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class StartTimes:
     """From the order to start processes to their meeting: scheduler, imports, CUDA context. An assumption; imports
     alone are 3 to 5 s here, from a local disk."""
     request: float = 15e-6
-    """A request to the store, which one thread on one node answers (`bench/scale.py`)."""
+    """A request to the store, which one thread on one node answers (docs/notes/scale.md)."""
     connection: float = 100e-6
     """A connection of gloo: a socket on both sides. An assumption."""
     world: float = 2.5
@@ -40,7 +40,7 @@ class StartTimes:
     """Share of that for each rank of the communicator that is split: one of about four all-gathers. An
     assumption."""
     compile: float = 600e-6
-    """To compile and check the programs of all ranks, for each of them, on every rank (`bench/scale.py`)."""
+    """To compile and check the programs of all ranks, for each of them, on every rank (docs/notes/scale.md)."""
     warm_up: float = 30.0
     """By which the first step is longer: kernels are compiled, graphs captured. An assumption."""
 

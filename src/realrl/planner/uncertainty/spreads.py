@@ -1,9 +1,10 @@
 """Sizes of the errors of predicted times, by the source of a time.
 
 A size is the standard deviation of ln(measured / predicted): of 0.1, two in three times are within about 10 %.
-Those of profiled times were set by measured runs on CPUs (`bench/reality.py`; docs/benchmarks.md says which rows
-were used, and which were kept for the check). Nothing of this engine was measured on a GPU: sizes for tables and
-data sheets are judgements from what others have published, and from what the sources of the constants leave open.
+Those of profiled times were set by measured runs on CPUs (`bench/reality.py`; docs/notes/measurements.md says
+which rows were used, and which were kept for the check). Nothing of this engine was measured on a GPU: sizes
+for tables and data sheets are judgements from what others have published, and from what the sources of the
+constants leave open.
 """
 
 from collections.abc import Mapping
