@@ -34,7 +34,7 @@ from pathlib import Path
 
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.layout.layout import build_layout
 from realrl.layout.local_tensors import local_tensor
 from realrl.layout.ranges import stage_layers

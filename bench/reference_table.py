@@ -45,7 +45,7 @@ import numpy as np
 
 from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
 from realrl.dataflow.call import Call, Kind
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.layout.kv_blocks import BLOCK_TOKENS, count_blocks, count_prompt_blocks
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan

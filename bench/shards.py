@@ -30,7 +30,7 @@ from realrl.checkpoint.portions import list_portions
 from realrl.engine.buffers.flat import FlatBuffer
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.layout.layout import build_layout
 from realrl.plan.cluster import Cluster
 from realrl.plan.communicators import list_rank_sets

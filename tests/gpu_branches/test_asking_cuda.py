@@ -17,7 +17,7 @@ if torch.cuda.is_available():
 from realrl.checkpoint.state import writer
 from realrl.config.errors import UserError
 from realrl.engine.dtypes import find_products
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.model.arithmetic.ops import PLAIN, Products
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.program.instructions import Run
