@@ -100,8 +100,8 @@ def test_nodes_must_have_the_same_installed() -> None:
 
 SOUND = "0, NVIDIA H100 80GB HBM3, 550.54, 81559, 4, 0, Disabled\n"
 DRIVERS = {
-    "sound": (SOUND, "ok", "GPU 0: NVIDIA H100 80GB HBM3, 79.6 GiB, driver 550.54"),
-    "without ECC": (SOUND.replace(" 0, Dis", " [N/A], Dis"), "ok", "GPU 0"),
+    "sound": (SOUND, "ok", "1 x NVIDIA H100 80GB HBM3, 81559 MiB, driver 550.54"),
+    "without ECC": (SOUND.replace(" 0, Dis", " [N/A], Dis"), "ok", "1 x"),
     "errors": (SOUND.replace(" 0, Dis", " 3, Dis"), "problem", "GPU 0 has 3 uncorrected memory errors"),
     "slices": (SOUND.replace("Disabled", "Enabled"), "warning", "MIG"),
     "in use": (SOUND.replace(", 4,", ", 40000,"), "warning", "39.1 GiB of 79.6 GiB of GPU 0 are in use"),

@@ -160,11 +160,13 @@ def check_gpus(gpus: Sequence[Mapping[str, str]], driver_error: str = "") -> Sai
     """Look for memory errors, MIG slices and other users of GPUs, and for what Triton needs to launch kernels."""
     if driver_error:
         yield "problem", driver_error
+    if gpus:
+        names, first = ", ".join(sorted({gpu["name"] for gpu in gpus})), gpus[0]
+        yield "ok", f"{len(gpus)} x {names}, {first['memory.total']} MiB, driver {first['driver_version']}"
     for gpu in gpus:
         # MiB. Figures that a GPU does not have are `[N/A]`.
         used, total, errors = (int(gpu[name]) if gpu[name].isdecimal() else 0 for name in _FIGURES)
         name = f"GPU {gpu['index']}"
-        yield "ok", f"{name}: {gpu['name']}, {format_bytes(total << 20)}, driver {gpu['driver_version']}"
         if errors:
             yield "problem", f"{name} has {errors} uncorrected memory errors; reset it, or leave it out"
         if gpu["mig.mode.current"] == "Enabled":
