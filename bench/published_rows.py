@@ -32,7 +32,7 @@ from harness import Results, make_parser
 
 from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import ModelShape
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.efficiency import Efficiency

@@ -38,7 +38,7 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 from realrl.families.shape import Head, ModelShape
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.region import Region
 from realrl.layout.routing.links import Links

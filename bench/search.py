@@ -24,7 +24,7 @@ from harness import Results, make_parser
 
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.plan.presets import make_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel

@@ -40,7 +40,7 @@ TORCH_FREE_PACKAGES = {
     "families",
     "config",
 }
-TORCH_FREE_ROOMS = tuple(f"algorithms.rewards.{room}" for room in ("verifiers", "http", "scoring"))
+TORCH_FREE_ROOMS = tuple(f"algorithms.rewards.{room}" for room in ("verifiers", "scoring"))
 DESCRIPTIONS = {"config", "graph", "spec"}
 """Modules of an algorithm that say what it is, and import no torch."""
 LEAF = "realrl.data.batch"

@@ -19,7 +19,7 @@ from realrl.checkpoint import huggingface
 from realrl.checkpoint.initial_weights import initialise
 from realrl.engine.model import make_unsharded_model
 from realrl.families.shape import Head, ModelShape
-from realrl.families.sizes.published import SHAPES as PUBLISHED
+from realrl.families.sizes import SHAPES as PUBLISHED
 
 SHAPES = {
     "5M": ModelShape(

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from realrl.cli.app import run_app
 from realrl.families.registry import list_families
 from realrl.families.shape import ModelShape
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 
 FILE = """
 from dataclasses import replace

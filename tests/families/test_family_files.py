@@ -8,7 +8,7 @@ import pytest
 from realrl.config.errors import UserError
 from realrl.families.config_json import read_config
 from realrl.families.settings import write_sizes
-from realrl.families.sizes.find import find_shape
+from realrl.families.sizes import find_shape
 from realrl.recipe.load import parse_experiment
 from tests.model.small_models import SHAPES
 

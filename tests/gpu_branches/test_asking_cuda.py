@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +17,11 @@ if torch.cuda.is_available():
 from realrl.checkpoint.state import writer
 from realrl.config.errors import UserError
 from realrl.engine.dtypes import find_products
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.model.arithmetic.ops import PLAIN, Products
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.program.instructions import Run
 from realrl.runtime.doctor import ranks
-from realrl.runtime.doctor.examine import _list_checks
 from realrl.runtime.measure.step_timer import StepTimer
 from realrl.runtime.prepare.gpu import Gpu, ask_machine, count_visible_gpus
 from realrl.runtime.processes.process import Process, use_cuda
@@ -153,27 +151,6 @@ def test_another_process_asks_for_the_gpus(monkeypatch: pytest.MonkeyPatch) -> N
     assert ask_machine("cpu") == "cpu" and count_visible_gpus("cpu") is None
 
 
-def test_the_doctor_examines_drivers_where_gpus_are_to_compute(log: list[str]) -> None:
-    subject: Any = SimpleNamespace(
-        cluster=SimpleNamespace(size=1),
-        ranks=1,
-        experiment=None,
-        launched=False,
-        gpus=1,
-        shared=None,
-    )
-
-    def list_checks(device: str) -> Iterator[str]:
-        subject.device = device
-        for name, _ in _list_checks(subject):
-            yield name
-            if name == "cores":
-                return
-
-    assert list(list_checks("cuda")) == ["versions", "GPUs", "GPUs", "cores"]
-    assert list(list_checks("cpu")) == ["versions", "cores"]
-
-
 def test_the_doctor_describes_gpus_and_their_all_reduce(
     log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,8 +163,7 @@ def test_the_doctor_describes_gpus_and_their_all_reduce(
         device=torch.device("cpu"), world=4, groups=lambda sets: dict.fromkeys(sets, group)
     )
     monkeypatch.setattr(ranks, "_LARGE_ON_GPU", 4096)
-    figures = ranks._reduce(everyone, 2)
-    assert figures.nodes == 2 and figures.bytes_per_s > 0
+    assert ranks._reduce(everyone) > 0
     assert log == 4 * ["wait for all", "sum 1024", "wait for all"]
 
 

@@ -22,7 +22,7 @@ from realrl.config.errors import UserError
 from realrl.engine import optional_kernels
 from realrl.engine.generation.sampler import Sampler
 from realrl.engine.optional_kernels import REQUIREMENTS, check_heads, use_kernels
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.recipe import checks
 from realrl.recipe.load import load_experiment
 from realrl.recipe.settings import GenerationConfig

@@ -8,7 +8,7 @@ from realrl.algorithms.ppo.graph import train_graph
 from realrl.algorithms.sft.graph import train_graph as sft_graph
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Kind
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.plan.cluster import Cluster
 from realrl.plan.partition import list_mesh_sizes, split_by_weight, split_evenly
 from realrl.plan.placement import Mesh, Placement, Strategy

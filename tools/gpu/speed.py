@@ -29,7 +29,7 @@ from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.families.tensors import Init
 from realrl.model.arithmetic.ops import PLAIN
 from realrl.model.gpu_logprobs import TokenLogprobs

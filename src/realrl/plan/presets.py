@@ -8,7 +8,7 @@ from realrl.config.explain import brief, nearest
 from realrl.config.paths import is_yaml
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.families.sizes.products import count_layer_weights
+from realrl.families.sizes import count_layer_weights
 from realrl.plan.cluster import Cluster
 from realrl.plan.partition import split_by_weight, split_evenly
 from realrl.plan.placement import Mesh, Placement, Strategy, function_placement

@@ -21,8 +21,7 @@ from realrl.families.adapters import LowRank
 from realrl.families.config_json import check_writing
 from realrl.families.registry import find_family
 from realrl.families.shape import ModelShape, Size
-from realrl.families.sizes.find import find_shape
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES, find_shape
 from realrl.families.tensors import Quantisation
 
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]

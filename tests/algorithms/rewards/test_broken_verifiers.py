@@ -10,7 +10,7 @@ import pytest
 from reward_functions import load_method, make_input, scores_of
 
 from realrl.algorithms.rewards.function import RewardFunction
-from realrl.algorithms.rewards.verifiers import math_process, sandbox
+from realrl.algorithms.rewards.verifiers import math, sandbox
 from realrl.config.errors import UserCodeError, UserError
 
 MATH = {"verifier": {"kind": "math"}}
@@ -23,7 +23,7 @@ def score(method: RewardFunction) -> list[float]:
 
 def child_of(method: RewardFunction) -> Any:
     scorer: Any = method._scorer
-    return scorer._opened._process._process
+    return scorer._opened._process
 
 
 def on_path(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_process_that_dies_at_every_question_is_a_failure(
     program.write_text(
         "import sys\nprint('\"x\"', flush=True)\nsys.stdin.readline()\nsys.exit('no memory')\n"
     )
-    monkeypatch.setattr(math_process, "PROGRAM", program)
+    monkeypatch.setattr(math, "PROGRAM", program)
     child_of(method).kill()
     child_of(method).wait()
     message = "lost its process: no memory; record data.jsonl:10"

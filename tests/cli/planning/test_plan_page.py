@@ -21,7 +21,7 @@ from realrl.cli.page.timeline import WIDTH, draw_timeline
 from realrl.cli.planning.page import draw_timeline_svg, write_page
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from realrl.dataflow.call import Kind
 from realrl.families.shape import ModelShape
-from realrl.families.sizes.published import SHAPES as PUBLISHED
+from realrl.families.sizes import SHAPES as PUBLISHED
 from realrl.planner.cluster.devices import DEVICES
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.roofline import Roofline

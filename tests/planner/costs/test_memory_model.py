@@ -4,7 +4,7 @@ import pytest
 
 from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
 from realrl.families.shape import Head, ModelShape
-from realrl.families.sizes.published import SHAPES as PUBLISHED
+from realrl.families.sizes import SHAPES as PUBLISHED
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.layout.layout import build_layout
 from realrl.layout.sets import WHOLE, TrainablePart

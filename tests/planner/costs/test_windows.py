@@ -8,7 +8,7 @@ import pytest
 from realrl.dataflow.call import Kind
 from realrl.families.options import LayerOptions
 from realrl.families.shape import ModelShape
-from realrl.families.sizes.products import count_layer_weights
+from realrl.families.sizes import count_layer_weights
 from realrl.layout.sets import TrainablePart
 from realrl.plan.placement import Strategy
 from realrl.planner.cluster.devices import DEVICES

@@ -12,7 +12,7 @@ from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.adapters import LowRank
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
 from realrl.plan.plan import Plan

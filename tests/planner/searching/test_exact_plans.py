@@ -6,7 +6,7 @@ import pytest
 
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.config.errors import UserError
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel

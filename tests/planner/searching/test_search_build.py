@@ -9,7 +9,7 @@ from realrl.algorithms.ppo.graph import train_graph
 from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
 from realrl.algorithms.sft.graph import train_graph as sft_graph
 from realrl.dataflow.call import Kind
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.presets import make_plan

@@ -4,7 +4,7 @@ import pytest
 
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec

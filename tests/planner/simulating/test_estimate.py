@@ -9,7 +9,7 @@ import pytest
 from realrl.algorithms.policy.graph import make_eval_graph
 from realrl.algorithms.ppo.graph import train_graph
 from realrl.dataflow.call import Kind, MovingAverage
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.layout.layout import build_layout
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.placement import Mesh, Placement, Strategy

@@ -14,7 +14,7 @@ from realrl.config.errors import UserError
 from realrl.engine.buffers.local_set import LocalSet
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.families.tensors import Quantisation
 from realrl.layout.layout import build_layout
 from realrl.layout.sets import BASE, QUANTISED, TUNED, TrainablePart

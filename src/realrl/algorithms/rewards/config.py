@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveFloat, ValidationError, ValidationInfo, model_validator
 
-from realrl.algorithms.rewards.http.config import HttpConfig
+from realrl.algorithms.rewards.http import HttpConfig
 from realrl.algorithms.rewards.verifiers.config import VerifierSetting
 from realrl.config.base import Settings
 from realrl.config.errors import UserError

@@ -70,7 +70,7 @@ def _score(name: str, term: RewardTerm | None, key: str, extra: tuple[str, ...],
 
 _SHIPPED: Mapping[str, str] = {
     "verifier": "realrl.algorithms.rewards.scorers",
-    "http": "realrl.algorithms.rewards.http.scorer",
+    "http": "realrl.algorithms.rewards.http",
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from realrl.algorithms.rewards.config import RewardTerm, name_setting
-from realrl.algorithms.rewards.http.scorer import HttpScorer
+from realrl.algorithms.rewards.http import HttpScorer
 from realrl.algorithms.rewards.scoring.scores import TEXTS, RewardFailure, RewardScorer, Score, check_required
 from realrl.algorithms.rewards.verifiers.base import Verification, Verifier
 from realrl.config.errors import UserError

@@ -1,7 +1,7 @@
 """Experts that some of the tokens of a pass are sent to."""
 
 from realrl.families.shape import ModelShape
-from realrl.families.sizes.products import count_block_weights, count_layer_weights
+from realrl.families.sizes import count_block_weights, count_layer_weights
 from realrl.planner.arrays.arrays import Real
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from realrl.config.errors import UserError
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.plan.plan import Plan
 from realrl.planner.evaluate.shortage import DoesNotFit, Shortage
 from realrl.planner.report.gap import describe_gap
