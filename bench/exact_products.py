@@ -17,7 +17,7 @@ import torch
 from group_sampling import SHAPES
 from results_file import ResultsFile
 
-from realrl.algorithms.sft.method import SFTTrain
+from realrl.algorithms.sft_methods import SFTTrain
 from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.dtypes import find_products, find_torch_dtype

@@ -24,7 +24,7 @@ import yaml
 from reality import realrl
 from results_file import ResultsFile
 
-from realrl.algorithms.policy.inference import LogprobsInference
+from realrl.algorithms.policy_methods import LogprobsInference
 from realrl.checkpoint import huggingface
 from realrl.data.batch import Batch, Ragged
 from realrl.data.tokenizer import load_tokenizer

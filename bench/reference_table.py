@@ -43,7 +43,7 @@ from typing import Any
 
 import numpy as np
 
-from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
+from realrl.algorithms.ppo import ALGORITHM as PPO_SPEC
 from realrl.dataflow.call import Call, Kind
 from realrl.families.sizes.published import SHAPES
 from realrl.layout.kv_blocks import BLOCK_TOKENS, count_blocks, count_prompt_blocks

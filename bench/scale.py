@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from results_file import ResultsFile
 
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.plan.communicators import group_splits, list_communicators, list_rank_sets

@@ -26,8 +26,8 @@ from pathlib import Path
 
 import numpy as np
 
-from realrl.algorithms.ppo.graph import train_graph
-from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
+from realrl.algorithms.ppo import ALGORITHM as PPO_SPEC
+from realrl.algorithms.ppo import train_graph
 from realrl.families.sizes.published import SHAPES
 from realrl.plan.presets import make_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import transformers
 
-from realrl.algorithms.sft.config import SFTExperiment
-from realrl.algorithms.sft.method import SFTTrain
+from realrl.algorithms.sft import SFTExperiment
+from realrl.algorithms.sft_methods import SFTTrain
 from realrl.checkpoint import huggingface
 from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch

@@ -37,7 +37,7 @@ from results_file import ResultsFile
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from realrl.algorithms.sft.method import SFTTrain
+from realrl.algorithms.sft_methods import SFTTrain
 from realrl.checkpoint import huggingface
 from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged

@@ -13,10 +13,17 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from realrl.algorithms.base import PlainTrain, StatelessAlgorithm
-from realrl.algorithms.method import GenerateMethod, Method, Metrics, ModelOutput, Sum
-from realrl.algorithms.packed import Responses
-from realrl.algorithms.policy.report import OPTIONAL_CALLS
+from realrl.algorithms.base.method import (
+    GenerateMethod,
+    Method,
+    Metrics,
+    ModelOutput,
+    PlainTrain,
+    StatelessAlgorithm,
+    Sum,
+)
+from realrl.algorithms.base.rows import Responses
+from realrl.algorithms.policy import OPTIONAL_CALLS
 from realrl.algorithms.rewards.config import RewardSetting, check_models
 from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
 from realrl.algorithms.rewards.methods import make_reward_methods

@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from realrl.algorithms.method import ModelOutput, Sum
-from realrl.algorithms.ppo.config import PPOConfig
+from realrl.algorithms.base.method import ModelOutput, Sum
+from realrl.algorithms.ppo import PPOConfig
 from realrl.data.batch import Batch, Ragged
 
 VOCABULARY = 11

@@ -15,16 +15,12 @@ from ppo_reference import (
     to_batch,
 )
 
-from realrl.algorithms.method import Metrics
-from realrl.algorithms.policy.graph import make_eval_graph
-from realrl.algorithms.policy.inference import RefInference
-from realrl.algorithms.ppo.actor import ActorTrain
-from realrl.algorithms.ppo.config import PPOConfig
-from realrl.algorithms.ppo.critic import CriticTrain
-from realrl.algorithms.ppo.graph import train_graph
-from realrl.algorithms.ppo.inference import CriticInference
-from realrl.algorithms.ppo.method import PPOAlgorithm
-from realrl.algorithms.rewards.inference import RewardInference
+from realrl.algorithms.base.method import Metrics
+from realrl.algorithms.policy import make_eval_graph
+from realrl.algorithms.policy_methods import RefInference
+from realrl.algorithms.ppo import PPOConfig, train_graph
+from realrl.algorithms.ppo_methods import ActorTrain, CriticInference, CriticTrain, PPOAlgorithm
+from realrl.algorithms.rewards.methods import RewardInference
 from realrl.data.batch import Batch
 from realrl.recipe.settings import GenerationConfig
 

@@ -5,10 +5,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from realrl.algorithms.base.scoring import RewardFailure, Score, check_required, map_in_threads
 from realrl.algorithms.rewards.http.client import Client, RequestError
 from realrl.algorithms.rewards.http.config import HttpConfig
-from realrl.algorithms.rewards.scoring.limits import map_in_threads
-from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score, check_required
 from realrl.config.errors import UserError
 from realrl.config.patterns import find_last
 from realrl.config.secrets.redaction import redact

@@ -1,19 +1,35 @@
-"""Verifier of mathematical equality, by the library math-verify."""
+"""Verifier of mathematical equality, by the library math-verify in a process of its own.
 
+Reading an expression, or comparing two, may take forever. math-verify limits both by alarm signals. These reach
+only the main thread of a process, and a run calls its functions in other threads.
+"""
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
 import threading
+import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from pathlib import Path
+from typing import IO, Any, Literal
 
 from pydantic import PositiveFloat
 
-from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score
-from realrl.algorithms.rewards.verifiers.base import AnswerVerifier, Verification
-from realrl.algorithms.rewards.verifiers.extra import require
-from realrl.algorithms.rewards.verifiers.math_process import MathProcess, MathProcessError
+from realrl.algorithms.base.scoring import RewardFailure, Score
 from realrl.algorithms.rewards.verifiers.numeric import tidy_signs
+from realrl.algorithms.rewards.verifiers.verifier import AnswerVerifier, Verification, require
 from realrl.config.errors import UserCodeError, UserError
 
 _KNOWN_PAIRS = ((r"\frac{1}{2}", "0.5", True), (r"\sqrt{4}", "3", False))
+
+PROGRAM = Path(__file__).with_name("math_child.py")
+_START_SECONDS = 120.0
+"""Limit for importing the library, even from a slow file system."""
+_GRACE = 20.0
+"""Seconds beyond the limits of the library."""
 
 
 class MathEquality(AnswerVerifier):
@@ -21,7 +37,7 @@ class MathEquality(AnswerVerifier):
 
     kind: Literal["math"]
     seconds: PositiveFloat = 5.0
-    """Bound on reading each of the two expressions, and on comparing them."""
+    """Time limit for reading each expression, and for comparing them."""
 
     @property
     def reads_answers(self) -> bool:
@@ -29,12 +45,12 @@ class MathEquality(AnswerVerifier):
         return self.extract is not None
 
     def read_answer(self, completion: str) -> str | None:
-        """Read the expression, without white space; 1/2 and 0.5 are different ones."""
+        """Read the expression without white space; 1/2 and 0.5 are different."""
         found = super().read_answer(completion)
         return None if found is None else "".join(found.split())
 
     def open(self) -> Verification:
-        """Start the process, and try it on known pairs; UserError if it does not work."""
+        """Start the process, and try it on known pairs. Raises UserError if it does not work."""
         require("math_verify", self.kind)
         comparison = _Comparison(self)
         comparison.try_out()
@@ -42,7 +58,7 @@ class MathEquality(AnswerVerifier):
 
 
 class _Comparison:
-    """The verifier with the process that it keeps."""
+    """The verifier with its process."""
 
     def __init__(self, settings: MathEquality) -> None:
         self._settings = settings
@@ -50,7 +66,7 @@ class _Comparison:
         self._lock = threading.Lock()
 
     def try_out(self) -> None:
-        """Compare known pairs; UserError if the process ends, or says anything but the truth."""
+        """Compare known pairs. Raises UserError if the process ends or answers wrongly."""
         for text, right, equal in _KNOWN_PAIRS:
             try:
                 answer = self._process.ask(text=text, right=right, extracted=True)
@@ -64,12 +80,12 @@ class _Comparison:
                 )
 
     def verify(self, completions: list[str], fields: Mapping[str, list[Any]]) -> list[Score]:
-        """Compare, one after the other."""
-        with self._lock:  # one that was abandoned at its time limit may still be at it
+        """Compare one after the other."""
+        with self._lock:  # a call that was abandoned at its time limit may still be running
             return self._settings.verify_by(self._compare, completions, fields)
 
     def _compare(self, text: str, right: str) -> Score:
-        """Compare as expressions; 0 where that takes too long."""
+        """Compare as expressions; 0 if that takes too long."""
         settings = self._settings
         try:
             answer = self._process.ask(
@@ -80,3 +96,119 @@ class _Comparison:
         if answer is None:
             return RewardFailure(f"finds no expression in {settings.answer}={right[:40]!r}")
         return float(answer)
+
+
+class MathProcessError(Exception):
+    """The process does not work. The message continues the name of the verifier."""
+
+    def __init__(self, message: str, words: str = "") -> None:
+        """`words`: what the process wrote to its standard error."""
+        last = words.strip().rpartition("\n")[2]
+        super().__init__(f"{message}{last and ': '}{last}")
+        self.words = words
+
+
+class MathProcess:
+    """Process that compares expressions. It starts with the first one, and again after it has ended."""
+
+    def __init__(self, seconds: float) -> None:
+        """`seconds` limits reading each expression, and comparing two."""
+        self._seconds = seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None
+        self.library = ""
+        """File of math-verify that the process has imported."""
+
+    def ask(self, *, text: str, right: str, extracted: bool) -> bool | None:
+        """Compare two expressions; False if that takes too long, None if `right` is not an expression.
+
+        extracted: whether `text` is only an expression, and not prose with an expression.
+        Raises MathProcessError if the process ends instead of answering, twice in a row.
+        """
+        question = {"text": text, "right": right, "extracted": extracted, "seconds": self._seconds}
+        sent = json.dumps(question).encode() + b"\n"
+        # Anybody may have killed the first process between two questions. If the second one ends, the question
+        # did it.
+        for last in (False, True):
+            process = self._process or self._start()
+            try:
+                line = _exchange(process, sent, 4 * self._seconds + _GRACE)
+            except EOFError:
+                if last:
+                    raise MathProcessError("lost its process", self._read_end()) from None
+                self.close()
+                continue
+            if line is None:  # the library could not stop it
+                self.close()
+                return False
+            equal: bool | None = json.loads(line)
+            return equal
+        raise AssertionError("the loop returns or raises")
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Start the process, and wait until it is ready. Raises MathProcessError if it is not."""
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the process
+        self._process = subprocess.Popen(
+            # -P: modules beside the program, such as math.py, must not hide those of the standard library.
+            [sys.executable, "-P", str(PROGRAM)],
+            env=_leave_out_working_directory(os.environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+        )
+        try:
+            ready = _exchange(self._process, b"", _START_SECONDS)
+        except EOFError:
+            raise MathProcessError("cannot start its process", self._read_end()) from None
+        if ready is None:
+            self.close()
+            raise MathProcessError(f"cannot start its process: not ready within {_START_SECONDS:g} s")
+        self.library = json.loads(ready)
+        return self._process
+
+    def _read_end(self) -> str:
+        """Read what the ended process wrote, or how it ended; then forget it."""
+        assert self._process is not None and self._errors is not None
+        self._process.communicate()
+        code, self._process = self._process.returncode, None
+        self._errors.seek(0)
+        words = self._errors.read().decode(errors="replace")
+        if words.strip():
+            return words
+        return f"it ended with {f'signal {-code}' if code < 0 else f'status {code}'}"
+
+
+def _leave_out_working_directory(environment: Mapping[str, str]) -> dict[str, str]:
+    """Copy an environment so that Python imports nothing from the working directory, such as a user's sympy.py."""
+    here = os.path.realpath(os.curdir)
+    listed = environment.get("PYTHONPATH", "").split(os.pathsep)
+    kept = [os.path.abspath(entry) for entry in listed if entry and os.path.realpath(entry) != here]
+    return {**environment, "PYTHONPATH": os.pathsep.join(kept)}
+
+
+def _exchange(process: subprocess.Popen[bytes], question: bytes, seconds: float) -> bytes | None:
+    """Send a line and read a line; None if none comes in time. Raises EOFError if the process has ended."""
+    assert process.stdin is not None and process.stdout is not None
+    deadline, received = time.monotonic() + seconds, b""
+    try:
+        process.stdin.write(question)
+        process.stdin.flush()
+    except OSError:
+        raise EOFError from None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while not received.endswith(b"\n"):
+            if not selector.select(max(deadline - time.monotonic(), 0)):
+                return None
+            part = os.read(process.stdout.fileno(), 4096)
+            if not part:
+                raise EOFError
+            received += part
+    return received
