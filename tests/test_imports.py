@@ -96,8 +96,8 @@ def test_imports_go_downwards_only(module: str) -> None:
 
 
 def folder(module: str) -> str:
-    """The folder that a module lies in; the package's own two modules count as one each."""
-    if module in ("realrl", "realrl.__main__"):
+    """The folder that a module lies in; modules directly in the package count as one each."""
+    if module.count(".") < 2:
         return module
     return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
 

@@ -7,9 +7,10 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from realrl.algorithms.policy import GENERATE, KEYS, infer_on_sequences, train_on_sequences
 from realrl.config.base import Settings
+from realrl.config.lazy import import_later
 from realrl.dataflow.call import Call, Candidates, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric, get_eval_generation
+from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
 from realrl.recipe.settings import GenerationConfig
@@ -218,22 +219,6 @@ _SUMMARY = (
 )
 
 
-def _make_methods(
-    experiment: DistillationExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
-) -> object:
-    from realrl.algorithms.distillation_methods import make_algorithm
-
-    return make_algorithm(experiment, graph, eval_graph, get_eval_generation(experiment))
-
-
-def _make_offline_methods(
-    experiment: OfflineDistillationExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
-) -> object:
-    from realrl.algorithms.distillation_methods import make_offline_algorithm
-
-    return make_offline_algorithm(experiment.distillation, graph, eval_graph)
-
-
 DISTILLATION = AlgorithmSpec(
     name="distillation",
     recipe=DistillationExperiment,
@@ -244,7 +229,7 @@ DISTILLATION = AlgorithmSpec(
     generation=lambda experiment: experiment.generation,
     samples_per_prompt=lambda experiment: experiment.distillation.samples,
     epochs=lambda experiment: experiment.distillation.epochs,
-    methods=_make_methods,
+    methods=import_later("realrl.algorithms.distillation_methods:make_algorithm"),
     # One of the two gives the divergence in evaluations.
     optional_calls=("actor.inference", "teacher.inference"),
     optional_metrics=("teacher_mass", "teacher_kl"),
@@ -277,7 +262,7 @@ OFFLINE_DISTILLATION = AlgorithmSpec(
     train_graph=make_offline_graph,
     eval_graph=make_offline_eval_graph,
     generation=None,
-    methods=_make_offline_methods,
+    methods=import_later("realrl.algorithms.distillation_methods:make_offline_algorithm"),
     headlines=("actor.train/divergence", "actor.train/teacher_mass", "actor.inference/divergence"),
     curves=_CURVE,
     summary=_SUMMARY,

@@ -24,7 +24,7 @@ from realrl.algorithms.distillation import (
     DistillationConfig,
     DistillationExperiment,
     DivergenceConfig,
-    OfflineDistillationConfig,
+    OfflineDistillationExperiment,
 )
 from realrl.algorithms.policy_methods import (
     MAX_LOG_RATIO,
@@ -34,7 +34,7 @@ from realrl.algorithms.policy_methods import (
 )
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.algorithm import get_eval_generation
 
 MIN_OTHERS = 1e-6
 """Minimum probability of all other tokens together. Float32 rounding would hide less, and if there are no other
@@ -121,7 +121,6 @@ class _OnAnswers:
     """Method that runs the model on samples or on records."""
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Prompts with answers."""
         return batch["sequences" if "sequences" in batch.fields else "tokens"]
 
 
@@ -185,7 +184,6 @@ class DivergenceInference(_OnAnswers):
         return {DIVERGENCE: Ragged(everywhere, output.lengths)}
 
     def metrics(self, batch: Batch) -> Metrics:
-        """Report what training reports."""
         at = _find_answers(batch)
         metrics = _measure(batch[DIVERGENCE].values[at], batch, at)
         _add_answer_means(metrics, batch)
@@ -287,14 +285,12 @@ class DrawnTrain(PolicyTrain):
 
 
 def make_algorithm(
-    experiment: DistillationExperiment,
-    graph: DataflowGraph,
-    eval_graph: DataflowGraph | None,
-    eval_generation: GenerationConfig,
+    experiment: DistillationExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> StatelessAlgorithm:
-    """Give each call on samples its method; `eval_generation` is the sampling of evaluation."""
+    """Give each call on samples its method."""
     config, generation = experiment.distillation, experiment.generation
-    methods: dict[str, Method] = {"actor.generate": GenerateMethod(generation, eval_generation)}
+    generate = GenerateMethod(generation, get_eval_generation(experiment))
+    methods: dict[str, Method] = {"actor.generate": generate}
     if config.top_k is None:
         methods |= {"teacher.inference": DrawnTeacher(config), "actor.train": DrawnTrain(config)}
     else:
@@ -309,9 +305,10 @@ def make_algorithm(
 
 
 def make_offline_algorithm(
-    config: OfflineDistillationConfig, graph: DataflowGraph, eval_graph: DataflowGraph | None
+    experiment: OfflineDistillationExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> StatelessAlgorithm:
     """Give each call on records its method."""
+    config = experiment.distillation
     methods: dict[str, Method] = {
         "teacher.inference": TopTeacher(),
         "actor.inference": DivergenceInference(config),

@@ -17,6 +17,7 @@ from realrl.algorithms.policy import (
 )
 from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
 from realrl.config.base import Settings
+from realrl.config.lazy import import_later
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec
 from realrl.recipe.model import ModelConfig
@@ -84,14 +85,6 @@ def make_expert_iteration_graph(experiment: ExpertIterationExperiment) -> Datafl
     return DataflowGraph.using(calls, (*KEYS, *list_score_keys(experiment.reward)))
 
 
-def _make_methods(
-    experiment: ExpertIterationExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
-) -> object:
-    from realrl.algorithms.expert_iteration_methods import ExpertIterationAlgorithm
-
-    return ExpertIterationAlgorithm(experiment, graph, eval_graph)
-
-
 ALGORITHM = AlgorithmSpec(
     name="expert_iteration",
     recipe=ExpertIterationExperiment,
@@ -103,7 +96,7 @@ ALGORITHM = AlgorithmSpec(
     train_graph=make_expert_iteration_graph,
     samples_per_prompt=lambda experiment: experiment.expert_iteration.samples,
     epochs=lambda experiment: experiment.expert_iteration.epochs,
-    methods=_make_methods,
+    methods=import_later("realrl.algorithms.expert_iteration_methods:ExpertIterationAlgorithm"),
     headlines=(*HEADLINES, "actor.train/loss", "actor.train/kept_score", "actor.train/kept", "judge"),
     curves={**CURVES, "kept_score": "score of what is learnt", "kept": "fraction of answers learnt"},
     **DESCRIPTION,

@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import NonNegativeFloat, PositiveFloat, model_validator
 
 from realrl.config.base import Settings
+from realrl.config.lazy import import_later
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
@@ -109,14 +110,6 @@ def make_kto_eval_graph(config: KTOConfig) -> DataflowGraph:
     return DataflowGraph.using([refer, infer], KEYS)
 
 
-def _make_methods(
-    experiment: KTOExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
-) -> object:
-    from realrl.algorithms.kto_methods import make_algorithm
-
-    return make_algorithm(experiment.kto, graph, eval_graph)
-
-
 ALGORITHM = AlgorithmSpec(
     name="kto",
     recipe=KTOExperiment,
@@ -125,7 +118,7 @@ ALGORITHM = AlgorithmSpec(
     train_graph=lambda experiment: make_kto_graph(experiment.kto),
     eval_graph=lambda experiment: make_kto_eval_graph(experiment.kto),
     generation=None,
-    methods=_make_methods,
+    methods=import_later("realrl.algorithms.kto_methods:make_algorithm"),
     optional_metrics=("kl",),
     headlines=(
         "actor.train/loss",

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from realrl.algorithms.base.method import Method, Metrics, ModelOutput, PlainTrain, StatelessAlgorithm, Sum
 from realrl.algorithms.base.rows import Responses, interleave, rate_order
-from realrl.algorithms.kto import LOGPS, KTOConfig
+from realrl.algorithms.kto import LOGPS, KTOConfig, KTOExperiment
 from realrl.algorithms.policy_methods import global_moments
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.graph import DataflowGraph
@@ -58,7 +58,6 @@ class LabelledInference:
         self._config, self._prefix = config, prefix
 
     def sequences(self, batch: Batch) -> Ragged:
-        """One or two rows per item."""
         return interleave(batch, _find_rows(batch))
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
@@ -111,7 +110,6 @@ class KTOTrain(PlainTrain):
         return batch, metrics
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Prompts with answers."""
         return batch["tokens"]
 
     def weight(self, batch: Batch) -> float:
@@ -130,9 +128,10 @@ class KTOTrain(PlainTrain):
 
 
 def make_algorithm(
-    config: KTOConfig, graph: DataflowGraph, eval_graph: DataflowGraph | None
+    experiment: KTOExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> StatelessAlgorithm:
     """Give each call its method."""
+    config = experiment.kto
     methods: dict[str, Method] = {
         "ref.inference": LabelledInference(config, "ref_"),
         "actor.inference": LabelledInference(config),

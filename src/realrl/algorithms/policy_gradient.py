@@ -22,6 +22,7 @@ from realrl.algorithms.policy import (
 )
 from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
 from realrl.config.derive import derive_settings
+from realrl.config.lazy import import_later
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec
@@ -184,14 +185,6 @@ def make_policy_gradient_graph(experiment: PolicyGradientExperiment) -> Dataflow
     return DataflowGraph.using(calls, (*KEYS, *_EXTRA_KEYS, *scores), averages)
 
 
-def _make_methods(
-    experiment: PolicyGradientExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
-) -> object:
-    from realrl.algorithms.policy_gradient_methods import PolicyGradientAlgorithm
-
-    return PolicyGradientAlgorithm(experiment, graph, eval_graph)
-
-
 def _describe(name: str, about: str, **defaults: Any) -> AlgorithmSpec:
     """Describe an algorithm of the family by its defaults that differ from `PolicyGradientConfig`."""
     title = name.title().replace("_", "")
@@ -209,7 +202,7 @@ def _describe(name: str, about: str, **defaults: Any) -> AlgorithmSpec:
         samples_per_prompt=lambda experiment: experiment.policy.samples,
         sampling_rounds=lambda experiment: experiment.policy.sampling_rounds,
         epochs=lambda experiment: experiment.policy.epochs,
-        methods=_make_methods,
+        methods=import_later("realrl.algorithms.policy_gradient_methods:PolicyGradientAlgorithm"),
         headlines=(*HEADLINES, "judge"),
         curves=CURVES,
         **DESCRIPTION,

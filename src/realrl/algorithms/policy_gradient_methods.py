@@ -297,9 +297,7 @@ class PolicyGradientAlgorithm(StatelessAlgorithm):
         )
 
     def state_dict(self) -> dict[str, float]:
-        """Save the KL coefficient."""
         return self._train.kl.state_dict()
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the KL coefficient."""
         self._train.kl.load_state_dict(state)

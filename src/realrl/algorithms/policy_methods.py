@@ -117,7 +117,6 @@ class KLController:
             self.coef *= 1 + error * sequences / self._config.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """Save the coefficient."""
         return {"kl_coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -165,7 +164,6 @@ class OnSequences:
     """Method that runs the model on prompts with answers."""
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Prompts with answers."""
         return batch["sequences"]
 
 

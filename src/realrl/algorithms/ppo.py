@@ -22,9 +22,10 @@ from realrl.algorithms.policy import (
 )
 from realrl.algorithms.rewards.config import Rewards
 from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
+from realrl.config.lazy import import_later
 from realrl.dataflow.call import Key, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, get_eval_generation
+from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec
 from realrl.recipe.model import TrainedModelConfig
 
 
@@ -122,21 +123,6 @@ def _make_train_graph(experiment: PPOExperiment) -> DataflowGraph:
     )
 
 
-def _make_methods(
-    experiment: PPOExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
-) -> object:
-    from realrl.algorithms.ppo_methods import PPOAlgorithm
-
-    return PPOAlgorithm(
-        graph=graph,
-        eval_graph=eval_graph,
-        config=experiment.ppo,
-        reward=experiment.reward,
-        generation=experiment.generation,
-        eval_generation=get_eval_generation(experiment),
-    )
-
-
 ALGORITHM = AlgorithmSpec(
     name="ppo",
     recipe=PPOExperiment,
@@ -149,7 +135,7 @@ ALGORITHM = AlgorithmSpec(
     train_graph=_make_train_graph,
     epochs=lambda experiment: experiment.ppo.epochs,
     experience_calls=("actor.train", "critic.train"),
-    methods=_make_methods,
+    methods=import_later("realrl.algorithms.ppo_methods:make_algorithm"),
     headlines=(*HEADLINES, "critic.train/value_loss", "judge"),
     curves=CURVES,
     **DESCRIPTION,

@@ -75,7 +75,6 @@ class ReturnScale:
         return variance**0.5
 
     def state_dict(self) -> dict[str, float]:
-        """Save the weighted sums."""
         return {"value_weight": self._weight, "value_total": self._total, "value_squares": self._squares}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -226,7 +225,6 @@ class ExperienceMaker:
         return {"steps": self.steps, **self._kl.state_dict(), **self.return_scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore what `state_dict` returned."""
         self.steps = int(state["steps"])
         self._kl.load_state_dict(state)
         self.return_scale.load_state_dict(state)

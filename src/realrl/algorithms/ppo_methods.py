@@ -26,7 +26,7 @@ from realrl.algorithms.policy_methods import (
     global_moments,
     whiten,
 )
-from realrl.algorithms.ppo import PPOConfig
+from realrl.algorithms.ppo import PPOConfig, PPOExperiment
 from realrl.algorithms.ppo_experience import (
     Experience,
     ExperienceMaker,
@@ -39,6 +39,7 @@ from realrl.algorithms.rewards.config import Rewards, may_skip
 from realrl.algorithms.rewards.methods import make_reward_methods
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.graph import DataflowGraph
+from realrl.recipe.algorithm import get_eval_generation
 from realrl.recipe.settings import GenerationConfig
 
 
@@ -259,6 +260,19 @@ class PPOAlgorithm(StatelessAlgorithm):
         return max(self._experience_makers, key=lambda maker: maker.steps).state_dict()
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the state of both train calls."""
         for maker in self._experience_makers:
             maker.load_state_dict(state)
+
+
+def make_algorithm(
+    experiment: PPOExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
+) -> PPOAlgorithm:
+    """Make the algorithm of a recipe."""
+    return PPOAlgorithm(
+        graph=graph,
+        eval_graph=eval_graph,
+        config=experiment.ppo,
+        reward=experiment.reward,
+        generation=experiment.generation,
+        eval_generation=get_eval_generation(experiment),
+    )

@@ -7,6 +7,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from realrl.algorithms.policy import ReferenceConfig, drop_reference, list_averages
 from realrl.config.base import PRESENCE
 from realrl.config.derive import derive_settings
+from realrl.config.lazy import import_later
 from realrl.dataflow.call import Call, Key, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
@@ -148,14 +149,6 @@ def make_preference_eval_graph(experiment: PreferenceExperiment) -> DataflowGrap
     return _make_graph(experiment, Kind.INFERENCE, outputs)
 
 
-def _make_methods(
-    experiment: PreferenceExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
-) -> object:
-    from realrl.algorithms.preference_methods import make_algorithm
-
-    return make_algorithm(experiment.preference, graph, eval_graph)
-
-
 def _describe(name: str, about: str, **defaults: Any) -> AlgorithmSpec:
     """Describe an algorithm of the family by its defaults that differ from `PreferenceConfig`."""
     config = derive_settings(PreferenceConfig, f"{name.title()}Config", about, defaults)
@@ -173,7 +166,7 @@ def _describe(name: str, about: str, **defaults: Any) -> AlgorithmSpec:
         train_graph=make_preference_graph,
         eval_graph=make_preference_eval_graph,
         generation=None,
-        methods=_make_methods,
+        methods=import_later("realrl.algorithms.preference_methods:make_algorithm"),
         optional_calls=("ref.inference",),
         headlines=(
             "actor.train/loss",

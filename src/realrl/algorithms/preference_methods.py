@@ -22,7 +22,7 @@ from realrl.algorithms.base.rows import (
     pair_weights,
     rate_order,
 )
-from realrl.algorithms.preference import SIDES, PreferenceConfig
+from realrl.algorithms.preference import SIDES, PreferenceConfig, PreferenceExperiment
 from realrl.data.batch import Batch, Ragged, copy_numbers
 from realrl.dataflow.graph import DataflowGraph
 
@@ -154,7 +154,6 @@ class PairLogprobs(PlainInference):
     prefix = "ref_"
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Two rows per pair: chosen, rejected."""
         return pair_rows(batch)
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
@@ -210,7 +209,6 @@ class PreferenceTrain(PlainTrain):
         return batch, Metrics()
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Two rows per pair: chosen, rejected."""
         return pair_rows(batch)
 
     def weight(self, batch: Batch) -> float:
@@ -230,9 +228,10 @@ class PreferenceTrain(PlainTrain):
 
 
 def make_algorithm(
-    config: PreferenceConfig, graph: DataflowGraph, eval_graph: DataflowGraph | None
+    experiment: PreferenceExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> StatelessAlgorithm:
     """Give each call its method."""
+    config = experiment.preference
     methods: dict[str, Method] = {
         "ref.inference": PairLogprobs(),
         "actor.inference": PreferenceInference(config),

@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import Field, NonNegativeFloat
 
 from realrl.config.base import Settings
+from realrl.config.lazy import import_later
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
@@ -112,32 +113,6 @@ def _make_ranking_graph(experiment: RankedRewardExperiment, *, score: bool = Fal
     return make_reward_graph(keys, answers, answers, scores if score else ())
 
 
-def _make_pair_methods(
-    experiment: RewardExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
-) -> object:
-    from realrl.algorithms.reward_model_methods import PairInference, RewardTrain, make_algorithm
-
-    config = experiment.loss
-    return make_algorithm(RewardTrain(config), PairInference(config), graph, eval_graph)
-
-
-def _make_ranking_methods(
-    experiment: RankedRewardExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
-) -> object:
-    from realrl.algorithms.reward_model_methods import RankingInference, RankingTrain, make_algorithm
-
-    config = experiment.loss
-    return make_algorithm(RankingTrain(config), RankingInference(config), graph, eval_graph)
-
-
-def _make_step_methods(
-    experiment: ProcessRewardExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
-) -> object:
-    from realrl.algorithms.reward_model_methods import StepInference, StepTrain, make_algorithm
-
-    return make_algorithm(StepTrain(), StepInference(), graph, eval_graph)
-
-
 _COMMON: dict[str, Any] = {
     "roles": {"reward": RoleSpec("scalar")},
     "generation": None,
@@ -150,7 +125,7 @@ ALGORITHM = AlgorithmSpec(
     form="pair",
     train_graph=_make_pair_graph,
     eval_graph=lambda experiment: _make_pair_graph(experiment, ("chosen_score", "rejected_score")),
-    methods=_make_pair_methods,
+    methods=import_later("realrl.algorithms.reward_model_methods:make_pair_algorithm"),
     curves={"loss": "loss per pair (nats)", "accuracy": "pairs ranked right"},
     summary=(SummaryMetric("reward_pair_accuracy", "accuracy", "reward model: held-out pairs ranked right"),),
     **_COMMON,
@@ -162,7 +137,7 @@ RANKED = AlgorithmSpec(
     form="ranked",
     train_graph=_make_ranking_graph,
     eval_graph=lambda experiment: _make_ranking_graph(experiment, score=True),
-    methods=_make_ranking_methods,
+    methods=import_later("realrl.algorithms.reward_model_methods:make_ranking_algorithm"),
     curves={"loss": "loss per ranking (nats)", "accuracy": "pairs of answers ranked right"},
     summary=(
         SummaryMetric("ranked_reward_accuracy", "accuracy", "reward model: held-out answers ranked right"),
@@ -176,7 +151,7 @@ PROCESS = AlgorithmSpec(
     form="steps",
     train_graph=lambda experiment: make_reward_graph(_STEP_KEYS, _STEPS, _STEPS[:1]),
     eval_graph=lambda experiment: make_reward_graph(_STEP_KEYS, _STEPS, _STEPS[:1], ("step_scores",)),
-    methods=_make_step_methods,
+    methods=import_later("realrl.algorithms.reward_model_methods:make_step_algorithm"),
     curves={"loss": "loss per step (nats)", "accuracy": "steps judged right"},
     summary=(
         SummaryMetric("process_reward_accuracy", "accuracy", "process reward: held-out steps judged right"),

@@ -16,7 +16,15 @@ from realrl.algorithms.base.rows import (
     pair_weights,
     rate_order,
 )
-from realrl.algorithms.reward_model import PairLossConfig, RankingConfig, name_answers, name_scores
+from realrl.algorithms.reward_model import (
+    PairLossConfig,
+    ProcessRewardExperiment,
+    RankedRewardExperiment,
+    RankingConfig,
+    RewardExperiment,
+    name_answers,
+    name_scores,
+)
 from realrl.data.batch import Batch, Ragged, copy_numbers
 from realrl.dataflow.graph import DataflowGraph
 
@@ -60,7 +68,6 @@ class _OnPairs:
         self._config = config or PairLossConfig()
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Two rows per pair: chosen, rejected."""
         return pair_rows(batch)
 
     def _scores(self, output: ModelOutput) -> tuple[Tensor, Tensor]:
@@ -101,7 +108,6 @@ class PairInference(_OnPairs):
         return {"chosen_score": Ragged.scalars(chosen), "rejected_score": Ragged.scalars(rejected)}
 
     def metrics(self, batch: Batch) -> Metrics:
-        """Report what training reports."""
         return self._summarize(batch, batch["chosen_score"].values, batch["rejected_score"].values)
 
 
@@ -163,7 +169,6 @@ class RankingInference(_OnRankings):
         return {name: Ragged.scalars(scores.contiguous()) for name, scores in columns}
 
     def metrics(self, batch: Batch) -> Metrics:
-        """Report what training reports."""
         columns = [batch[name].values for name in name_scores(self._config.answers)]
         return self._summarize(torch.stack(columns, 1))
 
@@ -185,7 +190,6 @@ class _OnSteps:
     """Answers in steps, and the scores of steps."""
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Prompts with answers."""
         return batch["tokens"]
 
     def _scores(self, batch: Batch, output: ModelOutput) -> Tensor:
@@ -218,7 +222,6 @@ class StepInference(_OnSteps):
         return {"step_scores": Ragged(self._scores(batch, output), batch["step_ends"].lengths)}
 
     def metrics(self, batch: Batch) -> Metrics:
-        """Report what training reports."""
         return self._summarize(batch, batch["step_scores"].values)
 
 
@@ -236,9 +239,31 @@ class StepTrain(_OnSteps, PlainTrain):
         return step_loss(scores=scores, right=right).sum(), self._summarize(batch, scores.detach())
 
 
-def make_algorithm(
+def make_pair_algorithm(
+    experiment: RewardExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
+) -> StatelessAlgorithm:
+    """Give each call on pairs its method."""
+    return _make_algorithm(RewardTrain(experiment.loss), PairInference(experiment.loss), graph, eval_graph)
+
+
+def make_ranking_algorithm(
+    experiment: RankedRewardExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
+) -> StatelessAlgorithm:
+    """Give each call on rankings its method."""
+    return _make_algorithm(
+        RankingTrain(experiment.loss), RankingInference(experiment.loss), graph, eval_graph
+    )
+
+
+def make_step_algorithm(
+    experiment: ProcessRewardExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
+) -> StatelessAlgorithm:
+    """Give each call on steps its method."""
+    return _make_algorithm(StepTrain(), StepInference(), graph, eval_graph)
+
+
+def _make_algorithm(
     train: Method, inference: Method, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> StatelessAlgorithm:
-    """Give each call its method."""
     methods = {"reward.train": train, "reward.inference": inference}
     return StatelessAlgorithm(graph=graph, eval_graph=eval_graph, methods=methods)

@@ -1,5 +1,6 @@
 """Supervised fine-tuning: settings, calls and description. No torch."""
 
+from realrl.config.lazy import import_later
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
@@ -37,14 +38,6 @@ def eval_graph() -> DataflowGraph:
     return DataflowGraph([inference], (*KEYS, Key("nll", "float32", "one")))
 
 
-def _make_methods(
-    experiment: SFTExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
-) -> object:
-    from realrl.algorithms.sft_methods import make_algorithm
-
-    return make_algorithm(graph, eval_graph)
-
-
 ALGORITHM = AlgorithmSpec(
     name="sft",
     recipe=SFTExperiment,
@@ -53,7 +46,7 @@ ALGORITHM = AlgorithmSpec(
     train_graph=lambda experiment: train_graph(),
     eval_graph=lambda experiment: eval_graph(),
     generation=None,
-    methods=_make_methods,
+    methods=import_later("realrl.algorithms.sft_methods:make_algorithm"),
     headlines=("actor.train/loss", "actor.inference/loss"),
     curves={"loss": "loss per token (nats)"},
     summary=(

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from realrl.algorithms.base.method import Method, Metrics, ModelOutput, PlainTrain, StatelessAlgorithm
 from realrl.algorithms.base.rows import row_sums
+from realrl.algorithms.sft import SFTExperiment
 from realrl.data.batch import Batch, Ragged, copy_numbers
 from realrl.dataflow.graph import DataflowGraph
 
@@ -19,7 +20,6 @@ class SFTInference:
     """Negative log-likelihood of the tokens to learn."""
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Prompts with answers."""
         return batch["tokens"]
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
@@ -40,7 +40,6 @@ class SFTTrain(PlainTrain):
     """Cross-entropy over the tokens to learn; all tokens of the global batch weigh the same."""
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Prompts with answers."""
         return batch["tokens"]
 
     def weight(self, batch: Batch) -> float:
@@ -55,7 +54,9 @@ class SFTTrain(PlainTrain):
         return loss, metrics
 
 
-def make_algorithm(graph: DataflowGraph, eval_graph: DataflowGraph | None) -> StatelessAlgorithm:
+def make_algorithm(
+    experiment: SFTExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
+) -> StatelessAlgorithm:
     """Give each call its method."""
     methods: dict[str, Method] = {"actor.train": SFTTrain(), "actor.inference": SFTInference()}
     return StatelessAlgorithm(graph=graph, eval_graph=eval_graph, methods=methods)

@@ -72,6 +72,11 @@ def find_algorithm(reference: Any) -> tuple[AlgorithmSpec, str]:
     return _with_errors(spec, code), str(code.file) if reference.endswith(".py") else reference
 
 
+def get_algorithm(reference: str) -> AlgorithmSpec:
+    """Get the description of an algorithm. Raises UserError or UserCodeError as `find_algorithm` does."""
+    return find_algorithm(reference)[0]
+
+
 def find_user_code(reference: str) -> UserCode | None:
     """Import the code behind an `algorithm` that is not of this package, once per process; None for one that is."""
     point = _installed().get(reference)

@@ -158,7 +158,9 @@ def test_json_schema(options: dict[str, Any], completion: str, score: int) -> No
 
 def test_a_schema_that_is_none_is_refused() -> None:
     pytest.importorskip("jsonschema")
-    with pytest.raises(UserError, match=r"^verifier json_schema: this is not a schema: 'strnig' is not valid"):
+    with pytest.raises(
+        UserError, match=r"^verifier json_schema: this is not a schema: 'strnig' is not valid"
+    ):
         load_method({"verifier": {"kind": "json_schema", "json_schema": {"type": "strnig"}}})
 
 

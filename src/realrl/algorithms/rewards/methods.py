@@ -88,7 +88,6 @@ class RewardInference:
         self._in_mixture, self._finished_only, self._prefix = in_mixture, finished_only, prefix
 
     def sequences(self, batch: Batch) -> Ragged:
-        """Prompts with answers."""
         return batch[f"{self._prefix}sequences"]
 
     def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
@@ -145,16 +144,13 @@ class RewardFunction:
         return self._scorer.state_dict() if isinstance(self._scorer, FunctionScorer) else None
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore the state of a user's function."""
         if isinstance(self._scorer, FunctionScorer):
             self._scorer.load_state_dict(state)
 
     def wants(self, field: str) -> bool:
-        """Whether the scorer reads a column."""
         return self._scorer.wants(field)
 
     def check_fields(self, source: str, fields: Collection[str]) -> None:
-        """Check that records have the columns that the scorer needs. Raises UserError if not."""
         self._scorer.check_fields(source, fields)
 
     def call(self, inputs: FunctionInput) -> tuple[dict[str, Ragged], Metrics]:
@@ -278,7 +274,6 @@ class RewardSum:
         """Nothing to load."""
 
     def wants(self, field: str) -> bool:
-        """Read no column."""
         return False
 
     def check_fields(self, source: str, fields: Collection[str]) -> None:

@@ -55,11 +55,9 @@ class FunctionScorer:
             )
 
     def state_dict(self) -> Any:
-        """Save the function's state; None if it has none."""
         return self._function.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore the function's state."""
         self._function.load_state_dict(state)
 
     def wants(self, name: str) -> bool:
@@ -109,7 +107,6 @@ class VerifierScorer:
         self._opened = self._verifier.open()
 
     def wants(self, name: str) -> bool:
-        """Whether the verifier reads a column."""
         return name == "completions" or name in self._verifier.fields
 
     @property
@@ -118,7 +115,6 @@ class VerifierScorer:
         return self._verifier.fields
 
     def check_fields(self, source: str, fields: Collection[str]) -> None:
-        """Check that records have these columns."""
         check_required(self, source, fields)
 
     def score(self, count: int, arguments: Mapping[str, list[Any]]) -> list[Score]:
