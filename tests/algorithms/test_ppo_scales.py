@@ -8,6 +8,7 @@ from ppo_reference import (
     TableModel,
     action_rows,
     alone,
+    make_algorithm,
     mean_and_std,
     random_items,
     reference_advantages,
@@ -15,24 +16,13 @@ from ppo_reference import (
 )
 
 from realrl.algorithms.base.method import ModelOutput
-from realrl.algorithms.policy import make_eval_graph
 from realrl.algorithms.policy_methods import RefInference
-from realrl.algorithms.ppo import PPOConfig, train_graph
-from realrl.algorithms.ppo_methods import ActorTrain, CriticTrain, PPOAlgorithm
+from realrl.algorithms.ppo import PPOConfig
+from realrl.algorithms.ppo_methods import ActorTrain, CriticTrain
 from realrl.algorithms.rewards.methods import RewardInference
 from realrl.data.batch import Batch, Ragged
-from realrl.recipe.settings import GenerationConfig
 
 ADAPTIVE = {"coef": 0.3, "adaptive": True, "target": 2.0, "horizon": 100}
-
-
-def make_algorithm(config: PPOConfig, **sampling: float) -> PPOAlgorithm:
-    return PPOAlgorithm(
-        graph=train_graph(minibatches=config.minibatches),
-        eval_graph=make_eval_graph(),
-        config=config,
-        generation=GenerationConfig(**sampling),
-    )
 
 
 def flat(rows: list[list[float]]) -> list[float]:

@@ -171,16 +171,14 @@ def check_flag(given: Any, *_: Any) -> str | None:
 
 def check_positive(given: Any) -> str | None:
     """Check a factor."""
-    if isinstance(given, Real) and isfinite(given) and float(given) > 0:
-        return None
-    return f"gave {_show(given)}; it must be a number above 0"
+    fits = isinstance(given, Real) and isfinite(given) and float(given) > 0
+    return None if fits else f"gave {_show(given)}; it must be a number above 0"
 
 
 def check_notes(given: Any, _: Mapping[str, float]) -> str | None:
     """Check notes for the user."""
-    if isinstance(given, list) and all(isinstance(text, str) for text in given):
-        return None
-    return f"gave {_show(given)}; it must give a list of texts"
+    fits = isinstance(given, list) and all(isinstance(text, str) for text in given)
+    return None if fits else f"gave {_show(given)}; it must give a list of texts"
 
 
 def check_state(given: Any) -> str | None:

@@ -35,12 +35,11 @@ from realrl.algorithms.ppo_experience import (
     scored,
     to_reward_scale,
 )
-from realrl.algorithms.rewards.config import Rewards, may_skip
+from realrl.algorithms.rewards.config import may_skip
 from realrl.algorithms.rewards.methods import make_reward_methods
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import get_eval_generation
-from realrl.recipe.settings import GenerationConfig
 
 
 class ActorTrain(PolicyTrain):
@@ -214,18 +213,11 @@ class PPOAlgorithm(StatelessAlgorithm):
     """Proximal policy optimisation (Schulman et al. 2017) from a reward model (Ouyang et al. 2022) or function."""
 
     def __init__(
-        self,
-        *,
-        graph: DataflowGraph,
-        eval_graph: DataflowGraph | None,
-        config: PPOConfig,
-        generation: GenerationConfig,
-        eval_generation: GenerationConfig | None = None,
-        reward: Rewards | None = None,
+        self, experiment: PPOExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
     ) -> None:
-        """`eval_generation`: sampling of evaluation, if different; `reward`: its terms, None for a reward model."""
+        config, generation, reward = experiment.ppo, experiment.generation, experiment.reward
         self._config, self._generation = config, generation
-        evaluated = eval_generation or generation
+        evaluated = get_eval_generation(experiment)
         restricted, skips = generation.restricted, may_skip(reward)
         actor = ActorTrain(config, restricted=restricted, skips=skips)
         critic = CriticTrain(config, restricted=restricted, skips=skips)
@@ -262,17 +254,3 @@ class PPOAlgorithm(StatelessAlgorithm):
     def load_state_dict(self, state: dict[str, float]) -> None:
         for maker in self._experience_makers:
             maker.load_state_dict(state)
-
-
-def make_algorithm(
-    experiment: PPOExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
-) -> PPOAlgorithm:
-    """Make the algorithm of a recipe."""
-    return PPOAlgorithm(
-        graph=graph,
-        eval_graph=eval_graph,
-        config=experiment.ppo,
-        reward=experiment.reward,
-        generation=experiment.generation,
-        eval_generation=get_eval_generation(experiment),
-    )
