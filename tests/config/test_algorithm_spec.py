@@ -305,9 +305,7 @@ def test_one_name_in_two_packages_names_both(install: Callable[..., None]) -> No
 
 def test_a_package_may_not_replace_a_built_in_algorithm(install: Callable[..., None]) -> None:
     install(Point("sft", SFT, "a"))
-    message = (
-        r"algorithm sft of package a \(theirs.module:ALGORITHM\) .* built-in realrl\.algorithms\.sft\.spec:"
-    )
+    message = r"algorithm sft of package a \(theirs.module:ALGORITHM\) .* built-in realrl\.algorithms\.sft:"
     with pytest.raises(UserError, match=message):
         find_algorithm("ppo")
 
@@ -434,3 +432,7 @@ def test_an_importable_module_is_a_reference() -> None:
     experiment = parse_experiment(recipe)
     assert isinstance(experiment, SFTExperiment) and get_spec(experiment).recipe is SFTExperiment
     assert experiment.algorithm == "realrl.algorithms.sft"
+
+
+def test_recipes_of_version_0_1_still_name_sampling() -> None:
+    assert find_algorithm("realrl.algorithms.sampling.spec") == find_algorithm("realrl.algorithms.sampling")

@@ -1,4 +1,4 @@
-"""What an algorithm of one's own is made of; `examples/online_dpo.py` uses it. Loads no torch before it is needed.
+"""What an algorithm of one's own is made of. Importing it loads no torch before a name needs it.
 
 | part | names |
 |---|---|

@@ -20,8 +20,8 @@ class DivergenceConfig(Settings):
     """Divergence of the actor from the teacher."""
 
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
-    """`reverse_kl`: KL(actor || teacher), for an actor that says only what the teacher is likely to say.
-    `forward_kl`: KL(teacher || actor), for an actor that covers all that the teacher may say. `jsd`: the
+    """`reverse_kl`: KL(actor || teacher), for an actor that sticks to likely answers of the teacher.
+    `forward_kl`: KL(teacher || actor), for an actor that covers all answers of the teacher. `jsd`: the
     Jensen-Shannon divergence of both (Agarwal et al. 2023, equation 1)."""
     jsd_beta: float = Field(default=0.5, gt=0, lt=1)
     """Share of the teacher in the mixture of `jsd`. Near 0 it is like forward KL, near 1 like reverse KL."""

@@ -37,8 +37,8 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import get_eval_generation
 
 MIN_OTHERS = 1e-6
-"""Minimum probability of all other tokens together. Float32 rounding would hide less, and if there are no other
-tokens, this keeps their part of the divergence at nothing."""
+"""Minimum probability of all other tokens together. Float32 rounding would hide less. Without other tokens,
+this keeps their part of the divergence near 0."""
 
 
 def compute_divergence(config: DivergenceConfig, *, logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ class ExpertIterationModels(PolicyModels):
     """The models of expert iteration."""
 
     ref: ModelConfig | None = None
-    """Frozen reference policy from which the divergence is measured. Without a `path` it is the actor's starting
+    """Frozen reference policy, which only measures the divergence. Without a `path` it is the actor's starting
     point, and without a `dtype` it takes the actor's. null for none."""
 
 

@@ -32,7 +32,7 @@ class ReferenceConfig(Settings):
 
     @property
     def following(self) -> str | None:
-        """The setting by which the reference follows the actor, with its value; None if it is frozen."""
+        """The setting that makes the reference follow the actor, with its value; None if it is frozen."""
         if self.ref_ema is not None:
             return f"ref_ema={self.ref_ema:g}"
         return None if self.ref_every is None else f"ref_every={self.ref_every}"
@@ -66,7 +66,7 @@ class KLConfig(Settings):
 
 
 class PolicyModels(Models):
-    """The models: a policy, and what it is compared with."""
+    """The models: the policy, its reference, and its reward."""
 
     actor: TrainedModelConfig
     """The policy."""
@@ -165,7 +165,7 @@ def train_on_sequences(role: str, inputs: tuple[str, ...], minibatches: int) -> 
 def list_averages(
     config: ReferenceConfig, actor: ModelConfig, ref: ModelConfig | None
 ) -> tuple[MovingAverage, ...]:
-    """List the moving average by which the reference follows the actor, if it does."""
+    """List the moving average that makes the reference follow the actor, if it does."""
     if ref is None or config.following is None:
         return ()
     factor = 1.0 if config.ref_ema is None else config.ref_ema

@@ -92,8 +92,8 @@ class PolicyGradientConfig(ReferenceConfig):
     mask_truncated: bool = False
     """Exclude answers without end of sequence from the loss. Their rewards still count in the group."""
     overlong_buffer: PositiveInt | None = None
-    """Soft overlong punishment: the last tokens before generation.max_new_tokens in which answers lose reward. The
-    loss of reward grows to `overlong_penalty` at the limit. null for none."""
+    """Soft overlong punishment: an answer within this many tokens of generation.max_new_tokens loses reward, up to
+    `overlong_penalty` at the limit. null for none."""
     overlong_penalty: PositiveFloat = 1.0
     """Maximum overlong punishment."""
 

@@ -144,7 +144,7 @@ def global_moments(values: Tensor, dp_sum: Sum) -> Moments:
 
     Ignoring values that are not finite confines a broken sequence to its own mini-batch.
     """
-    # In float32 the result would depend on the order in which ranks add up.
+    # In float32 the result would depend on the order of ranks in the sum.
     x = values.detach().double()
     x = x[x.isfinite()]
     count, total = dp_sum(torch.stack([x.new_tensor(x.numel()), x.sum()])).tolist()
@@ -200,7 +200,7 @@ class RefInference(LogprobsInference):
 
 
 class PolicyTrain(OnSequences, PlainTrain):
-    """Train method of a policy. It measures how far the policy is from the one that sampled."""
+    """Train method of a policy, which also measures its distance from the sampler's policy."""
 
     entropy: bool = True
     _updated = False

@@ -41,7 +41,7 @@ MIN_VARIANCE = 1e-2
 
 
 class ReturnScale:
-    """Standard deviation of the returns of a run, in which the critic's errors are measured.
+    """Standard deviation of the returns of a run: the unit of the critic's errors.
 
     Steps are weighted by their number of returns (`running`), or by (1 - beta) beta^age with the usual correction
     for the start (`exponential`; Kingma and Ba 2015, section 3). The deviation is 1 before the first update, and

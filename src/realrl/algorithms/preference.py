@@ -42,7 +42,7 @@ class PreferenceConfig(ReferenceConfig):
     beta: PositiveFloat = 0.1
     """Scale of rewards. A higher value keeps the actor nearer to the reference."""
     gamma: NonNegativeFloat = 0.0
-    """Margin by which the chosen answer's reward should exceed the other's; for loss=sigmoid."""
+    """Target margin between the rewards of the chosen and the rejected answer; for loss=sigmoid."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """Probability that the label of a pair is wrong; for loss=sigmoid (Mitchell 2023) and loss=robust."""
     length_normalization: bool | None = None

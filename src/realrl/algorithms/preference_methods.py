@@ -59,7 +59,7 @@ def _log1mexp(x: Tensor) -> Tensor:
     # A mean log-probability of 0 (a certain answer) would give an infinite loss and no gradient.
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
     near = x > -0.6931471805599453
-    # Each branch gets safe numbers where the other one is used; otherwise its gradient there would be NaN.
+    # The branch that is not used gets safe numbers; otherwise its gradient would be NaN.
     return torch.where(
         near,
         torch.log(-torch.expm1(torch.where(near, x, -1.0))),
@@ -200,7 +200,7 @@ class PreferenceTrain(PlainTrain):
         self._tokens_per_weight = 1.0
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """Find the tokens per pair over all ranks, by which the NLL of a pair is divided."""
+        """Find the tokens per pair over all ranks. They divide the NLL of a pair."""
         if self._config.nll_coef > 0:
             weights = pair_weights(batch)
             tokens = (_count_nll_tokens(self._config, batch) * weights).sum()

@@ -25,7 +25,7 @@ class PairLossConfig(Settings):
     """Loss of the scores of pairs."""
 
     margins: bool = False
-    """Whether each record has a number `margin`, by which the chosen answer's score should exceed the other's
+    """Whether each record has a number `margin`, the target difference of the scores of its answers
     (Touvron et al. 2023, equation 2)."""
     center_rewards_coefficient: NonNegativeFloat = 0.0
     """Weight of the squared sum of both scores, which pulls their mean towards 0 (Eisenstein et al. 2023). 0.01 is
@@ -98,7 +98,7 @@ def list_pair_inputs(margins: bool) -> tuple[str, ...]:
 def make_reward_graph(
     keys: tuple[Key, ...], inputs: tuple[str, ...], work: tuple[str, ...], outputs: tuple[str, ...] = ()
 ) -> DataflowGraph:
-    """Make the call that computes `outputs` or, without outputs, trains; `keys` are those that it may use."""
+    """Make the call that computes `outputs` or, without outputs, trains; it may use `keys`."""
     kind = Kind.INFERENCE if outputs else Kind.TRAIN
     return DataflowGraph.using([Call(f"reward.{kind}", "reward", kind, inputs, outputs, work=work)], keys)
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from realrl.families.settings import read_sizes as read_sizes
     from realrl.families.settings import write_sizes as write_sizes
     from realrl.families.shape import ModelShape as ModelShape
-    from realrl.families.tensors import Axis as Axis
     from realrl.families.tensors import Init as Init
     from realrl.families.tensors import Parameter as Parameter
     from realrl.families.tensors import Partial as Partial
@@ -23,5 +22,6 @@ if TYPE_CHECKING:
     from realrl.families.tensors import Stored as Stored
     from realrl.families.tensors import StoredRows as StoredRows
     from realrl.families.tensors import TensorSpec as TensorSpec
+    from realrl.families.tensors import Units as Units
 
 __getattr__, __dir__ = reexport(__name__)

@@ -74,7 +74,7 @@ class RewardScorer(Protocol):
 
 
 def check_required(scorer: RewardScorer, source: str, fields: Collection[str]) -> None:
-    """Check that the records of a source have what a scorer needs. Raises UserError if not."""
+    """Check that the records of a source have all columns that a scorer needs. Raises UserError if not."""
     missing = [name for name in scorer.required if name not in (*TEXTS, *fields)]
     if missing:
         known, name = join([*TEXTS[:2], *sorted(fields)]), missing[0]
@@ -91,7 +91,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 MOST_ABANDONED = 8
-"""Maximum abandoned threads of one reward, each of which keeps taking time and memory."""
+"""Maximum abandoned threads of one reward. Each thread keeps taking time and memory."""
 
 
 class TimeLimitError(UserCodeError):
@@ -99,7 +99,7 @@ class TimeLimitError(UserCodeError):
 
 
 class Deadline:
-    """Point in time by which the work on a batch must be done."""
+    """Time limit of the work on a batch."""
 
     def __init__(self, limit: float | None) -> None:
         """`limit`: seconds from now; None for never."""
@@ -167,7 +167,7 @@ def map_in_threads(task: Callable[[S], T], items: Sequence[S], threads: int) -> 
 
 
 def _settle(future: Future[T], task: Callable[[], T]) -> None:
-    """Run a task, and keep its result or exception for whoever waits."""
+    """Run a task, and put its result or exception into the future."""
     try:
         future.set_result(task())
     except BaseException as error:

@@ -90,7 +90,7 @@ class RewardTerm(Settings):
 
     @property
     def source(self) -> str:
-        """The one of `SOURCES` that is given."""
+        """The given one of `SOURCES`."""
         return next(name for name in SOURCES if getattr(self, name) is not None)
 
     @model_validator(mode="after")
@@ -155,7 +155,7 @@ def check_models(reward: Rewards | None, model: object, roles: Collection[str]) 
 
 
 def _read(value: Any, info: ValidationInfo) -> Any:
-    """Read what a recipe says as terms by name."""
+    """Read the setting `reward` of a recipe as terms by name."""
     if value is None:
         return None
     if isinstance(value, str):

@@ -54,7 +54,7 @@ def make_reward_methods(
 
 
 def compute_score_metrics(batch: Batch, *, finished_only: bool = False, skips: bool = True) -> Metrics:
-    """Compute metrics of scored answers in evaluations: `score` over those that training would use, and lengths.
+    """Compute metrics of scored answers in evaluations: `score` over answers that training would use, and lengths.
 
     In training the batch lacks `finished`, and the train call reports these metrics. skips: whether NaN is the
     score of a skipped answer, which `score` leaves out.

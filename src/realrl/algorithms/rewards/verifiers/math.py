@@ -102,7 +102,7 @@ class MathProcessError(Exception):
     """The process does not work. The message continues the name of the verifier."""
 
     def __init__(self, message: str, words: str = "") -> None:
-        """`words`: what the process wrote to its standard error."""
+        """`words`: standard error of the process."""
         last = words.strip().rpartition("\n")[2]
         super().__init__(f"{message}{last and ': '}{last}")
         self.words = words
@@ -174,7 +174,7 @@ class MathProcess:
         return self._process
 
     def _read_end(self) -> str:
-        """Read what the ended process wrote, or how it ended; then forget it."""
+        """Read the last words of the ended process, or its status; then forget it."""
         assert self._process is not None and self._errors is not None
         self._process.communicate()
         code, self._process = self._process.returncode, None
