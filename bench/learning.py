@@ -22,7 +22,7 @@ import torch
 import yaml
 from harness import Results, make_parser, realrl
 
-from realrl.algorithms.policy.inference import LogprobsInference
+from realrl.algorithms.policy_methods import LogprobsInference
 from realrl.checkpoint import huggingface
 from realrl.data.batch import Batch, Ragged
 from realrl.data.tokenizer import load_tokenizer

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from device import Device
 
-from realrl.algorithms.sft.method import SFTTrain
+from realrl.algorithms.sft_methods import SFTTrain
 from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.generator import generate

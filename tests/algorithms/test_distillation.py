@@ -7,11 +7,15 @@ import pytest
 import torch
 from ppo_reference import random_items, to_batch
 
-from realrl.algorithms.distillation.config import DistillationConfig, OfflineDistillationConfig
-from realrl.algorithms.distillation.distributions import DivergenceTrain
-from realrl.algorithms.distillation.drawn import DrawnTeacher, DrawnTrain
-from realrl.algorithms.distillation.losses import compute_divergence, estimate_divergence
-from realrl.algorithms.method import ModelOutput
+from realrl.algorithms.base.method import ModelOutput
+from realrl.algorithms.distillation import DistillationConfig, OfflineDistillationConfig
+from realrl.algorithms.distillation_methods import (
+    DivergenceTrain,
+    DrawnTeacher,
+    DrawnTrain,
+    compute_divergence,
+    estimate_divergence,
+)
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
 from realrl.plan.cluster import Cluster

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from realrl.algorithms.sft.config import SFTExperiment
+from realrl.algorithms.sft import SFTExperiment
 from realrl.config.errors import UserError
 from realrl.config.units import format_bytes, parse_bytes
 from realrl.config.yaml_file import parse_yaml

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.algorithms.policy.graph import make_eval_graph
+from realrl.algorithms.policy import make_eval_graph
 from realrl.dataflow.call import Call, Candidates, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.dataflow.periods import share_steps

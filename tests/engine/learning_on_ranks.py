@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from realrl.algorithms.distillation.config import OfflineDistillationConfig
-from realrl.algorithms.distillation.distributions import DivergenceTrain, TopTeacher
-from realrl.algorithms.method import Metrics, ModelOutput
-from realrl.algorithms.reward.method import PairInference, RewardTrain
-from realrl.algorithms.sft.method import SFTInference, SFTTrain
+from realrl.algorithms.base.method import Metrics, ModelOutput
+from realrl.algorithms.distillation import OfflineDistillationConfig
+from realrl.algorithms.distillation_methods import DivergenceTrain, TopTeacher
+from realrl.algorithms.reward_model_methods import PairInference, RewardTrain
+from realrl.algorithms.sft_methods import SFTInference, SFTTrain
 from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import assign, partition_samples

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from realrl.algorithms.sft.method import SFTTrain
+from realrl.algorithms.sft_methods import SFTTrain
 from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model, make_unsharded_model

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from realrl.algorithms.sft.method import SFTInference, SFTTrain
+from realrl.algorithms.sft_methods import SFTInference, SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Replay
 from realrl.engine.generation.generator import generate

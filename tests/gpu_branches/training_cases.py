@@ -2,11 +2,11 @@
 
 import torch
 
-from realrl.algorithms.distillation.config import OfflineDistillationConfig
-from realrl.algorithms.distillation.distributions import DivergenceTrain
-from realrl.algorithms.method import TrainMethod
-from realrl.algorithms.reward.method import RewardTrain
-from realrl.algorithms.sft.method import SFTTrain
+from realrl.algorithms.base.method import TrainMethod
+from realrl.algorithms.distillation import OfflineDistillationConfig
+from realrl.algorithms.distillation_methods import DivergenceTrain
+from realrl.algorithms.reward_model_methods import RewardTrain
+from realrl.algorithms.sft_methods import SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Candidates
 from realrl.families.adapters import LowRank

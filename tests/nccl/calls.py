@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-from realrl.algorithms.sft.method import SFTInference, SFTTrain
+from realrl.algorithms.sft_methods import SFTInference, SFTTrain
 from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import assign

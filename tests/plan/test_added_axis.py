@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from realrl.algorithms.ppo.graph import train_graph
-from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
+from realrl.algorithms.ppo import ALGORITHM as PPO_SPEC
+from realrl.algorithms.ppo import train_graph
 from realrl.config.errors import UserError
 from realrl.families.shape import ModelShape
 from realrl.families.sizes import SHAPES

@@ -4,8 +4,8 @@ from math import gcd
 
 import pytest
 
-from realrl.algorithms.ppo.graph import train_graph
-from realrl.algorithms.sft.graph import train_graph as sft_graph
+from realrl.algorithms.ppo import train_graph
+from realrl.algorithms.sft import train_graph as sft_graph
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Kind
 from realrl.families.sizes import SHAPES

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from realrl.algorithms.distillation.config import OfflineDistillationConfig
-from realrl.algorithms.distillation.distributions import DivergenceInference, DivergenceTrain, TopTeacher
-from realrl.algorithms.method import InferenceMethod, TrainMethod
-from realrl.algorithms.reward.method import PairInference, RewardTrain
-from realrl.algorithms.sft.method import SFTInference, SFTTrain
+from realrl.algorithms.base.method import InferenceMethod, TrainMethod
+from realrl.algorithms.distillation import OfflineDistillationConfig
+from realrl.algorithms.distillation_methods import DivergenceInference, DivergenceTrain, TopTeacher
+from realrl.algorithms.reward_model_methods import PairInference, RewardTrain
+from realrl.algorithms.sft_methods import SFTInference, SFTTrain
 from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Candidates

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.dataflow.call import Call
 from realrl.families.shape import Head, ModelShape
 from realrl.families.sizes import SHAPES

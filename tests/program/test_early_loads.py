@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.dataflow.call import MovingAverage
 from realrl.families.shape import Head, ModelShape
 from realrl.plan.cluster import Cluster

@@ -2,7 +2,7 @@
 
 import pytest
 
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head
 from realrl.families.sizes import SHAPES

@@ -8,8 +8,8 @@ import yaml
 from realrl.testing import CheckFailure, check_algorithm
 
 ALGORITHM = '''
-from realrl.algorithms.base import PlainTrain, StatelessAlgorithm
-from realrl.algorithms.method import Metrics
+from realrl.algorithms.base.method import PlainTrain, StatelessAlgorithm
+from realrl.algorithms.base.method import Metrics
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec

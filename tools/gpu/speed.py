@@ -21,7 +21,7 @@ from parity import time_decode
 from results import CPU, PLACE, attempt, over, record, replayed, seconds_of, sync
 from torch import Tensor
 
-from realrl.algorithms.sft.method import SFTTrain
+from realrl.algorithms.sft_methods import SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation import step_graphs
 from realrl.engine.generation.generator import generate

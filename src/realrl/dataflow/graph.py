@@ -60,6 +60,15 @@ class DataflowGraph:
             self._check_candidates(call)
         _ = self.order
 
+    @classmethod
+    def using(
+        cls, calls: Iterable[Call], keys: Iterable[Key], averages: Iterable[MovingAverage] = ()
+    ) -> "DataflowGraph":
+        """Make the graph of calls, with only those of `keys` that the calls use."""
+        calls = tuple(calls)
+        used = {key for call in calls for key in (*call.inputs, *call.outputs)}
+        return cls(calls, [key for key in keys if key.name in used], averages)
+
     def _check_candidates(self, call: Call) -> None:
         """Check that the ids of a call's candidates are as many, and lie beside the tokens that it is run on."""
         if call.candidates is None or call.candidates.ids is None:

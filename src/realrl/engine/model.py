@@ -7,7 +7,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from realrl.algorithms.method import InferenceMethod, Metrics, ModelOutput
+from realrl.algorithms.base.method import InferenceMethod, Metrics, ModelOutput
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import even_micro_batches, micro_batches
 from realrl.dataflow.call import Candidates, Replay

@@ -4,7 +4,7 @@ from zlib import crc32
 
 import torch
 
-from realrl.algorithms.method import Metrics
+from realrl.algorithms.base.method import Metrics
 from realrl.model.parallel.group import Group
 
 _MOST = 1 << 14

@@ -74,7 +74,7 @@ class AlgorithmSpec:
     generation: Callable[[Any], GenerationConfig] | None
     """Sampling of training, from the recipe's section `generation`; None where nothing is generated."""
     methods: Callable[[Any, DataflowGraph, DataflowGraph | None], Any]
-    """Makes an `algorithms.method.Algorithm` of a recipe, its training graph and its evaluation graph; the only one
+    """Makes a `realrl.algorithms.Algorithm` of a recipe, its training graph and its evaluation graph; the only one
     of these functions that may import torch."""
     headlines: tuple[str, ...]
     """Metrics shown on the terminal, as `call/name`."""
@@ -253,6 +253,13 @@ def get_spec(experiment: Experiment) -> AlgorithmSpec:
     spec = experiment._spec
     assert isinstance(spec, AlgorithmSpec), "recipes are read by parse_experiment"
     return spec
+
+
+def get_eval_generation(experiment: Experiment) -> GenerationConfig:
+    """Get the sampling of evaluation of a recipe that generates."""
+    sampling = get_spec(experiment).eval_generation(experiment)
+    assert sampling is not None, "only algorithms that generate ask for it"
+    return sampling
 
 
 SCORE = "score"

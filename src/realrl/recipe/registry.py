@@ -17,26 +17,26 @@ GROUP = "realrl.algorithms"
 """Other packages' entry points of this group describe algorithms, each under its name in recipes."""
 
 BUILT_IN = {
-    "sft": "realrl.algorithms.sft.spec:ALGORITHM",
-    "reward": "realrl.algorithms.reward.spec:ALGORITHM",
-    "ranked_reward": "realrl.algorithms.reward.spec:RANKED",
-    "process_reward": "realrl.algorithms.reward.spec:PROCESS",
-    "ppo": "realrl.algorithms.ppo.spec:ALGORITHM",
-    "grpo": "realrl.algorithms.policy_gradient.spec:GRPO",
-    "dr_grpo": "realrl.algorithms.policy_gradient.spec:DR_GRPO",
-    "dapo": "realrl.algorithms.policy_gradient.spec:DAPO",
-    "gspo": "realrl.algorithms.policy_gradient.spec:GSPO",
-    "rloo": "realrl.algorithms.policy_gradient.spec:RLOO",
-    "reinforce_pp": "realrl.algorithms.policy_gradient.spec:REINFORCE_PP",
-    "reinforce_pp_baseline": "realrl.algorithms.policy_gradient.spec:REINFORCE_PP_BASELINE",
-    "remax": "realrl.algorithms.policy_gradient.spec:REMAX",
-    "dpo": "realrl.algorithms.preference.spec:DPO",
-    "orpo": "realrl.algorithms.preference.spec:ORPO",
-    "simpo": "realrl.algorithms.preference.spec:SIMPO",
-    "distillation": "realrl.algorithms.distillation.spec:DISTILLATION",
-    "offline_distillation": "realrl.algorithms.distillation.spec:OFFLINE_DISTILLATION",
-    "expert_iteration": "realrl.algorithms.expert_iteration.spec:ALGORITHM",
-    "kto": "realrl.algorithms.kto.spec:ALGORITHM",
+    "sft": "realrl.algorithms.sft:ALGORITHM",
+    "reward": "realrl.algorithms.reward_model:ALGORITHM",
+    "ranked_reward": "realrl.algorithms.reward_model:RANKED",
+    "process_reward": "realrl.algorithms.reward_model:PROCESS",
+    "ppo": "realrl.algorithms.ppo:ALGORITHM",
+    "grpo": "realrl.algorithms.policy_gradient:GRPO",
+    "dr_grpo": "realrl.algorithms.policy_gradient:DR_GRPO",
+    "dapo": "realrl.algorithms.policy_gradient:DAPO",
+    "gspo": "realrl.algorithms.policy_gradient:GSPO",
+    "rloo": "realrl.algorithms.policy_gradient:RLOO",
+    "reinforce_pp": "realrl.algorithms.policy_gradient:REINFORCE_PP",
+    "reinforce_pp_baseline": "realrl.algorithms.policy_gradient:REINFORCE_PP_BASELINE",
+    "remax": "realrl.algorithms.policy_gradient:REMAX",
+    "dpo": "realrl.algorithms.preference:DPO",
+    "orpo": "realrl.algorithms.preference:ORPO",
+    "simpo": "realrl.algorithms.preference:SIMPO",
+    "distillation": "realrl.algorithms.distillation:DISTILLATION",
+    "offline_distillation": "realrl.algorithms.distillation:OFFLINE_DISTILLATION",
+    "expert_iteration": "realrl.algorithms.expert_iteration:ALGORITHM",
+    "kto": "realrl.algorithms.kto:ALGORITHM",
 }
 """Algorithms of this package by their names in recipes."""
 
@@ -55,6 +55,8 @@ def find_algorithm(reference: Any) -> tuple[AlgorithmSpec, str]:
 
     UserError, naming what there is, where nothing is found; UserCodeError where code cannot be imported.
     """
+    if reference == "realrl.algorithms.sampling.spec":  # recipes of version 0.1 have it so
+        reference = "realrl.algorithms.sampling"
     if isinstance(reference, str) and reference in _installed():
         return _load(_installed()[reference]), reference
     if not _is_module(reference):
@@ -68,6 +70,11 @@ def find_algorithm(reference: Any) -> tuple[AlgorithmSpec, str]:
     if not isinstance(spec, AlgorithmSpec):
         raise UserError(f"algorithm={reference}: {_describe_lack(code)}")
     return _with_errors(spec, code), str(code.file) if reference.endswith(".py") else reference
+
+
+def get_algorithm(reference: str) -> AlgorithmSpec:
+    """Get the description of an algorithm. Raises UserError or UserCodeError as `find_algorithm` does."""
+    return find_algorithm(reference)[0]
 
 
 def find_user_code(reference: str) -> UserCode | None:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from realrl.algorithms.method import Metrics
-from realrl.algorithms.rewards.judge import Judge
+from realrl.algorithms.base.method import Metrics
+from realrl.algorithms.rewards.scorers import Judge
 from realrl.data.dataset import Dataset
 from realrl.data.order import split_eval_batches
 from realrl.engine.generation.sampling import SamplingSeed

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import TypeVar
 
 from realrl.algorithms.build import build_algorithm
-from realrl.algorithms.rewards.judge import load_judge
+from realrl.algorithms.rewards.scorers import load_judge
 from realrl.config.errors import UserCodeError, UserError
 from realrl.data.sources.records import RecordReader, read_records
 from realrl.dataflow.call import Kind

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from realrl.algorithms.base.method import FunctionMethod
 from realrl.algorithms.build import build_algorithm
-from realrl.algorithms.method import FunctionMethod
 from realrl.data.dataset import Dataset
 from realrl.data.tokenization import Row
 from realrl.dataflow.graph import DataflowGraph

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from realrl.algorithms.method import Metrics
+from realrl.algorithms.base.method import Metrics
 from realrl.data.batch import Ragged
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.plan import Plan

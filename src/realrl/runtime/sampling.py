@@ -32,7 +32,7 @@ from realrl.runtime.setup import check_length, check_stop_token_ids, check_top_k
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-ALGORITHM = "realrl.algorithms.sampling.spec"
+ALGORITHM = "realrl.algorithms.sampling"
 CACHE_TOKENS = 65536
 """Maximum tokens in the KV cache of a device at a time."""
 STEP_PROMPTS = 512

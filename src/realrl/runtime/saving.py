@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from realrl.algorithms.method import Algorithm
+from realrl.algorithms.base.method import Algorithm
 from realrl.program.lower import WRITER
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment

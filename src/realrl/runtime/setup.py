@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
-from realrl.algorithms.method import Algorithm, FunctionMethod
-from realrl.algorithms.rewards.judge import Judge
+from realrl.algorithms.base.method import Algorithm, FunctionMethod
+from realrl.algorithms.rewards.scorers import Judge
 from realrl.checkpoint.directory import find_model_shape
 from realrl.checkpoint.origin import read_origin
 from realrl.checkpoint.special_tokens import list_stop_token_ids

@@ -2,7 +2,7 @@
 
 import zlib
 
-from realrl.algorithms.method import Metrics
+from realrl.algorithms.base.method import Metrics
 from realrl.config.errors import UserError
 from realrl.config.user_code import find_source, is_own_module
 from realrl.data.dataset import Dataset

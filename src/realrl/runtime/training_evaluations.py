@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from realrl.algorithms.rewards.judge import load_judge
+from realrl.algorithms.rewards.scorers import load_judge
 from realrl.data.dataset import Dataset
 from realrl.model.parallel.group import Group
 from realrl.program.lower import WRITER

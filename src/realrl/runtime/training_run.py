@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from torch.distributed import ProcessGroup
 
+from realrl.algorithms.base.method import FunctionMethod
 from realrl.algorithms.build import build_algorithm
-from realrl.algorithms.method import FunctionMethod
 from realrl.checkpoint.notes import list_saving_notes
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.config.secrets.redaction import redact

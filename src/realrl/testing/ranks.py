@@ -23,7 +23,7 @@ PRELOADED = (
     "torch.distributed.checkpoint",
     "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_tokenizers",
-    "realrl.algorithms.policy_gradient.spec",
+    "realrl.algorithms.policy_gradient",
     __name__,
 )
 """Modules that processes have imported before they start."""

@@ -69,16 +69,16 @@ def test_every_term_is_a_call_and_a_sum_adds_them_up(world: World, tmp_path: Pat
 
 
 MISTAKES = [
-    ({}, "{} is no reward; give FILE.py:FUNCTION"),
-    (3, "reward: 3 is no reward; give FILE.py:FUNCTION"),
-    ({"a": 3}, "reward: a: 3 is no reward; give FILE.py:FUNCTION or a section of keys"),
+    ({}, "{} is not a reward; give FILE.py:FUNCTION"),
+    (3, "reward: 3 is not a reward; give FILE.py:FUNCTION"),
+    ({"a": 3}, "reward: a: 3 is not a reward; give FILE.py:FUNCTION or a section of keys"),
     ({"weight": 1.0}, "reward: a reward is one of function, verifier, http, model; none is given"),
     ({**EXACT, "function": "os:abs"}, "reward: a reward is one of function, verifier, http, model; function and"
      " verifier are given"),
     ({**EXACT, "wieght": 1.0}, "reward: wieght: unknown key; did you mean weight?"),
     ({"a": {**EXACT, "wieght": 1.0}}, "reward: a.wieght: unknown key; did you mean weight?"),
     ({"a": "no_module:f"}, "reward: a=no_module:f: there is no module no_module"),
-    ({"a b": EXACT}, "reward: 'a b' is no name of a term"),
+    ({"a b": EXACT}, "reward: 'a b' is not a name of a term"),
     ({"actor": EXACT}, "reward: actor is the name of a role; choose another for the term"),
     ({"a": {"model": "reward"}}, "reward.a.model: reward needs models.reward"),
     ({"model": "critic"}, "reward: model: 'critic' is not 'reward'"),

@@ -8,9 +8,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from realrl.algorithms.expert_iteration.config import ExpertIterationConfig
-from realrl.algorithms.expert_iteration.selection import select_answers
-from realrl.algorithms.expert_iteration.train import ExpertIterationTrain
+from realrl.algorithms.expert_iteration import ExpertIterationConfig
+from realrl.algorithms.expert_iteration_methods import ExpertIterationTrain, select_answers
 from realrl.config.errors import UserCodeError
 from realrl.data.batch import Batch
 from realrl.engine.model import make_unsharded_model

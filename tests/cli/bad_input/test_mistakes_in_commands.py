@@ -272,7 +272,7 @@ COMMANDS: list[tuple[str, str]] = [
         "eval PPO data.eval=DIR/folder/records.jsonl evaluation.against=REWARD",
         "evaluation.against=REWARD: REWARD is a sequence classifier",
     ),
-    ("train PPO algorithm=realrl.algorithms.sampling.spec", "unknown key"),
+    ("train PPO algorithm=realrl.algorithms.sampling", "unknown key"),
     ("generate REWARD --prompt a", "is a sequence classifier, not a language model"),
 ]
 """Command lines; PPO is a recipe, ACTOR and REWARD are models, DIR the directory of `place`."""

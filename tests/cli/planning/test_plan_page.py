@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.cli.page.bands import find_areas, find_bands
 from realrl.cli.page.memory import make_memory_cards
 from realrl.cli.page.sections import TERMS, make_time_bars, write_verdict

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from realrl.algorithms.sft.graph import train_graph
+from realrl.algorithms.sft import train_graph
 from realrl.cli.app import run_app
 from realrl.plan.plan import Plan
 from realrl.planner.profile.profile import Profile

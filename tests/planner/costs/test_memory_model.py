@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
+from realrl.algorithms.ppo import ALGORITHM as PPO_SPEC
 from realrl.families.shape import Head, ModelShape
 from realrl.families.sizes import SHAPES as PUBLISHED
 from realrl.layout.kv_blocks import BLOCK_TOKENS

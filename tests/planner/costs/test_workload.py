@@ -1,6 +1,6 @@
 import pytest
 
-from realrl.algorithms.reward.graph import PAIR, PAIR_KEYS, list_pair_inputs, make_reward_graph
+from realrl.algorithms.reward_model import PAIR, PAIR_KEYS, list_pair_inputs, make_reward_graph
 from realrl.config.errors import UserError
 from realrl.data.partition import even_micro_batches
 from realrl.dataflow.call import Call, Kind

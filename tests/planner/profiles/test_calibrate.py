@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.config.errors import UserError
 from realrl.plan.placement import Mesh, Placement, function_placement
 from realrl.planner.calibration.calibrate import calibrate_profile

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.dataflow.call import Kind, MovingAverage
 from realrl.layout.routing.links import Links
 from realrl.plan.cluster import Cluster

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.algorithms.ppo.graph import train_graph
-from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
-from realrl.algorithms.sft.graph import train_graph as sft_graph
+from realrl.algorithms.ppo import ALGORITHM as PPO_SPEC
+from realrl.algorithms.ppo import train_graph
+from realrl.algorithms.sft import train_graph as sft_graph
 from realrl.dataflow.call import Kind
 from realrl.families.sizes import SHAPES
 from realrl.layout.kv_blocks import BLOCK_TOKENS

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.algorithms.policy.graph import make_eval_graph
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.policy import make_eval_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.dataflow.call import Kind, MovingAverage
 from realrl.families.sizes import SHAPES
 from realrl.layout.layout import build_layout

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from realrl.algorithms.ppo.spec import ALGORITHM as PPO
-from realrl.algorithms.sft.spec import ALGORITHM as SFT
+from realrl.algorithms.ppo import ALGORITHM as PPO
+from realrl.algorithms.sft import ALGORITHM as SFT
 from realrl.recipe.algorithm import AlgorithmSpec, SummaryMetric
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import parse_experiment

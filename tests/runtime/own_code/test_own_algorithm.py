@@ -12,9 +12,9 @@ import pytest
 import torch
 import yaml
 
-from realrl.algorithms.method import ModelOutput
-from realrl.algorithms.preference.config import PreferenceConfig
-from realrl.algorithms.preference.losses import compute_preference_loss
+from realrl.algorithms.base.method import ModelOutput
+from realrl.algorithms.preference import PreferenceConfig
+from realrl.algorithms.preference_methods import compute_preference_loss
 from realrl.cli.app import run_app
 from realrl.config.user_code import UserCode
 from realrl.data.batch import Batch, Ragged

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from realrl.algorithms.sft.graph import train_graph as sft_graph
+from realrl.algorithms.sft import train_graph as sft_graph
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.config.user_code import UserCode

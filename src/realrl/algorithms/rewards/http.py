@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from realrl.algorithms.rewards.scoring.limits import map_in_threads
-from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score, check_required
+from realrl.algorithms.base.scoring import RewardFailure, Score, check_required, map_in_threads
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
 from realrl.config.patterns import Pattern, find_last

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realrl.algorithms.method import Metrics
+from realrl.algorithms.base.method import Metrics
 from realrl.engine.pipeline.transport import OrderedTransport, TaggedTransport, Transport, needs_order
 from realrl.engine.pipeline.transport import PendingRecv as PendingRecv
 from realrl.model.parallel.group import Group

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from realrl.algorithms.method import Metrics
+from realrl.algorithms.base.method import Metrics
 from realrl.engine.model import Model
 from realrl.families.experts import Mixture
 from realrl.model.mixture.balance import BalancedRouting, ExpertCounts

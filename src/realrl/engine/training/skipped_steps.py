@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import isfinite
 
-from realrl.algorithms.method import Metrics
+from realrl.algorithms.base.method import Metrics
 from realrl.data.batch import Batch
 from realrl.engine.buffers.flat import FlatBuffer
 from realrl.engine.finite import all_finite

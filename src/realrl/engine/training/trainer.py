@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realrl.algorithms.method import Metrics, TrainMethod
+from realrl.algorithms.base.method import Metrics, TrainMethod
 from realrl.data.batch import Batch
 from realrl.dataflow.call import Candidates, Replay
 from realrl.engine.buffers.local_set import LocalSet

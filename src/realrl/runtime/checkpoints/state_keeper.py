@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from realrl.algorithms.method import Algorithm, FunctionMethod, StatefulMethod
+from realrl.algorithms.base.method import Algorithm, FunctionMethod, StatefulMethod
 from realrl.dataflow.call import Kind
 from realrl.runtime.evaluation.best import BestEvaluation
 from realrl.runtime.output.notes import StepNotes

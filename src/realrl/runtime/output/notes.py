@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from realrl.algorithms.method import Algorithm
+from realrl.algorithms.base.method import Algorithm
 from realrl.config.words import join
 from realrl.data.dataset import Dataset, SourceCount
 from realrl.data.order import Order, count_drawn

@@ -2,9 +2,9 @@
 
 from typing import cast
 
+from realrl.algorithms.base.method import FunctionMethod
 from realrl.algorithms.build import build_algorithm
-from realrl.algorithms.method import FunctionMethod
-from realrl.algorithms.rewards.judge import load_judge
+from realrl.algorithms.rewards.scorers import load_judge
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
 

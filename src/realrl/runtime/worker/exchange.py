@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realrl.algorithms.method import Metrics
+from realrl.algorithms.base.method import Metrics
 from realrl.data.batch import KEY_DTYPES, Ragged
 from realrl.dataflow.call import Call
 from realrl.program.instructions import Receive, Report, Send, ShareLengths

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 import torch
 
-from realrl.algorithms.method import FunctionInput, FunctionMethod, Metrics
+from realrl.algorithms.base.method import FunctionInput, FunctionMethod, Metrics
 from realrl.config.errors import UserCodeError
 from realrl.data.batch import Ragged
 from realrl.program.instructions import Run

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from realrl.algorithms.method import (
+from realrl.algorithms.base.method import (
     Algorithm,
     FunctionInput,
     FunctionMethod,
@@ -15,7 +15,7 @@ from realrl.algorithms.method import (
     Metrics,
     TrainMethod,
 )
-from realrl.algorithms.rewards.scoring.scores import UnscoredError
+from realrl.algorithms.base.scoring import UnscoredError
 from realrl.config.errors import UserCodeError
 from realrl.data.batch import Batch
 from realrl.dataflow.call import Call, Kind

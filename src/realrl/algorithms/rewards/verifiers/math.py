@@ -18,10 +18,9 @@ from typing import IO, Any, Literal
 
 from pydantic import PositiveFloat
 
-from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score
-from realrl.algorithms.rewards.verifiers.base import AnswerVerifier, Verification
-from realrl.algorithms.rewards.verifiers.extra import require
+from realrl.algorithms.base.scoring import RewardFailure, Score
 from realrl.algorithms.rewards.verifiers.numeric import tidy_signs
+from realrl.algorithms.rewards.verifiers.verifier import AnswerVerifier, Verification, require
 from realrl.config.errors import UserCodeError, UserError
 
 PROGRAM = Path(__file__).with_name("math_child.py")

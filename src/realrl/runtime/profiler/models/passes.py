@@ -3,12 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from realrl.algorithms.method import InferenceMethod, Metrics, TrainMethod
-from realrl.algorithms.policy.inference import RefInference
-from realrl.algorithms.ppo.actor import ActorTrain
-from realrl.algorithms.ppo.config import PPOConfig
-from realrl.algorithms.ppo.critic import CriticTrain
-from realrl.algorithms.ppo.inference import CriticInference
+from realrl.algorithms.base.method import InferenceMethod, Metrics, TrainMethod
+from realrl.algorithms.policy_methods import RefInference
+from realrl.algorithms.ppo import PPOConfig
+from realrl.algorithms.ppo_methods import ActorTrain, CriticInference, CriticTrain
 from realrl.data.batch import Batch
 from realrl.engine.model import Model
 from realrl.engine.training.trainer import Trainer
