@@ -159,6 +159,25 @@ def test_the_leaf_that_algorithms_may_import_is_one() -> None:
     assert not [imported for imported in imports(MODULES[LEAF]) if package(imported)]
 
 
+def import_closure(start: str) -> set[str]:
+    """Modules with any content that `start` imports, directly or through others."""
+    found: set[str] = set()
+    left = [start]
+    while left:
+        module = left.pop()
+        if module in MODULES and module not in found:
+            found.add(module)
+            left += imports(MODULES[module])
+    return {module for module in found if MODULES[module].stat().st_size}
+
+
+def test_the_worker_imports_little_and_almost_nothing_of_the_planner() -> None:
+    closure = import_closure("realrl.runtime.worker.worker")
+    planner = sorted(module for module in closure if package(module) == "planner")
+    assert len(planner) <= 6, planner
+    assert len(closure) <= 245, len(closure)
+
+
 def test_nothing_imports_relatively() -> None:
     for path in MODULES.values():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -44,6 +44,7 @@ from realrl.runtime.output.saved import BEST, find_saved
 from realrl.runtime.output.saved_state import find_saved_state, load_saved_state
 from realrl.runtime.output.stopped import make_stop_error
 from realrl.runtime.prepare.compile import Compiled, models, stored_models
+from realrl.runtime.prepare.device_memory import list_early_loads, list_kept_decoding
 from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.processes.process import Process
 from realrl.runtime.processes.signals import end_by_signal
@@ -58,8 +59,6 @@ from realrl.runtime.setup import (
 )
 from realrl.runtime.step import TrainingSteps
 from realrl.runtime.training_evaluations import TrainingEvaluations
-from realrl.runtime.worker.early_loads import list_early_loads
-from realrl.runtime.worker.kept_decoding import list_kept_decoding
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.trace_files import TraceFiles
 from realrl.runtime.worker.trace_recorder import Trace
@@ -129,7 +128,7 @@ class TrainingRun:
         self.trace = Trace(process.rank, experiment.debug.traced_steps)
         self.trace_files = TraceFiles(self.directory.path, self.trace)
         self._note_file = NoteFile(self.directory.path)
-        kept = list_kept_decoding(experiment, compiled, process)
+        kept = list_kept_decoding(experiment, compiled, process.rank, process.gpu)
         self.roles.keep_decoding(kept)
         self.worker = Worker(
             process,
@@ -138,7 +137,7 @@ class TrainingRun:
             self.stop_token_ids,
             self.trace,
             self.tokenizer,
-            list_early_loads(experiment, compiled, process, kept),
+            list_early_loads(experiment, compiled, process.rank, process.gpu, kept),
         )
         self.training = TrainingSteps(experiment, compiled, process, self.worker, self.costs, self.records)
         self.steps = self.training.count

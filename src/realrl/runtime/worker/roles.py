@@ -42,7 +42,6 @@ from realrl.recipe.model import ModelConfig, trained_models
 from realrl.runtime.prepare.adapters import adapt_shapes, find_shared_bases
 from realrl.runtime.prepare.compile import find_trainable_parts
 from realrl.runtime.processes.process import Process
-from realrl.runtime.worker.kept_decoding import count_beside
 from realrl.runtime.worker.reallocation import Reallocator, Staging
 
 MIX_BYTES = 64 << 20
@@ -349,7 +348,7 @@ class Roles:
 
     def kept_beside(self, call: str) -> int:
         """Count the bytes of device memory that other calls have left for the next step."""
-        return count_beside({name: kept.nbytes for name, kept in self._kept_decoding.items()}, call)
+        return sum(kept.nbytes for name, kept in self._kept_decoding.items() if name != call)
 
     def save(
         self, role: str, directory: Path, tokenizer: huggingface.Tokenizer, stop_token_ids: Collection[int]

@@ -24,6 +24,7 @@ from realrl.engine.generation.generator import generate
 from realrl.engine.generation.prompts import group_samples
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.reduced_metrics import DifferentMetricsError
+from realrl.program.early_loads import EarlyLoads
 from realrl.program.instructions import (
     Feed,
     Instruction,
@@ -43,7 +44,6 @@ from realrl.recipe.stop_strings import StopStrings
 from realrl.runtime.measure.step_timer import StepTimer
 from realrl.runtime.measure.work_done import WorkDone, count_generation, read_passes
 from realrl.runtime.processes.process import Process
-from realrl.runtime.worker.early_loads import EarlyLoads
 from realrl.runtime.worker.exchange import Exchange
 from realrl.runtime.worker.functions import Functions
 from realrl.runtime.worker.roles import Roles
