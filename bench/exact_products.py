@@ -18,13 +18,13 @@ from group_sampling import SHAPES
 from results_file import ResultsFile
 
 from realrl.algorithms.sft.method import SFTTrain
-from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.dtypes import find_products, find_torch_dtype
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
+from realrl.huggingface.initial_weights import initialise
 from realrl.model.arithmetic.ops import Products
 from realrl.model.packing import Packing
 from realrl.recipe.model import OptimizerConfig

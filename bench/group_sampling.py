@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
-from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.dtypes import find_products
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.shape import ModelShape
+from realrl.huggingface.initial_weights import initialise
 from realrl.layout.kv_blocks import BLOCK_TOKENS, count_blocks, count_prompt_blocks
 from realrl.planner.memory.kv_cache import kv_cache_bytes
 from realrl.planner.workload.shard_sizes import LocalSizes

@@ -19,14 +19,14 @@ from results_file import ResultsFile
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from realrl.checkpoint import huggingface
-from realrl.checkpoint.quantisation import quantise
 from realrl.data.batch import Ragged
 from realrl.data.sources.records import read_records
 from realrl.data.sources.rejects import Rejects
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.shape import Head
 from realrl.families.tensors import Quantisation
+from realrl.huggingface import model_files
+from realrl.huggingface.stored import quantise
 from realrl.model.packing import Packing
 from realrl.model.quantised import QuantisedMatrix
 
@@ -56,9 +56,9 @@ def read_sentences(path: str, model: str, fields: tuple[str, ...], count: int) -
 
 def open_model(path: str, head: Head, dtype: torch.dtype, quantisation: Quantisation | None) -> Model:
     """Open a model, some of whose matrices may be quantised."""
-    shape = huggingface.read_shape(path).model_copy(update={"quantised": quantisation})
+    shape = model_files.read_shape(path).model_copy(update={"quantised": quantisation})
     model = make_unsharded_model(shape, head, dtype=dtype, device=torch.device("cpu"))
-    huggingface.load(path, shape, model.layout.specs, model.parameters)
+    model_files.load(path, shape, model.layout.specs, model.parameters)
     return model
 
 

@@ -46,8 +46,8 @@ from reality_settings import (
 )
 from scipy.stats import spearmanr
 
-from realrl.data.tokenizer import train_bpe
 from realrl.dataflow.graph import DataflowGraph
+from realrl.huggingface.tokenizers import train_bpe
 from realrl.plan.plan import Plan
 from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.cluster.cluster_spec import ClusterSpec

@@ -21,15 +21,15 @@ import transformers
 
 from realrl.algorithms.sft.config import SFTExperiment
 from realrl.algorithms.sft.method import SFTTrain
-from realrl.checkpoint import huggingface
-from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch
 from realrl.data.dataset import Dataset
 from realrl.data.order import Order
-from realrl.data.tokenizer import load_tokenizer, train_tokenizer
 from realrl.engine.dtypes import find_products
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
+from realrl.huggingface import model_files
+from realrl.huggingface.initial_weights import initialise
+from realrl.huggingface.tokenizers import load_tokenizer, train_tokenizer
 from realrl.recipe.load import load_experiment
 
 
@@ -97,7 +97,7 @@ def main() -> None:
     model = make_unsharded_model(shape, "lm", dtype=torch.float32, device=cpu, products=products)
     initialise(model.parameters, model.layout.specs, shape, recipe.seed)
     with tempfile.TemporaryDirectory() as directory:
-        huggingface.save(Path(directory) / "model", shape, "lm", model.parameters, tokenizer, torch.float32)
+        model_files.save(Path(directory) / "model", shape, "lm", model.parameters, tokenizer, torch.float32)
         steps = {
             "realrl": ours(model, recipe),
             "transformers": theirs(f"{directory}/model", recipe, tokenizer.pad_token_id),

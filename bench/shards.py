@@ -24,13 +24,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from results_file import ResultsFile
 
-from realrl.checkpoint import huggingface
-from realrl.checkpoint.origin import read_origin
-from realrl.checkpoint.portions import list_portions
 from realrl.engine.buffers.flat import FlatBuffer
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
 from realrl.families.sizes.published import SHAPES
+from realrl.huggingface import model_files
+from realrl.huggingface.directory import read_origin
+from realrl.huggingface.shards import list_portions
 from realrl.layout.layout import build_layout
 from realrl.plan.cluster import Cluster
 from realrl.plan.communicators import list_rank_sets
@@ -60,7 +60,7 @@ def make_model(directory: Path, shape: ModelShape) -> None:
         buffer.data.normal_(0, 0.02)
         return buffer
 
-    huggingface.save(directory, shape, "lm", draw, None, torch.bfloat16, FILE_BYTES)
+    model_files.save(directory, shape, "lm", draw, None, torch.bfloat16, FILE_BYTES)
 
 
 class Peak:

@@ -38,8 +38,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from realrl.algorithms.sft.method import SFTTrain
-from realrl.checkpoint import huggingface
-from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.dtypes import find_products
 from realrl.engine.generation.decode_step import DecodeStep
@@ -49,6 +47,8 @@ from realrl.engine.generation.sampling import SamplingNoise, SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
+from realrl.huggingface import model_files
+from realrl.huggingface.initial_weights import initialise
 from realrl.model.arithmetic.ops import Products
 from realrl.recipe.model import OptimizerConfig
 from realrl.recipe.settings import GenerationConfig
@@ -284,7 +284,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     model = make_unsharded_model(shape, "lm", dtype=torch.float32, device=CPU, products=products)
     initialise(model.parameters, model.layout.specs, shape, 1)
     with tempfile.TemporaryDirectory() as directory:
-        huggingface.save(Path(directory) / "model", shape, "lm", model.parameters, None, torch.float32)
+        model_files.save(Path(directory) / "model", shape, "lm", model.parameters, None, torch.float32)
         load = partial(transformers.AutoModelForCausalLM.from_pretrained, f"{directory}/model")
         theirs = {"float32": load(dtype=torch.float32)}
         if dtype == "mixed":

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
-from realrl.data.tokenizer import train_bpe
+from realrl.huggingface.tokenizers import train_bpe
 
 PLACE = Path("data/examples")
 KINDS = {

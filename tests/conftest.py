@@ -148,7 +148,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def build_world(root: Path, sizes: Mapping[str, Any]) -> World:
     """Byte-level BPE tokenizer, data files, and an actor and a reward model of random weights."""
-    from realrl.data.tokenizer import train_bpe
+    from realrl.huggingface.tokenizers import train_bpe
     from realrl.testing.models import save_model
 
     tokenizer = train_bpe(list_sentences(), sizes["vocab_size"])

@@ -16,6 +16,7 @@ PACKAGES = (
     "cli",
     "runtime",
     "checkpoint",
+    "huggingface",
     "engine",
     "model",
     "data",
@@ -206,7 +207,7 @@ def test_modules_that_promise_it_load_no_torch() -> None:
         for name, path in MODULES.items()
         if re.search("(?i)(no|without) torch\\b", ast.get_docstring(ast.parse(path.read_text())) or "")
     ]
-    assert "realrl.runtime.prepare.compile" in promise and "realrl.checkpoint.sources" in promise
+    assert "realrl.runtime.prepare.compile" in promise and "realrl.huggingface.directory" in promise
     assert loaded_by(promise) <= {"numpy"}
 
 

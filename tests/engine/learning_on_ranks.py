@@ -13,7 +13,6 @@ from realrl.algorithms.distillation.distributions import DivergenceTrain, TopTea
 from realrl.algorithms.method import Metrics, ModelOutput
 from realrl.algorithms.reward.method import PairInference, RewardTrain
 from realrl.algorithms.sft.method import SFTInference, SFTTrain
-from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import assign, partition_samples
 from realrl.dataflow.call import Candidates
@@ -24,6 +23,7 @@ from realrl.engine.parallel_groups import select_groups
 from realrl.engine.pipeline import messages
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head, ModelShape
+from realrl.huggingface.initial_weights import initialise
 from realrl.layout import limits
 from realrl.layout.layout import build_layout
 from realrl.plan.communicators import list_rank_sets

@@ -13,7 +13,6 @@ from torch import Tensor
 from realrl.algorithms.method import TrainMethod
 from realrl.algorithms.reward.method import RewardTrain
 from realrl.algorithms.sft.method import SFTTrain
-from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import assign
 from realrl.engine.model import Model, make_unsharded_model
@@ -22,6 +21,7 @@ from realrl.engine.training.trainer import Trainer
 from realrl.families.experts import Mixture
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
+from realrl.huggingface.initial_weights import initialise
 from realrl.layout.layout import build_layout
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.model.mixture.balance import BalancedRouting, ExpertCounts

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 
-from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Call, Kind
 from realrl.engine.generation.generator import generate
@@ -14,6 +13,7 @@ from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head, ModelShape
+from realrl.huggingface.initial_weights import initialise
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.memory.memory_model import MemoryModel

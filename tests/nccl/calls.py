@@ -5,7 +5,6 @@ from functools import cache
 import torch
 
 from realrl.algorithms.sft.method import SFTInference, SFTTrain
-from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import assign
 from realrl.dataflow.call import Kind
@@ -14,6 +13,7 @@ from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
+from realrl.huggingface.initial_weights import initialise
 from realrl.layout.layout import build_layout
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.recipe.model import OptimizerConfig

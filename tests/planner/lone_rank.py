@@ -15,7 +15,6 @@ from realrl.algorithms.distillation.distributions import DivergenceInference, Di
 from realrl.algorithms.method import InferenceMethod, TrainMethod
 from realrl.algorithms.reward.method import PairInference, RewardTrain
 from realrl.algorithms.sft.method import SFTInference, SFTTrain
-from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Candidates
 from realrl.engine.dtypes import find_torch_dtype
@@ -26,6 +25,7 @@ from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.pipeline.messages import Pipeline
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.engine.training.trainer import Trainer
+from realrl.huggingface.initial_weights import initialise
 from realrl.layout.layout import build_layout
 from realrl.model.arithmetic.ops import Products
 from realrl.model.parallel import group as collectives

@@ -161,9 +161,9 @@ def _find_model(given: str) -> str:
 
     UserError if the run has not saved one.
     """
+    from realrl.checkpoint.saved import CONFIG, checkpoint_path
     from realrl.config.errors import UserError
     from realrl.config.paths import local_path
-    from realrl.runtime.output.saved import CONFIG, checkpoint_path
 
     run_dir = local_path(given)
     if not (run_dir / CONFIG).is_file():

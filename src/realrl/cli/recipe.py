@@ -30,9 +30,9 @@ def resolve_recipe(given: str, overrides: Sequence[str] | None) -> tuple[str, li
     Returns it with the overrides; for a run's directory they begin with those that make a command use this run.
     UserError for a directory without a run.
     """
+    from realrl.checkpoint.saved import CONFIG
     from realrl.config.errors import UserError
     from realrl.config.paths import local_path
-    from realrl.runtime.output.saved import CONFIG
 
     directory = local_path(given)
     if not directory.is_dir():

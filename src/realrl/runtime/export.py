@@ -8,14 +8,10 @@ from typing import Any
 
 import torch
 
-from realrl.checkpoint import huggingface
-from realrl.checkpoint.directory import find_base, find_model_shape
-from realrl.checkpoint.origin import read_origin
-from realrl.checkpoint.portions import Portion, list_portions, take_whole
-from realrl.checkpoint.state.manifest import CheckpointError, Manifest, read_manifest
-from realrl.checkpoint.state.pieces import TensorPieces
-from realrl.checkpoint.state.reader import check_tensors, read_state
-from realrl.checkpoint.stored import Weights
+from realrl.checkpoint.contents import PARAMETERS, TensorPieces
+from realrl.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from realrl.checkpoint.saved import CONFIG
+from realrl.checkpoint.storage import check_tensors, read_state
 from realrl.config.errors import RunError, UserError
 from realrl.config.files import as_os_error, reason_of
 from realrl.engine.buffers.flat import FlatBuffer
@@ -23,12 +19,14 @@ from realrl.engine.dtypes import find_torch_dtype
 from realrl.families.adapter_config import adapter_tensors
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head
+from realrl.huggingface import model_files
+from realrl.huggingface.directory import find_base, find_model_shape, read_origin
+from realrl.huggingface.shards import Portion, list_portions, take_whole
+from realrl.huggingface.stored import Weights
 from realrl.plan.placement import DTYPES
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.load import load_experiment
 from realrl.recipe.model import ModelConfig
-from realrl.runtime.checkpoints.contents import PARAMETERS
-from realrl.runtime.output.saved import CONFIG
 from realrl.runtime.setup import load_shared_tokenizer, load_stop_token_ids
 
 
@@ -37,7 +35,7 @@ def export_models(
     checkpoint: Path,
     roles: Sequence[str],
     out: Path,
-    max_shard_bytes: float = huggingface.SHARD_BYTES,
+    max_shard_bytes: float = model_files.SHARD_BYTES,
     *,
     merge: bool = False,
 ) -> Iterator[Path]:
@@ -97,7 +95,7 @@ class _Exported:
         stop_token_ids: tuple[int, ...],
     ) -> None:
         """Write the model, of which `fetch` gives one portion after the other."""
-        huggingface.save(
+        model_files.save(
             directory,
             self._whole,
             self._head,
@@ -115,11 +113,11 @@ class _Exported:
         tensors = adapter_tensors(model_tensors(self.shape, self._head))
         weights = _fetch(checkpoint, manifest, self._role, [take_whole(tensors)], self.dtype, 0)
         base = str(find_base(self._config.path))
-        huggingface.save_adapters(directory, self.shape, self._head, weights, tokenizer, self.dtype, base)
+        model_files.save_adapters(directory, self.shape, self._head, weights, tokenizer, self.dtype, base)
 
     def merge(self, adapters: str) -> Callable[[int], Weights]:
         """Make a function that gives portions of tensors, with adapters merged into them."""
-        source = huggingface.ModelFiles(adapters, self._whole, model_tensors(self._whole, self._head))
+        source = model_files.ModelFiles(adapters, self._whole, model_tensors(self._whole, self._head))
         return lambda number: {
             part.spec.name: source.read(part.spec, part.region) for part in self.portions[number]
         }

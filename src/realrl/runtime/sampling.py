@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from realrl.checkpoint import huggingface
-from realrl.checkpoint.sources import check_directories
 from realrl.config.errors import UserError
 from realrl.config.explain import shorten
 from realrl.data.conversation import Conversation, Message
@@ -16,10 +14,12 @@ from realrl.data.forms import Reader, Steps, Text
 from realrl.data.sources.records import Record, read_records
 from realrl.data.sources.rejects import BadRecordError, Rejects
 from realrl.data.tokenization import EMPTY_PROMPT, tokenize
-from realrl.data.tokenizer import load_tokenizer
 from realrl.data.variants import rewrite
 from realrl.engine.finite import NotFiniteError
 from realrl.families.shape import ModelShape
+from realrl.huggingface import model_files
+from realrl.huggingface.directory import check_directories
+from realrl.huggingface.tokenizers import load_tokenizer
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import parse_experiment
 from realrl.recipe.settings import GenerationConfig
@@ -72,14 +72,14 @@ class SamplingJob:
 
 def make_sampling_recipe(job: SamplingJob) -> Experiment:
     """Make the recipe of a job; UserError when the directory holds no model, or an option is wrong."""
-    shape = huggingface.read_shape(job.model_dir, job.family)
+    shape = model_files.read_shape(job.model_dir, job.family)
     check_top_k("top_k", job.sampling.top_k, shape.vocab_size)
     check_stop_token_ids("stop_token_ids", job.sampling.stop_token_ids or (), shape.vocab_size)
     new = job.sampling.max_new_tokens
     check_length(f"a prompt with max_new_tokens={new}", new + 1, shape, "the model")
     positions = _find_positions(shape, new)
     # A CPU is no faster at bfloat16, and float32 repeats what training computed.
-    dtype = huggingface.read_dtype(job.model_dir) if torch.cuda.is_available() else torch.float32
+    dtype = model_files.read_dtype(job.model_dir) if torch.cuda.is_available() else torch.float32
     dtypes = {"dtype": str(dtype).removeprefix("torch.")}
     sources = [_GIVEN] if job.prompts else []
     sources += [source.path for source in list_sources(job.source)] if job.source is not None else []
@@ -183,7 +183,7 @@ class _Prompts:
         self._job = job
         self._tokenizer: PreTrainedTokenizerFast = load_tokenizer(job.model_dir)
         self._reader = Reader(self._tokenizer, apply_chat_template=job.chat)
-        self._shape = huggingface.read_shape(job.model_dir, job.family)
+        self._shape = model_files.read_shape(job.model_dir, job.family)
         self._stop_token_ids = read_stop_token_ids(self._tokenizer, job.model_dir, self._shape.vocab_size)
         self.given: dict[str, str | list[Message]] = {}
         """Prompts by the origin of their records: texts, or lists of messages."""

@@ -8,7 +8,7 @@ from realrl.algorithms.method import Algorithm
 from realrl.program.lower import WRITER
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.checkpoints.state_keeper import gather_algorithm_state
+from realrl.runtime.continuation import gather_algorithm_state
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.prepare.compile import Compiled
 from realrl.runtime.processes.process import Process

@@ -6,20 +6,18 @@ from typing import Any, cast
 
 from realrl.algorithms.method import Algorithm, FunctionMethod
 from realrl.algorithms.rewards.judge import Judge
-from realrl.checkpoint.directory import find_model_shape
-from realrl.checkpoint.origin import read_origin
-from realrl.checkpoint.special_tokens import list_stop_token_ids
 from realrl.config.errors import UserError
 from realrl.config.explain import brief
 from realrl.data.conversation import find_turn_end
 from realrl.data.dataset import Dataset
 from realrl.data.sources.records import RecordReader, read_records
 from realrl.data.tokenization import check_tokenizer
-from realrl.data.tokenizer import load_tokenizer
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.registry import find_family
 from realrl.families.shape import ModelShape
+from realrl.huggingface.directory import find_model_shape, read_origin
+from realrl.huggingface.tokenizers import list_stop_token_ids, load_tokenizer
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph

@@ -10,10 +10,12 @@ from torch.distributed import ProcessGroup
 
 from realrl.algorithms.build import build_algorithm
 from realrl.algorithms.method import FunctionMethod
-from realrl.checkpoint.notes import list_saving_notes
+from realrl.checkpoint.contents import CheckpointContents
+from realrl.checkpoint.saved import BEST, find_saved, find_saved_state, load_saved_state
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.config.secrets.redaction import redact
 from realrl.engine.training.skipped_steps import SkippedStepsError
+from realrl.huggingface.tokenizers import list_saving_notes
 from realrl.plan.communicators import list_rank_sets, reallocates
 from realrl.planner.calibration.comparison import COSTS, Comparison
 from realrl.planner.profile.profile import Profile
@@ -22,10 +24,8 @@ from realrl.program.lower import WRITER
 from realrl.program.trace_file import TRACE, TRACES, write_trace
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.checkpoints.checkpointer import Checkpointer
-from realrl.runtime.checkpoints.contents import CheckpointContents
-from realrl.runtime.checkpoints.continuation import Continuation
-from realrl.runtime.checkpoints.state_keeper import StateKeeper
+from realrl.runtime.checkpointer import Checkpointer
+from realrl.runtime.continuation import Continuation, StatefulParts
 from realrl.runtime.costs import Costs
 from realrl.runtime.monitor.note_file import NoteFile
 from realrl.runtime.observer import MetricsRecord, RunObserver
@@ -40,8 +40,6 @@ from realrl.runtime.output.notes import (
     list_state_notes,
 )
 from realrl.runtime.output.rundir import RunDirectory
-from realrl.runtime.output.saved import BEST, find_saved
-from realrl.runtime.output.saved_state import find_saved_state, load_saved_state
 from realrl.runtime.output.stopped import make_stop_error
 from realrl.runtime.prepare.compile import Compiled, models, stored_models
 from realrl.runtime.prepare.device_memory import list_early_loads, list_kept_decoding
@@ -169,25 +167,23 @@ class TrainingRun:
     ) -> None:
         """`functions` are those that this rank calls; `group` has all ranks, for the threads that write."""
         experiment, process = self.experiment, self.process
-        keeper = StateKeeper(
-            process,
-            self.compiled.train,
-            self.roles,
-            self.training,
-            self.directory,
-            self.notes,
-            self.evaluations.best,
-            functions,
-            lambda: self.algorithm,
+        parts = StatefulParts(
+            process=process,
+            phase=self.compiled.train,
+            roles=self.roles,
+            training=self.training,
+            directory=self.directory,
+            notes=self.notes,
+            best=self.evaluations.best,
+            functions=functions,
+            algorithm=lambda: self.algorithm,
         )
-        contents = CheckpointContents(self.roles)
+        contents = CheckpointContents(self.roles.learning, self.roles.home_model, self.roles.trainers)
         self.checkpointer = Checkpointer(
             experiment, process, contents, self.directory, group, self.saver.export
         )
         self.roles.before_change = self.checkpointer.wait_copied
-        self.continuation = Continuation(
-            experiment, process, self.directory, contents, self.checkpointer, keeper
-        )
+        self.continuation = Continuation(experiment, parts, contents, self.checkpointer)
 
     def load(self) -> None:
         """Load the weights that are not restored from a checkpoint; UserError when they cannot be used."""

@@ -9,8 +9,8 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from realrl.checkpoint.directory import read_shape
 from realrl.cli.app import run_app
+from realrl.huggingface.directory import read_shape
 from realrl.recipe.load import load_experiment
 from realrl.runtime.setup import load_shared_tokenizer, load_stop_token_ids, read_stop_token_ids
 from tests.conftest import World, read_metrics

@@ -7,13 +7,13 @@ from typing import cast
 import pytest
 import torch
 
-from realrl.checkpoint import huggingface
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.engine.buffers.flat import FlatBuffer
 from realrl.engine.buffers.offload import Offloadable, PlainCopies
 from realrl.engine.model import Model
 from realrl.families.registry import model_tensors
+from realrl.huggingface import model_files
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.program.instructions import Load
@@ -229,10 +229,10 @@ def test_the_divergence_is_zero_after_the_reference_has_been_replaced(runs: tupl
 def test_a_sharded_model_is_saved_whole(runs: tuple[Path, Path], name: str) -> None:
     def saved(run: Path) -> FlatBuffer:
         head = "lm" if name == "final" else "scalar"
-        shape = huggingface.read_shape(run / name)
+        shape = model_files.read_shape(run / name)
         tensors = model_tensors(shape, head)
         buffer = FlatBuffer(tensors, torch.float32, "cpu")
-        assert huggingface.load(run / name, shape, tensors, buffer) == []
+        assert model_files.load(run / name, shape, tensors, buffer) == []
         return buffer
 
     alone, mixed = map(saved, runs)

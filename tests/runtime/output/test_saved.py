@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from realrl.checkpoint.saved import find_saved, remove_partial
 from realrl.config.errors import RunError, UserError
 from realrl.config.files import check_directory, check_file, whole_file
 from realrl.data.batch import Batch, Ragged
 from realrl.plan.cluster import Cluster
 from realrl.recipe.load import load_experiment
 from realrl.runtime.output.rundir import RunDirectory
-from realrl.runtime.output.saved import find_saved, remove_partial
 from realrl.runtime.output.stopped import write_minibatch
 from realrl.runtime.prepare.compile import compile_recipe
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from realrl.checkpoint.sources import check_directories
 from realrl.config.errors import UserError
 from realrl.config.paths import is_local
+from realrl.huggingface.directory import check_directories
 from realrl.plan.cluster import Cluster
 from realrl.plan.presets import SEARCH
 from realrl.recipe.experiment import Experiment

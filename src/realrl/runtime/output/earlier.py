@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from realrl.checkpoint.saved import BEST, CONFIG, SUMMARY, list_checkpoints
 from realrl.config.errors import UserError
 from realrl.config.explain import brief
 from realrl.config.yaml_file import read_yaml
@@ -14,7 +15,6 @@ from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import dump_settings, parse_experiment
 from realrl.runtime.output.history import HISTORY, read_history
 from realrl.runtime.output.rundir import RunDirectory
-from realrl.runtime.output.saved import BEST, CONFIG, SUMMARY, list_checkpoints
 from realrl.runtime.processes.environment import find_job, restart_count
 
 _OF_START = {"run_dir", "overwrite", "resume"}

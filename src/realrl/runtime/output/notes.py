@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from realrl.algorithms.method import Algorithm
+from realrl.checkpoint.saved import Restored
 from realrl.config.words import join
 from realrl.data.dataset import Dataset, SourceCount
 from realrl.data.order import Order, count_drawn
@@ -18,7 +19,6 @@ from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import trained_models
 from realrl.runtime.output.earlier import LENGTH, EarlierRun
 from realrl.runtime.output.metric_notes import list_metric_notes
-from realrl.runtime.output.run_state import Restored
 from realrl.runtime.output.untaught import UntaughtSteps
 from realrl.runtime.prepare.compile import models
 

@@ -9,6 +9,19 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+from realrl.checkpoint.saved import (
+    BEST,
+    CONFIG,
+    METRICS,
+    SUMMARY,
+    Checkpoint,
+    Restored,
+    checkpoint_path,
+    find_saved,
+    list_checkpoints,
+    name_state_file,
+    remove_partial,
+)
 from realrl.config.errors import RunError, UserError
 from realrl.config.files import (
     as_os_error,
@@ -33,19 +46,6 @@ from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
 from realrl.runtime.output.history import HISTORY, add_start, describe_start
 from realrl.runtime.output.lock import LOCK
 from realrl.runtime.output.rows import replace_infinite, write_rows
-from realrl.runtime.output.run_state import Restored
-from realrl.runtime.output.saved import (
-    BEST,
-    CONFIG,
-    METRICS,
-    SUMMARY,
-    Checkpoint,
-    checkpoint_path,
-    find_saved,
-    list_checkpoints,
-    remove_partial,
-)
-from realrl.runtime.output.saved_state import name_state_file
 from realrl.runtime.output.trackers.trackers import TRACKED, Trackers, open_trackers
 
 PLAN, PROGRAMS = "plan.yaml", "programs"

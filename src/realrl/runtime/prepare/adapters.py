@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 
-from realrl.checkpoint.directory import known_adapters
 from realrl.config.paths import is_local, local_path
 from realrl.dataflow.call import MovingAverage
 from realrl.families.adapters import LowRank
 from realrl.families.shape import Head, ModelShape
+from realrl.huggingface.directory import known_adapters
 from realrl.layout.sets import TrainablePart
 from realrl.recipe.model import ModelConfig, trained_models
 

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from realrl.checkpoint.directory import find_model_shape, known_shape
 from realrl.config.errors import UserError
 from realrl.dataflow.call import MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.dataflow.periods import share_steps
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
+from realrl.huggingface.directory import find_model_shape, known_shape
 from realrl.layout.sets import TrainablePart
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import DTYPES, Placement

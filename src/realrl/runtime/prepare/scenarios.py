@@ -3,11 +3,11 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from realrl.checkpoint.directory import find_model_shape
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.sizes.published import SHAPES
+from realrl.huggingface.directory import find_model_shape
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, SEARCH, load_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from realrl.checkpoint.directory import find_model_shape
 from realrl.config.errors import UserError
 from realrl.config.files import check_file
 from realrl.config.paths import local_path
 from realrl.families.shape import ModelShape
 from realrl.families.sizes.find import find_shape
+from realrl.huggingface.directory import find_model_shape
 from realrl.plan.placement import DTYPES, Dtype
 from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.profile.profile import ShapeKey

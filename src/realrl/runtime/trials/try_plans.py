@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import ceil, inf
 from pathlib import Path
 
-from realrl.checkpoint.sources import check_directories
 from realrl.config.errors import UserError
+from realrl.huggingface.directory import check_directories
 from realrl.plan.plan import Plan
 from realrl.planner.calibration.calibrate import calibrate_profile
 from realrl.planner.cluster.cluster_spec import ClusterSpec

@@ -5,11 +5,6 @@ from pathlib import Path
 
 import torch
 
-from realrl.checkpoint import huggingface
-from realrl.checkpoint.directory import find_base, find_model_shape
-from realrl.checkpoint.initial_weights import initialise
-from realrl.checkpoint.origin import read_origin
-from realrl.checkpoint.portions import Portion, list_portions, take_whole
 from realrl.config.errors import UserError
 from realrl.dataflow.call import MovingAverage
 from realrl.engine.buffers.flat import FlatBuffer
@@ -26,6 +21,10 @@ from realrl.families.adapter_config import adapter_tensors
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head
 from realrl.families.tensors import Init, TensorSpec
+from realrl.huggingface import model_files
+from realrl.huggingface.directory import find_base, find_model_shape, read_origin
+from realrl.huggingface.initial_weights import initialise
+from realrl.huggingface.shards import Portion, list_portions, take_whole
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.region import Region
 from realrl.layout.routing.chunks import group_tensors
@@ -123,7 +122,7 @@ class Roles:
                     " are for"
                 )
             return []
-        missing = huggingface.check(config.path, self.shapes[role], self._specs(role))
+        missing = model_files.check(config.path, self.shapes[role], self._specs(role))
         if missing and role not in self._trained:
             raise UserError(
                 f"models.{role}.path={config.path} is no sequence classifier: it has no tensor {missing[0]}"
@@ -180,7 +179,7 @@ class Roles:
                 regions.pop(tensor.name, None)
         missing = [tensor.name for tensor in tensors]
         if config.path is not None:
-            missing = huggingface.load(config.path, model.shape, tensors, model.parameters, regions)
+            missing = model_files.load(config.path, model.shape, tensors, model.parameters, regions)
         absent = [tensor for tensor in tensors if tensor.name in missing and tensor.name in regions]
         initialise(model.parameters, absent, model.shape, self._seed, regions)
         if any(tensor.init is Init.MAGNITUDE for tensor in tensors if tensor.name in missing):
@@ -351,7 +350,7 @@ class Roles:
         return sum(kept.nbytes for name, kept in self._kept_decoding.items() if name != call)
 
     def save(
-        self, role: str, directory: Path, tokenizer: huggingface.Tokenizer, stop_token_ids: Collection[int]
+        self, role: str, directory: Path, tokenizer: model_files.Tokenizer, stop_token_ids: Collection[int]
     ) -> None:
         """Write the role as a Hugging Face directory, or its adapters: ranks of its home together, the first one.
 
@@ -385,11 +384,11 @@ class Roles:
                 if adapters:
                     assert path is not None, "adapters are for weights of a directory"
                     base = str(find_base(path))
-                    huggingface.save_adapters(
+                    model_files.save_adapters(
                         directory, model.shape, model.head, fetch(0), tokenizer, dtype, base
                     )
                 else:
-                    huggingface.save(
+                    model_files.save(
                         directory,
                         model.shape,
                         model.head,
