@@ -9,7 +9,7 @@ from realrl.data.dataset import Dataset
 from realrl.data.forms import READERS, Reader, further_fields
 from realrl.data.sources.rejects import BadRecordError
 from realrl.recipe.forms import FORMS
-from realrl.runtime.setup import read_stop_token_ids
+from realrl.runtime.prepare.records import read_stop_token_ids
 
 PROMPTS = ("prompts",)
 PAIRS = ("chosen", "rejected", "pairs_of_prompt")

@@ -51,8 +51,7 @@ def eval(
         _check_evaluation(experiment)
         where = [] if out is None else ["--out", out]
         launch_ranks(experiment, ["eval", recipe, *overrides, *where])
-    from realrl.runtime.evaluation_run import evaluate_recipe
-    from realrl.runtime.output.evaluation_files import write_evaluation
+    from realrl.runtime.evaluation.run import evaluate_recipe, write_evaluation
 
     report = evaluate_recipe(experiment, lambda text: typer.echo(f"note: {text}", err=True))
     if report is not None:

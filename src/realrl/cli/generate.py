@@ -124,7 +124,7 @@ def generate(
         )
     if best and reward is None and reward_model is None:
         raise UserError("--best chooses by a score; give --reward or --reward-model")
-    from realrl.runtime.sampling import SamplingJob, generate_answers, make_sampling_recipe
+    from realrl.runtime.evaluation.generate import SamplingJob, generate_answers, make_sampling_recipe
 
     job = SamplingJob(
         model_dir=model_dir,
@@ -208,7 +208,7 @@ def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write rows to a file, atomically; RunError if there is no room for it."""
     from realrl.config.errors import RunError
     from realrl.config.files import reason_of
-    from realrl.runtime.output.rows import write_rows
+    from realrl.config.json_file import write_rows
     from realrl.runtime.processes.environment import is_writer
 
     try:

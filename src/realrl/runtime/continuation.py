@@ -23,7 +23,7 @@ from realrl.program.lower import WRITER
 from realrl.recipe.data import SpikeConfig
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.checkpointer import Checkpointer
-from realrl.runtime.evaluation.best import BestEvaluation
+from realrl.runtime.evaluation.training import BestEvaluation
 from realrl.runtime.output.notes import StepNotes
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.prepare.compile import Phase

@@ -27,7 +27,7 @@ from realrl.plan.placement import DTYPES
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.load import load_experiment
 from realrl.recipe.model import ModelConfig
-from realrl.runtime.setup import load_shared_tokenizer, load_stop_token_ids
+from realrl.runtime.prepare.records import load_shared_tokenizer, load_stop_token_ids
 
 
 def export_models(

@@ -15,7 +15,7 @@ from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import trained_models
 from realrl.runtime.costs import Costs
-from realrl.runtime.evaluate import flatten
+from realrl.runtime.evaluation.evaluate import flatten
 from realrl.runtime.prepare.compile import Compiled, SampledStep, models
 from realrl.runtime.processes.process import Process
 from realrl.runtime.rounds import SamplingRounds

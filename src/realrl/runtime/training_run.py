@@ -27,6 +27,7 @@ from realrl.recipe.experiment import Experiment
 from realrl.runtime.checkpointer import Checkpointer
 from realrl.runtime.continuation import Continuation, StatefulParts
 from realrl.runtime.costs import Costs
+from realrl.runtime.evaluation.training import TrainingEvaluations
 from realrl.runtime.monitor.note_file import NoteFile
 from realrl.runtime.observer import MetricsRecord, RunObserver
 from realrl.runtime.output.earlier import EarlierRun
@@ -43,11 +44,7 @@ from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.output.stopped import make_stop_error
 from realrl.runtime.prepare.compile import Compiled, models, stored_models
 from realrl.runtime.prepare.device_memory import list_early_loads, list_kept_decoding
-from realrl.runtime.prepare.trained_parts import list_trained_parts
-from realrl.runtime.processes.process import Process
-from realrl.runtime.processes.signals import end_by_signal
-from realrl.runtime.saving import ModelSaver
-from realrl.runtime.setup import (
+from realrl.runtime.prepare.records import (
     RecordLoader,
     find_longest,
     list_tokenizer_notes,
@@ -55,8 +52,11 @@ from realrl.runtime.setup import (
     load_shared_tokenizer,
     load_stop_token_ids,
 )
+from realrl.runtime.prepare.trained_parts import list_trained_parts
+from realrl.runtime.processes.process import Process
+from realrl.runtime.processes.signals import end_by_signal
+from realrl.runtime.saving import ModelSaver
 from realrl.runtime.step import TrainingSteps
-from realrl.runtime.training_evaluations import TrainingEvaluations
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.trace_files import TraceFiles
 from realrl.runtime.worker.trace_recorder import Trace

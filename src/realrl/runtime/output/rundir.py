@@ -31,6 +31,7 @@ from realrl.config.files import (
     reason_of,
     write_whole,
 )
+from realrl.config.json_file import replace_infinite, write_rows
 from realrl.config.paths import local_path
 from realrl.config.secrets.redaction import redact_code
 from realrl.config.user_code import find_source, is_own_module
@@ -45,7 +46,6 @@ from realrl.recipe.sources import list_sources
 from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
 from realrl.runtime.output.history import HISTORY, add_start, describe_start
 from realrl.runtime.output.lock import LOCK
-from realrl.runtime.output.rows import replace_infinite, write_rows
 from realrl.runtime.output.trackers.trackers import TRACKED, Trackers, open_trackers
 
 PLAN, PROGRAMS = "plan.yaml", "programs"

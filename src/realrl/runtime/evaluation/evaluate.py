@@ -1,4 +1,4 @@
-"""Evaluation: metrics of the evaluation graph over all its records, and answers where it generates."""
+"""Evaluation of the models in memory: the evaluation graph over all its records, metrics and answers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,14 +20,14 @@ from realrl.runtime.worker.store import Store
 from realrl.runtime.worker.worker import StepInput, Worker
 
 _NOISE_STEP = 1 << 40
-"""Step of the evaluation's sampling noise, which training never reaches.
+"""Step of the evaluation's sampling noise. Training never reaches it.
 
-The noise is the same at every evaluation, so differences between them are the model's.
+The noise is the same at every evaluation, so differences between evaluations come from the model.
 """
 
 
 class Evaluation:
-    """Runner of the evaluation graph over a data set, on every rank; the result arrives at the writer."""
+    """Runs the evaluation graph over a data set, on every rank; the rank that writes gets the result."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Evaluation:
         tokenizer: Any,
         judge: Judge | None,
     ) -> None:
-        """`judge` is loaded, and None on ranks that do not ask it."""
+        """`judge` is loaded; it is None on ranks that do not call it."""
         self._process, self._worker, self._phase, self._records = process, worker, phase, records
         self._tokenizer, self._seed = tokenizer, experiment.seed
         spec, self._settings = get_spec(experiment), experiment.evaluation
@@ -64,17 +64,17 @@ class Evaluation:
         self._opponents: list[Answer] | None = None
 
     def face(self, others: EvaluationResult) -> None:
-        """Compare with another model's answers to the same prompts from now on."""
+        """From now on, compare with another model's answers to the same prompts."""
         self._opponents = others.answers
 
     def run(self) -> EvaluationResult:
-        """Evaluate. UserCodeError where a function or the judge fails."""
+        """Evaluate once. Raises UserCodeError if a function or the judge fails."""
         totals: dict[str, Metrics] = {}
         answers: list[Answer] = []
         program = self._phase.programs[self._process.rank]
         for records in self._batches:
             store = Store(self._phase.graph, self._phase.plan, self._samples)
-            # Samples of a prompt are consecutive items, so that item // samples is the prompt.
+            # The samples of a prompt are consecutive items: prompt = item // samples.
             indices = [i for i in records for _ in range(self._samples)]
             step = StepInput(
                 self._records.batch(indices),
@@ -102,7 +102,7 @@ class Evaluation:
         return result
 
     def _ask(self, judge: Judge, answers: Sequence[Answer]) -> None:
-        """Add the judge's scores to the answers to all records. UserCodeError if it gives none."""
+        """Add the judge's scores to all answers. Raises UserCodeError if the judge fails."""
         records = [i for i in range(len(self._records)) for _ in range(self._samples)]
         scores = judge.rate(
             {
@@ -116,7 +116,7 @@ class Evaluation:
             answer.judge = score
 
     def _collect(self, store: Store) -> list[Answer]:
-        """Collect what this step generated, in the order of its items, on the rank that writes."""
+        """Collect the answers of a step in the order of its items, on the rank that writes."""
         if store.graph.producer("sequences") is None:
             return []
         keys = (*SAMPLED, *self._keys)
@@ -128,7 +128,7 @@ class Evaluation:
         return [self._answer({key: rows[key][i] for key in keys}) for i in range(store.size)]
 
     def _held(self, store: Store, key: str) -> dict[int, list[float]]:
-        """List the rows of a key that this rank produced."""
+        """Return the rows of a key that this rank produced, by item."""
         call = store.graph.producer(key)
         assert call is not None, "only produced keys are asked for"
         placement = store.plan[call.name]
@@ -153,7 +153,7 @@ class Evaluation:
 
 
 def _count_left_out(records: Dataset) -> dict[str, float]:
-    """Count the records that were left out, and those of them that are too long; empty if none were."""
+    """Count skipped records, and the too long ones among them; empty if none were skipped."""
     if not records.skipped:
         return {}
     return {"skipped_records": records.skipped, "too_long_records": records.too_long}

@@ -1,4 +1,4 @@
-"""Tokenizer and records of a run, with the mistakes that only they show."""
+"""Tokenizer, functions and records of a run, and the checks that need them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -27,15 +27,15 @@ from realrl.runtime.prepare.compile import Phase, models
 
 
 def load_shared_tokenizer(experiment: Experiment) -> Any:
-    """Load the tokenizer of the run: that of its first role, which every other role must share.
+    """Load the tokenizer of the run, which all roles must share.
 
-    Its chat template is `data.chat_template`, if the recipe gives one.
-    UserError when roles have different vocabularies, or a vocabulary does not fit its model.
+    Its chat template is `data.chat_template`, if the recipe sets one. Raises UserError if roles have different
+    vocabularies, or a vocabulary does not fit its model.
     """
     first: tuple[str, str, Any] | None = None
     loaded: dict[str, Any] = {}
     roles = get_spec(experiment).roles
-    # Roles that may have taken their model from another one come last, so that the one with the mistake is named.
+    # Roles that take their model from another role come last, so that errors name the original role.
     for role, config in sorted(
         models(experiment).items(), key=lambda item: roles[item[0]].weights_from is not None
     ):
@@ -64,7 +64,7 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
 
 
 def list_tokenizer_notes(experiment: Experiment, tokenizer: Any) -> Iterator[str]:
-    """Yield a note for each model that comes with a tokenizer which gives its tokens other ids than the run's."""
+    """Yield a note for each model whose own tokenizer has other ids than the run's."""
     told: set[str] = set()
     for role, config in models(experiment).items():
         if config.path is None or config.tokenizer in (None, config.path) or config.path in told:
@@ -73,7 +73,7 @@ def list_tokenizer_notes(experiment: Experiment, tokenizer: Any) -> Iterator[str
         try:
             own = load_tokenizer(config.path).get_vocab()
         except UserError:
-            continue  # the model comes without a tokenizer, or with none that can be read
+            continue  # the model has no readable tokenizer
         given = tokenizer.get_vocab()
         other = sorted((number, token) for token, number in own.items() if given.get(token) != number)
         if other:
@@ -95,10 +95,10 @@ def _advise_growth(role: str, config: ModelConfig, tokens: int) -> str:
 
 
 def load_stop_token_ids(experiment: Experiment, tokenizer: Any) -> tuple[int, ...]:
-    """Find all tokens that end generation of the run's generating role: those of the recipe, or of its files.
+    """Find the tokens that end generation, in the recipe or in the files of the generating role's model.
 
-    Where nothing generates, of its first language model, or its first model of any kind. UserError if there is
-    none, or one is not in the model's vocabulary.
+    If no role generates, the first language model is asked, or the first model of any kind. Raises UserError if
+    there is no such token, or one is outside the model's vocabulary.
     """
     configs, heads = models(experiment), get_spec(experiment).heads
     generating = [call.model_role for call in build_graph(experiment).calls if call.kind is Kind.GENERATE]
@@ -116,10 +116,10 @@ def load_stop_token_ids(experiment: Experiment, tokenizer: Any) -> tuple[int, ..
 def read_stop_token_ids(
     tokenizer: Any, path: str | None, vocabulary: int, options: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[int, ...]:
-    """Find all tokens that end generation of a model with this vocabulary, the template's end of a turn among them.
+    """Find the tokens that end generation of a model, including the end of a turn in the chat template.
 
-    `path` is the directory of the model, if it was opened from one; `options` are arguments of the chat template
-    besides the messages. UserError if there is no such token, or one is not in the vocabulary.
+    `path` is the model's directory, if there is one; `options` are further arguments of the chat template. Raises
+    UserError if there is no such token, or one is outside the vocabulary.
     """
     check_tokenizer(tokenizer)
     found = list_stop_token_ids(tokenizer, None if path is None else read_origin(path), vocabulary)
@@ -128,17 +128,18 @@ def read_stop_token_ids(
 
 
 def check_stop_token_ids(option: str, stop_token_ids: Iterable[int], vocabulary: int) -> None:
-    """Check that an option's tokens are of the model's vocabulary; else UserError."""
+    """Check that an option's tokens are in the model's vocabulary. Raises UserError if not."""
     for token in stop_token_ids:
         if token >= vocabulary:
             raise UserError(
-                f"{option}={token} is no token of the model's vocabulary, which ends with {vocabulary - 1}"
+                f"{option}={token} is outside the model's vocabulary, which ends with {vocabulary - 1}"
             )
 
 
 def load_functions(algorithm: Algorithm, phases: Iterable[Phase], rank: int) -> dict[str, FunctionMethod]:
-    """Methods of the functions that a rank calls in steps of any kind, ready to be called; UserError where one
-    cannot be."""
+    """Load the methods of the functions that a rank calls in any kind of step.
+
+    Raises UserError if one cannot be called."""
     found: dict[str, FunctionMethod] = {}
     for phase in phases:
         for call in phase.graph.functions:
@@ -149,7 +150,7 @@ def load_functions(algorithm: Algorithm, phases: Iterable[Phase], rank: int) -> 
 
 
 class RecordLoader:
-    """Loader of the records of a recipe, with the mistakes that only they show."""
+    """Loads the records of a recipe."""
 
     def __init__(
         self,
@@ -159,22 +160,22 @@ class RecordLoader:
         functions: Mapping[str, FunctionMethod],
         read: RecordReader = read_records,
     ) -> None:
-        """`stop_token_ids` are the ids that end a sequence, `functions` those that this rank calls; `read` reads
-        the records of a source.
+        """`functions` are called by this rank; `read` reads the records of a source.
 
-        UserError names the role whose model is declared for shorter sequences.
+        Raises UserError if a role's model supports only shorter sequences.
         """
         _check_positions(experiment)
         self._experiment, self._tokenizer = experiment, tokenizer
         self._stop_token_ids, self._functions, self._read = stop_token_ids, functions, read
 
     def load_train(self, phase: Phase) -> Dataset:
-        """Load training records, tokenized. UserError names the record that is wrong, or what a function needs of
-        records that they do not have."""
+        """Load and tokenize training records.
+
+        Raises UserError for a wrong record, or if records lack what a function needs."""
         return self._load(self._experiment.data.train, phase)
 
     def load_eval(self, phase: Phase, judge: Judge | None) -> Dataset:
-        """Load evaluation records likewise; `judge` is the one that this rank asks, if it asks one."""
+        """Load evaluation records in the same way; `judge` is set on the rank that calls it."""
         return self._load(self._experiment.data.eval, phase, judge)
 
     def _load(self, source: Any, phase: Phase, judge: Judge | None = None) -> Dataset:
@@ -210,7 +211,7 @@ class RecordLoader:
 
 
 def _check_top_k(experiment: Experiment, graph: DataflowGraph) -> None:
-    """Check that top-k is at most the vocabulary; else UserError."""
+    """Check that top-k is at most the vocabulary. Raises UserError if not."""
     generation, configs = get_spec(experiment).generation, models(experiment)
     for call in graph.calls:
         if generation is not None and call.kind is Kind.GENERATE:
@@ -219,7 +220,7 @@ def _check_top_k(experiment: Experiment, graph: DataflowGraph) -> None:
 
 
 def check_top_k(option: str, top_k: int, vocabulary: int) -> None:
-    """Check that an option's top-k is at most the vocabulary; else UserError."""
+    """Check that an option's top-k is at most the vocabulary. Raises UserError if not."""
     if top_k > vocabulary:
         raise UserError(
             f"{option}={top_k} is more than the {vocabulary} tokens of the model's vocabulary; 0 takes all"
@@ -227,14 +228,14 @@ def check_top_k(option: str, top_k: int, vocabulary: int) -> None:
 
 
 def _check_positions(experiment: Experiment) -> None:
-    """Check that sequences stay within the declared length of a role's model; else UserError."""
+    """Check that no sequence is longer than a role's model supports. Raises UserError if one is."""
     longest, what = find_longest(experiment)
     for role, config in models(experiment).items():
         check_length(f"{what}={longest}", longest, find_model_shape(config), f"the model of models.{role}")
 
 
 def find_longest(experiment: Experiment) -> tuple[int, str]:
-    """Find the tokens of the longest sequence that a run may have, and the settings that say so."""
+    """Find the length of the longest possible sequence in tokens, and the settings that determine it."""
     data, generation = experiment.data, get_spec(experiment).generation
     if generation is None:
         return data.max_tokens, "data.max_tokens"
@@ -243,7 +244,7 @@ def find_longest(experiment: Experiment) -> tuple[int, str]:
 
 
 def check_length(what: str, tokens: int, shape: ModelShape, model: str) -> None:
-    """Check that a model is declared for so many tokens, due to `what`; else UserError."""
+    """Check that a model supports `tokens` positions. Raises UserError, with `what`, if not."""
     if tokens > shape.max_positions:
         bounds = find_family(shape.family).position_bounds
         raise UserError(

@@ -1,14 +1,18 @@
-"""Evaluation of a recipe alone, without training."""
+"""`realrl eval`: evaluation of a recipe without training, comparison with another model, result files."""
 
 import gc
+import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TypeVar
 
 from realrl.algorithms.build import build_algorithm
 from realrl.algorithms.rewards.judge import load_judge
-from realrl.config.errors import UserCodeError, UserError
+from realrl.config.errors import RunError, UserCodeError, UserError
+from realrl.config.files import reason_of, write_whole
+from realrl.config.json_file import replace_infinite, write_rows
 from realrl.data.sources.records import RecordReader, read_records
 from realrl.dataflow.call import Kind
 from realrl.engine.optional_kernels import use_kernels
@@ -22,8 +26,8 @@ from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph
 from realrl.recipe.model import ModelConfig, freeze
-from realrl.runtime.evaluate import Evaluation
 from realrl.runtime.evaluation.answers import EvaluationReport, EvaluationResult
+from realrl.runtime.evaluation.evaluate import Evaluation
 from realrl.runtime.output.notes import list_data_notes, list_kernel_notes
 from realrl.runtime.prepare.compile import (
     CompiledEvaluation,
@@ -32,15 +36,15 @@ from realrl.runtime.prepare.compile import (
     models,
 )
 from realrl.runtime.prepare.devices import check_kind
-from realrl.runtime.processes.process import Process, connect, resolve_cluster
-from realrl.runtime.processes.startup import agree_on_plan, find_least_device
-from realrl.runtime.setup import (
+from realrl.runtime.prepare.records import (
     RecordLoader,
     find_longest,
     load_functions,
     load_shared_tokenizer,
     load_stop_token_ids,
 )
+from realrl.runtime.processes.process import Process, connect, resolve_cluster
+from realrl.runtime.processes.startup import agree_on_plan, find_least_device
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.trace_recorder import Trace
 from realrl.runtime.worker.worker import Worker
@@ -49,7 +53,7 @@ Result = TypeVar("Result")
 
 
 class EvaluationRun:
-    """Evaluation of a recipe on one rank, with the weights of `models.*.path`."""
+    """Evaluation of a recipe on one rank with the weights of `models.*.path`."""
 
     def __init__(
         self,
@@ -59,9 +63,9 @@ class EvaluationRun:
         groups: Mapping[tuple[int, ...], Group],
         read: RecordReader = read_records,
     ) -> None:
-        """Prepare all but weights; `groups` are those of the placements, `read` reads the records of a source.
+        """Prepare everything except weights. `groups` are the placements' groups; `read` reads a source's records.
 
-        UserError for mistakes that show without weights.
+        Raises UserError for mistakes that can be found without weights.
         """
         phase = compiled.evaluation
         algorithm = build_algorithm(experiment)
@@ -85,7 +89,7 @@ class EvaluationRun:
             longest=find_longest(experiment)[0],
         )
         functions = load_functions(algorithm, [phase], process.rank)
-        # Code of the user's runs once: on the rank that asks the judge.
+        # The user's judge runs in one process only: on the rank that calls it.
         judge = load_judge(experiment.evaluation.judge) if process.rank == WRITER else None
         loader = RecordLoader(experiment, tokenizer, stop_token_ids, functions, read)
         self.records = loader.load_eval(phase, judge)
@@ -96,22 +100,22 @@ class EvaluationRun:
 
     @property
     def origins(self) -> list[str]:
-        """Origins of the records, FILE:LINE."""
+        """Origin of each record, FILE:LINE."""
         return self.records.list_origins(range(len(self.records)))
 
     @property
     def shapes(self) -> Mapping[str, ModelShape]:
-        """Shapes of the models, by role."""
+        """Shape of each role's model."""
         return self._roles.shapes
 
     def load(self) -> None:
-        """Load the weights; UserError when they cannot be used."""
+        """Load the weights. Raises UserError if they cannot be used."""
         self._roles.load_weights()
         self._roles.offload_homes()
 
 
 class Opponent:
-    """Model of `evaluation.against`, which answers the same prompts before anything else is loaded."""
+    """Model of `evaluation.against`. It answers the prompts before anything else is loaded."""
 
     def __init__(
         self,
@@ -121,16 +125,16 @@ class Opponent:
         groups: Mapping[tuple[int, ...], Group],
         origins: list[str],
     ) -> None:
-        """Prepare all but weights, on the plan of the recipe. `origins`: where the evaluation's records come from.
+        """Prepare everything except weights. `plan` is the recipe's; `origins` are the evaluation's records.
 
-        UserError where the model cannot take the place of the recipe's.
+        Raises UserError if the model cannot take the place of the recipe's.
         """
         self._process, self._setting = process, f"evaluation.against={experiment.evaluation.against}"
         self._run = self._named(lambda: self._prepare(experiment, plan, groups))
         if self._run.origins != origins:
             raise UserError(
-                f"{self._setting}: its tokenizer makes other prompts too long, so that both models would answer"
-                " different ones; raise data.max_prompt_tokens"
+                f"{self._setting}: other prompts are too long with its tokenizer, so the two models would answer"
+                " different prompts; raise data.max_prompt_tokens"
             )
 
     def _prepare(
@@ -140,7 +144,7 @@ class Opponent:
         return EvaluationRun(replaced, compile_evaluation(replaced, plan), self._process, groups)
 
     def _named(self, action: Callable[[], Result]) -> Result:
-        """Let error messages name the setting."""
+        """Run an action whose error messages begin with the setting."""
         try:
             return action()
         except UserCodeError:
@@ -154,13 +158,13 @@ class Opponent:
             self._named(self._run.load)
         result = self._run.evaluation.run()
         del self._run
-        # Before the recipe's own models are loaded, whatever still refers to this one.
+        # Cycles may still hold this model, and the recipe's own models are loaded next.
         gc.collect()
         return result
 
 
 def replace_model(experiment: Experiment) -> Experiment:
-    """Copy a recipe with the model of `evaluation.against` in place of the one that generates."""
+    """Copy a recipe with the model of `evaluation.against` in place of the generating model."""
     graph = build_eval_graph(experiment)
     assert graph is not None, "evaluation.against needs data.eval"
     role = next(call.model_role for call in graph.calls if call.kind is Kind.GENERATE)
@@ -169,7 +173,7 @@ def replace_model(experiment: Experiment) -> Experiment:
     other = other.model_copy(update={"computes_in": mine.computes_in})
     changed = mine.model_copy(update={name: getattr(other, name) for name in ModelConfig.model_fields})
     quiet = experiment.evaluation.model_copy(update={"against": None})
-    # Its answers to the prompts are compared, and their rewards: what else is asked of evaluations is not its own.
+    # Only its answers and their rewards are used, so the other settings of evaluations do not apply to it.
     return experiment.model_copy(
         update={"models": experiment.models.model_copy(update={role: changed}), "evaluation": quiet}
     )
@@ -178,13 +182,13 @@ def replace_model(experiment: Experiment) -> Experiment:
 def evaluate_recipe(
     experiment: Experiment, say: Callable[[str], None], read: RecordReader = read_records
 ) -> EvaluationReport | None:
-    """Evaluate a recipe alone as one rank of its cluster; None except on the rank that writes.
+    """Evaluate a recipe as one rank of its cluster. Returns None on ranks that do not write.
 
-    `say` is called with notes, on that rank; `read` reads the records of `data.eval`. UserError for a mistake that
-    the user can correct, RunError for a failure that is no bug.
+    `say` is called with notes on the rank that writes; `read` reads the records of `data.eval`. Raises
+    UserError for a mistake of the user, and RunError for a failure that is not a bug.
     """
     cluster = resolve_cluster(experiment.cluster, experiment.device)
-    # Before the ranks meet: mistakes in a plan need no meeting.
+    # Mistakes in a plan are found before the ranks wait for each other.
     plan = None if experiment.plan == SEARCH else make_written_plan(experiment, cluster)
     if plan is not None:
         compile_evaluation(experiment, plan)
@@ -195,7 +199,7 @@ def evaluate_recipe(
             until_the_end.enter_context(use_kernels(experiment.kernels, process.device))
         if plan is None:
             plan = agree_on_plan(experiment, cluster, process, here, say)
-        # What is known of models may differ between nodes, and with it what a preset makes of them.
+        # A preset depends on the models' shapes, and nodes may not know the same shapes.
         plan = process.gather(plan)[WRITER]
         with process.together():
             compiled = compile_evaluation(experiment, plan)
@@ -226,7 +230,38 @@ def make_opponent(
     groups: Mapping[tuple[int, ...], Group],
     origins: list[str],
 ) -> Opponent | None:
-    """Make the opponent of a recipe, if it names one. Arguments as of `Opponent`."""
+    """Make the opponent that a recipe names, if any. Arguments are those of `Opponent`."""
     if experiment.evaluation.against is None:
         return None
     return Opponent(experiment, plan, process, groups, origins)
+
+
+METRICS_FILE, SAMPLES_FILE = "metrics.json", "samples.jsonl"
+
+
+def write_evaluation(directory: Path, experiment: Experiment, report: EvaluationReport) -> list[Path]:
+    """Write the metrics of an evaluation, and its answers if there are any. Older files are replaced.
+
+    Returns the files. Raises RunError if they cannot be written.
+    """
+    roles = get_spec(experiment).roles_of(experiment)
+    content = {
+        "algorithm": get_spec(experiment).name,
+        "models": {role: getattr(experiment.models, role).path for role in roles},
+        "data": experiment.data.eval,
+        "records": len(report.origins),
+        "evaluation": experiment.evaluation.model_dump(mode="json"),
+        "seconds": round(report.seconds, 3),
+        "metrics": replace_infinite(report.result.metrics),
+    }
+    metrics, samples = directory / METRICS_FILE, directory / SAMPLES_FILE
+    try:
+        # Metrics come last: their file shows that the evaluation is complete.
+        if report.result.rows:
+            write_rows(samples, report.result.rows)
+        else:
+            samples.unlink(missing_ok=True)
+        write_whole(metrics, json.dumps(content, indent=2) + "\n")
+    except OSError as error:
+        raise RunError(f"{directory} cannot be written: {reason_of(error)}") from error
+    return [metrics, samples] if report.result.rows else [metrics]

@@ -1,4 +1,4 @@
-"""Answers of a saved model to prompts or to the records of a data set, scored by a reward."""
+"""`realrl generate`: answers of a saved model to prompts or to the records of a data set, scored by a reward."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import torch
 
 from realrl.config.errors import UserError
 from realrl.config.explain import shorten
+from realrl.config.json_file import to_json
 from realrl.data.conversation import Conversation, Message
 from realrl.data.forms import Reader, Steps, Text
 from realrl.data.sources.records import Record, read_records
@@ -25,9 +26,13 @@ from realrl.recipe.load import parse_experiment
 from realrl.recipe.settings import GenerationConfig
 from realrl.recipe.sources import list_sources
 from realrl.runtime.evaluation.answers import Answer
-from realrl.runtime.evaluation_run import evaluate_recipe
-from realrl.runtime.output.rows import to_json
-from realrl.runtime.setup import check_length, check_stop_token_ids, check_top_k, read_stop_token_ids
+from realrl.runtime.evaluation.run import evaluate_recipe
+from realrl.runtime.prepare.records import (
+    check_length,
+    check_stop_token_ids,
+    check_top_k,
+    read_stop_token_ids,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -36,24 +41,24 @@ ALGORITHM = "realrl.algorithms.sampling.spec"
 CACHE_TOKENS = 65536
 """Maximum tokens in the KV cache of a device at a time."""
 STEP_PROMPTS = 512
-"""Prompts that are answered in one step."""
+"""Prompts answered in one step."""
 
 _PROMPT_FIELDS = ("prompt", "messages")
 _GIVEN = "the prompts given"
-"""Source of prompts that are no data set."""
+"""Name of the source of prompts that are not a data set."""
 _CHARACTERS = 64
-"""Maximum characters of a token in meaningful text."""
+"""Maximum characters of a token in ordinary text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingJob:
-    """Answers to generate."""
+    """Arguments of `realrl generate`."""
 
     model_dir: str
     prompts: Sequence[Record]
-    """Records that are no data set, {prompt} or {messages}."""
+    """Records {prompt} or {messages} from the command line."""
     source: Any
-    """Data set whose records follow them, as `data.eval` of a recipe; None for none."""
+    """Data set whose records follow, like `data.eval` of a recipe; None without one."""
     sampling: GenerationConfig
     seed: int
     n: int
@@ -61,9 +66,9 @@ class SamplingJob:
     chat: bool
     """Whether prompts of plain text become one user turn in the tokenizer's chat template."""
     family: str | None
-    """See `checkpoint.directory.read_shape`."""
+    """See `huggingface.directory.read_shape`."""
     reward: Any
-    """Reward of answers, as `reward` of a recipe; None for none, or for `reward_model` alone."""
+    """Reward of answers, like `reward` of a recipe; None without one, or for `reward_model` alone."""
     reward_model: str | None
     """Directory of a reward model."""
     cluster: str
@@ -71,14 +76,14 @@ class SamplingJob:
 
 
 def make_sampling_recipe(job: SamplingJob) -> Experiment:
-    """Make the recipe of a job; UserError when the directory holds no model, or an option is wrong."""
+    """Make the recipe of a job. Raises UserError if there is no model, or for a wrong option."""
     shape = model_files.read_shape(job.model_dir, job.family)
     check_top_k("top_k", job.sampling.top_k, shape.vocab_size)
     check_stop_token_ids("stop_token_ids", job.sampling.stop_token_ids or (), shape.vocab_size)
     new = job.sampling.max_new_tokens
     check_length(f"a prompt with max_new_tokens={new}", new + 1, shape, "the model")
     positions = _find_positions(shape, new)
-    # A CPU is no faster at bfloat16, and float32 repeats what training computed.
+    # On a CPU, bfloat16 is not faster, and float32 reproduces what training computed.
     dtype = model_files.read_dtype(job.model_dir) if torch.cuda.is_available() else torch.float32
     dtypes = {"dtype": str(dtype).removeprefix("torch.")}
     sources = [_GIVEN] if job.prompts else []
@@ -97,7 +102,7 @@ def make_sampling_recipe(job: SamplingJob) -> Experiment:
             "models": models,
             "reward": job.reward,
             "generation": job.sampling.model_dump(),
-            # Greedy answers are all the same, so that one is enough.
+            # All greedy answers are the same, so one is enough.
             "evaluation": {"samples": 1 if job.sampling.greedy else job.n},
             "data": {
                 "train": sources,
@@ -114,10 +119,10 @@ def make_sampling_recipe(job: SamplingJob) -> Experiment:
 
 
 def _find_positions(shape: ModelShape, new: int) -> int:
-    """Find the longest sequence of a job with so many new tokens: the longest that a model is declared for.
+    """Find the longest sequence of a job with `new` new tokens: usually the longest that the model supports.
 
-    One whose frequencies differ for long sequences computes all of them alike, and short ones are the rule: there
-    it is the length up to which they are, unless answers may be longer.
+    A model with LongRoPE has other frequencies for long sequences, and one step uses the same frequencies for all.
+    Most sequences are short, so its limit is the original length, unless answers may be longer.
     """
     scaling = shape.rope_scaling
     original = scaling.original_max_position_embeddings if scaling and scaling.kind == "longrope" else None
@@ -127,18 +132,16 @@ def _find_positions(shape: ModelShape, new: int) -> int:
 def generate_answers(
     job: SamplingJob, recipe: Experiment, *, best: bool, say: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
-    """Answer prompts as one rank of the recipe's cluster; yields nothing except on the rank that writes.
+    """Answer prompts as one rank of the recipe's cluster. Yields rows on the rank that writes, nothing elsewhere.
 
-    A row per answer: {prompt, completion, tokens, finished}, and `score` if there is a reward, in the order of
-    prompts; a prompt that is a conversation is a list of messages. The other fields of the record
-    follow. With `best` only the answer of each prompt that has the highest score.
-    `say` is called with notes. UserError
-    where a record has no prompt, or one that is too
-    long for the model, or the model cannot be used.
+    A row per answer, in the order of prompts: {prompt, completion, tokens, finished}, `score` if there is a reward,
+    then the other fields of the record. A conversation's prompt is a list of messages. With `best`, only the answer
+    with the highest score of each prompt. `say` is called with notes. Raises UserError if a record has no prompt, a
+    prompt is too long for the model, or the model cannot be used.
     """
     prompts = _Prompts(job)
     try:
-        # What is a setting of recipes there is an option here.
+        # Notes name settings of recipes; here the setting is an option.
         report = evaluate_recipe(
             recipe, lambda note: say(note.replace("data.apply_chat_template=true", "--chat")), prompts.read
         )
@@ -156,7 +159,7 @@ def generate_answers(
 
 
 def choose_best(answers: Sequence[Answer]) -> Answer:
-    """Choose the answer with the highest score, the first of equal ones; one without a score comes last."""
+    """Choose the answer with the highest score, the first of equal ones; answers without a score come last."""
     return max(answers, key=lambda answer: _rank(answer.values["score"]))
 
 
@@ -177,7 +180,7 @@ def _write_row(prompt: str | list[Message], answer: Answer, others: dict[str, An
 
 
 class _Prompts:
-    """Reader of the prompts of a job, by the rule that training has, which keeps them as they were given."""
+    """Reads the prompts of a job by the rules of training, and keeps the original prompts."""
 
     def __init__(self, job: SamplingJob) -> None:
         self._job = job
@@ -186,12 +189,12 @@ class _Prompts:
         self._shape = model_files.read_shape(job.model_dir, job.family)
         self._stop_token_ids = read_stop_token_ids(self._tokenizer, job.model_dir, self._shape.vocab_size)
         self.given: dict[str, str | list[Message]] = {}
-        """Prompts by the origin of their records: texts, or lists of messages."""
+        """Original prompts, texts or lists of messages, by the origin of their records."""
         self.others: dict[str, dict[str, Any]] = {}
-        """The other fields of the records, likewise."""
+        """The other fields of records, by origin."""
 
     def read(self, source: str, rejects: Rejects) -> Iterator[Record]:
-        """Yield the records of a source; UserError for one whose prompt cannot be answered."""
+        """Yield the records of a source. Raises UserError for a prompt that cannot be answered."""
         records: Iterable[Record] = self._job.prompts if source == _GIVEN else read_records(source, rejects)
         for origin, record in records:
             try:
@@ -207,8 +210,8 @@ class _Prompts:
             yield origin, record
 
     def _check(self, origin: str, text: Text | Conversation | Steps) -> None:
-        """Check that a prompt is not empty, and leaves room for an answer."""
-        # Of a text of megabytes the beginning is too long already, and takes no seconds to tokenise.
+        """Check that a prompt is not empty and leaves room for an answer."""
+        # The start of a text of megabytes is too long already; tokenising all of it would take seconds.
         long = _CHARACTERS * self._shape.max_positions
         start = text if len(text.prompt) <= long else Text(text.prompt[:long], None)
         (row,) = tokenize([start], self._tokenizer, self._stop_token_ids)
@@ -219,6 +222,6 @@ class _Prompts:
         check_length(what, len(row.ids) + new, self._shape, "the model")
         if len(row.ids) + new > (positions := _find_positions(self._shape, new)):
             raise UserError(
-                f"{what} is more than the {positions} tokens for which the model's rotary frequencies are those of"
-                f" short sequences; those of long ones are used for all prompts where max_new_tokens >= {positions}"
+                f"{what} is more than {positions} tokens, up to which the model's rotary frequencies are for short"
+                f" sequences; max_new_tokens >= {positions} uses the frequencies of long sequences for all prompts"
             )
