@@ -36,7 +36,7 @@ from realrl.layout.kv_blocks import BLOCK_TOKENS, count_blocks, count_prompt_blo
 from realrl.planner.memory.kv_cache import kv_cache_bytes
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.recipe.settings import GenerationConfig
-from realrl.runtime.measure.allocations import count_allocations
+from realrl.runtime.measure.step_timer import count_allocations
 
 SHAPES = {
     "5M": ModelShape(

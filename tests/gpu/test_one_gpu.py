@@ -21,7 +21,7 @@ from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
 from realrl.recipe.model import OptimizerConfig
 from realrl.recipe.settings import GenerationConfig
-from realrl.runtime.measure.allocations import count_allocations
+from realrl.runtime.measure.step_timer import count_allocations
 from tests.gpu.devices import on_one_device
 from tests.gpu_branches.training_cases import LONG, SHAPES, list_methods, make_batch
 

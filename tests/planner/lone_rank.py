@@ -34,7 +34,7 @@ from realrl.plan.placement import Placement
 from realrl.program.memory import StoredModel
 from realrl.recipe.model import OptimizerConfig
 from realrl.recipe.settings import GenerationConfig
-from realrl.runtime.measure.allocations import count_allocations
+from realrl.runtime.measure.step_timer import count_allocations
 
 CPU = torch.device("cpu")
 

@@ -202,7 +202,7 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     from realrl.plan.presets import SEARCH
     from realrl.planner.profile.profile import Profile
     from realrl.runtime.launcher.launch import check_local
-    from realrl.runtime.output.trackers.trackers import check_trackers
+    from realrl.runtime.output.trackers import check_trackers
     from realrl.runtime.prepare.compile import compile_recipe, with_sizes
     from realrl.runtime.prepare.devices import check_kind, search_spec
     from realrl.runtime.prepare.fit.check import check_fit

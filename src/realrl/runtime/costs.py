@@ -6,6 +6,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
+import torch
+import torch.distributed as dist
+
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.planner.calibration.comparison import Comparison
@@ -16,12 +19,12 @@ from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.measure.compare import Prediction, RunInfo, compare, predict
 from realrl.runtime.measure.performance import Performance
-from realrl.runtime.measure.step_reports import StepReports
-from realrl.runtime.measure.step_timer import StepTimer, measure_clock_offsets
+from realrl.runtime.measure.step_timer import StepTimer, StepTimes, measure_clock_offsets
 from realrl.runtime.measure.timing_log import TimingLog
 from realrl.runtime.monitor.host_memory import HostMemory, read_memory
 from realrl.runtime.prepare.compile import Compiled, stored_models
 from realrl.runtime.prepare.devices import spec_of
+from realrl.runtime.processes.messages import pack, unpack
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.store import Store
@@ -180,3 +183,43 @@ def lengths(store: Store) -> tuple[list[int], list[int]]:
         return prompts, []
     made = next(key for key in call.outputs if graph.keys[key].length == "own")
     return prompts, [whole - prompt for whole, prompt in zip(store.lengths[made], prompts, strict=True)]
+
+
+_TAG = 1 << 22
+"""Above those of the exchange of rows."""
+
+
+class StepReports:
+    """Sender of this rank's times, or their receiver on the rank that writes.
+
+    Only the writer waits, once it has done its own part of a step, and others go on.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._under_way: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def exchange(self, mine: StepTimes) -> list[StepTimes] | None:
+        """Send this rank's times of a step; those of all ranks, in order, on the rank that writes."""
+        if self._process.rank == WRITER:
+            others = range(1, self._process.world)
+            return [mine, *(self._take(rank) for rank in others)]
+        for work, _ in self._under_way:
+            work.wait()
+        message = torch.frombuffer(bytearray(pack(mine)), dtype=torch.uint8)
+        self._under_way = [self._post(torch.tensor([len(message)])), self._post(message)]
+        return None
+
+    def _post(self, message: torch.Tensor) -> tuple[dist.Work, torch.Tensor]:
+        work = dist.isend(message, WRITER, group=self._process.control, tag=_TAG)
+        assert work is not None, "this rank is part of the control group"
+        return work, message
+
+    def _take(self, rank: int) -> StepTimes:
+        size = torch.empty(1, dtype=torch.int64)
+        dist.recv(size, rank, group=self._process.control, tag=_TAG)
+        message = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(message, rank, group=self._process.control, tag=_TAG)
+        found = unpack(message.numpy().tobytes())
+        assert isinstance(found, StepTimes), "nothing else has this tag"
+        return found

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from realrl.algorithms.method import Algorithm
 from realrl.checkpoint.contents import PARAMETERS, TensorPieces
 from realrl.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from realrl.checkpoint.saved import CONFIG
@@ -24,10 +25,17 @@ from realrl.huggingface.directory import find_base, find_model_shape, read_origi
 from realrl.huggingface.shards import Portion, list_portions, take_whole
 from realrl.huggingface.stored import Weights
 from realrl.plan.placement import DTYPES
+from realrl.program.lower import WRITER
 from realrl.recipe.algorithm import get_spec
+from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment
 from realrl.recipe.model import ModelConfig
+from realrl.runtime.continuation import gather_algorithm_state
+from realrl.runtime.output.rundir import RunDirectory
+from realrl.runtime.prepare.compile import Compiled
 from realrl.runtime.prepare.records import load_shared_tokenizer, load_stop_token_ids
+from realrl.runtime.processes.process import Process
+from realrl.runtime.worker.roles import Roles
 
 
 def export_models(
@@ -143,3 +151,49 @@ def _fetch(
     check_tensors(checkpoint, manifest, tensors)
     read_state(checkpoint, manifest, tensors, group=None)
     return buffer
+
+
+class ModelSaver:
+    """Writer of the trained roles of a run, on every rank."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        compiled: Compiled,
+        process: Process,
+        roles: Roles,
+        directory: RunDirectory,
+        trained: Sequence[str],
+        tokenizer: Any,
+        stop_token_ids: tuple[int, ...],
+        algorithm: Callable[[], Algorithm],
+    ) -> None:
+        """`algorithm` gives the one that is used now."""
+        self._name, self._compiled, self._process = get_spec(experiment).name, compiled, process
+        self._roles, self._directory, self._trained = roles, directory, trained
+        self._tokenizer, self._stop_token_ids, self._algorithm = tokenizer, stop_token_ids, algorithm
+
+    def save(self, which: Literal["best"] | None) -> None:
+        """Write every trained role: as the best ones, or for None as the final ones.
+
+        The graph's first trained role has the directory's name, others have theirs appended to it. What the
+        algorithm has learnt besides, such as the scale of a critic's values, goes into a file beside them.
+        """
+        with self._process.activity.part("save"):
+            for role in self._trained:
+                name = "" if role == self._trained[0] else role
+                self._save_role(role, self._directory.checkpoint(which, name))
+            state = gather_algorithm_state(self._process, self._compiled.train, self._algorithm())
+            if self._process.rank == WRITER and state:
+                self._directory.write_state(which, self._name, state)
+
+    def export(self, directory: Path) -> None:
+        """Write every trained role into a directory, by its name."""
+        for role in self._trained:
+            self._save_role(role, directory / role)
+
+    def _save_role(self, role: str, path: Path) -> None:
+        """Write a role; the first rank of its home does it."""
+        if self._process.rank in self._compiled.homes[role].ranks:
+            with self._directory.writing(path):
+                self._roles.save(role, path, self._tokenizer, self._stop_token_ids)

@@ -4,8 +4,11 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+from safetensors.torch import save_file
 from torch.distributed import ProcessGroup
 
 from realrl.algorithms.build import build_algorithm
@@ -13,7 +16,9 @@ from realrl.algorithms.method import FunctionMethod
 from realrl.checkpoint.contents import CheckpointContents
 from realrl.checkpoint.saved import BEST, find_saved, find_saved_state, load_saved_state
 from realrl.config.errors import RunError, UserCodeError, UserError
+from realrl.config.files import as_os_error, reason_of, whole_file
 from realrl.config.secrets.redaction import redact
+from realrl.data.batch import Batch
 from realrl.engine.training.skipped_steps import SkippedStepsError
 from realrl.huggingface.tokenizers import list_saving_notes
 from realrl.plan.communicators import list_rank_sets, reallocates
@@ -28,6 +33,7 @@ from realrl.runtime.checkpointer import Checkpointer
 from realrl.runtime.continuation import Continuation, StatefulParts
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluation.training import TrainingEvaluations
+from realrl.runtime.export import ModelSaver
 from realrl.runtime.monitor.note_file import NoteFile
 from realrl.runtime.observer import MetricsRecord, RunObserver
 from realrl.runtime.output.earlier import EarlierRun
@@ -41,7 +47,6 @@ from realrl.runtime.output.notes import (
     list_state_notes,
 )
 from realrl.runtime.output.rundir import RunDirectory
-from realrl.runtime.output.stopped import make_stop_error
 from realrl.runtime.prepare.compile import Compiled, models, stored_models
 from realrl.runtime.prepare.device_memory import list_early_loads, list_kept_decoding
 from realrl.runtime.prepare.records import (
@@ -55,11 +60,9 @@ from realrl.runtime.prepare.records import (
 from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.processes.process import Process
 from realrl.runtime.processes.signals import end_by_signal
-from realrl.runtime.saving import ModelSaver
 from realrl.runtime.step import TrainingSteps
 from realrl.runtime.worker.roles import Roles
-from realrl.runtime.worker.trace_files import TraceFiles
-from realrl.runtime.worker.trace_recorder import Trace
+from realrl.runtime.worker.trace import Trace, TraceFiles
 from realrl.runtime.worker.worker import Worker
 
 COLLECT_EVERY = 100
@@ -423,3 +426,42 @@ class TrainingRun:
             self.directory.finish(summary)
             self.directory.close_trackers(done=True)
             self.observer.end(self.experiment.run_dir, seconds)
+
+
+MINIBATCHES = "minibatches"
+"""Folder of the run directory for mini-batches whose training failed."""
+
+
+def make_stop_error(error: SkippedStepsError, *, step: int, rank: int, run_dir: Path) -> RunError:
+    """Make the error that ends a run, equal on all ranks, and save this rank's part of the mini-batch.
+
+    step: the training step that could not be learned from, counted from 1.
+    """
+    folder = run_dir / MINIBATCHES
+    kept = f"the last mini-batch is kept in {folder}"
+    if error.minibatch is not None:
+        try:
+            write_minibatch(folder / f"step-{step:06}-{error.call}-rank-{rank}.safetensors", error.minibatch)
+        except Exception as trouble:
+            refusal = as_os_error(trouble)
+            if refusal is None:
+                raise
+            kept = f"the last mini-batch cannot be kept in {folder}: {reason_of(refusal)}"
+    return RunError(
+        f"{error.call}, step {step}: {error.what} because numbers are not finite, first of all {error.quantity};"
+        f" {kept}"
+    )
+
+
+def write_minibatch(file: Path, minibatch: Batch) -> None:
+    """Write items with all their fields as safetensors.
+
+    The rows of a field lie back to back under its name, how long they are under `FIELD.lengths`; `ids` are the
+    items' positions in the step's batch.
+    """
+    tensors = {"ids": torch.tensor(minibatch.ids)}
+    for key, field in minibatch.fields.items():
+        tensors[key] = field.values.detach().contiguous()
+        tensors[f"{key}.lengths"] = torch.tensor(field.lengths)
+    with whole_file(file) as partial:
+        save_file(tensors, partial)

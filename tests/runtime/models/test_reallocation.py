@@ -24,8 +24,7 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
-from realrl.runtime.worker.agreement import ReallocationError
-from realrl.runtime.worker.reallocation import Reallocator, Staging
+from realrl.runtime.worker.reallocation import ReallocationError, Reallocator, Staging
 from tests.forked import run_forked
 
 RANKS = 8

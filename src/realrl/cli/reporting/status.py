@@ -21,7 +21,7 @@ from realrl.program.text import format_ranks
 from realrl.runtime.monitor.ended import STARTS_AGAIN, Ended
 from realrl.runtime.monitor.rank_status import RANKS, RankStatus, read_statuses
 from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
-from realrl.runtime.output.history import HISTORY, read_history
+from realrl.runtime.output.rundir import HISTORY, read_history
 from realrl.runtime.output.untaught import UntaughtSteps
 
 Liveness = Literal["running", "finished", "failed", "interrupted", "stale"]

@@ -12,7 +12,7 @@ from realrl.plan.presets import SEARCH
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.sources import list_sources
 from realrl.runtime.doctor.finding import Finding, ok, problem
-from realrl.runtime.output.trackers.trackers import check_trackers
+from realrl.runtime.output.trackers import check_trackers
 from realrl.runtime.prepare.compile import Compiled, compile_recipe, models
 from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.fit.check import check_fit

@@ -11,7 +11,7 @@ from realrl.runtime.doctor.finding import Finding, ok, problem
 from realrl.runtime.doctor.local_measurement import RankFigures
 from realrl.runtime.doctor.ranks import describe_torch, measure_ranks
 from realrl.runtime.doctor.versions import compare_nodes, list_versions
-from realrl.runtime.output.shared import check_shared
+from realrl.runtime.output.shared_directory import check_shared
 from realrl.runtime.processes.environment import ABANDONED
 from realrl.runtime.processes.process import Process, connect
 

@@ -46,7 +46,7 @@ from realrl.runtime.prepare.records import (
 from realrl.runtime.processes.process import Process, connect, resolve_cluster
 from realrl.runtime.processes.startup import agree_on_plan, find_least_device
 from realrl.runtime.worker.roles import Roles
-from realrl.runtime.worker.trace_recorder import Trace
+from realrl.runtime.worker.trace import Trace
 from realrl.runtime.worker.worker import Worker
 
 Result = TypeVar("Result")

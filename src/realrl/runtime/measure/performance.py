@@ -16,10 +16,9 @@ from realrl.planner.workload.experts import count_read_weights
 from realrl.planner.workload.flops import count_head_weights, count_pass_flops
 from realrl.planner.workload.windows import average_context
 from realrl.program.memory import StoredModel
-from realrl.runtime.measure.aligned_spans import AlignedSpan
 from realrl.runtime.measure.metric_names import IDLE_RANK, PERFORMANCE
 from realrl.runtime.measure.step_timer import StepTimes
-from realrl.runtime.measure.timing_log import StepSpans
+from realrl.runtime.measure.timing_log import AlignedSpan, StepSpans
 from realrl.runtime.measure.work_done import WorkDone
 
 MOST_RANKS = 64

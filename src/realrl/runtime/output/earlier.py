@@ -13,8 +13,7 @@ from realrl.config.explain import brief
 from realrl.config.yaml_file import read_yaml
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import dump_settings, parse_experiment
-from realrl.runtime.output.history import HISTORY, read_history
-from realrl.runtime.output.rundir import RunDirectory
+from realrl.runtime.output.rundir import HISTORY, RunDirectory, read_history
 from realrl.runtime.processes.environment import find_job, restart_count
 
 _OF_START = {"run_dir", "overwrite", "resume"}

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import glob
@@ -31,7 +33,7 @@ from realrl.config.files import (
     reason_of,
     write_whole,
 )
-from realrl.config.json_file import replace_infinite, write_rows
+from realrl.config.json_file import parse_rows, read_tail, replace_infinite, write_rows
 from realrl.config.paths import local_path
 from realrl.config.secrets.redaction import redact_code
 from realrl.config.user_code import find_source, is_own_module
@@ -44,10 +46,12 @@ from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import dump_experiment
 from realrl.recipe.sources import list_sources
 from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
-from realrl.runtime.output.history import HISTORY, add_start, describe_start
 from realrl.runtime.output.lock import LOCK
-from realrl.runtime.output.trackers.trackers import TRACKED, Trackers, open_trackers
+from realrl.runtime.output.trackers import TRACKED, Trackers, open_trackers
+from realrl.runtime.processes.environment import find_job, restart_count
 
+HISTORY = "history.jsonl"
+"""File with one line for each time that the run was started."""
 PLAN, PROGRAMS = "plan.yaml", "programs"
 """Files of every run's directory. A directory without them is not ours and never deleted."""
 CODE = "code"
@@ -300,3 +304,24 @@ def _find_code(experiment: Experiment) -> dict[str, Path]:
     # Installed algorithms and families have names without a dot.
     files = {name: find_source(given) for name, given in references.items() if given and "." in given}
     return {name: file for name, file in files.items() if file is not None}
+
+
+_MOST = 1 << 22
+"""Bytes of it that are read."""
+
+
+def describe_start(step: int, cluster: str, **more: Any) -> dict[str, Any]:
+    """Describe a start of the run after `step` training steps, for its history."""
+    now = {"time": round(time.time(), 3), "step": step, "cluster": cluster, "host": socket.gethostname()}
+    return now | {"job": find_job(), "restarts": restart_count()} | more
+
+
+def add_start(file: Path, start: Mapping[str, Any]) -> None:
+    """Append a start to the history of a run; OSError."""
+    with file.open("ab", buffering=0) as history:
+        history.write((json.dumps(start) + "\n").encode())
+
+
+def read_history(file: Path) -> list[dict[str, Any]]:
+    """Read the starts of a run, the first one first; what is no whole line is left out."""
+    return list(parse_rows(read_tail(file, _MOST)))

@@ -15,7 +15,7 @@ from realrl.data.batch import Ragged
 from realrl.program.instructions import Run
 from realrl.program.text import format_instruction
 from realrl.runtime.monitor.activity import Activity
-from realrl.runtime.worker.trace_recorder import Trace
+from realrl.runtime.worker.trace import Trace
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,7 +48,7 @@ from realrl.runtime.worker.exchange import Exchange
 from realrl.runtime.worker.functions import Functions
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.store import Store
-from realrl.runtime.worker.trace_recorder import Trace
+from realrl.runtime.worker.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
-from realrl.program.trace_file import Event, make_event
+from realrl.program.trace_file import Event, make_event, merge_rank_traces, write_rank_trace
 
 KEPT = 20_000
 """Maximum slices kept per rank: the latest ones, so that memory stays bounded however long an evaluation is."""
@@ -52,3 +53,35 @@ class Trace:
             event = make_event(self.rank, name, start / 1000, seconds / 1000, details, host=host)
             with self._lock:
                 self._events.append(event)
+
+
+_WRITE_EVERY = 2.0
+"""Minimum seconds between two writes in the course of a run."""
+_REST = 100
+"""Ratio of the time between writes to the time of one, so that they cost a run at most a hundredth of its time."""
+
+
+class TraceFiles:
+    """Writer of the trace of one rank into the run's directory. What cannot be written never ends a run."""
+
+    def __init__(self, run_dir: Path, trace: Trace) -> None:
+        self._run_dir, self._trace = run_dir, trace
+        self._next = 0.0
+
+    def refresh(self) -> None:
+        """Write the last steps of this rank, unless that was done a moment ago."""
+        if time.monotonic() >= self._next:
+            self.write()
+
+    def write(self) -> None:
+        """Write the last steps of this rank."""
+        start = time.monotonic()
+        with suppress(OSError):
+            write_rank_trace(self._run_dir, self._trace.rank, self._trace.events)
+        end = time.monotonic()
+        self._next = end + max(_WRITE_EVERY, _REST * (end - start))
+
+    def merge(self) -> None:
+        """Write `trace.json` from what all ranks have written, on one of them."""
+        with suppress(OSError):
+            merge_rank_traces(self._run_dir)
