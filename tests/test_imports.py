@@ -215,7 +215,7 @@ ASKS = {"realrl.recipe.algorithm"}
 """May ask of what class a recipe is: whether it is one at all."""
 SHARED = ("policy", "rewards")
 """Folders of parts that any algorithm may use."""
-STANDS_IN = "realrl.runtime.profiler.models.passes"
+STANDS_IN = "realrl.runtime.profiler.passes"
 """Measures any model with the methods of PPO."""
 
 

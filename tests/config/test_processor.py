@@ -67,7 +67,7 @@ def test_a_failed_measurement_says_so_and_leaves_full_precision(
 
 
 def test_the_measurement_prints_a_choice() -> None:
-    command = [sys.executable, "-m", "realrl.runtime.profiler.hardware.products"]
+    command = [sys.executable, "-m", "realrl.runtime.profiler.products"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert set(json.loads(done.stdout)) == {"onednn", "bfloat16", "packed"}
 

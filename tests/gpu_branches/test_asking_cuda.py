@@ -28,8 +28,8 @@ from realrl.runtime.measure.step_timer import StepTimer
 from realrl.runtime.prepare.gpu import Gpu, ask_machine, count_visible_gpus
 from realrl.runtime.processes.process import Process, use_cuda
 from realrl.runtime.profiler.driver import _device_name
-from realrl.runtime.profiler.hardware.links import _moment
-from realrl.runtime.profiler.points.clock import Clock
+from realrl.runtime.profiler.machine import _moment
+from realrl.runtime.profiler.points import Clock
 
 GPU = torch.device("cuda", 0)
 PLACE = Placement(Mesh(0, 1), Strategy())

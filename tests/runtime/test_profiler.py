@@ -27,14 +27,19 @@ from realrl.program.memory import StoredModel
 from realrl.recipe.load import load_experiment
 from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.processes.process import Process
-from realrl.runtime.profiler.models.decoding import Decoding
-from realrl.runtime.profiler.models.passes import Passes
-from realrl.runtime.profiler.models.shapes import ShapeMeasurements
-from realrl.runtime.profiler.models.shard import make_tensor_rank
-from realrl.runtime.profiler.points.bench import Bench
-from realrl.runtime.profiler.points.clock import Clock
-from realrl.runtime.profiler.points.grid import Sizes
-from realrl.runtime.profiler.points.point import Measurer, Pace, Point, find_sweep_spread, take_medians
+from realrl.runtime.profiler.decoding import Decoding
+from realrl.runtime.profiler.passes import Passes
+from realrl.runtime.profiler.points import (
+    Bench,
+    Clock,
+    Measurer,
+    Pace,
+    Point,
+    find_sweep_spread,
+    take_medians,
+)
+from realrl.runtime.profiler.shapes import ShapeMeasurements, make_tensor_rank
+from realrl.runtime.profiler.sizes import Sizes
 from realrl.testing.shape import SHAPE
 from tests.conftest import World
 

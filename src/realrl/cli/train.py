@@ -206,9 +206,9 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
     from realrl.runtime.prepare.compile import compile_recipe, with_sizes
     from realrl.runtime.prepare.devices import check_kind, search_spec
     from realrl.runtime.prepare.fit.check import check_fit
+    from realrl.runtime.prepare.fit.plan_cache import cached_plan
     from realrl.runtime.prepare.functions import check_functions
     from realrl.runtime.prepare.gpu import ask_machine, try_kernels
-    from realrl.runtime.prepare.search.cached_plan import cached_plan
 
     check_trackers(experiment)
     searches = experiment.plan == SEARCH

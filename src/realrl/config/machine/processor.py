@@ -13,7 +13,7 @@ from pathlib import Path
 
 from realrl.config.files import write_whole
 
-_MEASUREMENT = "realrl.runtime.profiler.hardware.products"
+_MEASUREMENT = "realrl.runtime.profiler.products"
 """Module that measures, in a process of its own, and prints a choice as JSON."""
 
 

@@ -38,9 +38,9 @@ from realrl.runtime.doctor.recipe_needs import (
 from realrl.runtime.doctor.storage import check_storage
 from realrl.runtime.doctor.variables import check_variables
 from realrl.runtime.doctor.versions import check_versions
-from realrl.runtime.network.node_place import NUMBERS, NodePlace, find_node_place
 from realrl.runtime.prepare.cluster import named_cluster, written_cluster
 from realrl.runtime.prepare.gpu import Gpu, Here
+from realrl.runtime.processes.network import NUMBERS, NodePlace, find_node_place
 
 SECONDS, RANK_SECONDS = 10.0, 40.0
 """Most seconds for the checks of a machine, and for its ranks to meet and measure."""

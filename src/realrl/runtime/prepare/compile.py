@@ -1,15 +1,18 @@
 """Compilation of a recipe to validated programs, without torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from realrl.config.errors import UserError
+from realrl.config.paths import is_local, local_path
 from realrl.dataflow.call import MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.dataflow.periods import share_steps
+from realrl.dataflow.replay import add_router_replay, find_replaying_roles
+from realrl.families.adapters import LowRank
 from realrl.families.registry import model_tensors
-from realrl.families.shape import ModelShape
-from realrl.huggingface.directory import find_model_shape, known_shape
+from realrl.families.shape import Head, ModelShape
+from realrl.huggingface.directory import find_model_shape, known_adapters, known_shape
 from realrl.layout.sets import TrainablePart
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import DTYPES, Placement
@@ -25,8 +28,31 @@ from realrl.recipe.algorithm import SCORE, get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.model import ModelConfig, freeze, trained_models
-from realrl.runtime.prepare.adapters import adapt_shapes, find_adapters_of_roles, find_shared_bases
-from realrl.runtime.prepare.replay import replay_routers
+
+
+def replay_routers(
+    graph: DataflowGraph, configs: Mapping[str, ModelConfig], shapes: Mapping[str, ModelShape]
+) -> DataflowGraph:
+    """Add router replay for the roles that are to have it; `shapes` are those that are known.
+
+    UserError where a recipe asks for it in a role that has nothing to replay.
+    """
+    sampling, widths = find_replaying_roles(graph), {}
+    for role, config in trained_models(configs).items():
+        if role not in shapes:
+            continue
+        shape, field = shapes[role], f"models.{role}.router_replay={str(config.router_replay).lower()}"
+        if shape.mixture is None:
+            if config.router_replay is not None:
+                raise UserError(
+                    f"{field}: the model is no mixture of experts, and has no router; leave the setting out"
+                )
+        elif role in sampling:
+            if config.router_replay is not False:
+                widths[role] = shape.layers * shape.mixture.per_token
+        elif config.router_replay:
+            raise UserError(f"{field}: {role} is not trained on samples of its own; leave the setting out")
+    return add_router_replay(graph, widths) if widths else graph
 
 
 @dataclass(frozen=True)
@@ -332,3 +358,79 @@ def _check_batch(experiment: Experiment, graph: DataflowGraph, plan: Plan) -> No
                 f"{items} gives less than one item to each of the {dp} data-parallel ranks of {call.name}; make it"
                 f" at least {-(-dp * call.minibatches // samples)}"
             )
+
+
+def find_adapters_of_roles(
+    configs: Mapping[str, ModelConfig], averages: Iterable[MovingAverage]
+) -> dict[str, LowRank]:
+    """Find the settings of the adapters of each role that has some beside its model.
+
+    These are what it trains; those of the role that it follows; and of a frozen role those in its own directory,
+    if adapters are trained for the same model, whose memory it shares then. Elsewhere these are merged into it, and
+    so they are into a model that is quantised, which shares no other's memory.
+    """
+    found = {role: of.lora for role, of in trained_models(configs).items() if of.lora is not None}
+    trained_for = {_name_base(configs[role]) for role in found}
+    followed = {average.role: average.source for average in averages}
+    for role, config in configs.items():
+        source = followed.get(role)
+        if source in found:
+            found[role] = found[source]
+        elif _is_frozen(role, configs) and config.path is not None and is_local(config.path):
+            saved = known_adapters(config.path)
+            if saved is not None and saved.lora.targets and _name_base(config) in trained_for:
+                found[role] = saved.lora
+    return found
+
+
+def adapt_shapes(
+    shapes: Mapping[str, ModelShape],
+    configs: Mapping[str, ModelConfig],
+    averages: Iterable[MovingAverage],
+) -> dict[str, ModelShape]:
+    """Say in the shapes of roles which adapters these have (see `find_adapters_of_roles`)."""
+    adapters = find_adapters_of_roles(configs, averages)
+    return {
+        role: shape.model_copy(update={"lora": adapters.get(role)})
+        if shape.lora != adapters.get(role)
+        else shape
+        for role, shape in shapes.items()
+    }
+
+
+def find_shared_bases(
+    configs: Mapping[str, ModelConfig],
+    shapes: Mapping[str, ModelShape],
+    heads: Mapping[str, Head],
+    parts: Mapping[str, TrainablePart],
+    averages: Iterable[MovingAverage],
+) -> dict[str, str]:
+    """Name the frozen weights of roles with adapters, and of language models that are not trained at all.
+
+    Roles of one name have the same base set, in the same type, or a part of it. Quantised ones have no such name.
+    """
+    changing = {average.role for average in averages if not average.same_start}
+    found = {}
+    for role, shape in shapes.items():
+        path = configs[role].path
+        merged = path is not None and known_adapters(path) is not None
+        frozen = _is_frozen(role, configs) and heads[role] == "lm" and not merged
+        if role not in changing and (parts[role].adapters or frozen):
+            sizes = shape.model_copy(update={"lora": None}).model_dump_json()
+            found[role] = f"{_name_base(configs[role])} {sizes}"
+    return found
+
+
+def _is_frozen(role: str, configs: Mapping[str, ModelConfig]) -> bool:
+    """Tell whether a role is not trained, and has its weights as they are for others, too."""
+    return role not in trained_models(configs) and configs[role].quantised is None
+
+
+def _name_base(config: ModelConfig) -> str:
+    """Name the weights under adapters, or those of a model without them, and their type.
+
+    Fresh ones depend on sizes and seed alone.
+    """
+    saved = None if config.path is None else known_adapters(config.path)
+    base = saved.base if saved is not None else config.path or ""
+    return f"{local_path(base).resolve() if is_local(base) else base} {config.dtype}"

@@ -22,9 +22,8 @@ from realrl.program.memory import StoredModel
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
-from realrl.runtime.prepare.compile import Compiled, models, stored_models
+from realrl.runtime.prepare.compile import Compiled, models, replay_routers, stored_models
 from realrl.runtime.prepare.devices import host_is_device
-from realrl.runtime.prepare.replay import replay_routers
 
 
 @dataclass(frozen=True)

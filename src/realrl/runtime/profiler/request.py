@@ -19,7 +19,7 @@ from realrl.recipe.experiment import Experiment
 from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.prepare.cluster import named_cluster
 from realrl.runtime.prepare.compile import models
-from realrl.runtime.profiler.points.grid import Sizes
+from realrl.runtime.profiler.sizes import Sizes
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,7 @@ from realrl.program.order import following_sets, trained_sets
 from realrl.program.shared_bases import find_holders, order_sharers
 from realrl.program.text import name_parameters
 from realrl.recipe.model import ModelConfig, trained_models
-from realrl.runtime.prepare.adapters import adapt_shapes, find_shared_bases
-from realrl.runtime.prepare.compile import find_trainable_parts
+from realrl.runtime.prepare.compile import adapt_shapes, find_shared_bases, find_trainable_parts
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.reallocation import Reallocator, Staging
 

@@ -8,17 +8,66 @@ from realrl.config.units import format_bytes
 from realrl.plan.presets import PRESETS, SEARCH
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.report.shortage_text import describe_full_host
+from realrl.planner.simulate.estimate import DeviceMemory, NodeMemory, find_full_host
+from realrl.planner.simulate.footprints import compute_footprints, compute_host_memory
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.compile import Compiled, compile_recipe
 from realrl.runtime.prepare.devices import host_is_device, memory_spec, spec_of
-from realrl.runtime.prepare.fit.change import Attempts, Draft, in_order, set_fields
-from realrl.runtime.prepare.fit.footprint import PeakDevice, find_peak_device, find_short_host
-from realrl.runtime.prepare.fit.plan_changes import list_plan_changes
-from realrl.runtime.prepare.fit.remedies import Outcome, Remedy, Trials, describe_remedies
-from realrl.runtime.prepare.fit.search import search_plan
-from realrl.runtime.prepare.fit.search_changes import list_smaller_batches
+from realrl.runtime.prepare.fit.changes import (
+    Attempts,
+    Draft,
+    in_order,
+    list_plan_changes,
+    list_smaller_batches,
+    set_fields,
+)
+from realrl.runtime.prepare.fit.search import Outcome, Remedy, Trials, describe_remedies, search_plan
 from realrl.runtime.prepare.gpu import Here
-from realrl.runtime.prepare.scenarios import read_constraints
+from realrl.runtime.prepare.scenarios import phase_scenarios, read_constraints
+
+
+@dataclass(frozen=True)
+class PeakDevice:
+    """Device with the least free memory, or the largest shortfall."""
+
+    phase: str
+    """Name of the kind of step, in `Compiled.phases`."""
+    device: DeviceMemory
+
+    @property
+    def shortfall(self) -> int:
+        """Bytes by which it is too small; negative where it is not."""
+        return self.device.peak.bytes - self.device.capacity
+
+
+def compute_device_memory(
+    experiment: Experiment, compiled: Compiled, spec: ClusterSpec
+) -> dict[str, tuple[DeviceMemory, ...]]:
+    """Compute the memory of every device through each kind of step, by the names of `Compiled.phases`.
+
+    UserError where a call has fewer records than data-parallel ranks.
+    """
+    scenarios, memory = phase_scenarios(experiment, compiled, spec), compiled.memory
+    if host_is_device(experiment, spec):
+        memory = memory.in_host_memory()
+    return {
+        name: compute_footprints(scenarios[name], memory, phase.programs)
+        for name, phase in compiled.phases.items()
+    }
+
+
+def find_short_host(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> NodeMemory | None:
+    """Find the host whose memory what is offloaded exceeds most; None where all suffice."""
+    scenario = next(iter(phase_scenarios(experiment, compiled, spec).values()))
+    return find_full_host(compute_host_memory(scenario, compiled.memory))
+
+
+def find_peak_device(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> PeakDevice:
+    """Find the device with least memory to spare, of all devices in steps of every kind."""
+    found = compute_device_memory(experiment, compiled, spec)
+    devices = (PeakDevice(phase, device) for phase, devices in found.items() for device in devices)
+    return max(devices, key=lambda one: one.shortfall)
+
 
 _NAMED = 3
 """Number of memory parts named in the message."""

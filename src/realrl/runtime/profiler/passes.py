@@ -1,7 +1,12 @@
 """Times of inference and training: the parts of one micro-batch."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from realrl.algorithms.method import InferenceMethod, Metrics, TrainMethod
 from realrl.algorithms.policy.inference import RefInference
@@ -9,16 +14,117 @@ from realrl.algorithms.ppo.actor import ActorTrain
 from realrl.algorithms.ppo.config import PPOConfig
 from realrl.algorithms.ppo.critic import CriticTrain
 from realrl.algorithms.ppo.inference import CriticInference
-from realrl.data.batch import Batch
+from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model
 from realrl.engine.training.trainer import Trainer
-from realrl.families.shape import Head
+from realrl.families.shape import Head, ModelShape
 from realrl.planner.profile.profile import LayerKind
 from realrl.recipe.model import OptimizerConfig
-from realrl.runtime.profiler.models.layer_mix import LayerMix
-from realrl.runtime.profiler.points.clock import Clock, Moment
-from realrl.runtime.profiler.points.layer_timer import LayerTimer
-from realrl.runtime.profiler.points.records import make_records
+from realrl.runtime.profiler.points import Clock, Moment
+
+
+@dataclass(frozen=True)
+class LayerMix:
+    """Layers of a model that is measured, of which the first also prepares what all of them use."""
+
+    windowed: tuple[bool, ...]
+    """Whether each has a sliding window."""
+    share: float
+    """Share of layers with a window in the model that it stands for."""
+
+    @classmethod
+    def of(cls, measured: ModelShape, share: float | None = None) -> "LayerMix":
+        """Describe a measured model; `share` is its own by default."""
+        windowed = tuple(layer in measured.windowed_layers for layer in range(measured.layers))
+        return cls(windowed, find_window_share(measured) if share is None else share)
+
+    def average(self, seconds: Sequence[float]) -> float:
+        """Compute the seconds of an average layer where the first does what all of them do."""
+        return self._average(seconds, self.windowed)
+
+    def typical(self, seconds: Sequence[float]) -> float:
+        """Compute the seconds of an average layer; `seconds` are those of each in turn, or of the first ones."""
+        return self._average(seconds[1:] or seconds, self.windowed[1:] if seconds[1:] else self.windowed)
+
+    def typical_backward(self, seconds: Sequence[float]) -> float:
+        """Compute the seconds of an average layer backward; `seconds` begin with the last layer."""
+        kinds = self.windowed[::-1]
+        return self._average(seconds[1:] or seconds, kinds[1:] if seconds[1:] else kinds)
+
+    def first_extra(self, seconds: Sequence[float]) -> float:
+        """Compute the extra seconds of the first layer, over others of its kind."""
+        others = [*zip(seconds, self.windowed, strict=False)][1:]
+        alike = [each for each, windowed in others if windowed == self.windowed[0]]
+        return seconds[0] - (mean(alike) if alike else self.typical(seconds))
+
+    def _average(self, seconds: Sequence[float], kinds: Sequence[bool]) -> float:
+        windowed, full = (
+            [each for each, kind in zip(seconds, kinds, strict=False) if kind == wanted]
+            for wanted in (True, False)
+        )
+        if not windowed or not full:
+            return mean(seconds)
+        return self.share * mean(windowed) + (1 - self.share) * mean(full)
+
+
+def find_window_share(shape: ModelShape) -> float:
+    """Find the share of layers that have a sliding window."""
+    return len(shape.windowed_layers) / shape.layers
+
+
+def make_records(lengths: Sequence[int], vocabulary: int, device: torch.device) -> Batch:
+    """Make a batch as the calls of a PPO step find it, with sequences of these lengths.
+
+    The first half of a sequence is the prompt; a single token is both.
+    """
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(0, vocabulary, (sum(lengths),), generator=generator)
+    sequences = Ragged(drawn, tuple(lengths))
+    prompts = [max(1, length // 2) for length in lengths]
+    zeros = Ragged(torch.zeros(sum(lengths)), sequences.lengths)
+    once = Ragged.scalars(torch.ones(len(lengths)))
+    fields = {
+        "prompts": Ragged.of([row[:n] for row, n in zip(sequences.rows(), prompts, strict=True)]),
+        "sequences": sequences,
+        "prompt_length": Ragged.scalars(torch.tensor(prompts)),
+        "finished": once,
+        "score": once,
+        **dict.fromkeys(("logprobs", "ref_logprobs", "values", "advantages", "returns"), zeros),
+    }
+    return Batch(tuple(range(len(lengths))), fields).to(device)
+
+
+class LayerTimer:
+    """Recorder of every pass through the layers of a model."""
+
+    def __init__(self, model: Model, clock: Clock) -> None:
+        self._clock = clock
+        self.passes: list[list[Moment]] = []
+        """Moments of each forward pass: the start of the first layer, and the end of every layer."""
+        self.backward: list[Moment] = []
+        """Moments at which gradients are known: of each layer's output, last layer first, then of the input."""
+        layers = model.transformer.layers
+        layers[0].register_forward_pre_hook(self._begin)
+        for layer in layers:
+            layer.register_forward_hook(self._end)
+
+    def clear(self) -> None:
+        """Forget all passes."""
+        self.passes.clear()
+        self.backward.clear()
+
+    def _begin(self, _: Any, inputs: tuple[Tensor, ...]) -> None:
+        self._follow(inputs[0])
+        self.passes.append([self._clock.now()])
+
+    def _end(self, _: Any, __: Any, output: Tensor) -> None:
+        self.passes[-1].append(self._clock.now())
+        self._follow(output)
+
+    def _follow(self, hidden: Tensor) -> None:
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self.backward.append(self._clock.now()))
+
 
 PPO = PPOConfig()
 

@@ -7,24 +7,27 @@ from itertools import groupby, zip_longest
 from operator import itemgetter
 
 import torch
+from torch import Tensor
 
 from realrl.engine.dtypes import find_products, find_torch_dtype
 from realrl.engine.model import Model
+from realrl.engine.parallel_groups import ParallelGroups
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
-from realrl.families.tensors import TensorSpec
-from realrl.plan.placement import ELEMENT_BYTES, Dtype
+from realrl.families.tensors import Init, TensorSpec
+from realrl.layout.layout import build_layout
+from realrl.layout.shard import Shard
+from realrl.model.arithmetic.ops import Products
+from realrl.model.parallel.group import Group, make_single_rank_group
+from realrl.plan.placement import ELEMENT_BYTES, Dtype, Mesh, Placement, Strategy
 from realrl.planner.profile.profile import LayerKind, Measurement
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.recipe.settings import GenerationConfig
-from realrl.runtime.profiler.hardware.memory import Update
-from realrl.runtime.profiler.models.decoding import DECODE_STEPS, Decoding
-from realrl.runtime.profiler.models.layer_mix import find_window_share
-from realrl.runtime.profiler.models.passes import Passes, convert_parts, measure_preparation
-from realrl.runtime.profiler.models.shard import make_tensor_rank
-from realrl.runtime.profiler.points.clock import Clock
-from realrl.runtime.profiler.points.grid import Sizes
-from realrl.runtime.profiler.points.point import UNKNOWN, Point
+from realrl.runtime.profiler.decoding import DECODE_STEPS, Decoding
+from realrl.runtime.profiler.machine import Update
+from realrl.runtime.profiler.passes import Passes, convert_parts, find_window_share, measure_preparation
+from realrl.runtime.profiler.points import UNKNOWN, Clock, Point
+from realrl.runtime.profiler.sizes import Sizes
 
 _LAYERS = 2
 """Layers of the models that sequences pass through: the first prepares for all, the second is typical."""
@@ -186,3 +189,47 @@ def _layer_tensors(shape: ModelShape, layers: int) -> list[TensorSpec]:
     tensors = [spec for spec in model_tensors(few, "lm") if spec.layer is not None]
     per_layer = sum(spec.numel for spec in tensors) // layers
     return [spec for spec in tensors if (spec.layer or 0) < max(1, _LARGEST_UPDATE // per_layer)]
+
+
+@dataclass(frozen=True)
+class _Silent(Group):
+    """Group of TP ranks of which only this one exists: collectives return its own part."""
+
+    def gather_columns(self, part: Tensor, columns: int) -> Tensor:
+        """Repeat the columns as often as there would be ranks."""
+        width = -(-columns // self.size)
+        return part.repeat(1, -(-width * self.size // part.shape[1]))[:, :columns].contiguous()
+
+
+def make_tensor_rank(
+    shape: ModelShape,
+    head: Head,
+    tp: int,
+    *,
+    layers: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    products: Products,
+) -> Model:
+    """Make a model of `layers` layers with fresh weights of the largest of `tp` TP ranks.
+
+    Where it would communicate with the others it continues with its own data: it takes the time of the arithmetic,
+    and its results mean nothing.
+    """
+    shape = shape.with_layers(layers)
+    placement = Placement(Mesh(0, tp), Strategy(tp=tp))
+    rank = max(range(tp), key=lambda t: (len(Shard(shape, head, tp, t).queries), -t))
+    single = make_single_rank_group(rank)
+    tensor = _Silent(placement.ranks, rank) if tp > 1 else single
+    groups = ParallelGroups(
+        data=single, tensor=tensor, pipeline=single, reverse_pipeline=single, mesh=single, embedding=None
+    )
+    layout = build_layout(shape, head, placement)
+    model = Model(layout, rank, groups, dtype=dtype, device=device, products=products)
+    # Numbers like those of a model, drawn where they are needed: on a CPU it would take minutes for a large one.
+    for part in model.sets.values():
+        part.buffer.data.normal_(0.0, shape.init_std)
+    for spec in model.parameters.tensors:
+        if spec.init in (Init.ONES, Init.ZEROS):
+            model.parameters[spec.name].fill_(float(spec.init is Init.ONES))
+    return model

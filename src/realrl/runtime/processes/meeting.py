@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from realrl.config.errors import RunError
-from realrl.runtime.network.interfaces import use_loopback, use_route
-from realrl.runtime.network.node_place import find_node_place
+from realrl.runtime.processes.network import find_node_place, use_loopback, use_route
 
 TIMEOUT = timedelta(minutes=30)
 """Longest that ranks wait for each other until all have met."""

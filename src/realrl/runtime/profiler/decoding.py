@@ -16,10 +16,8 @@ from realrl.engine.model import Model
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.planner.profile.profile import LayerKind
 from realrl.recipe.settings import GenerationConfig
-from realrl.runtime.profiler.models.layer_mix import LayerMix
-from realrl.runtime.profiler.points.clock import Clock, Moment
-from realrl.runtime.profiler.points.layer_timer import LayerTimer
-from realrl.runtime.profiler.points.records import make_records
+from realrl.runtime.profiler.passes import LayerMix, LayerTimer, make_records
+from realrl.runtime.profiler.points import Clock, Moment
 
 DECODE_STEPS = 8
 """Number of tokens decoded in one measurement."""

@@ -2,19 +2,79 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers.offload import Offloadable
 from realrl.engine.pipeline.messages import Pipeline, prefetch_receives
-from realrl.model.parallel.group import Group, all_gather, reduce_scatter
+from realrl.engine.training.optimizer import ShardedAdamW
+from realrl.families.tensors import TensorSpec
+from realrl.layout.limits import bucket_count
+from realrl.model.parallel.group import Group, all_gather, make_single_rank_group, reduce_scatter
 from realrl.plan.communicators import RankSets
-from realrl.planner.profile.profile import CollectiveKind
+from realrl.planner.profile.profile import CollectiveKind, CollectiveTime
+from realrl.recipe.model import OptimizerConfig
 from realrl.runtime.processes.process import Process
-from realrl.runtime.profiler.points.clock import Clock
+from realrl.runtime.profiler.points import UNKNOWN, Clock, Point, trimmed_mean
+from realrl.runtime.profiler.sizes import copy_sizes, transfer_sizes
 
-_ELEMENT = 4  # all of it is measured with float32
+_FLOAT_BYTES = 4  # all of it is measured with float32
+
+
+def measure_copies(number_bytes: int, clock: Clock) -> Mapping[CollectiveKind, float]:
+    """Measure the seconds of copies of `number_bytes` in a rank's memory, and to and from the host's."""
+    source = torch.zeros(max(1, number_bytes // _FLOAT_BYTES), device=clock.device)
+    target = torch.zeros_like(source)
+    begin = clock.now()
+    target.copy_(source)
+    copied = clock.now()
+    source.zero_()
+    cleared = clock.now()
+    fresh = torch.zeros_like(source)
+    allocated = clock.now()
+    copy, clear, allocate = clock.between(begin, copied, cleared, allocated)
+    del source, fresh
+    moving = Offloadable([target])
+    moving.offload()  # host memory is taken the first time
+    moving.load()
+    begin = clock.now()
+    moving.offload()
+    moving.load()
+    (both,) = clock.between(begin, clock.now())
+    return {"copy": copy, "clear": clear, "allocate": allocate, "host": both / 2}
+
+
+class Update:
+    """Optimizer of tensors that are not sharded."""
+
+    def __init__(self, tensors: Sequence[TensorSpec], dtype: torch.dtype, clock: Clock) -> None:
+        count = bucket_count(sum(tensor.numel for tensor in tensors))
+        self._clock = clock
+        parameters = FlatBuffer(tensors, dtype, clock.device, multiple_of=count)
+        self._gradients = FlatBuffer(tensors, torch.float32, clock.device, multiple_of=count)
+        self._optimizer = ShardedAdamW(
+            parameters, self._gradients, OptimizerConfig(), make_single_rank_group()
+        )
+
+    def seconds(self) -> float:
+        """Measure the seconds of an update whose gradients have been reduced, without clearing them."""
+        clock = self._clock
+        gradients = self._gradients.data
+        gradients.fill_(1.0)
+        for bucket in range(self._optimizer.buckets):
+            self._optimizer.start_reduce(bucket)
+        begin = clock.now()
+        self._optimizer.step(1e-6)
+        stepped = clock.now()
+        gradients.zero_()
+        step, clear = clock.between(begin, stepped, clock.now())
+        return step - clear
+
+
 _MOMENT = 0.5e-3
 """Approximate seconds that ranks compute before they communicate.
 
@@ -39,7 +99,7 @@ class GroupLinks:
         """Measure the seconds of collectives on a tensor of `number_bytes` bytes."""
         clock = self._clock
         group = self._group
-        part = max(1, number_bytes // _ELEMENT // group.size)
+        part = max(1, number_bytes // _FLOAT_BYTES // group.size)
         whole = torch.zeros(part * group.size, device=clock.device)
         own = torch.zeros(part, device=clock.device)
         works: Mapping[CollectiveKind, Callable[[], object]] = {
@@ -62,7 +122,7 @@ class GroupLinks:
         what it computes.
         """
         clock = self._clock
-        rows = max(1, number_bytes // _ELEMENT)
+        rows = max(1, number_bytes // _FLOAT_BYTES)
         message = torch.zeros(rows, 1, device=clock.device)
         if not self._products:
             begin = clock.now()
@@ -149,3 +209,52 @@ def _links(process: Process, rank_sets: list[tuple[int, ...]], clock: Clock) -> 
 def measure_message(links: GroupLinks | None, number_bytes: int) -> Mapping[CollectiveKind, float]:
     """Measure the seconds from rank to rank; below any time on a rank without a pair."""
     return {"send": -math.inf} if links is None else links.message(number_bytes)
+
+
+MachineRow = list[Point[CollectiveTime]]
+
+_COPIES: tuple[CollectiveKind, ...] = ("copy", "clear", "allocate", "host")
+_COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def make_rows(process: Process, per_node: int, clock: Clock, *, thin: bool) -> Iterator[MachineRow]:
+    """Yield series of points that differ in size alone, smaller ones first. All ranks go through them together.
+
+    Ranks of one node talk in groups of every size that divides their number, those of several nodes in groups of
+    whole nodes.
+    """
+    copied = copy_sizes(thin=thin)
+    yield [Point(_blanks(_COPIES, 1, 1, size), partial(measure_copies, size, clock), size) for size in copied]
+    nodes = process.world // per_node
+    sizes = transfer_sizes(thin=thin)
+    degrees = [n for n in range(2, per_node + 1) if per_node % n == 0]
+    degrees += [n * per_node for n in range(2, nodes + 1) if nodes % n == 0]
+    for ranks in degrees:
+        links = connect_groups(process, ranks, clock)
+        crossed = max(1, ranks // per_node)
+        yield [
+            Point(blanks, partial(links.collectives, size), size, average=trimmed_mean)
+            for size in sizes
+            for blanks in [_blanks(_COLLECTIVES, ranks, crossed, size)]
+        ]
+    for crossed, distance in ((1, 1), (2, per_node)):
+        if (per_node if crossed == 1 else nodes) > 1:
+            pair = connect_pairs(process, distance, clock)
+            yield [
+                Point(
+                    _blanks(("send",), 2, crossed, size),
+                    partial(measure_message, pair, size),
+                    size,
+                    average=trimmed_mean,
+                )
+                for size in sizes
+            ]
+
+
+def _blanks(
+    kinds: tuple[CollectiveKind, ...], ranks: int, nodes: int, number_bytes: int
+) -> tuple[CollectiveTime, ...]:
+    return tuple(
+        CollectiveTime(kind=kind, ranks=ranks, nodes=nodes, bytes=number_bytes, seconds=UNKNOWN)
+        for kind in kinds
+    )

@@ -1,6 +1,6 @@
 """Comparison of ways to multiply float32 matrices on this machine's processor.
 
-    python -m realrl.runtime.profiler.hardware.products
+    python -m realrl.runtime.profiler.products
 
 prints the fastest as JSON, for `realrl.config.machine.processor`.
 """

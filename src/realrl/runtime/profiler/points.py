@@ -4,11 +4,113 @@ import math
 import time
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any, Generic, TypeVar
 
+import torch
+import torch.distributed as dist
+
 from realrl.planner.profile.profile import CollectiveTime, Measurement
-from realrl.runtime.profiler.points.bench import AverageFunction, Bench
+from realrl.runtime.processes.process import Process
+
+Moment = float | torch.cuda.Event
+"""Point in time: on a GPU, when the device gets there, not when the host has launched the work."""
+
+
+class Clock:
+    """Moments on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def now(self) -> Moment:
+        """Record the present moment."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        # Captured in a graph, an event is recorded at every replay.
+        event = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
+        event.record()
+        return event
+
+    def between(self, *moments: Moment) -> list[float]:
+        """Compute the seconds from each moment to the next."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return [_seconds(a, b) for a, b in pairwise(moments)]
+
+
+def _seconds(begin: Moment, end: Moment) -> float:
+    if isinstance(begin, float) or isinstance(end, float):
+        assert isinstance(begin, float) and isinstance(end, float), "moments are of one clock"
+        return end - begin
+    return begin.elapsed_time(end) / 1000
+
+
+Kind = TypeVar("Kind")
+
+
+AverageFunction = Callable[[Sequence[float]], float]
+
+
+def trimmed_mean(times: Sequence[float]) -> float:
+    """Average the times without the slowest twentieth.
+
+    For events that follow each other the sum counts, hence no median.
+    """
+    kept = sorted(times)[: max(1, len(times) * 19 // 20)]
+    return sum(kept) / len(kept)
+
+
+class Bench:
+    """Repeated measurements, until enough time has passed."""
+
+    def __init__(self, process: Process, *, patience: float, repetitions: tuple[int, int]) -> None:
+        """`patience`: seconds for one measurement, within (minimum, maximum) `repetitions`."""
+        self.process = process
+        self.clock = Clock(process.device)
+        self._patience = patience
+        self._repetitions = repetitions
+
+    def measure(
+        self, work: Callable[[], Mapping[Kind, float]], average: AverageFunction = median
+    ) -> dict[Kind, float] | None:
+        """Average the times of the parts of `work`, each time on the slowest rank; None where memory is too small.
+
+        The slowest rank counts, since the others have to wait for it.
+
+        All ranks call this together, with work of the same parts.
+        """
+        if not self._warm_up(work):
+            return None
+        start = time.perf_counter()
+        found = [work()]
+        once = max(self.process.gather(time.perf_counter() - start))
+        low, high = self._repetitions
+        self.wait()
+        found += [work() for _ in range(max(low, min(high, int(self._patience / once))) - 1)]
+        everyone = self.process.gather(found)
+        return {
+            kind: average([max(times[kind] for times in ranks) for ranks in zip(*everyone, strict=True)])
+            for kind in found[0]
+        }
+
+    def _warm_up(self, work: Callable[[], object]) -> bool:
+        """Run the work once; return whether all ranks have enough memory."""
+        fits = True
+        try:
+            work()
+        except torch.OutOfMemoryError:
+            fits = False
+        if not fits:
+            torch.cuda.empty_cache()
+        return all(self.process.gather(fits))
+
+    def wait(self) -> None:
+        """Wait until all ranks are here."""
+        if self.process.control is not None:
+            dist.barrier(group=self.process.control)
+
 
 Entry = TypeVar("Entry", Measurement, CollectiveTime)
 
