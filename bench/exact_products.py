@@ -27,8 +27,8 @@ from realrl.engine.training.trainer import Trainer
 from realrl.huggingface.initial_weights import initialise
 from realrl.model.arithmetic.ops import Products
 from realrl.model.packing import Packing
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import OptimizerConfig
-from realrl.recipe.settings import GenerationConfig
 
 ROWS, PROMPT, NEW_TOKENS = 32, 64, 64
 SIZES = [(1, 768, 256), (32, 768, 256), (32, 4096, 256), (4096, 768, 256), (4096, 256, 704)]

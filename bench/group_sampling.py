@@ -35,7 +35,7 @@ from realrl.huggingface.initial_weights import initialise
 from realrl.layout.kv_blocks import BLOCK_TOKENS, count_blocks, count_prompt_blocks
 from realrl.planner.memory.kv_cache import kv_cache_bytes
 from realrl.planner.workload.shard_sizes import LocalSizes
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 from realrl.runtime.measure.step_timer import count_allocations
 
 SHAPES = {

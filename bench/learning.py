@@ -31,8 +31,8 @@ from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.huggingface import model_files
 from realrl.huggingface.tokenizers import load_tokenizer
-from realrl.recipe.settings import GenerationConfig
-from realrl.runtime.prepare.records import read_stop_token_ids
+from realrl.recipe.generation import GenerationConfig
+from realrl.runtime.prepare.inputs import read_stop_token_ids
 
 DATA, SFT, REWARD = Path("data/demo"), Path("runs/demo/sft/final"), Path("runs/demo/reward/final")
 NEW_TOKENS, ANSWERS = 32, 4

@@ -9,7 +9,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from realrl.config.machine.processor import choose_products
+from realrl.config.hardware import choose_products
 
 SIZES = ((4096, 192, 576), (4096, 192, 1024), (4096, 512, 192), (2048, 192, 2048))
 """Rows, inputs, outputs: the products of the demo's model."""

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from realrl.data.batch import Ragged
-from realrl.data.sources.records import read_records
-from realrl.data.sources.rejects import Rejects
+from realrl.data.records import read_records
+from realrl.data.rejects import Rejects
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.shape import Head
 from realrl.families.tensors import Quantisation

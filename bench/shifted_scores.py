@@ -26,8 +26,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from realrl.cli.app import run_app
-from realrl.data.sources.records import read_records
-from realrl.data.sources.rejects import Rejects
+from realrl.data.records import read_records
+from realrl.data.rejects import Rejects
 
 RECIPE, TEXTS = "recipes/demo/ppo.yaml", "data/demo/reward_eval.jsonl"
 LIMITS = {"explained_variance": 0.15, "finished": 0.2, "judge": 0.1}

@@ -50,8 +50,8 @@ from realrl.families.shape import ModelShape
 from realrl.huggingface import model_files
 from realrl.huggingface.initial_weights import initialise
 from realrl.model.arithmetic.ops import Products
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import OptimizerConfig
-from realrl.recipe.settings import GenerationConfig
 
 CPU = torch.device("cpu")
 SHAPES = {

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
     # imports it.
     os.environ["TRITON_INTERPRET"] = "1"
 
-from realrl.config.machine.processor import ProductChoice, keep_choice
+from realrl.config.hardware import ProductChoice, keep_choice
 from realrl.testing import compare
 from realrl.testing.records import list_sentences, make_up_records
 from realrl.testing.shape import SHAPE

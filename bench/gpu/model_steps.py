@@ -14,8 +14,8 @@ from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
 from realrl.huggingface.initial_weights import initialise
 from realrl.planner.workload.flops import count_head_weights, count_layer_weights
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import OptimizerConfig
-from realrl.recipe.settings import GenerationConfig
 
 BATCHES = (1, 16, 64, 256)
 """Rows that are decoded."""

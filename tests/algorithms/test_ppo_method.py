@@ -26,7 +26,7 @@ from realrl.algorithms.ppo.inference import CriticInference
 from realrl.algorithms.ppo.method import PPOAlgorithm
 from realrl.algorithms.rewards.inference import RewardInference
 from realrl.data.batch import Batch
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 
 ADAPTIVE = {"coef": 0.3, "adaptive": True, "target": 2.0, "horizon": 100}
 EVERYTHING = PPOConfig(kl=ADAPTIVE, value_norm="running", missing_eos_penalty=0.4, truncated="score")

@@ -24,7 +24,7 @@ from realrl.algorithms.ppo.graph import train_graph
 from realrl.algorithms.ppo.method import PPOAlgorithm
 from realrl.algorithms.rewards.inference import RewardInference
 from realrl.data.batch import Batch, Ragged
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 
 ADAPTIVE = {"coef": 0.3, "adaptive": True, "target": 2.0, "horizon": 100}
 

@@ -7,7 +7,7 @@ import pytest
 
 from realrl.algorithms.sft.config import SFTExperiment
 from realrl.config.errors import UserError
-from realrl.config.units import format_bytes, parse_bytes
+from realrl.config.values import format_bytes, parse_bytes
 from realrl.config.yaml_file import parse_yaml
 from realrl.families.sizes.published import SHAPES
 from realrl.recipe.load import dump_experiment, parse_experiment

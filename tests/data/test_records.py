@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 
 from realrl.config.errors import UserError
-from realrl.data.sources import files
-from realrl.data.sources.records import read_records
-from realrl.data.sources.rejects import Rejects
+from realrl.data import files
+from realrl.data.records import read_records
+from realrl.data.rejects import Rejects
 
 RECORDS = [{"prompt": "a"}, {"prompt": "é"}, {"prompt": "c"}]
 

@@ -13,8 +13,8 @@ from realrl.algorithms.distillation.distributions import DivergenceTrain, TopTea
 from realrl.algorithms.method import Metrics, ModelOutput
 from realrl.algorithms.reward.method import PairInference, RewardTrain
 from realrl.algorithms.sft.method import SFTInference, SFTTrain
+from realrl.data.balance import assign, partition_samples
 from realrl.data.batch import Batch, Ragged
-from realrl.data.partition import assign, partition_samples
 from realrl.dataflow.call import Candidates
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
@@ -28,8 +28,8 @@ from realrl.layout import limits
 from realrl.layout.layout import build_layout
 from realrl.plan.communicators import list_rank_sets
 from realrl.plan.placement import Placement
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import OptimizerConfig
-from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
 from tests.forked import run_forked

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from realrl.algorithms.sft.method import SFTTrain
+from realrl.data.balance import assign
 from realrl.data.batch import Batch, Ragged
-from realrl.data.partition import assign
 from realrl.engine.model import Model
 from realrl.engine.parallel_groups import select_groups
 from realrl.engine.training.trainer import Trainer

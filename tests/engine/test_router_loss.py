@@ -13,8 +13,8 @@ from torch import Tensor
 from realrl.algorithms.method import TrainMethod
 from realrl.algorithms.reward.method import RewardTrain
 from realrl.algorithms.sft.method import SFTTrain
+from realrl.data.balance import assign
 from realrl.data.batch import Batch, Ragged
-from realrl.data.partition import assign
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.parallel_groups import select_groups
 from realrl.engine.training.trainer import Trainer

@@ -16,7 +16,7 @@ from realrl.families.registry import model_tensors
 from realrl.families.shape import RopeScaling
 from realrl.huggingface import model_files, shards
 from realrl.model.rotary import make_rotation
-from realrl.runtime.prepare.records import check_length
+from realrl.runtime.prepare.inputs import check_length
 from tests.model.small_models import SHAPES, make_theirs
 
 SHAPE = SHAPES["llama4"]

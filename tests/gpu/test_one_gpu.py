@@ -19,8 +19,8 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import OptimizerConfig
-from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.measure.step_timer import count_allocations
 from tests.gpu.devices import on_one_device
 from tests.gpu_branches.training_cases import LONG, SHAPES, list_methods, make_batch

@@ -24,8 +24,8 @@ from realrl.engine.generation.sampler import Sampler
 from realrl.engine.optional_kernels import REQUIREMENTS, check_heads, use_kernels
 from realrl.families.sizes.published import SHAPES
 from realrl.recipe import checks
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.load import load_experiment
-from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.output.notes import list_kernel_notes
 from realrl.runtime.prepare.gpu import try_kernels
 from tests.conftest import World

@@ -29,7 +29,7 @@ from realrl.model.arithmetic.ops import PLAIN, Products
 from realrl.model.packing import Packing
 from realrl.model.quantised import QuantisedMatrix
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 from tests.huggingface.test_adapters_on_disk import make_adapters, make_base
 from tests.huggingface.test_memory_of_models import Allocations
 from tests.model.small_models import SHAPES, make_theirs, random_rows

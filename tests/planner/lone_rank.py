@@ -32,8 +32,8 @@ from realrl.model.parallel import group as collectives
 from realrl.model.parallel.group import Group, make_single_rank_group
 from realrl.plan.placement import Placement
 from realrl.program.memory import StoredModel
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import OptimizerConfig
-from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.measure.step_timer import count_allocations
 
 CPU = torch.device("cpu")

@@ -24,8 +24,8 @@ from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.profile.profile import CollectiveTime, Profile
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.load import load_experiment
-from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.processes.process import Process
 from realrl.runtime.profiler.decoding import Decoding
 from realrl.runtime.profiler.passes import Passes

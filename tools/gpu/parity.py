@@ -47,7 +47,7 @@ from realrl.model.gpu.swiglu import SwiGLU
 from realrl.model.gpu_logprobs import TokenLogprobs
 from realrl.model.packing import Packing
 from realrl.model.parallel.group import make_single_rank_group
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 
 torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
 EPS = 1e-6

@@ -19,9 +19,9 @@ from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.registry import find_user_code
-from realrl.recipe.settings import GenerationConfig
 
 
 def build_algorithm(experiment: Experiment) -> Algorithm:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from realrl.algorithms.method import Metrics, ModelOutput
-from realrl.config.words import join
+from realrl.config.errors import join
 from realrl.data.batch import KEY_DTYPES, Batch, Ragged
 from realrl.dataflow.call import Call
 from realrl.dataflow.graph import DataflowGraph

@@ -10,7 +10,7 @@ from pathlib import Path
 from realrl.checkpoint.saved import checkpoint_path, list_checkpoints
 from realrl.config.files import partial_path, write_whole
 from realrl.recipe.evaluation import BestConfig
-from realrl.recipe.sections.checkpoint import CheckpointConfig
+from realrl.recipe.run_settings import CheckpointConfig
 
 METRIC = "metric.json"
 """File of a checkpoint with the value of `evaluation.best` for its models."""

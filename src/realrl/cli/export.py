@@ -29,11 +29,10 @@ def export(
 ) -> None:
     """Write the models of a checkpoint as Hugging Face directories."""
     from realrl.checkpoint.saved import find_run_of, list_checkpoints
-    from realrl.config.errors import UserError
+    from realrl.config.errors import UserError, join
     from realrl.config.files import check_directory
     from realrl.config.paths import local_path
-    from realrl.config.units import parse_bytes
-    from realrl.config.words import join
+    from realrl.config.values import parse_bytes
     from realrl.runtime.output.algorithm_record import AlgorithmRecord
 
     try:

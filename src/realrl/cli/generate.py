@@ -10,8 +10,8 @@ from realrl.cli.recipe import launch_ranks
 from realrl.config.files import check_file
 
 if TYPE_CHECKING:
-    from realrl.data.sources.records import Record
-    from realrl.recipe.settings import GenerationConfig
+    from realrl.data.records import Record
+    from realrl.recipe.generation import GenerationConfig
 
 
 def generate(
@@ -182,7 +182,7 @@ def _read_sampling(**options: Any) -> "GenerationConfig":
 
     from realrl.config.errors import UserError
     from realrl.config.explain import explain
-    from realrl.recipe.settings import GenerationConfig
+    from realrl.recipe.generation import GenerationConfig
 
     try:
         return GenerationConfig(**options)

@@ -1,5 +1,7 @@
 """Exceptions shown to the user as one message, without a traceback; all others are bugs."""
 
+from collections.abc import Sequence
+
 
 class DescriptionError(ValueError):
     """A contradiction in what code describes: an algorithm, a graph, a family.
@@ -29,3 +31,8 @@ class RunError(RuntimeError):
 
     Its text is the error message; commands exit with status 1.
     """
+
+
+def join(words: Sequence[str], last: str = "and") -> str:
+    """Join words as text: `a`, `a and b`, `a, b and c`; `last` stands before the last one."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jinja2
 
 from realrl.config.errors import UserError
-from realrl.data.sources.rejects import BadRecordError
+from realrl.data.rejects import BadRecordError
 from realrl.data.tools import find_arguments, write_arguments
 
 if TYPE_CHECKING:

@@ -12,19 +12,44 @@ import torch
 
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
-from realrl.data.further import FieldFilter, FurtherFields, keep_nothing
-from realrl.data.items import ItemReader
-from realrl.data.mismatch import mismatch_completions
-from realrl.data.numbers import NumberRows, type_code
-from realrl.data.sources.origins import Origins
-from realrl.data.sources.records import RecordReader, read_records
-from realrl.data.sources.rejects import Rejects
+from realrl.data.items import FieldFilter, FurtherFields, ItemReader, NumberRows, keep_nothing, type_code
+from realrl.data.records import RecordReader, read_records
+from realrl.data.rejects import Rejects
 from realrl.data.tokenization import Row, make_field
 from realrl.recipe.data import DataConfig
 from realrl.recipe.sources import RecordSource, list_sources, name_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+class Origins:
+    """Origins of many items in few bytes: the names of files are kept once."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, int] = {}
+        self._names: list[str] = []
+        self._file = array("i")
+        self._line = array("q")
+
+    def add(self, origin: str) -> None:
+        """Add an item: FILE:LINE, or any other text."""
+        file, _, line = origin.rpartition(":")
+        known = line.isdecimal() and len(line) < 19
+        name = file if known else origin
+        if name not in self._files:
+            self._files[name] = len(self._names)
+            self._names.append(name)
+        self._file.append(self._files[name])
+        self._line.append(int(line) if known else -1)
+
+    def list(self, indices: Sequence[int]) -> list[str]:
+        """List the origins of the items at `indices`; empty where none were added."""
+        return [self._text(i) for i in indices] if self._file else []
+
+    def _text(self, item: int) -> str:
+        name, line = self._names[self._file[item]], self._line[item]
+        return name if line < 0 else f"{name}:{line}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,3 +257,17 @@ def _count(source: RecordSource, items: int, rejects: Rejects) -> SourceCount:
         too_long=rejects.too_long,
         reasons=tuple(rejects.reasons),
     )
+
+
+def mismatch_completions(tokens: Ragged, prompt_length: Ragged, longest: int) -> Ragged:
+    """Join each prompt with the completion of the item before it; the first one takes that of the last.
+
+    So the mismatched completions of a step are the matched ones in another order (Ethayarajh et al. 2024, section
+    4.1), and depend on the step alone, not on how its items are placed. Rows are cut off at `longest` tokens.
+    """
+    starts = prompt_length.values.tolist()
+    prompts = [row[:start] for row, start in zip(tokens.rows(), starts, strict=True)]
+    completions = [row[start:] for row, start in zip(tokens.rows(), starts, strict=True)]
+    before = [completions[-1], *completions[:-1]] if completions else []
+    rows = ([*prompt, *completion][:longest] for prompt, completion in zip(prompts, before, strict=True))
+    return Ragged.of(rows, dtype=tokens.values.dtype)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from realrl.config.errors import UserError
-from realrl.data.shuffle import permute
 
 
 class Order:
@@ -104,3 +103,14 @@ def split_eval_batches(size: int, batch: int) -> list[list[int]]:
     """
     count = -(-size // batch)
     return [list(range(size * i // count, size * (i + 1) // count)) for i in range(count)]
+
+
+def permute(size: int, *, seed: int, stream: int) -> np.ndarray:
+    """Permute 0..size-1. int64 [size]. Streams of one seed are independent of each other.
+
+    Only the raw output of a numpy bit generator is promised to stay the same between versions; what
+    `Generator` makes of it is not.
+    """
+    key = np.array([seed % 2**64, stream], dtype=np.uint64)
+    keys = np.random.Philox(key=key).random_raw(size)
+    return np.argsort(keys, kind="stable")

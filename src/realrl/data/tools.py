@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from realrl.data.sources.rejects import BadRecordError
+from realrl.data.rejects import BadRecordError
 
 
 def read_template_options(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Other usual ways to write records, rewritten into the fields that `data/forms.py` reads."""
+"""Other usual ways to write records, rewritten into the fields that `data/reader.py` reads."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from realrl.data.forms import Fields
-from realrl.data.sources.rejects import BadRecordError
+from realrl.data.reader import Fields
+from realrl.data.rejects import BadRecordError
 from realrl.recipe.forms import FORMS
 
 _ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from realrl.config.errors import UserError
-from realrl.config.words import join
+from realrl.config.errors import UserError, join
 from realrl.families.adapter_config import ADAPTER_CONFIG, SavedAdapters
 from realrl.families.adapters import ADAPTERS, LORA_A, LowRank, list_modules
 from realrl.families.tensors import TensorSpec

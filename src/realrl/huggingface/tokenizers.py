@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from realrl.config.errors import UserError
 from realrl.config.json_file import read_json
 from realrl.config.paths import is_local, local_path
-from realrl.data.sources.records import read_records
-from realrl.data.sources.rejects import Rejects
+from realrl.data.records import read_records
+from realrl.data.rejects import Rejects
 from realrl.families.adapter_config import find_adapters
 from realrl.families.config_json import SPECIAL_TOKENS
 from realrl.families.shape import Head

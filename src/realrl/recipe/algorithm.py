@@ -5,14 +5,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from realrl.config.errors import DescriptionError
-from realrl.config.words import join
+from realrl.config.errors import DescriptionError, join
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import Head
 from realrl.recipe.evaluation import JUDGE, AnswerReader
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.forms import FORMS
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 
 _HEADS = get_args(Head)
 

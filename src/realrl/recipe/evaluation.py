@@ -8,8 +8,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 
 from realrl.config.base import Settings
 from realrl.config.paths import PathOrName
-from realrl.config.user_function import FunctionReference
-from realrl.recipe.settings import GenerationConfig
+from realrl.config.user_code import FunctionReference
+from realrl.recipe.generation import GenerationConfig
 
 JUDGE = "judge"
 """Metric of evaluations with `evaluation.judge`."""

@@ -5,15 +5,12 @@ from typing import Any, Literal, Self
 from pydantic import Field, PositiveInt, PrivateAttr, field_validator, model_validator
 
 from realrl.config.base import Settings
-from realrl.config.devices import check_cluster
+from realrl.config.errors import join
 from realrl.config.paths import PathOrName, YamlOrName
-from realrl.config.units import check_size
-from realrl.config.words import join
+from realrl.config.values import check_cluster, check_size
 from realrl.recipe.data import DataConfig, TrainingConfig
 from realrl.recipe.evaluation import EvaluationConfig
-from realrl.recipe.sections.checkpoint import CheckpointConfig, Resume
-from realrl.recipe.sections.launch import LaunchConfig
-from realrl.recipe.sections.trackers import TrackersConfig
+from realrl.recipe.run_settings import CheckpointConfig, LaunchConfig, Resume, TrackersConfig
 
 
 class DebugConfig(Settings):

@@ -1,10 +1,10 @@
-"""Forms of records: fields, and the keys of a dataflow graph that they yield. `data/forms.py` reads them."""
+"""Forms of records: fields, and the keys of a dataflow graph that they yield. `data/reader.py` reads them."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from realrl.config.words import join
+from realrl.config.errors import join
 
 MOST_ANSWERS = 16
 """Most answers of a record of ranked answers."""

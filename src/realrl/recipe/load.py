@@ -12,7 +12,7 @@ from realrl.config.base import Settings
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, explain, section_class, shorten
 from realrl.config.paths import local_path
-from realrl.config.secrets.redaction import REDACTED, redact_settings
+from realrl.config.redaction import REDACTED, redact_settings
 from realrl.config.yaml_file import dump_yaml, parse_yaml, read_yaml
 from realrl.recipe.checks import complete
 from realrl.recipe.experiment import Experiment

@@ -6,11 +6,10 @@ from functools import cache, wraps
 from importlib.metadata import EntryPoint
 from typing import Any
 
-from realrl.config.errors import UserError
+from realrl.config.errors import UserError, join
 from realrl.config.explain import brief, nearest
 from realrl.config.registered import find_registered, load_registered, name_package
 from realrl.config.user_code import UserCode, is_own_module
-from realrl.config.words import join
 from realrl.recipe.algorithm import AlgorithmSpec
 
 GROUP = "realrl.algorithms"

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
+from realrl.config.errors import join
 from realrl.config.explain import brief
 from realrl.config.paths import local_path, make_absolute
-from realrl.config.words import join
 
 ACCEPTED = "a source, a list of sources, or a mapping {SOURCE: WEIGHT}"
 _ENTRY = ("source", "weight")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Self
 
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 
 _INCOMPLETE = "\ufffd"
 """What a tokenizer makes of the first bytes of a character until the others follow."""

@@ -33,7 +33,7 @@ from realrl.recipe.model import ModelConfig
 from realrl.runtime.continuation import gather_algorithm_state
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.prepare.compile import Compiled
-from realrl.runtime.prepare.records import load_shared_tokenizer, load_stop_token_ids
+from realrl.runtime.prepare.inputs import load_shared_tokenizer, load_stop_token_ids
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.roles import Roles
 

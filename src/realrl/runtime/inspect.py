@@ -15,7 +15,7 @@ from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.sources import name_sources
-from realrl.runtime.prepare.records import load_shared_tokenizer, load_stop_token_ids
+from realrl.runtime.prepare.inputs import load_shared_tokenizer, load_stop_token_ids
 
 
 @dataclass

@@ -17,7 +17,7 @@ from realrl.checkpoint.contents import CheckpointContents
 from realrl.checkpoint.saved import BEST, find_saved, find_saved_state, load_saved_state
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.config.files import as_os_error, reason_of, whole_file
-from realrl.config.secrets.redaction import redact
+from realrl.config.redaction import redact
 from realrl.data.batch import Batch
 from realrl.engine.training.skipped_steps import SkippedStepsError
 from realrl.huggingface.tokenizers import list_saving_notes
@@ -49,7 +49,7 @@ from realrl.runtime.output.notes import (
 from realrl.runtime.output.rundir import RunDirectory
 from realrl.runtime.prepare.compile import Compiled, models, stored_models
 from realrl.runtime.prepare.device_memory import list_early_loads, list_kept_decoding
-from realrl.runtime.prepare.records import (
+from realrl.runtime.prepare.inputs import (
     RecordLoader,
     find_longest,
     list_tokenizer_notes,

@@ -5,7 +5,7 @@ from typing import Any
 
 from realrl.algorithms.build import build_algorithm
 from realrl.runtime.continuation import gather_algorithm_state
-from realrl.runtime.prepare.records import load_functions
+from realrl.runtime.prepare.inputs import load_functions
 from realrl.runtime.training_run import TrainingRun
 
 

@@ -16,7 +16,7 @@ from realrl.huggingface import model_files
 from realrl.huggingface.initial_weights import initialise
 from realrl.model.arithmetic.ops import Products
 from realrl.model.packing import Packing
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 from tests.conftest import World
 
 ROWS = 300

@@ -14,7 +14,7 @@ from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.huggingface import model_files
 from realrl.model.packing import Packing
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 from tests.conftest import World
 
 NEVER = ()

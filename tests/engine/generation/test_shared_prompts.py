@@ -11,7 +11,7 @@ from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.shape import ModelShape
 from realrl.huggingface.initial_weights import initialise
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 
 SAMPLES = 6
 ENDS = tuple(range(9))

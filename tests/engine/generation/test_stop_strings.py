@@ -20,7 +20,7 @@ from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import make_unsharded_model
 from realrl.huggingface import model_files
 from realrl.layout.kv_blocks import count_steps_per_look
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.stop_strings import StopStrings
 from tests.conftest import World
 

@@ -18,7 +18,7 @@ from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.recipe.data import SpikeConfig
 from realrl.recipe.evaluation import BestConfig
-from realrl.recipe.sections.checkpoint import CheckpointConfig
+from realrl.recipe.run_settings import CheckpointConfig
 from realrl.runtime.continuation import Spike, SpikeDetector
 from tests.conftest import World, read_metrics
 from tests.runtime.checkpoints.interrupted import interrupt

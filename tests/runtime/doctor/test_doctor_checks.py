@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from realrl.config.machine.c_compiler import find_missing_build_tool
+from realrl.config.hardware import find_missing_build_tool
 from realrl.plan.cluster import Cluster
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.runtime.doctor.finding import Finding, ok, run_checks

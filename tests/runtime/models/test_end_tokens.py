@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from realrl.cli.app import run_app
 from realrl.huggingface.directory import read_shape
 from realrl.recipe.load import load_experiment
-from realrl.runtime.prepare.records import load_shared_tokenizer, load_stop_token_ids, read_stop_token_ids
+from realrl.runtime.prepare.inputs import load_shared_tokenizer, load_stop_token_ids, read_stop_token_ids
 from tests.conftest import World, read_metrics
 
 TEMPLATE = (

@@ -13,7 +13,7 @@ from realrl.checkpoint.manifest import Manifest
 from realrl.checkpoint.saved import list_checkpoints
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
-from realrl.config.user_function import UserFunction
+from realrl.config.user_code import UserFunction
 from realrl.data.order import split_eval_batches
 from realrl.plan.plan import Plan
 from realrl.program.lower import home_placements

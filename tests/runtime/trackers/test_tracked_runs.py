@@ -220,7 +220,7 @@ def test_wandb_offline_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: py
     wandb = pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2
 
-    from realrl.recipe.sections.trackers import WandbConfig
+    from realrl.recipe.run_settings import WandbConfig
 
     assert wandb
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
@@ -271,7 +271,7 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.Mo
     pytest.importorskip("mlflow")
     from mlflow import MlflowClient
 
-    from realrl.recipe.sections.trackers import MlflowConfig
+    from realrl.recipe.run_settings import MlflowConfig
     from realrl.runtime.output.tracker_services import MlflowTracker
 
     address = f"sqlite:///{tmp_path / 'mlflow.db'}"

@@ -6,8 +6,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from realrl.config.base import Settings
 from realrl.recipe.experiment import Experiment, Models
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
-from realrl.recipe.settings import GenerationConfig
 
 
 class DivergenceConfig(Settings):

@@ -6,7 +6,7 @@ from realrl.algorithms.distillation.distributions import DivergenceInference, Di
 from realrl.algorithms.distillation.drawn import DrawnTeacher, DrawnTrain
 from realrl.algorithms.method import GenerateMethod, Method
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 
 
 def distillation_algorithm(

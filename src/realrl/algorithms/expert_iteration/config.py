@@ -7,8 +7,8 @@ from pydantic import PositiveInt, model_validator
 from realrl.algorithms.rewards.config import RewardSetting, check_models
 from realrl.config.base import Settings
 from realrl.recipe.experiment import Experiment, Models
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
-from realrl.recipe.settings import GenerationConfig
 
 
 class ExpertIterationConfig(Settings):

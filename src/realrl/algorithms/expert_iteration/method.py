@@ -10,7 +10,7 @@ from realrl.algorithms.policy.inference import RefInference
 from realrl.algorithms.rewards.config import may_skip
 from realrl.algorithms.rewards.methods import make_reward_methods
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 
 
 class ExpertIterationAlgorithm(StatelessAlgorithm):

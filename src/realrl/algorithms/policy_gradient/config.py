@@ -9,8 +9,8 @@ from realrl.algorithms.policy.reference import complete_reference
 from realrl.algorithms.rewards.config import RewardSetting, check_models
 from realrl.config.base import PRESENCE
 from realrl.recipe.experiment import Experiment, Models
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
-from realrl.recipe.settings import GenerationConfig
 
 
 class PolicyKLConfig(KLConfig):

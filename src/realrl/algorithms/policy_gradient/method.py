@@ -9,7 +9,7 @@ from realrl.algorithms.policy_gradient.train import PolicyGradientTrain, StepSiz
 from realrl.algorithms.rewards.config import may_skip
 from realrl.algorithms.rewards.methods import make_reward_methods
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 
 
 class PolicyGradientAlgorithm(StatelessAlgorithm):

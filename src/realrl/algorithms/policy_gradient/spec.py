@@ -6,7 +6,7 @@ from realrl.algorithms.policy_gradient.config import PolicyGradientConfig, Polic
 from realrl.algorithms.policy_gradient.graph import make_policy_gradient_graph
 from realrl.algorithms.policy_gradient.presets import PRESETS
 from realrl.algorithms.rewards.answers import find_answer_reader
-from realrl.config.derive import derive_settings
+from realrl.config.base import derive_settings
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec
 

@@ -12,7 +12,7 @@ from realrl.algorithms.ppo.inference import CriticInference
 from realrl.algorithms.rewards.config import Rewards, may_skip
 from realrl.algorithms.rewards.methods import make_reward_methods
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 
 FEW_FINISHED = 0.5
 """Share of finished answers below which a note says that most are cut off."""

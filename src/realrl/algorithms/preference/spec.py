@@ -4,7 +4,7 @@ from realrl.algorithms.preference.config import PreferenceConfig, PreferenceExpe
 from realrl.algorithms.preference.graph import make_preference_eval_graph, make_preference_graph
 from realrl.algorithms.preference.presets import PRESETS
 from realrl.algorithms.preference.report import CURVES, HEADLINES, SUMMARY
-from realrl.config.derive import derive_settings
+from realrl.config.base import derive_settings
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec
 

@@ -3,8 +3,7 @@
 from realrl.algorithms.rewards.config import Rewards, is_mixture, name_setting
 from realrl.algorithms.rewards.graph import name_key
 from realrl.algorithms.rewards.verifiers.base import AnswerVerifier
-from realrl.config.errors import UserError
-from realrl.config.words import join
+from realrl.config.errors import UserError, join
 from realrl.recipe.evaluation import AnswerReader
 
 

@@ -11,7 +11,7 @@ from realrl.algorithms.rewards.verifiers.config import VerifierSetting
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, explain
-from realrl.config.user_function import FunctionReference, resolve_setting
+from realrl.config.user_code import FunctionReference, resolve_setting
 
 SINGLE = "reward"
 """Name of the term of a reward that is no mixture."""

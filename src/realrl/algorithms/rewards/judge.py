@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from realrl.algorithms.rewards.scorers import FunctionScorer
-from realrl.config.user_function import UserFunction
+from realrl.config.user_code import UserFunction
 
 
 class Judge(FunctionScorer):

@@ -2,8 +2,8 @@
 
 from realrl.algorithms.rewards.config import RewardSetting
 from realrl.recipe.experiment import Experiment, Models
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import ModelConfig
-from realrl.recipe.settings import GenerationConfig
 
 
 class SamplingModels(Models):

@@ -5,7 +5,7 @@ from realrl.algorithms.method import GenerateMethod, Method
 from realrl.algorithms.rewards.methods import make_reward_methods
 from realrl.algorithms.sampling.config import SamplingExperiment
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 
 
 def sampling_algorithm(

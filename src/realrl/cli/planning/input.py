@@ -11,7 +11,7 @@ from realrl.config.explain import brief
 from realrl.config.files import check_file
 from realrl.config.json_file import read_json
 from realrl.config.paths import local_path
-from realrl.config.units import parse_bytes
+from realrl.config.values import parse_bytes
 from realrl.recipe.algorithm import get_spec
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from realrl.config.errors import UserError
-from realrl.config.secrets.redaction import redact
+from realrl.config.redaction import redact
 
 Status = Literal["ok", "warning", "problem", "unknown"]
 """`problem`: a run will fail or lose something; `warning`: it may, or be slow; `unknown`: the check failed."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from realrl.config.machine.c_compiler import find_missing_build_tool
-from realrl.config.units import format_bytes
+from realrl.config.hardware import find_missing_build_tool
+from realrl.config.values import format_bytes
 from realrl.runtime.doctor.finding import Finding, ok, problem, warning
 
 SUBJECT = "GPUs"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from realrl.config.units import format_bytes
+from realrl.config.values import format_bytes
 from realrl.runtime.doctor.finding import Finding, ok, problem, warning
 from realrl.runtime.prepare.host import cpu_quota, free_group_memory, free_group_threads, host_memory
 

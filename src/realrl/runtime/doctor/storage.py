@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from realrl.config.files import reason_of
-from realrl.config.units import format_bytes
+from realrl.config.values import format_bytes
 from realrl.runtime.doctor.finding import Finding, ok, problem, warning
 
 SUBJECT = "run directory"

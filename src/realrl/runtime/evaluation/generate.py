@@ -11,9 +11,9 @@ from realrl.config.errors import UserError
 from realrl.config.explain import shorten
 from realrl.config.json_file import to_json
 from realrl.data.conversation import Conversation, Message
-from realrl.data.forms import Reader, Steps, Text
-from realrl.data.sources.records import Record, read_records
-from realrl.data.sources.rejects import BadRecordError, Rejects
+from realrl.data.reader import Reader, Steps, Text
+from realrl.data.records import Record, read_records
+from realrl.data.rejects import BadRecordError, Rejects
 from realrl.data.tokenization import EMPTY_PROMPT, tokenize
 from realrl.data.variants import rewrite
 from realrl.engine.finite import NotFiniteError
@@ -22,12 +22,12 @@ from realrl.huggingface import model_files
 from realrl.huggingface.directory import check_directories
 from realrl.huggingface.tokenizers import load_tokenizer
 from realrl.recipe.experiment import Experiment
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.load import parse_experiment
-from realrl.recipe.settings import GenerationConfig
 from realrl.recipe.sources import list_sources
 from realrl.runtime.evaluation.answers import Answer
 from realrl.runtime.evaluation.run import evaluate_recipe
-from realrl.runtime.prepare.records import (
+from realrl.runtime.prepare.inputs import (
     check_length,
     check_stop_token_ids,
     check_top_k,

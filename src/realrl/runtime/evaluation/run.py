@@ -13,7 +13,7 @@ from realrl.algorithms.rewards.judge import load_judge
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.config.files import reason_of, write_whole
 from realrl.config.json_file import replace_infinite, write_rows
-from realrl.data.sources.records import RecordReader, read_records
+from realrl.data.records import RecordReader, read_records
 from realrl.dataflow.call import Kind
 from realrl.engine.optional_kernels import use_kernels
 from realrl.families.shape import ModelShape
@@ -36,7 +36,7 @@ from realrl.runtime.prepare.compile import (
     models,
 )
 from realrl.runtime.prepare.devices import check_kind
-from realrl.runtime.prepare.records import (
+from realrl.runtime.prepare.inputs import (
     RecordLoader,
     find_longest,
     load_functions,

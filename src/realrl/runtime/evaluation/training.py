@@ -16,7 +16,7 @@ from realrl.runtime.evaluation.answers import EvaluationResult
 from realrl.runtime.evaluation.evaluate import Evaluation
 from realrl.runtime.evaluation.run import Opponent, make_opponent
 from realrl.runtime.prepare.compile import Compiled
-from realrl.runtime.prepare.records import RecordLoader
+from realrl.runtime.prepare.inputs import RecordLoader
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.worker import Worker
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from realrl.config.files import write_whole
 from realrl.plan.cluster import Cluster
-from realrl.recipe.sections.launch import LaunchConfig
+from realrl.recipe.run_settings import LaunchConfig
 from realrl.runtime.launcher.termination import Termination
 from realrl.runtime.monitor.sign import FileBoard, Sign
 from realrl.runtime.monitor.watch import SignWatch, Verdict, WatchLimits

@@ -8,8 +8,8 @@ from typing import Any
 
 from realrl.algorithms.method import Algorithm
 from realrl.checkpoint.saved import Restored
+from realrl.config.errors import join
 from realrl.config.explain import nearest
-from realrl.config.words import join
 from realrl.data.dataset import Dataset, SourceCount
 from realrl.data.order import Order, count_drawn
 from realrl.dataflow.call import Kind

@@ -35,7 +35,7 @@ from realrl.config.files import (
 )
 from realrl.config.json_file import parse_rows, read_tail, replace_infinite, write_rows
 from realrl.config.paths import local_path
-from realrl.config.secrets.redaction import redact_code
+from realrl.config.redaction import redact_code
 from realrl.config.user_code import find_source, is_own_module
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Program

@@ -7,9 +7,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from realrl.config.errors import UserError
+from realrl.config.errors import UserError, join
 from realrl.config.files import partial_path, reason_of
-from realrl.config.words import join
 from realrl.plan.cluster import Cluster
 from realrl.program.lower import WRITER
 from realrl.runtime.processes.process import Process

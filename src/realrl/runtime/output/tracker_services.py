@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from realrl.config.files import write_whole
-from realrl.config.secrets.redaction import redact_settings
+from realrl.config.redaction import redact_settings
 from realrl.config.yaml_file import dump_yaml
-from realrl.recipe.sections.trackers import MlflowConfig, WandbConfig
+from realrl.recipe.run_settings import MlflowConfig, WandbConfig
 
 IDS = "trackers"
 """Directory of what trackers call a run."""

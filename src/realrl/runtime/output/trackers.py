@@ -9,10 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from realrl.config.errors import UserError
-from realrl.config.secrets.redaction import redact
+from realrl.config.redaction import redact
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import dump_settings
-from realrl.recipe.sections.trackers import TrackersConfig
+from realrl.recipe.run_settings import TrackersConfig
 from realrl.runtime.monitor.note_file import read_notes
 from realrl.runtime.output.tracker_services import (
     BOARD,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from realrl.config.errors import UserError
-from realrl.config.units import parse_bytes
+from realrl.config.values import parse_bytes
 from realrl.plan.cluster import Cluster
 from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.cluster.devices import DEVICES, DeviceKind, find_gpu_kind

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from realrl.config.errors import UserError
-from realrl.config.units import format_bytes
+from realrl.config.values import format_bytes
 
 _CONTROL_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 

@@ -18,7 +18,7 @@ from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.model.parallel.group import Group
 from realrl.plan.cluster import Cluster
 from realrl.plan.communicators import RankSet, RankSets
-from realrl.recipe.sections.launch import LaunchConfig
+from realrl.recipe.run_settings import LaunchConfig
 from realrl.runtime.monitor.activity import Activity
 from realrl.runtime.monitor.host_memory import steady_memory
 from realrl.runtime.prepare.cluster import written_cluster

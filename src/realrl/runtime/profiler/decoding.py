@@ -15,7 +15,7 @@ from realrl.engine.generation.scheduler import RowPrefill
 from realrl.engine.model import Model
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.planner.profile.profile import LayerKind
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 from realrl.runtime.profiler.passes import LayerMix, LayerTimer, make_records
 from realrl.runtime.profiler.points import Clock, Moment
 

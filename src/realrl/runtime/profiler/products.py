@@ -2,7 +2,7 @@
 
     python -m realrl.runtime.profiler.products
 
-prints the fastest as JSON, for `realrl.config.machine.processor`.
+prints the fastest as JSON, for `realrl.config.hardware`.
 """
 
 import json
@@ -14,7 +14,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from realrl.config.machine.processor import ProductChoice
+from realrl.config.hardware import ProductChoice
 from realrl.model.arithmetic.ops import Products
 
 _SHAPES = ((1024, 256, 1024), (2048, 768, 2048), (64, 512, 2048))

@@ -22,7 +22,7 @@ from realrl.model.parallel.group import Group, make_single_rank_group
 from realrl.plan.placement import ELEMENT_BYTES, Dtype, Mesh, Placement, Strategy
 from realrl.planner.profile.profile import LayerKind, Measurement
 from realrl.planner.workload.shard_sizes import LocalSizes
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 from realrl.runtime.profiler.decoding import DECODE_STEPS, Decoding
 from realrl.runtime.profiler.machine import Update
 from realrl.runtime.profiler.passes import Passes, convert_parts, find_window_share, measure_preparation

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from realrl.data.balance import assign, partition, partition_samples
 from realrl.data.batch import KEY_DTYPES, Batch, Ragged
-from realrl.data.partition import assign, partition, partition_samples
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.plan import Plan

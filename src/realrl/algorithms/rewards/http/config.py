@@ -9,8 +9,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
-from realrl.config.patterns import Pattern
-from realrl.config.secrets.redaction import redact
+from realrl.config.redaction import redact
+from realrl.config.values import Pattern
 
 NUMBER = r"([-+]?\d+(?:\.\d+)?)"
 

@@ -10,9 +10,9 @@ from realrl.algorithms.rewards.http.config import HttpConfig
 from realrl.algorithms.rewards.scoring.limits import map_in_threads
 from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score, check_required
 from realrl.config.errors import UserError
-from realrl.config.patterns import find_last
-from realrl.config.secrets.redaction import redact
-from realrl.config.user_function import read_number, show
+from realrl.config.redaction import redact
+from realrl.config.user_code import read_number, show
+from realrl.config.values import find_last
 
 
 class HttpScorer:

@@ -4,8 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from realrl.config.errors import UserCodeError, UserError
-from realrl.config.words import join
+from realrl.config.errors import UserCodeError, UserError, join
 
 SKIPPED = float("nan")
 """Score of a sample that has none, in the keys of scores: it leaves the loss and all means."""

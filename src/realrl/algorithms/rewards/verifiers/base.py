@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score
 from realrl.config.base import Settings
-from realrl.config.patterns import Pattern, find_last
+from realrl.config.values import Pattern, find_last
 
 
 class Verification(Protocol):

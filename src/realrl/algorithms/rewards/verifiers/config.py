@@ -12,8 +12,8 @@ from realrl.algorithms.rewards.verifiers.numeric import Numeric
 from realrl.algorithms.rewards.verifiers.python_tests import PythonTests
 from realrl.algorithms.rewards.verifiers.schema import JsonSchema
 from realrl.algorithms.rewards.verifiers.text import ExactMatch, Regex
+from realrl.config.errors import join
 from realrl.config.explain import brief, explain, nearest
-from realrl.config.words import join
 
 VERIFIERS: Mapping[str, type[Verifier]] = MappingProxyType(
     {

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from realrl.algorithms.rewards.scoring.scores import Score
 from realrl.algorithms.rewards.verifiers.base import AnswerVerifier, Verifier
-from realrl.config.patterns import Pattern
+from realrl.config.values import Pattern
 
 
 class ExactMatch(AnswerVerifier):

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from realrl.config.errors import UserError
-from realrl.config.units import format_bytes
+from realrl.config.values import format_bytes
 from realrl.plan.presets import PRESETS, SEARCH
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.report.shortage_text import describe_full_host

@@ -13,7 +13,7 @@ from typing import Any
 from realrl.config.errors import UserError
 from realrl.config.files import reason_of
 from realrl.config.json_file import RepeatedKeyError, unique_keys
-from realrl.data.sources.rejects import Rejects
+from realrl.data.rejects import Rejects
 
 Record = tuple[str, dict[str, Any]]
 """Origin of a record, as FILE:LINE (FILE:ROW in tables, counted from 1), and the record."""

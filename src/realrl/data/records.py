@@ -7,11 +7,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from realrl.config.errors import UserError
+from realrl.config.errors import UserError, join
 from realrl.config.paths import local_path
-from realrl.config.words import join
-from realrl.data.sources.files import Record, find_ending, read_file
-from realrl.data.sources.rejects import Rejects
+from realrl.data.files import Record, find_ending, read_file
+from realrl.data.rejects import Rejects
 from realrl.recipe.sources import is_glob, split_source
 
 ACCEPTED = (

@@ -31,8 +31,8 @@ from zlib import crc32
 from realrl.config.errors import UserError
 from realrl.config.explain import nearest
 from realrl.data.conversation import Conversation, Message, write_conversation, write_prompt, write_side
-from realrl.data.shuffle import permute
-from realrl.data.sources.rejects import BadRecordError
+from realrl.data.order import permute
+from realrl.data.rejects import BadRecordError
 from realrl.data.tools import drop_nulls, read_calls, read_template_options
 from realrl.recipe.forms import FORMS
 

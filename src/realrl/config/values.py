@@ -1,7 +1,10 @@
 """Sizes in bytes, as people write and read them."""
 
 import re
-from typing import Any
+from collections import deque
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from realrl.config.errors import UserError
 from realrl.config.explain import brief
@@ -42,3 +45,32 @@ def format_bytes(number: float) -> str:
         number /= 1024
     digits = 0 if unit == "B" or number >= 99.95 else 1 if number >= 9.995 else 2
     return f"{number:.{digits}f} {unit}"
+
+
+def not_devices(value: Any) -> str:
+    """Write the error message for a value that is no number of devices."""
+    return f"{brief(value)} is not understood; write nodes x devices per node, for example 1x2 or 2x8+1x4"
+
+
+def check_cluster(value: Any) -> Any:
+    """Check a cluster before its type is validated; UserError for what is no text."""
+    if not isinstance(value, str):
+        raise UserError(not_devices(value))
+    return value
+
+
+def find_last(pattern: str | re.Pattern[str], text: str) -> re.Match[str] | None:
+    """Find the last match of a regular expression."""
+    return next(iter(deque(re.finditer(pattern, text), maxlen=1)), None)
+
+
+def _check_pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_check_pattern)]
+"""Setting that is a regular expression of Python."""

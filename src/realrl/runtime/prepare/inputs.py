@@ -10,7 +10,7 @@ from realrl.config.errors import UserError
 from realrl.config.explain import brief
 from realrl.data.conversation import find_turn_end
 from realrl.data.dataset import Dataset
-from realrl.data.sources.records import RecordReader, read_records
+from realrl.data.records import RecordReader, read_records
 from realrl.data.tokenization import check_tokenizer
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
