@@ -179,7 +179,7 @@ def test_gpus_that_are_not_there_are_not_measured(capfd: pytest.CaptureFixture) 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"device": "h100"}, "is of device h100"),
+        ({"device": "h100"}, "is for device h100"),
         ({"processes": 2}, "by 2 processes"),
         (None, "not valid JSON"),
     ],

@@ -251,7 +251,7 @@ class Continuation:
         self._contents, self._parts, self.checkpointer = contents, parts, checkpointer
         self.agreement = StepAgreement(parts.process, self._ask)
         self.restored: Restored | None = None
-        """The checkpoint from which this start of the run resumed."""
+        """The checkpoint that this start of the run resumed from."""
         self.notes: list[str] = []
         """Notes for the user about changes since that checkpoint."""
         self.evaluated: int | None = None
@@ -300,7 +300,7 @@ class Continuation:
     def _compare_scoring(self, state: RunState) -> None:
         """Compare everything that scores with the checkpoint's."""
         now = self._parts.gather_scoring()
-        # A name in only one of both follows from other settings, which are compared by themselves.
+        # A name that only one side has follows from another setting, and settings are compared elsewhere.
         changed = sorted(
             name for name in state.scoring.keys() & now.keys() if state.scoring[name] != now[name]
         )

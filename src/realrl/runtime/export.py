@@ -1,4 +1,4 @@
-"""Export of a checkpoint's models as Hugging Face directories, in one process and without a cluster."""
+"""Models of a run as Hugging Face directories: written by the run itself, or later by `realrl export`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -47,11 +47,11 @@ def export_models(
     *,
     merge: bool = False,
 ) -> Iterator[Path]:
-    """Write models of a checkpoint to `out`/ROLE, and yield each directory once it is there.
+    """Write models of a checkpoint to `out`/ROLE, and yield each directory when it is complete.
 
-    Of a role with adapters these alone, unless they are to be merged into their model. A portion of the tensors is
-    in memory at a time. UserError where the checkpoint or what the recipe names cannot be read, RunError where a
-    model cannot be written.
+    This runs in one process without a cluster; one portion of the tensors is in memory at a time. A role with
+    adapters gets the adapters alone unless `merge` is set. Raises UserError if the checkpoint or a source in the
+    recipe cannot be read, and RunError if a model cannot be written.
     """
     experiment = load_experiment(str(run_dir / CONFIG))
     tokenizer = load_shared_tokenizer(experiment)
@@ -87,7 +87,7 @@ def _make(directory: Path) -> Path:
 
 
 class _Exported:
-    """A role that is written."""
+    """A role to write."""
 
     def __init__(self, role: str, config: ModelConfig, head: Head, max_shard_bytes: float) -> None:
         self._role, self._config, self._head, self._max_shard_bytes = role, config, head, max_shard_bytes
@@ -102,7 +102,7 @@ class _Exported:
         tokenizer: Any,
         stop_token_ids: tuple[int, ...],
     ) -> None:
-        """Write the model, of which `fetch` gives one portion after the other."""
+        """Write the model; `fetch` returns the portion with a number."""
         model_files.save(
             directory,
             self._whole,
@@ -124,7 +124,7 @@ class _Exported:
         model_files.save_adapters(directory, self.shape, self._head, weights, tokenizer, self.dtype, base)
 
     def merge(self, adapters: str) -> Callable[[int], Weights]:
-        """Make a function that gives portions of tensors, with adapters merged into them."""
+        """Make a function that returns the portion with a number, with adapters merged."""
         source = model_files.ModelFiles(adapters, self._whole, model_tensors(self._whole, self._head))
         return lambda number: {
             part.spec.name: source.read(part.spec, part.region) for part in self.portions[number]
@@ -139,7 +139,7 @@ def _fetch(
     dtype: torch.dtype,
     number: int,
 ) -> FlatBuffer:
-    """Read one portion of a model's tensors."""
+    """Read the portion with a number."""
     parts = portions[number]
     buffer = FlatBuffer([part.stored for part in parts], dtype, "cpu")
     tensors = {
@@ -154,7 +154,7 @@ def _fetch(
 
 
 class ModelSaver:
-    """Writer of the trained roles of a run, on every rank."""
+    """Saves the trained roles of a run: final models, best models, and models of checkpoints. On every rank."""
 
     def __init__(
         self,
@@ -168,16 +168,16 @@ class ModelSaver:
         stop_token_ids: tuple[int, ...],
         algorithm: Callable[[], Algorithm],
     ) -> None:
-        """`algorithm` gives the one that is used now."""
+        """`algorithm` returns the current algorithm object."""
         self._name, self._compiled, self._process = get_spec(experiment).name, compiled, process
         self._roles, self._directory, self._trained = roles, directory, trained
         self._tokenizer, self._stop_token_ids, self._algorithm = tokenizer, stop_token_ids, algorithm
 
     def save(self, which: Literal["best"] | None) -> None:
-        """Write every trained role: as the best ones, or for None as the final ones.
+        """Write every trained role: as the best models, or for None as the final ones.
 
-        The graph's first trained role has the directory's name, others have theirs appended to it. What the
-        algorithm has learnt besides, such as the scale of a critic's values, goes into a file beside them.
+        The graph's first trained role has the directory's name; other roles append theirs. The algorithm's own
+        state, such as the scale of a critic's values, goes into a file beside the models.
         """
         with self._process.activity.part("save"):
             for role in self._trained:
@@ -193,7 +193,7 @@ class ModelSaver:
             self._save_role(role, directory / role)
 
     def _save_role(self, role: str, path: Path) -> None:
-        """Write a role; the first rank of its home does it."""
+        """Write a role; the first rank of its home writes the files."""
         if self._process.rank in self._compiled.homes[role].ranks:
             with self._directory.writing(path):
                 self._roles.save(role, path, self._tokenizer, self._stop_token_ids)

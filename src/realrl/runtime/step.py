@@ -1,4 +1,4 @@
-"""Execution of training steps on one rank: records, seeds and learning rates in, metrics out."""
+"""Training steps on one rank: records, seeds and learning rates in, metrics out; dynamic sampling in rounds."""
 
 import math
 import zlib
@@ -29,7 +29,7 @@ from realrl.runtime.worker.worker import StepInput, Worker
 
 
 class TrainingSteps:
-    """Runner of the training steps of a run, one after another, on every rank."""
+    """Runs the training steps one after another, on every rank."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class TrainingSteps:
         costs: Costs,
         records: Dataset,
     ) -> None:
-        """`costs` measures every step. UserError if an epoch is less than a batch, or the run less than a step."""
+        """`costs` measures every step. Raises UserError if an epoch has less than a batch, or the run no step."""
         self._experiment, self._compiled, self._process = experiment, compiled, process
         self._worker, self._costs, self._records = worker, costs, records
         data, training = experiment.data, experiment.training
@@ -63,16 +63,16 @@ class TrainingSteps:
         """Number of steps of the run."""
         self._samples = get_spec(experiment).samples_per_prompt(experiment)
         self.taken = 0
-        """Records taken so far, with those whose samples were replaced."""
+        """Records taken so far; includes records whose samples were replaced."""
         self.data = records.identify()
-        """What identifies the records and their order."""
+        """Identity of the records and their order."""
         self.scoring = _identify_code(compiled.train.graph) | {
             f"field {name!r} of data.train": checksum for name, checksum in records.identify_further().items()
         }
-        """Checksums of what scores on this rank, by name."""
+        """Checksums of everything that scores on this rank, by name."""
 
     def run(self, step: int) -> dict[str, float]:
-        """Execute a step, counted from 0: its metrics by `call/name`, all of them on the rank that writes."""
+        """Execute a step, counted from 0. Returns metrics by `call/name`: all of them on the rank that writes."""
         phase, sampled = self._compiled.train, self._compiled.sampled
         if sampled is not None:
             return self._run_in_rounds(step, sampled)
@@ -116,7 +116,7 @@ class TrainingSteps:
         return self.order.take(first, count)
 
     def _make_input(self, step: int, prompts: list[int], first_sequence: int = 0) -> StepInput:
-        # Samples of a prompt are consecutive items, so that item // samples is the prompt.
+        # The samples of a prompt are consecutive items: prompt = item // samples.
         indices = [i for i in prompts for _ in range(self._samples)]
         rates = {
             role: compute_learning_rate(config.optimizer, step, self.count)
@@ -133,7 +133,7 @@ class TrainingSteps:
 
 
 def _identify_code(graph: DataflowGraph) -> dict[str, int]:
-    """Identify the files of the user's functions: a checksum of each, by the name of its call and its path."""
+    """Compute a checksum of each file with a function of the user, by call and path."""
     references = {call.name: call.function for call in graph.functions if call.function is not None}
     files = {
         name: find_source(given)
@@ -146,7 +146,7 @@ def _identify_code(graph: DataflowGraph) -> dict[str, int]:
 
 
 MakeInput = Callable[[list[int], int], StepInput]
-"""Makes the input of a round from its prompts and the number of samples taken in earlier rounds."""
+"""Makes the input of a round from its prompts and the number of samples in earlier rounds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,31 +154,34 @@ class Sampled:
     """Samples of a step, taken in rounds."""
 
     store: Store
-    """An empty store but for the rows that this rank has put out; see `Store.place`."""
+    """A store with only the rows that this rank has produced; see `Store.place`."""
     prompts: list[int]
-    """Records of the prompts that the step learns from, in the order of their items."""
+    """Records of the prompts in the step, in the order of their items."""
     metrics: dict[str, Metrics]
-    """Metrics of all samples that were taken, by call."""
+    """Metrics of all samples, by call."""
     rounds: int
     """Number of rounds."""
     taken: int
-    """Number of prompts that were sampled in all rounds."""
+    """Number of prompts sampled in all rounds."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Round:
-    """One round: its rows on this rank, and where those of all ranks are."""
+    """One round: this rank's rows, and the holders of all rows."""
 
     store: Store
     prompts: list[int]
     holders: dict[str, list[int]]
-    """Call -> the data-parallel rank that has an item's outputs, by item."""
+    """Call -> for each item, the data-parallel rank that holds its outputs."""
     differing: list[bool]
     """Whether the samples of a prompt have different scores, by prompt."""
 
 
 class SamplingRounds:
-    """Runner of the rounds of a step, on every rank."""
+    """Runs the rounds of a step, on every rank.
+
+    Prompts whose samples all have the same score are replaced by other prompts (dynamic sampling).
+    """
 
     def __init__(
         self,
@@ -190,12 +193,12 @@ class SamplingRounds:
         plan: Plan,
         samples: int,
     ) -> None:
-        """`graph` and `plan` are those of the whole step; `samples` are taken of each prompt."""
+        """`graph` and `plan` are those of the whole step; each prompt gets `samples` samples."""
         self._process, self._worker, self._step = process, worker, step
         self._graph, self._plan, self._samples = graph, plan, samples
         dp = max(plan[call.name].strategy.dp for call in step.sampling.graph.calls)
         self._fewest = -(-dp // samples)
-        """Prompts of a round in which no data-parallel rank is left without a sample."""
+        """Fewest prompts of a round that give every data-parallel rank a sample."""
 
     def run(
         self,
@@ -204,10 +207,10 @@ class SamplingRounds:
         make_input: MakeInput,
         timer: StepTimer | None = None,
     ) -> Sampled:
-        """Sample until the answers to `batch` prompts have different scores, or the rounds are over.
+        """Sample until `batch` prompts have answers with different scores, or the rounds are used up.
 
-        `take` gives the next prompts, and `timer` measures. After the last round the prompts that are still missing
-        are the latest of those whose samples score the same.
+        `take` returns the next prompts; `timer` measures. After the last round, the batch is filled with the latest
+        prompts whose samples have equal scores.
         """
         rounds: list[_Round] = []
         metrics: dict[str, Metrics] = {}
@@ -216,7 +219,7 @@ class SamplingRounds:
         while len(differing) < batch and len(rounds) < self._step.rounds:
             prompts = take(batch - len(differing))
             before = sum(len(earlier.prompts) for earlier in rounds) * self._samples
-            # Copies that nobody looks at, so that the prompts which a step takes do not depend on the plan.
+            # The results of these copies are ignored. They keep the prompts of a step independent of the plan.
             padding = prompts[:1] * (self._fewest - len(prompts))
             latest, found = self._sample(prompts, make_input(prompts + padding, before), timer)
             for call, more in found.items():
@@ -237,7 +240,7 @@ class SamplingRounds:
     def _sample(
         self, prompts: list[int], inputs: StepInput, timer: StepTimer | None
     ) -> tuple[_Round, dict[str, Metrics]]:
-        """Run a round, and tell all ranks what came out where."""
+        """Run a round, and tell all ranks which rank holds which rows."""
         phase, rank = self._step.sampling, self._process.rank
         store = Store(phase.graph, phase.plan, self._samples)
         metrics = self._worker.run(phase.programs[rank], store, inputs, timer)
@@ -263,7 +266,7 @@ class SamplingRounds:
         return _Round(store, prompts, holders, [*map(_differ, groups)]), metrics
 
     def _merge(self, rounds: Sequence[_Round], chosen: Sequence[tuple[int, int]]) -> Store:
-        """Make the store of the step: the samples of the chosen (round, prompt), where they are."""
+        """Make the store of the step from the samples of the chosen (round, prompt) pairs; no row moves."""
         merged = Store(self._graph, self._plan, self._samples)
         merged.size = len(chosen) * self._samples
         origins = [(number, i * self._samples + k) for number, i in chosen for k in range(self._samples)]
@@ -284,5 +287,5 @@ class SamplingRounds:
 
 
 def _differ(scores: Sequence[float]) -> bool:
-    """Tell whether samples have different scores; of those that were skipped, NaN, nothing is known."""
+    """Tell whether samples have different scores; a skipped sample (NaN) does not count."""
     return len({score for score in scores if not math.isnan(score)}) > 1

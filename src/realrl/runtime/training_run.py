@@ -66,9 +66,9 @@ from realrl.runtime.worker.trace import Trace, TraceFiles
 from realrl.runtime.worker.worker import Worker
 
 COLLECT_EVERY = 100
-"""Steps between writes of the measured costs, if evaluations and checkpoints are further apart."""
+"""Steps between two writes of the measured costs, if evaluations and checkpoints are further apart."""
 COLLECT_EARLY = (2, 10, 30)
-"""Steps after which they are written, too, so that a long run says early what its steps cost."""
+"""Costs are also written after these steps, so that a long run shows them early."""
 
 
 class TrainingRun:
@@ -82,13 +82,14 @@ class TrainingRun:
         observer: RunObserver | None,
         earlier: EarlierRun | None = None,
     ) -> None:
-        """Prepare all but weights and the run's directory; UserError for mistakes that show without them.
+        """Prepare everything except weights and the run's directory.
 
-        `earlier` is the run in its directory that it continues.
+        `earlier` is the run in the directory that this one continues. Raises UserError for mistakes that can be
+        found without weights.
         """
         self.experiment, self.compiled, self.process, self.observer = experiment, compiled, process, observer
         self.earlier = earlier
-        # All ranks make groups together, before anything that one of them may fail at.
+        # Making groups needs all ranks, so it comes before anything that can fail on a single rank.
         placements = [p for phase in compiled.phases.values() for p in phase.plan.placements.values()]
         groups = process.groups(list_rank_sets(placements), moves=reallocates(placements))
         group_of_threads = process.make_control_group()
@@ -118,7 +119,7 @@ class TrainingRun:
             exact=experiment.exact,
             longest=find_longest(experiment)[0],
         )
-        # Also what saving would stumble over, hours later.
+        # Making these notes also finds mistakes that saving would meet only hours later.
         self.saving_notes = [
             f"models.{role}: {text}" for role in self.trained for text in self._saving_notes(role)
         ]
@@ -168,7 +169,7 @@ class TrainingRun:
     def _prepare_checkpoints(
         self, functions: Mapping[str, FunctionMethod], group: ProcessGroup | None
     ) -> None:
-        """`functions` are those that this rank calls; `group` has all ranks, for the threads that write."""
+        """`functions` are called by this rank; `group` has all ranks, for the threads that write."""
         experiment, process = self.experiment, self.process
         parts = StatefulParts(
             process=process,
@@ -189,12 +190,12 @@ class TrainingRun:
         self.continuation = Continuation(experiment, parts, contents, self.checkpointer)
 
     def load(self) -> None:
-        """Load the weights that are not restored from a checkpoint; UserError when they cannot be used."""
+        """Load the weights that no checkpoint restores. Raises UserError if they cannot be used."""
         checkpoints = () if self.earlier is None else self.earlier.checkpoints
         self.roles.load_weights(restored=self.roles.learning if checkpoints else ())
 
     def restore(self) -> None:
-        """Restore everything from the last checkpoint of the run that is continued; else UserError."""
+        """Restore the last checkpoint of the run that is continued. Raises UserError if that fails."""
         if self.earlier is not None:
             self.continuation.restore(self.earlier.checkpoints, self.steps)
         self.roles.offload_homes()
@@ -202,7 +203,7 @@ class TrainingRun:
     def open(self) -> None:
         """Start the run's directory and notify the observer, on the rank that writes.
 
-        UserError when the directory cannot be used.
+        Raises UserError if the directory cannot be used.
         """
         fresh = {
             role: names for part in self.process.gather(self.roles.fresh) for role, names in part.items()
@@ -226,7 +227,7 @@ class TrainingRun:
             *self.saving_notes,
             *self.costs.notes,
         ]
-        shutil.rmtree(self.directory.path / TRACES, ignore_errors=True)  # of an earlier start
+        shutil.rmtree(self.directory.path / TRACES, ignore_errors=True)  # from an earlier start
         for note in notes:
             self._say(note)
         observer.begin(self.experiment, self.steps)
@@ -234,7 +235,7 @@ class TrainingRun:
     def execute(self, started: float) -> None:
         """Train from the first step, or the one after the checkpoint, to the last.
 
-        `started` is when the run began, by the monotonic clock.
+        `started` is the beginning of the run on the monotonic clock.
         """
         self.continuation.start(started)
         self.costs.compare_clocks()
@@ -246,7 +247,7 @@ class TrainingRun:
                 raise self._saying_what_is_saved(error) from error
             raise
         finally:
-            # Also where it fails: what led to that is in it.
+            # A failed run needs its trace most.
             self.trace_files.write()
         self._finish()
 
@@ -279,8 +280,7 @@ class TrainingRun:
             agreement.say()
 
     def _after_step(self, done: int, *, late: bool = False, resumed: bool = False) -> None:
-        """Save and evaluate where that is due after `done` steps, or `late`; a run that is `resumed` here has been
-        saved."""
+        """Save and evaluate after `done` steps if due. `late`: a checkpoint is overdue. `resumed`: there is one."""
         every = self.experiment.evaluation.every
         last = done >= self.steps
         evaluates = last or bool(every and done % every == 0)
@@ -290,7 +290,7 @@ class TrainingRun:
             self._collect(last=False)
         if last and not resumed:
             self._check_learning()
-        # Before the user's judge may fail.
+        # Save first: the user's judge may fail in the evaluation.
         if saves:
             self.continuation.save(done)
         if keeps:
@@ -299,14 +299,14 @@ class TrainingRun:
             self._evaluate(done)
 
     def _stop(self, done: int) -> NoReturn:
-        """End before the last step, after SIGTERM or Ctrl-C on some rank, with a checkpoint."""
+        """Save a checkpoint and stop, after SIGTERM or Ctrl-C on any rank."""
         self.continuation.save(done)
         self.checkpointer.finish()
         self._collect(last=False)
         end_by_signal()
 
     def _train_step(self, step: int) -> dict[str, float]:
-        """Train a step, counted from 0; its metrics, all of them on the rank that writes."""
+        """Train a step, counted from 0. Returns its metrics: all of them on the rank that writes."""
         start = time.monotonic()
         self.trace.begin_step()
         try:
@@ -322,7 +322,7 @@ class TrainingRun:
         return metrics
 
     def _say(self, text: str) -> None:
-        """Show a note, and keep it in the run's directory, on the rank that writes."""
+        """Show a note and write it to the run's directory, on the rank that writes."""
         if self.observer is not None:
             text = redact(text)
             self.observer.note(text)
@@ -330,7 +330,7 @@ class TrainingRun:
             self.directory.note(text)
 
     def _check_learning(self) -> None:
-        """Check, on all ranks, that the last training step was applied by all of its roles; else RunError."""
+        """Check on all ranks that every role has applied the last step. Raises RunError if not."""
         with self.process.together():
             for trainer in self.roles.trainers.values():
                 try:
@@ -343,7 +343,7 @@ class TrainingRun:
         return make_stop_error(error, step=step, rank=self.process.rank, run_dir=self.directory.path)
 
     def _collect(self, *, last: bool) -> Comparison | None:
-        """Write the costs and the trace of steps so far, and return the costs, on the rank that writes."""
+        """Write the costs and the trace of the steps so far. Returns the costs, on the rank that writes."""
         self.trace_files.write()
         comparison = self.costs.collect(last=last)
         if comparison is not None:
@@ -369,7 +369,7 @@ class TrainingRun:
         self._keep_best(done, result.metrics)
 
     def _keep_best(self, done: int, metrics: Mapping[str, float]) -> None:
-        """Save the trained models of the best evaluation so far, and a checkpoint of one among the best."""
+        """Save the models if this is the best evaluation, and a checkpoint if it is among the best."""
         best = self.evaluations.best
         if best.settings is None:
             return
@@ -390,7 +390,7 @@ class TrainingRun:
             self.checkpointer.keep_best(metrics.get(best.settings.metric, math.nan))
 
     def _saying_what_is_saved(self, error: UserCodeError) -> UserCodeError:
-        """A mistake in a function or in the judge. What was trained before is not lost."""
+        """Add to an error of the user's code what has been saved."""
         saved = find_saved(self.directory.path, self.trained).describe_paths()
         message = f"{error}; {saved}" if saved else str(error)
         return UserCodeError(message, error.trace, error.alone)
@@ -429,13 +429,13 @@ class TrainingRun:
 
 
 MINIBATCHES = "minibatches"
-"""Folder of the run directory for mini-batches whose training failed."""
+"""Folder of the run directory with mini-batches on which training failed."""
 
 
 def make_stop_error(error: SkippedStepsError, *, step: int, rank: int, run_dir: Path) -> RunError:
     """Make the error that ends a run, equal on all ranks, and save this rank's part of the mini-batch.
 
-    step: the training step that could not be learned from, counted from 1.
+    step: the failed training step, counted from 1.
     """
     folder = run_dir / MINIBATCHES
     kept = f"the last mini-batch is kept in {folder}"
@@ -456,8 +456,8 @@ def make_stop_error(error: SkippedStepsError, *, step: int, rank: int, run_dir: 
 def write_minibatch(file: Path, minibatch: Batch) -> None:
     """Write items with all their fields as safetensors.
 
-    The rows of a field lie back to back under its name, how long they are under `FIELD.lengths`; `ids` are the
-    items' positions in the step's batch.
+    A field's rows lie back to back under its name, their lengths under `FIELD.lengths`; `ids` are the items'
+    positions in the step's batch.
     """
     tensors = {"ids": torch.tensor(minibatch.ids)}
     for key, field in minibatch.fields.items():

@@ -1,4 +1,7 @@
-"""Successive halving: measure several plans for a few steps, and the faster half of them for twice as many.
+"""`realrl plan --try`: run the best plans for a few steps on this machine, and keep the fastest.
+
+Successive halving measures all plans for a few steps, then the faster half for twice the number of steps, and
+so on.
 
 K. Jamieson and A. Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization", AISTATS
 2016. No torch.
@@ -34,11 +37,11 @@ from realrl.runtime.processes.signals import Interrupted
 
 
 class TrialFailed(Exception):
-    """Failure of a plan to run, with the reason."""
+    """A plan cannot run; the text gives the reason."""
 
 
 class OutOfTime(Exception):
-    """End of the time for trials before the end of a run."""
+    """The time for trials is over before the run is."""
 
 
 @dataclass
@@ -48,16 +51,16 @@ class Trial:
     name: str
     runs: list[Comparison] = field(default_factory=list)
     failure: str = ""
-    """Why it was dropped; empty unless it failed."""
+    """Why the plan failed; empty if it did not."""
 
     @property
     def steps(self) -> int:
-        """Steps that were measured."""
+        """Number of measured steps."""
         return sum(run.step.steps for run in self.runs)
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step: the medians of all runs, weighted by their steps; infinite without runs."""
+        """Seconds of a step: medians of all runs, weighted by their steps; infinite without runs."""
         return (
             sum(run.step.median * run.step.steps for run in self.runs) / self.steps
             if self.runs
@@ -67,12 +70,12 @@ class Trial:
 
 @dataclass
 class PlanTrials:
-    """Plans that are tried, by name, and those still in the contest."""
+    """Plans under trial, by name, and the plans still in the contest."""
 
     tried: dict[str, Trial]
     standing: list[str]
     complete: bool = False
-    """Whether the contest was decided; else it was ended by the time limit or the user."""
+    """Whether the contest was decided; false if the time limit or the user ended it."""
 
     @classmethod
     def of(cls, names: Iterable[str]) -> "PlanTrials":
@@ -82,9 +85,9 @@ class PlanTrials:
 
     @property
     def fastest(self) -> Trial | None:
-        """The fastest plan as measured, of those still in the contest; None while nothing was measured."""
+        """The fastest measured plan still in the contest; None before the first measurement."""
         measured = [self.tried[name] for name in self.standing if self.tried[name].runs]
-        # Those that were measured longest have come further.
+        # A plan with more runs has survived more rounds.
         return min(measured, key=lambda trial: (-len(trial.runs), trial.seconds), default=None)
 
     def run(
@@ -93,9 +96,9 @@ class PlanTrials:
         steps: int,
         say: Callable[[Trial], None] = lambda _: None,
     ) -> None:
-        """Measure plans by name for some steps, until one is left or `measure` raises OutOfTime.
+        """Measure plans for `steps` steps, then more, until one is left or `measure` raises OutOfTime.
 
-        Those for which it raises TrialFailed are dropped. `say` is called after each run.
+        A plan for which it raises TrialFailed is dropped. `say` is called after each run.
         """
         try:
             while self.standing:
@@ -123,9 +126,9 @@ class PlanTrials:
 
 
 _END_SECONDS = 5.0
-"""Seconds that a run gets to end once it is interrupted: less than this process itself has."""
+"""Seconds that an interrupted run gets to end; this process itself has more."""
 _LAST_LINES = 3
-"""Lines of output that are quoted of a run which says nothing of why it failed."""
+"""Lines of output that are quoted if a failed run gives no reason."""
 MEASURE_ONLY = (
     "overwrite=true",
     "data.eval=null",
@@ -137,7 +140,7 @@ MEASURE_ONLY = (
     "launch.shrink=false",
     "launch.grace_seconds=0",
 )
-"""Overrides of a run that measures steps and keeps nothing."""
+"""Overrides for a run that only measures steps."""
 
 
 class LocalRuns:
@@ -152,7 +155,7 @@ class LocalRuns:
         scratch: Path,
         minutes: float,
     ) -> None:
-        """`arguments`: recipe and overrides, devices included. `minutes`: time of all runs, from now on."""
+        """`arguments`: recipe and overrides, devices included. `minutes`: time for all runs, starting now."""
         self._arguments = arguments
         self._plans = plans
         self._graph = graph
@@ -161,9 +164,9 @@ class LocalRuns:
         self._number = 0
 
     def __call__(self, name: str, steps: int) -> Comparison:
-        """Train `steps` steps under a plan, after one that warms up, and read what they cost.
+        """Train `steps` steps under a plan after a warm-up step, and read their costs.
 
-        Raises TrialFailed where the run fails, and OutOfTime where it does not end in time.
+        Raises TrialFailed if the run fails, and OutOfTime if it does not end in time.
         """
         self._number += 1
         directory = self._scratch / f"{self._number}"
@@ -185,7 +188,7 @@ class LocalRuns:
             raise OutOfTime
         command = [sys.executable, "-m", "realrl", "train", *arguments]
         with output.open("w") as file:
-            # In a session of its own, so that Ctrl-C reaches this process alone, which then ends all of the run.
+            # A session of its own, so that Ctrl-C reaches this process alone; it then ends the run.
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -204,7 +207,7 @@ class LocalRuns:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a run with its ranks, if it has not ended."""
+    """End a run with its ranks, if it is still running."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
@@ -215,7 +218,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _find_reason(output: str, status: int) -> str:
-    """Find why a run failed: its error message, else its last lines."""
+    """Find why a run failed: its error message, or its last lines of output."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     said = [line.removeprefix("realrl: ") for line in lines if line.startswith("realrl: ")]
     return said[-1] if said else f"exit status {status}: {' / '.join(lines[-_LAST_LINES:])}"
@@ -223,7 +226,7 @@ def _find_reason(output: str, status: int) -> str:
 
 _LEAST_STEPS, _MOST_STEPS = 3, 20
 _ENOUGH_SECONDS = 5.0
-"""Seconds of steps that a first measurement takes at least, if that is not more than the most steps."""
+"""Minimum seconds of a first measurement, unless that would take more than the most steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,21 +234,21 @@ class TrialSettings:
     """Settings of `realrl plan --try`."""
 
     count: int
-    """Most plans to try."""
+    """Maximum number of plans to try."""
     minutes: float
-    """Time of all runs."""
+    """Time for all runs."""
     arguments: Sequence[str]
     """Recipe and overrides of the command."""
     cluster: str | None
-    """The cluster that the command names."""
+    """Cluster of the command line."""
     profile: str | None
-    """Profile that predictions are made with."""
+    """Profile for predictions."""
 
 
 def check_trials(experiment: Experiment, spec: ClusterSpec, *, minutes: float, chooses_nodes: bool) -> None:
-    """Check that a recipe can be run on this machine as it is going to be planned; else UserError.
+    """Check that a recipe can run on this machine as planned. Raises UserError if not.
 
-    `chooses_nodes`: whether the planner chooses the cluster, too.
+    `chooses_nodes`: the planner chooses the cluster too.
     """
     if not 0 < minutes < inf:
         raise UserError(f"--try-minutes: {minutes:g} must be above 0")
@@ -271,7 +274,7 @@ def check_trials(experiment: Experiment, spec: ClusterSpec, *, minutes: float, c
 
 
 def choose_contenders(report: PlanReport, count: int) -> dict[str, Contender]:
-    """Choose the plans to try: those that are most probably the fastest, each plan once."""
+    """Choose the plans that are most probably the fastest; equal plans count once."""
     chosen: dict[str, Contender] = {}
     ordered = sorted(report.contenders.values(), key=lambda c: (-c.outlook.fastest, c.estimate.step_seconds))
     for contender in ordered:
@@ -281,9 +284,9 @@ def choose_contenders(report: PlanReport, count: int) -> dict[str, Contender]:
 
 
 def try_plans(report: PlanReport, settings: TrialSettings, say: Callable[[Trial], None]) -> PlanTrials:
-    """Try the best plans of a report for a few steps each, and keep the fastest by successive halving.
+    """Try the best plans of a report for a few steps each, and find the fastest by successive halving.
 
-    `say` is called after each run. An interruption ends it with what is known. UserError where no plan runs.
+    `say` is called after each run. An interruption ends the contest early. Raises UserError if no plan runs.
     """
     contenders = choose_contenders(report, settings.count)
     plans = {name: contender.estimate.plan for name, contender in contenders.items()}
@@ -306,13 +309,13 @@ def try_plans(report: PlanReport, settings: TrialSettings, say: Callable[[Trial]
 
 
 def find_fastest_plan(report: PlanReport, trials: PlanTrials) -> Plan:
-    """Find the plan that was the fastest as measured; the chosen one where none was measured."""
+    """Find the plan with the fastest measured steps; the planner's choice if none was measured."""
     fastest = trials.fastest
     return report.chosen.plan if fastest is None else report.contenders[fastest.name].estimate.plan
 
 
 def remember_trials(trials: PlanTrials, path: Path) -> None:
-    """Correct the profile in a file by what was measured, so that following predictions know of it."""
+    """Calibrate the profile in a file with the measured steps, for later predictions."""
     profile = Profile.load(path)
     for trial in trials.tried.values():
         for run in trial.runs:
@@ -321,7 +324,7 @@ def remember_trials(trials: PlanTrials, path: Path) -> None:
 
 
 def _name_devices(spec: ClusterSpec, settings: TrialSettings) -> list[str]:
-    """Overrides that name the devices that were planned for, and the profile."""
+    """Make the overrides that name the planned devices and the profile."""
     found = [f"device={'cpu' if spec.groups[0].device.cpu else 'cuda'}"]
     found.append(f"cluster={json.dumps(settings.cluster or str(spec.cluster))}")
     if settings.profile is not None:

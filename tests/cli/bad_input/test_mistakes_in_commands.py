@@ -257,7 +257,7 @@ COMMANDS: list[tuple[str, str]] = [
         'generate ACTOR --prompt a --reward {verifier:{"kind":"numeric"}}',
         "reward (verifier numeric) needs 'answer'",
     ),
-    ("generate ACTOR --prompt a --reward-model ACTOR", "is no sequence classifier"),
+    ("generate ACTOR --prompt a --reward-model ACTOR", "is not a sequence classifier"),
     ("generate ACTOR --prompt a --reward-model DIR/gone", "models.reward.path=DIR/gone: no such directory"),
     ("generate ACTOR --prompt a --cluster 2x1", "has 2 nodes"),
     ("generate ACTOR --prompt a --plan symetric", "did you mean symmetric?"),
@@ -265,7 +265,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("eval gone.yaml", "gone.yaml does not exist"),
     ("eval PPO", "data.eval: missing; give the records to evaluate on"),
     ("eval PPO data.eval=DIR/folder/records.jsonl models.reward.path=DIR/gone", "no such directory"),
-    ("eval PPO data.eval=DIR/folder/records.jsonl models.reward.path=ACTOR", "is no sequence classifier"),
+    ("eval PPO data.eval=DIR/folder/records.jsonl models.reward.path=ACTOR", "is not a sequence classifier"),
     ("eval PPO data.eval=DIR/folder/records.jsonl --out DIR/text.txt", "text.txt is a file"),
     ("eval PPO data.eval=DIR/folder/records.jsonl evaluation.against=DIR/gone", "no such directory"),
     (

@@ -190,7 +190,7 @@ def test_a_new_run_from_saved_models_goes_on_with_their_state(
     models = {"models__actor": {"path": str(final)}, "models__critic": {"path": f"{final}-critic"}}
     recipe = write_recipe(world, "ppo", tmp_path / "second", **kl, **none, **models)
     assert run_app(["train", str(recipe)]) == 0
-    assert f"the algorithm goes on from {final}-state.json" in capsys.readouterr().err
+    assert f"the algorithm continues from {final}-state.json" in capsys.readouterr().err
     run_dir = tmp_path / "second" / "run"
     first = read_metrics(run_dir)[0]
     assert first["actor.train/kl_coef"] == pytest.approx(coefficient)

@@ -119,7 +119,7 @@ def test_a_run_of_another_recipe_is_not_continued(
     assert run_app(["train", str(run_dir), *longer]) == 0
     said = capsys.readouterr().err
     assert "changed since: models.actor.optimizer.lr: 0.001, now 0.002" in said
-    schedule = "models.actor: the learning rate goes on as the cosine schedule of the new length has it"
+    schedule = "models.actor: the learning rate now follows the cosine schedule of the new length"
     assert schedule in said
     assert run_app(["train", str(run_dir), "training.epochs=3"]) == 0
     said = capsys.readouterr().err

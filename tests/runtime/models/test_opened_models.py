@@ -128,7 +128,7 @@ EARLY: dict[str, tuple[Callable[[World, Path], dict[str, object]], str]] = {
     ),
     "a language model for a reward": (
         lambda w, d: {"models__reward": {"path": w.actor}},
-        "is no sequence classifier: it has no tensor score.weight",
+        "is not a sequence classifier: it has no tensor score.weight",
     ),
     "data": (bad_data, "data.jsonl:1: not valid JSON"),
     "positions": (lambda w, d: {"data__max_prompt_tokens": 2040}, "is more than the 2048 positions"),

@@ -80,7 +80,7 @@ def test_what_fails_for_a_while_is_repeated_and_said_once(tmp_path: Path, call: 
     trackers.close(done=True)
     assert [record[0] for record in fake.got if isinstance(record, tuple)] == [1, 2]
     assert said == [
-        f"trackers.fake fails: RuntimeError: {call} at https://<redacted>@host; the run goes on without it"
+        f"trackers.fake fails: RuntimeError: {call} at https://<redacted>@host; the run continues without it"
     ]
 
 

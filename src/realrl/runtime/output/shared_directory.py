@@ -14,18 +14,18 @@ from realrl.program.lower import WRITER
 from realrl.runtime.processes.process import Process
 
 PATIENCE = 15.0
-"""Seconds until a node sees what another one has written: network file systems look again from time to time."""
+"""Seconds until a node sees another node's new file: network file systems poll."""
 
 
 def check_shared(run_dir: Path, process: Process, cluster: Cluster) -> None:
-    """Check, on all ranks together, that every node sees what the first rank writes into `run_dir`.
+    """Check, on all ranks together, that every node sees the first rank's files in `run_dir`.
 
-    Ranks of several nodes write models there, and a run that resumes reads them. UserError, on all ranks, that
-    names the nodes that have directories of their own.
+    Ranks of several nodes write models there, and a resumed run reads them. Raises UserError on all ranks, with the
+    names of nodes that see another directory.
     """
     if cluster.nodes == 1:
         return
-    # The directory need not be there yet.
+    # The directory may not exist yet.
     nearest = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir())
     probe, refusal = partial_path(nearest / f"shared-{secrets.token_hex(8)}"), ""
     if process.rank == WRITER:
@@ -33,7 +33,7 @@ def check_shared(run_dir: Path, process: Process, cluster: Cluster) -> None:
             probe.touch()
         except OSError as error:
             refusal = reason_of(error)
-    # Not to be looked for before it is there: that it is missing would be remembered for a while.
+    # Look only after the file exists: a file system may cache that it is missing.
     place, refusal = process.gather((str(probe), refusal))[WRITER]
     if refusal:
         raise UserError(f"run_dir={run_dir} cannot be written: {refusal}")
@@ -47,7 +47,7 @@ def check_shared(run_dir: Path, process: Process, cluster: Cluster) -> None:
     if blind:
         raise UserError(
             f"run_dir={run_dir} is not the same directory on all nodes: {join(blind)}"
-            f" {'does' if len(blind) == 1 else 'do'} not see what the first rank has written; choose one on a file"
+            f" {'does' if len(blind) == 1 else 'do'} not see the first rank's file; choose a directory on a file"
             " system that they share"
         )
 
@@ -57,7 +57,7 @@ def _appears(file: Path) -> bool:
     while not file.exists():
         if time.monotonic() > deadline:
             return False
-        # Has a network file system look at the directory again.
+        # Makes a network file system read the directory again.
         with suppress(OSError):
             os.listdir(file.parent)
         time.sleep(0.2)

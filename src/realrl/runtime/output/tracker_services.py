@@ -1,4 +1,7 @@
-"""MLflow."""
+"""TensorBoard, Weights & Biases and MLflow as trackers of a run.
+
+Their libraries are imported when a run opens its trackers.
+"""
 
 import json
 import logging
@@ -16,7 +19,7 @@ from realrl.config.yaml_file import dump_yaml
 from realrl.recipe.run_settings import MlflowConfig, WandbConfig
 
 IDS = "trackers"
-"""Directory of what trackers call a run."""
+"""Directory with the ids that trackers give a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,17 +30,17 @@ class TrackedRun:
     settings: Mapping[str, Any]
     """Nested settings of the recipe."""
     done: int = 0
-    """Training steps that were done before; above 0 where a run is resumed."""
+    """Training steps done before; above 0 if the run is resumed."""
     notes: Sequence[str] = ()
     """Notes of earlier starts of the run."""
 
     @property
     def name(self) -> str:
-        """Name of the run where the recipe gives none."""
+        """Default name of the run."""
         return self.directory.resolve().name
 
     def load_id(self, tracker: str) -> str | None:
-        """Find what a tracker calls this run, if it has seen it before."""
+        """Find the id that a tracker gave this run at an earlier start."""
         try:
             found = json.loads(self._file(tracker).read_text(encoding="utf-8"))["id"]
         except (OSError, ValueError, LookupError, TypeError):
@@ -45,7 +48,7 @@ class TrackedRun:
         return found if isinstance(found, str) else None
 
     def save_id(self, tracker: str, name: str) -> None:
-        """Keep what a tracker calls this run, so that it goes on there when it is resumed. OSError."""
+        """Keep the id that a tracker gave this run, for when it is resumed. Raises OSError."""
         write_whole(self._file(tracker), json.dumps({"id": name}) + "\n")
 
     def _file(self, tracker: str) -> Path:
@@ -53,27 +56,27 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A place for metrics. All methods are called in one thread of its own, and may raise anything or hang."""
+    """A receiver of metrics. All methods are called in a thread of its own, and may raise anything or hang."""
 
     def open(self, run: TrackedRun) -> None:
-        """Begin, or go on with, a run. Called again after it has failed."""
+        """Begin or resume a run. Called again after a failure."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take metrics, by names such as `train/actor.train/loss`, after so many steps.
+        """Take metrics after `step` steps, by names such as `train/actor.train/loss`.
 
         Steps after a resumed checkpoint come again.
         """
 
     def note(self, text: str) -> None:
-        """Take a message for the user."""
+        """Take a note."""
 
     def close(self, *, done: bool) -> None:
-        """End the run, well or not."""
+        """End the run; `done`: it ended well."""
 
 
 MLFLOW = "mlflow"
 _MLFLOW_PARAMETERS, _MLFLOW_VALUE, _MLFLOW_NOTES = 100, 500, 5000
-"""Most parameters in a request, characters of a value, and of the notes, that all servers accept."""
+"""Maximum parameters in a request, characters of a value, and characters of notes, on any server."""
 
 
 class MlflowTracker:
@@ -88,13 +91,13 @@ class MlflowTracker:
         """Settings of a new run that have not been sent yet."""
 
     def open(self, run: TrackedRun) -> None:
-        """Begin a run, or go on with that of an earlier process."""
+        """Begin a run, or resume it."""
         from mlflow import MlflowClient
 
-        # It tells of each change of its tables.
+        # It logs every change of its tables.
         logging.getLogger(MLFLOW).setLevel(logging.WARNING)
         self._client = MlflowClient(tracking_uri=self._config.tracking_uri)
-        self._notes = list(run.notes)  # a further one replaces them all
+        self._notes = list(run.notes)  # a new note replaces the whole text
         known = run.load_id(MLFLOW)
         if known is not None and self._is_there(known):
             self._id = known
@@ -145,7 +148,7 @@ class MlflowTracker:
         return name
 
     def _send_parameters(self) -> None:
-        """Send settings; those that are not taken are sent when the run is opened again."""
+        """Send settings; after a failure, the rest is sent when the run is opened again."""
         from mlflow.entities import Param
 
         while self._parameters:
@@ -155,12 +158,12 @@ class MlflowTracker:
 
 
 def _rename(name: str) -> str:
-    """Replace what names there cannot have, as in `pass@8`."""
+    """Replace characters that MLflow's names cannot have, as in `pass@8`."""
     return re.sub(r"[^\w\-. /]", "_", name)
 
 
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """List settings that are given, by their dotted names."""
+    """List settings that are set, by dotted names."""
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from _flatten(value, f"{prefix}{_rename(str(key))}.")
@@ -169,7 +172,7 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 BOARD = "tensorboard"
-"""Directory of them in that of a run."""
+"""Directory of TensorBoard's files in a run's directory."""
 
 
 class TensorBoardTracker:
@@ -181,12 +184,12 @@ class TensorBoardTracker:
         self._place = ""
 
     def open(self, run: TrackedRun) -> None:
-        """Start an event file, which replaces the steps of earlier ones that are done again."""
+        """Start an event file; it replaces later steps of earlier files."""
         self._place = str(run.directory / BOARD)
         self._notes = len(run.notes)
         self._start(run.done + 1)
         if not run.done:
-            # Indented lines are code.
+            # TensorBoard shows indented lines as code.
             text = "".join(f"    {line}\n" for line in dump_yaml(dict(run.settings)).splitlines())
             self._writer.add_text("recipe", text)
 
@@ -205,11 +208,11 @@ class TensorBoardTracker:
         self._notes += 1
 
     def close(self, *, done: bool) -> None:
-        """Write what is in buffers."""
+        """Flush and close the file."""
         self._writer.close()
 
     def _start(self, purge_step: int) -> None:
-        """Start an event file that replaces steps from this one on."""
+        """Start an event file that replaces all steps from `purge_step` on."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._writer = SummaryWriter(self._place, purge_step=purge_step)
@@ -217,7 +220,7 @@ class TensorBoardTracker:
 
 WANDB = "wandb"
 STEP = "step"
-"""Metric that the others are drawn over. W&B's own steps only rise, so that steps done again would be lost."""
+"""Metric on the x axis. W&B's own step may only rise, so repeated steps would be lost."""
 
 
 class WandbTracker:
@@ -229,7 +232,7 @@ class WandbTracker:
         self._notes: list[str] = []
 
     def open(self, run: TrackedRun) -> None:
-        """Begin a run, or go on with that of an earlier process."""
+        """Begin a run, or resume it."""
         import wandb
 
         config = self._config
@@ -237,8 +240,8 @@ class WandbTracker:
         if name is None:
             name = uuid.uuid4().hex[:12]
             run.save_id(WANDB, name)
-        # Of the command line, the screen, the sources and git nothing is sent: there may be secrets in them.
-        # Silence also keeps it from asking for a key.
+        # The command line, output, sources and git are not sent: they may contain secrets.
+        # `silent` also keeps W&B from asking for a key.
         settings = wandb.Settings(
             console="off", disable_git=True, save_code=False, silent=True, x_disable_meta=True
         )
@@ -258,7 +261,7 @@ class WandbTracker:
         )
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
-        self._notes = list(run.notes)  # a further one replaces them all
+        self._notes = list(run.notes)  # a new note replaces the whole text
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send a row of metrics."""

@@ -1,4 +1,4 @@
-"""Trackers of a run. No torch, and no tracker's library before it is asked for."""
+"""Trackers of a run, each in a thread of its own, so that none can stop or delay the run. No torch."""
 
 import threading
 import time
@@ -26,18 +26,18 @@ from realrl.runtime.output.tracker_services import (
 from realrl.runtime.processes.environment import ABANDONED
 
 CAPACITY = 1000
-"""Records that may wait for a tracker; the oldest are left out for new ones."""
+"""Maximum number of waiting records; new records replace the oldest."""
 TRIES = 3
-"""Times that a record is tried."""
+"""Number of tries per record."""
 PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds between two tries; doubled with each failure in a row, up to a bound."""
+"""Seconds between two tries: doubled with each consecutive failure, up to the maximum."""
 _LONG = 300
-"""Most characters of a tracker's error."""
+"""Maximum characters of a tracker's error."""
 
 
 @dataclass(frozen=True)
 class _Record:
-    """Metrics of a step, or a note where there is a text."""
+    """Metrics of a step, or the text of a note."""
 
     step: int = 0
     metrics: Mapping[str, float] | None = None
@@ -51,7 +51,7 @@ class _Record:
 
 
 class BackgroundTracker:
-    """A tracker that is called in a thread of its own. Its methods return at once, and never raise."""
+    """A tracker in a thread of its own. Methods return at once and never raise, except that `finish` waits."""
 
     def __init__(self, name: str, tracker: Tracker, run: TrackedRun, capacity: int = CAPACITY) -> None:
         self._name, self._tracker, self._run = name, tracker, run
@@ -59,7 +59,7 @@ class BackgroundTracker:
         self._capacity = capacity
         self._changed = threading.Condition()
         self._closing: bool | None = None
-        """Whether the run ended well, once it has ended."""
+        """Whether the run ended well; None while it runs."""
         self._logged = self._delivered = 0
         self._messages: deque[str] = deque()
         self._said: set[str] = set()
@@ -77,17 +77,17 @@ class BackgroundTracker:
         self._put(_Record(text=redact(text)))
 
     def take_messages(self) -> list[str]:
-        """List what is to be said to the user, each once."""
+        """Return and remove the messages for the user."""
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def begin_closing(self, *, done: bool) -> None:
-        """Have the tracker end once nothing waits; `done`: whether the run ended well."""
+        """Let the tracker end when no record waits; `done`: the run ended well."""
         with self._changed:
             self._closing = done
             self._changed.notify_all()
 
     def finish(self, deadline: float) -> None:
-        """Wait for the tracker until the deadline, by the monotonic clock, and sum up what it has missed."""
+        """Wait for the tracker until the deadline on the monotonic clock, and report missed records."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         late = ""
         if self._thread.is_alive():
@@ -104,7 +104,7 @@ class BackgroundTracker:
                 self._waiting.popleft()
                 self._say(
                     "slow",
-                    f"is slower than the run: more than {self._capacity} records wait, and the oldest are left out",
+                    f"is slower than the run: more than {self._capacity} records wait, and the oldest are dropped",
                 )
             self._waiting.append(record)
             self._changed.notify_all()
@@ -117,7 +117,7 @@ class BackgroundTracker:
             self._try(lambda: self._tracker.close(done=bool(self._closing)))
 
     def _take(self) -> _Record | None:
-        """Wait for a record; None when there will be none."""
+        """Wait for a record; None at the end of the run."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closing is not None)
             return self._waiting.popleft() if self._waiting else None
@@ -129,7 +129,7 @@ class BackgroundTracker:
                 return True
             with self._changed:
                 if self._changed.wait_for(lambda: self._closing is not None, self._pause):
-                    return False  # no time is left for more than one try of each
+                    return False  # at the end of the run, each record gets one try
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
         return False
 
@@ -142,9 +142,11 @@ class BackgroundTracker:
     def _try(self, action: Callable[[], None]) -> bool:
         try:
             action()
-        except BaseException as error:  # libraries also exit, or interrupt
+        except BaseException as error:  # libraries may also exit or interrupt
             text = " ".join(redact(str(error)).split())
-            self._say("failed", f"fails: {type(error).__name__}: {text[:_LONG]}; the run goes on without it")
+            self._say(
+                "failed", f"fails: {type(error).__name__}: {text[:_LONG]}; the run continues without it"
+            )
             return False
         return True
 
@@ -155,13 +157,13 @@ class BackgroundTracker:
 
 
 TRACKED = (IDS, BOARD, "wandb")
-"""Directories that trackers make in that of a run."""
+"""Directories that trackers make in a run's directory."""
 HASTE = 1.0
-"""Most seconds that a run which failed waits for its trackers: less than its launcher waits for its message."""
+"""Maximum seconds that a failed run waits for its trackers; its launcher waits longer for its error."""
 
 
 class Trackers:
-    """All trackers of a run, on the rank that writes. No method raises, or waits for a tracker but `close`."""
+    """All trackers of a run, on the rank that writes. No method raises, and only `close` waits."""
 
     def __init__(
         self,
@@ -169,11 +171,11 @@ class Trackers:
         say: Callable[[str], None] = lambda text: None,
         patience: float = 0.0,
     ) -> None:
-        """`say` shows messages to the user; `patience`: seconds that `close` waits."""
+        """`say` shows messages to the user; `close` waits `patience` seconds."""
         self._trackers, self._say, self._patience = trackers, say, patience
 
     def log(self, step: int, kind: str, seconds: float, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of a training step or an evaluation, `kind`, which took so long."""
+        """Send the metrics of a training step or an evaluation (`kind`)."""
         named = {f"{kind}/{name}": value for name, value in metrics.items()}
         for tracker in self._trackers:
             tracker.log(step, {**named, f"{kind}/seconds": seconds})
@@ -185,7 +187,7 @@ class Trackers:
             tracker.note(text)
 
     def close(self, *, done: bool) -> None:
-        """End all trackers, and say what they have missed; `done`: whether the run ended well. Again is nothing."""
+        """End all trackers, and report missed records; `done`: the run ended well. A second call does nothing."""
         deadline = time.monotonic() + (self._patience if done else min(self._patience, HASTE))
         for tracker in self._trackers:
             tracker.begin_closing(done=done)
@@ -201,7 +203,7 @@ class Trackers:
 
 
 def check_trackers(experiment: Experiment) -> None:
-    """Check that the libraries of a recipe's trackers are installed; else UserError."""
+    """Check that the libraries of a recipe's trackers are installed. Raises UserError if not."""
     for name in _list_names(experiment.trackers):
         if not _is_installed(name):
             raise UserError(
@@ -239,6 +241,6 @@ def _make(name: str, config: TrackersConfig) -> Tracker:
 
 
 def _is_installed(module: str) -> bool:
-    """Tell whether a library is there, and not just a directory of its name, such as the one W&B leaves behind."""
+    """Tell whether a library is installed; a directory with its name, which W&B leaves behind, does not count."""
     found = find_spec(module)
     return found is not None and found.origin is not None

@@ -1,4 +1,4 @@
-"""Times of generation: prefill, then decode steps."""
+"""Measured times of generation: prefill and decode steps."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -25,7 +25,7 @@ _SEED = SamplingSeed(0, 0)
 
 
 class Decoding:
-    """Generation by a language model, measured."""
+    """Measures generation by a language model."""
 
     def __init__(
         self, model: Model, sampling: GenerationConfig, clock: Clock, window_share: float | None = None
@@ -40,7 +40,7 @@ class Decoding:
     def start(self, tokens: int, context: int) -> Mapping[LayerKind, float]:
         """Measure the seconds until `tokens // context` prompts of `context` tokens have their first new token.
 
-        The time of that token's decode step counts only where it is outside the layers.
+        Of that token's decode step, only the time outside the layers counts.
         """
         clock = self._clock
         sampling = self._limited(1)
@@ -68,7 +68,7 @@ class Decoding:
         }
 
     def measure_step(self, rows: int, context: int) -> Mapping[LayerKind, float]:
-        """Measure the seconds of one decode step of `rows` sequences, which have about `context` tokens each."""
+        """Measure the seconds of one decode step of `rows` sequences with about `context` tokens each."""
         clock = self._clock
         cached = max(1, context - DECODE_STEPS // 2)
         prompts = Ragged(torch.zeros(rows * cached, dtype=torch.int64), (cached,) * rows)
@@ -85,7 +85,7 @@ class Decoding:
             kv_capacity=rows * (cached + steps + 2 * BLOCK_TOKENS),
             pass_tokens=rows * cached,
         )
-        call.memory.cache.k.zero_()  # uninitialised memory may hold numbers with which arithmetic is slow
+        call.memory.cache.k.zero_()  # uninitialised memory may hold denormal numbers, which are slow
         call.memory.cache.v.zero_()
         running = _CachedDecodeBatch(call, clock)
         self._layer_timer.clear()
@@ -93,10 +93,10 @@ class Decoding:
             pass
         passes, sampled = self._layer_timer.passes, running.sampled
         if call.on_gpu:
-            # The second step was captured in a graph; its moments are those of the last replay.
+            # The second step was captured in a CUDA graph; its moments come from the last replay.
             passes, sampled = passes[-1:], sampled[-2:]
         else:
-            # What the first step does besides is not typical: its rows have just been admitted.
+            # The first step also admits rows, so it is not typical.
             passes = passes[1:]
         layers = [clock.between(*marks) for marks in passes]
         gaps = [
@@ -110,25 +110,25 @@ class Decoding:
         }
 
     def _limited(self, tokens: int) -> GenerationConfig:
-        # Whether the end of a sequence is forbidden costs time at each token.
+        # Forbidding the end of a sequence costs time at each token.
         always = self._sampling.min_new_tokens > self._sampling.max_new_tokens // 2
         limits = {"max_new_tokens": tokens, "min_new_tokens": tokens if always else 0}
         return self._sampling.model_copy(update=limits)
 
 
 def _choose_ends(sampling: GenerationConfig) -> tuple[int, ...]:
-    """Choose tokens that end sequences: one where it is forbidden at each position, else none; so none ends."""
+    """Choose stop tokens so that no sequence ends: a forbidden token, or none."""
     return (0,) if sampling.min_new_tokens else ()
 
 
 class _CachedDecodeBatch(DecodeBatch):
-    """Decode batch of sequences that are in the KV cache already, as it pretends."""
+    """Decode batch that pretends its sequences are already in the KV cache."""
 
     def __init__(self, call: GenerateCall, clock: Clock) -> None:
         super().__init__(call, 0)
         self._clock = clock
         self.sampled: list[Moment] = []
-        """Moments at which the tokens of each decode step had been sampled."""
+        """Moments after sampling in each decode step."""
 
     def _prefill(self, prefills: Sequence[RowPrefill]) -> None:
         """Compute nothing."""

@@ -1,4 +1,4 @@
-"""Times of communication: collectives, and messages between two ranks."""
+"""Measured times of a machine, independent of models: memory, optimizer updates, collectives and messages."""
 
 import math
 import time
@@ -22,11 +22,11 @@ from realrl.runtime.processes.process import Process
 from realrl.runtime.profiler.points import UNKNOWN, Clock, Point, trimmed_mean
 from realrl.runtime.profiler.sizes import copy_sizes, transfer_sizes
 
-_FLOAT_BYTES = 4  # all of it is measured with float32
+_FLOAT_BYTES = 4  # measured with float32
 
 
 def measure_copies(number_bytes: int, clock: Clock) -> Mapping[CollectiveKind, float]:
-    """Measure the seconds of copies of `number_bytes` in a rank's memory, and to and from the host's."""
+    """Measure the seconds of copies in a rank's memory, and to and from host memory."""
     source = torch.zeros(max(1, number_bytes // _FLOAT_BYTES), device=clock.device)
     target = torch.zeros_like(source)
     begin = clock.now()
@@ -39,7 +39,7 @@ def measure_copies(number_bytes: int, clock: Clock) -> Mapping[CollectiveKind, f
     copy, clear, allocate = clock.between(begin, copied, cleared, allocated)
     del source, fresh
     moving = Offloadable([target])
-    moving.offload()  # host memory is taken the first time
+    moving.offload()  # the first offload allocates host memory
     moving.load()
     begin = clock.now()
     moving.offload()
@@ -49,7 +49,7 @@ def measure_copies(number_bytes: int, clock: Clock) -> Mapping[CollectiveKind, f
 
 
 class Update:
-    """Optimizer of tensors that are not sharded."""
+    """Optimizer update of unsharded tensors."""
 
     def __init__(self, tensors: Sequence[TensorSpec], dtype: torch.dtype, clock: Clock) -> None:
         count = bucket_count(sum(tensor.numel for tensor in tensors))
@@ -61,7 +61,7 @@ class Update:
         )
 
     def seconds(self) -> float:
-        """Measure the seconds of an update whose gradients have been reduced, without clearing them."""
+        """Measure the seconds of an update after the reduction of gradients, without clearing them."""
         clock = self._clock
         gradients = self._gradients.data
         gradients.fill_(1.0)
@@ -78,15 +78,15 @@ class Update:
 _MOMENT = 0.5e-3
 """Approximate seconds that ranks compute before they communicate.
 
-On a CPU, threads that have waited for so long sleep, and take a while to wake up.
+On a CPU, threads that wait this long fall asleep and need time to wake up.
 """
 _SQUARE = torch.ones(64, 64)
 _ROUNDS, _AT_ONCE = 8, 2
-"""Number of messages of a measurement, and how many are in flight while ranks compute."""
+"""Number of messages in a measurement, and of messages in flight while ranks compute."""
 
 
 class GroupLinks:
-    """Links of one group of ranks, as this rank uses them together with the others."""
+    """Links of one group of ranks; all of its ranks use them together."""
 
     def __init__(self, group: Group, reverse_group: Group, clock: Clock, products: int) -> None:
         """`products`: number of matrix products that each rank computes before it communicates."""
@@ -116,10 +116,10 @@ class GroupLinks:
         return found
 
     def message(self, number_bytes: int) -> Mapping[CollectiveKind, float]:
-        """Measure the seconds that a message from one rank to the other adds to the computation of both.
+        """Measure the seconds that a message between two ranks adds to the computation of both.
 
-        On a CPU both ranks compute while messages are under way, as the stages of a pipeline do; a GPU sends beside
-        what it computes.
+        On a CPU, both ranks compute while messages are in flight, like the stages of a pipeline. A GPU sends
+        without slowing its computation.
         """
         clock = self._clock
         rows = max(1, number_bytes // _FLOAT_BYTES)
@@ -135,7 +135,7 @@ class GroupLinks:
         middle = clock.now()
         self._go_round(message, _AT_ONCE)
         computed, seconds = clock.between(begin, middle, clock.now())
-        # The second rank cannot begin before the first one has computed for the first time.
+        # The second rank waits for the first computation of the first rank.
         return {"send": (seconds - computed * (_ROUNDS + 1) / _ROUNDS) / _ROUNDS}
 
     def _go_round(self, message: Tensor, at_once: int) -> None:
@@ -161,7 +161,7 @@ class GroupLinks:
 
 
 def _moment(process: Process) -> int:
-    """Calibrate the number of matrix products in a moment, on the fastest rank; 0 on GPUs.
+    """Calibrate the number of matrix products in `_MOMENT`, on the fastest rank; 0 on GPUs.
 
     All ranks call this together.
     """
@@ -186,7 +186,7 @@ def connect_groups(process: Process, size: int, clock: Clock) -> GroupLinks:
 
 
 def connect_pairs(process: Process, distance: int, clock: Clock) -> GroupLinks | None:
-    """Connect pairs of ranks at this distance; None for a rank that is left over.
+    """Connect pairs of ranks at this distance; None for a rank without a partner.
 
     All ranks call this together.
     """
@@ -197,7 +197,7 @@ def connect_pairs(process: Process, distance: int, clock: Clock) -> GroupLinks |
 def _links(process: Process, rank_sets: list[tuple[int, ...]], clock: Clock) -> GroupLinks | None:
     products = _moment(process)
     forward: RankSets = {ranks: frozenset({"tensor", "data", "pipeline"}) for ranks in rank_sets}
-    # A connection of its own for what flows back.
+    # Traffic in the other direction has its own connection.
     backward: RankSets = {ranks[::-1]: frozenset({"reverse_pipeline"}) for ranks in rank_sets}
     groups = process.groups({**forward, **backward})
     own = next((ranks for ranks in rank_sets if ranks in groups), None)
@@ -207,7 +207,7 @@ def _links(process: Process, rank_sets: list[tuple[int, ...]], clock: Clock) -> 
 
 
 def measure_message(links: GroupLinks | None, number_bytes: int) -> Mapping[CollectiveKind, float]:
-    """Measure the seconds from rank to rank; below any time on a rank without a pair."""
+    """Measure the seconds from rank to rank; minus infinity on a rank without a pair."""
     return {"send": -math.inf} if links is None else links.message(number_bytes)
 
 
@@ -218,10 +218,9 @@ _COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_
 
 
 def make_rows(process: Process, per_node: int, clock: Clock, *, thin: bool) -> Iterator[MachineRow]:
-    """Yield series of points that differ in size alone, smaller ones first. All ranks go through them together.
+    """Yield series of points of increasing size. All ranks measure them together.
 
-    Ranks of one node talk in groups of every size that divides their number, those of several nodes in groups of
-    whole nodes.
+    Within a node, groups have every size that divides its number of ranks. Across nodes, groups are whole nodes.
     """
     copied = copy_sizes(thin=thin)
     yield [Point(_blanks(_COPIES, 1, 1, size), partial(measure_copies, size, clock), size) for size in copied]

@@ -1,4 +1,4 @@
-"""Times of inference and training: the parts of one micro-batch."""
+"""Measured times of inference and training: the parts of one micro-batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ from realrl.runtime.profiler.points import Clock, Moment
 
 @dataclass(frozen=True)
 class LayerMix:
-    """Layers of a model that is measured, of which the first also prepares what all of them use."""
+    """Layers of a measured model; the first also prepares data for all of them."""
 
     windowed: tuple[bool, ...]
-    """Whether each has a sliding window."""
+    """Whether each layer has a sliding window."""
     share: float
-    """Share of layers with a window in the model that it stands for."""
+    """Share of layers with a window in the model for which it stands."""
 
     @classmethod
     def of(cls, measured: ModelShape, share: float | None = None) -> "LayerMix":
@@ -39,11 +39,11 @@ class LayerMix:
         return cls(windowed, find_window_share(measured) if share is None else share)
 
     def average(self, seconds: Sequence[float]) -> float:
-        """Compute the seconds of an average layer where the first does what all of them do."""
+        """Compute the seconds of an average layer, if the first layer is like the others."""
         return self._average(seconds, self.windowed)
 
     def typical(self, seconds: Sequence[float]) -> float:
-        """Compute the seconds of an average layer; `seconds` are those of each in turn, or of the first ones."""
+        """Compute the seconds of an average layer; `seconds` has all layers in order, or the first ones."""
         return self._average(seconds[1:] or seconds, self.windowed[1:] if seconds[1:] else self.windowed)
 
     def typical_backward(self, seconds: Sequence[float]) -> float:
@@ -52,7 +52,7 @@ class LayerMix:
         return self._average(seconds[1:] or seconds, kinds[1:] if seconds[1:] else kinds)
 
     def first_extra(self, seconds: Sequence[float]) -> float:
-        """Compute the extra seconds of the first layer, over others of its kind."""
+        """Compute the extra seconds of the first layer over other layers of its kind."""
         others = [*zip(seconds, self.windowed, strict=False)][1:]
         alike = [each for each, windowed in others if windowed == self.windowed[0]]
         return seconds[0] - (mean(alike) if alike else self.typical(seconds))
@@ -73,7 +73,7 @@ def find_window_share(shape: ModelShape) -> float:
 
 
 def make_records(lengths: Sequence[int], vocabulary: int, device: torch.device) -> Batch:
-    """Make a batch as the calls of a PPO step find it, with sequences of these lengths.
+    """Make a batch like in the calls of a PPO step, with sequences of these lengths.
 
     The first half of a sequence is the prompt; a single token is both.
     """
@@ -95,14 +95,14 @@ def make_records(lengths: Sequence[int], vocabulary: int, device: torch.device) 
 
 
 class LayerTimer:
-    """Recorder of every pass through the layers of a model."""
+    """Records when a model's layers begin and end in every pass."""
 
     def __init__(self, model: Model, clock: Clock) -> None:
         self._clock = clock
         self.passes: list[list[Moment]] = []
         """Moments of each forward pass: the start of the first layer, and the end of every layer."""
         self.backward: list[Moment] = []
-        """Moments at which gradients are known: of each layer's output, last layer first, then of the input."""
+        """Moments at which gradients are ready: of each layer's output, last layer first, then of the input."""
         layers = model.transformer.layers
         layers[0].register_forward_pre_hook(self._begin)
         for layer in layers:
@@ -130,13 +130,13 @@ PPO = PPOConfig()
 
 
 class Passes:
-    """Calls of a model, measured with the methods of PPO.
+    """Measures calls of a model with the methods of PPO.
 
-    Log-probabilities and the policy loss with its entropy, or values and the value loss.
+    These are log-probabilities and the policy loss with its entropy, or values and the value loss.
     """
 
     def __init__(self, model: Model, clock: Clock, window_share: float | None = None) -> None:
-        """`window_share`: share of layers with a window in the model that this one stands for; None for its own."""
+        """`window_share`: share of windowed layers in the model for which this one stands; None for its own."""
         self._model = model
         self._clock = clock
         self._layers = LayerMix.of(model.shape, window_share)
@@ -201,14 +201,14 @@ def convert_parts(seconds: Mapping[str, float], head: Head) -> dict[LayerKind, f
 
 
 class _Trainer(Trainer):
-    """Trainer that records when it computes gradients."""
+    """Trainer that records the moments of gradient computation."""
 
     def __init__(self, model: Model, clock: Clock) -> None:
         super().__init__(model, OptimizerConfig())
         self._clock = clock
         self.begun: Moment = 0.0
         self.left: Moment = 0.0
-        """Moment at which the last backward pass had ended."""
+        """End of the last backward pass."""
         self.ended: Moment = 0.0
 
     def _accumulate_gradients(self, *args: Any, **options: Any) -> tuple[Metrics, bool]:
@@ -240,9 +240,9 @@ class _CriticGradients(CriticTrain):
 
 
 def measure_preparation(sequences: int, answer: int, clock: Clock) -> float:
-    """Measure the seconds of making experience as PPO does, the average of its two train calls.
+    """Measure the seconds of PPO's preparation of experience, averaged over its two train calls.
 
-    Algorithms say which of their calls do the like (`AlgorithmSpec.experience_calls`).
+    `AlgorithmSpec.experience_calls` lists the calls that prepare experience in this way.
     """
     batch = make_records([2 * answer] * sequences, 2, clock.device)
     methods = ActorTrain(PPO), CriticTrain(PPO)

@@ -1,4 +1,4 @@
-"""Measurements to make, and the loop that makes them."""
+"""Points to measure: the clock, repetition on all ranks, and the loop over points."""
 
 import math
 import time
@@ -15,7 +15,7 @@ from realrl.planner.profile.profile import CollectiveTime, Measurement
 from realrl.runtime.processes.process import Process
 
 Moment = float | torch.cuda.Event
-"""Point in time: on a GPU, when the device gets there, not when the host has launched the work."""
+"""Point in time; on a GPU, of the device's progress, not of the launch by the host."""
 
 
 class Clock:
@@ -25,10 +25,10 @@ class Clock:
         self.device = device
 
     def now(self) -> Moment:
-        """Record the present moment."""
+        """Record the current moment."""
         if self.device.type != "cuda":
             return time.perf_counter()
-        # Captured in a graph, an event is recorded at every replay.
+        # An event in a CUDA graph is recorded at every replay.
         event = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
         event.record()
         return event
@@ -54,19 +54,19 @@ AverageFunction = Callable[[Sequence[float]], float]
 
 
 def trimmed_mean(times: Sequence[float]) -> float:
-    """Average the times without the slowest twentieth.
+    """Average the times without the slowest 5 %.
 
-    For events that follow each other the sum counts, hence no median.
+    For consecutive events the sum matters, so a median would be wrong.
     """
     kept = sorted(times)[: max(1, len(times) * 19 // 20)]
     return sum(kept) / len(kept)
 
 
 class Bench:
-    """Repeated measurements, until enough time has passed."""
+    """Repeats measurements until enough time has passed."""
 
     def __init__(self, process: Process, *, patience: float, repetitions: tuple[int, int]) -> None:
-        """`patience`: seconds for one measurement, within (minimum, maximum) `repetitions`."""
+        """`patience`: seconds for one measurement, with (minimum, maximum) `repetitions`."""
         self.process = process
         self.clock = Clock(process.device)
         self._patience = patience
@@ -75,11 +75,10 @@ class Bench:
     def measure(
         self, work: Callable[[], Mapping[Kind, float]], average: AverageFunction = median
     ) -> dict[Kind, float] | None:
-        """Average the times of the parts of `work`, each time on the slowest rank; None where memory is too small.
+        """Average the times of the parts of `work`; None if memory is too small.
 
-        The slowest rank counts, since the others have to wait for it.
-
-        All ranks call this together, with work of the same parts.
+        Each time is the slowest rank's, because the others wait for it. All ranks call this together, with the same
+        parts.
         """
         if not self._warm_up(work):
             return None
@@ -96,7 +95,7 @@ class Bench:
         }
 
     def _warm_up(self, work: Callable[[], object]) -> bool:
-        """Run the work once; return whether all ranks have enough memory."""
+        """Run the work once. Returns whether all ranks have enough memory."""
         fits = True
         try:
             work()
@@ -115,21 +114,21 @@ class Bench:
 Entry = TypeVar("Entry", Measurement, CollectiveTime)
 
 LEAST = 1e-9
-"""Minimum seconds of an entry; the difference of two measured times may be less, or below 0."""
+"""Minimum seconds of an entry; the difference of two measured times may be smaller or negative."""
 UNKNOWN = 1.0
 """Placeholder seconds of an entry that has not been measured."""
 
 
 @dataclass(frozen=True)
 class Point(Generic[Entry]):
-    """Measurement at one size."""
+    """A measurement at one size."""
 
     blanks: tuple[Entry, ...]
-    """Entries of a profile, times unknown, each of another kind."""
+    """Entries of a profile without times, each of another kind."""
     work: Callable[[], Mapping[Any, float]]
-    """Function that returns the seconds of its parts."""
+    """Returns the seconds of its parts."""
     size: int
-    """Size that the times grow with."""
+    """Size with which the times grow."""
     times: int = 1
     """Approximate number of times the measured parts occur in one execution of `work`."""
     average: AverageFunction = median
@@ -147,34 +146,34 @@ class Pace:
     """Time to spend on measurements."""
 
     sweeps: int
-    """Number of sweeps over all points, so that a busy moment of the machine cannot spoil some sizes."""
+    """Number of sweeps over all points, so that a busy moment does not spoil some sizes."""
     patience: float
-    """Seconds that one measurement of a sweep may take, if that gives enough repetitions."""
+    """Seconds of one measurement in a sweep, if they allow enough repetitions."""
     repetitions: tuple[int, int]
     """Minimum and maximum number of repetitions."""
     limit: float
     """Maximum seconds of one execution; slower points are skipped."""
     total: float
-    """Seconds of a sweep after which only the smallest size of each remaining series is measured."""
+    """Seconds of a sweep, after which only the smallest size of each remaining series is measured."""
 
 
 class Measurer(Generic[Entry]):
-    """Loop that adds missing points to entries of a profile. All ranks run it together."""
+    """Measures missing points. All ranks run it together."""
 
     def __init__(
         self, entries: dict[Hashable, Entry], bench: Bench, pace: Pace, done: Callable[[], None]
     ) -> None:
-        """`done` is called after each point, measured or not."""
+        """`done` is called after each point, whether measured or skipped."""
         self.entries: dict[Hashable, Entry] = entries
         self._bench = bench
         self._pace = pace
         self._done = done
         self._rates: dict[tuple[object, ...], float] = {}
-        """Entries that are measured together -> latest seconds per unit of size."""
+        """Series that are measured together -> latest seconds per unit of size."""
         self._started = time.monotonic()
 
     def measure(self, row: Sequence[Point[Entry]]) -> None:
-        """Measure a series, smaller points first; once one is skipped, so are the larger ones."""
+        """Measure a series in order of size. When one point is skipped, all larger ones are too."""
         continuing = True
         for point in row:
             series = tuple(blank.series for blank in point.blanks)
@@ -188,7 +187,7 @@ class Measurer(Generic[Entry]):
             self._done()
 
     def _one(self, point: Point[Entry]) -> bool:
-        """Measure a point; return whether it could be measured."""
+        """Measure a point. Returns whether it could be measured."""
         found = self._bench.measure(point.work, point.average)
         if found is None:
             return False
@@ -215,10 +214,10 @@ def take_medians(sweeps: Sequence[Mapping[Hashable, Entry]]) -> dict[Hashable, E
 
 
 def find_sweep_spread(sweeps: Sequence[Mapping[Hashable, Entry]], known: Container[Hashable]) -> float | None:
-    """Find how far sweeps differ as a whole: the root mean square of their shifts, which are medians over entries.
+    """Find the spread of whole sweeps: the root mean square of their shifts, each a median over entries.
 
-    A shift is ln(seconds / median of all sweeps). Entries that were `known` before are no part of it; None where
-    there is but one sweep, or nothing new.
+    A shift is ln(seconds / median of all sweeps). Entries in `known` do not count. None for a single sweep, or
+    without new entries.
     """
     medians = {key: entry.seconds for key, entry in take_medians(sweeps).items() if key not in known}
     shifts = [

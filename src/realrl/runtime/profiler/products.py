@@ -1,4 +1,4 @@
-"""Comparison of ways to multiply float32 matrices on this machine's processor.
+"""Comparison of methods to multiply float32 matrices on this machine's processor.
 
     python -m realrl.runtime.profiler.products
 
@@ -20,23 +20,23 @@ from realrl.model.arithmetic.ops import Products
 _SHAPES = ((1024, 256, 1024), (2048, 768, 2048), (64, 512, 2048))
 """Rows, inputs and outputs: micro-batches of small models, and a decode step."""
 _FEW_ROWS = ((64, 256, 1024), (64, 768, 2048), (16, 512, 2048))
-"""The same of decode steps."""
+"""The same for decode steps."""
 _WEIGHTS = 1 << 21
-"""Elements of the weights that take turns, at least: decode steps do not find theirs in a cache."""
+"""Minimum elements of alternating weights: decode steps do not find their weights in a cache."""
 _CLEARLY = 1.2
-"""Ratio from which a way counts as faster: less is within what machines vary by."""
+"""Smallest ratio at which a method counts as faster; smaller ones are within noise."""
 _PACKED = 1.1
-"""The same of packed weights, whose advantage grows with threads: each takes the next panel when one is done."""
+"""The same for packed weights, whose advantage grows with the number of threads."""
 _SECONDS = 0.08
-"""Time per way and shape."""
+"""Seconds per method and shape."""
 
 WeightProduct = Callable[[Tensor], Tensor]
-"""Product with a weight that it knows. [N, K] -> [N, M]"""
+"""Product with a fixed weight. [N, K] -> [N, M]"""
 
 
 def compare_products() -> ProductChoice:
-    """Measure each way in turns, and choose."""
-    # One thread's processor time is what it is on a busy machine, too.
+    """Measure the methods alternately, and choose."""
+    # The processor time of one thread is reliable even on a busy machine.
     torch.set_num_threads(1)
     if not torch.backends.mkldnn.is_available():
         return ProductChoice(packed=_compare(_pack, _use(Products()), _FEW_ROWS) > _PACKED)
@@ -67,13 +67,13 @@ def _compare(
     beside: Callable[[Tensor], WeightProduct],
     shapes: Sequence[tuple[int, int, int]],
 ) -> float:
-    """Measure how many times as fast a way is, as the geometric mean over shapes."""
+    """Measure the speed of a method relative to another, as the geometric mean over shapes."""
     logs = []
     for rows, inputs, outputs in shapes:
         x = torch.randn(rows, inputs)
         weights = [torch.randn(outputs, inputs) for _ in range(-(-_WEIGHTS // (inputs * outputs)))]
         sides = [[make(weight) for weight in weights] for make in (way, beside)]
-        for products in sides:  # what is loaded or compiled at the first call
+        for products in sides:  # the first call loads or compiles code
             products[0](x)
         fastest = [math.inf, math.inf]
         end = time.thread_time() + 2 * _SECONDS

@@ -1,4 +1,4 @@
-"""All measurements of one model shape in one precision."""
+"""All measurements of one model shape in one data type."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,23 +30,23 @@ from realrl.runtime.profiler.points import UNKNOWN, Clock, Point
 from realrl.runtime.profiler.sizes import Sizes
 
 _LAYERS = 2
-"""Layers of the models that sequences pass through: the first prepares for all, the second is typical."""
+"""Layers of models for passes: the first prepares data for all, the second is typical."""
 _STARTED_LAYERS = 3
-"""Layers of the models that prompts are prefilled by, which compute but a part of the last one."""
+"""Layers of models for prefill, which computes only a part of the last layer."""
 _MIXED_LAYERS = 4
-"""Layers of both where some have a sliding window: one with it and one without that are neither first nor last."""
+"""Layers of models with and without sliding windows: one of each kind is neither first nor last."""
 _DECODED_BYTES = 256 << 20
-"""Bytes of the layers that tokens pass through: more than caches hold, where the model has as much."""
+"""Bytes of layers for decode steps: more than caches hold, if the model is that large."""
 _LARGEST_UPDATE = 1 << 27
-"""Maximum parameters of a measured optimizer update."""
+"""Maximum number of parameters in a measured optimizer update."""
 _PASSES: Mapping[Head, tuple[LayerKind, ...]] = {
     "lm": ("head", "head_backward"),
     "scalar": ("embed", "embed_backward", "forward", "backward", "scalar", "scalar_backward"),
 }
-"""Parts measured with each head; shared parts with the scalar one, which no vocabulary delays."""
+"""Parts measured with each head; shared parts use the scalar head, which has no vocabulary."""
 
 _PRODUCTS = {"cpu": (1 << 9, 1 << 11), "cuda": (1 << 12, 1 << 13)}
-"""Rows of square matrices whose products are measured, by type of device: the larger ones reach its peak."""
+"""Rows of square matrices for products, by type of device; the larger size reaches the peak."""
 
 ShapeRow = list[Point[Measurement]]
 
@@ -63,9 +63,9 @@ class ShapeMeasurements:
     clock: Clock
 
     def rows(self) -> Iterator[ShapeRow]:
-        """Yield series of points that differ in size alone, smaller ones first.
+        """Yield series of points of increasing size.
 
-        Degrees take turns, so that a machine that becomes slower or faster does so for all of them.
+        Degrees alternate, so that changes in the machine's speed affect all of them.
         """
         for answer, sizes in _by_length(self.sizes.preparations()):
             yield [self._preparation(rows, answer) for rows in sizes]
@@ -96,8 +96,6 @@ class ShapeMeasurements:
     def _product(self, rows: int) -> Point[Measurement]:
         products = find_products(self.dtype, self.clock.device)
         factors = cache(lambda: torch.randn(2, rows, rows, dtype=self._torch_dtype, device=self.clock.device))
-
-        products = find_products(self.dtype, self.clock.device)
 
         def multiply() -> Mapping[LayerKind, float]:
             x, weight = factors()
@@ -146,7 +144,7 @@ class ShapeMeasurements:
         def point(rows: int, context: int, *, first: bool) -> Point[Measurement]:
             blanks = _blanks(("decode",), tp=tp, sequences=rows, context=context)
             if first:
-                # They do not depend on the context.
+                # These do not depend on the context.
                 blanks += _blanks(("decode_overhead", "sample"), tp=tp, sequences=rows)
             return Point(blanks, lambda: decoding().measure_step(rows, context), rows, layers * DECODE_STEPS)
 
@@ -154,7 +152,7 @@ class ShapeMeasurements:
             yield [point(rows, context, first=i == 0) for rows in group]
 
     def _count_layers(self, few: int) -> int:
-        """Count the layers of a measured model that needs `few` if all layers are alike."""
+        """Count the layers of a measured model; `few` suffice if all layers are alike."""
         return _MIXED_LAYERS if 0 < find_window_share(self.shape) < 1 else few
 
     def _model(self, head: Head, tp: int, layers: int) -> Model:
@@ -184,7 +182,7 @@ def _blanks(kinds: Iterable[LayerKind], **at: int) -> tuple[Measurement, ...]:
 
 
 def _layer_tensors(shape: ModelShape, layers: int) -> list[TensorSpec]:
-    """List the tensors of some layers, up to `_LARGEST_UPDATE` elements, but at least one layer."""
+    """List the tensors of some layers: up to `_LARGEST_UPDATE` elements, at least one layer."""
     few = shape.model_copy(update={"layers": layers})
     tensors = [spec for spec in model_tensors(few, "lm") if spec.layer is not None]
     per_layer = sum(spec.numel for spec in tensors) // layers
@@ -193,10 +191,10 @@ def _layer_tensors(shape: ModelShape, layers: int) -> list[TensorSpec]:
 
 @dataclass(frozen=True)
 class _Silent(Group):
-    """Group of TP ranks of which only this one exists: collectives return its own part."""
+    """Group of TP ranks in which only this rank exists; collectives return its own part."""
 
     def gather_columns(self, part: Tensor, columns: int) -> Tensor:
-        """Repeat the columns as often as there would be ranks."""
+        """Repeat the columns once per rank."""
         width = -(-columns // self.size)
         return part.repeat(1, -(-width * self.size // part.shape[1]))[:, :columns].contiguous()
 
@@ -211,10 +209,9 @@ def make_tensor_rank(
     device: torch.device,
     products: Products,
 ) -> Model:
-    """Make a model of `layers` layers with fresh weights of the largest of `tp` TP ranks.
+    """Make a model of `layers` layers: the largest of `tp` TP ranks, with fresh weights.
 
-    Where it would communicate with the others it continues with its own data: it takes the time of the arithmetic,
-    and its results mean nothing.
+    Communication is replaced by its own data. It takes the time of the arithmetic; its results are meaningless.
     """
     shape = shape.with_layers(layers)
     placement = Placement(Mesh(0, tp), Strategy(tp=tp))
@@ -226,7 +223,7 @@ def make_tensor_rank(
     )
     layout = build_layout(shape, head, placement)
     model = Model(layout, rank, groups, dtype=dtype, device=device, products=products)
-    # Numbers like those of a model, drawn where they are needed: on a CPU it would take minutes for a large one.
+    # Values like a model's, drawn on the device: on a CPU a large model would take minutes.
     for part in model.sets.values():
         part.buffer.data.normal_(0.0, shape.init_std)
     for spec in model.parameters.tensors:

@@ -1,4 +1,4 @@
-"""Sizes to measure: a grid around the sizes of a run."""
+"""Sizes to measure: a grid around the sizes of a run. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 
 LEAST_TOKENS = 64
-"""Tokens of the smallest micro-batch; smaller ones take nearly as long."""
+"""Tokens of the smallest micro-batch; smaller ones take nearly the same time."""
 LEAST_LENGTH = 32
 STEP = 4
-"""Ratio of one size to the one before; times in between are interpolated linearly."""
+"""Ratio of consecutive sizes; times in between are interpolated linearly."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Largest sizes of a run, in tokens; `prompt` and `answer` are 0 where nothing is generated."""
+    """Largest sizes of a run in tokens; `prompt` and `answer` are 0 without generation."""
 
     micro_batch: int
     length: int
@@ -45,7 +45,7 @@ class Sizes:
 
     @classmethod
     def usual(cls, *, thin: bool = False) -> "Sizes":
-        """Make sizes for no recipe in particular."""
+        """Make sizes without a recipe."""
         return cls(8192, 1024, 512, 512, 64, thin)
 
     def passes(self) -> Iterator[tuple[int, int]]:
@@ -58,7 +58,7 @@ class Sizes:
         yield from self._batches(self._lengths(LEAST_LENGTH, self.length)[0], self.micro_batch)
 
     def starts(self) -> Iterator[tuple[int, int]]:
-        """List the sizes of prefill, likewise."""
+        """List (tokens of a batch, tokens of each prompt) for prefill."""
         if self.prompt:
             most = max(self.prompt, min(self.micro_batch, self.rows * self.prompt, CPU_PREFILL_TOKENS))
             for length in self._lengths(LEAST_LENGTH // 2, self.prompt):
@@ -87,12 +87,12 @@ class Sizes:
         yield from ((tokens, length) for tokens in sorted(found - {0}))
 
     def _lengths(self, low: int, high: int) -> list[int]:
-        """List fewer lengths, since times grow linearly with them."""
+        """List the lengths; a thin grid has only two, because times grow linearly with length."""
         found = self._spread(low, high)
         return sorted({found[0], found[-1]}) if self.thin else found
 
     def _spread(self, low: int, high: int, step: int = STEP) -> list[int]:
-        """Spread sizes from low, or from high if that is less, to high."""
+        """Spread sizes from min(low, high) to high."""
         found = {min(low, high), high}
         while high > low:
             found.add(high)
@@ -103,7 +103,7 @@ class Sizes:
 
 SMALLEST_BYTES, LARGEST_BYTES = 64, 1 << 26
 MAPPED_BYTES = 1 << 25
-"""Bytes from which the launcher has memory mapped anew each time."""
+"""Size from which memory is mapped anew at each allocation, due to the launcher's malloc settings."""
 
 
 def transfer_sizes(*, thin: bool = False) -> list[int]:
@@ -112,7 +112,7 @@ def transfer_sizes(*, thin: bool = False) -> list[int]:
     found = [largest]
     while found[-1] > SMALLEST_BYTES:
         found.append(max(SMALLEST_BYTES, found[-1] // step))
-    # Gradients travel in buckets of such sizes; parts of the smaller ones are below the limit.
+    # Gradients travel in buckets of these sizes; parts of smaller buckets are below the limit.
     return sorted({*found, *(() if thin else (LARGEST_BYTES // 2, LARGEST_BYTES - (LARGEST_BYTES >> 4)))})
 
 

@@ -1,4 +1,4 @@
-"""Trace of the instructions of one rank."""
+"""Trace of the instructions of one rank, and its files."""
 
 import threading
 import time
@@ -10,14 +10,14 @@ from pathlib import Path
 from realrl.program.trace_file import Event, make_event, merge_rank_traces, write_rank_trace
 
 KEPT = 20_000
-"""Maximum slices kept per rank: the latest ones, so that memory stays bounded however long an evaluation is."""
+"""Number of the latest slices that are kept per rank, so that long evaluations do not fill memory."""
 
 
 class Trace:
     """Trace events of the last steps of this rank."""
 
     def __init__(self, rank: int, steps: int = 1) -> None:
-        """Keep the last `steps` steps that have ended, and what follows them."""
+        """Keep the last `steps` complete steps, and everything after them."""
         self.rank = rank
         self._events: deque[Event] = deque(maxlen=KEPT)
         self._starts: deque[float] = deque(maxlen=steps + 1)
@@ -25,7 +25,7 @@ class Trace:
         self._lock = threading.Lock()
 
     def begin_step(self) -> None:
-        """Begin a training step, and forget what was before the last ones."""
+        """Begin a training step, and forget everything before the kept steps."""
         with self._lock:
             self._starts.append(time.time_ns() / 1000)
             if len(self._starts) == self._starts.maxlen:
@@ -34,14 +34,15 @@ class Trace:
 
     @property
     def events(self) -> list[Event]:
-        """Slices so far, in the order of their ends."""
+        """Kept slices, in the order of their ends."""
         with self._lock:
             return list(self._events)
 
     @contextmanager
     def slice(self, name: str, *, host: bool = False, **details: object) -> Iterator[dict[str, object]]:
-        """Record the block as one slice, to whose details it may add; `host`: of a function, which runs beside the
-        others. May be used by several threads."""
+        """Record the block as one slice; the block may add to the slice's details.
+
+        `host`: a function, which runs beside other slices. Thread-safe."""
         start = time.time_ns()
         try:
             yield details
@@ -56,20 +57,20 @@ class Trace:
 
 
 _WRITE_EVERY = 2.0
-"""Minimum seconds between two writes in the course of a run."""
+"""Minimum seconds between two writes during a run."""
 _REST = 100
-"""Ratio of the time between writes to the time of one, so that they cost a run at most a hundredth of its time."""
+"""Writes are at least so many times their own duration apart, so they cost at most 1 % of a run."""
 
 
 class TraceFiles:
-    """Writer of the trace of one rank into the run's directory. What cannot be written never ends a run."""
+    """Writes the trace of one rank into the run's directory. A failed write never ends a run."""
 
     def __init__(self, run_dir: Path, trace: Trace) -> None:
         self._run_dir, self._trace = run_dir, trace
         self._next = 0.0
 
     def refresh(self) -> None:
-        """Write the last steps of this rank, unless that was done a moment ago."""
+        """Write the last steps of this rank, unless the last write is recent."""
         if time.monotonic() >= self._next:
             self.write()
 
@@ -82,6 +83,6 @@ class TraceFiles:
         self._next = end + max(_WRITE_EVERY, _REST * (end - start))
 
     def merge(self) -> None:
-        """Write `trace.json` from what all ranks have written, on one of them."""
+        """Write `trace.json` from the files of all ranks, on one rank."""
         with suppress(OSError):
             merge_rank_traces(self._run_dir)

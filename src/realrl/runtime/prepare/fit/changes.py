@@ -1,4 +1,4 @@
-"""Changes of a user's recipe, plan file or devices. No torch."""
+"""Changes of a recipe, plan file or cluster that may make a plan fit. No torch."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +31,7 @@ class Draft:
     spec: ClusterSpec
     """Devices of the run."""
     plan: Plan | None = None
-    """Content of the plan file; None where the recipe names a preset or a search."""
+    """Content of the plan file; None if the recipe names a preset or a search."""
     measured: Measured = field(default_factory=Measured)
 
     def scenario(self) -> Scenario:
@@ -41,13 +41,13 @@ class Draft:
 
 @dataclass(frozen=True)
 class Change:
-    """A change that a user can write, as a function of drafts.
+    """A change that a user can make, as a function of drafts.
 
-    `apply` raises UserError where the change is not possible.
+    `apply` raises UserError if the change is not possible.
     """
 
     text: str
-    """Text to write, for example `data.batch=32`, or the devices to use."""
+    """What to write, for example `data.batch=32`, or the devices to use."""
     apply: Callable[[Draft], Draft]
     preposition: str = "with"
 
@@ -55,13 +55,13 @@ class Change:
 Attempts = Generator[Change, bool, None]
 """Generator of changes of one kind, the mildest first.
 
-Each is answered by whether everything fits with it; a source may then look for something milder, and what it
-last found counts.
+The answer to each change is whether everything fits. The generator may then try a milder change; the last one that
+fits counts.
 """
 
 
 def in_order(changes: Iterable[Change]) -> Attempts:
-    """Changes of which the first that helps is constraints."""
+    """Yield changes in order; stop at the first that makes the plan fit."""
     for change in changes:
         if (yield change):
             return
@@ -83,7 +83,7 @@ def is_wide(config: ModelConfig) -> bool:
 
 
 def list_halves(number: int, least: int) -> list[int]:
-    """Half of a number, a quarter, and so on down to `least`."""
+    """List half of a number, a quarter, and so on down to `least`."""
     found = []
     while number // 2 >= least:
         number //= 2
@@ -93,15 +93,15 @@ def list_halves(number: int, least: int) -> list[int]:
 
 _MOST_DEVICES = 1024
 _SHORTEST = 64
-"""Minimum tokens worth suggesting."""
+"""Smallest suggested length in tokens."""
 _MOST_HALVINGS = 3
-"""Maximum halvings of the batch."""
+"""Maximum number of halvings of the batch."""
 
 
 def list_search_changes(draft: Draft) -> Iterator[Attempts]:
     """List changes with which some plan may fit, the cheapest first.
 
-    Other settings come first, then other devices, and last what changes the results.
+    Settings come first, then devices, then changes that alter the results.
     """
     yield in_order(_narrower_types(draft.experiment))
     yield _more_nodes(draft.spec)
@@ -112,14 +112,14 @@ def list_search_changes(draft: Draft) -> Iterator[Attempts]:
 
 
 def list_smaller_batches(experiment: Experiment) -> list[Change]:
-    """Fewer records per step, which changes what is learnt."""
+    """List smaller batches. They change the results."""
     return [set_fields(f"data.batch={n}") for n in list_halves(experiment.data.batch, 1)]
 
 
 def _narrower_types(experiment: Experiment) -> Iterator[Change]:
-    """Store frozen roles, or all roles, in bfloat16."""
+    """Yield the storage of frozen roles, then of all roles, in bfloat16."""
     graph = build_graph(experiment)
-    # A moving average needs all digits of float32.
+    # A moving average needs the precision of float32.
     averages = {average.role for average in graph.averages}
     wide = [role for role, config in models(experiment).items() if is_wide(config)]
     wide = [role for role in wide if role not in averages]
@@ -130,7 +130,7 @@ def _narrower_types(experiment: Experiment) -> Iterator[Change]:
 
 
 def _quantised(experiment: Experiment) -> Iterator[Change]:
-    """Store the matrices of all roles that do not change as int8."""
+    """Yield int8 storage for the matrices of all frozen roles."""
     graph = build_graph(experiment)
     changing = {average.role for average in graph.averages}
     changing |= {role for role in graph.roles if graph.trained(role)}
@@ -140,7 +140,7 @@ def _quantised(experiment: Experiment) -> Iterator[Change]:
 
 
 def _more_nodes(spec: ClusterSpec) -> Attempts:
-    """Find the fewest nodes of the same kind: doubled until a plan fits, then bisected."""
+    """Find the fewest nodes of the same kind: double until a plan fits, then bisect."""
     if len(spec.groups) > 1:
         return
     nodes, most = spec.nodes, _MOST_DEVICES // spec.groups[0].devices_per_node
@@ -157,7 +157,7 @@ def _more_nodes(spec: ClusterSpec) -> Attempts:
 
 
 def _larger_devices(spec: ClusterSpec) -> Iterator[Change]:
-    """Replace devices by a larger built-in kind: least memory first, and of about equal ones the slowest."""
+    """Yield larger built-in kinds of devices: least memory first; at about equal memory, the slowest first."""
     group, *others = spec.groups
     if group.device.cpu or others:
         return
@@ -168,7 +168,7 @@ def _larger_devices(spec: ClusterSpec) -> Iterator[Change]:
 
 
 def _shorter_sequences(draft: Draft) -> Iterator[Change]:
-    """Shorten prompts or answers, whichever are longer; sequences where nothing is generated."""
+    """Shorten prompts or answers, whichever are longer; without generation, sequences."""
     experiment, workload = draft.experiment, draft.scenario().workload
     if not any(call.kind is Kind.GENERATE for call in build_graph(experiment).calls):
         for longest in _shorter(max(workload.prompts)):
@@ -186,12 +186,12 @@ def _shorter_sequences(draft: Draft) -> Iterator[Change]:
 
 
 def _shorter(tokens: int) -> Sequence[int]:
-    """Half of a length, a quarter, and so on; not all the way down."""
+    """List half of a length, a quarter, and so on, down to a useful minimum."""
     return list_halves(tokens, _SHORTEST // 2 + 1)
 
 
 def _shorter_prompts(longest: int, *overrides: str) -> Change:
-    """Cut prompts, or whole sequences, in the recipe and in the measured lengths."""
+    """Shorten prompts, or whole sequences, in the recipe and in the measured lengths."""
     change = set_fields(*overrides)
 
     def apply(draft: Draft) -> Draft:
@@ -204,21 +204,21 @@ def _shorter_prompts(longest: int, *overrides: str) -> Change:
 
 
 def _on(text: str, spec: ClusterSpec) -> Change:
-    """Use other devices."""
+    """Change the devices."""
     return Change(text, lambda draft: replace(draft, spec=spec), preposition="on")
 
 
 Degrees = Sequence[Change]
-"""Degrees of one change, the mildest first."""
+"""Variants of one change, the mildest first."""
 
 
 def list_plan_changes(
     draft: Draft, graph: DataflowGraph, peak: Footprint, *, offload: bool = True
 ) -> Iterator[Degrees]:
-    """List changes that may help a device that holds `peak` during a call of `graph`.
+    """List changes that may reduce the `peak` of a device during a call of `graph`.
 
-    The least costly in time come first, and last those that change the results. `offload`: whether the host has
-    other memory than the device.
+    Changes with the lowest cost in time come first; changes that alter the results come last. `offload`: the host
+    has its own memory.
     """
     longest = draft.experiment.data.max_tokens
     if draft.plan is None:
@@ -276,7 +276,7 @@ def _file_changes(
 
 
 def _strategy(text: str, calls: Sequence[str], **fields: object) -> Change:
-    """Change settings of calls in the plan file."""
+    """Change the strategies of calls in the plan file."""
 
     def apply(draft: Draft) -> Draft:
         assert draft.plan is not None, "only plan files are changed call by call"
@@ -290,7 +290,7 @@ def _strategy(text: str, calls: Sequence[str], **fields: object) -> Change:
 
 
 def _listed(key: str, role: str) -> Change:
-    """Add a role to a list of the plan file."""
+    """Add a role to a list in the plan file."""
 
     def apply(draft: Draft) -> Draft:
         assert draft.plan is not None, "only plan files have such lists"
@@ -301,7 +301,7 @@ def _listed(key: str, role: str) -> Change:
 
 
 def _unlisted(key: str, role: str) -> Change:
-    """Remove a role from a list of the plan file."""
+    """Remove a role from a list in the plan file."""
 
     def apply(draft: Draft) -> Draft:
         assert draft.plan is not None, "only plan files have such lists"

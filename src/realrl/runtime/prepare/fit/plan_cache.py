@@ -1,4 +1,4 @@
-"""Plan cache of `plan: search`. No torch."""
+"""Cache of the plans of `plan: search`, by a fingerprint of everything a search depends on. No torch."""
 
 import hashlib
 import inspect
@@ -34,7 +34,7 @@ from realrl.runtime.prepare.scenarios import Measured, read_constraints
 def cached_plan(experiment: Experiment, spec: ClusterSpec, say: Callable[[str], None]) -> Plan:
     """Load the plan of an earlier search for the same step on the same devices, or search now and cache it.
 
-    `say` is called with the origin of the plan and its predicted time. UserError where no plan fits.
+    `say` is called with the origin of the plan and its predicted time. Raises UserError if no plan fits.
     """
     profile = None if experiment.profile is None else Profile.load(experiment.profile)
     draft, constraints = (
@@ -53,19 +53,19 @@ def cached_plan(experiment: Experiment, spec: ClusterSpec, say: Callable[[str], 
 
 
 def plans_directory() -> Path:
-    """Find the directory of kept plans."""
+    """Find the directory of cached plans."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "realrl" / "plans"
 
 
 def make_plan_key(scenario: Scenario, constraints: UserConstraints) -> str:
-    """Hash of all that a search depends on: the step, what is asked of plans, and the code that decides."""
+    """Hash everything that a search depends on: the step, the constraints, and the code."""
     parts = (make_fingerprint(scenario), make_fingerprint(constraints), __version__, *read_sources())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 def _read(file: Path, scenario: Scenario) -> tuple[Plan, str] | None:
-    """Read a cached plan and its description; None where there is none that can be used."""
+    """Read a cached plan and its description; None without a usable plan."""
     try:
         first = file.read_text(encoding="utf-8").partition("\n")[0]
         plan = Plan.load(file, scenario.graph)
@@ -80,7 +80,7 @@ _HEADER = "# realrl plan: "
 
 
 def _write(file: Path, found: SearchedPlan, scenario: Scenario) -> str:
-    """Cache a plan atomically; return a description of its place."""
+    """Cache a plan atomically. Returns a description of its place."""
     calls = ", ".join(call.name for call in scenario.graph.calls)
     made = datetime.now(UTC).date().isoformat()
     text = (
@@ -96,10 +96,10 @@ def _write(file: Path, found: SearchedPlan, scenario: Scenario) -> str:
 
 
 def make_fingerprint(value: object) -> str:
-    """Describe a value by all it is made of, the same in every process; whatever differs shows.
+    """Describe a value by its parts, equally in every process: values are equal if and only if their texts are.
 
-    What a value is made of: the fields of a dataclass or a pydantic model, the elements of a collection, and for
-    any other class the parameters of its constructor, which must be attributes. TypeError for what has none.
+    Parts are the fields of a dataclass or pydantic model, or the elements of a collection. Any other class is
+    described by its constructor's parameters, which must be attributes. Raises TypeError if one is missing.
     """
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return repr(value)
@@ -135,13 +135,13 @@ def _name_type(value: object) -> str:
 
 
 EXTENSIONS = (algorithms.GROUP, families.GROUP)
-"""Groups of entry points by which other packages extend this one."""
+"""Groups of entry points with which other packages extend this one."""
 _PACKAGES = {"site-packages", "dist-packages"}
-"""Names of directories into which packages are installed."""
+"""Names of directories with installed packages."""
 
 
 def read_sources() -> Iterator[str]:
-    """Read all of it, in the same order in every process: whatever a plan may depend on is among it."""
+    """Read all code and tables on which a plan may depend, in the same order in every process."""
     with as_file(files("realrl")) as package:
         for file in sorted([*package.rglob("*.py"), *package.rglob("*.json")]):
             yield file.read_text(encoding="utf-8")
@@ -154,8 +154,9 @@ def read_sources() -> Iterator[str]:
 
 
 def _user_files(package: Path) -> list[Path]:
-    """Files of loaded modules that are not ours but may decide about plans: algorithms and families, and what these
-    import. Of installed ones only those that use something of ours."""
+    """List the files of other loaded modules that may affect plans: algorithms, families, and their imports.
+
+    An installed module counts only if it uses this package."""
     found = set()
     for module in list(sys.modules.values()):
         source = getattr(module, "__file__", None)
@@ -170,14 +171,14 @@ def _user_files(package: Path) -> list[Path]:
 
 
 def _is_installed(source: str) -> bool:
-    """Check whether a source file belongs to Python or to an installed package, of any environment on the path."""
+    """Check whether a source file belongs to Python or an installed package, in any environment on the path."""
     prefixes = tuple(str(Path(prefix)) + os.sep for prefix in (sys.prefix, sys.base_prefix))
     return source.startswith(prefixes) or not _PACKAGES.isdisjoint(Path(source).parts)
 
 
 def _extends(module: ModuleType) -> bool:
-    """Check whether a module names a class or a function of this package."""
-    # Not `isinstance`, which asks objects that only warn or load something when they are asked.
+    """Check whether a module uses a class or function of this package."""
+    # `isinstance` would call into lazy objects, which may warn or load something.
     definitions = [
         value for value in list(vars(module).values()) if issubclass(type(value), (type, FunctionType))
     ]

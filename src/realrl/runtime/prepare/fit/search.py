@@ -1,4 +1,4 @@
-"""Search for the plan of a draft, and suggested changes where none fits. No torch."""
+"""Search for the plan of a recipe; if none fits, changes are tried one after the other. No torch."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from realrl.planner.simulate.scenario import Scenario
 from realrl.runtime.prepare.fit.changes import Attempts, Change, Draft, list_search_changes
 
 _SHARE = 0.6
-"""Fraction of the remaining time for one source of changes, so that something is left for the next."""
+"""Share of the remaining time that one source of changes may use."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Outcome:
     """Assessment of a draft."""
 
     shortfall: float
-    """Bytes that the peak device lacks; 0 or less where everything fits."""
+    """Bytes that the peak device lacks; 0 or less if everything fits."""
     figures: str
-    """Memory or seconds that it needs, for example `needs 72 GiB`."""
+    """Memory or seconds, for example `needs 72 GiB`."""
 
     @property
     def fits(self) -> bool:
-        """Whether no device runs over."""
+        """Whether every device has enough memory."""
         return self.shortfall <= 0
 
 
@@ -57,16 +57,15 @@ def describe_remedies(remedies: Sequence[Remedy[Result]]) -> str:
 
 
 class Trials(Generic[Result]):
-    """Trials of changes, for a number of seconds in all."""
+    """Trials of changes within a time limit."""
 
     def __init__(self, assess: Callable[[Draft, float], Result], seconds: float) -> None:
-        """`assess` evaluates a draft in about as many seconds as it is given, and raises UserError for one that is
-        not possible."""
+        """`assess` takes about the given number of seconds; it raises UserError for an impossible draft."""
         self._assess = assess
         self._end = time.monotonic() + seconds
 
     def find_remedies(self, draft: Draft, sources: Iterable[Attempts], most: int) -> list[Remedy[Result]]:
-        """Find a remedy with each source, until there are `most` of them."""
+        """Find one remedy per source, up to `most` remedies."""
         found: list[Remedy[Result]] = []
         for source in sources:
             if len(found) == most:
@@ -79,9 +78,9 @@ class Trials(Generic[Result]):
     def find_combination(
         self, draft: Draft, result: Result, sources: Callable[[Draft, Result], Iterable[Attempts]]
     ) -> Remedy[Result] | None:
-        """Find changes that help only together: of each kind as much as there is, until everything fits.
+        """Find changes that help only together: apply the best change of each source until everything fits.
 
-        `result` is that of the draft as it is; `sources` are what could help a draft with a result.
+        `result` is the draft's own; `sources` lists changes for a draft and its result.
         """
         chosen: list[Change] = []
         while not result.fits:
@@ -96,7 +95,7 @@ class Trials(Generic[Result]):
         return Remedy(tuple(chosen), result)
 
     def _best(self, source: Attempts, draft: Draft, result: Result) -> tuple[Change | None, Result]:
-        """Find the change of a source that leaves the smallest shortfall, if any helps, and its outcome."""
+        """Find the change of a source with the smallest shortfall, if any helps, and its outcome."""
         best: Change | None = None
         for change, after in self._tried(source, draft, self._end):
             if after.shortfall < result.shortfall:
@@ -128,7 +127,7 @@ _BUDGET = SearchBudget(plans=20_000, chains=128, rounds=100, nodes=2000)
 _SEARCH_EFFORT = 200_000
 """Effort of one short search."""
 _NAMED = 3
-"""Maximum number of suggested changes."""
+"""Maximum number of suggestions."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ class SearchedPlan:
 def search_plan(
     draft: Draft, constraints: UserConstraints, *, effort: float = DEFAULT_EFFORT
 ) -> SearchedPlan:
-    """Search for the best plan; UserError, with what would help, where no plan fits."""
+    """Search for the best plan. Raises UserError with suggestions if no plan fits."""
     scenario = draft.scenario()
     try:
         best = find_best_plan(scenario, effort=effort, constraints=constraints)
@@ -166,10 +165,7 @@ def explain_no_plan(
     *,
     seconds: float = 15.0,
 ) -> UserError:
-    """Make the error message where a search for a plan of a draft raised DoesNotFit.
-
-    Looks for changes with which a plan fits, for `seconds`.
-    """
+    """Make the error after a search raised DoesNotFit; look `seconds` for changes with which a plan fits."""
     found = find_remedies(draft, constraints, seconds=seconds)
     helps = describe_remedies(found) if found else "no change that was tried would be enough"
     none = "no plan fits" if shortage.proven else "no plan was found that fits"
@@ -181,10 +177,10 @@ def explain_no_plan(
 
 
 def find_remedies(draft: Draft, constraints: UserConstraints, *, seconds: float) -> list[Remedy[Outcome]]:
-    """Find changes with which some plan fits, the cheapest first, each by a short search."""
+    """Find changes with which some plan fits, the cheapest first, by short searches."""
 
     def assess(changed: Draft, _: float) -> Outcome:
-        # Without presets, at whose best a search of its own looks each time.
+        # Presets would be evaluated again in each short search.
         try:
             found = find_plan(
                 changed.scenario(),
@@ -201,7 +197,7 @@ def find_remedies(draft: Draft, constraints: UserConstraints, *, seconds: float)
 
 
 def _models(scenario: Scenario) -> str:
-    """List models by name where they have one, with their roles."""
+    """List the models, by name if they have one, with their roles."""
     names = {shape: name for name, shape in SHAPES.items()}
     roles: dict[str, list[str]] = {}
     for role, model in scenario.models.items():
