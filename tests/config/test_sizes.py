@@ -101,7 +101,7 @@ def test_bytes_are_read_with_a_unit(text: str, number: int) -> None:
 @pytest.mark.parametrize("text", ["80", "GiB", "80 gigs", "-1GiB", "0GiB", "1iB", ""])
 def test_text_that_is_no_size_is_refused(text: str) -> None:
     settings = {**SETTINGS, "models": {"actor": {"path": "a"}}, "device_memory": text}
-    with pytest.raises(UserError, match=r"device_memory: .* is no size; write a number and a unit"):
+    with pytest.raises(UserError, match=r"device_memory: .* is not a size; write a number and a unit"):
         parse_experiment(settings)
 
 

@@ -146,7 +146,7 @@ def test_a_glob_may_name_files_of_several_kinds(tmp_path):
     write_parts(tmp_path, "a.jsonl", "b.jsonl.gz")
     assert [record["i"] for _, record in read(tmp_path / "*")] == ["0", "1"]
     (tmp_path / "c.txt").touch()
-    with pytest.raises(UserError, match=r"c\.txt is of no kind that is read"):
+    with pytest.raises(UserError, match=r"c\.txt has an unsupported format"):
         read(tmp_path / "*")
 
 

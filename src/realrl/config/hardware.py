@@ -1,4 +1,4 @@
-"""Fastest float32 matrix products of this machine's processor, measured when first asked for and kept. No torch."""
+"""Hardware of this machine: fastest matrix products of its processor, GPUs, Triton's compiler. No torch."""
 
 import fcntl
 import hashlib
@@ -17,26 +17,26 @@ from pathlib import Path
 from realrl.config.files import write_whole
 
 _MEASUREMENT = "realrl.runtime.profiler.products"
-"""Module that measures, in a process of its own, and prints a choice as JSON."""
+"""Module that measures in a child process and prints a choice as JSON."""
 
 
 @dataclass(frozen=True)
 class ProductChoice:
-    """Fastest way to multiply float32 matrices on a processor."""
+    """Fastest method to multiply float32 matrices on a processor."""
 
     onednn: bool = False
-    """Whether oneDNN is clearly faster than what torch takes by itself."""
+    """Whether oneDNN is clearly faster than torch's default."""
     bfloat16: bool = False
-    """Whether rounding operands to bfloat16 is clearly faster than either, as with AMX."""
+    """Whether rounding operands to bfloat16 is clearly faster than both, as with AMX."""
     packed: bool = False
-    """Whether our own kernel is clearly faster in decode steps, with weights packed before."""
+    """Whether our own kernel with packed weights is clearly faster in decode steps."""
 
 
 def find_processor_name() -> str:
     """Find the name of this machine's processor, such as `AMD EPYC 7763 64-Core Processor`."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
-    # Some virtual machines hide the name: the family and features tell kinds of processors apart.
+    # Some virtual machines hide the name; family and features then distinguish processors.
     fields = [
         line.partition(":")[2].strip()
         for line in dict.fromkeys(lines)
@@ -46,10 +46,11 @@ def find_processor_name() -> str:
 
 
 def choose_products() -> ProductChoice:
-    """Find the fastest products of this processor: those kept from an earlier measurement, or measured now.
+    """Find the fastest products of this processor, from an earlier measurement or a new one.
 
-    A measurement takes seconds, of which torch's import is the most; other processes wait for it. Where the user's
-    cache directory cannot be written each process measures for itself. Where it fails, products are torch's own.
+    A measurement takes seconds, mostly for torch's import; other processes wait for it. If the user's cache
+    directory cannot be written, each process measures for itself. If the measurement fails, torch's default is
+    used.
     """
     file = _kept_file()
     kept = _read(file)
@@ -68,7 +69,7 @@ def choose_products() -> ProductChoice:
 
 
 def keep_choice(choice: ProductChoice) -> None:
-    """Keep a choice for this processor and torch, in `~/.cache/realrl/processors` (`$XDG_CACHE_HOME`). OSError."""
+    """Keep a choice for this processor and torch in the user's cache directory. Raises OSError."""
     file = _kept_file()
     content = {**asdict(choice), "processor": find_processor_name()[:80], "torch": version("torch")}
     write_whole(file, json.dumps(content, indent=2) + "\n")
@@ -89,7 +90,7 @@ def _read(file: Path) -> ProductChoice | None:
 
 
 def _measure() -> ProductChoice | None:
-    """Measure in a process of its own; None without a result, which is said."""
+    """Measure in a child process; None after a failure, which is printed."""
     command = [sys.executable, "-m", _MEASUREMENT]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     answer = done.stdout.strip().rpartition("\n")[2]
@@ -101,11 +102,11 @@ def _measure() -> ProductChoice | None:
 
 
 _DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-"""Files of drivers: NVIDIA's, that of Windows' subsystem for Linux, AMD's."""
+"""Driver files of NVIDIA, the Windows Subsystem for Linux, and AMD."""
 
 
 def computes_on_gpus(device: str, cluster: str) -> bool:
-    """Tell whether a recipe's devices are GPUs: by its `device`, by its cluster's kind, or by this machine's."""
+    """Tell whether a recipe's devices are GPUs, by `device`, the cluster's kind, or this machine's drivers."""
     if device != "auto":
         return device == "cuda"
     kind, colon, _ = cluster.partition(":")
@@ -119,9 +120,9 @@ def computes_on_gpus(device: str, cluster: str) -> bool:
 def find_missing_build_tool(
     environment: Mapping[str, str] = os.environ, include: str | None = None
 ) -> str | None:
-    """Say what of a C compiler and Python's headers is missing, and how to get it; None if both are there.
+    """Describe a missing C compiler or missing Python headers, and the remedy; None if both are present.
 
-    Triton compiles a C module for each signature of a kernel, with CC, gcc or clang. include: the directory of
+    Triton compiles a C module for each signature of a kernel, with CC, gcc or clang. include: directory of
     Python.h, by default this interpreter's.
     """
     # The Triton packages of other systems bring a compiler.

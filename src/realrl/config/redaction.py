@@ -1,4 +1,4 @@
-"""Removal of secrets from whatever is written or shown: configs, logs, error messages."""
+"""Removal of secrets from configs, logs, error messages and everything else that is written or shown."""
 
 import os
 import re
@@ -8,12 +8,12 @@ from typing import Any
 from urllib.parse import quote
 
 REDACTED = "<redacted>"
-"""Stands where a secret was."""
+"""Replaces a secret."""
 
 _LINE = 20
-"""Characters that a line of a value of several lines has at least to be looked for by itself."""
+"""Minimum characters of a line that is searched for on its own, in values of several lines."""
 _SHORT = 8
-"""Characters that a value of the environment has at least to be looked for: `1` and `true` are everywhere."""
+"""Minimum characters of an environment value that is searched for: `1` and `true` are everywhere."""
 _SECRETS = frozenset(
     (
         "apikey",
@@ -49,11 +49,11 @@ _TEXT_TOKENS = frozenset(
         "unk",
     )
 )
-"""Words before `token` that make it one of a vocabulary."""
+"""Words before `token` that make it a token of a vocabulary."""
 _ABOUT = frozenset(("dir", "directory", "endpoint", "env", "file", "name", "path", "uri", "url", "variable"))
-"""Last words of names that are about a secret, and hold none."""
+"""Last words of names that describe a secret but do not contain one."""
 _QUERY = frozenset(("auth", "code", "key", "sig", "signature"))
-"""Parameters of addresses that hold secrets, besides those whose names say so anywhere."""
+"""Parameters of addresses that are secrets, in addition to secret names."""
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _USER = re.compile(r"://[^/\s'\"<>]*@")
@@ -76,9 +76,9 @@ _KNOWN = re.compile(
 def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Replace secrets in a text by `<redacted>`.
 
-    They are: values of environment variables whose names say so (WANDB_API_KEY, HF_TOKEN); users and passwords of
-    addresses, and their parameters with keys; bearer tokens; keys in the form of well-known services; and what
-    stands behind a name such as `password=`.
+    Secrets are: values of environment variables with secret names (WANDB_API_KEY, HF_TOKEN); users, passwords and
+    key parameters in addresses; bearer tokens; keys in the form of well-known services; and text after a name such
+    as `password=`.
     """
     text = redact_code(text, environment)
     text = _BEARER.sub(rf"\1{REDACTED}", text)
@@ -86,7 +86,7 @@ def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def redact_code(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Replace secrets in the source of a program, see `redact`: of assignments, only text in quotes."""
+    """Replace secrets in source code, see `redact`; in assignments, only quoted text."""
     for secret in _list_values(tuple(environment.items())):
         text = text.replace(secret, REDACTED)
     text = _USER.sub(f"://{REDACTED}@", text)
@@ -97,9 +97,9 @@ def redact_code(text: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def redact_settings(settings: Any, name: str = "", environment: Mapping[str, str] = os.environ) -> Any:
-    """Copy nested settings, called `name`, with secrets replaced: those of `redact`, and texts under their names.
+    """Copy nested settings and replace secrets: those of `redact`, and text under a secret name.
 
-    `headers` hold names of environment variables, which are none.
+    `name` is the name of `settings`. Values of `headers` are names of environment variables, which are not secret.
     """
     again = partial(redact_settings, environment=environment)
     if isinstance(settings, str):
@@ -111,13 +111,13 @@ def redact_settings(settings: Any, name: str = "", environment: Mapping[str, str
         return {key: again(value, name if within else str(key)) for key, value in settings.items()}
     if isinstance(settings, list | tuple):
         return [again(value, name) for value in settings]
-    # Of numbers, what may be a password, and not `cost_per_token`.
+    # A number may be a password, but not `cost_per_token`.
     number = isinstance(settings, int) and not isinstance(settings, bool)
     return REDACTED if number and _SECRETS & set(_words(name)) and is_secret_name(name) else settings
 
 
 def is_secret_name(name: str) -> bool:
-    """Tell whether what has this name is a secret: `api_key`, `HF_TOKEN`, `dbPassword`; not `eos_token`."""
+    """Tell whether a name belongs to a secret: `api_key`, `HF_TOKEN`, `dbPassword`; not `eos_token`."""
     words = _words(name)
     if not words or words[-1] in _ABOUT:
         return False
@@ -132,23 +132,23 @@ def _words(name: str) -> list[str]:
 
 
 def has_credentials(address: str) -> bool:
-    """Tell whether an address has a user, a password or a key in it."""
+    """Tell whether an address contains a user, a password or a key."""
     return redact(address, {}) != address
 
 
 @lru_cache(maxsize=4)
 def _list_values(environment: tuple[tuple[str, str], ...]) -> list[str]:
-    """List the secrets in the environment, longest first, since one may contain another."""
+    """List the secrets in the environment, longest first, because one may contain another."""
     found = {
         value
         for name, value in environment
         if (is_secret_name(name) or name.upper().endswith("KEY"))
         and len(value) >= _SHORT
-        # Names of files are none, but secrets may begin with a slash, too.
+        # File names are not secrets, but secrets may also begin with a slash.
         and not (os.path.isabs(value) and os.path.exists(value))
     }
     stripped = {value.strip() for value in found}
-    # Keys of several lines are also met line by line, as in logs.
+    # Logs may contain a key of several lines line by line.
     lines = {line for value in stripped for line in value.splitlines() if len(line) >= _LINE}
     quoted = {quote(value, safe="") for value in stripped}
     return sorted(found | stripped | lines | quoted, key=len, reverse=True)

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write and read them."""
+"""Values as people write them: sizes in bytes, numbers of devices, regular expressions."""
 
 import re
 from collections import deque
@@ -16,19 +16,21 @@ _UNITS = {
 }
 
 _TOO_MANY = 2**60
-"""Bytes that no machine has; below, all arithmetic on them is exact."""
+"""More bytes than any machine has; arithmetic below is exact."""
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size such as `80GiB` or `512 MB` into bytes; UserError for anything else."""
+    """Parse a size such as `80GiB` or `512 MB` into bytes. Raises UserError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B)", text.strip())
     if match is None or match[2] not in _UNITS or not 1 <= float(match[1]) * _UNITS[match[2]] < _TOO_MANY:
-        raise UserError(f"{brief(text)} is no size; write a number and a unit, for example 80GiB or 512MiB")
+        raise UserError(
+            f"{brief(text)} is not a size; write a number and a unit, for example 80GiB or 512MiB"
+        )
     return int(float(match[1]) * _UNITS[match[2]])
 
 
 def check_size(value: Any) -> Any:
-    """Check a size before its type is validated; UserError for text that is no size or a number without unit."""
+    """Check a size before its type is validated. Raises UserError for wrong text or a number without a unit."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         example = value if 1 <= value < 10**6 else 80
         raise UserError(f"{brief(value)} has no unit; write for example {example}GiB")
@@ -48,12 +50,12 @@ def format_bytes(number: float) -> str:
 
 
 def not_devices(value: Any) -> str:
-    """Write the error message for a value that is no number of devices."""
+    """Make the error message for a wrong number of devices."""
     return f"{brief(value)} is not understood; write nodes x devices per node, for example 1x2 or 2x8+1x4"
 
 
 def check_cluster(value: Any) -> Any:
-    """Check a cluster before its type is validated; UserError for what is no text."""
+    """Check a cluster before its type is validated. Raises UserError unless it is text."""
     if not isinstance(value, str):
         raise UserError(not_devices(value))
     return value
@@ -68,9 +70,9 @@ def _check_pattern(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
     return pattern
 
 
 Pattern = Annotated[str, AfterValidator(_check_pattern)]
-"""Setting that is a regular expression of Python."""
+"""Setting with a regular expression of Python."""

@@ -1,7 +1,7 @@
 """Assignment of items to data-parallel ranks, mini-batches and micro-batches.
 
-Everything here is a pure function of token counts, so that every rank computes the same answer by itself.
-Items are named by their positions in `costs`; a cost is a number of tokens, never negative.
+All functions are pure functions of token counts, so every rank computes the same assignment by itself. Items are
+positions in `costs`; a cost is a number of tokens, never negative.
 """
 
 import heapq
@@ -14,7 +14,7 @@ def partition(costs: Sequence[int], parts: int) -> list[list[int]]:
     """Split items into `parts` of nearly equal cost; positions ascend within a part.
 
     Longest first, each item goes to the emptiest part (Graham 1969, "Bounds on multiprocessing timing
-    anomalies"). No part is empty where there are at least `parts` items. ValueError for parts < 1.
+    anomalies"). With at least `parts` items, no part is empty. Raises ValueError for parts < 1.
     """
     if parts < 1:
         raise ValueError(f"cannot split into {parts} parts")
@@ -28,11 +28,11 @@ def partition(costs: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def partition_samples(costs: Sequence[int], samples: int, parts: int) -> list[list[int]]:
-    """Split items into `parts` by whole prompts; items i * samples to (i + 1) * samples - 1 have one prompt.
+    """Split items into `parts` by whole prompts; items i * samples to (i + 1) * samples - 1 share a prompt.
 
-    Every part gets equally many prompts, longest first, each to the part of least cost that has room. Prompts that
-    do not go round, the shortest ones, are cut into runs of samples. So numbers of items differ by at most one, as
-    what is generated counts most and is not known before. Of fewer items than parts, some parts are empty.
+    Every part gets the same number of prompts: longest first, each to the cheapest part with room. The
+    remaining, shortest prompts are cut into runs of samples. Numbers of items therefore differ by at most one;
+    that matters most, because generated lengths are unknown. With fewer items than parts, some parts are empty.
     """
     prompts = [range(i, min(i + samples, len(costs))) for i in range(0, len(costs), samples)]
     prompts.sort(key=lambda items: (-len(items), -sum(costs[i] for i in items)))
@@ -45,7 +45,7 @@ def partition_samples(costs: Sequence[int], samples: int, parts: int) -> list[li
         members[part].extend(items)
         loads[part] += sum(costs[i] for i in items)
     rest = [item for items in prompts[each * parts :] for item in items]
-    # The parts of least cost come last, where longer runs are.
+    # The cheapest parts come last and get the longer runs.
     emptiest_last = sorted(range(parts), key=lambda p: (-loads[p], p))
     for part, run in zip(emptiest_last, minibatch_slices(len(rest), parts), strict=True):
         members[part].extend(rest[i] for i in run)
@@ -53,15 +53,15 @@ def partition_samples(costs: Sequence[int], samples: int, parts: int) -> list[li
 
 
 def minibatch_slices(n: int, minibatches: int) -> list[range]:
-    """Divide positions 0..n-1, in order, into mini-batches whose sizes differ by at most one."""
+    """Divide positions 0..n-1 into consecutive mini-batches whose sizes differ by at most one."""
     return [range(n * i // minibatches, n * (i + 1) // minibatches) for i in range(minibatches)]
 
 
 def assign(costs: Sequence[int], *, minibatches: int, dp: int) -> list[list[list[int]]]:
     """Assign positions to data-parallel ranks and mini-batches: [dp][minibatch] -> positions.
 
-    Each mini-batch is partitioned over dp by itself, so what it is made of does not depend on dp. ValueError
-    where a mini-batch has fewer items than dp.
+    Each mini-batch is partitioned over dp separately, so its content does not depend on dp. Raises ValueError if a
+    mini-batch has fewer items than dp.
     """
     out: list[list[list[int]]] = [[] for _ in range(dp)]
     for positions in minibatch_slices(len(costs), minibatches):
@@ -75,9 +75,9 @@ def assign(costs: Sequence[int], *, minibatches: int, dp: int) -> list[list[list
 def micro_batches(costs: Sequence[int], budget: int) -> list[list[int]]:
     """Pack items into groups of at most `budget` tokens; positions ascend within a group.
 
-    Items are taken longest first, each into the youngest group with room. So groups hold items of similar
-    length (attention pads within length buckets), and short items still fill gaps before a group is opened.
-    An item over the budget goes alone. ValueError for budget < 1.
+    Longest first, each item goes into the youngest group with room. Groups then hold items of similar length
+    (attention pads within length buckets), and short items fill gaps before a new group is opened. An item
+    above the budget is alone. Raises ValueError for budget < 1.
     """
     if budget < 1:
         raise ValueError(f"a budget of {budget} tokens holds nothing")
@@ -97,8 +97,8 @@ def micro_batches(costs: Sequence[int], budget: int) -> list[list[int]]:
 def even_micro_batches(costs: Sequence[int], budget: int, *, stages: int, per_stage: int) -> list[list[int]]:
     """Pack items into micro-batches of nearly equal size, for a pipeline.
 
-    As many as the budget asks for, or `per_stage` for each of `stages`, and for every stage equally many; fewer
-    where items are so few, or one of them so long, that as many would be no smaller.
+    Their number is at least that of the budget and `per_stage` * `stages`, and a multiple of `stages`. It is lower
+    with few items, or if one long item determines the size anyway.
     """
     if not any(costs):
         return micro_batches(costs, budget)

@@ -20,15 +20,15 @@ Record = tuple[str, dict[str, Any]]
 
 COMPRESSED = (".gz", ".zst")
 LARGEST_LINE = 256 << 20
-"""Bytes of a line, unpacked: a small file may unpack to one that fills all memory."""
+"""Maximum bytes of an unpacked line: a small file may contain a line larger than memory."""
 LARGEST_ARRAY = 8 << 30
-"""Bytes of a .json file, unpacked, which is read whole."""
+"""Maximum bytes of an unpacked .json file, which is read whole."""
 
 
 def find_ending(path: str) -> str | None:
-    """Find the ending that says how a file is read, in small letters, such as `.jsonl`; None for any other.
+    """Find the ending that determines a file's format, in lower case, such as `.jsonl`; None if unknown.
 
-    What a file is compressed with, if anything, comes after it in the name. Only text files may be.
+    The ending of a compression may follow it. Only text files may be compressed.
     """
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     packed = bool(suffixes) and suffixes[-1] in COMPRESSED
@@ -37,7 +37,7 @@ def find_ending(path: str) -> str | None:
 
 
 def read_file(file: str, rejects: Rejects) -> Iterator[Record]:
-    """Yield the records of a file that has a known ending; UserError where it cannot be read."""
+    """Yield the records of a file with a known ending. Raises UserError if it cannot be read."""
     ending = find_ending(file)
     assert ending is not None, "sources are sorted by ending"
     return READERS[ending](file, rejects)
@@ -63,7 +63,7 @@ def _read_json_lines(file: str, rejects: Rejects) -> Iterator[Record]:
 
 
 def _read_json(file: str, rejects: Rejects) -> Iterator[Record]:
-    """Decode an array of objects one by one, so that their lines are known; JSON lines pass too."""
+    """Decode an array of objects one by one, so that their lines are known; JSON lines are accepted too."""
     with _opened(file) as binary:
         try:
             content = binary.read(LARGEST_ARRAY + 1)
@@ -99,7 +99,7 @@ def _read_json(file: str, rejects: Rejects) -> Iterator[Record]:
 
 
 def _decode(text: str, position: int) -> tuple[Any, int, str | None]:
-    """Decode the JSON value at `position`: the value, its end, and the reason why it cannot be used, if any."""
+    """Decode the JSON value at `position`. Returns the value, its end, and the reason if it is unusable."""
     try:
         value, end = json.JSONDecoder(object_pairs_hook=unique_keys).raw_decode(text, position)
         return value, end, None
@@ -118,13 +118,13 @@ def _skip(text: str, position: int, separator: str) -> int:
 
 
 def _read_csv(file: str, rejects: Rejects) -> Iterator[Record]:
-    """Read a table whose first line has the names of the fields; every value is text, an empty one is absent."""
+    """Read a table with field names in the first line. Values are text; empty values are absent."""
     with _opened(file) as binary:
         text = io.TextIOWrapper(binary, encoding="utf-8-sig", newline="")
         rows = csv.reader(_lines(file, text), strict=True)
         names: list[str] = []
         while True:
-            line = rows.line_num + 1  # a quoted cell may go over several lines
+            line = rows.line_num + 1  # a quoted cell may span several lines
             try:
                 row = next(rows, None)
             except (csv.Error, UnicodeDecodeError) as error:
@@ -166,7 +166,7 @@ def _read_parquet(file: str, rejects: Rejects) -> Iterator[Record]:
 
 
 def _has_json(type: Any) -> bool:
-    """Check whether a type of Arrow has JSON text in it, which `datasets` writes for its type `Json`."""
+    """Check whether an Arrow type contains JSON text, which `datasets` writes for its type `Json`."""
     import pyarrow
 
     inner = [type.field(i).type for i in range(type.num_fields)]
@@ -198,7 +198,7 @@ def _check_object(origin: str, value: Any, rejects: Rejects) -> Iterator[Record]
 
 
 def _lines(file: str, lines: Any) -> Iterator[Any]:
-    """Yield the lines of a text or binary file; UserError for one that is too long to be a record."""
+    """Yield the lines of a text or binary file. Raises UserError for a line that is too long."""
     number = 0
     while line := lines.readline(LARGEST_LINE + 1):
         number += 1
@@ -209,7 +209,7 @@ def _lines(file: str, lines: Any) -> Iterator[Any]:
 
 @contextmanager
 def _opened(file: str) -> Iterator[Any]:
-    """Open a file for reading, unpacked; UserError where that fails, at the beginning or later."""
+    """Open a file for reading and unpack it. Raises UserError on any failure, also while reading."""
     try:
         with _open(file) as binary:
             yield binary
@@ -232,7 +232,7 @@ def _open(file: str) -> Any:
 
 
 def _describe_error(error: Exception) -> str:
-    # A decoder's own line numbers count from the start of one record, and would mislead.
+    # A decoder counts lines from the start of one record, which would mislead.
     return (
         f"{error.msg.removesuffix(' at')} in column {error.colno}"
         if isinstance(error, json.JSONDecodeError)

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 FieldFilter = Callable[[str], bool]
-"""Whether a field of that name is kept."""
+"""Tells whether a column is kept."""
 
 
 def keep_nothing(name: str) -> bool:
-    """No field, as where no function runs."""
+    """Keep no column."""
     return False
 
 
 class FurtherFields:
-    """Values by field, one per item, as records come in.
+    """Extra columns: fields of records that no key is made of, such as a reference answer. Functions see them.
 
-    Columns hold references: items made of one record share its values, and no record is kept as a whole.
+    A column has a value per item. Items of one record share references, and no record is kept as a whole.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class FurtherFields:
         self._items = 0
 
     def add(self, fields: Mapping[str, Any]) -> None:
-        """Add an item with these fields; it has None for those that only other items have."""
+        """Add an item with these fields; missing columns are None."""
         for name in fields.keys() - self.columns.keys():
             self.columns[name] = [None] * self._items
         for name, column in self.columns.items():
@@ -53,20 +53,20 @@ NumberRows = Mapping[str, Sequence[float]]
 """Row of an item by key."""
 
 FLOATS = ("margin", "ref_chosen_logps", "ref_rejected_logps")
-"""Keys with a number per item that is not whole; the field of a record has the key's name."""
+"""Keys with a float per item; the record's field has the key's name."""
 
 
 def type_code(key: str) -> str:
-    """Find the type in which rows of a key are kept, as of `array`."""
+    """Find the type code of `array` for the rows of a key."""
     return "f" if key in FLOATS else "i"
 
 
 def read_numbers(
     record: Mapping[str, Any], form: str, keys: Collection[str], items: int
 ) -> list[dict[str, Sequence[float]]]:
-    """Read the numbers of each of the `items` that a record of a form makes, of those `keys` that are such.
+    """Read the numbers among `keys` for each of the `items` of a record.
 
-    BadRecordError where a field is missing or is no number of its kind.
+    Raises BadRecordError if a field is missing or not a number of its kind.
     """
     rows: dict[str, list[Sequence[float]]] = {}
     for key in FLOATS:
@@ -98,7 +98,7 @@ def _float(record: Mapping[str, Any], field: str, form: str) -> float:
 def _label(value: Any, field: str) -> int:
     if isinstance(value, bool) or value in (0, 1):
         return int(value)
-    texts = {"true": 1, "false": 0, "1": 1, "0": 0}  # tables of text, as pandas writes them
+    texts = {"true": 1, "false": 0, "1": 1, "0": 0}  # pandas writes such tables of text
     if isinstance(value, str) and value.lower() in texts:
         return texts[value.lower()]
     raise BadRecordError(f"field {field!r} must be true or false, or 1 or 0, not {value!r}")

@@ -44,7 +44,7 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Text:
-    """Plain text: a prompt and perhaps the answer to it."""
+    """Plain text: a prompt, and possibly its answer."""
 
     prompt: str
     answer: str | None
@@ -52,19 +52,19 @@ class Text:
 
 @dataclass(frozen=True)
 class Steps:
-    """Plain text: a prompt and the steps of the answer to it, each with what separates it from the next."""
+    """Plain text: a prompt and the steps of its answer, each with its separator."""
 
     prompt: str
     steps: tuple[str, ...]
 
 
 Item = tuple[Text | Conversation | Steps, ...]
-"""Texts of one item: one to train on or to generate from, a chosen and a rejected one, or several by rank."""
+"""Texts of one item: one for training or generation, a chosen and a rejected one, or several by rank."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Converter from records to items. At most `max_pairs` pairs are drawn from a record, depending on `seed`."""
+    """Converts records to items. At most `max_pairs` pairs are drawn from a record, depending on `seed`."""
 
     tokenizer: "PreTrainedTokenizerFast"
     apply_chat_template: bool = False
@@ -72,11 +72,11 @@ class Reader:
     max_pairs: int = 1
     seed: int = 1
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template besides the messages; those of a record take precedence."""
+    """Further arguments of the chat template; a record's arguments take precedence."""
     notice_nulls: Callable[[], None] = lambda: None
-    """Called for a record whose tools or calls of tools have nulls, which are dropped."""
+    """Called for a record with nulls in tools or tool calls; the nulls are dropped."""
     ranked: int = 0
-    """Answers that each record of ranked answers must have."""
+    """Number of answers in each record of ranked answers."""
 
     def __post_init__(self) -> None:
         if self.apply_chat_template and not self.tokenizer.chat_template:
@@ -86,22 +86,22 @@ class Reader:
             )
 
     def read(self, form: str, record: Fields) -> list[Item]:
-        """Read a record of a form; BadRecordError if it has another one."""
+        """Read a record of a form. Raises BadRecordError for another form."""
         if is_plain_text(record) and not self.apply_chat_template:
-            return READERS[form](self, record)  # no template is applied, so `tools` may be anything
+            return READERS[form](self, record)  # without a template, `tools` may be anything
         options = {**self.template_options, **read_template_options(record)}
         if _has_nulls(record):
             self.notice_nulls()
         return READERS[form](replace(self, template_options=options), record)
 
     def answers(self, record: Fields) -> list[Item]:
-        """Read a prompt and an answer to learn, or a conversation."""
+        """Read a prompt and its answer, or a conversation."""
         form = FORMS["answer"]
         if form.is_other(record):
             messages = _messages(record, "messages")
             return self._conversations(messages)
         _require(record, form.fields, form.accepted)
-        # A whole text is no answer to an empty user turn.
+        # A whole text is not an answer to an empty user turn.
         if not self._is_conversation(record) or (record["prompt"] == "" and not _has_turns(record)):
             return [(Text(_string(record, "prompt"), _string(record, "answer")),)]
         asked = _prompt_turns(record)
@@ -132,7 +132,7 @@ class Reader:
         return [(self._side(chosen, after, "chosen"), self._side(rejected, after, "rejected"))]
 
     def labelled(self, record: Fields) -> list[Item]:
-        """Read an answer that has a label; of a pair, both answers."""
+        """Read an answer with its label; for a pair, both answers."""
         form = FORMS["label"]
         if form.is_other(record):
             return [(side,) for pair in self.pairs(record) for side in pair]
@@ -160,7 +160,7 @@ class Reader:
         return [tuple(self._side([*turns, _reply(text)], len(turns), "answers") for text in answers)]
 
     def steps(self, record: Fields) -> list[Item]:
-        """Read an answer in steps, of which each ends with a line break."""
+        """Read an answer in steps; each step ends with a line break."""
         form = FORMS["steps"]
         _require(record, form.fields, form.accepted)
         if self._is_conversation(record):
@@ -175,7 +175,7 @@ class Reader:
         return [(Steps(_string(record, "prompt"), tuple(ended)),)]
 
     def prompts(self, record: Fields) -> list[Item]:
-        """Read a prompt to generate from."""
+        """Read a prompt for generation."""
         prompt = self.prompt(record)
         if isinstance(prompt, str) and not self._is_conversation(record):
             return [(Text(prompt, None),)]
@@ -183,7 +183,7 @@ class Reader:
         return [(write_prompt(self.tokenizer, turns, self.template_options),)]
 
     def prompt(self, record: Fields) -> str | list[Message]:
-        """Read the prompt of a record: text, or turns of which the last one is the user's."""
+        """Read the prompt of a record: text, or turns that end with the user's."""
         form = FORMS["prompt"]
         (field,) = form.fields_of(record)
         _require(record, (field,), form.accepted)
@@ -193,11 +193,11 @@ class Reader:
         users = [i for i, message in enumerate(messages) if message["role"] == "user"]
         if not users:
             raise BadRecordError(f"{field} has no user turn to answer")
-        # What a tool gave is to be answered, too.
+        # The result of a tool also needs an answer.
         return messages if messages[-1]["role"] == "tool" else messages[: users[-1] + 1]
 
     def _is_conversation(self, record: Fields) -> bool:
-        """Check whether a record without `messages` is written with the chat template."""
+        """Check whether a record without `messages` uses the chat template."""
         return self.apply_chat_template or _has_turns(record)
 
     def _expanded(self, record: Fields) -> list[Item]:
@@ -221,7 +221,7 @@ class Reader:
         ]
 
     def _side(self, messages: list[Message], after: int, field: str) -> Conversation:
-        """Write one side of a pair, the turns after the first `after`; it ends where generation would end."""
+        """Write one side of a pair, the turns after the first `after`; it ends like generation."""
         if messages[-1]["role"] != "assistant" or after == 0:
             raise BadRecordError(f"field {field!r} must end with an assistant turn that answers a prompt")
         if any(not turn.get("weight", 1) for turn in messages[after:]):
@@ -241,17 +241,17 @@ READERS: Mapping[str, Callable[[Reader, Fields], list[Item]]] = MappingProxyType
         "prompt": Reader.prompts,
     }
 )
-"""Name of a form, one of `recipe.forms.FORMS`, -> what reads its records."""
+"""Form, one of `recipe.forms.FORMS` -> reader of its records."""
 
 
 def further_fields(form: str, record: Fields) -> Fields:
-    """Fields of a record of a form, as in `recipe.forms.FORMS`, that no key is made of."""
+    """List the extra columns of a record of a form."""
     read = FORMS[form].fields_of(record)
     return {name: value for name, value in record.items() if name not in read}
 
 
 def is_plain_text(record: Fields) -> bool:
-    """Check that a record is no conversation by itself."""
+    """Check that a record is not a conversation."""
     return "messages" not in record and not _has_turns(record)
 
 
@@ -261,9 +261,9 @@ def _has_turns(record: Fields) -> bool:
 
 
 def plain_text_note(tokenizer: "PreTrainedTokenizerFast", applied: bool, option: str) -> str | None:
-    """Write the note on how prompts of plain text are used; None for a tokenizer without chat template.
+    """Write the note on the use of plain-text prompts; None for a tokenizer without chat template.
 
-    `applied` is whether `option` makes conversations of them.
+    `applied`: `option` turns them into conversations.
     """
     if not tokenizer.chat_template:
         return None
@@ -310,14 +310,14 @@ def _text(value: Any, field: str) -> str:
 
 
 def _answer(text: str, field: str) -> str:
-    """Read an answer of a pair, which has to be one."""
+    """Read an answer of a pair."""
     if not text.strip():
         raise BadRecordError(f"an answer in {field!r} is empty")
     return text
 
 
 _ROLES = ("assistant", "developer", "function", "system", "tool", "user")
-"""Roles that chat templates usually know. A template may know others, so only what looks misspelt is refused."""
+"""Usual roles of chat templates. A template may have other roles, so only misspellings are refused."""
 
 
 def _messages(record: Fields, field: str) -> list[Message]:
@@ -328,9 +328,9 @@ def _messages(record: Fields, field: str) -> list[Message]:
 
 
 def _message(turn: Fields, field: str) -> Message:
-    """Read a message: its content becomes text, and what is null in it is absent, as in a table it may be.
+    """Read a message: its content becomes text, and null fields, as in tables, are dropped.
 
-    That of a message that calls tools may be absent, which templates tell from empty text.
+    A message with tool calls may lack content, which templates distinguish from empty text.
     """
     message = {name: value for name, value in turn.items() if value is not None}
     role = _text(turn.get("role"), f"{field}.role")
@@ -350,7 +350,7 @@ def _message(turn: Fields, field: str) -> Message:
 
 
 def _part(part: Any, field: str) -> str:
-    """Read a part of a content that is a list."""
+    """Read a part of a content list."""
     kind = part.get("type", "text") if isinstance(part, dict) else None
     if kind != "text":
         what = type(part).__name__ if kind is None else f"of type {kind!r}"
@@ -361,7 +361,7 @@ def _part(part: Any, field: str) -> str:
 
 
 def _has_nulls(record: Fields) -> bool:
-    """Check whether tools or calls of tools have nulls, as Arrow writes for keys that only other rows have."""
+    """Check for nulls in tools or tool calls: Arrow writes them for keys of other rows."""
     turns = (turn for value in record.values() if isinstance(value, list) for turn in value)
     calls = [turn.get("tool_calls") for turn in turns if isinstance(turn, dict)]
     return any(value != drop_nulls(value) for value in (record.get("tools"), *calls))
@@ -382,12 +382,12 @@ def _whole_conversation(record: Fields, field: str) -> list[Message]:
 
 
 def _continues(record: Fields, field: str) -> bool:
-    """Check whether an answer is the turns that follow `prompt`, no whole conversation."""
+    """Check whether an answer is only the turns after `prompt`, not a whole conversation."""
     return not isinstance(record[field], list) or _messages(record, field)[0]["role"] == "assistant"
 
 
 def _find_prompt(record: Fields, chosen: list[Message], rejected: list[Message]) -> int:
-    """Count the turns of the prompt that both sides of a pair share: `prompt`, or those that both begin with."""
+    """Count the turns of a pair's shared prompt: `prompt`, or the common beginning of both sides."""
     if _continues(record, "chosen") and _continues(record, "rejected"):
         return len(_prompt_turns(record))
     shared = min(len(chosen), len(rejected)) - 1

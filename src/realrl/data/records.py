@@ -18,10 +18,10 @@ ACCEPTED = (
     " saved data set, or NAME:SPLIT on the hub"
 )
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
-"""Words that files of a directory begin with where it holds several splits."""
+"""First words of file names in a directory with several splits."""
 
 RecordReader = Callable[[str, Rejects], Iterator[Record]]
-"""Function that yields the records of a source; `read_records` where nothing else is said."""
+"""Yields the records of a source; the default is `read_records`."""
 
 
 def read_records(source: str, rejects: Rejects) -> Iterator[Record]:
@@ -29,9 +29,8 @@ def read_records(source: str, rejects: Rejects) -> Iterator[Record]:
 
     source: a file or glob; a directory of files of one ending, or one written by `Dataset.save_to_disk` (`DIR`, or
     `DIR:SPLIT` if it has splits); or a hub data set (`NAME:SPLIT`, `NAME/CONFIG:SPLIT` or `NAME:CONFIG:SPLIT`).
-    Lines that are not a JSON object, and objects that have a key twice, go to `rejects`. A table has every column
-    in every row, so fields that are null count as absent. UserError where the source does not exist or cannot be
-    opened.
+    Lines that are not a JSON object, and objects with a repeated key, go to `rejects`. A table has every column in
+    every row, so null fields count as absent. Raises UserError if the source does not exist or cannot be opened.
     """
     return (
         (origin, {name: value for name, value in record.items() if value is not None})
@@ -54,7 +53,7 @@ def _records(source: str, rejects: Rejects) -> Iterator[Record]:
 
 
 def _find_files(source: str) -> list[str]:
-    """List the files that a name or a glob means; UserError where there is none, or one of no known kind."""
+    """List the files of a name or glob. Raises UserError if there is none, or for a file of unknown kind."""
     files = [file for file in sorted(glob(source, recursive=True)) if Path(file).is_file()]
     files = files or ([source] if Path(source).is_file() else [])
     if not files:
@@ -70,11 +69,11 @@ def _not_understood(file: str) -> str:
     suffix = Path(file).suffix.lower()
     if suffix in (".zip", ".bz2", ".xz", ".tar", ".tgz", ".gz", ".zst"):
         return (
-            f"data file {file} is compressed in a way that is not read; unpack it, or give it as .jsonl.gz or"
+            f"data file {file} has an unsupported compression; unpack it, or give it as .jsonl.gz or"
             " .jsonl.zst (.json and .csv likewise)"
         )
     return (
-        f"data file {file} is of no kind that is read; write its records as .jsonl, one JSON object a line, as"
+        f"data file {file} has an unsupported format; write its records as .jsonl, one JSON object a line, as"
         " .json, an array of objects, as .csv, or as .parquet"
     )
 
@@ -84,7 +83,7 @@ def _read_files(files: list[str], rejects: Rejects) -> Iterator[Record]:
 
 
 def _read_directory(directory: str, split: str | None, rejects: Rejects) -> Iterator[Record]:
-    """Read a saved data set, or the files of a directory: all, or those whose name begins with the split."""
+    """Read a saved data set, or the files of a directory: all, or the files whose name begins with the split."""
     if any((Path(directory) / name).exists() for name in _SAVED):
         return _read_saved(directory, split)
     found = (str(path) for path in Path(directory).rglob("*") if path.is_file())
@@ -114,9 +113,9 @@ def _read_directory(directory: str, split: str | None, rejects: Rejects) -> Iter
 
 
 def _find_split(file: str) -> str:
-    """Find the split that the name of a file begins with, as `train-00000-of-00002.parquet`; empty for none."""
+    """Find the split at the beginning of a file name, such as `train-00000-of-00002.parquet`; empty if none."""
     first = re.match(r"[a-z]*", Path(file).name.lower())
-    assert first is not None, "it may match nothing"
+    assert first is not None, "the pattern may match nothing"
     return first[0] if first[0] in _SPLITS else ""
 
 
@@ -160,4 +159,4 @@ def _first_line(error: Exception) -> str:
 
 
 _SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")
-"""Files of which a saved data set has at least one."""
+"""A saved data set has at least one of these files."""

@@ -1,4 +1,4 @@
-"""Settings of checkpoints, from which a run is resumed."""
+"""Settings of checkpoints, of the launcher that supervises a run, and of trackers."""
 
 from typing import Literal, Self
 
@@ -11,74 +11,72 @@ Resume = Literal["auto", "changed", "never"]
 
 
 class CheckpointConfig(Settings):
-    """Checkpoints of all that a run continues from, in RUN_DIR/checkpoints.
+    """Checkpoints from which a run resumes, in RUN_DIR/checkpoints.
 
-    One is also written after the last step, and when the run is told to end (SIGTERM, Ctrl-C).
+    A checkpoint is also written after the last step, and when the run is stopped (SIGTERM, Ctrl-C).
     """
 
     last: bool = True
-    """Write one, and the trained models, after the last step. false is for runs that only measure steps."""
+    """Write a checkpoint and the trained models after the last step. false is for runs that only measure steps."""
 
     every: PositiveInt | None = None
-    """Write one after every so many training steps; null for none at fixed steps."""
+    """Training steps between checkpoints; null for none at fixed steps."""
     minutes: float | None = Field(default=15.0, gt=0, le=1e5)
-    """Write one when the last one is so many minutes old; null for none by time."""
+    """Minutes between checkpoints; null for none by time."""
     keep: PositiveInt = 2
-    """Keep the last so many. An older one is deleted only after its successor has been written whole."""
+    """Number of latest checkpoints to keep. An older one is deleted only after its successor is complete."""
     keep_best: NonNegativeInt = 0
-    """Keep, besides those, so many with the best `evaluation.best`; one is written after each evaluation that is
-    among them."""
+    """Number of additional checkpoints to keep, those with the best `evaluation.best`. An evaluation among the best
+    writes a checkpoint."""
     export: bool = False
-    """Write the trained models into each as Hugging Face directories, too, by role: step-000100/actor. At any time
-    `realrl export RUN_DIR` makes them."""
+    """Also write the trained models into each checkpoint as Hugging Face directories, by role: step-000100/actor.
+    `realrl export RUN_DIR` makes them later."""
     asynchronous: bool = True
-    """Write while training goes on, which waits only where parameters are about to change and have not been copied
-    yet. false stops training until all is written."""
+    """Write while training continues. Training waits only if parameters are about to change before they are
+    written. false stops training until everything is written."""
 
 
 class LaunchConfig(Settings):
-    """Launcher of a run, limits and restarts for runs whose processes fail."""
+    """How a run is started, watched and restarted."""
 
     by: Literal["local", "ray"] = "local"
-    """What starts a process for each device: `local` on this machine; `ray` on the nodes of a Ray cluster,
-    which has to run already. It says nothing under torchrun, in whatever way that was started."""
+    """What starts a process for each device: `local` on this machine, or `ray` on the nodes of a running Ray
+    cluster. It has no effect under torchrun."""
 
     freeze_seconds: float = Field(default=30.0, ge=2, le=86_400)
-    """Seconds without a sign of life after which a process is taken to be frozen, and the run fails. A process that
-    computes or waits gives one every second; one that merely waits for a core is not frozen."""
+    """Seconds without a heartbeat after which a process counts as frozen, and the run fails. A process sends a
+    heartbeat every second while it computes or waits; a process that waits for a core is not frozen."""
     stall_minutes: float | None = Field(default=30.0, gt=0, le=100_000)
-    """Minutes without progress on any rank after which a run is taken to be stuck, and fails: no instruction ended,
-    no token was generated, no micro-batch computed, no function returned. Four times as many while it starts, loads
-    models, and ends. null for never."""
+    """Minutes without progress on any rank after which a run counts as stuck, and fails: no instruction ended, no
+    token was generated, no micro-batch computed, no function returned. The limit is four times higher while the run
+    starts, loads models, and ends. null for no limit."""
     max_restarts: int = Field(default=3, ge=0, le=1_000_000)
-    """How often in a row the launcher starts a failed run again from its last checkpoint without its getting
-    further than before. Three, so that a run outlives what passes, and gives up on what does not. A mistake in what
-    you gave, a full disk, diverged learning or an interruption ends the run, and so does an exception before its
-    first step. Under torchrun, `--max-restarts` says it."""
+    """Maximum consecutive restarts from the last checkpoint without progress. The run ends at once after a user's
+    mistake, a full disk, diverged learning, an interruption, or an exception before the first step. torchrun has
+    `--max-restarts` for this."""
     shrink: bool = True
-    """Whether to go on with fewer devices, and a plan made for them, where some are gone for good."""
+    """Whether to continue with fewer devices, and a plan for them, if some are lost for good."""
     tries: PositiveInt = 2
-    """How often in a row a device's process must die, before the run gets further than ever, for the device to be
-    given up."""
+    """Consecutive deaths of a device's process without progress of the run after which the device is given up."""
     min_devices: PositiveInt = 1
-    """Fewest devices to go on with."""
+    """Minimum number of devices to continue with."""
     grace_seconds: float = Field(default=600.0, ge=0, le=1_000_000)
-    """Most seconds after SIGTERM or Ctrl-C for the step under way and a checkpoint; a second one ends the run at
-    once. 0 ends it at once, without a checkpoint. Schedulers often give less before they kill."""
+    """Maximum seconds after SIGTERM or Ctrl-C to finish the step and write a checkpoint; a second signal ends the
+    run at once. 0 ends it at once, without a checkpoint. Schedulers often allow less before they kill."""
 
 
 class WandbConfig(Settings):
-    """Weights & Biases. Its key is what `wandb login` has kept, or the environment variable WANDB_API_KEY."""
+    """Weights & Biases. The key comes from `wandb login` or the environment variable WANDB_API_KEY."""
 
     mode: Literal["online", "offline", "disabled"] | None = None
-    """`offline` writes into RUN_DIR/wandb, for `wandb sync`; `disabled` does nothing; null is what WANDB_MODE says,
-    else online."""
+    """`offline` writes into RUN_DIR/wandb, for `wandb sync`; `disabled` does nothing; null takes WANDB_MODE, or
+    online."""
     project: str = "realrl"
     """Project of the run."""
     entity: str | None = None
-    """User or team that the project belongs to; null for your own."""
+    """User or team of the project; null for your own."""
     name: str | None = None
-    """Name of the run; null for that of its directory."""
+    """Name of the run; null for the name of its directory."""
     group: str | None = None
     """Group of runs that belong together."""
     tags: list[str] = Field(default=[])
@@ -86,14 +84,14 @@ class WandbConfig(Settings):
 
 
 class MlflowConfig(Settings):
-    """MLflow. Users and passwords are those of MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
+    """MLflow. User and password come from MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
 
     tracking_uri: str | None = None
-    """Address of the server or database; null is what MLFLOW_TRACKING_URI says, else MLflow's own default."""
+    """Address of the server or database; null takes MLFLOW_TRACKING_URI, or MLflow's default."""
     experiment: str = "realrl"
-    """Experiment of the run, which is made where there is none."""
+    """Experiment of the run; it is created if necessary."""
     run_name: str | None = None
-    """Name of the run; null for that of its directory."""
+    """Name of the run; null for the name of its directory."""
     tags: dict[str, str] = Field(default={})
     """Tags of the run."""
 
@@ -102,21 +100,22 @@ class MlflowConfig(Settings):
     def _no_secrets(cls, value: str | None) -> str | None:
         if value is not None and has_credentials(value):
             raise ValueError(
-                "it has a password or key in it, which would be written to the run directory; leave it null and set"
+                "it contains a password or key, which would be written to the run directory; leave it null and set"
                 " the environment variable MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and _PASSWORD"
             )
         return value
 
 
 class TrackersConfig(Settings):
-    """Places for metrics, notes and the recipe besides RUN_DIR/metrics.jsonl. None can stop or delay a run."""
+    """Trackers that receive metrics, notes and the recipe, in addition to RUN_DIR/metrics.jsonl. None can stop or
+    delay a run."""
 
     tensorboard: bool | None = None
-    """Write RUN_DIR/tensorboard; null where TensorBoard is installed."""
+    """Write RUN_DIR/tensorboard; null writes it if TensorBoard is installed."""
     wandb: WandbConfig | None = None
     mlflow: MlflowConfig | None = None
     patience: NonNegativeFloat = Field(default=30.0, le=3600)
-    """Seconds that the end of a run waits for trackers that are not done yet."""
+    """Seconds that the end of a run waits for its trackers."""
 
     @model_validator(mode="after")
     def _known(self) -> Self:

@@ -213,7 +213,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("tokenizer DIR/gone.jsonl --out DIR/t", "does not exist"),
     ("tokenizer DIR/empty.jsonl --out DIR/t", "holds no text, and a tokenizer needs some to learn from"),
     ("tokenizer DIR/blank.jsonl --out DIR/t", "holds no text"),
-    ("tokenizer DIR/records.tsv --out DIR/t", "is of no kind that is read"),
+    ("tokenizer DIR/records.tsv --out DIR/t", "has an unsupported format"),
     ("tokenizer DIR/folder/records.jsonl --out /proc/x", "--out /proc/x cannot be written"),
     ("tokenizer DIR/folder/records.jsonl --out DIR/text.txt", "text.txt is a file"),
     ("tokenizer DIR/folder/records.jsonl --out DIR/text.txt/x", "text.txt is a file"),
@@ -228,7 +228,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("generate ACTOR", "give --prompt TEXT or --prompts FILE"),
     ("generate ACTOR --prompts DIR/gone.txt", "cannot be read"),
     ("generate ACTOR --prompts DIR/empty.txt", "there is nothing to continue"),
-    ("generate ACTOR --prompts DIR/records.tsv", "is of no kind that is read"),
+    ("generate ACTOR --prompts DIR/records.tsv", "has an unsupported format"),
     (
         "generate ACTOR --prompts DIR/folder",
         "end with .json and .jsonl; give those with records, as in DIR/folder/*.json",

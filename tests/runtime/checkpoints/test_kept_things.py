@@ -176,7 +176,7 @@ def test_an_export_is_what_was_saved(
     assert len(index["weight_map"]) == len(whole) > len({*index["weight_map"].values()}) > 1
     capsys.readouterr()
     assert run_app([*small, "20", "--overwrite"]) == 2
-    assert "--max-shard-size: '20' is no size; write a number and a unit" in capsys.readouterr().err
+    assert "--max-shard-size: '20' is not a size; write a number and a unit" in capsys.readouterr().err
 
 
 def test_a_new_run_from_saved_models_goes_on_with_their_state(
