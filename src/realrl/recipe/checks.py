@@ -16,9 +16,9 @@ from realrl.recipe.model import ModelConfig, TrainedModelConfig
 
 
 def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
-    """Bind a recipe to its algorithm, and fill in where the weights of each role come from.
+    """Bind a recipe to its algorithm, and fill in the source of each role's weights.
 
-    UserError that lists the mistakes of the recipe, or else those of its graphs.
+    Raises UserError with the mistakes of the recipe or, without any, of its graphs.
     """
     models, filled = experiment.models, {}
     for role, of in spec.roles_of(experiment).items():
@@ -34,7 +34,7 @@ def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
         dtype_from = of.dtype_from or weights_from
         if dtype_from is not None and "dtype" not in model.model_fields_set:
             source = getattr(models, dtype_from)
-            # How a model is stored says nothing about another one.
+            # The storage of one model does not apply to another.
             update["dtype"] = "auto" if source.quantised else source.dtype
         filled[role] = model.model_copy(update=update)
     bound = experiment.model_copy(update={"models": models.model_copy(update=filled)})
@@ -52,16 +52,16 @@ def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
 
 
 def _refuse(problems: Iterator[str]) -> None:
-    """Raise UserError if there are problems, which it lists."""
+    """Raise UserError with all problems, if there are any."""
     if found := list(problems):
         raise UserError(join_mistakes(found))
 
 
 def _settle_dtypes(experiment: Experiment, graph: DataflowGraph) -> Experiment:
-    """Replace `auto`: bfloat16 on GPUs; on CPUs float32, mixed where the processor multiplies clearly faster so.
+    """Replace `auto`: bfloat16 on GPUs; on CPUs float32, or mixed if that is clearly faster on the processor.
 
-    Roles that follow another one by a moving average stay in float32 on GPUs: it needs all of its digits. Roles
-    whose matrices are quantised compute in the same type.
+    Moving averages of other roles stay in float32 on GPUs, because they need its precision. Quantised roles compute
+    in the same type.
     """
     models = experiment.models
     fields = {
@@ -85,14 +85,14 @@ def _settle_dtypes(experiment: Experiment, graph: DataflowGraph) -> Experiment:
 
 
 _DRAWN = {"greedy=true": "greedy=false", "top_k=1": "top_k=0 or above 1"}
-"""Setting by which the likeliest token is taken -> the setting by which tokens are drawn."""
+"""Setting that takes the likeliest token -> the setting that draws tokens."""
 
 _READ_BY_FORMS: Mapping[str, tuple[str, ...]] = {
     "train_on": ("answer",),
     "max_pairs_per_prompt": ("pair",),
     "pair_weight": ("pair",),
 }
-"""Settings of `data` that only records of some forms take."""
+"""Settings of `data` that apply to some forms of records only."""
 
 
 def _spec_problems(experiment: Experiment) -> Iterator[str]:
@@ -142,7 +142,7 @@ def _graph_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[st
         if name not in {*trained, *spec.optional_calls}:
             yield f"algorithm {spec.name}: experience_calls: {name}: train_graph has no such train call"
     for minibatches in sorted({call.minibatches for call in graph.calls}):
-        # In prompts, so that all samples of a prompt are in one mini-batch.
+        # Counted in prompts, so that all samples of a prompt are in one mini-batch.
         if batch % minibatches:
             calls = join([call.name for call in graph.calls if call.minibatches == minibatches])
             yield (
@@ -179,7 +179,7 @@ def _quantisation_problems(experiment: Experiment, graph: DataflowGraph) -> Iter
 
 
 def _kernel_problems(experiment: Experiment) -> Iterator[str]:
-    """Find kernels of other packages that would compute nothing."""
+    """Find kernels of other packages that no call would use."""
     if not experiment.kernels:
         return
     names, spec = ", ".join(experiment.kernels), get_spec(experiment)
@@ -211,9 +211,9 @@ def _headline_problems(spec: AlgorithmSpec, graphs: Sequence[DataflowGraph]) -> 
 
 
 def find_evaluation_problems(experiment: Experiment, sampling: GenerationConfig | None) -> Iterator[str]:
-    """Yield what is wrong with the section `evaluation` of a recipe, without its graphs.
+    """Yield the problems of a recipe's section `evaluation` that do not depend on its graphs.
 
-    `sampling` is that of training, None where nothing is generated.
+    `sampling` is training's sampling; None without generation.
     """
     spec, settings = get_spec(experiment), experiment.evaluation
     if sampling is None:
@@ -246,7 +246,7 @@ def _find_sampling_problems(settings: EvaluationConfig, sampling: GenerationConf
 
 
 def find_metric_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
-    """Yield the metrics that a recipe asks for and its evaluation `graph` cannot give."""
+    """Yield the metrics that a recipe requests but its evaluation `graph` cannot produce."""
     spec, settings = get_spec(experiment), experiment.evaluation
     for name in ("pass_at", "against"):
         if getattr(settings, name) and (graph.producer(SCORE) is None or graph.length_key(SCORE) is not None):

@@ -1,4 +1,4 @@
-"""Settings that algorithms share."""
+"""Settings of generation."""
 
 from typing import Annotated, Any, Self
 
@@ -28,18 +28,17 @@ class GenerationConfig(Settings):
     stop_token_ids: tuple[TokenId, ...] | None = Field(
         default=None, min_length=1, strict=False
     )  # YAML has lists
-    """Tokens that end a sequence, instead of the tokenizer's and those that the model's `generation_config.json` or
-    `config.json` names; null for these. An answer keeps the one that ends it."""
+    """Tokens that end a sequence; null for those of the tokenizer and of the model's `generation_config.json` or
+    `config.json`. An answer includes the token that ends it."""
     ignore_eos: bool = False
-    """No token ends a sequence: it goes on to `max_new_tokens`, or to a stop string."""
+    """No token ends a sequence; it continues to `max_new_tokens` or a stop string."""
     stop: Annotated[tuple[StopString, ...], BeforeValidator(_listed)] = Field(default=(), strict=False)
-    """Texts that end an answer once they stand in it, such as ["\\n\\n", "Question:"]. The answer's text ends
-    before the stop string. Its tokens are kept as they were sampled, up to the one that completes the stop
-    string."""
+    """Texts that end an answer when they appear in it, such as ["\\n\\n", "Question:"]. The answer's text ends
+    before the stop string. Its sampled tokens are kept up to the token that completes the stop string."""
     temperature: float = Field(default=1.0, ge=0.01, le=100)
-    """Logits are divided by this. Log-probabilities are recorded, and training computes them, at the same
-    temperature, over the whole vocabulary. Below 0.01 nothing but the most likely token would be drawn, and
-    gradients would explode: set `greedy`."""
+    """Logits are divided by this. Sampler and trainer compute log-probabilities at the same temperature, over the
+    whole vocabulary. Below 0.01, only the most likely token would be drawn and gradients would explode; set
+    `greedy` instead."""
     top_k: NonNegativeInt = 0
     """Sample among the k most likely tokens; 0 for all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -49,18 +48,18 @@ class GenerationConfig(Settings):
 
     @property
     def restricted(self) -> bool:
-        """Whether some tokens that have a probability are never drawn."""
+        """Whether some tokens with a positive probability are never drawn."""
         return self.greedy or self.top_k > 0 or self.top_p < 1 or self.min_new_tokens > 0
 
     @property
     def certain(self) -> str | None:
-        """Setting by which the likeliest token is always taken, with its value; None if tokens are drawn."""
+        """Setting, with its value, that always takes the likeliest token; None if tokens are drawn."""
         if self.greedy:
             return "greedy=true"
         return "top_k=1" if self.top_k == 1 else None
 
     def skews(self, temperature: float) -> bool:
-        """Tell whether tokens are drawn otherwise than by their probabilities at a temperature."""
+        """Tell whether tokens are drawn differently from their probabilities at a temperature."""
         return self.restricted or self.temperature != temperature
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Registry of algorithms: installed ones by name, a user's own by file or module."""
+"""Registry of algorithms: installed algorithms by name, a user's own by file or module."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +13,7 @@ from realrl.config.user_code import UserCode, is_own_module
 from realrl.recipe.algorithm import AlgorithmSpec
 
 GROUP = "realrl.algorithms"
-"""Other packages' entry points of this group describe algorithms, each under its name in recipes."""
+"""Group of entry points with which other packages add algorithms, by their names in recipes."""
 
 BUILT_IN = {
     "sft": "realrl.algorithms.sft.spec:ALGORITHM",
@@ -37,7 +37,7 @@ BUILT_IN = {
     "expert_iteration": "realrl.algorithms.expert_iteration.spec:ALGORITHM",
     "kto": "realrl.algorithms.kto.spec:ALGORITHM",
 }
-"""Algorithms of this package by their names in recipes."""
+"""Built-in algorithms by their names in recipes."""
 
 ATTRIBUTE = "ALGORITHM"
 """Name of the description in a user's file or module."""
@@ -49,10 +49,10 @@ def list_algorithms() -> list[str]:
 
 
 def find_algorithm(reference: Any) -> tuple[AlgorithmSpec, str]:
-    """Find what a recipe's `algorithm` refers to, of a file or module its `ALGORITHM`; also the reference as it is
-    kept, in which a path is absolute.
+    """Find the description for a recipe's `algorithm`: an installed one, or the `ALGORITHM` of a file or module.
 
-    UserError, naming what there is, where nothing is found; UserCodeError where code cannot be imported.
+    Also returns the reference with an absolute path. Raises UserError with the known algorithms if there is
+    none, and UserCodeError if code cannot be imported.
     """
     if isinstance(reference, str) and reference in _installed():
         return _load(_installed()[reference]), reference
@@ -70,7 +70,7 @@ def find_algorithm(reference: Any) -> tuple[AlgorithmSpec, str]:
 
 
 def find_user_code(reference: str) -> UserCode | None:
-    """Import the code behind an `algorithm` that is not of this package, once per process; None for one that is."""
+    """Import a user's algorithm, once per process; None for an algorithm of this package."""
     point = _installed().get(reference)
     if point is None:
         return None if is_own_module(reference) else UserCode("algorithm", reference)
@@ -78,7 +78,7 @@ def find_user_code(reference: str) -> UserCode | None:
 
 
 def _describe_lack(code: UserCode) -> str:
-    """Describe what a module has instead of an `ALGORITHM` that is an AlgorithmSpec."""
+    """Describe the content of a module without an AlgorithmSpec named `ALGORITHM`."""
     values = vars(code.module)
     where = code.file or code.module.__name__
     has = f"its {ATTRIBUTE} is no AlgorithmSpec" if ATTRIBUTE in values else f"it has no {ATTRIBUTE}"
@@ -92,7 +92,7 @@ def _describe_lack(code: UserCode) -> str:
 
 
 def _with_errors(spec: AlgorithmSpec, code: UserCode) -> AlgorithmSpec:
-    """Let errors of a description's functions name the line of the user's code."""
+    """Add the line of the user's code to errors of a description's functions."""
 
     def guard(field: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -121,7 +121,7 @@ def describe_choices() -> str:
 
 @cache
 def _installed() -> dict[str, EntryPoint]:
-    """Built-in algorithms and those of other packages, by name."""
+    """Algorithms of this and other packages, by name."""
     return find_registered("algorithm", GROUP, BUILT_IN)
 
 
