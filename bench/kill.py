@@ -65,7 +65,7 @@ if os.environ.get("RANK") is not None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     if point is not None:
-        from realrl.runtime.checkpoints import checkpointer
+        from realrl.runtime import checkpointer
         from realrl.runtime.monitor.activity import Activity
         from realrl.runtime.worker.roles import Roles
 
@@ -115,7 +115,7 @@ class World:
     """Directory with tokenizer, records, models and runs."""
 
     def __init__(self, root: Path) -> None:
-        from realrl.data.tokenizer import train_bpe
+        from realrl.huggingface.tokenizers import train_bpe
 
         self.root = root
         tokenizer = train_bpe(list_sentences(), SHAPE["vocab_size"])

@@ -31,8 +31,8 @@ import yaml
 from harness import Results, make_parser, realrl
 from scipy.stats import spearmanr
 
-from realrl.data.tokenizer import train_bpe
 from realrl.dataflow.graph import DataflowGraph
+from realrl.huggingface.tokenizers import train_bpe
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan

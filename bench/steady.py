@@ -66,7 +66,7 @@ def train_one_rank(recipe: str, changes: list[str], out: Path) -> None:
 
 def make_tiny_world(directory: Path) -> str:
     """Write prompts, a tokenizer, an actor, a reward model and a recipe; return the recipe's path."""
-    from realrl.data.tokenizer import train_bpe
+    from realrl.huggingface.tokenizers import train_bpe
     from realrl.testing.models import save_model
     from realrl.testing.records import list_sentences, make_up_records
 

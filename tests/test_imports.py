@@ -16,6 +16,7 @@ PACKAGES = (
     "cli",
     "runtime",
     "checkpoint",
+    "huggingface",
     "engine",
     "model",
     "data",
@@ -160,6 +161,25 @@ def test_the_leaf_that_algorithms_may_import_is_one() -> None:
     assert not [imported for imported in imports(MODULES[LEAF]) if package(imported)]
 
 
+def import_closure(start: str) -> set[str]:
+    """Modules with any content that `start` imports, directly or through others."""
+    found: set[str] = set()
+    left = [start]
+    while left:
+        module = left.pop()
+        if module in MODULES and module not in found:
+            found.add(module)
+            left += imports(MODULES[module])
+    return {module for module in found if MODULES[module].stat().st_size}
+
+
+def test_the_worker_imports_little_and_almost_nothing_of_the_planner() -> None:
+    closure = import_closure("realrl.runtime.worker.worker")
+    planner = sorted(module for module in closure if package(module) == "planner")
+    assert len(planner) <= 6, planner
+    assert len(closure) <= 230, len(closure)
+
+
 def test_nothing_imports_relatively() -> None:
     for path in MODULES.values():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -188,7 +208,7 @@ def test_modules_that_promise_it_load_no_torch() -> None:
         for name, path in MODULES.items()
         if re.search("(?i)(no|without) torch\\b", ast.get_docstring(ast.parse(path.read_text())) or "")
     ]
-    assert "realrl.runtime.prepare.compile" in promise and "realrl.checkpoint.sources" in promise
+    assert "realrl.runtime.prepare.compile" in promise and "realrl.huggingface.directory" in promise
     assert loaded_by(promise) <= {"numpy"}
 
 
@@ -196,7 +216,7 @@ ASKS = {"realrl.recipe.algorithm"}
 """May ask of what class a recipe is: whether it is one at all."""
 SHARED = ("base", "build", "guard", "policy", "rewards")
 """Parts that any algorithm may use."""
-STANDS_IN = "realrl.runtime.profiler.models.passes"
+STANDS_IN = "realrl.runtime.profiler.passes"
 """Measures any model with the methods of PPO."""
 
 

@@ -14,9 +14,9 @@ from realrl.algorithms.ppo_methods import ActorTrain
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Kind
 from realrl.recipe.experiment import Experiment
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.load import parse_experiment
-from realrl.recipe.settings import GenerationConfig
 from tests.conftest import PPO_CALLS
 
 MODELS = {

@@ -13,7 +13,7 @@ from realrl.algorithms.base.method import ModelOutput
 from realrl.algorithms.kto import KTOConfig
 from realrl.algorithms.kto_methods import KTOTrain, LabelledInference
 from realrl.data.batch import Batch, Ragged
-from realrl.data.mismatch import mismatch_completions
+from realrl.data.dataset import mismatch_completions
 
 
 def random_batch(seed: int, count: int = 6) -> Batch:

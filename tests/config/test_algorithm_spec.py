@@ -415,7 +415,7 @@ def test_an_error_in_a_function_of_a_users_description_names_its_line(tmp_path: 
         ("nowhere.py", "algorithm=nowhere.py: there is no file /"),
         ("nowhere.module", "algorithm=nowhere.module: there is no module nowhere.module; write FILE.py or"),
         ("./nowhere", "'./nowhere' is not one of "),
-        ("realrl.config.words", "words.py must hold an AlgorithmSpec named ALGORITHM"),
+        ("realrl.config.errors", "errors.py must hold an AlgorithmSpec named ALGORITHM"),
         ("a.py:ALGORITHM", "'a.py:ALGORITHM' is not one of "),
         ("sfd", "describes one; did you mean sft?"),
         (["sft"], "['sft'] is not one of"),

@@ -13,9 +13,8 @@ from realrl.algorithms.distillation import OfflineDistillationConfig
 from realrl.algorithms.distillation_methods import DivergenceTrain, TopTeacher
 from realrl.algorithms.reward_model_methods import PairInference, RewardTrain
 from realrl.algorithms.sft_methods import SFTInference, SFTTrain
-from realrl.checkpoint.initial_weights import initialise
+from realrl.data.balance import assign, partition_samples
 from realrl.data.batch import Batch, Ragged
-from realrl.data.partition import assign, partition_samples
 from realrl.dataflow.call import Candidates
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
@@ -24,12 +23,13 @@ from realrl.engine.parallel_groups import select_groups
 from realrl.engine.pipeline import messages
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head, ModelShape
+from realrl.huggingface.initial_weights import initialise
 from realrl.layout import limits
 from realrl.layout.layout import build_layout
 from realrl.plan.communicators import list_rank_sets
 from realrl.plan.placement import Placement
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import OptimizerConfig
-from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
 from tests.forked import run_forked

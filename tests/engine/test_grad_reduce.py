@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from realrl.algorithms.sft_methods import SFTTrain
-from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
+from realrl.huggingface.initial_weights import initialise
 from realrl.layout import limits
 from realrl.layout.layout import build_layout
 from realrl.model.parallel.group import Group, make_single_rank_group

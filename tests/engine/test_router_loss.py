@@ -13,15 +13,15 @@ from torch import Tensor
 from realrl.algorithms.base.method import TrainMethod
 from realrl.algorithms.reward_model_methods import RewardTrain
 from realrl.algorithms.sft_methods import SFTTrain
-from realrl.checkpoint.initial_weights import initialise
+from realrl.data.balance import assign
 from realrl.data.batch import Batch, Ragged
-from realrl.data.partition import assign
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.parallel_groups import select_groups
 from realrl.engine.training.trainer import Trainer
 from realrl.families.experts import Mixture
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
+from realrl.huggingface.initial_weights import initialise
 from realrl.layout.layout import build_layout
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.model.mixture.balance import BalancedRouting, ExpertCounts

@@ -7,12 +7,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from realrl.checkpoint.stored import join_tensors
 from realrl.config.errors import UserError
 from realrl.engine.buffers.flat import FlatBuffer
 from realrl.families.adapters import ADAPTERS, LowRank
 from realrl.families.registry import model_tensors
 from realrl.families.tensors import TensorSpec
+from realrl.huggingface.stored import join_tensors
 from realrl.layout.shard import Shard
 from realrl.model.packing import Packing
 from realrl.model.parallel.group import make_single_rank_group

@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from realrl.checkpoint.headers import find_tensors
 from realrl.config.errors import UserError
 from realrl.families.family import check_family
 from realrl.families.options import LayerOptions
 from realrl.families.registry import find_family, list_families, model_tensors
 from realrl.families.shape import ModelShape
+from realrl.huggingface.headers import find_tensors
 from realrl.planner.workload.shard_sizes import LocalSizes
 
 SIZES = {

@@ -14,7 +14,7 @@ from torch import Tensor
 if torch.cuda.is_available():
     pytest.skip("there is a GPU, which answers itself", allow_module_level=True)
 
-from realrl.checkpoint.state import writer
+from realrl.checkpoint import storage
 from realrl.config.errors import UserError
 from realrl.engine.dtypes import find_products
 from realrl.families.sizes import SHAPES
@@ -26,8 +26,8 @@ from realrl.runtime.measure.step_timer import StepTimer
 from realrl.runtime.prepare.gpu import Gpu, ask_machine, count_visible_gpus
 from realrl.runtime.processes.process import Process, use_cuda
 from realrl.runtime.profiler.driver import _device_name
-from realrl.runtime.profiler.hardware.links import _moment
-from realrl.runtime.profiler.points.clock import Clock
+from realrl.runtime.profiler.machine import _moment
+from realrl.runtime.profiler.points import Clock
 
 GPU = torch.device("cuda", 0)
 PLACE = Placement(Mesh(0, 1), Strategy())
@@ -177,9 +177,9 @@ def test_state_on_a_gpu_is_written_through_a_pinned_buffer(
 
     plain = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory, **options: plain(*sizes, **options))
-    monkeypatch.setattr(writer, "BUFFER_BYTES", 24)
+    monkeypatch.setattr(storage, "BUFFER_BYTES", 24)
     values = torch.arange(10.0)
-    parts = [bytes(part) for part in writer._HostBytes().read(values.as_subclass(OnGpu))]
+    parts = [bytes(part) for part in storage._HostBytes().read(values.as_subclass(OnGpu))]
     assert [len(part) for part in parts] == [24, 16] and b"".join(parts) == values.numpy().tobytes()
     waits = "wait for the own stream of cpu"
     assert log == ["the own stream of cpu waits for the default stream of cpu", waits, waits]
@@ -188,7 +188,7 @@ def test_state_on_a_gpu_is_written_through_a_pinned_buffer(
 def test_samples_are_drawn_in_the_type_of_the_model_on_a_gpu(
     log: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from realrl.runtime import sampling
+    from realrl.runtime.evaluation import generate as sampling
 
     seen: list[str] = []
 
@@ -196,8 +196,8 @@ def test_samples_are_drawn_in_the_type_of_the_model_on_a_gpu(
         seen.append(directory)
         raise UserError("enough")
 
-    monkeypatch.setattr(sampling.huggingface, "read_dtype", read_dtype)
-    monkeypatch.setattr(sampling.huggingface, "read_shape", lambda *_: SHAPES["gpt2"])
+    monkeypatch.setattr(sampling.model_files, "read_dtype", read_dtype)
+    monkeypatch.setattr(sampling.model_files, "read_shape", lambda *_: SHAPES["gpt2"])
     settings = SimpleNamespace(top_k=0, max_new_tokens=3, stop_token_ids=None)
     job: Any = SimpleNamespace(model_dir="model", family=None, sampling=settings)
     with pytest.raises(UserError, match="enough"):

@@ -13,7 +13,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from realrl.checkpoint.stored import join_tensors, read_parts
 from realrl.engine.buffers.flat import FlatBuffer
 from realrl.families.config_json import shape_to_hf
 from realrl.families.experts import Mixture
@@ -22,6 +21,7 @@ from realrl.families.options import LayerOptions
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape, RopeScaling
 from realrl.families.tensors import Init, TensorSpec
+from realrl.huggingface.stored import join_tensors, read_parts
 from realrl.layout.shard import Shard
 from realrl.model.parallel.group import make_single_rank_group
 from realrl.model.transformer import Transformer

@@ -22,7 +22,6 @@ if CPU:
     # Triton reads it when it is first imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
-from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.buffers.offload import Offloadable
 from realrl.engine.generation import decode_memory
@@ -33,6 +32,7 @@ from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.grad_norm import sum_squares
 from realrl.families.experts import Mixture
 from realrl.families.shape import ModelShape
+from realrl.huggingface.initial_weights import initialise
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.model.arithmetic.grouped import Groups
 from realrl.model.arithmetic.ops import PLAIN, Products
@@ -47,7 +47,7 @@ from realrl.model.gpu.swiglu import SwiGLU
 from realrl.model.gpu_logprobs import TokenLogprobs
 from realrl.model.packing import Packing
 from realrl.model.parallel.group import make_single_rank_group
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 
 torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
 EPS = 1e-6

@@ -37,8 +37,8 @@ from realrl.model.parallel.group import make_single_rank_group
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import find_gpu_kind
 from realrl.planner.operators.tables import find_operators
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import OptimizerConfig
-from realrl.recipe.settings import GenerationConfig
 
 TINY = SHAPES["qwen2.5-0.5b"].model_copy(
     update={

@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from realrl.recipe.algorithm import get_eval_generation as get_eval_generation
     from realrl.recipe.experiment import Experiment as Experiment
     from realrl.recipe.experiment import Models as Models
+    from realrl.recipe.generation import GenerationConfig as GenerationConfig
     from realrl.recipe.model import ModelConfig as ModelConfig
     from realrl.recipe.model import TrainedModelConfig as TrainedModelConfig
     from realrl.recipe.registry import get_algorithm as get_algorithm
-    from realrl.recipe.settings import GenerationConfig as GenerationConfig
 
 __getattr__, __dir__ = reexport(__name__)

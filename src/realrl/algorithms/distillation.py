@@ -12,8 +12,8 @@ from realrl.dataflow.call import Call, Candidates, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
 from realrl.recipe.experiment import Experiment, Models
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
-from realrl.recipe.settings import GenerationConfig
 
 
 class DivergenceConfig(Settings):

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from realrl.algorithms.base.method import Algorithm, FunctionInput, Method, Metrics, ModelOutput, Sum
-from realrl.config.errors import RunError, UserCodeError, UserError
+from realrl.config.errors import RunError, UserCodeError, UserError, join
 from realrl.config.user_code import UserCode, find_definition, is_own_module
-from realrl.config.words import join
 from realrl.data.batch import KEY_DTYPES, Batch, Ragged
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph

@@ -13,8 +13,8 @@ from realrl.dataflow.call import Call, Key, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import SummaryMetric
 from realrl.recipe.experiment import Experiment, Models
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
-from realrl.recipe.settings import GenerationConfig
 
 KLEstimator = Literal["k1", "k2", "k3"]
 """Estimator of a KL divergence from samples (Schulman 2020, "Approximating KL divergence")."""

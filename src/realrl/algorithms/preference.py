@@ -5,8 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from realrl.algorithms.policy import ReferenceConfig, drop_reference, list_averages
-from realrl.config.base import PRESENCE
-from realrl.config.derive import derive_settings
+from realrl.config.base import PRESENCE, derive_settings
 from realrl.config.lazy import import_later
 from realrl.dataflow.call import Call, Key, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph

@@ -6,8 +6,8 @@ from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, get_eval_generation
 from realrl.recipe.experiment import Experiment, Models
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import ModelConfig
-from realrl.recipe.settings import GenerationConfig
 
 
 class SamplingModels(Models):

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from realrl.planner.report.sizing import Wanted
     from realrl.planner.search.plan_search import UserConstraints
     from realrl.planner.simulate.scenario import Scenario
-    from realrl.runtime.prepare.fit.change import Draft
-    from realrl.runtime.trials.halving import PlanTrials
-    from realrl.runtime.trials.try_plans import TrialSettings
+    from realrl.runtime.prepare.fit.changes import Draft
+    from realrl.runtime.try_plans import PlanTrials, TrialSettings
 
 PlanRecipe = Annotated[
     str | None,
@@ -147,7 +146,7 @@ def plan(
     from realrl.cli.planning import input as plan_input
     from realrl.recipe.load import load_experiment
     from realrl.runtime.prepare.scenarios import read_constraints
-    from realrl.runtime.trials.try_plans import TrialSettings, check_trials, find_fastest_plan
+    from realrl.runtime.try_plans import TrialSettings, check_trials, find_fastest_plan
 
     if recipe is None and calibrate is None:
         raise UserError("name a recipe, a YAML file, to plan for")

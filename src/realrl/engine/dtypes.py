@@ -3,7 +3,7 @@
 import torch
 
 from realrl.config.errors import UserError
-from realrl.config.machine.processor import choose_products
+from realrl.config.hardware import choose_products
 from realrl.layout.sets import QUANTISED
 from realrl.model.arithmetic.ops import PLAIN, Products
 from realrl.plan.placement import Dtype

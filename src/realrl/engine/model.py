@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from realrl.algorithms.base.method import InferenceMethod, Metrics, ModelOutput
+from realrl.data.balance import even_micro_batches, micro_batches
 from realrl.data.batch import Batch, Ragged
-from realrl.data.partition import even_micro_batches, micro_batches
 from realrl.dataflow.call import Candidates, Replay
 from realrl.engine.buffers.local_set import LocalSet, Parameters
 from realrl.engine.dtypes import find_set_dtype

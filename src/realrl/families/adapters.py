@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat
 
 from realrl.config.base import Settings
-from realrl.config.errors import UserError
-from realrl.config.words import join
+from realrl.config.errors import UserError, join
 from realrl.families.tensors import Init, Parameter, Partial, TensorSpec
 
 AdaptedMatrix = Literal["qkv", "out", "gate_up", "down"]

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any, TypeVar
 
-from realrl.config.errors import UserError
+from realrl.config.errors import UserError, join
 from realrl.config.explain import brief
-from realrl.config.words import join
 from realrl.families.options import Activation, LayerOptions
 from realrl.families.shape import MOST_LAYERS, OPTIONAL_SCALING_FIELDS, SCALING_FIELDS, ModelShape
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from realrl.config.devices import not_devices
 from realrl.config.errors import UserError
+from realrl.config.values import not_devices
 
 
 @dataclass(frozen=True, init=False)

@@ -10,11 +10,10 @@ import yaml
 from pydantic import Field, PositiveInt, create_model, field_validator
 
 from realrl.config.base import Settings
-from realrl.config.devices import check_cluster
-from realrl.config.errors import UserError
+from realrl.config.errors import UserError, join
 from realrl.config.explain import brief, mistakes_in, nearest
 from realrl.config.files import write_whole
-from realrl.config.words import join
+from realrl.config.values import check_cluster
 from realrl.config.yaml_file import read_yaml
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph

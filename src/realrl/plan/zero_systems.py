@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from math import gcd
 
-from realrl.config.errors import UserError
-from realrl.config.words import join
+from realrl.config.errors import UserError, join
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import ModelShape

@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from realrl.program.instructions import Load, Program, Run
 from realrl.program.memory import HeldState, Memory
 
+EarlyLoads = Mapping[int, tuple[Load, ...]]
+"""Position of a call in a program -> loads that begin with it."""
+
 
 def find_early_loads(
     program: Program, memory: Memory, needed: Mapping[str, int], limit: int

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from realrl.checkpoint.saved import METRICS
 from realrl.runtime.measure.metric_names import PERFORMANCE
-from realrl.runtime.output.saved import METRICS
 from realrl.testing.failure import CheckFailure
 
 ABSOLUTE = 0.1

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from realrl.checkpoint import huggingface
-from realrl.checkpoint.initial_weights import initialise
 from realrl.engine.buffers.flat import FlatBuffer
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
+from realrl.huggingface import model_files
+from realrl.huggingface.initial_weights import initialise
 from realrl.testing.shape import SHAPE
 
 
@@ -28,4 +28,4 @@ def save_model(
     for tensor in tensors:
         if tensor.parameter == "scalar_head":  # which starts with zeros
             buffer[tensor.name].normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
-    huggingface.save(directory, shape, head, buffer, tokenizer, torch.float32)
+    model_files.save(directory, shape, head, buffer, tokenizer, torch.float32)

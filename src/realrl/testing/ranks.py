@@ -144,8 +144,7 @@ def _run(rank: int, recipe: Path, *, renewed: bool, evaluated: bool) -> None:
     from realrl.plan.cluster import Cluster
     from realrl.recipe.load import load_experiment
     from realrl.runtime import train
-    from realrl.runtime.evaluation_run import evaluate_recipe
-    from realrl.runtime.output.evaluation_files import write_evaluation
+    from realrl.runtime.evaluation.run import evaluate_recipe, write_evaluation
     from realrl.runtime.output.rundir import EVALUATIONS
     from realrl.runtime.worker import worker
     from realrl.testing.renewed import RenewedRun

@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 from realrl.algorithms.build import build_algorithm
-from realrl.runtime.checkpoints.state_keeper import gather_algorithm_state
-from realrl.runtime.setup import load_functions
+from realrl.runtime.continuation import gather_algorithm_state
+from realrl.runtime.prepare.inputs import load_functions
 from realrl.runtime.training_run import TrainingRun
 
 

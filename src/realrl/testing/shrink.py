@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from realrl.data.tokenizer import train_bpe
+from realrl.huggingface.tokenizers import train_bpe
 from realrl.recipe.algorithm import AlgorithmSpec, get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph

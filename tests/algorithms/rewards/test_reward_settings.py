@@ -87,7 +87,7 @@ MISTAKES = [
     ({**EXACT, "timeout": 0}, "reward: timeout: 0 must be above 0"),
     ({"verifier": {"kind": "exact"}}, "reward: verifier: kind='exact' is unknown; did you mean exact_match?"),
     ({"verifier": {}}, "reward: verifier: kind is missing; give exact_match, numeric, math, regex, json_schema or"),
-    ({"verifier": {"kind": "regex", "pattern": "("}}, "verifier: regex: pattern: '(' is no regular expression"),
+    ({"verifier": {"kind": "regex", "pattern": "("}}, "verifier: regex: pattern: '(' is not a regular expression"),
     ({"verifier": {"kind": "numeric", "tolerance": 1}}, "verifier: numeric: tolerance: unknown key"),
     ({"http": {"url": "localhost"}}, "reward: http: url=localhost: write http://HOST:PORT/PATH, or https"),
     ({"http": {"url": "http://h/", "kind": "chat"}}, "reward: http: kind=chat needs model"),

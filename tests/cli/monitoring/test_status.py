@@ -13,7 +13,7 @@ from realrl.cli.app import run_app
 from realrl.cli.monitoring.status_text import format_status
 from realrl.cli.reporting.status import format_duration, read_status
 from realrl.runtime.monitor.ended import STARTS_AGAIN, write_end
-from realrl.runtime.output.history import HISTORY, add_start, describe_start
+from realrl.runtime.output.rundir import HISTORY, add_start, describe_start
 from tests.cli.monitoring.written_runs import (
     GONE,
     format_line,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from realrl.checkpoint.state.manifest import MANIFEST
+from realrl.checkpoint.manifest import MANIFEST
 from realrl.program.prediction_file import PredictedMemory, PredictedStep
 from realrl.program.trace_file import Event, make_event, write_rank_trace
 from realrl.recipe.registry import find_algorithm

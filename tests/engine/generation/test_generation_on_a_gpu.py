@@ -23,7 +23,7 @@ from realrl.layout.kv_blocks import GPU_STEPS, MAX_DECODE_ROWS, CacheSize, pad_r
 from realrl.model.arithmetic import grouped
 from realrl.model.cache import PagedCache
 from realrl.model.decode_weights import DecodeWeights
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 from tests.engine.generation.test_shared_prompts import assert_same, draw, make_items, make_model
 from tests.engine.test_router_replay import CAPACITIES, make_models, sample, shape_of
 

@@ -19,7 +19,7 @@ from realrl.planner.workload.flops import count_pass_flops
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.strategies import Strategies
 from realrl.program.memory import StoredModel
-from realrl.runtime.profiler.models.layer_mix import LayerMix
+from realrl.runtime.profiler.passes import LayerMix
 
 WINDOW = 300
 SHAPE = ModelShape(

@@ -2,7 +2,7 @@ import pytest
 
 from realrl.algorithms.reward_model import PAIR, PAIR_KEYS, list_pair_inputs, make_reward_graph
 from realrl.config.errors import UserError
-from realrl.data.partition import even_micro_batches
+from realrl.data.balance import even_micro_batches
 from realrl.dataflow.call import Call, Kind
 from realrl.layout.kv_blocks import CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS, CacheSize
 from realrl.plan.placement import Strategy

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from realrl.config.errors import UserError
-from realrl.config.machine.c_compiler import find_missing_build_tool
+from realrl.config.hardware import find_missing_build_tool
 from realrl.plan.cluster import Cluster
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.runtime.doctor import machine

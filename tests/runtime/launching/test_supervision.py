@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from realrl.plan.cluster import Cluster
-from realrl.recipe.sections.launch import LaunchConfig
+from realrl.recipe.run_settings import LaunchConfig
 from realrl.runtime.launcher.launch import _shrunken
 from realrl.runtime.launcher.local_ranks import RanksEnd, Start, _visible
 from realrl.runtime.launcher.restarts import RestartCounter, Slots

@@ -175,7 +175,9 @@ def test_a_model_without_experts_has_nothing_to_replay(
     recipe = world.recipe("ppo", tmp_path, models__actor__router_replay=replay)
     assert run_app(["train", str(recipe)]) == 2
     written = " ".join(capsys.readouterr().err.split())
-    assert f"models.actor.router_replay={str(replay).lower()}: the model is no mixture of experts" in written
+    assert (
+        f"models.actor.router_replay={str(replay).lower()}: the model is not a mixture of experts" in written
+    )
 
 
 def test_a_role_that_samples_nothing_has_nothing_to_replay(

@@ -9,10 +9,10 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from realrl.checkpoint.directory import read_shape
 from realrl.cli.app import run_app
+from realrl.huggingface.directory import read_shape
 from realrl.recipe.load import load_experiment
-from realrl.runtime.setup import load_shared_tokenizer, load_stop_token_ids, read_stop_token_ids
+from realrl.runtime.prepare.inputs import load_shared_tokenizer, load_stop_token_ids, read_stop_token_ids
 from tests.conftest import World, read_metrics
 
 TEMPLATE = (
@@ -173,7 +173,7 @@ def test_end_tokens_of_a_command_take_the_place_of_the_models_own(
     assert any(len(row["tokens"]) > 1 for row in rows)  # which the model's own ends would have been
     command = ["generate", str(opened), "--prompt", "the", "--stop-token-id", "320"]
     assert run_app(command) == 2
-    expected = "stop_token_ids=320 is no token of the model's vocabulary, which ends with 319"
+    expected = "stop_token_ids=320 is outside the model's vocabulary, which ends with 319"
     assert expected in capsys.readouterr().err
 
 
@@ -200,7 +200,7 @@ def test_end_tokens_of_a_recipe_take_the_place_of_the_models_own(
     assert lengths[0] < 2 and lengths[1] > NEW / 2
     recipe = world.recipe("ppo", tmp_path, **changes, generation__stop_token_ids=[2, 320])
     assert run_app(["train", str(recipe)]) == 2
-    assert "generation.stop_token_ids=320 is no token of the model's vocabulary" in capsys.readouterr().err
+    assert "generation.stop_token_ids=320 is outside the model's vocabulary" in capsys.readouterr().err
     recipe = world.recipe("ppo", tmp_path, **changes, generation__stop_token_ids=[])
     assert run_app(["train", str(recipe)]) == 2
     assert "generation.stop_token_ids" in capsys.readouterr().err

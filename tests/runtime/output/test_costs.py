@@ -22,8 +22,14 @@ from realrl.program.memory import Memory
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from realrl.runtime.costs import lengths
-from realrl.runtime.measure.allocations import Allocations, count_allocations
-from realrl.runtime.measure.step_timer import StepTimer, StepTimes, TimedSpan, estimate_offset
+from realrl.runtime.measure.step_timer import (
+    Allocations,
+    StepTimer,
+    StepTimes,
+    TimedSpan,
+    count_allocations,
+    estimate_offset,
+)
 from realrl.runtime.measure.timing_log import KEPT_STEPS, TimingLog
 from realrl.runtime.observer import MetricsRecord
 from realrl.runtime.train import train

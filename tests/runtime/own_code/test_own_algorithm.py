@@ -24,7 +24,7 @@ from realrl.recipe.algorithm import get_spec
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
-from realrl.runtime.profiler.points.grid import Sizes
+from realrl.runtime.profiler.sizes import Sizes
 from realrl.testing.records import write_sentence
 from tests.conftest import World, read_metrics, write_jsonl
 from tests.runtime.conftest import Command

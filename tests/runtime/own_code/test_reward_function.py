@@ -207,7 +207,7 @@ def test_a_nested_field_that_is_asked_for_is_copied_by_data_columns() -> None:
 
 MISTAKES = {
     "nothing": "reward=FILE:nothing: FILE has no nothing",
-    "math": "reward=FILE:math is no function",
+    "math": "reward=FILE:math is not a function",
     "by_position": "reward=FILE:by_position takes completions by position only; it is called with keyword"
     " arguments",
     "waits_often": "reward=FILE:waits_often is an async generator; return a list",

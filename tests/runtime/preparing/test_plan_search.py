@@ -28,11 +28,15 @@ from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import make_written_plan
 from realrl.runtime.prepare.devices import search_spec
 from realrl.runtime.prepare.fit import search as fit_search
+from realrl.runtime.prepare.fit.plan_cache import (
+    cached_plan,
+    make_fingerprint,
+    make_plan_key,
+    plans_directory,
+    read_sources,
+)
 from realrl.runtime.prepare.gpu import Gpu
 from realrl.runtime.prepare.scenarios import make_scenario
-from realrl.runtime.prepare.search.cached_plan import cached_plan, make_plan_key, plans_directory
-from realrl.runtime.prepare.search.fingerprint import make_fingerprint
-from realrl.runtime.prepare.search.sources import read_sources
 from realrl.testing.compare import compare_runs
 from tests.conftest import World, keep_full_precision, read_metrics
 from tests.runtime.conftest import Command

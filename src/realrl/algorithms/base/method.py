@@ -9,7 +9,7 @@ from torch import Tensor
 
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.stop_strings import StopStrings
 
 Sum = Callable[[Tensor], Tensor]

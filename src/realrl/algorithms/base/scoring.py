@@ -7,8 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
-from realrl.config.errors import UserCodeError, UserError
-from realrl.config.words import join
+from realrl.config.errors import UserCodeError, UserError, join
 
 SKIPPED = float("nan")
 """Score, in keys, of a sample without one: the loss and all means leave it out."""

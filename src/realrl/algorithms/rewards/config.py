@@ -22,10 +22,9 @@ from realrl.algorithms.rewards.verifiers.python_tests import PythonTests
 from realrl.algorithms.rewards.verifiers.text import ExactMatch, JsonSchema, Regex
 from realrl.algorithms.rewards.verifiers.verifier import AnswerVerifier, Verifier
 from realrl.config.base import Settings
-from realrl.config.errors import UserError
+from realrl.config.errors import UserError, join
 from realrl.config.explain import brief, explain, nearest
-from realrl.config.user_function import FunctionReference, resolve_setting
-from realrl.config.words import join
+from realrl.config.user_code import FunctionReference, resolve_setting
 from realrl.recipe.evaluation import AnswerReader
 
 VERIFIERS: Mapping[str, type[Verifier]] = MappingProxyType(

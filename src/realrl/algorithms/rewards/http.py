@@ -14,9 +14,9 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from realrl.algorithms.base.scoring import RewardFailure, Score, check_required, map_in_threads
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
-from realrl.config.patterns import Pattern, find_last
-from realrl.config.secrets.redaction import redact
-from realrl.config.user_function import read_number, show
+from realrl.config.redaction import redact
+from realrl.config.user_code import read_number, show
+from realrl.config.values import Pattern, find_last
 
 if TYPE_CHECKING:
     from httpx2 import Client, Response

@@ -10,7 +10,7 @@ from realrl.algorithms.rewards.config import RewardTerm, name_setting
 from realrl.algorithms.rewards.http import HttpScorer
 from realrl.algorithms.rewards.verifiers.verifier import Verification, Verifier
 from realrl.config.errors import UserError
-from realrl.config.user_function import UserFunction, describe_no_number, read_number
+from realrl.config.user_code import UserFunction, describe_no_number, read_number
 
 _LARGEST = torch.finfo(torch.float32).max
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from realrl.cli.page.text import format_count, format_seconds, format_share
-from realrl.config.words import join
+from realrl.config.errors import join
 from realrl.plan.plan import Plan
 from realrl.planner.memory.reserves import FRAGMENTATION
 from realrl.program.instructions import Load, Offload, Reallocate, Run

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TypeVar
 
-from realrl.config.units import format_bytes
+from realrl.config.values import format_bytes
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.layout import build_layout

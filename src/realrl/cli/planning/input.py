@@ -11,7 +11,7 @@ from realrl.config.explain import brief
 from realrl.config.files import check_file
 from realrl.config.json_file import read_json
 from realrl.config.paths import local_path
-from realrl.config.units import parse_bytes
+from realrl.config.values import parse_bytes
 from realrl.recipe.algorithm import get_spec
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from realrl.planner.report.sizing import Wanted
     from realrl.planner.simulate.scenario import Scenario
     from realrl.recipe.experiment import Experiment
-    from realrl.runtime.prepare.fit.change import Draft
+    from realrl.runtime.prepare.fit.changes import Draft
     from realrl.runtime.prepare.scenarios import Measured
 
 _MOST_EFFORT = 1e12
@@ -142,7 +142,7 @@ def read_scenario(
     remarks."""
     from realrl.planner.calibration.coverage import describe_times
     from realrl.planner.profile.profile import Profile
-    from realrl.runtime.prepare.fit.change import Draft
+    from realrl.runtime.prepare.fit.changes import Draft
     from realrl.runtime.prepare.scenarios import Measured
     from realrl.runtime.prepare.trained_parts import list_trained_parts
 

@@ -22,8 +22,8 @@ from realrl.cli.page.words import list_remarks
 from realrl.cli.planning.bars import format_memory_bars, format_time_bars
 from realrl.cli.planning.failures import describe_failures
 from realrl.cli.planning.node_counts_table import make_size_table
-from realrl.config.units import format_bytes
-from realrl.config.words import join
+from realrl.config.errors import join
+from realrl.config.values import format_bytes
 from realrl.plan.axes import degrees_title
 from realrl.plan.placement import Placement
 from realrl.planner.report.gap import describe_gap

@@ -6,7 +6,7 @@ from rich import box
 from rich.table import Table
 
 from realrl.cli.page.text import format_seconds, format_span
-from realrl.config.units import format_bytes
+from realrl.config.values import format_bytes
 from realrl.planner.uncertainty.outlook import LEVEL
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from realrl.checkpoint.saved import BEST, CONFIG, METRICS, SUMMARY, list_checkpoints
 from realrl.cli.reporting.metrics import MetricLine, find_metric, read_last
 from realrl.cli.reporting.speed import read_speed
 from realrl.config.errors import UserError
@@ -20,8 +21,7 @@ from realrl.program.text import format_ranks
 from realrl.runtime.monitor.ended import STARTS_AGAIN, Ended
 from realrl.runtime.monitor.rank_status import RANKS, RankStatus, read_statuses
 from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
-from realrl.runtime.output.history import HISTORY, read_history
-from realrl.runtime.output.saved import BEST, CONFIG, METRICS, SUMMARY, list_checkpoints
+from realrl.runtime.output.rundir import HISTORY, read_history
 from realrl.runtime.output.untaught import UntaughtSteps
 
 Liveness = Literal["running", "finished", "failed", "interrupted", "stale"]

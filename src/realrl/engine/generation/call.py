@@ -25,7 +25,7 @@ from realrl.layout.kv_blocks import (
     count_steps_per_look,
     size_cache,
 )
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.stop_strings import StopStrings
 
 

@@ -13,7 +13,7 @@ from realrl.engine.model import Model
 from realrl.layout.kv_blocks import CacheSize, count_steps_per_look, pad_rows
 from realrl.model.cache import PagedCache
 from realrl.model.decode_weights import DecodeWeights
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 
 
 @dataclass(frozen=True)

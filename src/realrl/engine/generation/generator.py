@@ -18,7 +18,7 @@ from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.generation.scheduler import DecodeRow, Prompt
 from realrl.engine.model import Model
 from realrl.model.mixture.replay import EXPERT_DTYPE
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.stop_strings import StopStrings
 
 

@@ -8,7 +8,7 @@ from realrl.engine.generation.nucleus import keep_top_k, keep_top_p
 from realrl.model.cpu.choice import choose_tokens_on_cpu
 from realrl.model.gpu.path import on_gpu
 from realrl.model.logprobs import compute_logprobs
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 
 _BLOCK = 128
 """Neighbouring tokens whose probabilities are summed before cumulative sums are computed."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from realrl.config.errors import UserError
-from realrl.config.machine.c_compiler import find_missing_build_tool
+from realrl.config.hardware import find_missing_build_tool
 
 FLASH_CAPABILITY = (8, 0)
 """Compute capability from which on there is a flash kernel (Ampere)."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from realrl.config.words import join
+from realrl.config.errors import join
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.operators.tables import TABULATED
 from realrl.planner.profile.profile import Profile

@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 
 from realrl.config.errors import UserError
-from realrl.config.units import format_bytes
+from realrl.config.values import format_bytes
 from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.limits import bucket_count, message_limits

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from realrl.config.units import format_bytes
+from realrl.config.values import format_bytes
 from realrl.dataflow.call import Kind
 from realrl.planner.simulate.estimate import DeviceMemory, Estimate, NodeMemory
 from realrl.planner.simulate.memory_part import MemoryPart, PartKind

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Self
 
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 
 
 @dataclass(frozen=True, kw_only=True)

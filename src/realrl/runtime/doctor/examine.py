@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from realrl.checkpoint.sources import check_directories
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
+from realrl.huggingface.directory import check_directories
 from realrl.plan.cluster import Cluster
 from realrl.plan.presets import SEARCH
 from realrl.planner.cluster.cluster_spec import ClusterSpec
@@ -29,14 +29,14 @@ from realrl.runtime.doctor.machine import (
     list_gpus,
     run_checks,
 )
-from realrl.runtime.network.node_place import NUMBERS, NodePlace, find_node_place
-from realrl.runtime.output.trackers.trackers import check_trackers
+from realrl.runtime.output.trackers import check_trackers
 from realrl.runtime.prepare.cluster import named_cluster, written_cluster
 from realrl.runtime.prepare.compile import Compiled, compile_recipe
 from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.fit.check import check_fit
 from realrl.runtime.prepare.gpu import Gpu, Here, try_kernels
 from realrl.runtime.processes.environment import ABANDONED
+from realrl.runtime.processes.network import NUMBERS, NodePlace, find_node_place
 
 if TYPE_CHECKING:
     from realrl.runtime.processes.process import Process
@@ -289,7 +289,7 @@ def examine_together(subject: Subject) -> list[Finding]:
 
 def _examine_meeting(subject: Subject, process: "Process", own: list[Finding]) -> list[Finding]:
     from realrl.runtime.doctor.ranks import describe_torch, measure_links
-    from realrl.runtime.output.shared import check_shared
+    from realrl.runtime.output.shared_directory import check_shared
 
     findings: list[Finding] = [finding for node in process.gather(own) for finding in node]
     torch = describe_torch()

@@ -20,9 +20,9 @@ from packaging.requirements import Requirement
 
 from realrl.config.errors import UserError
 from realrl.config.files import reason_of
-from realrl.config.machine.c_compiler import find_missing_build_tool
-from realrl.config.secrets.redaction import redact
-from realrl.config.units import format_bytes
+from realrl.config.hardware import find_missing_build_tool
+from realrl.config.redaction import redact
+from realrl.config.values import format_bytes
 from realrl.runtime.prepare.host import describe_crowd, free_group_threads
 
 Status = Literal["ok", "warning", "problem", "unknown"]

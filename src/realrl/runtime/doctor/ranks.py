@@ -19,8 +19,8 @@ import torch.distributed as dist
 from realrl.config.errors import UserError
 from realrl.config.files import write_whole
 from realrl.runtime.doctor.links import Link
-from realrl.runtime.network.node_place import find_node_place
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, leave
+from realrl.runtime.processes.network import find_node_place
 from realrl.runtime.processes.orphans import end_with_launcher
 from realrl.runtime.processes.process import Process, connect
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
-from realrl.recipe.sections.launch import LaunchConfig
+from realrl.recipe.run_settings import LaunchConfig
 from realrl.runtime.launcher.local_ranks import LocalRanks, RanksEnd, Start
 from realrl.runtime.launcher.restarts import RestartCounter, Slots
 from realrl.runtime.monitor.ended import STARTS_AGAIN, write_end

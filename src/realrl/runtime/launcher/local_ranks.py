@@ -12,12 +12,11 @@ from pathlib import Path
 
 from realrl.config.files import write_whole
 from realrl.plan.cluster import Cluster
-from realrl.recipe.sections.launch import LaunchConfig
+from realrl.recipe.run_settings import LaunchConfig
 from realrl.runtime.launcher.termination import Termination
 from realrl.runtime.monitor.sign import FileBoard, Sign
 from realrl.runtime.monitor.watch import SignWatch, Verdict, WatchLimits
 from realrl.runtime.monitor.work_probe import WorkProbe
-from realrl.runtime.network.interfaces import INTERFACE_VARIABLES, find_loopback
 from realrl.runtime.prepare.host import count_threads
 from realrl.runtime.processes.environment import (
     LAUNCHER_VARIABLE,
@@ -36,6 +35,7 @@ from realrl.runtime.processes.error_reports import (
     read_failures,
 )
 from realrl.runtime.processes.logs import name_log_file
+from realrl.runtime.processes.network import INTERFACE_VARIABLES, find_loopback
 from realrl.runtime.processes.orphans import find_ranks
 from realrl.runtime.processes.signals import show_cursor
 

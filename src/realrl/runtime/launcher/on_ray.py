@@ -12,7 +12,7 @@ from typing import Any
 
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
-from realrl.recipe.sections.launch import LaunchConfig
+from realrl.recipe.run_settings import LaunchConfig
 from realrl.runtime.launcher.local_ranks import MOMENT, RanksEnd, Start, describe_death
 from realrl.runtime.launcher.rank_process import ActorPlace, Look, RankProcess, list_import_path
 from realrl.runtime.launcher.termination import Termination

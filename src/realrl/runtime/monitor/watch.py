@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from realrl.program.text import format_ranks
-from realrl.recipe.sections.launch import LaunchConfig
+from realrl.recipe.run_settings import LaunchConfig
 from realrl.runtime.monitor.sign import BEAT, Sign
 
 GAP = 10.0

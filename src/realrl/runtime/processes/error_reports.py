@@ -14,7 +14,7 @@ from pathlib import Path
 
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.config.files import as_os_error, partial_path, reason_of
-from realrl.config.secrets.redaction import redact
+from realrl.config.redaction import redact
 from realrl.runtime.processes.environment import SCRATCH_VARIABLE, is_writer
 
 USER_STATUS, RUN_STATUS = 2, 1

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from realrl.config.files import whole_file
-from realrl.config.secrets.redaction import redact
+from realrl.config.redaction import redact
 from realrl.runtime.processes.environment import SCRATCH_VARIABLE, restart_count
 from realrl.runtime.processes.screen import open_screen
 

@@ -18,12 +18,9 @@ from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.model.parallel.group import Group
 from realrl.plan.cluster import Cluster
 from realrl.plan.communicators import RankSet, RankSets
-from realrl.recipe.sections.launch import LaunchConfig
+from realrl.recipe.run_settings import LaunchConfig
 from realrl.runtime.monitor.activity import Activity
 from realrl.runtime.monitor.host_memory import steady_memory
-from realrl.runtime.network.interfaces import limited_silence
-from realrl.runtime.network.meeting import TIMEOUT, meet
-from realrl.runtime.network.node_place import find_node_place
 from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu
 from realrl.runtime.prepare.host import count_threads
@@ -37,7 +34,9 @@ from realrl.runtime.processes.groups import (
     make_nccl_options,
 )
 from realrl.runtime.processes.logs import LOGS, move_log
+from realrl.runtime.processes.meeting import TIMEOUT, meet
 from realrl.runtime.processes.messages import gather_values
+from realrl.runtime.processes.network import find_node_place, limited_silence
 from realrl.runtime.processes.supervision import Supervision
 
 Device = Literal["auto", "cpu", "cuda"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from realrl.config.errors import RunError, UserCodeError, UserError
-from realrl.recipe.sections.launch import LaunchConfig
+from realrl.recipe.run_settings import LaunchConfig
 from realrl.runtime.monitor.activity import Activity
 from realrl.runtime.monitor.monitor import Monitor
 from realrl.runtime.monitor.sign import FileBoard

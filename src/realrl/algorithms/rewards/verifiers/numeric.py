@@ -9,7 +9,7 @@ from pydantic import NonNegativeFloat
 
 from realrl.algorithms.base.scoring import RewardFailure, Score
 from realrl.algorithms.rewards.verifiers.verifier import AnswerVerifier
-from realrl.config.patterns import find_last
+from realrl.config.values import find_last
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _NUMBER = rf"(?<![\w.])[-+]?\$?(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"

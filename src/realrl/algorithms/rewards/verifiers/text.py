@@ -20,7 +20,7 @@ from realrl.algorithms.rewards.verifiers.verifier import (
 from realrl.config.errors import UserError
 from realrl.config.json_file import unique_keys
 from realrl.config.paths import local_path
-from realrl.config.patterns import Pattern
+from realrl.config.values import Pattern
 
 
 class ExactMatch(AnswerVerifier):

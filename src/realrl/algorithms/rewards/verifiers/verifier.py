@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from realrl.algorithms.base.scoring import RewardFailure, Score
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
-from realrl.config.patterns import Pattern, find_last
+from realrl.config.values import Pattern, find_last
 
 
 class Verification(Protocol):
