@@ -14,7 +14,7 @@ from realrl.families.sizes.published import SHAPES
 
 FILE = """
 from dataclasses import replace
-from realrl.families.llamas.llama import FAMILY as LLAMA
+from realrl.families.built_in.llama import LLAMA
 
 FAMILY = replace(LLAMA, architectures={**LLAMA.architectures, "lm": "MyLM"})
 """

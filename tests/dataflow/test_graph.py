@@ -6,9 +6,7 @@ import pytest
 
 from realrl.algorithms.policy.graph import make_eval_graph
 from realrl.dataflow.call import Call, Candidates, Key, Kind
-from realrl.dataflow.graph import DataflowGraph
-from realrl.dataflow.periods import share_steps
-from realrl.dataflow.text import format_graph
+from realrl.dataflow.graph import DataflowGraph, format_graph, share_steps
 
 KEYS = (
     Key("prompts", "int64"),

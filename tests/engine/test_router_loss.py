@@ -19,9 +19,8 @@ from realrl.data.partition import assign
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.parallel_groups import select_groups
 from realrl.engine.training.trainer import Trainer
-from realrl.families.experts import Mixture
 from realrl.families.registry import model_tensors
-from realrl.families.shape import Head, ModelShape
+from realrl.families.shape import Head, Mixture, ModelShape
 from realrl.layout.layout import build_layout
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.model.mixture.balance import BalancedRouting, ExpertCounts

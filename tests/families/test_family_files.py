@@ -14,7 +14,7 @@ from tests.model.small_models import SHAPES
 
 FILE = """
 from realrl.families.family import Family
-from realrl.families.options import LayerOptions
+from realrl.families.shape import LayerOptions
 from realrl.families.settings import read_sizes, write_sizes
 
 def read(config):

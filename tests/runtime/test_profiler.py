@@ -35,7 +35,7 @@ from realrl.runtime.profiler.points.bench import Bench
 from realrl.runtime.profiler.points.clock import Clock
 from realrl.runtime.profiler.points.grid import Sizes
 from realrl.runtime.profiler.points.point import Measurer, Pace, Point, find_sweep_spread, take_medians
-from realrl.testing.shape import SHAPE
+from realrl.testing.shrink import SHAPE
 from tests.conftest import World
 
 TINY = ModelShape.model_validate(SHAPE)

@@ -1,0 +1,61 @@
+"""What a file that describes a model family needs; CONTRIBUTING.md shows such a file."""
+
+from realrl.families.decoder import LLAMA_NAMES, Names, decoder_tensors, named_decoder
+from realrl.families.family import Family
+from realrl.families.settings import (
+    ConfigReader,
+    read_activation,
+    read_mixture,
+    read_rope,
+    read_rope_by_layer_type,
+    read_sizes,
+    read_unrotated,
+    read_windows,
+    write_activation,
+    write_mixture,
+    write_partial_rotary,
+    write_rope,
+    write_rope_by_layer_type,
+    write_sizes,
+    write_unrotated,
+    write_windows,
+)
+from realrl.families.shape import Head, LayerOptions, Mixture, ModelShape, RopeScaling
+from realrl.families.tensors import Init, Parameter, Partial, Partition, Place, StoredRows, TensorSpec, Units
+
+__all__ = [
+    "LLAMA_NAMES",
+    "ConfigReader",
+    "Family",
+    "Head",
+    "Init",
+    "LayerOptions",
+    "Mixture",
+    "ModelShape",
+    "Names",
+    "Parameter",
+    "Partial",
+    "Partition",
+    "Place",
+    "RopeScaling",
+    "StoredRows",
+    "TensorSpec",
+    "Units",
+    "decoder_tensors",
+    "named_decoder",
+    "read_activation",
+    "read_mixture",
+    "read_rope",
+    "read_rope_by_layer_type",
+    "read_sizes",
+    "read_unrotated",
+    "read_windows",
+    "write_activation",
+    "write_mixture",
+    "write_partial_rotary",
+    "write_rope",
+    "write_rope_by_layer_type",
+    "write_sizes",
+    "write_unrotated",
+    "write_windows",
+]

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from realrl.families.options import LayerOptions
-from realrl.families.shape import Head, ModelShape
+from realrl.families.shape import Head, LayerOptions, ModelShape
 from realrl.families.tensors import (
     Init,
     Parameter,
@@ -78,11 +77,11 @@ class Names:
     """Whether rotary embeddings pair neighbouring dims of a head, and not those of its two halves."""
 
 
-LLAMA = Names()
+LLAMA_NAMES = Names()
 
 
 def decoder_tensors(
-    shape: ModelShape, head: Head, options: LayerOptions, names: Names = LLAMA
+    shape: ModelShape, head: Head, options: LayerOptions, names: Names = LLAMA_NAMES
 ) -> tuple[TensorSpec, ...]:
     """Build the tensor table of a model, in storage order.
 

@@ -6,10 +6,8 @@ from typing import Any, get_args
 
 from realrl.config.errors import DescriptionError
 from realrl.families.decoder import decoder_tensors
-from realrl.families.experts import Mixture
-from realrl.families.options import LayerOptions
 from realrl.families.settings import ConfigReader
-from realrl.families.shape import Head, ModelShape
+from realrl.families.shape import Head, LayerOptions, Mixture, ModelShape
 from realrl.families.tensors import Parameter, TensorSpec
 
 

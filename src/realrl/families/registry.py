@@ -14,34 +14,33 @@ from realrl.config.registered import find_registered, load_registered, name_pack
 from realrl.config.user_code import UserCode
 from realrl.families.adapters import add_adapters
 from realrl.families.family import Family, check_family
-from realrl.families.options import LayerOptions
 from realrl.families.quantisation import quantise_tensors
-from realrl.families.shape import Head, ModelShape
+from realrl.families.shape import Head, LayerOptions, ModelShape
 from realrl.families.tensors import Place, TensorSpec
 
 GROUP = "realrl.families"
 """Entry points `MODEL_TYPE = "package.module:FAMILY"` that other packages declare."""
 BUILT_IN = {
-    "gemma": "realrl.families.further.gemma:FAMILY",
-    "gemma2": "realrl.families.further.gemma2:FAMILY",
-    "gemma3_text": "realrl.families.further.gemma3:FAMILY",
-    "glm4": "realrl.families.further.glm4:FAMILY",
-    "gpt2": "realrl.families.further.gpt2:FAMILY",
-    "gpt_neox": "realrl.families.further.gpt_neox:FAMILY",
-    "granite": "realrl.families.llamas.granite:FAMILY",
-    "llama": "realrl.families.llamas.llama:FAMILY",
-    "llama4_text": "realrl.families.mixtures.llama4:FAMILY",
-    "ministral": "realrl.families.llamas.ministral:FAMILY",
-    "mistral": "realrl.families.llamas.mistral:FAMILY",
-    "mixtral": "realrl.families.mixtures.mixtral:FAMILY",
-    "olmo2": "realrl.families.further.olmo2:FAMILY",
-    "olmo3": "realrl.families.further.olmo3:FAMILY",
-    "phi3": "realrl.families.llamas.phi3:FAMILY",
-    "qwen2": "realrl.families.llamas.qwen2:FAMILY",
-    "qwen3": "realrl.families.llamas.qwen3:FAMILY",
-    "qwen3_moe": "realrl.families.mixtures.qwen3_moe:FAMILY",
-    "smollm3": "realrl.families.llamas.smollm3:FAMILY",
-    "starcoder2": "realrl.families.further.starcoder2:FAMILY",
+    "gemma": "realrl.families.built_in.gemma:GEMMA",
+    "gemma2": "realrl.families.built_in.gemma:GEMMA2",
+    "gemma3_text": "realrl.families.built_in.gemma:GEMMA3",
+    "glm4": "realrl.families.built_in.glm:GLM4",
+    "gpt2": "realrl.families.built_in.gpt:GPT2",
+    "gpt_neox": "realrl.families.built_in.gpt:GPT_NEOX",
+    "granite": "realrl.families.built_in.granite:GRANITE",
+    "llama": "realrl.families.built_in.llama:LLAMA",
+    "llama4_text": "realrl.families.built_in.llama:LLAMA4",
+    "ministral": "realrl.families.built_in.mistral:MINISTRAL",
+    "mistral": "realrl.families.built_in.mistral:MISTRAL",
+    "mixtral": "realrl.families.built_in.mistral:MIXTRAL",
+    "olmo2": "realrl.families.built_in.olmo:OLMO2",
+    "olmo3": "realrl.families.built_in.olmo:OLMO3",
+    "phi3": "realrl.families.built_in.phi:PHI3",
+    "qwen2": "realrl.families.built_in.qwen:QWEN2",
+    "qwen3": "realrl.families.built_in.qwen:QWEN3",
+    "qwen3_moe": "realrl.families.built_in.qwen:QWEN3_MOE",
+    "smollm3": "realrl.families.built_in.smollm:SMOLLM3",
+    "starcoder2": "realrl.families.built_in.gpt:STARCODER2",
 }
 """Families of this package by `model_type`."""
 

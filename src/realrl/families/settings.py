@@ -7,8 +7,16 @@ from typing import Any, TypeVar
 from realrl.config.errors import UserError
 from realrl.config.explain import brief
 from realrl.config.words import join
-from realrl.families.options import Activation, LayerOptions
-from realrl.families.shape import MOST_LAYERS, OPTIONAL_SCALING_FIELDS, SCALING_FIELDS, ModelShape
+from realrl.families.shape import (
+    MOST_EXPERTS,
+    MOST_LAYERS,
+    OPTIONAL_SCALING_FIELDS,
+    SCALING_FIELDS,
+    Activation,
+    LayerOptions,
+    Mixture,
+    ModelShape,
+)
 
 _T = TypeVar("_T")
 
@@ -52,7 +60,7 @@ FIXED = {
 }
 """Settings of any model that models here have no other value for."""
 
-ACTIVATIONS: Mapping[str, Activation] = {
+_ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -393,6 +401,59 @@ def write_partial_rotary(shape: ModelShape) -> dict[str, Any]:
     return {**share, "rope_parameters": {**write_rope(shape)["rope_parameters"], **share}}
 
 
+def read_activation(config: ConfigReader, key: str = "hidden_act", default: str = "silu") -> Activation:
+    """Read the activation of the feed-forward block."""
+    return config.choice(key, _ACTIVATIONS, default)
+
+
 def write_activation(options: LayerOptions) -> str:
-    """Write the name that files have for an activation."""
+    """Name the activation as files do."""
     return _ACTIVATION_NAMES[options.activation]
+
+
+ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef")
+"""Settings of a loss that transformers adds in training; recipes have their own (`models.ROLE.router_loss`)."""
+
+_NAMES = "num_local_experts", "num_experts"
+"""Names of the number of experts; transformers 5 writes the first for all families, and takes both."""
+
+
+def read_mixture(config: ConfigReader, *, experts: int, per_token: int, normalised: bool) -> Mixture:
+    """Read the numbers of experts, of which `experts` and `per_token` are the usual ones.
+
+    UserError for what is not supported.
+    """
+    counts = {name: config.size(name, most=MOST_EXPERTS) for name in _NAMES if config.has(name)}
+    if len({*counts.values()}) > 1:
+        raise config.fail(" and ".join(f"{name}={count}" for name, count in counts.items()) + " differ")
+    found = next(iter(counts.values()), experts)
+    chosen = config.size("num_experts_per_tok", per_token, most=MOST_EXPERTS)
+    if chosen > found:
+        raise config.fail(f"num_experts_per_tok={chosen} is more than the {found} experts")
+    return Mixture(experts=found, per_token=chosen, normalised=normalised)
+
+
+def write_mixture(shape: ModelShape) -> dict[str, Any]:
+    """Write the settings that `read_mixture` reads, of a shape that has a mixture."""
+    mixture = shape.mixture
+    assert mixture is not None, "`check_writing` has seen to it"
+    return {**dict.fromkeys(_NAMES, mixture.experts), "num_experts_per_tok": mixture.per_token}
+
+
+def read_unrotated(config: ConfigReader, layers: int) -> tuple[int, ...]:
+    """Read which layers have no rotary embeddings: those with a 0 in `no_rope_layers`, else every n-th one.
+
+    An empty list, as Llama 4's files have, is none. UserError for a list that does not suit.
+    """
+    interval = config.size("no_rope_layer_interval", 4)
+    rotated = config.read("no_rope_layers")
+    if rotated is None or rotated == []:
+        rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if not isinstance(rotated, list) or len(rotated) != layers or any(n not in (0, 1) for n in rotated):
+        raise config.fail(f"no_rope_layers={brief(rotated)} must be a list of {layers} numbers, each 0 or 1")
+    return tuple(layer for layer, on in enumerate(rotated) if not on)
+
+
+def write_unrotated(shape: ModelShape) -> dict[str, Any]:
+    """Write the settings that `read_unrotated` reads, but for the interval."""
+    return {"no_rope_layers": [int(layer not in shape.unrotated_layers) for layer in range(shape.layers)]}

@@ -1,5 +1,6 @@
 """A box of one named global tensor."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -44,3 +45,42 @@ class Region:
         low = tuple(map(max, self.offset, other.offset))
         size = tuple(min(a, b) - c for a, b, c in zip(self.end, other.end, low, strict=True))
         return Region(self.tensor, low, size) if min(size, default=1) > 0 else None
+
+
+def find_boxes(
+    shape: tuple[int, ...], first: int, end: int, limit: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """List boxes (offset, size) that elements `first` up to `end` of a row-major tensor of a shape consist of.
+
+    They come in the order of memory, and each of them is one run there of at most `limit` elements.
+    """
+    if first >= end:
+        return
+    if not shape[1:]:
+        for start in range(first, end, limit):
+            yield (start,), (min(limit, end - start),)
+        return
+    row = prod(shape[1:])
+    top, head = divmod(first, row)
+    bottom, tail = divmod(end, row)
+    if top == bottom:
+        yield from _within_row(shape, top, head, tail, limit)
+        return
+    if head or row > limit:
+        yield from _within_row(shape, top, head, row, limit)
+        top += 1
+    if row > limit:
+        for whole in range(top, bottom):
+            yield from _within_row(shape, whole, 0, row, limit)
+    else:
+        rows = limit // row
+        for start in range(top, bottom, rows):
+            yield (start, *(0 for _ in shape[1:])), (min(rows, bottom - start), *shape[1:])
+    yield from _within_row(shape, bottom, 0, tail, limit)
+
+
+def _within_row(
+    shape: tuple[int, ...], row: int, first: int, end: int, limit: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for offset, size in find_boxes(shape[1:], first, end, limit):
+        yield (row, *offset), (1, *size)

@@ -92,3 +92,22 @@ def _part(cluster: Cluster, first: int, size: int) -> Cluster:
     nodes = range(cluster.node(first), cluster.node(end - 1) + 1)
     bounds = cluster.bounds
     return Cluster.of_nodes(min(end, bounds[n + 1]) - max(first, bounds[n]) for n in nodes)
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bandwidths of the ports of devices and nodes, and the latency of a message.
+
+    Each device has an in-port and an out-port inside its node, each node one of each to the other nodes. Bytes
+    that go from node to node pass four ports: the sender's device and node, the receiver's node and device. The
+    defaults of the bandwidths are those of ReaL (arXiv 2406.14088); the latency is the order of
+    magnitude of one point-to-point message between GPUs of different nodes.
+    """
+
+    device_bytes_per_s: float = 170e9
+    node_bytes_per_s: float = 20e9
+    latency_s: float = 30e-6
+
+    def __post_init__(self) -> None:
+        if self.device_bytes_per_s <= 0 or self.node_bytes_per_s <= 0 or self.latency_s < 0:
+            raise ValueError(f"{self}: bandwidths must be above 0 and the latency at least 0")

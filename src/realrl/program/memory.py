@@ -3,10 +3,11 @@
 Memory that calls need while they run is modelled in `planner.memory`; `planner.simulate.footprints` adds both up.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
+from realrl.config.errors import UserError
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.limits import bucket_count
@@ -20,10 +21,18 @@ from realrl.layout.sets import (
 )
 from realrl.plan.axes import Divided, axes_dividing
 from realrl.plan.placement import ELEMENT_BYTES, Dtype, Placement, Strategy
-from realrl.program.instructions import Instruction, Load, Offload, Program, Reallocate, Release, StateKind
-from realrl.program.shared_bases import find_holders, order_sharers
+from realrl.plan.plan import Plan
+from realrl.program.instructions import (
+    Instruction,
+    Load,
+    Offload,
+    Program,
+    Reallocate,
+    Release,
+    Run,
+    StateKind,
+)
 from realrl.program.text import name_parameters
-from realrl.program.training_state import count_training_state
 
 
 @dataclass(frozen=True)
@@ -203,3 +212,111 @@ class Memory:
             multiple = placement.strategy.replicas * bucket_count(elements)
             self._numbers[key] = -(-elements // multiple) * multiple
         return self._numbers[key]
+
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Bytes of a rank: numbers, or arrays of them, as elements and data-parallel degrees are."""
+
+    gradients: Any
+    """What is accumulated of gradients."""
+    optimizer: Any
+    """Moments, master weights and, where data-parallel ranks accumulate all gradients, their reduced part."""
+    kept: Any
+    """What of this persists between steps."""
+
+    @property
+    def bytes(self) -> Any:
+        """All of it, in device memory."""
+        return self.gradients + self.optimizer
+
+
+def count_training_state(zero: int, dp: Any, elements: Any, element_bytes: int) -> TrainingState:
+    """Count the bytes of a rank that accumulates the gradients of so many elements, with parameters of a width.
+
+    These are all that it computes with under ZeRO-1, else the rows that it updates. Float32 master weights exist
+    below float32, and under ZeRO-2, where a rank updates copies of its rows.
+    """
+    masters = element_bytes < _FLOAT32 or zero == 2
+    parts, divisor = 2 + masters, dp if zero == 1 else 1
+    reduced = divisor > 1
+    return TrainingState(
+        gradients=_FLOAT32 * elements,
+        optimizer=_FLOAT32 * (parts + reduced) * elements // divisor,
+        kept=_FLOAT32 * parts * elements // divisor,
+    )
+
+
+def order_sharers(bases: Mapping[str, str | None], heads: Mapping[str, Head]) -> list[tuple[str, ...]]:
+    """List the roles that have the same frozen weights, those of whose weights others have a part first.
+
+    `bases`: role -> name of the weights that its base set has, None where no other role can have them. A language
+    model's have its head, which others do without.
+    """
+    groups: dict[str, list[str]] = {}
+    for role, base in bases.items():
+        if base is not None:
+            groups.setdefault(base, []).append(role)
+    return [tuple(sorted(found, key=lambda role: heads[role] != "lm")) for found in groups.values()]
+
+
+def find_holders(sharers: Iterable[tuple[str, ...]], homes: Mapping[str, Placement]) -> dict[str, str]:
+    """Find the role in whose memory the base set of each role lies that shares it: role -> another one, or itself.
+
+    There is no entry for a role whose home has a layout of its own.
+    """
+    holders: dict[str, str] = {}
+    for group in sharers:
+        at_home: dict[str, list[str]] = {}
+        for role in group:
+            if role in homes:
+                at_home.setdefault(homes[role].layout, []).append(role)
+        for alike in at_home.values():
+            if len(alike) > 1:
+                holders |= dict.fromkeys(alike, alike[0])
+    return holders
+
+
+def check_offloading(plan: Plan, holders: Mapping[str, str]) -> None:
+    """Raise UserError where a plan offloads a role whose base set lies in device memory for others anyway."""
+    for role in plan.offload:
+        if role in holders:
+            others = [other for other in holders if holders[other] == holders[role] and other != role]
+            raise UserError(
+                f"plan: offload: {role} shares its frozen weights with {others[0]} in one layout, so that they stay"
+                " in device memory"
+            )
+
+
+def find_early_loads(
+    program: Program, memory: Memory, needed: Mapping[str, int], limit: int
+) -> dict[int, tuple[Load, ...]]:
+    """Find the loads that may begin with a call: position of the call -> loads after it, before the next call.
+
+    `needed`: bytes of the rank's device during each call of a model, moves before it included; `limit`: bytes that
+    it may use, such as the peak of the step.
+    """
+    moments = list(memory.timeline(program))
+    held = [sum(holdings.values()) for _, holdings in moments]
+    found: dict[int, tuple[Load, ...]] = {}
+    run, early = None, 0
+    for position, (instruction, holdings) in enumerate(moments):
+        if isinstance(instruction, Run) and instruction.role is not None:
+            run, early = position, 0
+        elif isinstance(instruction, Load) and run is not None:
+            state = _state_of(instruction)
+            size = holdings.get(state, 0)
+            call, during = moments[run]
+            assert isinstance(call, Run)
+            most = max([needed[call.call], *held[run:position]])
+            if size and state not in during and most + early + size <= limit:
+                found[run] = (*found.get(run, ()), instruction)
+                early += size
+    return found
+
+
+def _state_of(load: Load) -> HeldState:
+    return HeldState(load.role, load.placement.layout, load.state, parameter_set=load.parameter_set)

@@ -8,7 +8,11 @@ from typing import Any
 
 from realrl.runtime.measure.metric_names import PERFORMANCE
 from realrl.runtime.output.saved import METRICS
-from realrl.testing.failure import CheckFailure
+
+
+class CheckFailure(AssertionError):
+    """A check that an algorithm fails; its text says which plan and which metric, with both values."""
+
 
 ABSOLUTE = 0.1
 """Difference that rounding may make of metrics near 0, in units of the relative tolerance."""

@@ -9,16 +9,29 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from realrl.algorithms.build import build_algorithm
 from realrl.config.errors import RunError, UserError
+from realrl.engine.generation.generator import generate
+from realrl.plan.cluster import Cluster
+from realrl.recipe.load import load_experiment
+from realrl.runtime import train
+from realrl.runtime.checkpoints.state_keeper import gather_algorithm_state
+from realrl.runtime.evaluation_run import evaluate_recipe
+from realrl.runtime.output.evaluation_files import write_evaluation
+from realrl.runtime.output.rundir import EVALUATIONS
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, set_library_defaults
-from realrl.testing.failure import CheckFailure
+from realrl.runtime.setup import load_functions
+from realrl.runtime.training_run import TrainingRun
+from realrl.runtime.worker import worker
+from realrl.testing.compare import CheckFailure
 
 Tokens = dict[str, list[list[int]]]
 """`step/item` -> the sequences that were generated for it, and `step/item prompt` -> how many tokens of each are
 its prompt; evaluations share their step's number."""
 
 PRELOADED = (
-    "realrl.runtime.train",
     "realrl.testing.compiled",
     "torch.distributed.checkpoint",
     "transformers.models.auto.tokenization_auto",
@@ -32,22 +45,12 @@ PATIENCE = 60.0
 
 
 class Silent:
-    """An observer that is not interested."""
+    """Observer of a run that ignores everything."""
 
     def begin(self, *_: object) -> None:
-        """Ignore the beginning."""
+        """Ignore it."""
 
-    def costs(self, *_: object) -> None:
-        """Ignore the costs."""
-
-    def note(self, *_: object) -> None:
-        """Ignore a note."""
-
-    def record(self, *_: object) -> None:
-        """Ignore a record."""
-
-    def end(self, *_: object) -> None:
-        """Ignore the end."""
+    costs = note = record = end = begin
 
 
 class RanksFailure(CheckFailure):
@@ -56,6 +59,21 @@ class RanksFailure(CheckFailure):
     def __init__(self, recipe: str, message: str) -> None:
         super().__init__(f"{recipe}: {message}")
         self.recipe, self.message = recipe, message
+
+
+class RenewedRun(TrainingRun):
+    """Run in which nothing of an algorithm outlasts a step but what is saved: as where a run goes on from a
+    checkpoint, with weights and optimizer as they are."""
+
+    def _train_step(self, step: int) -> dict[str, float]:
+        metrics = super()._train_step(step)
+        saved = gather_algorithm_state(self.process, self.compiled.train, self.algorithm)
+        state: dict[str, Any] = json.loads(json.dumps(saved))
+        self.algorithm = build_algorithm(self.experiment)
+        self.algorithm.load_state_dict(state)
+        load_functions(self.algorithm, self.compiled.phases.values(), self.process.rank)
+        self.worker.use(self.algorithm)
+        return metrics
 
 
 def run_on_ranks(
@@ -117,8 +135,6 @@ def sampled(recipe: Path) -> Tokens:
 def _rank(
     rank: int, size: int, recipes: Sequence[tuple[str, bool, bool]], prepare: Callable[[], None] | None
 ) -> None:
-    import torch
-
     if prepare is not None:
         prepare()
     torch.set_num_threads(1)
@@ -140,16 +156,6 @@ def _rank(
 
 def _run(rank: int, recipe: Path, *, renewed: bool, evaluated: bool) -> None:
     """Run one recipe, whose generation is watched."""
-    from realrl.engine.generation.generator import generate
-    from realrl.plan.cluster import Cluster
-    from realrl.recipe.load import load_experiment
-    from realrl.runtime import train
-    from realrl.runtime.evaluation_run import evaluate_recipe
-    from realrl.runtime.output.evaluation_files import write_evaluation
-    from realrl.runtime.output.rundir import EVALUATIONS
-    from realrl.runtime.worker import worker
-    from realrl.testing.renewed import RenewedRun
-
     tokens: Tokens = {}
 
     def watched(*args: Any, **kwargs: Any) -> Any:

@@ -6,18 +6,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
+from realrl.checkpoint import huggingface
+from realrl.checkpoint.initial_weights import initialise
 from realrl.data.tokenizer import train_bpe
+from realrl.engine.buffers.flat import FlatBuffer
+from realrl.families.registry import model_tensors
+from realrl.families.shape import Head, ModelShape
 from realrl.recipe.algorithm import AlgorithmSpec, get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import apply_overrides, dump_experiment
 from realrl.recipe.model import TrainedModelConfig
-from realrl.testing.models import save_model
 from realrl.testing.records import make_up_records
-from realrl.testing.shape import SHAPE
 
+SHAPE: Mapping[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "tied_embeddings": True,
+}
+"""Sizes that can be cut in two, by tensor and by pipeline parallelism."""
 STEPS = 2
 """Training steps: in the second one, weights and state are those that the first has left."""
 BATCH = 8
@@ -98,6 +113,23 @@ def _write_models(
                 "freeze_embeddings": config.freeze_embeddings,
             }
     return models
+
+
+def save_model(
+    directory: Path, head: Head, tokenizer: Any, sizes: Mapping[str, Any] = SHAPE, *, seed: int = 3
+) -> None:
+    """Save a model of random weights with its tokenizer, as a Hugging Face directory.
+
+    Weights are larger than those that training starts from, so that what is predicted depends on every layer.
+    """
+    shape = ModelShape.model_validate({**sizes, "init_std": 0.2})
+    tensors = model_tensors(shape, head)
+    buffer = FlatBuffer(tensors, torch.float32, torch.device("cpu"))
+    initialise(buffer, tensors, shape, seed=seed)
+    for tensor in tensors:
+        if tensor.parameter == "scalar_head":  # which starts with zeros
+            buffer[tensor.name].normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
+    huggingface.save(directory, shape, head, buffer, tokenizer, torch.float32)
 
 
 def _list_texts(value: Any) -> Iterator[str]:

@@ -8,7 +8,7 @@ import torch
 from realrl.algorithms.policy.graph import GENERATE, KEYS, infer_on_sequences, make_graph
 from realrl.dataflow.call import ROUTED_EXPERTS
 from realrl.dataflow.replay import add_router_replay
-from realrl.families.experts import Mixture
+from realrl.families.shape import Mixture
 from realrl.layout.kv_blocks import size_cache
 from realrl.model.cache import PagedCache
 from realrl.plan.placement import Mesh, Placement, Strategy

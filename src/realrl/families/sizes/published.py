@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from realrl.families.experts import Mixture
-from realrl.families.options import LayerOptions
-from realrl.families.shape import ModelShape, RopeScaling
+from realrl.families.shape import LayerOptions, Mixture, ModelShape, RopeScaling
 
 
 def _qwen(

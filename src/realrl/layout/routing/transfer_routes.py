@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from realrl.layout.routing.balance import Capacity, Task, balance
-from realrl.layout.routing.links import Links
 from realrl.layout.routing.region_groups import RegionGroup
-from realrl.plan.cluster import Cluster
+from realrl.plan.cluster import Cluster, Links
 
 Shares = dict[int, float]
 """Node or rank -> its share; shares are relative to their sum, fractions to the elements of the group."""

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from realrl.planner.simulate.estimate import DeviceMemory
 from realrl.planner.simulate.footprints import compute_footprints
-from realrl.program.early_loads import find_early_loads
 from realrl.program.instructions import Load, Program
+from realrl.program.memory import find_early_loads
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.compile import Compiled
 from realrl.runtime.prepare.devices import memory_spec

@@ -3,28 +3,26 @@
 from collections.abc import Mapping
 from typing import Any
 
-from realrl.families.decoder import decoder_tensors
 from realrl.families.family import Family
-from realrl.families.llamas.unrotated_settings import read_unrotated, write_unrotated
-from realrl.families.options import LayerOptions
 from realrl.families.settings import (
-    ACTIVATIONS,
     ConfigReader,
+    read_activation,
     read_sizes,
+    read_unrotated,
     read_windows,
     write_activation,
     write_sizes,
+    write_unrotated,
     write_windows,
 )
-from realrl.families.shape import ModelShape
+from realrl.families.shape import LayerOptions, ModelShape
 
-DEFAULTS = {
+_DEFAULTS = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 32768,
     "rope_theta": 2000000.0,
     "tie_word_embeddings": True,
 }
-"""Values of SmolLM3Config for settings that a file may leave out, where they are not the usual ones."""
 
 
 def _read(config: ConfigReader) -> dict[str, Any]:
@@ -33,9 +31,9 @@ def _read(config: ConfigReader) -> dict[str, Any]:
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=config.flag("mlp_bias", False),
-        activation=config.choice("hidden_act", ACTIVATIONS, "silu"),
+        activation=read_activation(config),
     )
-    sizes = read_sizes(config, DEFAULTS)
+    sizes = read_sizes(config, _DEFAULTS)
     layers = sizes["layers"]
     unrotated = read_unrotated(config, layers)
     on = config.flag("use_sliding_window", False)
@@ -55,11 +53,10 @@ def _write(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
     }
 
 
-FAMILY = Family(
+SMOLLM3 = Family(
     model_type="smollm3",
     architectures={"lm": "SmolLM3ForCausalLM", "scalar": "SmolLM3ForSequenceClassification"},
     read_config=_read,
     write_config=_write,
-    tensors=decoder_tensors,
     untouched=("no_rope_layer_interval", "sliding_window", "layer_types", "max_window_layers"),
 )

@@ -1,19 +1,17 @@
-"""Granite 3: a Llama with factors of embeddings, scores, blocks and logits."""
+"""Granite 3: a Llama that multiplies embeddings, attention scores, block outputs and logits by constants."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from realrl.families.decoder import decoder_tensors
 from realrl.families.family import Family
-from realrl.families.options import LayerOptions
 from realrl.families.settings import (
-    ACTIVATIONS,
     ConfigReader,
+    read_activation,
     read_sizes,
     write_activation,
     write_sizes,
 )
-from realrl.families.shape import ModelShape
+from realrl.families.shape import LayerOptions, ModelShape
 
 
 def _read(config: ConfigReader) -> dict[str, Any]:
@@ -24,7 +22,7 @@ def _read(config: ConfigReader) -> dict[str, Any]:
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=config.flag("mlp_bias", False),
-        activation=config.choice("hidden_act", ACTIVATIONS, "silu"),
+        activation=read_activation(config),
         embedding_scale=config.positive("embedding_multiplier", 1.0),
         residual_scale=config.positive("residual_multiplier", 1.0),
         attention_scale=None if scale == sizes["head_dim"] ** -0.5 else scale,
@@ -46,10 +44,9 @@ def _write(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
     }
 
 
-FAMILY = Family(
+GRANITE = Family(
     model_type="granite",
     architectures={"lm": "GraniteForCausalLM", "scalar": "GraniteForSequenceClassification"},
     read_config=_read,
     write_config=_write,
-    tensors=decoder_tensors,
 )
