@@ -74,7 +74,7 @@ def test_what_is_for_models_is_refused_for_a_function(tmp_path: Path, field: str
 @pytest.mark.parametrize("key", ["offload", "keep"])
 def test_a_function_has_nothing_to_keep_or_offload(key: str) -> None:
     plan = make_plan("symmetric", GRAPH, Cluster(1, 2), 1024)
-    with pytest.raises(UserError, match="reward is none of actor, ref, critic"):
+    with pytest.raises(UserError, match="reward is not one of actor, ref, critic"):
         replace(plan, **{key: ("reward",)}).check(GRAPH)
 
 

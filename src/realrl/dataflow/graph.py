@@ -1,4 +1,4 @@
-"""The calls of one training step, and the edges between them."""
+"""The calls of one training step, the edges between them, and their text form."""
 
 from collections.abc import Collection, Iterable
 from functools import cached_property
@@ -10,19 +10,19 @@ from realrl.dataflow.call import Call, Key, Kind, MovingAverage
 
 
 class DataflowGraph:
-    """Calls, the keys they exchange, and the order their dependencies demand.
+    """Calls, the keys that they exchange, and the order in which they can run.
 
-    Data edges follow from keys: a call depends on the calls that produce its inputs. Parameter edges follow
-    from roles: a role is trained after every other use of it in the step, so that all of them see the same
-    parameters. Functions have no role, and none of these edges. Inputs that no call produces are `sources`: they
-    come from the data set.
+    Data edges follow from keys: a call depends on the calls that produce its inputs. Parameter edges follow from
+    roles: a role is trained after every other use of it in the step, so that all of them see the same parameters.
+    Functions have no role, hence no parameter edges. Inputs that no call produces are `sources`: they come from
+    the data set.
     """
 
     def __init__(
         self, calls: Iterable[Call], keys: Iterable[Key], averages: Iterable[MovingAverage] = ()
     ) -> None:
-        """Raises DescriptionError on duplicate names, unknown keys, two producers of a key, or a cycle, and on an
-        average of a role that is trained or from one that is not."""
+        """Raises DescriptionError for duplicate names, unknown keys, a key with two producers, or a cycle. It also
+        does so for an average of a role that is trained itself, or that follows a role which is not trained."""
         self.calls = tuple(calls)
         self.averages = tuple(averages)
         for average in self.averages:
@@ -63,7 +63,7 @@ class DataflowGraph:
         _ = self.order
 
     def _check_candidates(self, call: Call) -> None:
-        """Check that the ids of a call's candidates are as many, and lie beside the tokens that it is run on."""
+        """Check that the key of candidate ids has `count` whole numbers at each position of the call's tokens."""
         if call.candidates is None or call.candidates.ids is None:
             return
         key, (tokens,) = self.keys[call.candidates.ids], call.work
@@ -84,7 +84,7 @@ class DataflowGraph:
         return self._producer.get(key)
 
     def length_key(self, key: str) -> str | None:
-        """Find the key whose own lengths `key` has; None where every row is one number long."""
+        """Find the key that determines the row lengths of `key`; None if every row is one number."""
         length = self.keys[key].length
         if length == "one":
             return None
@@ -103,7 +103,7 @@ class DataflowGraph:
 
     @cached_property
     def functions(self) -> tuple[Call, ...]:
-        """Calls that have no model, in the order they run."""
+        """Functions, in the order they run."""
         return tuple(call for call in self.order if call.is_function)
 
     def role_calls(self, role: str) -> tuple[Call, ...]:
@@ -111,7 +111,7 @@ class DataflowGraph:
         return tuple(call for call in self.order if call.role == role)
 
     def home(self, role: str) -> Call:
-        """Find the call where a role lives between steps: where it is trained, else where it is first used."""
+        """Find the call whose placement holds a role between steps: its training call, otherwise its first call."""
         return max(self.role_calls(role), key=lambda call: call.kind is Kind.TRAIN)
 
     def trained(self, role: str) -> bool:
@@ -124,11 +124,11 @@ class DataflowGraph:
         return frozenset(average.period for average in self.averages)
 
     def due(self, step: int) -> frozenset[int]:
-        """Find the periods of the moving averages that are due in a training step, the first of which is 1."""
+        """Find the periods of the moving averages that are due in a training step; steps count from 1."""
         return frozenset(period for period in self.periods if step % period == 0)
 
     def with_due(self, periods: Collection[int]) -> "DataflowGraph":
-        """Make the graph of the steps in which the moving averages of these periods alone are due."""
+        """Make the graph of the steps in which only the moving averages with these periods are due."""
         averages = [average for average in self.averages if average.period in periods]
         return DataflowGraph(self.calls, self.keys.values(), averages)
 
@@ -142,7 +142,7 @@ class DataflowGraph:
         return tuple(before)
 
     def upstream(self, key: str) -> "DataflowGraph":
-        """Select the calls that must run for `key` to be there, its producer included, without any training."""
+        """Select the calls that must run to produce `key`, its producer included."""
         needed: set[str] = set()
         wanted = [key]
         while wanted:
@@ -170,10 +170,10 @@ class DataflowGraph:
 
 
 def share_steps(periods: Collection[int]) -> dict[frozenset[int], float]:
-    """Find which of several periods fall together, and the share of steps in which just these do.
+    """Find which sets of periods can be due together, and the share of steps in which exactly such a set is due.
 
-    The shares add up to 1. Steps in which at least the periods of a set W fall together are 1 / lcm(W) of all;
-    those in which no other one does follow by inclusion and exclusion.
+    The shares add up to 1. All periods of a set W are due in 1 / lcm(W) of steps, perhaps with others. The share
+    of steps in which no other is due follows by inclusion and exclusion.
     """
     sets = [frozenset(chosen) for n in range(len(periods) + 1) for chosen in combinations(periods, n)]
     shares = {}
@@ -185,10 +185,8 @@ def share_steps(periods: Collection[int]) -> dict[frozenset[int], float]:
 
 
 def format_graph(graph: DataflowGraph, trained: Collection[str]) -> str:
-    """Format the calls in the order they run, each with its inputs, outputs and dependencies.
-
-    `trained` are the roles that training updates, whether this graph does or not.
-    """
+    """Format the calls in the order they run, each with its inputs, outputs and dependencies. `trained` are the
+    roles that training updates; this graph may be one that trains nothing."""
     lines = [f"data set -> {', '.join(graph.sources)}"]
     for number, call in enumerate(graph.order, 1):
         lines += ["", f"{number}. {call.name}  ({_about(call, trained)})"]
@@ -221,10 +219,10 @@ def _about(call: Call, trained: Collection[str]) -> str:
 
 
 def _inputs(graph: DataflowGraph, call: Call) -> list[str]:
-    """Format a line per source of keys."""
+    """Format one line per call that keys come from; the data set counts as one."""
     places: dict[str, list[str]] = {}
     for key in call.inputs:
         producer = graph.producer(key)
         places.setdefault(producer.name if producer else "data set", []).append(key)
     lines = [f"{', '.join(keys)}  <- {place}" for place, keys in places.items()]
-    return lines + ["further fields of the records  <- data set"] * call.record_fields
+    return lines + ["other fields of the records  <- data set"] * call.record_fields

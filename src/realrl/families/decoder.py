@@ -1,4 +1,4 @@
-"""The tensor table of decoders: layer options and names in, tensors out."""
+"""The tensor table that all built-in families share: a shape, layer options and names in, tensors out."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,10 +29,8 @@ _BIASES: dict[_NormName, Parameter] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """Names that a family's files have for tensors, without `.weight` and `.bias`, and how they hold some of them.
-
-    Those of a layer follow `layers` and its number. The defaults are Llama's.
-    """
+    """Names of tensors in a family's files, without `.weight` and `.bias`, and how files arrange them. Names of a
+    layer's tensors follow `layers` and the layer's number. The defaults are Llama's."""
 
     embedding: str = "model.embed_tokens"
     positions: str = "model.positions"
@@ -42,9 +40,9 @@ class Names:
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
     qkv: str | None = None
-    """A tensor that holds queries, keys and values; None where each has its own."""
+    """Tensor that holds queries, keys and values; None if each has its own."""
     qkv_by_heads: bool = False
-    """Whether it holds them head by head, and not all queries, then all keys, then all values."""
+    """Whether `qkv` holds them head by head, rather than all queries, then all keys, then all values."""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"
@@ -54,27 +52,28 @@ class Names:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     gate_up: str | None = None
-    """A tensor that holds gate and up, one after the other; None where each has its own."""
+    """Tensor that holds gate and then up; None if each has its own."""
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
     expert: str = "mlp.experts"
-    """What comes before the number of an expert, after which are the names of its own matrices."""
+    """Name before an expert's number; the names of its matrices come after the number."""
     expert_gate: str = "gate_proj"
     expert_up: str = "up_proj"
     expert_down: str = "down_proj"
     experts_gate_up: str | None = None
-    """A tensor that holds gate and up of all experts, [experts, inputs, outputs], those of gates first; None where
-    each expert has its own."""
+    """Tensor that holds gate and then up of all experts, [experts, inputs, outputs]; None if each expert has its
+    own."""
     experts_down: str | None = None
-    """A tensor that holds the last matrices of all experts, [experts, inputs, outputs]."""
+    """Tensor that holds the last matrices of all experts, [experts, inputs, outputs]; None if each expert has its
+    own."""
     mlp_post_norm: str = "post_feedforward_layernorm"
     norm: str = "model.norm"
     head: str = "lm_head"
     scalar_head: str = "score"
     transposed: bool = False
-    """Whether the matrices of layers are stored as [inputs, outputs]."""
+    """Whether files store the matrices of layers as [inputs, outputs]."""
     interleaved: bool = False
-    """Whether rotary embeddings pair neighbouring dims of a head, and not those of its two halves."""
+    """Whether rotary embeddings pair neighbouring dims of a head, rather than dims of its two halves."""
 
 
 LLAMA_NAMES = Names()
@@ -85,16 +84,16 @@ def decoder_tensors(
 ) -> tuple[TensorSpec, ...]:
     """Build the tensor table of a model, in storage order.
 
-    Matrices are [output rows, input columns]. Tensors that are one parameter of the transformer are neighbours, so
-    that they are one matrix, or one vector, when stored back to back. A language-model head is listed only where
-    it is not the embedding table; a scalar head is one row. Dims of rotated heads are in the order that the
-    transformer rotates: the first half of a head with the second one.
+    Matrices are [output rows, input columns]. Tensors that form one parameter of the transformer are neighbours,
+    so that stored back to back they are one matrix or one vector. A language-model head is listed unless it is
+    tied to the embedding table. A scalar head is one row. Dims of rotated heads are in the order of the
+    transformer, which pairs the first half of a head with the second.
     """
     return tuple(_Table(shape, head, options, names).tensors())
 
 
 def named_decoder(names: Names) -> Callable[[ModelShape, Head, LayerOptions], Sequence[TensorSpec]]:
-    """Make the table function of a family whose files have these names."""
+    """Make the tensor table function of a family whose files use these names."""
     return partial(decoder_tensors, names=names)
 
 
@@ -235,9 +234,11 @@ class _Table:
             yield from self._column_biases(parts, "gate_up_bias", layer)
 
     def _experts(self, root: str, layer: int, experts: int) -> Iterator[TensorSpec]:
-        """Describe a router and its experts; tensor-parallel ranks hold a part of the units of each expert.
+        """Describe a router and its experts.
 
-        Each rank applies the router to all tokens, and what it gives to its own part of the experts.
+        Tensor-parallel ranks hold a part of the units of each expert. Each rank applies the whole router to all
+        tokens, but its output only weighs the rank's part of the experts. So each rank has only a part of the
+        router's gradient.
         """
         shape, names = self.shape, self.names
         cut = Partition(Units.FEED_FORWARD)
@@ -274,7 +275,8 @@ class _Table:
     def _in_stack(
         self, spec: TensorSpec, root: str, stack: str | None, number: int, *, parts: int
     ) -> TensorSpec:
-        """Describe an expert's matrix where files may stack those of all; it is one of `parts` of that."""
+        """Describe an expert's matrix if files stack those of all experts; the stacked matrix has `parts` such
+        parts."""
         if stack is None or self.shape.mixture is None:
             return spec
         each = spec.shape[0]
@@ -284,7 +286,7 @@ class _Table:
         return rows.describe(spec, transposed=True, stack=self.shape.mixture.experts)
 
     def _columns(self, parts: "Iterable[_Part]", parameter: Parameter, layer: int) -> Iterator[TensorSpec]:
-        """Describe column-parallel matrices."""
+        """Describe column-parallel matrices, whose rows ranks divide."""
         for name, rows, units, stored in parts:
             spec = TensorSpec(
                 name=f"{name}.weight",
@@ -297,7 +299,8 @@ class _Table:
 
     @staticmethod
     def _column_biases(parts: "Iterable[_Part]", parameter: Parameter, layer: int) -> Iterator[TensorSpec]:
-        """Describe biases cut like the rows of their matrices; each rank has the whole gradient of its part."""
+        """Describe biases that are cut like the rows of their matrices, so that each rank has its whole
+        gradient."""
         for name, rows, units, stored in parts:
             spec = TensorSpec(
                 name=f"{name}.bias",
@@ -313,7 +316,7 @@ class _Table:
     def _out(
         self, name: str, parameter: Literal["out", "down"], bias: Parameter, units: Units, layer: int
     ) -> Iterator[TensorSpec]:
-        """Describe a row-parallel matrix, which writes to the residual stream, and its bias if there is one."""
+        """Describe a row-parallel matrix, which writes to the residual stream, and its bias if it has one."""
         shape, options = self.shape, self.options
         hidden = shape.hidden_size
         inputs = shape.heads * shape.head_dim if parameter == "out" else shape.intermediate_size
@@ -337,10 +340,8 @@ class _Table:
             yield self._residual_vector(f"{name}.bias", _BIASES[parameter], Init.ZEROS, place)
 
     def _residual_vector(self, name: str, parameter: Parameter, init: Init, place: int | Place) -> TensorSpec:
-        """Describe a vector that is applied to the residual stream, or added to it.
-
-        Every tensor-parallel rank does so to all tokens or, with sequence parallelism, to its own.
-        """
+        """Describe a vector that is applied or added to the residual stream. Every tensor-parallel rank does this
+        to all tokens, or to its own tokens with sequence parallelism."""
         return TensorSpec(
             name=name,
             shape=(self.shape.hidden_size,),
@@ -368,10 +369,10 @@ class _Table:
         return stored.describe(spec, "")
 
     def _rotated_order(self) -> tuple[int, ...] | None:
-        """Dims of a stored head, in the order of the transformer's; None where that is theirs.
+        """Dims of a stored head in the order of the transformer; None if the orders are the same.
 
-        Its dim i is rotated with dim i + head_dim / 2. Those that are not rotated come last in a stored head, and
-        last in each half here.
+        The transformer rotates dim i with dim i + head_dim / 2. Files put unrotated dims last in the head; here
+        half of them are last in each half.
         """
         dim, rotated = self.shape.head_dim, self.shape.rotary_dim or self.shape.head_dim
         if self.options.learned_positions or (rotated == dim and not self.names.interleaved):
@@ -385,4 +386,4 @@ class _Table:
 
 
 _Part = tuple[str, int, Units, StoredRows]
-"""Name of a tensor of the model, its rows, what they are, and where they are stored."""
+"""Name of a model tensor, its number of rows, their units, and where files hold them."""

@@ -1,4 +1,4 @@
-"""Model families by name, or from a user's own file."""
+"""Find model families by name or in a user's own file, and the tensors of a model by its shape."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +19,7 @@ from realrl.families.shape import Head, LayerOptions, ModelShape
 from realrl.families.tensors import Place, TensorSpec
 
 GROUP = "realrl.families"
-"""Entry points `MODEL_TYPE = "package.module:FAMILY"` that other packages declare."""
+"""Group of entry points through which other packages register families: `MODEL_TYPE = "package.module:FAMILY"`."""
 BUILT_IN = {
     "gemma": "realrl.families.built_in.gemma:GEMMA",
     "gemma2": "realrl.families.built_in.gemma:GEMMA2",
@@ -50,32 +50,30 @@ _T = TypeVar("_T")
 
 
 def list_families() -> tuple[str, ...]:
-    """List the names of the registered families."""
     return tuple(sorted(_registered()))
 
 
 def find_family(reference: str) -> Family:
-    """Find the family of a registered name, or the `FAMILY` of a user's FILE.py.
-
-    UserError, naming the registered ones, where there is none; UserCodeError where the user's file cannot be run.
-    """
+    """Find a registered family by name, or load `FAMILY` from a user's FILE.py. Raises UserError, with the
+    registered names, for an unknown name, and UserCodeError if the file fails to run."""
     if reference.endswith(".py"):
         return _from_file(reference, local_path(reference).resolve())
     return _from_package(reference)
 
 
 def model_tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
-    """List all tensors of a model in storage order, under their Hugging Face names."""
+    """List all tensors of a model in storage order, named as in Hugging Face files, adapters and scales
+    included."""
     return _tensors(shape, head)
 
 
 def ties_embeddings(shape: ModelShape, head: Head) -> bool:
-    """Tell whether the embedding table is the head, too, so that both ends of a pipeline hold it."""
+    """Tell whether the embedding table is also the head, so that both ends of a pipeline hold it."""
     return any(spec.place is Place.BOTH_ENDS for spec in model_tensors(shape, head))
 
 
 def find_layer_options(shape: ModelShape) -> LayerOptions:
-    """Find the options of a model's layers: its own, or else its family's."""
+    """Find what a model's layers compute: the shape's own options, otherwise those of its family."""
     return find_family(shape.family).layer if shape.layer is None else shape.layer
 
 
@@ -98,8 +96,8 @@ def _from_package(name: str) -> Family:
     registered = _registered()
     if name not in registered:
         hint = nearest(name, registered)
-        known = f"there are {', '.join(sorted(registered))}, and files of your own, FILE.py"
-        raise UserError(f"{brief(name)} is no model family; {f'did you mean {hint}?' if hint else known}")
+        known = f"known are {', '.join(sorted(registered))}; you can also name a file of your own, FILE.py"
+        raise UserError(f"{brief(name)} is not a model family; {f'did you mean {hint}?' if hint else known}")
     point = registered[name]
     family = load_registered("family", point)
     if not isinstance(family, Family):
@@ -110,9 +108,10 @@ def _from_package(name: str) -> Family:
 
 @cache
 def _from_file(file: str, resolved: Path) -> Family:
-    """Load the family in a user's file, whose functions then raise nothing but UserError.
+    """Load the family in a user's file, and wrap its functions so that they raise only UserError.
 
-    `file` is how error messages name it.
+    `file` is the name in error messages. `resolved` is part of the cache key: the same name can mean another file
+    in another working directory.
     """
     code = UserCode("family", file)
     family = code.attribute("FAMILY")
@@ -129,7 +128,7 @@ def _from_file(file: str, resolved: Path) -> Family:
 
 
 def _guarded(code: UserCode, function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Wrap a user's function: whatever it raises but UserError becomes a UserCodeError."""
+    """Wrap a user's function, so that every exception other than UserError becomes a UserCodeError."""
 
     def call(*arguments: _P.args, **options: _P.kwargs) -> _T:
         with code.errors("raised"):

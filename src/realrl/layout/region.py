@@ -7,10 +7,10 @@ from math import prod
 
 @dataclass(frozen=True, order=True)
 class Region:
-    """The elements of `tensor` from `offset` up to `offset + size`, dimension by dimension.
+    """The elements of `tensor` from `offset` up to `offset + size` in each dim.
 
-    A size of 0 is allowed: a rank may hold none of a tensor that others share. Raises ValueError for offsets
-    and sizes of different lengths or below 0.
+    A size may be 0, because a rank may hold nothing of a tensor that others share. Raises ValueError if `offset`
+    and `size` have different lengths or negative entries.
     """
 
     tensor: str
@@ -30,7 +30,7 @@ class Region:
 
     @property
     def end(self) -> tuple[int, ...]:
-        """The first index past the box, per dimension."""
+        """First index after the box, per dim."""
         return tuple(o + s for o, s in zip(self.offset, self.size, strict=True))
 
     @property
@@ -39,7 +39,7 @@ class Region:
         return tuple(slice(a, b) for a, b in zip(self.offset, self.end, strict=True))
 
     def intersect(self, other: "Region") -> "Region | None":
-        """Intersect with another region; None where nothing is common."""
+        """Intersect with another region; None if they share no element."""
         if self.tensor != other.tensor:
             return None
         low = tuple(map(max, self.offset, other.offset))
@@ -50,10 +50,8 @@ class Region:
 def find_boxes(
     shape: tuple[int, ...], first: int, end: int, limit: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """List boxes (offset, size) that elements `first` up to `end` of a row-major tensor of a shape consist of.
-
-    They come in the order of memory, and each of them is one run there of at most `limit` elements.
-    """
+    """Divide elements `first` to `end` of a row-major tensor into boxes: (offset, size) of each, in memory order.
+    Each box is contiguous in memory and has at most `limit` elements."""
     if first >= end:
         return
     if not shape[1:]:

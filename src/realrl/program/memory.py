@@ -1,7 +1,5 @@
-"""Device memory held by programs: parameters, gradients and optimizer states. Functions hold none.
-
-Memory that calls need while they run is modelled in `planner.memory`; `planner.simulate.footprints` adds both up.
-"""
+"""Device memory that programs hold: parameters, gradients and optimizer states. Functions hold none.
+`planner.memory` models the memory that calls need while they run. `planner.simulate.footprints` adds up both."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,8 +35,8 @@ from realrl.program.text import name_parameters
 
 @dataclass(frozen=True)
 class StoredModel:
-    """Storage of a role: the sizes of its model, the type of its parameters, whether it is trained, and which part
-    of it training updates."""
+    """How a role is stored: the shape of its model, the dtype of its parameters, and the part that training
+    updates."""
 
     shape: ModelShape
     head: Head
@@ -46,9 +44,9 @@ class StoredModel:
     trained: bool
     part: TrainablePart = WHOLE
     exact: bool = False
-    """Whether forward passes are the same arithmetic for a token wherever it is (`exact` of a recipe)."""
+    """Whether forward passes do the same arithmetic for a token wherever it is in a batch (`exact` of a recipe)."""
     base: str | None = None
-    """Name of the frozen weights in its base set, where other roles may have the same ones; see `shared_bases`."""
+    """Name of the frozen weights in the set `base`, if roles with the same weights can share their memory."""
 
     @property
     def sets(self) -> Mapping[str, ParameterSet]:
@@ -61,23 +59,24 @@ class StoredModel:
         return ELEMENT_BYTES[self.dtype]
 
     def dtype_under(self, strategy: Strategy) -> Dtype:
-        """Find the type of the parameters, and of activations, under a strategy."""
+        """Find the dtype of parameters and activations under a strategy."""
         return self.dtype if strategy.dtype is None else strategy.dtype
 
     def width(self, strategy: Strategy) -> int:
-        """Compute the bytes of a parameter that is not quantised, and of an activation, under a strategy."""
+        """Find the bytes of an activation, and of a parameter that is not quantised, under a strategy."""
         return ELEMENT_BYTES[self.dtype_under(strategy)]
 
 
 @dataclass(frozen=True)
 class HeldState:
-    """State that a rank may hold: a parameter set of a role in a layout, or all else that its training needs."""
+    """State that a rank may hold of a parameter set in a layout: its parameters, or its gradients and optimizer
+    state."""
 
     role: str
     layout: str
     state: StateKind
     host: bool = False
-    """Whether it is the host copy of offloaded state, on devices whose memory is the host's."""
+    """Whether it is the host copy of offloaded state, on devices whose memory is that of the host."""
     parameter_set: str = BASE
 
     def __str__(self) -> str:
@@ -87,18 +86,18 @@ class HeldState:
 
 
 def list_sharers(stored: Mapping[str, StoredModel]) -> list[tuple[str, ...]]:
-    """List the roles that have the same frozen weights (see `order_sharers`)."""
+    """Group the roles that have the same frozen weights; see `order_sharers`."""
     return order_sharers(
         {role: of.base for role, of in stored.items()}, {role: of.head for role, of in stored.items()}
     )
 
 
 Holdings = Mapping[HeldState, int]
-"""State held by a rank -> its bytes."""
+"""State that a rank holds -> its bytes."""
 
 
 class Memory:
-    """Memory model of programs, in bytes. Roles that are not in `stored` count nothing."""
+    """Memory model of programs, in bytes. Roles that are not in `stored` count as 0."""
 
     def __init__(
         self,
@@ -109,30 +108,30 @@ class Memory:
         *,
         shared: bool = False,
     ) -> None:
-        """`shared`: whether devices are processes that share the host's memory, so that what is offloaded stays
-        there: copies in host memory are never given back."""
+        """`shared` says whether devices are processes in the host's memory. Offloading then frees nothing, because
+        host copies are never given back."""
         self._shared = shared
         self.stored, self._homes, self._offloaded, self._kept = stored, homes, offloaded, kept
         self.holders = find_holders(list_sharers(stored), homes)
-        """Role that shares its base set with others at home -> the one in whose memory it lies."""
+        """Role whose set `base` shares memory with other roles at home -> the role that holds it."""
         self._layouts: dict[tuple[str, str, str], Layout] = {}
         self._numbers: dict[tuple[str, str, str, tuple[int, ...]], int] = {}
 
     def in_host_memory(self) -> "Memory":
-        """Copy the model for devices that are processes which share the host's memory."""
+        """Copy the model for devices that are processes in the host's memory."""
         return Memory(self.stored, self._homes, self._offloaded, self._kept, shared=True)
 
     def home(self, role: str) -> str:
-        """Find the layout in which a role lives between steps."""
+        """Find the layout that a role has between steps."""
         return self._homes[role].layout
 
     @property
     def resting(self) -> tuple[Placement, ...]:
-        """Placements that hold state between steps."""
+        """Placements that hold state between steps: homes and kept copies."""
         return (*self._homes.values(), *(copy for copies in self._kept.values() for copy in copies))
 
     def at_rest(self, rank: int) -> Holdings:
-        """Compute the state that a rank holds between steps."""
+        """Compute the state that a rank's device holds between steps."""
         held: dict[HeldState, int] = {}
         for role, home in self._homes.items():
             for state in get_args(StateKind):
@@ -145,14 +144,14 @@ class Memory:
         return held
 
     def in_host(self, rank: int) -> Holdings:
-        """Compute the state of a rank that waits in host memory, or has a copy there that is never given back."""
+        """Compute the offloaded state of a rank, which occupies host memory for the whole run."""
         held: dict[HeldState, int] = {}
         for role, state in self._offloaded:
             held |= self._items(role, self._homes[role], state, rank, host=True)
         return held
 
     def timeline(self, program: Program) -> Iterator[tuple[Instruction, Holdings]]:
-        """Yield each instruction of a step with the state that the rank holds once it has started."""
+        """Yield each instruction of a step with the state that the rank holds while it executes it."""
         held = dict(self.at_rest(program.rank))
         for instruction in program.instructions:
             match instruction:
@@ -170,7 +169,7 @@ class Memory:
     def _items(
         self, role: str, placement: Placement, state: StateKind, rank: int, *, host: bool = False
     ) -> dict[HeldState, int]:
-        """`_item` for every set of a role."""
+        """Count one kind of state for every parameter set of a role."""
         found: dict[HeldState, int] = {}
         for name in self.stored[role].sets if role in self.stored else ():
             elsewhere = name == BASE and self.holders.get(role, role) != role
@@ -200,7 +199,8 @@ class Memory:
         return {HeldState(role, placement.layout, state, host, name): size}
 
     def _parameters(self, role: str, name: str, placement: Placement, rank: int) -> int:
-        """Count the parameters of a set that a rank stores, padded so that ranks with the same share them out."""
+        """Count the parameters of a set that a rank stores, padded so that data-parallel ranks get equal shares of
+        each bucket."""
         where = (role, name, placement.layout)
         key = (*where, placement.coordinates(rank, axes_dividing(Divided.LAYERS, Divided.MATRICES)))
         if key not in self._numbers:
@@ -219,14 +219,15 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Bytes of a rank: numbers, or arrays of them, as elements and data-parallel degrees are."""
+    """Bytes on one rank; numbers or arrays, depending on what `count_training_state` was given."""
 
     gradients: Any
-    """What is accumulated of gradients."""
+    """Accumulated gradients."""
     optimizer: Any
-    """Moments, master weights and, where data-parallel ranks accumulate all gradients, their reduced part."""
+    """Moments, master weights, and the reduced part of the gradients if data-parallel ranks accumulate all of
+    them."""
     kept: Any
-    """What of this persists between steps."""
+    """Bytes that must survive between steps."""
 
     @property
     def bytes(self) -> Any:
@@ -235,10 +236,12 @@ class TrainingState:
 
 
 def count_training_state(zero: int, dp: Any, elements: Any, element_bytes: int) -> TrainingState:
-    """Count the bytes of a rank that accumulates the gradients of so many elements, with parameters of a width.
+    """Count the bytes of gradients and optimizer state on a rank that accumulates the gradients of `elements`
+    parameters.
 
-    These are all that it computes with under ZeRO-1, else the rows that it updates. Float32 master weights exist
-    below float32, and under ZeRO-2, where a rank updates copies of its rows.
+    Under ZeRO-1 these are all parameters that the rank computes with, otherwise only those that it updates.
+    `element_bytes` is the width of a parameter. Float32 master weights exist for narrower parameters, and under
+    ZeRO-2, where a rank updates a copy of its part.
     """
     masters = element_bytes < _FLOAT32 or zero == 2
     parts, divisor = 2 + masters, dp if zero == 1 else 1
@@ -251,10 +254,10 @@ def count_training_state(zero: int, dp: Any, elements: Any, element_bytes: int) 
 
 
 def order_sharers(bases: Mapping[str, str | None], heads: Mapping[str, Head]) -> list[tuple[str, ...]]:
-    """List the roles that have the same frozen weights, those of whose weights others have a part first.
+    """Group the roles that have the same frozen weights.
 
-    `bases`: role -> name of the weights that its base set has, None where no other role can have them. A language
-    model's have its head, which others do without.
+    `bases` names, by role, the weights in the set `base`; None if no other role can have them. Language models
+    come first in each group: their weights include the head, which other roles do without.
     """
     groups: dict[str, list[str]] = {}
     for role, base in bases.items():
@@ -264,10 +267,8 @@ def order_sharers(bases: Mapping[str, str | None], heads: Mapping[str, Head]) ->
 
 
 def find_holders(sharers: Iterable[tuple[str, ...]], homes: Mapping[str, Placement]) -> dict[str, str]:
-    """Find the role in whose memory the base set of each role lies that shares it: role -> another one, or itself.
-
-    There is no entry for a role whose home has a layout of its own.
-    """
+    """Find, for each role that shares its set `base` at home, the role that holds it, which may be itself. Roles
+    share it if their homes have the same layout; other roles are left out."""
     holders: dict[str, str] = {}
     for group in sharers:
         at_home: dict[str, list[str]] = {}
@@ -281,23 +282,24 @@ def find_holders(sharers: Iterable[tuple[str, ...]], homes: Mapping[str, Placeme
 
 
 def check_offloading(plan: Plan, holders: Mapping[str, str]) -> None:
-    """Raise UserError where a plan offloads a role whose base set lies in device memory for others anyway."""
+    """Raise UserError if a plan offloads a role whose set `base` must stay in device memory for another role."""
     for role in plan.offload:
         if role in holders:
             others = [other for other in holders if holders[other] == holders[role] and other != role]
             raise UserError(
-                f"plan: offload: {role} shares its frozen weights with {others[0]} in one layout, so that they stay"
-                " in device memory"
+                f"plan: offload: {role} cannot be offloaded: it shares its frozen weights with {others[0]} in one"
+                " layout, so they stay in device memory"
             )
 
 
 def find_early_loads(
     program: Program, memory: Memory, needed: Mapping[str, int], limit: int
 ) -> dict[int, tuple[Load, ...]]:
-    """Find the loads that may begin with a call: position of the call -> loads after it, before the next call.
+    """Find loads that may start together with an earlier call: position of the call -> later loads, before the
+    next call.
 
-    `needed`: bytes of the rank's device during each call of a model, moves before it included; `limit`: bytes that
-    it may use, such as the peak of the step.
+    `needed` is the bytes of device memory during each call of a model, by name, including moves before it. The
+    device may use `limit` bytes, such as the peak of the step, so that loading early does not raise the peak.
     """
     moments = list(memory.timeline(program))
     held = [sum(holdings.values()) for _, holdings in moments]

@@ -1,4 +1,5 @@
-"""Recipes in processes of this machine: started once per number of ranks, they run one recipe after the other."""
+"""Run recipes in processes of this machine. Each set of ranks is started once and runs one recipe after the
+other."""
 
 import json
 import multiprocessing
@@ -28,8 +29,8 @@ from realrl.runtime.worker import worker
 from realrl.testing.compare import CheckFailure
 
 Tokens = dict[str, list[list[int]]]
-"""`step/item` -> the sequences that were generated for it, and `step/item prompt` -> how many tokens of each are
-its prompt; evaluations share their step's number."""
+"""`step/item` -> sequences generated for it, and `step/item prompt` -> the number of prompt tokens in each.
+Evaluations have the number of their step."""
 
 PRELOADED = (
     "realrl.testing.compiled",
@@ -39,9 +40,9 @@ PRELOADED = (
     "realrl.algorithms.policy_gradient.spec",
     __name__,
 )
-"""Modules that processes have imported before they start."""
+"""Modules that the fork server imports, so that processes have them when they start."""
 PATIENCE = 60.0
-"""Seconds after which a run that should have ended is taken to hang."""
+"""Seconds per recipe after which a run counts as hanging."""
 
 
 class Silent:
@@ -54,7 +55,7 @@ class Silent:
 
 
 class RanksFailure(CheckFailure):
-    """A run that failed: `recipe` is that of which it was, `message` what was said."""
+    """A failed run: the name of its recipe, and the error message."""
 
     def __init__(self, recipe: str, message: str) -> None:
         super().__init__(f"{recipe}: {message}")
@@ -62,8 +63,7 @@ class RanksFailure(CheckFailure):
 
 
 class RenewedRun(TrainingRun):
-    """Run in which nothing of an algorithm outlasts a step but what is saved: as where a run goes on from a
-    checkpoint, with weights and optimizer as they are."""
+    """Run that rebuilds its algorithm after each step from the state that it saves; weights and optimizer stay."""
 
     def _train_step(self, step: int) -> dict[str, float]:
         metrics = super()._train_step(step)
@@ -84,15 +84,15 @@ def run_on_ranks(
     evaluated: Collection[Path] = (),
     prepare: Callable[[], None] | None = None,
 ) -> None:
-    """Run recipes of `size` devices each; every rank leaves what it generated beside the recipe, for `sampled`.
+    """Run recipes of `size` devices each. Each rank writes what it generated beside the recipe, for `sampled`.
 
-    After each step of those that are `renewed`, the algorithm is made anew from what its `state_dict` saves. Those
-    that are `evaluated` are not trained: `realrl eval` writes RUN_DIR/eval.
-    RanksFailure for the first that fails.
+    For recipes in `renewed`, the algorithm is rebuilt after each step from its `state_dict`. Recipes in
+    `evaluated` are not trained but evaluated into RUN_DIR/eval, like `realrl eval`. Raises RanksFailure for the
+    first recipe that fails.
     """
     set_library_defaults()
     context = multiprocessing.get_context("forkserver")
-    # Imported once, in the server, instead of in every process.
+    # The server imports them once, rather than each process.
     context.set_forkserver_preload([*PRELOADED])
     arguments = [(str(recipe), recipe in renewed, recipe in evaluated) for recipe in recipes]
     processes = [context.Process(target=_rank, args=(rank, size, arguments, prepare)) for rank in range(size)]
@@ -116,19 +116,19 @@ def run_on_ranks(
     if failures:
         raise RanksFailure(**json.loads(failures[0].read_text()))
     if not ended:
-        raise CheckFailure(f"{size} processes have not ended within {PATIENCE * len(recipes):g} seconds")
+        raise CheckFailure(f"{size} processes did not end within {PATIENCE * len(recipes):g} seconds")
     codes = [process.exitcode for process in processes]
     if any(codes):
-        raise CheckFailure(f"processes have ended with status {codes}")
+        raise CheckFailure(f"processes ended with status {codes}")
 
 
 def sampled(recipe: Path) -> Tokens:
-    """Collect what all ranks of a run have generated; where several hold the same sequence, it is the same."""
+    """Collect what all ranks of a run generated; CheckFailure if two ranks have different tokens for one item."""
     everything: Tokens = {}
     for file in recipe.parent.glob(f"{recipe.stem}-tokens-*.json"):
         for item, tokens in json.loads(file.read_text()).items():
             if everything.setdefault(item, tokens) != tokens:
-                raise CheckFailure(f"{file.name}: {item} was sampled otherwise on another rank")
+                raise CheckFailure(f"{file.name}: another rank sampled other tokens for {item}")
     return everything
 
 
@@ -155,7 +155,7 @@ def _rank(
 
 
 def _run(rank: int, recipe: Path, *, renewed: bool, evaluated: bool) -> None:
-    """Run one recipe, whose generation is watched."""
+    """Run one recipe, and write down what it generates."""
     tokens: Tokens = {}
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ def _run(rank: int, recipe: Path, *, renewed: bool, evaluated: bool) -> None:
                 tokens.setdefault(f"{name} prompt", []).append(prompt.tolist())
         return batch
 
-    # In this process, which is the test's own.
+    # This changes only this process, which runs nothing but checks.
     worker.generate = watched
     experiment = load_experiment(str(recipe))
     cluster = Cluster.parse(experiment.cluster)

@@ -33,7 +33,7 @@ PLACEMENTS: list[tuple[str, str]] = [
     ("{mesh: 0, dp: 1, dtype: fp8}", "'fp8' is not 'float32', 'mixed' or 'bfloat16'"),
     ("{mesh: 0, dp: 1, recompute: true}", "recompute is for calls that train"),
     ("{mesh: 0, dp: 1, zero: 3}", "zero=3 is shared out by data-parallel ranks, and dp=1 is a single one"),
-    ("{mesh: 0-1, dp: 2, zero: 2}", "zero=2 shares out gradients, which only calls that train have"),
+    ("{mesh: 0-1, dp: 2, zero: 2}", "zero=2 shards gradients, which only calls that train have"),
     ("{mesh: 0-1, dp: 2, zero: 0}", "reward.inference: zero: 0 is not 1, 2 or 3"),
     ("{mesh: 0, dp: 1, recompute: 1}", "recompute: 1 is not true or false"),
 ]
@@ -61,8 +61,8 @@ PLANS: list[tuple[str, str]] = [
     (CALLS + "offload: [ref, ref]\n", "offload: 'ref' is named twice"),
     (CALLS + "offload_optimizer: [critic, critic]\n", "offload_optimizer: 'critic' is named twice"),
     (CALLS + "keep: [1]\n", "keep.0: 1 is not text"),
-    (CALLS + "keep: [critc]\n", "keep: critc is none of actor, reward, ref, critic"),
-    (CALLS + "offload_optimizer: [ref]\n", "ref is none of actor, critic"),
+    (CALLS + "keep: [critc]\n", "keep: critc is not one of actor, reward, ref, critic"),
+    (CALLS + "offload_optimizer: [ref]\n", "ref is not one of actor, critic"),
     (CALLS + "offload: null\n", "offload: null is not a list"),
     (
         CALLS.replace("critic.train", "critic.tarin"),

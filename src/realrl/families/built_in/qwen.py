@@ -24,10 +24,8 @@ _WINDOW_SETTINGS = ("sliding_window", "max_window_layers", "layer_types")
 
 
 def _read_windows(config: ConfigReader, layers: int) -> dict[str, Any]:
-    """Read windows, which `use_sliding_window` turns on.
-
-    Unless `layer_types` names the layers, they are those from `max_window_layers` on.
-    """
+    """Read windows, which `use_sliding_window` turns on. Unless `layer_types` names the layers, they are those
+    from `max_window_layers` on."""
     on = config.flag("use_sliding_window", False)
     first = config.size("max_window_layers", 28, least=0)
     if on:
