@@ -27,9 +27,9 @@ ROUTED_EXPERTS = "routed_experts"
 class Key:
     """A named value that every item of a batch has: a row of numbers.
 
-    `length` is `"own"` if each row has its own length, which ranks must be told; `"one"` for one number per item;
-    otherwise the name of another key whose rows have the same lengths. `width` is how many numbers each position
-    of a row has; None for one.
+    `length` is `"own"` if each row has its own length, which ranks must learn. It is `"one"` for one number per
+    item. Otherwise it names another key whose rows have the same lengths. `width` is how many numbers each
+    position of a row has; None for one.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Replay:
 @dataclass(frozen=True)
 class MovingAverage:
     """EMA of a trained role: `role` is updated after `source` is trained, in every `period`-th step. Its
-    parameters become (1 - factor) * its own + factor * those of `source`; a factor of 1 copies."""
+    parameters become (1 - factor) * old + factor * source; a factor of 1 copies."""
 
     role: str
     source: str
@@ -91,9 +91,8 @@ class MovingAverage:
 class Call:
     """One call of a training step: of a role's model, or of a function on the host.
 
-    `work` names input keys. The sum of their row lengths is the number of tokens that an item costs, by which
-    batches are balanced. With `minibatches` > 1, the items of a step are split, in order, into that many optimizer
-    steps.
+    `work` names input keys. An item costs as many tokens as its rows of these keys have, and batches are balanced
+    by that cost. With `minibatches` > 1, the items of a step are split, in order, into that many optimizer steps.
 
     A function (a reward, a verifier, a tool) has no role. Its `function` is a reference such as `reward.py:score`,
     under which its measured seconds are known. With `record_fields` it also sees the fields of its items' records

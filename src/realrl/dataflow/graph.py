@@ -10,7 +10,7 @@ from realrl.dataflow.call import Call, Key, Kind, MovingAverage
 
 
 class DataflowGraph:
-    """Calls, the keys that they exchange, and the order in which they can run.
+    """Calls, the keys that they exchange, and an order that respects dependencies.
 
     Data edges follow from keys: a call depends on the calls that produce its inputs. Parameter edges follow from
     roles: a role is trained after every other use of it in the step, so that all of them see the same parameters.
@@ -128,7 +128,7 @@ class DataflowGraph:
         return frozenset(period for period in self.periods if step % period == 0)
 
     def with_due(self, periods: Collection[int]) -> "DataflowGraph":
-        """Make the graph of the steps in which only the moving averages with these periods are due."""
+        """Copy the graph with only the moving averages of these periods."""
         averages = [average for average in self.averages if average.period in periods]
         return DataflowGraph(self.calls, self.keys.values(), averages)
 
@@ -170,10 +170,10 @@ class DataflowGraph:
 
 
 def share_steps(periods: Collection[int]) -> dict[frozenset[int], float]:
-    """Find which sets of periods can be due together, and the share of steps in which exactly such a set is due.
+    """Find which sets of periods can be due together, and the share of steps with exactly that set.
 
-    The shares add up to 1. All periods of a set W are due in 1 / lcm(W) of steps, perhaps with others. The share
-    of steps in which no other is due follows by inclusion and exclusion.
+    The shares add up to 1. All periods of a set W are due in 1 / lcm(W) of steps, perhaps with others. Inclusion
+    and exclusion gives the share of steps without others.
     """
     sets = [frozenset(chosen) for n in range(len(periods) + 1) for chosen in combinations(periods, n)]
     shares = {}
@@ -186,7 +186,7 @@ def share_steps(periods: Collection[int]) -> dict[frozenset[int], float]:
 
 def format_graph(graph: DataflowGraph, trained: Collection[str]) -> str:
     """Format the calls in the order they run, each with its inputs, outputs and dependencies. `trained` are the
-    roles that training updates; this graph may be one that trains nothing."""
+    roles that training updates, even if this graph is an evaluation."""
     lines = [f"data set -> {', '.join(graph.sources)}"]
     for number, call in enumerate(graph.order, 1):
         lines += ["", f"{number}. {call.name}  ({_about(call, trained)})"]

@@ -87,7 +87,7 @@ def _compare_with_nearest(config: Mapping[str, Any], known: Sequence[str]) -> st
 
 
 def check_writing(shape: ModelShape) -> None:
-    """Raise UserError unless a shape's family writes a `config.json` from which it reads the same shape. A family
+    """Raise UserError unless a shape's family reads back the `config.json` that it writes for the shape. A family
     writes only when a model is saved, hours into a run; a mistake should come up before."""
     label, family = f"family={shape.family}", find_family(shape.family)
     if (shape.mixture is not None) != family.mixture:
@@ -117,7 +117,7 @@ def check_writing(shape: ModelShape) -> None:
 
 
 def _find_change(given: Settings, read: Settings) -> tuple[str, Any, Any] | None:
-    """Find the first field in which two settings of one class differ: its name and both values."""
+    """Find the first field that differs between two settings of one class: its name and both values."""
     for name in type(given).model_fields:
         one, other = getattr(given, name), getattr(read, name)
         if isinstance(one, Settings) and type(one) is type(other):

@@ -400,7 +400,6 @@ def write_partial_rotary(shape: ModelShape) -> dict[str, Any]:
 
 
 def read_activation(config: ConfigReader, key: str = "hidden_act", default: str = "silu") -> Activation:
-    """Read the activation of the feed-forward block."""
     return config.choice(key, _ACTIVATIONS, default)
 
 

@@ -95,8 +95,6 @@ class Partition:
 
 
 class Init(StrEnum):
-    """Initial values."""
-
     NORMAL = "normal"
     """normal(0, init_std)."""
     RESIDUAL = "residual"
@@ -201,7 +199,6 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
 

@@ -42,8 +42,8 @@ class Layout:
         return self._known[key]
 
     def gathered_tensors(self, rank: int) -> tuple[LocalTensor, ...]:
-        """List the tensors that a global rank computes with: under ZeRO-3 with all rows, otherwise those that it
-        stores."""
+        """List the tensors that a global rank computes with. They differ from `tensors` only under ZeRO-3: they
+        have all rows."""
         placement = self.placement
         if rank not in placement.ranks:
             return ()

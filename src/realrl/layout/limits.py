@@ -67,7 +67,7 @@ class MessageLimits:
 
     @property
     def staging_buffers(self) -> int:
-        """Buffers that a rank keeps for packed messages: as many as can be in use at once."""
+        """Buffers for packed messages that a rank keeps: the most that can be in use at once."""
         return self.staged_messages + self.posted_messages
 
     @property
@@ -94,7 +94,7 @@ GPU_MESSAGES = MessageLimits(
     staged_messages=0,
     one_per_peer=True,
 )
-"""Messages over NCCL. Posting one takes the host tens of microseconds, in which NVLink moves more than 8 MiB.
+"""Messages over NCCL. The host takes tens of microseconds to post one; meanwhile NVLink moves more than 8 MiB.
 
 Groups of a communicator run one after the other, so that more of them in flight would not overlap. NCCL's kernels
 work through large groups by the distance of peers. A group with only the n-th message of each peer has the order
@@ -115,7 +115,7 @@ def count_logit_rows(columns: int, *, cpu: bool) -> int:
 
 
 def count_kept_logit_rows(columns: int, *, cpu: bool) -> int:
-    """Count the rows up to which a micro-batch keeps logits for the backward pass; on a GPU one chunk."""
+    """Count the rows of the largest micro-batch that keeps its logits for the backward pass; on a GPU one chunk."""
     return CPU_KEPT_LOGITS // columns if cpu else count_logit_rows(columns, cpu=False)
 
 

@@ -42,8 +42,8 @@ class LocalTensor:
 
 
 def local_tensor(shape: ModelShape, spec: TensorSpec, parts: int, index: int) -> LocalTensor:
-    """Compute part `index` of the `parts` that the axis of a tensor's partition makes. A tensor without a
-    partition is whole on every rank. Cuts are those of Megatron-LM (arXiv 1909.08053)."""
+    """Compute part `index` of the `parts` that the axis of a tensor's partition makes; without a partition, all of
+    it. Tensors are cut as in Megatron-LM (arXiv 1909.08053)."""
     offset, size = [0] * len(spec.shape), list(spec.shape)
     stored = list(spec.shape)
     if spec.partition is not None:

@@ -25,7 +25,6 @@ class Region:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return prod(self.size)
 
     @property

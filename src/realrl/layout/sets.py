@@ -77,7 +77,7 @@ def build_parameter_sets(
     shape: ModelShape, head: Head, part: TrainablePart = WHOLE, *, trained: bool
 ) -> Mapping[str, ParameterSet]:
     """Divide a role's tensors into its sets, by name, in storage order. `part` applies even to a role that is not
-    `trained` itself, because such a role may follow one that is."""
+    `trained`, because it may follow a role that is trained in part."""
     assert part.quantised == (shape.quantised is not None), (
         "a quantised model has a set for what is quantised"
     )

@@ -22,7 +22,6 @@ class Shard:
 
     @classmethod
     def of(cls, shape: ModelShape, head: Head, placement: Placement, rank: int) -> "Shard":
-        """Make the shard of a global rank."""
         s = placement.strategy
         return cls(shape, head, s.tp, placement.index(rank, "tp"), s.pp, placement.stage(rank))
 
@@ -50,12 +49,10 @@ class Shard:
 
     @cached_property
     def layers(self) -> range:
-        """Decoder layers of this stage."""
         return stage_layers(self.shape.layers, self.pp)[self.pp_index]
 
     @cached_property
     def queries(self) -> range:
-        """Query heads of this TP rank."""
         return query_heads(self.shape, self.tp, self.tp_index)
 
     @cached_property

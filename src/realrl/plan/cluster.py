@@ -41,7 +41,6 @@ class Cluster:
 
     @cached_property
     def nodes(self) -> int:
-        """Number of nodes."""
         return sum(count for count, _ in self.runs)
 
     @cached_property
@@ -63,11 +62,9 @@ class Cluster:
         return tuple(bounds)
 
     def node(self, rank: int) -> int:
-        """Find the node of a rank."""
         return rank // self.runs[0][1] if self.even else bisect_right(self.bounds, rank) - 1
 
     def ranks(self, node: int) -> range:
-        """List the ranks of a node."""
         return range(self.bounds[node], self.bounds[node + 1])
 
     def part(self, first: int, size: int) -> "Cluster":
@@ -101,7 +98,7 @@ class Links:
 
     Each device has an in-port and an out-port inside its node. Each node has an in-port and an out-port to other
     nodes. Bytes between nodes pass four ports: the sender's device and node, then the receiver's node and device.
-    Default bandwidths are those of ReaL (arXiv 2406.14088). The default latency is typical of a message between
+    The default bandwidths come from ReaL (arXiv 2406.14088). The default latency is typical of a message between
     GPUs of two nodes.
     """
 

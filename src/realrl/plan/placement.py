@@ -179,7 +179,6 @@ class Placement:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The global ranks of the mesh."""
         return self.mesh.ranks
 
     def rank(self, **coordinates: int) -> int:

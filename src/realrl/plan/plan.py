@@ -222,10 +222,10 @@ class Plan:
         return replace(self, placements=placements)
 
     def evaluation(self, eval_graph: DataflowGraph, graph: DataflowGraph) -> "Plan":
-        """Derive the plan of an evaluation whose roles are those of `graph`, the graph of this plan.
+        """Derive the plan of an evaluation that uses roles of `graph`, the graph of this plan.
 
-        An evaluation call runs where the call of the same name runs. If there is none, it runs where another call
-        of its role runs: one of the same kind, otherwise one that does not generate. A function that the training
+        An evaluation call has the placement of the call with the same name. Without one, it has that of another
+        call of its role: one of the same kind, otherwise one that does not generate. A function that the training
         step does not have runs on all devices.
         """
         placements = {}
@@ -263,7 +263,6 @@ class Plan:
         return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=120)
 
     def save(self, path: str | Path, graph: DataflowGraph) -> None:
-        """Write the plan file that `load` reads."""
         write_whole(Path(path), self.to_text(graph))
 
     @classmethod
@@ -294,7 +293,7 @@ def _check_function_entry(name: str, entry: _Entry) -> None:
     for field in type(entry).model_fields:
         if field in entry.model_fields_set and field not in allowed:
             raise UserError(
-                f"{field} is for calls of models; {name} is a function, which only has {join(allowed)}; leave it out"
+                f"{field} is for calls of models; {name} is a function and has only {join(allowed)}; leave it out"
             )
 
 

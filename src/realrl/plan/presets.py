@@ -83,8 +83,8 @@ def separate(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, sh
     """Devices split into a training side and an inference side. Generation, all inference and functions run on the
     inference side, which has shadow copies of trained models; these are refreshed once after each update.
 
-    The "separation" of Xiao et al. (2023, arXiv 2312.11819). The two sides are halves of the cluster; if there are
-    no halves, the training side is the larger one. Each is used for data parallelism.
+    The "separation" of Xiao et al. (2023, arXiv 2312.11819). The two sides are halves of the cluster, or the
+    training side is larger if the cluster has no halves. Each is used for data parallelism.
     """
     if cluster.size < 2:
         raise UserError(f"plan separate needs at least 2 devices; cluster {cluster} has {cluster.size}")
@@ -101,8 +101,8 @@ def heuristic(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, s
     """Every call on all devices, with tensor parallelism inside a node and pipeline parallelism between nodes: tp
     = devices per node, pp = nodes, dp = 1. Functions run on all hosts.
 
-    The Megatron-style baseline of ReaL (Mei et al. 2024, arXiv 2406.14088). If nodes differ in size, each is
-    divided into as many stages as it takes to make them equal.
+    The Megatron-style baseline of ReaL (Mei et al. 2024, arXiv 2406.14088). If nodes differ in size, tp is the
+    greatest common divisor of their devices, and a node has several stages.
     """
     tp = gcd(*(devices for _, devices in cluster.runs))
     pp = cluster.size // tp
@@ -262,7 +262,7 @@ def _share_out(mesh: Mesh, micro_batch_tokens: int) -> Placement:
 
 
 def _generate(mesh: Mesh, cluster: Cluster, micro_batch_tokens: int, shape: ModelShape | None) -> Placement:
-    """Use tensor parallelism inside a node, at most as many ranks as attention heads, and data parallelism
+    """Use tensor parallelism inside a node, limited by the number of attention heads, and data parallelism
     beyond."""
     inside = gcd(*(devices for _, devices in cluster.part(mesh.first, mesh.size).runs))
     most = inside if shape is None else shape.heads

@@ -20,7 +20,8 @@ StateKind = Literal["parameters", "optimizer"]
 
 @dataclass(frozen=True)
 class Reallocate:
-    """Reallocate a role's parameter set from the layout of `source` to that of `target`, on the ranks of both.
+    """Reallocate a role's parameter set from the layout of `source` to the layout of `target`, on the ranks of
+    both.
 
     With `mix` this is an EMA update of the role `into`, whose set is already in the layout of `target`: it becomes
     (1 - mix) * old + mix * received.

@@ -76,10 +76,10 @@ def lower(
 ) -> list[Program]:
     """Compile one step into one program per rank of the plan's cluster.
 
-    `homes` and `kept` say where each role's parameters are when the step starts; see `home_placements` and
-    `kept_copies`. A copy in another layout is made before the first call that needs it and released after the
-    last. A kept copy stays; the parameter sets that a call changed are refreshed in it. `parts` says which
-    parameter sets roles have that are trained in part.
+    `homes` and `kept` locate each role's parameters when the step starts; see `home_placements` and `kept_copies`.
+    A copy in another layout is made before the first call that needs it and released after the last. A kept copy
+    stays; the parameter sets that a call changed are refreshed in it. `parts` says which parameter sets roles have
+    that are trained in part.
 
     All programs are parts of one global order of instructions, and nothing waits for a later instruction, so they
     cannot deadlock. `validate` proves this again for any programs.
@@ -207,7 +207,7 @@ class _Lowering:
             number = self.numbers[producer.name, call.name]
             receive = Receive(number, keys, producer.name, call.name, self.plan[producer.name].output_ranks)
             self.emit(placement.ranks, receive)
-        # A function has no micro-batches, whatever the plan file says.
+        # A function has no micro-batches, even if the plan file gives their size.
         where = function_placement(placement.mesh) if call.is_function else placement
         run = Run(call.name, role, where)
         if role is None or call.kind is not Kind.TRAIN or role not in self.plan.offload_optimizer:
@@ -221,7 +221,7 @@ class _Lowering:
 
     def share_outputs(self, call: Call) -> None:
         """Emit what follows a call: lengths of its outputs, then rows for its consumers. Rows of earlier calls
-        follow too, if only these lengths tell their senders which ranks work on which items."""
+        follow too, if their senders needed these lengths to know which ranks work on which items."""
         output_ranks = self.plan[call.name].output_ranks
         for key in call.outputs:
             if self.graph.keys[key].length == "own":

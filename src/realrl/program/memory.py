@@ -44,7 +44,7 @@ class StoredModel:
     trained: bool
     part: TrainablePart = WHOLE
     exact: bool = False
-    """Whether forward passes do the same arithmetic for a token wherever it is in a batch (`exact` of a recipe)."""
+    """Whether a forward pass computes the same for a token at every place in a batch (`exact` of a recipe)."""
     base: str | None = None
     """Name of the frozen weights in the set `base`, if roles with the same weights can share their memory."""
 
@@ -239,9 +239,9 @@ def count_training_state(zero: int, dp: Any, elements: Any, element_bytes: int) 
     """Count the bytes of gradients and optimizer state on a rank that accumulates the gradients of `elements`
     parameters.
 
-    Under ZeRO-1 these are all parameters that the rank computes with, otherwise only those that it updates.
+    Under ZeRO-1 the rank accumulates gradients of everything it computes with, otherwise only of what it updates.
     `element_bytes` is the width of a parameter. Float32 master weights exist for narrower parameters, and under
-    ZeRO-2, where a rank updates a copy of its part.
+    ZeRO-2, which updates a copy of a rank's part.
     """
     masters = element_bytes < _FLOAT32 or zero == 2
     parts, divisor = 2 + masters, dp if zero == 1 else 1

@@ -16,7 +16,7 @@ not at all."""
 
 def waves(graph: DataflowGraph, plan: Plan) -> Waves:
     """Sort calls into waves. Calls of one wave share no device and do not wait for each other. A function uses no
-    device. It runs in the first wave in which its inputs exist, before the other calls of that wave."""
+    device. It runs first in the first wave that has its inputs."""
     number: dict[Call, int] = {}
     for call in graph.order:
         before = [number[other] for other in number if _ordered(graph, plan, other, call)]

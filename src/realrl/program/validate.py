@@ -256,7 +256,7 @@ class _DryRun:
         self._post((send.number, send.keys), rank, send.receivers)
 
     def _need_items(self, rank: _Rank, message: Send | Receive) -> None:
-        """Check that a rank knows which items go where: it must know the lengths by which they are divided."""
+        """Check that a rank knows the lengths that decide which items go to which rank."""
         for name in (n for n in (message.producer, message.consumer) if n not in self.done):
             for key in dividing_keys(self.graph, self.graph.call(name)):
                 problem = f"does not know how long {key} is, by which the items of {name} are divided"
@@ -334,9 +334,9 @@ def validate(
 ) -> None:
     """Dry-run the programs of a step. Raises ProgramError, with the position of every rank, if they cannot run.
 
-    `homes` and `kept` say where each role's parameters and their copies are between steps, `offloaded` what is
-    then in host memory. `parts` says which parameter sets roles have that are trained in part. `done` are calls
-    that have already run, with their placements; their outputs exist, and every rank knows where each item is.
+    `homes` and `kept` locate each role's parameters and copies between steps; `offloaded` is then in host memory.
+    `parts` says which parameter sets roles have that are trained in part. `done` are calls that have already run,
+    with their placements; their outputs exist, and every rank knows the rank of each item.
     """
     run = _DryRun(
         programs, graph, homes, offloaded, kept or {}, parts or {}, copies_there=True, done=done or {}

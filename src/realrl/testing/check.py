@@ -79,8 +79,6 @@ def check_algorithm(
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """One run of the checks."""
-
     name: str
     recipe: Path
     size: int = 1
@@ -90,7 +88,6 @@ class _Run:
 
     @property
     def directory(self) -> Path:
-        """Its run directory."""
         return self.recipe.with_suffix("")
 
     def write(self, settings: Mapping[str, Any], graph: DataflowGraph) -> None:
@@ -224,7 +221,8 @@ def list_run_cases(graph: DataflowGraph, micro_batch_tokens: int, most: int) -> 
 
 
 def list_compiled_cases(graph: DataflowGraph, micro_batch_tokens: int) -> Iterator[Case]:
-    """List the plans to compile: every preset on clusters of 1 to 8 devices, and one that offloads everything."""
+    """List the plans to compile: every preset on clusters of 1 to 8 devices, and a plan that offloads
+    everything."""
     parts = {call.role for call in graph.calls if call.kind is Kind.TRAIN}
     engines = any(call.kind is Kind.GENERATE for call in graph.calls)
     least = {"disjoint": len(graph.roles), "separate": 2, "openrlhf": len(parts) + engines}

@@ -84,7 +84,7 @@ def run_on_ranks(
     evaluated: Collection[Path] = (),
     prepare: Callable[[], None] | None = None,
 ) -> None:
-    """Run recipes of `size` devices each. Each rank writes what it generated beside the recipe, for `sampled`.
+    """Run recipes of `size` devices each. Each rank writes the generated tokens beside the recipe, for `sampled`.
 
     For recipes in `renewed`, the algorithm is rebuilt after each step from its `state_dict`. Recipes in
     `evaluated` are not trained but evaluated into RUN_DIR/eval, like `realrl eval`. Raises RanksFailure for the
@@ -155,7 +155,7 @@ def _rank(
 
 
 def _run(rank: int, recipe: Path, *, renewed: bool, evaluated: bool) -> None:
-    """Run one recipe, and write down what it generates."""
+    """Run one recipe, and write down the generated tokens."""
     tokens: Tokens = {}
 
     def watched(*args: Any, **kwargs: Any) -> Any:

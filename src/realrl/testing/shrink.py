@@ -131,7 +131,6 @@ def save_model(
 
 
 def _list_texts(value: Any) -> Iterator[str]:
-    """List all texts inside a record."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -62,7 +62,7 @@ def _deal(works: Sequence[float], shares: dict[int, float]) -> Iterable[dict[int
             if amount - used > slack:
                 left.append((option, amount - used))
         if work > 0 and not part:
-            # This task is so small beside the others that rounding would lose it.
+            # Rounding would lose a task that is tiny beside the others.
             part[option] = work
         yield part
 

@@ -25,12 +25,10 @@ class Span:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.rows * self.width
 
     @property
     def contiguous(self) -> bool:
-        """Whether it is a single run."""
         return self.rows == 1
 
     def precedes(self, other: "Span") -> bool:
@@ -193,8 +191,7 @@ def _clip_tensors(
 def group_messages(
     messages: Iterable[PackedTransfer], limits: MessageLimits
 ) -> Iterator[list[PackedTransfer]]:
-    """Group messages that are posted at a time. A group never spans two stages, because the second stage may send
-    what the first one receives."""
+    """A group never spans two stages, because messages of the second stage may forward those of the first."""
     group: list[PackedTransfer] = []
     for message in messages:
         if group:

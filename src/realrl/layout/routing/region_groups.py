@@ -36,7 +36,6 @@ class RegionGroup:
     elements: int = 0
 
     def add(self, tensor: str, box: Box, elements: int) -> None:
-        """Append a region to the line."""
         self.boxes.append((tensor, box))
         self.starts.append(self.elements)
         self.elements += elements
@@ -76,8 +75,11 @@ class RegionGroup:
 
 
 def group_regions(source: Layout, target: Layout) -> list[RegionGroup]:
-    """Group all regions of a model, cut wherever either layout cuts, by their holders and targets. Parameters
-    whose tensors have the same shapes and partitions are cut alike, so each kind is cut only once."""
+    """Group all regions of a model by their holders and targets; regions are cut at every boundary of either
+    layout.
+
+    Parameters whose tensors have the same shapes and partitions are cut alike, so each kind is cut only once.
+    """
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], RegionGroup] = {}
     source_ranks = cache(partial(_ranks, source))
     target_ranks = cache(partial(_ranks, target))
