@@ -21,7 +21,17 @@ from realrl.families.settings import (
     write_windows,
 )
 from realrl.families.shape import Head, LayerOptions, Mixture, ModelShape, RopeScaling
-from realrl.families.tensors import Init, Parameter, Partial, Partition, Place, StoredRows, TensorSpec, Units
+from realrl.families.tensors import (
+    Init,
+    Parameter,
+    Partial,
+    Partition,
+    Place,
+    Stored,
+    StoredRows,
+    TensorSpec,
+    Units,
+)
 
 __all__ = [
     "LLAMA_NAMES",
@@ -38,6 +48,7 @@ __all__ = [
     "Partition",
     "Place",
     "RopeScaling",
+    "Stored",
     "StoredRows",
     "TensorSpec",
     "Units",

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import sqrt
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast, get_args
 
 from pydantic import Field, PositiveFloat
 
@@ -39,24 +39,11 @@ class LowRank(Settings):
         return self.alpha / (sqrt(self.rank) if self.rslora else self.rank)
 
 
-LORA_A: dict[AdaptedMatrix, Parameter] = {
-    "qkv": "qkv_lora_a",
-    "out": "out_lora_a",
-    "gate_up": "gate_up_lora_a",
-    "down": "down_lora_a",
-}
-LORA_B: dict[AdaptedMatrix, Parameter] = {
-    "qkv": "qkv_lora_b",
-    "out": "out_lora_b",
-    "gate_up": "gate_up_lora_b",
-    "down": "down_lora_b",
-}
-MAGNITUDES: dict[AdaptedMatrix, Parameter] = {
-    "qkv": "qkv_magnitude",
-    "out": "out_magnitude",
-    "gate_up": "gate_up_magnitude",
-    "down": "down_magnitude",
-}
+def _parameters(ending: str) -> dict[AdaptedMatrix, Parameter]:
+    return {matrix: cast(Parameter, f"{matrix}_{ending}") for matrix in get_args(AdaptedMatrix)}
+
+
+LORA_A, LORA_B, MAGNITUDES = _parameters("lora_a"), _parameters("lora_b"), _parameters("magnitude")
 ADAPTERS: frozenset[Parameter] = frozenset({*LORA_A.values(), *LORA_B.values(), *MAGNITUDES.values()})
 """All parameters that adapters add."""
 

@@ -205,14 +205,11 @@ class _Table:
             start += heads * dim
         yield from self._columns(parts, "qkv", layer)
         if options.qkv_bias:
-            yield from self._column_biases(parts, "qkv_bias", layer)
+            yield from self._columns(parts, "qkv_bias", layer, bias=True)
         if options.qk_norm in ("heads", "all"):
-            yield self._qk_norm(
-                f"{root}.{names.q_norm}.weight", "q_norm", shape.heads, Units.QUERY_HEADS, layer
-            )
-            yield self._qk_norm(
-                f"{root}.{names.k_norm}.weight", "k_norm", shape.kv_heads, Units.KV_HEADS, layer
-            )
+            q, k = f"{root}.{names.q_norm}.weight", f"{root}.{names.k_norm}.weight"
+            yield self._qk_norm(q, "q_norm", shape.heads, Units.QUERY_HEADS, layer)
+            yield self._qk_norm(k, "k_norm", shape.kv_heads, Units.KV_HEADS, layer)
 
     def _gate_up(self, root: str, layer: int) -> Iterator[TensorSpec]:
         names, ffn_dim = self.names, self.shape.intermediate_size
@@ -231,7 +228,7 @@ class _Table:
             parts.append((part, ffn_dim, Units.FEED_FORWARD, stored))
         yield from self._columns(parts, "gate_up", layer)
         if self.options.mlp_bias:
-            yield from self._column_biases(parts, "gate_up_bias", layer)
+            yield from self._columns(parts, "gate_up_bias", layer, bias=True)
 
     def _experts(self, root: str, layer: int, experts: int) -> Iterator[TensorSpec]:
         """Describe a router and its experts.
@@ -285,33 +282,22 @@ class _Table:
         )
         return rows.describe(spec, transposed=True, stack=self.shape.mixture.experts)
 
-    def _columns(self, parts: "Iterable[_Part]", parameter: Parameter, layer: int) -> Iterator[TensorSpec]:
-        """Describe column-parallel matrices, whose rows ranks divide."""
+    def _columns(
+        self, parts: "Iterable[_Part]", parameter: Parameter, layer: int, *, bias: bool = False
+    ) -> Iterator[TensorSpec]:
+        """Describe column-parallel matrices, whose rows ranks divide, or their biases, which are cut alike."""
+        ending = ".bias" if bias else ".weight"
         for name, rows, units, stored in parts:
             spec = TensorSpec(
-                name=f"{name}.weight",
-                shape=(rows, self.shape.hidden_size),
+                name=f"{name}{ending}",
+                shape=(rows,) if bias else (rows, self.shape.hidden_size),
                 parameter=parameter,
                 place=layer,
                 partition=Partition(units),
+                init=Init.ZEROS if bias else Init.NORMAL,
+                decay=not bias,
             )
-            yield stored.describe(spec, ".weight", transposed=self.names.transposed)
-
-    @staticmethod
-    def _column_biases(parts: "Iterable[_Part]", parameter: Parameter, layer: int) -> Iterator[TensorSpec]:
-        """Describe biases that are cut like the rows of their matrices, so that each rank has its whole
-        gradient."""
-        for name, rows, units, stored in parts:
-            spec = TensorSpec(
-                name=f"{name}.bias",
-                shape=(rows,),
-                parameter=parameter,
-                place=layer,
-                partition=Partition(units),
-                init=Init.ZEROS,
-                decay=False,
-            )
-            yield stored.describe(spec, ".bias")
+            yield stored.describe(spec, ending, transposed=self.names.transposed and not bias)
 
     def _out(
         self, name: str, parameter: Literal["out", "down"], bias: Parameter, units: Units, layer: int

@@ -41,7 +41,7 @@ WRITER = 0
 
 
 def home_placements(graph: DataflowGraph, plan: Plan) -> dict[str, Placement]:
-    """Find the placement that holds each role's parameters between steps."""
+    """Find the placement in which each role's parameters live between steps."""
     return {role: plan[graph.home(role).name] for role in graph.roles}
 
 
@@ -54,8 +54,11 @@ def offloaded(plan: Plan) -> set[tuple[str, StateKind]]:
 def kept_copies(
     graph: DataflowGraph, plan: Plan, homes: Mapping[str, Placement]
 ) -> dict[str, tuple[Placement, ...]]:
-    """Find the placements of the copies that a plan keeps, by role. A role has one for each layout that its calls
-    use outside its home, in the order of these calls. `graph` must be that of the training step."""
+    """Find the placements of the copies that the plan keeps, by role.
+
+    There is one for each layout of the role's calls outside its home, in the order of these calls. `graph` is that
+    of the training step.
+    """
     kept: dict[str, tuple[Placement, ...]] = {}
     for role in plan.keep:
         copies: dict[str, Placement] = {}
@@ -76,16 +79,15 @@ def lower(
 ) -> list[Program]:
     """Compile one step into one program per rank of the plan's cluster.
 
-    `homes` and `kept` locate each role's parameters when the step starts; see `home_placements` and `kept_copies`.
-    A copy in another layout is made before the first call that needs it and released after the last. A kept copy
-    stays; the parameter sets that a call changed are refreshed in it. `parts` says which parameter sets roles have
-    that are trained in part.
+    `homes` and `kept` say where each role's parameters lie when the step starts (see `home_placements` and
+    `kept_copies`). A copy in another layout is made before the first call that needs it and released after the
+    last one; of one that is kept, the parameter sets that a call has changed are refreshed. `parts` says which sets
+    roles have that are trained in part. Every rank's program is a part of one
+    global order of instructions, and nothing waits for a later one, so programs cannot deadlock; `validate`
+    proves it again for any programs.
 
-    All programs are parts of one global order of instructions, and nothing waits for a later instruction, so they
-    cannot deadlock. `validate` proves this again for any programs.
-
-    `done` are calls that have already run, with outputs on their output ranks (see `SampledStep`). The programs
-    send these outputs and run the other calls.
+    `done`: calls that have run already, whose outputs are where they put them (see `SampledStep`); the programs
+    send them on, and run the others.
     """
     step = _Lowering(graph, plan, homes, kept or {}, parts or {}, done)
     step.emit(tuple(range(plan.cluster.size)), Feed(graph.sources))
@@ -93,12 +95,11 @@ def lower(
         if call.name in done:
             step.share_outputs(call)
     collected = {f: collecting_wave(graph, step.waves, f) for f in graph.functions if f.name not in done}
-    # Instructions that need several meshes come before the long calls of a wave, so that the calls run side
-    # by side.
+    # Collective steps of a wave come before its long calls, so that the calls run side by side on their meshes.
     for number, wave in enumerate(step.waves):
         models = [call for call in wave if not call.is_function]
         for call in wave:
-            if call.is_function:  # first, so that they run beside everything else
+            if call.is_function:  # first, so that they run while everything else goes on
                 step.run(call)
         step.bring_parameters(models)
         for call in models:
@@ -118,7 +119,7 @@ def lower_start(
     kept: Mapping[str, Sequence[Placement]],
     parts: TrainableParts | None = None,
 ) -> list[Program]:
-    """Compile one program per rank that makes the kept copies, to run before the first step."""
+    """Compile one program per rank that makes the kept copies, before the first step."""
     start = _Lowering(DataflowGraph((), ()), plan, homes, kept, parts or {})
     for role in kept:
         if kept[role]:
@@ -129,7 +130,7 @@ def lower_start(
 
 
 class _Lowering:
-    """The programs of all ranks while they are built."""
+    """Programs of all ranks while they are built."""
 
     def __init__(
         self,
@@ -149,13 +150,13 @@ class _Lowering:
         self._loaded: set[str] = set()
         """Roles of `plan.offload` whose parameters are in device memory now."""
         self._shared: set[str] = set(graph.sources)
-        """Keys whose lengths are known on all ranks that need them."""
+        """Keys whose lengths are known where they are needed."""
         self._unsent: list[tuple[Call, Call]] = []
-        """Producer and consumer of rows that cannot be sent yet, because the consumer's items are divided by
-        unknown lengths."""
+        """Producers and consumers of rows that wait for the lengths by which the consumer's items are divided."""
         self._programs: list[list[Instruction]] = [[] for _ in range(plan.cluster.size)]
 
     def programs(self) -> list[Program]:
+        """Return the programs built so far."""
         return [Program(rank, tuple(instructions)) for rank, instructions in enumerate(self._programs)]
 
     def emit(self, ranks: tuple[int, ...], instruction: Instruction) -> None:
@@ -164,7 +165,7 @@ class _Lowering:
             self._programs[rank].append(instruction)
 
     def load(self, role: str) -> None:
-        """Load the role's parameters at home, unless they are in device memory already."""
+        """Load the role's parameters into device memory at home, unless they are there."""
         if role in self.plan.offload and role not in self._loaded:
             home = self.homes[role]
             for name in set_names(role, self.parts):
@@ -172,7 +173,7 @@ class _Lowering:
             self._loaded.add(role)
 
     def unload(self, role: str) -> None:
-        """Offload the role's parameters again, if `load` loaded them."""
+        """Offload the role's parameters again, if the plan keeps them in host memory between uses."""
         if role in self._loaded:
             home = self.homes[role]
             for name in set_names(role, self.parts):
@@ -180,13 +181,12 @@ class _Lowering:
             self._loaded.remove(role)
 
     def refresh(self, role: str, names: Sequence[str]) -> None:
-        """Reallocate parameter sets of the role into its kept copies; the home must be loaded."""
+        """Reallocate parameter sets of the role, loaded at home, into its kept copies."""
         for placement in self.kept.get(role, ()):
             self._reallocate(role, placement, names)
 
     def bring_parameters(self, models: Sequence[Call]) -> None:
-        """Load and reallocate the parameters that a wave's calls need, then offload homes that were loaded only
-        for copies."""
+        """Load and reallocate the parameters of the models of a wave, and offload all others."""
         at_home = {call.model_role for call in models if not self._is_copy(call)}
         for call in models:
             role = call.model_role
@@ -200,14 +200,14 @@ class _Lowering:
                 self.unload(role)
 
     def run(self, call: Call) -> None:
-        """Emit the call, after the receives of its inputs."""
+        """Emit the call itself, with its inputs."""
         placement, role = self.plan[call.name], call.role
         for producer in producers(self.graph, call):
             keys = keys_between(self.graph, producer, call)
             number = self.numbers[producer.name, call.name]
             receive = Receive(number, keys, producer.name, call.name, self.plan[producer.name].output_ranks)
             self.emit(placement.ranks, receive)
-        # A function has no micro-batches, even if the plan file gives their size.
+        # Micro-batches of a plan file mean nothing to a function.
         where = function_placement(placement.mesh) if call.is_function else placement
         run = Run(call.name, role, where)
         if role is None or call.kind is not Kind.TRAIN or role not in self.plan.offload_optimizer:
@@ -220,8 +220,10 @@ class _Lowering:
             self.emit(placement.ranks, Offload(role, placement, "optimizer", name))
 
     def share_outputs(self, call: Call) -> None:
-        """Emit what follows a call: lengths of its outputs, then rows for its consumers. Rows of earlier calls
-        follow too, if their senders needed these lengths to know which ranks work on which items."""
+        """Emit what follows a call: lengths, then the rows its consumers need.
+
+        Rows of earlier calls follow, too, if their senders know only now which ranks work on which items.
+        """
         output_ranks = self.plan[call.name].output_ranks
         for key in call.outputs:
             if self.graph.keys[key].length == "own":
@@ -239,7 +241,7 @@ class _Lowering:
         self._unsent = [pair for pair in self._unsent if pair not in ready]
 
     def put_parameters_back(self, models: Sequence[Call]) -> None:
-        """After a wave's calls, update averages and kept copies, release borrowed copies, and offload."""
+        """Refresh copies after the calls of models in a wave, release borrowed ones and offload."""
         for call in models:
             for average in self.graph.averages if changes(self.graph, call) else ():
                 if average.source == call.role:
@@ -256,11 +258,10 @@ class _Lowering:
             self.unload(call.model_role)
 
     def report(self) -> None:
-        """Send the metrics of all calls to the writer, at the end of the step, when the writer is idle."""
+        """Send the metrics of all calls to the writer, at the end, when it has nothing else to do."""
         for call in (call for wave in self.waves for call in wave if call.kind is not Kind.GENERATE):
             output_ranks = self.plan[call.name].output_ranks
-            # Ranks of a model have added up their metrics; ranks of a function know only those of their own
-            # items.
+            # Ranks of a model add up their metrics; those of a function know nothing of each other.
             having = output_ranks if call.is_function else output_ranks[:1]
             senders = tuple(rank for rank in having if rank != WRITER)
             if senders:
@@ -270,7 +271,7 @@ class _Lowering:
         return self.plan[call.name].layout != self.homes[call.model_role].layout
 
     def _borrowed(self, call: Call) -> bool:
-        """Check whether the call uses a copy that is made for this step and released after it."""
+        """Check whether the call uses a copy that is made for this step."""
         layout = self.plan[call.name].layout
         return self._is_copy(call) and layout not in [p.layout for p in self.kept.get(call.model_role, ())]
 
@@ -281,7 +282,7 @@ class _Lowering:
             self.emit(_union(home.ranks, target.ranks), move)
 
     def _mix(self, call: Call, average: MovingAverage) -> None:
-        """Update a moving average of the role that the call trained."""
+        """Let a role follow the one that the call has trained."""
         source, into = self.homes[average.source], self.homes[average.role]
         for name in changed_sets(self.graph, call, average.role, self.parts):
             mixing = Reallocate(average.source, source, into, average.role, average.factor, name)

@@ -292,9 +292,11 @@ def check_offloading(plan: Plan, holders: Mapping[str, str]) -> None:
             )
 
 
-def find_early_loads(
-    program: Program, memory: Memory, needed: Mapping[str, int], limit: int
-) -> dict[int, tuple[Load, ...]]:
+EarlyLoads = Mapping[int, tuple[Load, ...]]
+"""Position of a call in a program -> later loads that may start with it."""
+
+
+def find_early_loads(program: Program, memory: Memory, needed: Mapping[str, int], limit: int) -> EarlyLoads:
     """Find loads that may start together with an earlier call: position of the call -> later loads, before the
     next call.
 

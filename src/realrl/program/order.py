@@ -1,5 +1,4 @@
-"""What follows from a graph and a plan: waves of calls, shared copies of parameters, and who must know which
-lengths."""
+"""Order and sharing that follow from a graph and a plan: waves of calls, shared copies, readers of lengths."""
 
 from collections.abc import Mapping
 
@@ -15,8 +14,10 @@ not at all."""
 
 
 def waves(graph: DataflowGraph, plan: Plan) -> Waves:
-    """Sort calls into waves. Calls of one wave share no device and do not wait for each other. A function uses no
-    device. It runs first in the first wave that has its inputs."""
+    """Sort calls into waves: those of one wave share no device and do not wait for each other.
+
+    A function uses no device: it is in the first wave in which its inputs are there, before the others.
+    """
     number: dict[Call, int] = {}
     for call in graph.order:
         before = [number[other] for other in number if _ordered(graph, plan, other, call)]
@@ -35,10 +36,10 @@ def dependents(graph: DataflowGraph, function: Call) -> tuple[Call, ...]:
 
 
 def collecting_wave(graph: DataflowGraph, order: Waves, function: Call) -> int:
-    """Find the wave after which a function's outputs are collected and sent.
+    """Find the wave at whose end the outputs of a function are waited for and sent on.
 
-    It is the wave before the first one with a call that needs them, so that the calls in between run meanwhile. If
-    no call needs them, it is the number of waves: the end of the step.
+    It is the one before the first wave with a call that needs them, so that calls in between run meanwhile; the
+    number of waves where no call does.
     """
     needing = set(dependents(graph, function))
     first = next((i for i, calls in enumerate(order) if needing & {*calls}), len(order) + 1)
@@ -78,8 +79,11 @@ def following_sets(average: MovingAverage, parts: TrainableParts) -> tuple[str, 
 
 
 def sharing(graph: DataflowGraph, plan: Plan, order: Waves, call: Call) -> tuple[Call, ...]:
-    """List the calls that can use the same copy of parameters as `call`, itself included, in the order they run.
-    They are the calls of its role in its layout between two changes of the role. `call` must not be a function."""
+    """List the calls that can use the same copy of parameters as `call`, in the order they run.
+
+    These are the calls of its role in its layout between two changes of the role, itself included; `call` is no
+    function.
+    """
 
     def version(wave: int) -> int:
         return sum(call.role in changes(graph, other) for calls in order[:wave] for other in calls)
@@ -116,8 +120,10 @@ def length_readers(graph: DataflowGraph, plan: Plan, key: str) -> tuple[int, ...
 
 
 def length_calls(graph: DataflowGraph, key: str) -> tuple[str, ...]:
-    """List the calls whose ranks must know the lengths of `key`. They hold or exchange rows of that length, or
-    they exchange rows with a call whose items are divided by it."""
+    """List the calls whose ranks must know the lengths of `key`.
+
+    They hold or exchange rows of that length, or they exchange rows with a call whose items are divided by it.
+    """
 
     def divided_by(call: Call) -> bool:
         return key in dividing_keys(graph, call)
@@ -132,7 +138,7 @@ def length_calls(graph: DataflowGraph, key: str) -> tuple[str, ...]:
 
 
 def _ordered(graph: DataflowGraph, plan: Plan, first: Call, second: Call) -> bool:
-    """Check whether `second`, a later call in the graph's order, must wait for `first`."""
+    """Check whether `second`, which comes later in the graph's order, must wait for `first`."""
     if first.is_function or second.is_function:
         # Functions use no device, and change no parameters.
         needed = first.is_function and second in dependents(graph, first)
