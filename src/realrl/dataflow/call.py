@@ -91,8 +91,9 @@ class MovingAverage:
 class Call:
     """One call of a training step: of a role's model, or of a function on the host.
 
-    `work` names input keys. An item costs as many tokens as its rows of these keys have, and batches are balanced
-    by that cost. With `minibatches` > 1, the items of a step are split, in order, into that many optimizer steps.
+    `work` names input keys. An item costs the sum of the lengths of its rows of these keys, in tokens, and batches
+    are balanced by that cost. With `minibatches` > 1, the items of a step are split, in order, into that number of
+    optimizer steps.
 
     A function (a reward, a verifier, a tool) has no role. Its `function` is a reference such as `reward.py:score`,
     under which its measured seconds are known. With `record_fields` it also sees the fields of its items' records
@@ -104,8 +105,8 @@ class Call:
     With `candidates`, a language model returns the log-probabilities of more tokens at each position. The call
     then has one key in `work`.
 
-    `replays` are set by `dataflow.replay`. If row i of `work` repeats the sequence of its replay, a mixture of
-    experts uses the experts that the sampler chose.
+    `replays` has an entry for each key of `work`; `dataflow.replay` sets them. For rows that repeat the sequence
+    of their replay, a mixture of experts uses the experts that the sampler chose.
     """
 
     name: str

@@ -60,6 +60,7 @@ class DataflowGraph:
                 )
         for call in self.calls:
             self._check_candidates(call)
+        # Computing the order raises DescriptionError if there is a cycle.
         _ = self.order
 
     def _check_candidates(self, call: Call) -> None:

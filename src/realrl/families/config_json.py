@@ -80,6 +80,7 @@ def _compare_with_nearest(config: Mapping[str, Any], known: Sequence[str]) -> st
         alike = SequenceMatcher(None, name, str(config.get("model_type"))).ratio()
         if nearest is None or (len(unread), -alike) < nearest[:2]:
             nearest = len(unread), -alike, name, problem
+    # A family that does not know half of the settings is not a relative.
     if nearest is None or nearest[0] > len(config.keys() - IRRELEVANT) / 2:
         return ""
     *_, name, problem = nearest

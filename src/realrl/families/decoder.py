@@ -276,6 +276,7 @@ class _Table:
         parts."""
         if stack is None or self.shape.mixture is None:
             return spec
+        # Files stack these matrices transposed, so that `rows` are columns of each matrix in the stack.
         each = spec.shape[0]
         rows = StoredRows(
             name=f"{root}.{stack}", rows=parts * each, start=number * each, block=each, period=each

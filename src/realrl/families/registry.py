@@ -136,6 +136,7 @@ def _guarded(code: UserCode, function: Callable[_P, _T]) -> Callable[_P, _T]:
                 return function(*arguments, **options)
             except UserError as error:
                 refused = error
+        # Raised here, because inside `code.errors` it would become a UserCodeError.
         raise refused
 
     return call

@@ -30,7 +30,7 @@ _FILE = (
 )
 """About the file itself, or about how a program runs the model."""
 _TOKENS = "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id"
-"""Special tokens; `checkpoint.special_tokens` reads them."""
+"""Special tokens, which concern sampling and tokenizers."""
 _CLASSES = "id2label label2id num_labels _num_labels problem_type finetuning_task task_specific_params"
 """Classes of a classifier and their loss; models here have one class and losses of their own."""
 _DROPOUT = (

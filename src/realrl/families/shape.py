@@ -241,6 +241,7 @@ class ModelShape(Settings):
         count = round(share * layers)
         if 0 < share < 1 and layers > 2:
             count = min(max(count, 1), layers - 1)
+        # Layer 1 gets a window first and layer 2 last, so that even few layers have both kinds.
         order = sorted(range(layers), key=lambda layer: (layer == 2, layer != 1))
         return self.model_copy(update={"layers": layers, "windowed_layers": tuple(sorted(order[:count]))})
 

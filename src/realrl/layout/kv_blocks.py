@@ -68,6 +68,7 @@ def size_cache(
     own = count_blocks(new_tokens)
     everything = ceil(prompt_blocks) + rows * own
     blocks = min(everything, max(capacity // BLOCK_TOKENS, count_prompt_blocks(longest_prompt) + own))
+    # A cache that cannot hold all rows admits as many as fit at their expected length.
     expected = prompt_blocks / rows + count_blocks(ceil(EXPECTED_SHARE * new_tokens))
     most = rows if blocks == everything else max(1, int(blocks / expected))
     return CacheSize(blocks, min(rows, most, MAX_DECODE_ROWS))

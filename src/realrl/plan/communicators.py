@@ -46,6 +46,7 @@ def list_own_rank_sets(placement: Placement, rank: int) -> dict[Role, RankSet]:
     last to first. `embedding` is the first and the last stage; a rank of another stage is not in it."""
     degrees, position = placement.strategy.degrees, rank - placement.mesh.first
     return {
+        # The position of the group's first rank is this position without its offset in the group.
         role: _members(placement, role, position - degrees.offsets(*axes)[degrees.index(position, *axes)])
         for role in CTAS
         for axes in [_role_axes(role)]

@@ -88,6 +88,7 @@ def separate(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, sh
     """
     if cluster.size < 2:
         raise UserError(f"plan separate needs at least 2 devices; cluster {cluster} has {cluster.size}")
+    # The training side weighs more, so it is the side that grows if two halves do not fill the cluster.
     training, inference = split_by_weight(cluster, [2, 1])
     placements = {
         call.name: _data_parallel(training if call.kind is Kind.TRAIN else inference, micro_batch_tokens)

@@ -190,6 +190,8 @@ class Memory:
             updated = (
                 placement if strategy.zero == 1 else replace(placement, strategy=replace(strategy, zero=3))
             )
+            # Under ZeRO-2 and ZeRO-3 a rank accumulates and updates only the rows that it would store under
+            # ZeRO-3.
             number = self._parameters(role, name, updated, rank)
             counted = count_training_state(strategy.zero, strategy.dp, number, stored.element_bytes)
             size = counted.kept if host else counted.bytes

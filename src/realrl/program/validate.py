@@ -221,6 +221,7 @@ class _DryRun:
         loads = isinstance(instruction, Load)
         already = f"has the {state} of {about} in {'device' if loads else 'host'} memory already"
         self._need(rank, ((copy, state) in rank.offloaded) == loads, already)
+        # Loading removes the state, offloading adds it; the check above has excluded the other cases.
         rank.offloaded ^= {(copy, state)}
 
     def _run_call(self, run: Run, members: list[_Rank]) -> None:

@@ -99,6 +99,8 @@ class _Shared:
             if free is not None:
                 self._move(reached, free)
                 continue
+            # No option in reach has room, so the limit must rise, at least to the mean load in reach. The
+            # step above the old limit keeps the loop going if rounding hides the difference.
             work = sum(self.loads[o] * self.speed[o] for o in reached)
             mean = work / sum(self.speed[o] for o in reached)
             self.limit = max(self.limit * (1 + _TOLERANCE / 2), mean)
@@ -112,6 +114,7 @@ class _Shared:
         amount."""
         if amount <= 0:
             return 0.0
+        # Fill the lowest loads first; stop when the common level is below the next higher load.
         order = sorted(options, key=self.loads.__getitem__)
         total = amount
         speed = 0.0

@@ -155,6 +155,7 @@ class RankScheduler:
                     spans=spans,
                     regions=tuple(chunk),
                 )
+                # By distance of peers: at each distance a rank sends to one peer and receives from one.
                 ordered.append(((stage, number, (receiver - sender) % self._ranks, sender), message))
         ordered.sort(key=lambda item: item[0])
         copies = [
