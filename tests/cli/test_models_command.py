@@ -95,4 +95,4 @@ def test_an_unknown_family_is_one_error_message(capsys: pytest.CaptureFixture[st
     for more in ([], ["--json"]):
         assert run_app(["models", "lama", *more]) == 2
         out, error = capsys.readouterr()
-        assert (out, error) == ("", "realrl: 'lama' is no model family; did you mean llama?\n")
+        assert (out, error) == ("", "realrl: 'lama' is not a model family; did you mean llama?\n")

@@ -63,7 +63,7 @@ def test_rotary_settings_are_read_in_every_style(rope: dict) -> None:
         ({"is_decoder": True}, "is_decoder=true is not supported; it must be false"),
         ({"use_mrope": True}, "use_mrope=true is not supported; it must be false"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is not supported; give a model whose"),
-        ({"mystery": 0.5}, "mystery=0.5 is not known, and may change the model"),
+        ({"mystery": 0.5}, "mystery=0.5 is an unknown setting that may change the model"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_key_value_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
         ({"vocab_size": "many"}, "vocab_size='many' is not a whole number above 0"),
@@ -97,7 +97,7 @@ def test_unsupported_config_settings_are_refused_in_one_error_message(change: di
     [
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types has sliding_attention, and there is no sliding_window",
+            "layer_types has sliding_attention, but sliding_window is missing",
         ),
         (
             {"layer_types": ["full_attention"]},

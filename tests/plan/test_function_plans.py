@@ -66,8 +66,8 @@ def test_what_is_for_models_is_refused_for_a_function(tmp_path: Path, field: str
     with pytest.raises(UserError) as caught:
         Plan.load(tmp_path / "plan.yaml", GRAPH)
     assert str(caught.value) == (
-        f"plan file {tmp_path}/plan.yaml: {NAME}: {field} is for calls of models; {NAME} is a function, for which"
-        " only mesh and dp can be given; leave it out"
+        f"plan file {tmp_path}/plan.yaml: {NAME}: {field} is for calls of models; {NAME} is a function"
+        " and has only mesh and dp; leave it out"
     )
 
 
