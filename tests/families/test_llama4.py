@@ -83,7 +83,7 @@ def test_a_model_that_differs_otherwise_is_refused(changes: dict[str, Any], word
 
 
 def test_the_model_that_reads_images_too_is_refused_with_the_text_model_in_it() -> None:
-    with pytest.raises(UserError, match="'llama4' reads more than text and is not .* llama4_text, is: save"):
+    with pytest.raises(UserError, match=r"'llama4' reads more than text and is not .* llama4_text, is: save"):
         shape_from_hf({"model_type": "llama4", "text_config": config_with()})
 
 

@@ -61,10 +61,14 @@ def find_family(reference: str) -> Family:
     return _from_package(reference)
 
 
+@lru_cache(maxsize=256)
 def model_tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
-    """List all tensors of a model in storage order, named as in Hugging Face files, adapters and scales
-    included."""
-    return _tensors(shape, head)
+    """List all tensors of a model in storage order, named as in Hugging Face files, adapters and scales included."""
+    family = find_family(shape.family)
+    tensors = tuple(family.tensors(shape, head, find_layer_options(shape)))
+    if shape.lora is not None:
+        tensors = add_adapters(tensors, shape.lora)
+    return tensors if shape.quantised is None else quantise_tensors(tensors, shape.quantised)
 
 
 def ties_embeddings(shape: ModelShape, head: Head) -> bool:
@@ -75,15 +79,6 @@ def ties_embeddings(shape: ModelShape, head: Head) -> bool:
 def find_layer_options(shape: ModelShape) -> LayerOptions:
     """Find what a model's layers compute: the shape's own options, otherwise those of its family."""
     return find_family(shape.family).layer if shape.layer is None else shape.layer
-
-
-@lru_cache(maxsize=256)
-def _tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
-    family = find_family(shape.family)
-    tensors = tuple(family.tensors(shape, head, find_layer_options(shape)))
-    if shape.lora is not None:
-        tensors = add_adapters(tensors, shape.lora)
-    return tensors if shape.quantised is None else quantise_tensors(tensors, shape.quantised)
 
 
 @cache
