@@ -63,7 +63,8 @@ def find_family(reference: str) -> Family:
 
 @lru_cache(maxsize=256)
 def model_tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
-    """List all tensors of a model in storage order, adapters and scales included, named as in Hugging Face files."""
+    """List all tensors of a model, adapters and scales included, in storage order and named as in Hugging Face
+    files."""
     family = find_family(shape.family)
     tensors = tuple(family.tensors(shape, head, find_layer_options(shape)))
     if shape.lora is not None:

@@ -71,7 +71,11 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 }
 """Names of activations in files."""
 
-_ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+_ACTIVATION_NAMES: Mapping[Activation, str] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+}
 
 
 class ConfigReader:
@@ -399,8 +403,25 @@ def write_partial_rotary(shape: ModelShape) -> dict[str, Any]:
     return {**share, "rope_parameters": {**write_rope(shape)["rope_parameters"], **share}}
 
 
-def read_activation(config: ConfigReader, key: str = "hidden_act", default: str = "silu") -> Activation:
-    return config.choice(key, _ACTIVATIONS, default)
+def read_layer(config: ConfigReader, usual: LayerOptions | None = None, **others: Any) -> LayerOptions:
+    """Read layer options that most families share: `attention_bias` of all projections, and the activation.
+
+    `usual` are the options of the family's layers, by default Llama's. `others` are options that it reads itself.
+    """
+    usual = LayerOptions() if usual is None else usual
+    bias = config.flag("attention_bias", usual.qkv_bias)
+    activation = others.get("activation") or read_activation(config, usual.activation)
+    return usual.model_copy(update={"qkv_bias": bias, "out_bias": bias, **others, "activation": activation})
+
+
+def write_layer(options: LayerOptions) -> dict[str, Any]:
+    """Write the settings that `read_layer` reads."""
+    return {"attention_bias": options.qkv_bias, "hidden_act": write_activation(options)}
+
+
+def read_activation(config: ConfigReader, usual: Activation = "silu", key: str = "hidden_act") -> Activation:
+    """Read the activation of the feed-forward block; `usual` if the file does not say it."""
+    return config.choice(key, _ACTIVATIONS, _ACTIVATION_NAMES[usual])
 
 
 def write_activation(options: LayerOptions) -> str:

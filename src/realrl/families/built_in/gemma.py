@@ -8,10 +8,12 @@ from realrl.families.family import Family
 from realrl.families.settings import (
     ConfigReader,
     read_activation,
+    read_layer,
     read_rope_by_layer_type,
     read_sizes,
     read_windows,
     write_activation,
+    write_layer,
     write_rope_by_layer_type,
     write_sizes,
     write_windows,
@@ -29,20 +31,15 @@ _GEMMA_LAYER = LayerOptions(norm_offset=True, activation="gelu_tanh", embedding_
 
 def _read_gemma(config: ConfigReader) -> dict[str, Any]:
     config.skip("hidden_activation")
-    activation = read_activation(config, default="gelu_pytorch_tanh")
-    if activation == "gelu":  # early files say "gelu" and mean the approximation; transformers does the same
-        activation = "gelu_tanh"
-    bias = config.flag("attention_bias", False)
-    options = _GEMMA_LAYER.model_copy(update={"qkv_bias": bias, "out_bias": bias, "activation": activation})
+    options = read_layer(config, _GEMMA_LAYER)
+    if options.activation == "gelu":
+        # Early files say "gelu" and mean the approximation; transformers does the same.
+        options = options.model_copy(update={"activation": "gelu_tanh"})
     return {**read_sizes(config, _GEMMA_DEFAULTS), "layer": options}
 
 
 def _write_gemma(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
-    return {
-        **write_sizes(shape),
-        "attention_bias": options.qkv_bias,
-        "hidden_act": write_activation(options),
-    }
+    return {**write_sizes(shape), **write_layer(options)}
 
 
 GEMMA = Family(
@@ -65,18 +62,18 @@ _GEMMA2_LAYER = _GEMMA_LAYER.model_copy(
 )
 
 
-def _read_options(config: ConfigReader, head_dim: int, logit_cap: float | None) -> dict[str, Any]:
-    """Read the options that Gemma 2 and 3 share. `logit_cap` is the default of the bound of logits."""
-    bias = config.flag("attention_bias", False)
+def _read_options(config: ConfigReader, usual: LayerOptions, head_dim: int) -> LayerOptions:
+    """Read the options of Gemma 2 and 3."""
     config.skip("hidden_act")  # `hidden_activation` is the setting that counts
     scale = config.positive("query_pre_attn_scalar", 256) ** -0.5
-    return {
-        "qkv_bias": bias,
-        "out_bias": bias,
-        "activation": read_activation(config, "hidden_activation", "gelu_pytorch_tanh"),
-        "attention_scale": None if scale == head_dim**-0.5 else scale,
-        "logit_cap": _read_cap(config, "final_logit_softcapping", logit_cap),
-    }
+    return read_layer(
+        config,
+        usual,
+        activation=read_activation(config, usual.activation, "hidden_activation"),
+        attention_scale=None if scale == head_dim**-0.5 else scale,
+        attention_cap=_read_cap(config, "attn_logit_softcapping", usual.attention_cap),
+        logit_cap=_read_cap(config, "final_logit_softcapping", usual.logit_cap),
+    )
 
 
 def _read_cap(config: ConfigReader, key: str, default: float | None) -> float | None:
@@ -97,10 +94,9 @@ def _write_options(shape: ModelShape, options: LayerOptions) -> dict[str, Any]:
 
 def _read_gemma2(config: ConfigReader) -> dict[str, Any]:
     sizes = read_sizes(config, _GEMMA2_DEFAULTS)
-    options = _read_options(config, sizes["head_dim"], 30.0)
-    options["attention_cap"] = _read_cap(config, "attn_logit_softcapping", 50.0)
+    options = _read_options(config, _GEMMA2_LAYER, sizes["head_dim"])
     windows = read_windows(config, sizes["layers"], lambda layer: layer % 2 == 0, 4096)
-    return {**sizes, **windows, "layer": _GEMMA2_LAYER.model_copy(update=options)}
+    return {**sizes, **windows, "layer": options}
 
 
 def _write_gemma2(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
@@ -130,14 +126,14 @@ _GEMMA3_LAYER = _GEMMA_LAYER.model_copy(update={"norm_place": "around", "qk_norm
 
 def _read_gemma3(config: ConfigReader) -> dict[str, Any]:
     sizes = read_sizes(config, _GEMMA3_DEFAULTS, rotary=False)
-    options = _read_options(config, sizes["head_dim"], None)
+    options = _read_options(config, _GEMMA3_LAYER, sizes["head_dim"])
     if config.has("attn_logit_softcapping"):
         # transformers accepts this setting for Gemma 3, but its computation ignores it.
         raise config.fail("attn_logit_softcapping is not supported; it must be null")
     rope = read_rope_by_layer_type(config, sizes["head_dim"], _GEMMA3_DEFAULTS, _LOCAL)
     pattern = config.size("sliding_window_pattern", 6)
     windows = read_windows(config, sizes["layers"], lambda layer: (layer + 1) % pattern != 0, 4096)
-    return {**sizes, **rope, **windows, "layer": _GEMMA3_LAYER.model_copy(update=options)}
+    return {**sizes, **rope, **windows, "layer": options}
 
 
 def _write_gemma3(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:

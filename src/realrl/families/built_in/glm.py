@@ -7,9 +7,9 @@ from realrl.families.decoder import Names, named_decoder
 from realrl.families.family import Family
 from realrl.families.settings import (
     ConfigReader,
-    read_activation,
+    read_layer,
     read_sizes,
-    write_activation,
+    write_layer,
     write_partial_rotary,
     write_sizes,
 )
@@ -32,18 +32,14 @@ _LAYER = LayerOptions(norm_place="around", qkv_bias=True)
 
 
 def _read(config: ConfigReader) -> dict[str, Any]:
-    bias = config.flag("attention_bias", True)
-    activation = read_activation(config)
-    options = _LAYER.model_copy(update={"qkv_bias": bias, "activation": activation})
-    return {**read_sizes(config, _DEFAULTS), "layer": options}
+    return {**read_sizes(config, _DEFAULTS), "layer": read_layer(config, _LAYER, out_bias=False)}
 
 
 def _write(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
     return {
         **write_sizes(shape),
         **write_partial_rotary(shape),
-        "attention_bias": options.qkv_bias,
-        "hidden_act": write_activation(options),
+        **write_layer(options),
     }
 
 

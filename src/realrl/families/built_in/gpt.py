@@ -8,9 +8,11 @@ from realrl.families.family import Family
 from realrl.families.settings import (
     ConfigReader,
     read_activation,
+    read_layer,
     read_sizes,
     read_windows,
     write_activation,
+    write_layer,
     write_partial_rotary,
     write_sizes,
 )
@@ -29,7 +31,7 @@ def _read_gpt2(config: ConfigReader) -> dict[str, Any]:
     hidden, heads = config.size("n_embd", 768), config.size("n_head", 12)
     if hidden % heads:
         raise config.fail(f"n_embd={hidden} is not a multiple of n_head={heads}")
-    activation = read_activation(config, "activation_function", "gelu_new")
+    activation = read_activation(config, _GPT2_LAYER.activation, "activation_function")
     return {
         "vocab_size": config.size("vocab_size", 50257),
         "hidden_size": hidden,
@@ -95,20 +97,14 @@ _NEOX_LAYER = _LAYER.model_copy(update={"activation": "gelu", "parallel_blocks":
 
 
 def _read_neox(config: ConfigReader) -> dict[str, Any]:
-    bias = config.flag("attention_bias", True)
-    changes = {
-        "qkv_bias": bias,
-        "out_bias": bias,
-        "parallel_blocks": config.flag("use_parallel_residual", True),
-        "activation": read_activation(config, default="gelu"),
-    }
+    options = read_layer(config, _NEOX_LAYER, parallel_blocks=config.flag("use_parallel_residual", True))
     # Older files have the rotary settings under these names.
     older = {
         "rope_theta": config.number("rotary_emb_base", 10000.0),
         "partial_rotary_factor": config.number("rotary_pct", 0.25),
     }
     sizes = read_sizes(config, older) | {"norm_eps": config.number("layer_norm_eps", 1e-5)}
-    return {**sizes, "layer": _NEOX_LAYER.model_copy(update=changes)}
+    return {**sizes, "layer": options}
 
 
 def _write_neox(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
@@ -122,9 +118,8 @@ def _write_neox(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
         "layer_norm_eps": shape.norm_eps,
         "rotary_pct": rotated / shape.head_dim,
         "rotary_emb_base": shape.rope_theta,
-        "attention_bias": options.qkv_bias,
+        **write_layer(options),
         "use_parallel_residual": options.parallel_blocks,
-        "hidden_act": write_activation(options),
     }
 
 
@@ -162,7 +157,7 @@ _STARCODER_FIXED = {"mlp_type": "default", "norm_type": "layer_norm", "scale_att
 def _read_starcoder(config: ConfigReader) -> dict[str, Any]:
     config.fixed(_STARCODER_FIXED)
     bias = config.flag("use_bias", True)
-    activation = read_activation(config, default="gelu_pytorch_tanh")
+    activation = read_activation(config, _LAYER.activation)
     changes = {"qkv_bias": bias, "out_bias": bias, "mlp_bias": bias, "activation": activation}
     sizes = read_sizes(config, _STARCODER_DEFAULTS) | {"norm_eps": config.number("norm_epsilon", 1e-5)}
     windows = read_windows(config, sizes["layers"], lambda _: True, None)

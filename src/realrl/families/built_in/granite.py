@@ -6,23 +6,20 @@ from typing import Any
 from realrl.families.family import Family
 from realrl.families.settings import (
     ConfigReader,
-    read_activation,
+    read_layer,
     read_sizes,
-    write_activation,
+    write_layer,
     write_sizes,
 )
 from realrl.families.shape import LayerOptions, ModelShape
 
 
 def _read(config: ConfigReader) -> dict[str, Any]:
-    bias = config.flag("attention_bias", False)
     sizes = read_sizes(config)
     scale = config.positive("attention_multiplier", 1.0)
-    options = LayerOptions(
-        qkv_bias=bias,
-        out_bias=bias,
+    options = read_layer(
+        config,
         mlp_bias=config.flag("mlp_bias", False),
-        activation=read_activation(config),
         embedding_scale=config.positive("embedding_multiplier", 1.0),
         residual_scale=config.positive("residual_multiplier", 1.0),
         attention_scale=None if scale == sizes["head_dim"] ** -0.5 else scale,
@@ -34,9 +31,8 @@ def _read(config: ConfigReader) -> dict[str, Any]:
 def _write(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
     return {
         **write_sizes(shape),
-        "attention_bias": options.qkv_bias,
+        **write_layer(options),
         "mlp_bias": options.mlp_bias,
-        "hidden_act": write_activation(options),
         "embedding_multiplier": options.embedding_scale,
         "residual_multiplier": options.residual_scale,
         "attention_multiplier": options.attention_scale or shape.head_dim**-0.5,

@@ -10,11 +10,11 @@ from realrl.families.settings import (
     FULL,
     ROUTER_LOSS,
     ConfigReader,
-    read_activation,
+    read_layer,
     read_mixture,
     read_sizes,
     read_unrotated,
-    write_activation,
+    write_layer,
     write_mixture,
     write_sizes,
     write_unrotated,
@@ -23,23 +23,12 @@ from realrl.families.shape import LayerOptions, Mixture, ModelShape
 
 
 def _read_llama(config: ConfigReader) -> dict[str, Any]:
-    bias = config.flag("attention_bias", False)
-    options = LayerOptions(
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=config.flag("mlp_bias", False),
-        activation=read_activation(config),
-    )
+    options = read_layer(config, mlp_bias=config.flag("mlp_bias", False))
     return {**read_sizes(config), "layer": options}
 
 
 def _write_llama(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
-    return {
-        **write_sizes(shape),
-        "attention_bias": options.qkv_bias,
-        "mlp_bias": options.mlp_bias,
-        "hidden_act": write_activation(options),
-    }
+    return {**write_sizes(shape), **write_layer(options), "mlp_bias": options.mlp_bias}
 
 
 LLAMA = Family(
@@ -86,7 +75,6 @@ def _read_llama4(config: ConfigReader) -> dict[str, Any]:
     layers = sizes["layers"]
     _check_layers_alike(config, layers)
     unrotated = read_unrotated(config, layers)
-    bias = config.flag("attention_bias", False)
     default = LLAMA4_MIXTURE
     found = read_mixture(config, experts=default.experts, per_token=default.per_token, normalised=False)
     return {
@@ -94,12 +82,7 @@ def _read_llama4(config: ConfigReader) -> dict[str, Any]:
         "max_positions": min([sizes["max_positions"], *_read_starts(config, layers, unrotated)]),
         "unrotated_layers": unrotated,
         "mixture": default.model_copy(update={"experts": found.experts, "per_token": found.per_token}),
-        "layer": LayerOptions(
-            qk_norm="rotated" if config.flag("use_qk_norm", True) else "none",
-            qkv_bias=bias,
-            out_bias=bias,
-            activation=read_activation(config),
-        ),
+        "layer": read_layer(config, qk_norm="rotated" if config.flag("use_qk_norm", True) else "none"),
     }
 
 
@@ -151,8 +134,7 @@ def _write_llama4(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]
         "attention_chunk_size": max(_START, shape.max_positions),
         "floor_scale": max(_START, shape.max_positions + 1),
         "use_qk_norm": options.qk_norm == "rotated",
-        "attention_bias": options.qkv_bias,
-        "hidden_act": write_activation(options),
+        **write_layer(options),
     }
 
 

@@ -6,11 +6,11 @@ from typing import Any
 from realrl.families.family import Family
 from realrl.families.settings import (
     ConfigReader,
-    read_activation,
+    read_layer,
     read_rope_by_layer_type,
     read_sizes,
     read_windows,
-    write_activation,
+    write_layer,
     write_rope_by_layer_type,
     write_sizes,
     write_windows,
@@ -20,23 +20,12 @@ from realrl.families.shape import LayerOptions, ModelShape
 _LAYER = LayerOptions(norm_place="after", qk_norm="all")
 
 
-def _read_options(config: ConfigReader) -> LayerOptions:
-    bias = config.flag("attention_bias", False)
-    return _LAYER.model_copy(
-        update={"qkv_bias": bias, "out_bias": bias, "activation": read_activation(config)}
-    )
-
-
 def _read_olmo2(config: ConfigReader) -> dict[str, Any]:
-    return {**read_sizes(config, {"rms_norm_eps": 1e-5}), "layer": _read_options(config)}
+    return {**read_sizes(config, {"rms_norm_eps": 1e-5}), "layer": read_layer(config, _LAYER)}
 
 
 def _write_olmo2(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
-    return {
-        **write_sizes(shape),
-        "attention_bias": options.qkv_bias,
-        "hidden_act": write_activation(options),
-    }
+    return {**write_sizes(shape), **write_layer(options)}
 
 
 OLMO2 = Family(
@@ -56,7 +45,7 @@ def _read_olmo3(config: ConfigReader) -> dict[str, Any]:
     # Layers with a window have the same rotary base as the others, but their frequencies are not scaled.
     rope = read_rope_by_layer_type(config, sizes["head_dim"], _OLMO3_DEFAULTS, None)
     windows = read_windows(config, sizes["layers"], lambda layer: (layer + 1) % 4 != 0, 4096)
-    return {**sizes, **rope, **windows, "layer": _read_options(config)}
+    return {**sizes, **rope, **windows, "layer": read_layer(config, _LAYER)}
 
 
 def _write_olmo3(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:

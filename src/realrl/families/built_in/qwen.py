@@ -9,10 +9,12 @@ from realrl.families.settings import (
     ROUTER_LOSS,
     ConfigReader,
     read_activation,
+    read_layer,
     read_mixture,
     read_sizes,
     read_windows,
     write_activation,
+    write_layer,
     write_mixture,
     write_sizes,
     write_windows,
@@ -58,19 +60,17 @@ QWEN2 = Family(
 )
 
 
-def _read_options(config: ConfigReader) -> LayerOptions:
-    """Read the options of a layer of Qwen3, with or without experts."""
-    bias = config.flag("attention_bias", False)
-    return LayerOptions(qk_norm="heads", qkv_bias=bias, out_bias=bias, activation=read_activation(config))
+_QWEN3_LAYER = LayerOptions(qk_norm="heads")
 
 
 def _read_qwen3(config: ConfigReader) -> dict[str, Any]:
     sizes = read_sizes(config, {**_QWEN2_DEFAULTS, "head_dim": 128})
-    return {**sizes, **_read_windows(config, sizes["layers"]), "layer": _read_options(config)}
+    windows = _read_windows(config, sizes["layers"])
+    return {**sizes, **windows, "layer": read_layer(config, _QWEN3_LAYER)}
 
 
 def _write_qwen3(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
-    return {**_write_qwen2(shape, options), "attention_bias": options.qkv_bias}
+    return {**write_sizes(shape), **_write_windows(shape), **write_layer(options)}
 
 
 QWEN3 = Family(
@@ -78,7 +78,7 @@ QWEN3 = Family(
     architectures={"lm": "Qwen3ForCausalLM", "scalar": "Qwen3ForSequenceClassification"},
     read_config=_read_qwen3,
     write_config=_write_qwen3,
-    layer=LayerOptions(qk_norm="heads"),
+    layer=_QWEN3_LAYER,
     untouched=_WINDOW_SETTINGS,
 )
 
@@ -105,7 +105,7 @@ def _read_qwen3_moe(config: ConfigReader) -> dict[str, Any]:
         "mixture": read_mixture(
             config, experts=128, per_token=8, normalised=config.flag("norm_topk_prob", False)
         ),
-        "layer": _read_options(config),
+        "layer": read_layer(config, _QWEN3_LAYER),
     }
 
 
@@ -120,8 +120,7 @@ def _write_qwen3_moe(shape: ModelShape, options: LayerOptions) -> Mapping[str, A
         "mlp_only_layers": [],
         "use_sliding_window": bool(shape.windowed_layers),
         "sliding_window": shape.window,
-        "attention_bias": options.qkv_bias,
-        "hidden_act": write_activation(options),
+        **write_layer(options),
     }
 
 
@@ -130,7 +129,7 @@ QWEN3_MOE = Family(
     architectures={"lm": "Qwen3MoeForCausalLM", "scalar": "Qwen3MoeForSequenceClassification"},
     read_config=_read_qwen3_moe,
     write_config=_write_qwen3_moe,
-    layer=LayerOptions(qk_norm="heads"),
+    layer=_QWEN3_LAYER,
     mixture=True,
     untouched=("intermediate_size", "max_window_layers", *ROUTER_LOSS),
 )

@@ -6,11 +6,11 @@ from typing import Any
 from realrl.families.family import Family
 from realrl.families.settings import (
     ConfigReader,
-    read_activation,
+    read_layer,
     read_sizes,
     read_unrotated,
     read_windows,
-    write_activation,
+    write_layer,
     write_sizes,
     write_unrotated,
     write_windows,
@@ -26,13 +26,7 @@ _DEFAULTS = {
 
 
 def _read(config: ConfigReader) -> dict[str, Any]:
-    bias = config.flag("attention_bias", False)
-    options = LayerOptions(
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=config.flag("mlp_bias", False),
-        activation=read_activation(config),
-    )
+    options = read_layer(config, mlp_bias=config.flag("mlp_bias", False))
     sizes = read_sizes(config, _DEFAULTS)
     layers = sizes["layers"]
     unrotated = read_unrotated(config, layers)
@@ -47,9 +41,8 @@ def _write(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
         **write_windows(shape),
         "use_sliding_window": bool(shape.windowed_layers),
         **write_unrotated(shape),
-        "attention_bias": options.qkv_bias,
+        **write_layer(options),
         "mlp_bias": options.mlp_bias,
-        "hidden_act": write_activation(options),
     }
 
 
