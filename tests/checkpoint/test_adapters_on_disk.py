@@ -157,7 +157,7 @@ CHANGES = {
     "has shape": {"r": 2},
     "lora_alpha='a' is not a finite number": {"lora_alpha": "a"},
     "lora_magnitude_vector does not match": {"use_dora": True},
-    "mystery=1 is not known": {"mystery": 1},
+    "mystery=1 is an unknown setting": {"mystery": 1},
 }
 
 
