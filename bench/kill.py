@@ -23,9 +23,8 @@ from typing import Any
 
 import yaml
 
-from realrl.testing.models import save_model
 from realrl.testing.records import list_sentences, make_up_records
-from realrl.testing.shape import SHAPE
+from realrl.testing.shrink import SHAPE, save_model
 
 STEPS = 4
 KILLS = 8

@@ -21,7 +21,7 @@ from realrl.data.batch import Batch, Ragged
 from realrl.plan.cluster import Cluster
 from realrl.recipe.load import parse_experiment
 from realrl.runtime.prepare.compile import compile_recipe
-from realrl.testing.shape import SHAPE
+from realrl.testing.shrink import SHAPE
 
 KINDS = [("reverse_kl", 1.0), ("forward_kl", 0.0), ("jsd", 0.5), ("jsd", 0.1)]
 VOCABULARY = 40

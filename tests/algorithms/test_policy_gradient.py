@@ -21,7 +21,7 @@ from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
 from realrl.recipe.model import OptimizerConfig
 from realrl.recipe.registry import find_algorithm
-from realrl.testing.shape import SHAPE
+from realrl.testing.shrink import SHAPE
 
 PROMPTS, SAMPLES, MOST = 3, 4, 7
 

@@ -16,7 +16,7 @@ from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.load import parse_experiment
-from realrl.testing.shape import SHAPE
+from realrl.testing.shrink import SHAPE
 
 EXAMPLE = (Path(__file__).parents[2] / "examples" / "online_dpo.py").read_text(encoding="utf-8")
 RECIPE = {

@@ -18,9 +18,8 @@ from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.parallel_groups import select_groups
 from realrl.engine.training.trainer import Trainer
-from realrl.families.experts import Mixture
 from realrl.families.registry import model_tensors
-from realrl.families.shape import Head, ModelShape
+from realrl.families.shape import Head, Mixture, ModelShape
 from realrl.huggingface.initial_weights import initialise
 from realrl.layout.layout import build_layout
 from realrl.layout.sets import WHOLE, TrainablePart

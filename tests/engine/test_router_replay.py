@@ -21,8 +21,7 @@ from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.parallel_groups import select_groups
 from realrl.engine.replay import SampledItems
 from realrl.engine.training.trainer import Trainer
-from realrl.families.experts import Mixture
-from realrl.families.shape import ModelShape
+from realrl.families.shape import Mixture, ModelShape
 from realrl.layout.layout import build_layout
 from realrl.model.packing import Packing
 from realrl.plan.communicators import list_rank_sets

@@ -63,7 +63,7 @@ def test_longer_sequences_are_one_message_that_says_what_bounds_them() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"moe_layers": [1]}, "moe_layers=[1] is not supported: all layers of a model must be alike"),
+        ({"moe_layers": [1]}, "moe_layers=[1] is not supported: plans need layers that are all alike"),
         (
             {"moe_layers": None, "interleave_moe_layer_step": 2},
             "interleave_moe_layer_step=2 is not supported",
@@ -83,7 +83,7 @@ def test_a_model_that_differs_otherwise_is_refused(changes: dict[str, Any], word
 
 
 def test_the_model_that_reads_images_too_is_refused_with_the_text_model_in_it() -> None:
-    with pytest.raises(UserError, match=r"'llama4', which reads more than text, is not .* llama4_text, in a"):
+    with pytest.raises(UserError, match=r"'llama4' reads more than text and is not .* llama4_text, is: save"):
         shape_from_hf({"model_type": "llama4", "text_config": config_with()})
 
 

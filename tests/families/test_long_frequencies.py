@@ -17,7 +17,7 @@ from realrl.families.shape import ModelShape, RopeScaling
 from realrl.huggingface.tokenizers import load_tokenizer
 from realrl.model.packing import Packing
 from realrl.recipe.generation import GenerationConfig
-from realrl.testing.models import save_model
+from realrl.testing.shrink import save_model
 from tests.conftest import World
 from tests.model.small_models import SHAPES, make_twins, pack, padded, random_rows
 

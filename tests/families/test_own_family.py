@@ -149,7 +149,7 @@ def test_a_saved_model_is_opened_again_by_a_recipe(
 
 BROKEN = {
     "tensors=lambda shape, head, options: decoder_tensors(shape, head, options)[1:]": (
-        ": there is no tensor for parameter embedding"
+        ": parameter embedding has no tensor"
     ),
     "tensors=lambda shape, head, options: 2 * decoder_tensors(shape, head, options)": (
         ": tensor model.embed_tokens.weight is listed twice"

@@ -124,6 +124,6 @@ def test_adapters_of_embeddings_and_head_are_refused_with_the_ways_out(target: s
     with pytest.raises(UserError) as caught:
         model_tensors(shape, "lm")
     assert str(caught.value) == (
-        f"lora.targets: adapters of {target} are not supported; train all of it (lora=null), or choose among"
+        f"lora.targets: {target} cannot have adapters; train the whole model (lora=null), or choose from"
         " q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"
     )

@@ -15,8 +15,7 @@ from realrl.engine.generation.row_buffers import RowBuffers
 from realrl.engine.generation.sampler import Sampler
 from realrl.engine.generation.sampling import SamplingNoise, SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
-from realrl.families.experts import Mixture
-from realrl.families.shape import ModelShape
+from realrl.families.shape import Mixture, ModelShape
 from realrl.layout.kv_blocks import CacheSize
 from realrl.model.attention import varlen_attention
 from realrl.model.cache import PagedCache

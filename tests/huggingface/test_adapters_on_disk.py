@@ -151,13 +151,13 @@ CHANGES = {
     "rank_pattern=": {"rank_pattern": {"q_proj": 3}},
     "layer_replication=": {"layer_replication": [[0, 1]]},
     "init_lora_weights='pissa' is not supported": {"init_lora_weights": "pissa"},
-    "base_model_name_or_path=null names no model": {"base_model_name_or_path": None},
+    "base_model_name_or_path=null does not name a model": {"base_model_name_or_path": None},
     "gone: no such model directory": {"base_model_name_or_path": "./gone"},
     "r=0 is not a whole number above 0": {"r": 0},
     "has shape": {"r": 2},
     "lora_alpha='a' is not a finite number": {"lora_alpha": "a"},
     "lora_magnitude_vector does not match": {"use_dora": True},
-    "mystery=1 is not known": {"mystery": 1},
+    "mystery=1 is an unknown setting": {"mystery": 1},
 }
 
 
@@ -180,7 +180,7 @@ def test_adapters_that_would_compute_something_else_are_refused(message: str, tm
         (LowRank(rank=3, targets=("q_proj",)), "lora.targets do not agree with the adapters there"),
         (
             LowRank(rank=3, targets=("w_proj",)),
-            "there is no matrix w_proj; there are q_proj, k_proj, v_proj",
+            "the model has no matrix w_proj; it has q_proj, k_proj, v_proj",
         ),
     ],
 )

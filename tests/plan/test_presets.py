@@ -10,10 +10,10 @@ from realrl.config.errors import UserError
 from realrl.dataflow.call import Kind
 from realrl.families.sizes import SHAPES
 from realrl.plan.cluster import Cluster
-from realrl.plan.partition import list_mesh_sizes, split_by_weight, split_evenly
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
+from realrl.plan.split_cluster import list_mesh_sizes, split_by_weight, split_evenly
 from realrl.program.order import waves
 
 CLUSTERS = (

@@ -132,7 +132,7 @@ def test_validation_finds_a_kept_copy_that_is_not_refreshed() -> None:
     start, step = compiled(TWICE, plan)
     with pytest.raises(ProgramError, match="rank 2 ends with an outdated a"):
         validate(without(step, Reallocate), TWICE, homes, (), kept)
-    with pytest.raises(ProgramError, match="ends with other things in memory"):
+    with pytest.raises(ProgramError, match="ends with other state in memory"):
         validate_start(without(start, Reallocate), homes, (), kept)
 
 

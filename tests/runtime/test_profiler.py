@@ -40,7 +40,7 @@ from realrl.runtime.profiler.points import (
 )
 from realrl.runtime.profiler.shapes import ShapeMeasurements, make_tensor_rank
 from realrl.runtime.profiler.sizes import Sizes
-from realrl.testing.shape import SHAPE
+from realrl.testing.shrink import SHAPE
 from tests.conftest import World
 
 TINY = ModelShape.model_validate(SHAPE)

@@ -108,7 +108,7 @@ def test_an_algorithm_that_learns_the_same_under_every_plan_passes(tmp_path: Pat
         pytest.param(
             '{"seen": self.method("actor.train").seen}',
             '{"seen": 0.0}',
-            r"made anew from its state_dict after each step: step 2: actor\.train/loss is .* in one process",
+            r"rebuilt from its state_dict after each step: step 2: actor\.train/loss is .* in one process",
             id="state that is not saved",
         ),
         pytest.param(

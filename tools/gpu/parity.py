@@ -30,8 +30,7 @@ from realrl.engine.generation.sampler import choose_tokens_on_gpu
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.grad_norm import sum_squares
-from realrl.families.experts import Mixture
-from realrl.families.shape import ModelShape
+from realrl.families.shape import Mixture, ModelShape
 from realrl.huggingface.initial_weights import initialise
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.model.arithmetic.grouped import Groups

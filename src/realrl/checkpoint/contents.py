@@ -15,8 +15,8 @@ from realrl.engine.buffers.local_set import LocalSet
 from realrl.engine.model import Model
 from realrl.engine.training.gradients import find_counted_elements
 from realrl.engine.training.trainer import Trainer
-from realrl.layout.boxes import find_boxes
 from realrl.layout.local_tensors import LocalTensor
+from realrl.layout.region import find_boxes
 from realrl.layout.sets import TUNED
 
 if TYPE_CHECKING:

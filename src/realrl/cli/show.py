@@ -57,7 +57,7 @@ def show(
 
 def _show_phase(experiment: "Experiment", compiled: "Compiled", name: str) -> None:
     from realrl.cli.planning import drawing
-    from realrl.dataflow.text import format_graph
+    from realrl.dataflow.graph import format_graph
     from realrl.runtime.prepare.devices import memory_spec, spec_of
     from realrl.runtime.prepare.fit.check import compute_device_memory
     from realrl.runtime.prepare.trained_parts import list_trained_parts

@@ -1,27 +1,76 @@
-"""What a model family of one's own is made of; CONTRIBUTING.md has an example."""
+"""What a file that describes a model family needs; CONTRIBUTING.md shows such a file."""
 
-from typing import TYPE_CHECKING
+from realrl.families.decoder import LLAMA_NAMES, Names, decoder_tensors, named_decoder
+from realrl.families.family import Family
+from realrl.families.settings import (
+    ConfigReader,
+    read_activation,
+    read_layer,
+    read_mixture,
+    read_rope,
+    read_rope_by_layer_type,
+    read_sizes,
+    read_unrotated,
+    read_windows,
+    write_activation,
+    write_layer,
+    write_mixture,
+    write_partial_rotary,
+    write_rope,
+    write_rope_by_layer_type,
+    write_sizes,
+    write_unrotated,
+    write_windows,
+)
+from realrl.families.shape import Head, LayerOptions, Mixture, ModelShape, RopeScaling
+from realrl.families.tensors import (
+    Init,
+    Parameter,
+    Partial,
+    Partition,
+    Place,
+    Stored,
+    StoredRows,
+    TensorSpec,
+    Units,
+)
 
-from realrl.config.lazy import reexport
-
-if TYPE_CHECKING:
-    from realrl.families.decoder import Names as Names
-    from realrl.families.decoder import decoder_tensors as decoder_tensors
-    from realrl.families.decoder import named_decoder as named_decoder
-    from realrl.families.family import Family as Family
-    from realrl.families.options import LayerOptions as LayerOptions
-    from realrl.families.settings import ConfigReader as ConfigReader
-    from realrl.families.settings import read_sizes as read_sizes
-    from realrl.families.settings import write_sizes as write_sizes
-    from realrl.families.shape import ModelShape as ModelShape
-    from realrl.families.tensors import Init as Init
-    from realrl.families.tensors import Parameter as Parameter
-    from realrl.families.tensors import Partial as Partial
-    from realrl.families.tensors import Partition as Partition
-    from realrl.families.tensors import Place as Place
-    from realrl.families.tensors import Stored as Stored
-    from realrl.families.tensors import StoredRows as StoredRows
-    from realrl.families.tensors import TensorSpec as TensorSpec
-    from realrl.families.tensors import Units as Units
-
-__getattr__, __dir__ = reexport(__name__)
+__all__ = [
+    "LLAMA_NAMES",
+    "ConfigReader",
+    "Family",
+    "Head",
+    "Init",
+    "LayerOptions",
+    "Mixture",
+    "ModelShape",
+    "Names",
+    "Parameter",
+    "Partial",
+    "Partition",
+    "Place",
+    "RopeScaling",
+    "Stored",
+    "StoredRows",
+    "TensorSpec",
+    "Units",
+    "decoder_tensors",
+    "named_decoder",
+    "read_activation",
+    "read_layer",
+    "read_mixture",
+    "read_rope",
+    "read_rope_by_layer_type",
+    "read_sizes",
+    "read_unrotated",
+    "read_windows",
+    "write_activation",
+    "write_layer",
+    "write_mixture",
+    "write_partial_rotary",
+    "write_rope",
+    "write_rope_by_layer_type",
+    "write_sizes",
+    "write_unrotated",
+    "write_windows",
+]

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from realrl.families.experts import Mixture
+from realrl.families.shape import Mixture
 from realrl.model.adapter import Adapter, adapt
 from realrl.model.arithmetic.grouped import Groups, grouped_linear, has_grouped_kernel
 from realrl.model.arithmetic.matrices import Multiply

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from realrl.data.batch import copy_to_device
 from realrl.layout.kv_blocks import BLOCK_TOKENS
-from realrl.layout.padding import Bucket, bucket_lengths
+from realrl.layout.limits import Bucket, bucket_lengths
 from realrl.model.paged_attention import CachePlaces, KeyRuns
 
 

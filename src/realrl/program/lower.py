@@ -41,7 +41,7 @@ WRITER = 0
 
 
 def home_placements(graph: DataflowGraph, plan: Plan) -> dict[str, Placement]:
-    """Find the placement in which each role's parameters live between steps."""
+    """Find the placement that holds each role's parameters between steps."""
     return {role: plan[graph.home(role).name] for role in graph.roles}
 
 
@@ -54,10 +54,10 @@ def offloaded(plan: Plan) -> set[tuple[str, StateKind]]:
 def kept_copies(
     graph: DataflowGraph, plan: Plan, homes: Mapping[str, Placement]
 ) -> dict[str, tuple[Placement, ...]]:
-    """Find the placements of the copies that the plan keeps, by role.
+    """Find the placements of the copies that a plan keeps, by role.
 
-    There is one for each layout of the role's calls outside its home, in the order of these calls. `graph` is that
-    of the training step.
+    A role has one for each layout that its calls use outside its home, in the order of these calls. `graph` must
+    be that of the training step.
     """
     kept: dict[str, tuple[Placement, ...]] = {}
     for role in plan.keep:
@@ -79,15 +79,16 @@ def lower(
 ) -> list[Program]:
     """Compile one step into one program per rank of the plan's cluster.
 
-    `homes` and `kept` say where each role's parameters lie when the step starts (see `home_placements` and
-    `kept_copies`). A copy in another layout is made before the first call that needs it and released after the
-    last one; of one that is kept, the parameter sets that a call has changed are refreshed. `parts` says which sets
-    roles have that are trained in part. Every rank's program is a part of one
-    global order of instructions, and nothing waits for a later one, so programs cannot deadlock; `validate`
-    proves it again for any programs.
+    `homes` and `kept` locate each role's parameters when the step starts; see `home_placements` and `kept_copies`.
+    A copy in another layout is made before the first call that needs it and released after the last. A kept copy
+    stays; the parameter sets that a call changed are refreshed in it. `parts` says which parameter sets roles have
+    that are trained in part.
 
-    `done`: calls that have run already, whose outputs are where they put them (see `SampledStep`); the programs
-    send them on, and run the others.
+    All programs are parts of one global order of instructions, and nothing waits for a later instruction, so they
+    cannot deadlock. `validate` proves this again for any programs.
+
+    `done` are calls that have already run, with outputs on their output ranks (see `SampledStep`). The programs
+    send these outputs and run the other calls.
     """
     step = _Lowering(graph, plan, homes, kept or {}, parts or {}, done)
     step.emit(tuple(range(plan.cluster.size)), Feed(graph.sources))
@@ -119,7 +120,7 @@ def lower_start(
     kept: Mapping[str, Sequence[Placement]],
     parts: TrainableParts | None = None,
 ) -> list[Program]:
-    """Compile one program per rank that makes the kept copies, before the first step."""
+    """Compile one program per rank that makes the kept copies, to run before the first step."""
     start = _Lowering(DataflowGraph((), ()), plan, homes, kept, parts or {})
     for role in kept:
         if kept[role]:
@@ -130,7 +131,7 @@ def lower_start(
 
 
 class _Lowering:
-    """Programs of all ranks while they are built."""
+    """The programs of all ranks while they are built."""
 
     def __init__(
         self,
@@ -150,13 +151,13 @@ class _Lowering:
         self._loaded: set[str] = set()
         """Roles of `plan.offload` whose parameters are in device memory now."""
         self._shared: set[str] = set(graph.sources)
-        """Keys whose lengths are known where they are needed."""
+        """Keys whose lengths are known on all ranks that need them."""
         self._unsent: list[tuple[Call, Call]] = []
-        """Producers and consumers of rows that wait for the lengths by which the consumer's items are divided."""
+        """Producer and consumer of rows that cannot be sent yet, because the consumer's items are divided by
+        unknown lengths."""
         self._programs: list[list[Instruction]] = [[] for _ in range(plan.cluster.size)]
 
     def programs(self) -> list[Program]:
-        """Return the programs built so far."""
         return [Program(rank, tuple(instructions)) for rank, instructions in enumerate(self._programs)]
 
     def emit(self, ranks: tuple[int, ...], instruction: Instruction) -> None:
@@ -207,7 +208,7 @@ class _Lowering:
             number = self.numbers[producer.name, call.name]
             receive = Receive(number, keys, producer.name, call.name, self.plan[producer.name].output_ranks)
             self.emit(placement.ranks, receive)
-        # Micro-batches of a plan file mean nothing to a function.
+        # A function has no micro-batches, even if the plan file gives their size.
         where = function_placement(placement.mesh) if call.is_function else placement
         run = Run(call.name, role, where)
         if role is None or call.kind is not Kind.TRAIN or role not in self.plan.offload_optimizer:
@@ -222,7 +223,8 @@ class _Lowering:
     def share_outputs(self, call: Call) -> None:
         """Emit what follows a call: lengths, then the rows its consumers need.
 
-        Rows of earlier calls follow, too, if their senders know only now which ranks work on which items.
+        Rows of earlier calls follow too, if their senders needed these lengths to know which ranks work on which
+        items.
         """
         output_ranks = self.plan[call.name].output_ranks
         for key in call.outputs:
@@ -261,7 +263,8 @@ class _Lowering:
         """Send the metrics of all calls to the writer, at the end, when it has nothing else to do."""
         for call in (call for wave in self.waves for call in wave if call.kind is not Kind.GENERATE):
             output_ranks = self.plan[call.name].output_ranks
-            # Ranks of a model add up their metrics; those of a function know nothing of each other.
+            # Ranks of a model have added up their metrics; ranks of a function know only those of their own
+            # items.
             having = output_ranks if call.is_function else output_ranks[:1]
             senders = tuple(rank for rank in having if rank != WRITER)
             if senders:
@@ -282,7 +285,7 @@ class _Lowering:
             self.emit(_union(home.ranks, target.ranks), move)
 
     def _mix(self, call: Call, average: MovingAverage) -> None:
-        """Let a role follow the one that the call has trained."""
+        """Update a moving average of the role that the call trained."""
         source, into = self.homes[average.source], self.homes[average.role]
         for name in changed_sets(self.graph, call, average.role, self.parts):
             mixing = Reallocate(average.source, source, into, average.role, average.factor, name)

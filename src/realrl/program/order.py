@@ -9,7 +9,8 @@ from realrl.plan.plan import Plan
 
 Waves = tuple[tuple[Call, ...], ...]
 TrainableParts = Mapping[str, TrainablePart]
-"""Role -> what training updates of it, which says which parameter sets it has; of other roles, everything."""
+"""Role -> the part that training updates, which determines its parameter sets. Other roles are trained whole or
+not at all."""
 
 
 def waves(graph: DataflowGraph, plan: Plan) -> Waves:
@@ -28,7 +29,7 @@ def waves(graph: DataflowGraph, plan: Plan) -> Waves:
 
 
 def dependents(graph: DataflowGraph, function: Call) -> tuple[Call, ...]:
-    """Calls that cannot run, or hand on what they put out, before the outputs of a function are there."""
+    """List the calls that cannot run, or cannot send their outputs, before the outputs of a function exist."""
     own = [key for key in function.outputs if graph.keys[key].length == "own"]
     names = {name for key in own for name in length_calls(graph, key)} - {function.name}
     return tuple(c for c in graph.order if c.name in names or function in producers(graph, c))
@@ -47,7 +48,7 @@ def collecting_wave(graph: DataflowGraph, order: Waves, function: Call) -> int:
 
 
 def changes(graph: DataflowGraph, call: Call) -> tuple[str, ...]:
-    """List the roles whose parameters change in the call."""
+    """List the roles whose parameters a call changes: the one it trains, and its moving averages."""
     if call.kind is not Kind.TRAIN or call.role is None:
         return ()
     return (call.role, *(average.role for average in graph.averages if average.source == call.role))
@@ -59,12 +60,12 @@ def set_names(role: str, parts: TrainableParts) -> tuple[str, ...]:
 
 
 def trained_sets(role: str, parts: TrainableParts) -> tuple[str, ...]:
-    """List the parameter sets of a role that training it updates."""
+    """List the parameter sets of a role that its training updates."""
     return tuple(name for name, updated in parts.get(role, WHOLE).sets.items() if updated)
 
 
 def changed_sets(graph: DataflowGraph, call: Call, role: str, parts: TrainableParts) -> tuple[str, ...]:
-    """List the parameter sets of a role that have other values after the call."""
+    """List the parameter sets of a role that a call changes."""
     if call.kind is Kind.TRAIN and call.role == role:
         return trained_sets(role, parts)
     follows = [average for average in graph.averages if average.role == role and role in changes(graph, call)]
@@ -72,7 +73,8 @@ def changed_sets(graph: DataflowGraph, call: Call, role: str, parts: TrainablePa
 
 
 def following_sets(average: MovingAverage, parts: TrainableParts) -> tuple[str, ...]:
-    """List the parameter sets in which a role follows another one, without those that stay equal by themselves."""
+    """List the parameter sets of a moving average that must be updated; sets that stay equal anyway are left
+    out."""
     return (trained_sets if average.same_start else set_names)(average.role, parts)
 
 
@@ -107,20 +109,20 @@ def keys_between(graph: DataflowGraph, producer: Call, consumer: Call) -> tuple[
 
 
 def dividing_keys(graph: DataflowGraph, call: Call) -> tuple[str, ...]:
-    """List the keys by whose lengths the items of a call are divided over its ranks."""
+    """List the keys whose lengths decide how a call's items are divided among its ranks."""
     found = (graph.length_key(key) for key in call.work)
     return tuple(dict.fromkeys(key for key in found if key is not None))
 
 
 def length_readers(graph: DataflowGraph, plan: Plan, key: str) -> tuple[int, ...]:
-    """List the ranks that must know the lengths of `key`: those of `length_calls`."""
+    """List the ranks that must know the lengths of `key`: the ranks of `length_calls`."""
     return tuple(sorted({rank for name in length_calls(graph, key) for rank in plan[name].ranks}))
 
 
 def length_calls(graph: DataflowGraph, key: str) -> tuple[str, ...]:
     """List the calls whose ranks must know the lengths of `key`.
 
-    These hold or exchange rows of that length, or send to or receive from a call whose items are divided by it.
+    They hold or exchange rows of that length, or they exchange rows with a call whose items are divided by it.
     """
 
     def divided_by(call: Call) -> bool:

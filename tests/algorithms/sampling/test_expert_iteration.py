@@ -16,7 +16,7 @@ from realrl.engine.model import make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
 from realrl.recipe.model import OptimizerConfig
-from realrl.testing.shape import SHAPE
+from realrl.testing.shrink import SHAPE
 from tests.algorithms.ppo_reference import Item, TableModel, alone, on_ranks, random_items, to_batch
 
 PROMPTS, SAMPLES = 3, 4

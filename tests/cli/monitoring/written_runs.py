@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from realrl.checkpoint.manifest import MANIFEST
-from realrl.program.prediction_file import PredictedMemory, PredictedStep
-from realrl.program.trace_file import Event, make_event, write_rank_trace
+from realrl.program.trace_file import Event, PredictedMemory, PredictedStep, make_event, write_rank_trace
 from realrl.recipe.registry import find_algorithm
 from realrl.runtime.monitor.rank_status import RANKS, RankStatus, name_status_file
 from realrl.runtime.output.algorithm_record import AlgorithmRecord

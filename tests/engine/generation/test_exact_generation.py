@@ -10,8 +10,7 @@ from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.adapters import LowRank
-from realrl.families.experts import Mixture
-from realrl.families.shape import ModelShape
+from realrl.families.shape import Mixture, ModelShape
 from realrl.huggingface import model_files
 from realrl.huggingface.initial_weights import initialise
 from realrl.model.arithmetic.ops import Products

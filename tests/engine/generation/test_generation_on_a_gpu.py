@@ -17,8 +17,7 @@ from realrl.engine.generation.sampler import Sampler
 from realrl.engine.generation.sampling import SamplingNoise, SamplingSeed
 from realrl.engine.generation.step_graphs import StepGraphs
 from realrl.engine.model import Model, make_unsharded_model
-from realrl.families.experts import Mixture
-from realrl.families.shape import ModelShape
+from realrl.families.shape import Mixture, ModelShape
 from realrl.layout.kv_blocks import GPU_STEPS, MAX_DECODE_ROWS, CacheSize, pad_rows
 from realrl.model.arithmetic import grouped
 from realrl.model.cache import PagedCache

@@ -9,7 +9,7 @@ from realrl.algorithms.policy import GENERATE, KEYS, infer_on_sequences
 from realrl.dataflow.call import ROUTED_EXPERTS
 from realrl.dataflow.graph import DataflowGraph
 from realrl.dataflow.replay import add_router_replay
-from realrl.families.experts import Mixture
+from realrl.families.shape import Mixture
 from realrl.layout.kv_blocks import size_cache
 from realrl.model.cache import PagedCache
 from realrl.plan.placement import Mesh, Placement, Strategy

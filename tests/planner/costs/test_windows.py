@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from realrl.dataflow.call import Kind
-from realrl.families.options import LayerOptions
-from realrl.families.shape import ModelShape
+from realrl.families.shape import LayerOptions, ModelShape
 from realrl.families.sizes import count_layer_weights
 from realrl.layout.sets import TrainablePart
 from realrl.plan.placement import Strategy

@@ -6,7 +6,7 @@ import pytest
 
 from realrl.dataflow.call import Candidates, Kind
 from realrl.families.adapters import LowRank
-from realrl.families.experts import Mixture
+from realrl.families.shape import Mixture
 from realrl.layout.limits import BUCKET_ELEMENTS
 from realrl.layout.sets import TrainablePart
 from realrl.plan.placement import Mesh, Placement, Strategy

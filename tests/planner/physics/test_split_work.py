@@ -4,7 +4,7 @@ from dataclasses import astuple
 
 import pytest
 
-from realrl.families.experts import Mixture
+from realrl.families.shape import Mixture
 from realrl.layout.kv_blocks import CacheSize
 from realrl.plan.placement import Strategy
 from realrl.planner.workload.batching import PeakChunk, split_work

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realrl.config.errors import UserError
-from realrl.families.experts import Mixture
+from realrl.families.shape import Mixture
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.profile.curves import Curve, Surface

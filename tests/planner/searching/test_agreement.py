@@ -28,8 +28,7 @@ from realrl.planner.space.build import SearchSpace, build_problem
 from realrl.planner.space.problem import Problem
 from realrl.planner.workload.workload import Workload
 from realrl.program.lower import home_placements, offloaded
-from realrl.program.memory import Memory, StoredModel
-from realrl.program.shared_bases import check_offloading
+from realrl.program.memory import Memory, StoredModel, check_offloading
 from tests.plan.meshes import list_all
 from tests.planner.sampled_graphs import late_lengths, sampled_graph
 from tests.rewards import function_reward

@@ -9,9 +9,8 @@ import pytest
 
 from realrl.families.shape import ModelShape
 from realrl.layout.layout import build_layout
-from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import reallocate
-from realrl.plan.cluster import Cluster
+from realrl.plan.cluster import Cluster, Links
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.arrays.arrays import Floats
 from realrl.planner.moves.boxes import Boxes

@@ -8,13 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from realrl.cli.app import run_app
-from realrl.families.experts import Mixture
+from realrl.families.shape import Mixture
 from realrl.plan.cluster import Cluster
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
-from realrl.testing.models import save_model
 from realrl.testing.ranks import run_on_ranks
-from realrl.testing.shape import SHAPE
+from realrl.testing.shrink import SHAPE, save_model
 from tests.conftest import World, read_metrics
 from tests.model.small_models import SHAPES
 

@@ -26,7 +26,7 @@ from realrl.planner.workload.workload import Workload
 from realrl.program.memory import HeldState, Memory, StoredModel
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
-from realrl.testing.shape import SHAPE
+from realrl.testing.shrink import SHAPE
 from tests.conftest import PPO_CALLS, World, read_metrics
 from tests.runtime.checkpoints.interrupted import interrupt
 from tests.runtime.models.test_offload import home, prepared

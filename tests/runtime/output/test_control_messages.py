@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from realrl.data.batch import Batch, Ragged
-from realrl.layout.routing.links import Links
-from realrl.plan.cluster import Cluster
+from realrl.plan.cluster import Cluster, Links
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
 from realrl.planner.moves.exchange import ExchangeModel

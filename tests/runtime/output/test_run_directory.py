@@ -311,7 +311,7 @@ def test_code_and_a_plan_inside_the_run_directory_are_not_deleted(world: World, 
     earlier_run(run_dir)
     (run_dir / "judge.py").write_text("precious")
     judge = {"data__eval": "e.jsonl", "evaluation__judge": f"{run_dir}/judge.py:f"}
-    (run_dir / "family.py").write_text("from realrl.families.llamas.qwen2 import FAMILY")
+    (run_dir / "family.py").write_text("from realrl.families.built_in.qwen import QWEN2 as FAMILY")
     actor = {"path": "x", "family": f"{run_dir}/family.py"}
     for field, fields in {
         "evaluation.judge": judge,

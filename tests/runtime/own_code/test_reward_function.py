@@ -17,7 +17,7 @@ from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import dump_experiment, load_experiment
 from realrl.runtime.train import train
 from realrl.testing.ranks import Silent, run_on_ranks
-from realrl.testing.shape import SHAPE
+from realrl.testing.shrink import SHAPE
 from tests.conftest import World, read_metrics, write_jsonl
 from tests.runtime.conftest import Command
 
@@ -263,7 +263,7 @@ def test_a_saved_recipe_finds_code_of_the_user_from_any_directory(
     world: World, tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = file.with_name("family.py")
-    family.write_text("from realrl.families.llamas.llama import FAMILY\n")
+    family.write_text("from realrl.families.built_in.llama import LLAMA as FAMILY\n")
     written = recipe(
         world,
         tmp_path,

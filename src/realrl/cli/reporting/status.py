@@ -16,8 +16,8 @@ from realrl.cli.reporting.speed import read_speed
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
 from realrl.config.yaml_file import read_yaml
-from realrl.program.prediction_file import PredictedStep
 from realrl.program.text import format_ranks
+from realrl.program.trace_file import PredictedStep
 from realrl.runtime.monitor.ended import STARTS_AGAIN, Ended
 from realrl.runtime.monitor.rank_status import RANKS, RankStatus, read_statuses
 from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord

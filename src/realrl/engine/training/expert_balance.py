@@ -5,7 +5,7 @@ from torch import Tensor
 
 from realrl.algorithms.base.method import Metrics
 from realrl.engine.model import Model
-from realrl.families.experts import Mixture
+from realrl.families.shape import Mixture
 from realrl.model.mixture.balance import BalancedRouting, ExpertCounts
 from realrl.model.mixture.routing import Routing
 from realrl.model.packing import Packing

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from realrl.families.options import Activation
+from realrl.families.shape import Activation
 from realrl.model.arithmetic.autograd import apply_function
 from realrl.model.cpu import elementwise as cpu
 from realrl.model.cpu.rows import count_claims

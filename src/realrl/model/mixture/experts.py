@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from realrl.families.experts import Mixture
-from realrl.families.options import Activation
+from realrl.families.shape import Activation, Mixture
 from realrl.model.arithmetic.elementwise import activate
 from realrl.model.arithmetic.grouped import Groups, gather_weighed, sum_copies
 from realrl.model.arithmetic.matrices import Matrices

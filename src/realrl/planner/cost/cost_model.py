@@ -12,9 +12,9 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import build_layout
 from realrl.layout.limits import message_limits
-from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import reallocate
 from realrl.layout.sets import BASE, TrainablePart, element_width
+from realrl.plan.cluster import Links
 from realrl.plan.placement import ELEMENT_BYTES, Placement, Strategy
 from realrl.planner.arrays.arrays import Floats, Real
 from realrl.planner.cluster.cluster_spec import ClusterSpec, Site

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache, reduce
 import numpy as np
 
 from realrl.layout import limits
-from realrl.layout.padding import bucket_lengths
+from realrl.layout.limits import bucket_lengths
 from realrl.planner.arrays.arrays import Floats, Ints, Real, truncate
 from realrl.planner.memory.matrix_gradients import added_bytes
 from realrl.planner.workload.shard_sizes import LocalSizes

@@ -32,8 +32,7 @@ from realrl.planner.workload.generation import split_generations
 from realrl.planner.workload.shard_sizes import LocalSizes, SetSizes
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import Workload
-from realrl.program.memory import StoredModel
-from realrl.program.training_state import TrainingState, count_training_state
+from realrl.program.memory import StoredModel, TrainingState, count_training_state
 
 _LASTING = ("cache", "packed weights", "graphs")
 

@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realrl.layout.ranges import stage_layers
-from realrl.layout.routing.links import Links
 from realrl.layout.sets import BASE, element_width
-from realrl.plan.cluster import Cluster
+from realrl.plan.cluster import Cluster, Links
 from realrl.plan.placement import Placement
 from realrl.planner.arrays.arrays import Floats, Ints
 from realrl.planner.moves.boxes import Boxes, Pair

@@ -24,8 +24,7 @@ from realrl.config.explain import brief, explain
 from realrl.config.files import write_whole
 from realrl.config.json_file import read_json
 from realrl.config.paths import local_path
-from realrl.families.experts import Mixture
-from realrl.families.shape import ModelShape
+from realrl.families.shape import Mixture, ModelShape
 from realrl.plan.placement import Dtype
 from realrl.planner.arrays.arrays import Floats, Real
 from realrl.planner.profile.corrections import Correction

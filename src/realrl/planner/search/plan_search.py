@@ -29,8 +29,7 @@ from realrl.planner.uncertainty.preference import MOST_LONGER, choose_plan
 from realrl.planner.uncertainty.ranking import StepSampler
 from realrl.planner.workload.workload import Workload
 from realrl.program.lower import home_placements, offloaded
-from realrl.program.memory import list_sharers
-from realrl.program.shared_bases import check_offloading, find_holders
+from realrl.program.memory import check_offloading, find_holders, list_sharers
 
 _LITTLE = SearchBudget(plans=10_000, chains=32, rounds=20, nodes=20_000)
 """Search budget of a preset, in which only micro-batches and recomputation vary."""

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from realrl.config.errors import UserError
 from realrl.config.paths import is_local, local_path
 from realrl.dataflow.call import MovingAverage
-from realrl.dataflow.graph import DataflowGraph
-from realrl.dataflow.periods import share_steps
+from realrl.dataflow.graph import DataflowGraph, share_steps
 from realrl.dataflow.replay import add_router_replay, find_replaying_roles
 from realrl.families.adapters import LowRank
 from realrl.families.registry import model_tensors
@@ -20,9 +19,8 @@ from realrl.plan.plan import Plan
 from realrl.plan.presets import SEARCH, make_plan
 from realrl.program.instructions import Program
 from realrl.program.lower import home_placements, kept_copies, lower, lower_start, offloaded
-from realrl.program.memory import Memory, StoredModel
+from realrl.program.memory import Memory, StoredModel, check_offloading
 from realrl.program.order import TrainableParts
-from realrl.program.shared_bases import check_offloading
 from realrl.program.validate import validate, validate_start
 from realrl.recipe.algorithm import SCORE, get_spec
 from realrl.recipe.experiment import Experiment

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from realrl.dataflow.call import Kind
 from realrl.planner.simulate.estimate import DeviceMemory
 from realrl.planner.simulate.footprints import compute_footprints
-from realrl.program.early_loads import EarlyLoads, find_early_loads
 from realrl.program.instructions import Program, Run
-from realrl.program.memory import Memory
+from realrl.program.memory import EarlyLoads, Memory, find_early_loads
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.compile import Compiled
 from realrl.runtime.prepare.devices import memory_spec

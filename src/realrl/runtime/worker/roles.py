@@ -34,8 +34,8 @@ from realrl.model.parallel.group import Group
 from realrl.plan.placement import DTYPES, Dtype, Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Load, Offload, Reallocate, Release
+from realrl.program.memory import find_holders, order_sharers
 from realrl.program.order import following_sets, trained_sets
-from realrl.program.shared_bases import find_holders, order_sharers
 from realrl.program.text import name_parameters
 from realrl.recipe.model import ModelConfig, trained_models
 from realrl.runtime.prepare.compile import adapt_shapes, find_shared_bases, find_trainable_parts

@@ -24,7 +24,6 @@ from realrl.engine.generation.generator import generate
 from realrl.engine.generation.prompts import group_samples
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.reduced_metrics import DifferentMetricsError
-from realrl.program.early_loads import EarlyLoads
 from realrl.program.instructions import (
     Feed,
     Instruction,
@@ -39,6 +38,7 @@ from realrl.program.instructions import (
     Send,
     ShareLengths,
 )
+from realrl.program.memory import EarlyLoads
 from realrl.program.text import format_instruction
 from realrl.recipe.stop_strings import StopStrings
 from realrl.runtime.measure.step_timer import StepTimer

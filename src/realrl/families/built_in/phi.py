@@ -1,39 +1,36 @@
-"""Phi-3, Phi-3.5 and Phi-4, dense text models: a Llama with fused matrices, whose frequencies may be stretched."""
+"""Phi-3, Phi-3.5 and Phi-4, dense text models: a Llama whose files hold fused matrices."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from realrl.families.decoder import Names, named_decoder
 from realrl.families.family import Family
-from realrl.families.options import LayerOptions
 from realrl.families.settings import (
-    ACTIVATIONS,
     ConfigReader,
+    read_activation,
     read_sizes,
     read_windows,
     write_activation,
     write_sizes,
 )
-from realrl.families.shape import ModelShape
+from realrl.families.shape import LayerOptions, ModelShape
 
-DEFAULTS = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}
-"""Values of Phi3Config for settings that a file may leave out, where they are not the usual ones."""
-FIXED = {
+_DEFAULTS = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}
+_FIXED = {
     "attention_bias": False,
     "mlp_bias": False,
     "lm_head_bias": False,
     "full_attn_mod": 1,
     "interpolate_factor": 1,
 }
-"""Settings of published files that models here have no other value for."""
-NAMES = Names(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
+_NAMES = Names(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
 
 
 def _read(config: ConfigReader) -> dict[str, Any]:
-    options = LayerOptions(activation=config.choice("hidden_act", ACTIVATIONS, "silu"))
-    config.fixed(FIXED)
-    config.skip("original_max_position_embeddings")  # which the scaling of frequencies reads
-    sizes = read_sizes(config, DEFAULTS)
+    options = LayerOptions(activation=read_activation(config))
+    config.fixed(_FIXED)
+    config.skip("original_max_position_embeddings")  # the scaling of frequencies reads it
+    sizes = read_sizes(config, _DEFAULTS)
     return {**sizes, **read_windows(config, sizes["layers"], lambda _: True, None), "layer": options}
 
 
@@ -48,10 +45,10 @@ def _write(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
     }
 
 
-FAMILY = Family(
+PHI3 = Family(
     model_type="phi3",
     architectures={"lm": "Phi3ForCausalLM", "scalar": "Phi3ForSequenceClassification"},
     read_config=_read,
     write_config=_write,
-    tensors=named_decoder(NAMES),
+    tensors=named_decoder(_NAMES),
 )

@@ -1,44 +1,63 @@
-"""Llama 4, text models (Scout): experts whose inputs are weighed beside a shared one, and layers without rotation.
-
-Attention of layers with rotation is in chunks, and scores of the others are scaled by position. Neither changes
-anything in sequences that end before both begin, and longer ones are refused.
-"""
+"""Llama from the second generation on, and the text models of Llama 4 (Scout)."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from realrl.config.explain import brief
 from realrl.families.decoder import Names, named_decoder
-from realrl.families.experts import Mixture
 from realrl.families.family import Family
-from realrl.families.llamas.unrotated_settings import read_unrotated, write_unrotated
-from realrl.families.mixtures.router_settings import ROUTER_LOSS, read_mixture, write_mixture
-from realrl.families.options import LayerOptions
 from realrl.families.settings import (
-    ACTIVATIONS,
     FULL,
+    ROUTER_LOSS,
     ConfigReader,
+    read_layer,
+    read_mixture,
     read_sizes,
-    write_activation,
+    read_unrotated,
+    write_layer,
+    write_mixture,
     write_sizes,
+    write_unrotated,
 )
-from realrl.families.shape import ModelShape
+from realrl.families.shape import LayerOptions, Mixture, ModelShape
 
-DEFAULTS = {
+
+def _read_llama(config: ConfigReader) -> dict[str, Any]:
+    options = read_layer(config, mlp_bias=config.flag("mlp_bias", False))
+    return {**read_sizes(config), "layer": options}
+
+
+def _write_llama(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
+    return {**write_sizes(shape), **write_layer(options), "mlp_bias": options.mlp_bias}
+
+
+LLAMA = Family(
+    model_type="llama",
+    architectures={"lm": "LlamaForCausalLM", "scalar": "LlamaForSequenceClassification"},
+    read_config=_read_llama,
+    write_config=_write_llama,
+    buffers=("rotary_emb.inv_freq",),
+)
+
+
+_LLAMA4_DEFAULTS = {
     "num_key_value_heads": 8,
     "head_dim": 128,
     "max_position_embeddings": 131072,
     "rope_theta": 500000.0,
     "rms_norm_eps": 1e-5,
 }
-"""Values of Llama4TextConfig for settings that a file may leave out, where they are not the usual ones."""
-CHUNKED = "chunked_attention"
-FIXED = {"router_jitter_noise": 0.0}
-"""Noise that other mixtures add in training, and transformers not to this one."""
-MIXTURE = Mixture(experts=16, per_token=1, scores="sigmoid", normalised=False, weighed="inputs", shared=True)
-"""That of Llama4TextConfig, of which a file may change the numbers of experts."""
+_LLAMA4_FIXED = {"router_jitter_noise": 0.0}
+LLAMA4_MIXTURE = Mixture(
+    experts=16, per_token=1, scores="sigmoid", normalised=False, weighed="inputs", shared=True
+)
+"""Defaults of Llama4TextConfig; a file may change `experts` and `per_token`."""
+_CHUNKED = "chunked_attention"
 _START = 8192
-"""Usual position, counted from 1, after which attention has chunks, and from which scores are scaled."""
+"""Default of `attention_chunk_size` and of `floor_scale`, in tokens.
+
+Attention of rotated layers is cut into chunks of the first. Scores of unrotated layers are scaled by position from
+the second on. Models here do neither: sequences end before both begin, so that neither changes anything."""
 _POSITIONS = (
     "max_position_embeddings",
     "attention_chunk_size",
@@ -47,28 +66,23 @@ _POSITIONS = (
     "floor_scale",
     "attn_scale",
 )
-"""Settings of which a shape holds only how long sequences may be that they leave alone."""
+"""Settings that a shape sums up in `max_positions`: the longest sequence that they leave alone."""
 
 
-def _read(config: ConfigReader) -> dict[str, Any]:
-    sizes = read_sizes(config, DEFAULTS)
-    config.fixed(FIXED)
+def _read_llama4(config: ConfigReader) -> dict[str, Any]:
+    sizes = read_sizes(config, _LLAMA4_DEFAULTS)
+    config.fixed(_LLAMA4_FIXED)
     layers = sizes["layers"]
     _check_layers_alike(config, layers)
     unrotated = read_unrotated(config, layers)
-    bias = config.flag("attention_bias", False)
-    found = read_mixture(config, experts=MIXTURE.experts, per_token=MIXTURE.per_token, normalised=False)
+    default = LLAMA4_MIXTURE
+    found = read_mixture(config, experts=default.experts, per_token=default.per_token, normalised=False)
     return {
         **sizes,
         "max_positions": min([sizes["max_positions"], *_read_starts(config, layers, unrotated)]),
         "unrotated_layers": unrotated,
-        "mixture": MIXTURE.model_copy(update={"experts": found.experts, "per_token": found.per_token}),
-        "layer": LayerOptions(
-            qk_norm="rotated" if config.flag("use_qk_norm", True) else "none",
-            qkv_bias=bias,
-            out_bias=bias,
-            activation=config.choice("hidden_act", ACTIVATIONS, "silu"),
-        ),
+        "mixture": default.model_copy(update={"experts": found.experts, "per_token": found.per_token}),
+        "layer": read_layer(config, qk_norm="rotated" if config.flag("use_qk_norm", True) else "none"),
     }
 
 
@@ -82,23 +96,23 @@ def _check_layers_alike(config: ConfigReader, layers: int) -> None:
     else:
         return
     raise config.fail(
-        f"{what} is not supported: all layers of a model must be alike, as plans take them to be, and have experts"
+        f"{what} is not supported: plans need layers that are all alike, so each must have experts"
     )
 
 
 def _read_starts(config: ConfigReader, layers: int, unrotated: tuple[int, ...]) -> list[int]:
-    """Read the lengths up to which sequences are in one chunk, and have scores that are not scaled."""
+    """Read the sequence lengths after which chunks begin and scores are scaled; see `_START`."""
     kinds = config.read("layer_types")
     if kinds is None:
-        kinds = [FULL if layer in unrotated else CHUNKED for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in (FULL, CHUNKED) for k in kinds):
+        kinds = [FULL if layer in unrotated else _CHUNKED for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in (FULL, _CHUNKED) for k in kinds):
         raise config.fail(
-            f"layer_types={brief(kinds)} must be a list of {layers} words, each {CHUNKED} or {FULL}"
+            f"layer_types={brief(kinds)} must be a list of {layers} words, each {_CHUNKED} or {FULL}"
         )
     found = []
     if config.has("attention_chunk_size", _START):
         chunk = config.size("attention_chunk_size", _START)
-        found += [chunk] if CHUNKED in kinds else []
+        found += [chunk] if _CHUNKED in kinds else []
     floor = config.size("floor_scale", _START, least=2)
     config.number("attn_scale", 0.1)
     tuned = config.read("attn_temperature_tuning", True)
@@ -109,27 +123,26 @@ def _read_starts(config: ConfigReader, layers: int, unrotated: tuple[int, ...]) 
     return found
 
 
-def _write(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
+def _write_llama4(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
     return {
         **write_sizes(shape),
         **write_mixture(shape),
         **write_unrotated(shape),
-        **FIXED,
+        **_LLAMA4_FIXED,
         "moe_layers": [*range(shape.layers)],
         "interleave_moe_layer_step": 1,
         "attention_chunk_size": max(_START, shape.max_positions),
         "floor_scale": max(_START, shape.max_positions + 1),
         "use_qk_norm": options.qk_norm == "rotated",
-        "attention_bias": options.qkv_bias,
-        "hidden_act": write_activation(options),
+        **write_layer(options),
     }
 
 
-FAMILY = Family(
+LLAMA4 = Family(
     model_type="llama4_text",
     architectures={"lm": "Llama4ForCausalLM", "scalar": "Llama4ForSequenceClassification"},
-    read_config=_read,
-    write_config=_write,
+    read_config=_read_llama4,
+    write_config=_write_llama4,
     layer=LayerOptions(qk_norm="rotated"),
     tensors=named_decoder(
         Names(

@@ -1,30 +1,25 @@
-"""Granite 3: a Llama with factors of embeddings, scores, blocks and logits."""
+"""Granite 3: a Llama that multiplies embeddings, attention scores, block outputs and logits by constants."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from realrl.families.decoder import decoder_tensors
 from realrl.families.family import Family
-from realrl.families.options import LayerOptions
 from realrl.families.settings import (
-    ACTIVATIONS,
     ConfigReader,
+    read_layer,
     read_sizes,
-    write_activation,
+    write_layer,
     write_sizes,
 )
-from realrl.families.shape import ModelShape
+from realrl.families.shape import LayerOptions, ModelShape
 
 
 def _read(config: ConfigReader) -> dict[str, Any]:
-    bias = config.flag("attention_bias", False)
     sizes = read_sizes(config)
     scale = config.positive("attention_multiplier", 1.0)
-    options = LayerOptions(
-        qkv_bias=bias,
-        out_bias=bias,
+    options = read_layer(
+        config,
         mlp_bias=config.flag("mlp_bias", False),
-        activation=config.choice("hidden_act", ACTIVATIONS, "silu"),
         embedding_scale=config.positive("embedding_multiplier", 1.0),
         residual_scale=config.positive("residual_multiplier", 1.0),
         attention_scale=None if scale == sizes["head_dim"] ** -0.5 else scale,
@@ -36,9 +31,8 @@ def _read(config: ConfigReader) -> dict[str, Any]:
 def _write(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
     return {
         **write_sizes(shape),
-        "attention_bias": options.qkv_bias,
+        **write_layer(options),
         "mlp_bias": options.mlp_bias,
-        "hidden_act": write_activation(options),
         "embedding_multiplier": options.embedding_scale,
         "residual_multiplier": options.residual_scale,
         "attention_multiplier": options.attention_scale or shape.head_dim**-0.5,
@@ -46,10 +40,9 @@ def _write(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
     }
 
 
-FAMILY = Family(
+GRANITE = Family(
     model_type="granite",
     architectures={"lm": "GraniteForCausalLM", "scalar": "GraniteForSequenceClassification"},
     read_config=_read,
     write_config=_write,
-    tensors=decoder_tensors,
 )

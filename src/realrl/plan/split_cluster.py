@@ -1,4 +1,4 @@
-"""Partition of a cluster into disjoint meshes."""
+"""Split a cluster into disjoint meshes."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -10,7 +10,8 @@ from realrl.plan.placement import Mesh
 
 @lru_cache
 def list_mesh_sizes(cluster: Cluster) -> tuple[int, ...]:
-    """List the sizes of meshes that tile a cluster, ascending: divisors of a node, and runs of whole nodes."""
+    """List the sizes of meshes that tile a cluster, ascending: divisors of a node's size, and runs of whole
+    nodes."""
     sizes = {size for _, node in cluster.runs for size in range(1, node) if node % size == 0}
     if cluster.even:
         sizes.update(cluster.bounds[1:])
@@ -20,7 +21,8 @@ def list_mesh_sizes(cluster: Cluster) -> tuple[int, ...]:
 
 
 def split_evenly(cluster: Cluster, count: int) -> list[Mesh]:
-    """Find `count` disjoint meshes of equal size, as large as possible. The cluster must have as many devices."""
+    """Find `count` disjoint meshes of equal size, as large as possible. The cluster must have at least `count`
+    devices."""
     assert 0 < count <= cluster.size, f"{count} parts of cluster {cluster}"
     fitting = (size for size in list_mesh_sizes(cluster) if size * count <= cluster.size)
     parts = (_place(cluster, [size] * count) for size in sorted(fitting, reverse=True))
@@ -28,7 +30,7 @@ def split_evenly(cluster: Cluster, count: int) -> list[Mesh]:
 
 
 def split_by_weight(cluster: Cluster, weights: Sequence[float]) -> list[Mesh]:
-    """Find one mesh per weight: equal parts, of which the heaviest then grow as long as all fit."""
+    """Find one mesh per weight: start with equal meshes, then enlarge the heaviest first while all of them fit."""
     sizes = [mesh.size for mesh in split_evenly(cluster, len(weights))]
     heaviest_first = sorted(range(len(weights)), key=lambda i: -weights[i])
     grown = True
@@ -60,7 +62,8 @@ def _place(cluster: Cluster, sizes: Sequence[int]) -> list[Mesh] | None:
 
 
 def _starts(cluster: Cluster, size: int) -> Iterator[int]:
-    """List where a mesh of a size may begin: with a node if it ends with one, or every `size` devices of one."""
+    """List the first ranks that a mesh of this size may have. A mesh inside a node starts at a multiple of its
+    size. A larger one starts with a node and must end with a node."""
     for node in range(cluster.nodes):
         ranks = cluster.ranks(node)
         end = ranks.start + size
