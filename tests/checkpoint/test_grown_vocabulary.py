@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from realrl.checkpoint import huggingface
 from realrl.checkpoint.directory import find_model_shape
 from realrl.config.errors import UserError
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.region import Region

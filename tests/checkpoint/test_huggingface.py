@@ -21,7 +21,7 @@ from realrl.checkpoint import directory, huggingface
 from realrl.checkpoint.directory import known_shape
 from realrl.checkpoint.origin import read_origin
 from realrl.config.errors import UserError
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.engine.finite import NotFiniteError
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from realrl.checkpoint import headers, huggingface, portions
 from realrl.checkpoint.stored import Weights, read_parts
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
 from realrl.layout.layout import build_layout

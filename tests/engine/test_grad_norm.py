@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from realrl.engine.training import grad_norm
-from realrl.engine.training.grad_norm import sum_squares
+from realrl.engine.training.optimizer import sum_squares
 from tests.allocations import count_allocated
 
 SIZES = (1, 2**16 - 1, 2**16, 5 * 2**16 + 77)

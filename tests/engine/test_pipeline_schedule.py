@@ -2,7 +2,7 @@
 
 import pytest
 
-from realrl.engine.pipeline.schedule import Action, dry_run, make_1f1b_schedule
+from realrl.engine.pipeline import Action, dry_run, make_1f1b_schedule
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 2), (3, 2), (4, 3), (4, 8), (5, 16)]
 

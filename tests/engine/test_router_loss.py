@@ -24,8 +24,7 @@ from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import build_layout
 from realrl.layout.sets import WHOLE, TrainablePart
-from realrl.model.mixture.balance import BalancedRouting, ExpertCounts
-from realrl.model.mixture.routing import LIKELIEST
+from realrl.model.routing import LIKELIEST, BalancedRouting, ExpertCounts
 from realrl.plan.communicators import list_rank_sets
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.recipe.model import OptimizerConfig

@@ -11,17 +11,14 @@ from torch import Tensor
 from realrl.model import logprobs, rotary
 from realrl.model.arithmetic import elementwise
 from realrl.model.arithmetic.ops import PLAIN
-from realrl.model.parallel.group import Group, make_single_rank_group
+from realrl.model.group import Group, make_single_rank_group
 
 if importlib.util.find_spec("triton") is None:
     assert sys.platform != "linux", "the development requirements bring Triton"
     pytest.skip("Triton is not for this platform", allow_module_level=True)
 
-from realrl.model.gpu.activation import Activate
+from realrl.model.gpu.elementwise import Activate, AddRMSNorm, RMSNorm, RotateHeads, SwiGLU
 from realrl.model.gpu.logits import bound_logits, compute_logit_sums, compute_softmax_gradient
-from realrl.model.gpu.norm import AddRMSNorm, RMSNorm
-from realrl.model.gpu.rotary import RotateHeads
-from realrl.model.gpu.swiglu import SwiGLU
 from realrl.model.gpu_logprobs import TokenLogprobs
 
 # The interpreter computes both sides of a `where`, of which kernels use one.

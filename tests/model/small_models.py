@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from realrl.checkpoint.stored import join_tensors, read_parts
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.families.config_json import shape_to_hf
 from realrl.families.experts import Mixture
 from realrl.families.mixtures.llama4 import MIXTURE
@@ -23,7 +23,7 @@ from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape, RopeScaling
 from realrl.families.tensors import Init, TensorSpec
 from realrl.layout.shard import Shard
-from realrl.model.parallel.group import make_single_rank_group
+from realrl.model.group import make_single_rank_group
 from realrl.model.transformer import Transformer
 
 SHAPES = {

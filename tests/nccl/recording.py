@@ -8,12 +8,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from realrl.model.parallel import group as model_group
 from torch import Tensor
 
 from realrl.engine.parallel_groups import ParallelGroups, select_groups
 from realrl.engine.pipeline import messages as pipeline_messages
-from realrl.model.parallel import group as model_group
-from realrl.model.parallel.group import Group
+from realrl.model.group import Group
 from realrl.plan.communicators import RankSet, list_rank_sets
 from realrl.plan.placement import Placement
 from tests.nccl.simulator import COMPUTE, Action, Collective, Launch, Messages

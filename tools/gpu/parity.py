@@ -24,13 +24,13 @@ if CPU:
 
 from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
-from realrl.engine.buffers.offload import Offloadable
 from realrl.engine.generation import decode_memory
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampler import choose_tokens_on_gpu
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
-from realrl.engine.training.grad_norm import sum_squares
+from realrl.engine.offload import Offloadable
+from realrl.engine.training.optimizer import sum_squares
 from realrl.families.experts import Mixture
 from realrl.families.shape import ModelShape
 from realrl.layout.kv_blocks import BLOCK_TOKENS
@@ -41,12 +41,10 @@ from realrl.model.attention_rule import AttentionRule
 from realrl.model.gpu import exact as exact_kernels
 from realrl.model.gpu import logits as logit_kernels
 from realrl.model.gpu import nucleus, paged_attention
-from realrl.model.gpu.norm import AddRMSNorm, RMSNorm
-from realrl.model.gpu.rotary import RotateHeads
-from realrl.model.gpu.swiglu import SwiGLU
+from realrl.model.gpu.elementwise import AddRMSNorm, RMSNorm, RotateHeads, SwiGLU
 from realrl.model.gpu_logprobs import TokenLogprobs
+from realrl.model.group import make_single_rank_group
 from realrl.model.packing import Packing
-from realrl.model.parallel.group import make_single_rank_group
 from realrl.recipe.settings import GenerationConfig
 
 torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
@@ -534,7 +532,7 @@ def check_norm_memory() -> dict[str, Any]:
 
 
 def check_update() -> dict[str, Any]:
-    from realrl.engine.buffers.flat import FlatBuffer
+    from realrl.engine.buffers import FlatBuffer
     from realrl.engine.training.optimizer import ShardedAdamW
     from realrl.families.registry import model_tensors
     from realrl.recipe.model import OptimizerConfig

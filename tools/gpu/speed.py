@@ -33,7 +33,7 @@ from realrl.families.sizes.published import SHAPES
 from realrl.families.tensors import Init
 from realrl.model.arithmetic.ops import PLAIN
 from realrl.model.gpu_logprobs import TokenLogprobs
-from realrl.model.parallel.group import make_single_rank_group
+from realrl.model.group import make_single_rank_group
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import find_gpu_kind
 from realrl.planner.operators.tables import find_operators

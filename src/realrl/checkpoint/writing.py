@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from realrl.config.files import write_all
-from realrl.engine.buffers.host_memory import view_bytes
 from realrl.engine.finite import NotFiniteError, all_finite
+from realrl.engine.offload import view_bytes
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 """Types of saved tensors, and their names in a header."""

@@ -11,23 +11,22 @@ from realrl.algorithms.method import InferenceMethod, Metrics, ModelOutput
 from realrl.data.batch import Batch, Ragged
 from realrl.data.partition import even_micro_batches, micro_batches
 from realrl.dataflow.call import Candidates, Replay
-from realrl.engine.buffers.local_set import LocalSet, Parameters
+from realrl.engine.buffers import LocalSet, Parameters
 from realrl.engine.dtypes import find_set_dtype
 from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.pass_counts import PassCounts
-from realrl.engine.pipeline.messages import Pipeline, prefetch_receives
+from realrl.engine.pipeline import Pipeline, prefetch_receives
 from realrl.engine.reduced_metrics import reduce_metrics
 from realrl.engine.replay import SampledItems
-from realrl.engine.sharding.gathered import GatheredParameters
-from realrl.engine.sharding.passes import ShardedPasses
+from realrl.engine.sharding import GatheredParameters, ShardedPasses
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.sets import BASE, WHOLE, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
 from realrl.model.arithmetic.ops import PLAIN, Products
-from realrl.model.mixture.routing import LIKELIEST, Routing
+from realrl.model.group import make_single_rank_group
 from realrl.model.packing import Packing
-from realrl.model.parallel.group import make_single_rank_group
+from realrl.model.routing import LIKELIEST, Routing
 from realrl.model.transformer import Transformer
 from realrl.plan.placement import Mesh, Placement, Strategy
 

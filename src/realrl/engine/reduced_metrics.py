@@ -5,7 +5,7 @@ from zlib import crc32
 import torch
 
 from realrl.algorithms.method import Metrics
-from realrl.model.parallel.group import Group
+from realrl.model.group import Group
 
 _MOST = 1 << 14
 """Numbers of metrics are below this."""

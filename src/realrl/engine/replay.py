@@ -9,9 +9,8 @@ from torch import Tensor
 from realrl.data.batch import Batch, Ragged, copy_to_device
 from realrl.dataflow.call import Replay
 from realrl.layout.shard import Shard
-from realrl.model.mixture.replay import EXPERT_DTYPE, NONE_CHOSEN, ReplayedRouting
-from realrl.model.mixture.routing import LIKELIEST, Routing
 from realrl.model.packing import Packing
+from realrl.model.routing import EXPERT_DTYPE, LIKELIEST, NONE_CHOSEN, ReplayedRouting, Routing
 
 _NO_TOKEN = -1
 

@@ -26,7 +26,8 @@ _LOG2_E = 1.4426950408889634
 
 
 class _Pad(Function):
-    """Packed heads to one query, key and value tensor per bucket. [T, C] -> 3 tensors [rows, D] per bucket"""
+    """Copy packed heads to one query, key and value tensor per bucket. [T, C] -> 3 tensors [rows, D] per
+    bucket"""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, padded: PaddedHeads) -> tuple[Tensor, ...]:
@@ -41,7 +42,7 @@ class _Pad(Function):
 
 
 class _Unpad(Function):
-    """Attention's output per bucket back to packed tokens. [rows, D] per bucket -> [T, heads * D]"""
+    """Copy attention's output per bucket back to packed tokens. [rows, D] per bucket -> [T, heads * D]"""
 
     @staticmethod
     def forward(ctx: Any, padded: PaddedHeads, *outputs: Tensor) -> Tensor:
@@ -58,7 +59,8 @@ class _Unpad(Function):
 
 
 def _attend_padded(qkv: Tensor, padded: PaddedHeads, rule: AttentionRule) -> Tensor:
-    """Compute causal attention by a rule. [T, (heads + 2 kv_heads) * D] -> [T, heads * D]"""
+    """Compute causal attention by a rule, on sequences padded to buckets. [T, (heads + 2 kv_heads) * D] ->
+    [T, heads * D]"""
     parts = iter(_Pad.apply(qkv, padded))
     outputs = []
     group = padded.heads // padded.kv_heads
@@ -83,7 +85,8 @@ def _attend_padded(qkv: Tensor, padded: PaddedHeads, rule: AttentionRule) -> Ten
 
 
 class _SequenceAttention(Function):
-    """Attention on a CPU, which saves its output and a number for each query."""
+    """Attention on a CPU. It saves its output and one number per query (the log-sum of the softmax) for the
+    backward pass."""
 
     @staticmethod
     def forward(
@@ -115,7 +118,7 @@ class _SequenceAttention(Function):
         attend_backward(pieces, qkv, ctx.starts, *ctx.sizes, *ctx.bounds, out, sums, wide, grad_qkv, claim=1)
         grad_sinks = None
         if sinks is not None and ctx.needs_input_grad[1]:
-            # Their weight takes from the others what it is times what these add up to.
+            # d loss / d sink = -sum over tokens of softmax(sink) * (out · grad_out)
             weights = torch.exp2(sinks.float() * _LOG2_E - sums)
             sizes = (len(out), ctx.sizes[0], ctx.sizes[2])
             grad_sinks = -(weights * (out * wide).view(sizes).sum(2)).sum(0)
@@ -124,9 +127,10 @@ class _SequenceAttention(Function):
 
 @cache
 def load_packed_attention() -> tuple[Callable[..., Tensor], dict[str, Any]]:
-    """Import torch's flash kernel for packed sequences; the function, and options it needs for grouped heads.
+    """Import torch's flash kernel for packed sequences. Returns the function, and the options it needs for
+    grouped heads.
 
-    Importing it takes two seconds, as long as torch itself: not where a rank on a CPU would wait for it.
+    The import takes two seconds, as long as torch itself, so ranks on a CPU must not pay for it.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -136,9 +140,9 @@ def load_packed_attention() -> tuple[Callable[..., Tensor], dict[str, Any]]:
 
 
 def _has_varlen_kernel(qkv: Tensor, dim: int) -> bool:
-    """Check whether the flash kernel for packed sequences takes these heads: half precision, a multiple of 8 dims.
+    """Check whether the flash kernel for packed sequences supports these heads; other inputs are padded.
 
-    It needs compute capability 8.0 (Ampere); what it does not take is padded.
+    It needs half precision, a multiple of 8 dims up to 256, and compute capability 8.0 (Ampere).
     """
     if qkv.dtype == torch.float32 or dim % 8 or dim > 256:
         return False
@@ -146,7 +150,8 @@ def _has_varlen_kernel(qkv: Tensor, dim: int) -> bool:
 
 
 def _attend_exactly(qkv: Tensor, packing: Packing, heads: int, kv_heads: int, rule: AttentionRule) -> Tensor:
-    """Compute `varlen_attention` without gradient, each row as a decode step would, from keys in blocks.
+    """Compute `varlen_attention` without gradient, each row as a decode step would compute it, from keys in
+    blocks.
 
     qkv: [T, (heads + 2 kv_heads) * D] -> [T, heads * D]
     """
@@ -167,7 +172,8 @@ def _attend_exactly(qkv: Tensor, packing: Packing, heads: int, kv_heads: int, ru
 
 
 class _ExactAttention(Function):
-    """Attention by the exact kernel, whose gradient is that of the fast one: nothing is said of its last bits."""
+    """Attention by the exact kernel, with the gradient of the fast kernel: only forward passes need to be
+    exact."""
 
     @staticmethod
     def forward(
@@ -207,9 +213,9 @@ def varlen_attention(
     *,
     exact: bool = False,
 ) -> Tensor:
-    """Compute causal attention: each token attends to itself and those before it in its sequence, by a rule.
+    """Compute causal attention by a rule: a token attends to itself and to earlier tokens of its sequence.
 
-    If `exact`, a token's result is that of a decode step, bit for bit.
+    If `exact`, a token's result equals that of a decode step, bit for bit.
 
     qkv: [T, (heads + 2 kv_heads) * D], queries first, then keys, then values -> [T, heads * D]
     """
@@ -242,14 +248,13 @@ def split_heads(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor,
 
 
 def find_repeated_heads(shard: Shard, device: torch.device) -> Tensor | None:
-    """Find the heads to select so that each query head has a key head and a value head; None where groups are even.
+    """Find the rows of qkv's heads to select so that each query head has its own key and value head.
 
-    -> [3 * query heads] int64
+    Returns None if every key head of the rank serves equally many query heads. -> [3 * query heads] int64
     """
     if shard.uneven_groups is None:
         return None
     heads = len(shard.queries)
-    # Every query head is given the key head and the value head that it reads.
     key_heads = heads + torch.tensor(shard.uneven_groups)
     value_heads = key_heads + len(shard.keys)
     return torch.cat([torch.arange(heads), key_heads, value_heads]).to(device)

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens on a GPU, in chunks of which only sums are kept."""
+"""Log-probabilities of tokens on a GPU: logits are computed in chunks, and only their sums are kept."""
 
 from typing import Any
 
@@ -8,15 +8,16 @@ from torch.autograd import Function
 
 from realrl.model.arithmetic.ops import PLAIN, Products, find_gradient
 from realrl.model.gpu.logits import bound_logits, compute_logit_sums, compute_softmax_gradient
-from realrl.model.parallel.group import Group
+from realrl.model.group import Group
 
 
 class TokenLogprobs(Function):
-    """Log-probabilities at the targets, and entropies; arguments as those of `logprobs.compute_token_logprobs`.
+    """Log-probabilities at the targets, and entropies; arguments as for `logprobs.compute_token_logprobs`.
 
-    The backward pass computes the logits once more: a fourth product beside the three that cannot be spared
-    (logits, gradient of the hidden states, gradient of the table). By what the gradient of each token's logits is
-    weighted, only the loss tells, after all of them; logits that waited for it would be [N, V].
+    The backward pass computes the logits again: a fourth product beside the three that nobody can avoid
+    (logits, gradient of the hidden states, gradient of the table). The gradient of a token's logits depends
+    on the loss, which is known only after the forward pass, and keeping the logits until then would take [N,
+    V].
     """
 
     @staticmethod
@@ -34,7 +35,7 @@ class TokenLogprobs(Function):
         size: int,
         cap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute both; `size` rows of logits at a time."""
+        """Compute log-probabilities and entropies, `size` rows of logits at a time."""
         scale = 1 / temperature
         chosen = hidden.new_empty(targets.shape, dtype=torch.float32)
         log_sums = chosen.new_empty(len(hidden))
@@ -54,13 +55,13 @@ class TokenLogprobs(Function):
             ctx.mark_non_differentiable(entropy)
         ctx.scale, ctx.rows, ctx.products, ctx.size = scale, rows, products, size
         ctx.cap = cap
-        # A single chunk is saved; several are recomputed, which costs less than the memory.
+        # A single chunk is saved. Several are recomputed, which costs less than their memory.
         ctx.save_for_backward(hidden, table, bias, targets, log_sums, logits if len(hidden) <= size else None)
         return chosen, entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of hidden states and bias, and add the table's to `table.grad`."""
+        """Compute the gradients of hidden states and bias, and add the gradient of the table to `table.grad`."""
         hidden, table, bias, targets, log_sums, saved = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_table = find_gradient(table)[: ctx.rows] if ctx.needs_input_grad[1] else None
@@ -111,7 +112,7 @@ def compute_logprobs_on_gpu(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _select(values: Tensor, targets: Tensor, rows: int) -> Tensor:
-    """Select values at the targets, 0 where another rank has the target. [n, rows], [n, m] -> [n, m]"""
+    """Select values at the targets, 0 if another rank has the target. [n, rows], [n, m] -> [n, m]"""
     if not rows:
         return values.new_zeros(targets.shape)
     is_local = (targets >= 0) & (targets < rows)
@@ -119,7 +120,7 @@ def _select(values: Tensor, targets: Tensor, rows: int) -> Tensor:
 
 
 def _merge_ranks(log_sums: Tensor, means: Tensor | None, group: Group) -> tuple[Tensor, Tensor | None]:
-    """Merge sums over this rank's columns into those over all ranks' columns. [N] each"""
+    """Merge log-sums and means over this rank's columns into those over all ranks' columns. [N] each"""
     if group.size == 1:
         return log_sums, means
     highest = group.max(log_sums.clone())
@@ -139,7 +140,7 @@ def _differentiate(
     rows: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute the gradient of a chunk of logits, before they were bounded by `cap`, in the type of products.
+    """Compute the gradient of a chunk of logits as they were before `cap` bounded them, in type `dtype`.
 
     factors: gradients of the log-probabilities [n, m] -> [n, rows]
     """
@@ -152,7 +153,8 @@ def _differentiate(
         slope = 1 - (logits.gather(1, index) / cap).square()
         at_targets = at_targets * slope
     if targets.shape[1] > 1 or not rows:
-        # Targets may recur in a row, and are added in float32: beside a likely one, what is left is small.
+        # A target may occur twice in a row, so contributions are added in float32, before the cast to
+        # `dtype`: the remaining gradient is small if the target is likely.
         compute_softmax_gradient(logits, log_sums, total, scale, bound, logits)
         if rows:
             logits.scatter_add_(1, index, at_targets)

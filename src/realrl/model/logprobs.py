@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens without the whole [T, V] matrix of logits."""
+"""Log-probabilities of tokens, without ever holding the whole [T, V] matrix of logits."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from torch.autograd import Function
 
 from realrl.layout.limits import count_kept_logit_rows, count_logit_rows
 from realrl.model.arithmetic.ops import PLAIN, Products, find_gradient
-from realrl.model.cpu.logits import bound_rows
+from realrl.model.cpu.elementwise import bound_rows
 from realrl.model.cpu.products import Panels
 from realrl.model.gpu.path import on_gpu
-from realrl.model.parallel.group import Group
+from realrl.model.group import Group
 
 
 class _TokenLogprobs(Function):
@@ -105,7 +105,7 @@ class _TokenLogprobs(Function):
 def _chunk_size(hidden: Tensor, table: Tensor) -> int:
     """Count the rows of logits that are computed at a time.
 
-    The same on every rank, because chunks are summed over ranks one by one.
+    The count is the same on every rank, because chunks are summed over ranks one by one.
     """
     return count_logit_rows(len(table), cpu=not on_gpu(hidden))
 
@@ -118,8 +118,8 @@ def _cut_padding(table: Tensor, bias: Tensor | None, rows: int) -> tuple[Tensor,
 def cap_logits(logits: Tensor, cap: float) -> Tensor:
     """Bound logits softly, in place: cap * tanh(x / cap). [n, V] float32
 
-    By kernels of our own: whether last bits of torch's tanh depend on a number's place is up to the library that it
-    was built with, and exact runs do not leave it to that.
+    Our own kernels compute it: in some builds of torch, the last bits of tanh depend on an element's place in
+    the tensor, and exact runs must not.
     """
     if on_gpu(logits):
         from realrl.model.gpu.logits import bound_logits  # needs Triton
@@ -141,7 +141,7 @@ def _compute_logits(
 def _log_softmax(logits: Tensor, temperature: float, group: Group, out: Tensor | None = None) -> Tensor:
     """Turn this rank's columns of logits into those of the log-softmax over all ranks' columns, float32.
 
-    The result is `out`, where given, else takes their place.
+    Writes to `out` if given, otherwise over `logits`.
     """
     if temperature != 1.0:
         logits.div_(temperature)
@@ -156,13 +156,14 @@ def _log_softmax(logits: Tensor, temperature: float, group: Group, out: Tensor |
 
 
 def _localise_targets(targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Find whether each target is one of this rank's rows, as 0 or 1, and a valid index. [n, m] -> two of [n, m]"""
+    """Say whether this rank has each target's row, and return an index that is valid either way. [n, m] ->
+    two of [n, m]"""
     is_local = (targets >= 0) & (targets < rows)
     return is_local, targets.masked_fill(~is_local, 0)
 
 
 def _select_targets(logp: Tensor, targets: Tensor) -> Tensor:
-    """Select log-probabilities at the targets, 0 where another rank has the target. [n, rows] -> [n, m]"""
+    """Select log-probabilities at the targets, 0 if another rank has the target. [n, rows] -> [n, m]"""
     if not logp.shape[1]:
         return logp.new_zeros(targets.shape)
     is_local, index = _localise_targets(targets, logp.shape[1])
@@ -186,10 +187,11 @@ def compute_token_logprobs(
 
     With `cap`, logits are bounded softly before they are divided (see `cap_logits`).
 
-    hidden: [N, H], table: [P, H], a parameter, of which the first `rows` are this rank's and the others padding, P
-    the same on every rank of `group`; bias: [P] or None, targets: [N, m] int64, counted from this rank's first row
-    -> [N, m] float32, and [N] float32 without gradient; the same on every rank. The gradient of `hidden` is this
-    rank's part of a sum over the group; that of the table is added to `table.grad` (`ops.find_gradient`).
+    hidden: [N, H]. table: [P, H], a parameter: its first `rows` are this rank's rows of the vocabulary, the
+    others padding; P is the same on every rank of `group`. bias: [P] or None. targets: [N, m] int64, counted
+    from this rank's first row. -> [N, m] float32, and [N] float32 without gradient; the same on every rank.
+    The gradient of `hidden` is this rank's part of a sum over the group; the table's gradient is added to
+    `table.grad` (`ops.find_gradient`).
     """
     size = _chunk_size(hidden, table)
     arguments = (hidden, table, bias, targets, temperature, entropy, group, rows)
@@ -197,7 +199,7 @@ def compute_token_logprobs(
         from realrl.model.gpu_logprobs import TokenLogprobs  # needs Triton
 
         return TokenLogprobs.apply(*arguments, products, size, cap)
-    # What is not kept is computed again: for large vocabularies that costs less than the memory.
+    # The backward pass recomputes what is not kept: for large vocabularies, that costs less than the memory.
     keeps = torch.is_grad_enabled() and len(hidden) <= count_kept_logit_rows(len(table), cpu=True)
     return _TokenLogprobs.apply(*arguments, products, size, keeps and cap is None, cap)
 
@@ -205,7 +207,7 @@ def compute_token_logprobs(
 def compute_logprobs(logits: Tensor, temperature: float) -> Tensor:
     """Compute log softmax(logits / temperature) with the arithmetic of `compute_token_logprobs` on one rank.
 
-    logits: [n, V] float32, which stay as they are -> [n, V]
+    logits: [n, V] float32, not changed -> [n, V]
     """
     if on_gpu(logits):
         from realrl.model.gpu_logprobs import compute_logprobs_on_gpu  # needs Triton
@@ -229,10 +231,11 @@ def find_likeliest_tokens(
     first: int,
     products: Products = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute log-probabilities of the targets and of the `count` likeliest tokens, the likeliest first.
+    """Compute log-probabilities of the targets, and of the `count` likeliest tokens, best first.
 
-    Arguments as for `compute_token_logprobs`; `first` is the token of this rank's first row. -> [N, m] float32 at
-    the targets, [N, count] int64 tokens, and [N, count] float32, without gradient and the same on every rank.
+    Arguments as for `compute_token_logprobs`; `first` is the token of this rank's first row. -> [N, m]
+    float32 at the targets, [N, count] int64 tokens, and [N, count] float32, without gradient and the same on
+    every rank.
     """
     size = _chunk_size(hidden, table)
     weight, bias = _cut_padding(table, bias, rows)
@@ -259,7 +262,7 @@ def _select_likeliest(
 ) -> tuple[Tensor, Tensor]:
     """Select the likeliest tokens among all ranks' columns. logp: [n, this rank's rows] -> two of [n, count]
 
-    The likeliest of each rank, at most `count`, are gathered: those of the whole vocabulary are among them.
+    Each rank contributes its own `count` likeliest tokens; those of the whole vocabulary are among them.
     """
     if group.size == 1:
         best = logp.topk(count, dim=1)

@@ -10,7 +10,7 @@ from realrl.data.order import Order
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.engine.generation.sampling import SamplingSeed
-from realrl.engine.training.learning_rate import compute_learning_rate
+from realrl.engine.training.optimizer import compute_learning_rate
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import trained_models

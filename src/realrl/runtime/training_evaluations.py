@@ -5,7 +5,7 @@ from typing import Any
 
 from realrl.algorithms.rewards.judge import load_judge
 from realrl.data.dataset import Dataset
-from realrl.model.parallel.group import Group
+from realrl.model.group import Group
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.evaluate import Evaluation

@@ -8,7 +8,7 @@ import torch
 
 from realrl.checkpoint import huggingface
 from realrl.checkpoint.initial_weights import initialise
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.testing.shape import SHAPE

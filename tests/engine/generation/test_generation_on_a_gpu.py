@@ -11,18 +11,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from realrl.engine.generation import decode_memory, step_graphs
 from realrl.engine.generation.decode_memory import KeptDecoding, list_addresses
-from realrl.engine.generation.decode_step import DecodeStep
+from realrl.engine.generation.decode_step import DecodeStep, StepGraphs
 from realrl.engine.generation.row_buffers import BufferedRows, RowBuffers
 from realrl.engine.generation.sampler import Sampler
 from realrl.engine.generation.sampling import SamplingNoise, SamplingSeed
-from realrl.engine.generation.step_graphs import StepGraphs
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.experts import Mixture
 from realrl.families.shape import ModelShape
 from realrl.layout.kv_blocks import GPU_STEPS, MAX_DECODE_ROWS, CacheSize, pad_rows
 from realrl.model.arithmetic import grouped
 from realrl.model.cache import PagedCache
-from realrl.model.decode_weights import DecodeWeights
+from realrl.model.matrices import DecodeWeights
 from realrl.recipe.settings import GenerationConfig
 from tests.engine.generation.test_shared_prompts import assert_same, draw, make_items, make_model
 from tests.engine.test_router_replay import CAPACITIES, make_models, sample, shape_of

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realrl.engine.generation.blocks import SCRATCH, BlockPool
-from realrl.engine.generation.scheduler import DecodeRow, DecodeTurn, Prompt, Scheduler
+from realrl.engine.generation.scheduler import SCRATCH, BlockPool, DecodeRow, DecodeTurn, Prompt, Scheduler
 from realrl.layout.kv_blocks import BLOCK_TOKENS, CacheSize, count_blocks, count_prompt_blocks, size_cache
 
 

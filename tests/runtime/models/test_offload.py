@@ -10,9 +10,9 @@ import torch
 from realrl.checkpoint import huggingface
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
-from realrl.engine.buffers.flat import FlatBuffer
-from realrl.engine.buffers.offload import Offloadable, PlainCopies
+from realrl.engine.buffers import FlatBuffer
 from realrl.engine.model import Model
+from realrl.engine.offload import Offloadable, PlainCopies
 from realrl.families.registry import model_tensors
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realrl.checkpoint import portions
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.families.shape import ModelShape
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.limits import CPU_MESSAGES, GPU_MESSAGES, MessageLimits

@@ -21,7 +21,7 @@ from realrl.checkpoint.state.manifest import Chunk, Manifest, StoredState
 from realrl.checkpoint.state.pieces import State
 from realrl.checkpoint.state.planners import PiecesSavePlanner
 from realrl.config.files import write_all
-from realrl.engine.buffers.host_memory import view_bytes
+from realrl.engine.offload import view_bytes
 
 BUFFER_BYTES = 8 << 20
 """Bytes that are copied from a GPU at a time."""

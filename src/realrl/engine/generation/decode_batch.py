@@ -9,7 +9,7 @@ from realrl.engine.generation.call import GenerateCall
 from realrl.engine.generation.decode_memory import count_computed_rows
 from realrl.engine.generation.prefill import PrefillPass
 from realrl.engine.generation.scheduler import DecodeTurn, RowPrefill
-from realrl.engine.pipeline.messages import PendingRecv
+from realrl.engine.pipeline import PendingRecv
 
 
 class DecodeBatch:

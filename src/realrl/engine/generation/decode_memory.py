@@ -5,14 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from realrl.engine.generation.decode_step import DecodeStep
+from realrl.engine.generation.decode_step import DecodeStep, StepGraphs
 from realrl.engine.generation.row_buffers import RowBuffers
 from realrl.engine.generation.sampler import Sampler
-from realrl.engine.generation.step_graphs import StepGraphs
 from realrl.engine.model import Model
 from realrl.layout.kv_blocks import CacheSize, count_steps_per_look, pad_rows
 from realrl.model.cache import PagedCache
-from realrl.model.decode_weights import DecodeWeights
+from realrl.model.matrices import DecodeWeights
 from realrl.recipe.settings import GenerationConfig
 
 

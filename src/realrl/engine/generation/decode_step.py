@@ -1,12 +1,16 @@
 """Decode step of one stage: from tokens or hidden states to hidden states, or to sampled tokens."""
 
+from functools import cache
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from realrl.engine.generation.row_buffers import BufferedRows
 from realrl.engine.generation.sampler import Sampler
 from realrl.engine.model import Model
 from realrl.model.cache import PagedCache
-from realrl.model.decode_weights import DecodeWeights
+from realrl.model.matrices import DecodeWeights
 
 
 class DecodeStep:
@@ -36,3 +40,90 @@ class DecodeStep:
         tokens, logprobs = self._sampler.sample(logits, rows.cached.own_lengths, noise)
         rows.advance(tokens, logprobs)
         return tokens
+
+
+class StepGraphs:
+    """Graphs of a decode step, one per number of rows, in one pool of memory.
+
+    They are captured when they are needed the second time: the first time the step runs operation by operation, for
+    libraries and kernels to be loaded. Graphs know addresses of parameters, cache and buffers, all of which must
+    stay where they are.
+    """
+
+    def __init__(self, step: DecodeStep, device: torch.device) -> None:
+        self._step = step
+        self._device = device
+        self._graphs: dict[int, _StepGraph | None] = {}
+        self._pool: Any = None
+
+    def run(self, rows: BufferedRows, hidden: Tensor | None) -> Tensor:
+        """Run `DecodeStep.run`. What it returns is overwritten by the next step of as many rows."""
+        width = len(rows.tokens)
+        if width not in self._graphs:
+            self._graphs[width] = None
+            return self._step.run(rows, hidden)
+        graph = self._graphs[width]
+        if graph is None:
+            graph = self._graphs[width] = self._capture(rows, hidden)
+        return graph.replay(hidden)
+
+    def _capture(self, rows: BufferedRows, hidden: Tensor | None) -> "_StepGraph":
+        """Capture a graph, with the memory that torch caches given back only where there is not enough without."""
+        stream = _find_capture_stream(self._device)
+        try:
+            return self._capture_in(stream, rows, hidden)
+        except torch.cuda.OutOfMemoryError:
+            # While it captures, torch's allocator gives no memory back by itself.
+            torch.cuda.empty_cache()
+        return self._capture_in(stream, rows, hidden)
+
+    def _capture_in(
+        self, stream: torch.cuda.Stream, rows: BufferedRows, hidden: Tensor | None
+    ) -> "_StepGraph":
+        if not any(self._graphs.values()):
+            self._pool = torch.cuda.graph_pool_handle()  # that of a capture that failed cannot be taken again
+        return _StepGraph(self._step, rows, hidden, self._pool, stream)
+
+
+class _StepGraph:
+    """Graph of a decode step of so many rows."""
+
+    def __init__(
+        self,
+        step: DecodeStep,
+        rows: BufferedRows,
+        hidden: Tensor | None,
+        pool: Any,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        self._hidden = None if hidden is None else torch.empty_like(hidden)
+        self._graph = torch.cuda.CUDAGraph()
+        # Not `torch.cuda.graph`: that waits for the device, and gives back all memory that torch caches.
+        stream.wait_stream(torch.cuda.current_stream(rows.tokens.device))
+        with torch.cuda.stream(stream):
+            # Other threads may use the device meanwhile, such as NCCL's watchdog.
+            self._graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                self._output = step.run(rows, self._hidden)
+            finally:
+                self._graph.capture_end()
+
+    def replay(self, hidden: Tensor | None) -> Tensor:
+        if self._hidden is not None and hidden is not None:
+            self._hidden.copy_(hidden)
+        self._graph.replay()
+        return self._output
+
+
+@cache
+def _find_capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Find the stream in which graphs are captured: one for the process, since torch keeps the workspace that
+    cuBLAS gets in each stream for ever.
+
+    Products are run in it once, so that the workspace does not lie in the pool of a graph.
+    """
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        x = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+        torch.addmm(x[0], x, x @ x)
+    return stream

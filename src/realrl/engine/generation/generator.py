@@ -1,6 +1,6 @@
 """Generation: prompts in, sequences with their log-probabilities out."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -12,14 +12,26 @@ from realrl.engine.generation.call import GenerateCall
 from realrl.engine.generation.decode_batch import DecodeBatch
 from realrl.engine.generation.decode_memory import KeptDecoding
 from realrl.engine.generation.prefill import as_tensor
-from realrl.engine.generation.prompts import group_samples
 from realrl.engine.generation.routed_experts import join_stages
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.generation.scheduler import DecodeRow, Prompt
 from realrl.engine.model import Model
-from realrl.model.mixture.replay import EXPERT_DTYPE
+from realrl.model.routing import EXPERT_DTYPE
 from realrl.recipe.settings import GenerationConfig
 from realrl.recipe.stop_strings import StopStrings
+
+
+def group_samples(ids: Sequence[int], prompts: Ragged, samples: int) -> list[list[int]]:
+    """Group the positions of items that are samples of one prompt, items i * samples to (i + 1) * samples - 1.
+
+    Rows must be equal too: a graph may continue sequences that were sampled before.
+    """
+    if samples == 1:
+        return [[position] for position in range(len(ids))]
+    groups = defaultdict(list)
+    for position, (item, row) in enumerate(zip(ids, prompts.rows(), strict=True)):
+        groups[item // samples, tuple(row.tolist())].append(position)
+    return list(groups.values())
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from torch import Tensor
 from realrl.engine.generation.prefill import list_places
 from realrl.engine.generation.scheduler import DecodeRow, ReleasedRow
 from realrl.engine.model import Model
-from realrl.model.mixture.replay import EXPERT_DTYPE, NONE_CHOSEN
+from realrl.model.routing import EXPERT_DTYPE, NONE_CHOSEN
 
 _MESSAGE_BYTES = 64 << 20
 """Most bytes of rows that the stages of a pipeline put together at a time, but for a longer row alone."""

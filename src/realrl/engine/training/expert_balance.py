@@ -6,9 +6,8 @@ from torch import Tensor
 from realrl.algorithms.method import Metrics
 from realrl.engine.model import Model
 from realrl.families.experts import Mixture
-from realrl.model.mixture.balance import BalancedRouting, ExpertCounts
-from realrl.model.mixture.routing import Routing
 from realrl.model.packing import Packing
+from realrl.model.routing import BalancedRouting, ExpertCounts, Routing
 
 
 class ExpertBalance:

@@ -1,14 +1,15 @@
 """Gradients of ZeRO-1: data-parallel ranks accumulate all of them, and reduce them once per mini-batch."""
 
-from collections.abc import Mapping
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 
-from realrl.engine.buffers.flat import FlatBuffer
-from realrl.engine.buffers.local_set import LocalSet
+from realrl.engine.buffers import FlatBuffer, LocalSet
 from realrl.engine.model import Model
-from realrl.engine.training.grad_reduce import OverlappedGradReduce
 from realrl.engine.training.gradients import (
     finalize_model_grads,
     find_counted_elements,
@@ -17,6 +18,79 @@ from realrl.engine.training.gradients import (
 )
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.recipe.model import OptimizerConfig
+
+
+class OverlappedGradReduce:
+    """Gradient reduction that starts a bucket's reduce-scatter once its gradients are complete.
+
+    Megatron's DDP calls this `overlap_grad_reduce`.
+
+    Buckets start from the end of the buffer, where the gradients that come first lie, and always in that
+    order, which is therefore the same on every rank. Those with late tensors are left to the optimizer's step.
+    """
+
+    def __init__(
+        self, model: Model, gradients: FlatBuffer, optimizer: ShardedAdamW, *, late: Collection[str] = ()
+    ) -> None:
+        """`late`: tensors whose gradients still change after the backward pass."""
+        self._optimizer = optimizer
+        self._parameters = [0] * optimizer.buckets
+        """Number of parameters with elements in each bucket."""
+        self._missing: list[int] | None = None
+        """Number of those whose gradients are not complete; None before the last backward pass of a mini-batch."""
+        self._waiting: deque[int] = deque()
+        """Buckets that have not started, in the order in which they do."""
+        self._nodes: list[Node] = []
+        """Autograd's nodes of the parameters, which would lose their hooks if nothing referred to them."""
+        self._late = {bucket for name in late for bucket in self._find_buckets(gradients, (name,))}
+        count = _make_counter(self)
+        for name, parameter in model.transformer.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            touched = self._find_buckets(gradients, model.transformer.sources[name])
+            for bucket in touched:
+                self._parameters[bucket] += 1
+            # The node runs once all uses of the parameter have run backward, also where these have added to its
+            # gradient themselves and have none for autograd; hooks on the parameter would not be called then.
+            node = get_gradient_edge(parameter).node
+            node.register_hook(lambda *_, touched=touched: count(touched))
+            self._nodes.append(node)
+
+    def _find_buckets(self, gradients: FlatBuffer, names: Sequence[str]) -> range:
+        """Find the buckets that neighbouring tensors have elements in."""
+        size = self._optimizer.bucket_size
+        first = gradients.offset(names[0])
+        last = gradients.offset(names[-1]) + gradients[names[-1]].numel() - 1
+        return range(first // size, last // size + 1)
+
+    def start_last_backward(self) -> None:
+        """Announce that the next backward pass is the last one of the mini-batch."""
+        self._missing = list(self._parameters)
+        buckets = reversed(range(self._optimizer.buckets))
+        self._waiting = deque(bucket for bucket in buckets if bucket not in self._late)
+
+    def _count_gradient(self, touched: range) -> None:
+        """Count a parameter's gradient, in these buckets, as complete if the pass is the last one."""
+        if self._missing is None:
+            return
+        for bucket in touched:
+            self._missing[bucket] -= 1
+        while self._waiting and self._missing[self._waiting[0]] == 0:
+            self._optimizer.start_reduce(self._waiting.popleft())
+        if not self._waiting:
+            self._missing = None
+
+
+def _make_counter(of: OverlappedGradReduce) -> Callable[[range], None]:
+    """Make a hook that does not keep `of` alive: autograd's nodes, which `of` refers to, refer to their hooks."""
+    found = weakref.ref(of)
+
+    def count(touched: range) -> None:
+        alive = found()
+        if alive is not None:
+            alive._count_gradient(touched)
+
+    return count
 
 
 class FullGradients:

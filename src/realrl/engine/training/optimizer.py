@@ -1,5 +1,6 @@
 """AdamW with state sharded over data-parallel ranks."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -10,12 +11,45 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from realrl.engine.buffers.flat import FlatBuffer
-from realrl.engine.training.grad_norm import sum_squares
+from realrl.engine.buffers import FlatBuffer
 from realrl.families.tensors import TensorSpec
 from realrl.layout.limits import GATHER_STAGES
-from realrl.model.parallel.group import Group, all_gather, reduce_scatter
+from realrl.model.gpu.path import on_gpu
+from realrl.model.group import Group, all_gather, reduce_scatter
 from realrl.recipe.model import OptimizerConfig
+
+_RUN = 2**16
+"""Elements whose squares are summed in float32: a few roundings per lane. The sums of runs are added in float64.
+Kernels that sum in float64 throughout first copy all elements to float64, which takes 8 bytes per element."""
+
+
+def sum_squares(values: Tensor) -> Tensor:
+    """Sum the squares of float32 values. [n], contiguous -> [] float64"""
+    if not on_gpu(values):
+        return torch.stack([torch.dot(run, run) for run in values.split(_RUN)]).sum(dtype=torch.float64)
+    whole = len(values) - len(values) % _RUN
+    norms = torch.linalg.vector_norm(values[:whole].view(-1, _RUN), dim=1)
+    rest = torch.linalg.vector_norm(values[whole:])
+    return torch.cat([norms, rest[None]]).double().square_().sum()
+
+
+def compute_learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Compute the learning rate of a step: linear warm-up, then the schedule to its end.
+
+    `step` counts from 0 to `steps`.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    progress = min(1.0, progress)
+    match config.schedule:
+        case "constant":
+            return config.lr
+        case "linear":
+            remaining = 1 - progress
+        case "cosine":
+            remaining = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining)
 
 
 @dataclass(frozen=True)

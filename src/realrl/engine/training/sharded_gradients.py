@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realrl.engine.buffers.local_set import LocalSet
+from realrl.engine.buffers import LocalSet
 from realrl.engine.model import Model
-from realrl.engine.sharding.gradients import SectionGradients
-from realrl.engine.sharding.section_buffers import SectionBuffer, group_by_section
+from realrl.engine.sharding import SectionBuffer, SectionGradients, group_by_section
 from realrl.engine.training.gradients import (
     find_counted_elements,
     require_gradients,
@@ -20,7 +19,7 @@ from realrl.engine.training.gradients import (
     sum_tied_embeddings,
 )
 from realrl.engine.training.optimizer import ShardedAdamW
-from realrl.model.parallel.group import all_gather, make_single_rank_group
+from realrl.model.group import all_gather, make_single_rank_group
 from realrl.plan.placement import Placement
 from realrl.recipe.model import OptimizerConfig
 

@@ -6,7 +6,7 @@ from math import isfinite
 
 from realrl.algorithms.method import Metrics
 from realrl.data.batch import Batch
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.engine.finite import all_finite
 from realrl.engine.model import Model
 

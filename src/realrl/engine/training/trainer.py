@@ -11,15 +11,15 @@ from torch import Tensor
 from realrl.algorithms.method import Metrics, TrainMethod
 from realrl.data.batch import Batch
 from realrl.dataflow.call import Candidates, Replay
-from realrl.engine.buffers.local_set import LocalSet
-from realrl.engine.buffers.offload import Offloadable
+from realrl.engine.buffers import LocalSet
 from realrl.engine.model import Model, count_item_tokens, read_candidates
-from realrl.engine.pipeline.schedule import make_1f1b_schedule
+from realrl.engine.offload import Offloadable
+from realrl.engine.pipeline import make_1f1b_schedule
 from realrl.engine.reduced_metrics import reduce_metrics
 from realrl.engine.replay import SampledItems
-from realrl.engine.training.accumulation import Accumulation
 from realrl.engine.training.expert_balance import ExpertBalance
 from realrl.engine.training.full_gradients import FullGradients
+from realrl.engine.training.gradients import Accumulation
 from realrl.engine.training.sharded_gradients import ShardedGradients
 from realrl.engine.training.skipped_steps import SkippedSteps, find_first_not_finite
 from realrl.model.packing import Packing

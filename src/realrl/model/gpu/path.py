@@ -37,14 +37,6 @@ def has_grouped_products(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in _GROUPED_MAJORS
 
 
-def load_exact_kernels() -> ModuleType:
-    """Import the kernels of exact products and attention; UserError where Triton is missing."""
-    load_kernels()
-    from realrl.model.gpu import exact
-
-    return exact
-
-
 @cache
 def load_kernels() -> ModuleType:
     """Import the kernels; UserError if Triton, a C compiler or Python's headers are missing."""
@@ -56,6 +48,7 @@ def load_kernels() -> ModuleType:
     missing = find_missing_build_tool()
     if missing is not None:
         raise UserError(f"device=cuda: {missing}")
-    from realrl.model.gpu import functions
+    import realrl.model.gpu as kernels
+    from realrl.model.gpu import elementwise, exact, grouped_gradient, nucleus  # noqa: F401
 
-    return functions
+    return kernels

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from realrl.engine.pipeline.messages import Pipeline, prefetch_receives
-from realrl.model.parallel.group import Group, all_gather, reduce_scatter
+from realrl.engine.pipeline import Pipeline, prefetch_receives
+from realrl.model.group import Group, all_gather, reduce_scatter
 from realrl.plan.communicators import RankSets
 from realrl.planner.profile.profile import CollectiveKind
 from realrl.runtime.processes.process import Process

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from realrl.engine.buffers.flat import FlatBuffer
-from realrl.engine.buffers.offload import Offloadable
+from realrl.engine.buffers import FlatBuffer
+from realrl.engine.offload import Offloadable
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.families.tensors import TensorSpec
 from realrl.layout.limits import bucket_count
-from realrl.model.parallel.group import make_single_rank_group
+from realrl.model.group import make_single_rank_group
 from realrl.planner.profile.profile import CollectiveKind
 from realrl.recipe.model import OptimizerConfig
 from realrl.runtime.profiler.points.clock import Clock

@@ -12,7 +12,7 @@ from realrl.families.tensors import Init
 from realrl.layout.layout import build_layout
 from realrl.layout.shard import Shard
 from realrl.model.arithmetic.ops import Products
-from realrl.model.parallel.group import Group, make_single_rank_group
+from realrl.model.group import Group, make_single_rank_group
 from realrl.plan.placement import Mesh, Placement, Strategy
 
 
