@@ -1,4 +1,4 @@
-"""Flat buffer that holds many tensors as views."""
+"""Flat buffers: the tensors of a parameter set as one rank holds them, back to back in one allocation."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ from realrl.layout.limits import bucket_count
 
 
 class FlatBuffer:
-    """Tensors stored back to back in `data` [N]; N is rounded up to `multiple_of`, the rest stays zero."""
+    """Tensors stored back to back in `data` [N]; N is rounded up to `multiple_of`, and the padding stays zero."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class FlatBuffer:
         return name in self._specs
 
     def __getitem__(self, name: str) -> Tensor:
-        """Find a tensor as a view, in its own shape."""
+        """View a tensor in its own shape."""
         spec, start = self._specs[name], self._offsets[name]
         return self.data[start : start + spec.numel].view(spec.shape)
 
     @property
     def buckets(self) -> int:
-        """Parts of equal size that are communicated one by one."""
+        """Number of equal parts that are communicated one by one."""
         return bucket_count(self._used)
 
     @property
@@ -52,7 +52,7 @@ class FlatBuffer:
         return self.data[self._used :]
 
     def offset(self, name: str) -> int:
-        """Find the index in `data` of a tensor's first element."""
+        """Index in `data` of a tensor's first element."""
         return self._offsets[name]
 
     def fused(self, *names: str) -> Tensor:
@@ -67,10 +67,11 @@ class FlatBuffer:
 
 
 class LocalSet:
-    """A rank's part of a parameter set in one flat buffer, whose memory can be released and allocated again."""
+    """A rank's part of a parameter set in one flat buffer, whose memory can be freed and allocated again."""
 
     def __init__(self, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`rank` is global. The buffer is padded so that ranks with the same tensors can share out each bucket."""
+        """`rank` is global. The buffer is padded so that ranks with the same tensors can divide each bucket
+        equally."""
         self.layout, self._rank = layout, rank
         stored = [tensor.stored for tensor in layout.tensors(rank)]
         multiple = layout.placement.strategy.replicas * bucket_count(sum(tensor.numel for tensor in stored))
@@ -79,15 +80,15 @@ class LocalSet:
 
     @property
     def resident(self) -> bool:
-        """Whether the parameters are in device memory: neither freed nor offloaded."""
+        """Whether the parameters are in device memory, neither freed nor offloaded."""
         return self.buffer.data.untyped_storage().nbytes() >= self.buffer.data.nbytes
 
     def free(self) -> None:
-        """Release the memory of the parameters."""
+        """Free the memory of the parameters."""
         free(self.buffer.data)
 
     def allocate(self) -> None:
-        """Allocate memory for the parameters again; until they are filled in, only padding has a value, zero."""
+        """Allocate the memory again. Padding is zero; the parameters are undefined until they are filled in."""
         allocate(self.buffer.data)
         self.buffer.padding.zero_()
         for tensor in self.layout.tensors(self._rank):
@@ -96,10 +97,10 @@ class LocalSet:
 
 
 class Parameters:
-    """Tensors by name, whichever of several buffers they lie in."""
+    """Tensors of several buffers, by name."""
 
     def __init__(self, buffers: Mapping[str, FlatBuffer]) -> None:
-        """`buffers`: by parameter set; no two of them hold the same tensor."""
+        """`buffers` by parameter set; no two of them hold the same tensor."""
         self._of = {tensor.name: buffer for buffer in buffers.values() for tensor in buffer.tensors}
         self.tensors: tuple[TensorSpec, ...] = tuple(t for b in buffers.values() for t in b.tensors)
 
@@ -107,11 +108,11 @@ class Parameters:
         return name in self._of
 
     def __getitem__(self, name: str) -> Tensor:
-        """Find a tensor as a view, in its own shape."""
+        """View a tensor in its own shape."""
         return self._of[name][name]
 
     def fused(self, *names: str) -> Tensor:
-        """View neighbouring tensors of the same set as one; see `FlatBuffer.fused`."""
+        """View neighbouring tensors of one set as one; see `FlatBuffer.fused`."""
         buffer = self._of[names[0]]
         assert all(name in buffer for name in names), f"{names} are not all in one parameter set"
         return buffer.fused(*names)

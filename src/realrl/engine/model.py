@@ -1,4 +1,4 @@
-"""Model of a role in one layout: flat parameters, and computation without training."""
+"""Model of a role in one layout: flat parameters, inference, and the parts that training shares."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ from realrl.plan.placement import Mesh, Placement, Strategy
 
 
 class Model:
-    """Parameters of a role as this rank holds them, bound to its shard of the transformer."""
+    """Parameters of a role as this rank holds them, and its shard of the transformer on top of them."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class Model:
         base: LocalSet | None = None,
         products: Products = PLAIN,
     ) -> None:
-        """`rank` is global, `layout` that of the whole model, `groups` its groups under the layout's placement;
-        `temperature` divides logits before log-probabilities, `part` says which parameter sets there are, and
-        `products` how matrices are multiplied. `base` is the base set if another model, whose layout is the same,
-        has it already; that may have tensors which this model does without."""
+        """`rank` is global, `layout` describes the whole model, `groups` are the rank's groups under the
+        layout's placement. `temperature` divides logits before log-probabilities. `part` says which parameter
+        sets exist and are trained. `base` is the base set of another model with an equal layout, which may
+        have more tensors, to be shared."""
         self.layout = layout
         self.rank = rank
         self.groups = groups
@@ -71,19 +71,19 @@ class Model:
         }
         """By name, in storage order."""
         self.parameters = Parameters({name: of.buffer for name, of in self.sets.items()})
-        """What this rank stores."""
+        """The parameters that this rank stores."""
         self.gathered: GatheredParameters | None = None
-        """What it computes with under ZeRO-3, section by section."""
+        """Under ZeRO-3, the parameters that this rank computes with, section by section."""
         if layout.placement.strategy.shards_parameters:
             self.gathered = GatheredParameters(self.sets, self.shard, rank, groups.data)
         weights = self.parameters.fused if self.gathered is None else self.gathered.fused
         self.transformer = Transformer(self.shard, weights, groups.tensor, products)
         self.passes: ShardedPasses | None = None
-        """Passes of ranks that share out parameters."""
+        """Passes with gathered parameters (ZeRO-3)."""
         if self.gathered is not None:
             self.passes = self.transformer.hooks = self.make_passes()
         self.counts = PassCounts(device)
-        """What has passed through this rank's part of the model."""
+        """Work of this rank's part of the model."""
         self.pipeline = Pipeline(
             groups.pipeline,
             groups.reverse_pipeline,
@@ -93,18 +93,18 @@ class Model:
         )
 
     def make_passes(self) -> ShardedPasses:
-        """Make the passes of ranks that share out parameters, or only their gradients."""
+        """Make the passes of ranks that shard parameters and gradients, or only gradients."""
         tied = self.transformer.ties_embeddings
         return ShardedPasses(self.shard, self.gathered, tied=tied)
 
     def agree_on_passes(self, count: int) -> int:
-        """Agree with data-parallel ranks on the number of micro-batches that all take part in: the most."""
+        """Agree with data-parallel ranks on the number of micro-batches that all join: the largest."""
         found = torch.tensor(float(count), device=self.device)
         return int(self.groups.data.max(found))
 
     @torch.no_grad()
     def initialise_magnitudes(self) -> None:
-        """Set the magnitudes of DoRA to the norms of the rows that they are of; ranks call it together."""
+        """Set DoRA's magnitudes to the norms of the adapted rows; all ranks call it together."""
         for layer in range(len(self.shard.layers)):
             if self.gathered is not None:
                 self.gathered.gather(layer)
@@ -115,7 +115,7 @@ class Model:
 
     @property
     def resident(self) -> bool:
-        """Whether all parameters are in device memory: neither freed nor offloaded."""
+        """Whether all parameters are in device memory, neither freed nor offloaded."""
         return all(of.resident for of in self.sets.values())
 
     def forward(
@@ -129,10 +129,9 @@ class Model:
     ) -> Tensor:
         """Compute this stage's hidden states of packed token rows.
 
-        `received` are the hidden states of the stage before, if any; `routing` chooses the experts of mixtures.
-
-        With `recompute` the backward pass computes layers again, of which only the inputs are kept. `routing`
-        chooses the experts of mixtures.
+        `received` are the hidden states of the previous stage, if there is one. With `recompute`, only the
+        inputs of layers are kept, and the backward pass computes layers again. `routing` chooses the experts
+        of mixtures.
         """
         x = rows.values if received is None else received
         hidden: Tensor = self.transformer(
@@ -153,7 +152,8 @@ class Model:
     ) -> ModelOutput:
         """Compute the outputs of the last stage from the hidden states of the rows.
 
-        Further log-probabilities are those of `candidates` [T, k], or of as many of the `likeliest` tokens.
+        Log-probabilities are also computed for `candidates` [T, k], or for the `likeliest` tokens in each
+        place.
         """
         if self.head == "scalar":
             values = self.transformer.compute_values(
@@ -190,11 +190,11 @@ class Model:
         )
 
     def count_hidden_rows(self, tokens: int) -> int:
-        """Count the rows of hidden states that stages exchange for a number of tokens."""
+        """Rows of hidden states that stages exchange for a number of tokens."""
         return -(-tokens // self.shard.tp) if self.sequence_parallel else tokens
 
     def receive_activations(self, tokens: Sequence[int]) -> Iterator[Tensor | None]:
-        """Receive hidden states of the stage before, per micro-batch; None on the first stage."""
+        """Receive the previous stage's hidden states, per micro-batch; None on the first stage."""
         if self.pipeline.first:
             return repeat(None, len(tokens))
         return prefetch_receives(self.pipeline.post_recv, map(self.count_hidden_rows, tokens))
@@ -210,7 +210,7 @@ class Model:
     ) -> list[list[int]]:
         """Split items into micro-batches of at most `max_tokens` tokens.
 
-        There are enough of them to keep a pipeline busy: about `per_stage` for each of its stages.
+        A pipeline gets about `per_stage` micro-batches per stage, enough to keep it busy.
         """
         stages = self.groups.pipeline.size
         if stages == 1:
@@ -229,11 +229,12 @@ class Model:
     ) -> tuple[Batch, Metrics]:
         """Run an inference call on this rank's items, in micro-batches of at most `max_tokens` tokens.
 
-        `after_micro_batch` is called after each of them; `candidates` and `replays` are those of the call.
+        `after_micro_batch` is called after each micro-batch; `candidates` and `replays` are those of the
+        call.
 
-        On the last stage, returns the batch with the call's outputs among its fields, and metrics added up
-        over data-parallel ranks; on the others the batch as it was, and no metrics. Data-parallel ranks without
-        items only take part in what all do together.
+        The last stage returns the batch with the call's outputs added, and metrics summed over data-parallel
+        ranks. Other stages return the batch unchanged and no metrics. Data-parallel ranks without items only
+        join the collectives.
         """
         collected: dict[str, list[Tensor | None]] = {}
         sampled = SampledItems.of(batch, replays)
@@ -271,7 +272,7 @@ class Model:
         candidates: Candidates | None,
         sampled: SampledItems,
     ) -> dict[str, Ragged]:
-        """Run a micro-batch of an inference call; its outputs on the last stage, none on the others."""
+        """Run a micro-batch of an inference call; returns outputs on the last stage only."""
         rows = method.sequences(part)
         packing = Packing.of(rows.lengths, self.device)
         routing = sampled.make_routing(self.shard, rows, packing)
@@ -296,7 +297,7 @@ def make_unsharded_model(
     temperature: float = 1.0,
     products: Products = PLAIN,
 ) -> Model:
-    """Make a model that lies whole on one rank, outside any run."""
+    """Make a model that lies whole on one rank, outside a run."""
     placement = Placement(Mesh(0, 1), Strategy())
     single = make_single_rank_group()
     groups = ParallelGroups(
@@ -316,13 +317,13 @@ def make_unsharded_model(
 
 
 def read_candidates(batch: Batch, candidates: Candidates | None) -> Tensor | None:
-    """Read the ids of the candidates of a call from its inputs, [T, k] int64; None where no key has them."""
+    """Read the candidate ids of a call from its inputs, [T, k] int64; None if the call has no such input."""
     if candidates is None or candidates.ids is None:
         return None
     return batch[candidates.ids].values.long()
 
 
 def count_item_tokens(batch: Batch, rows: Ragged) -> Sequence[int]:
-    """Count the tokens per item, where every item has the same number of consecutive rows."""
+    """Count the tokens of each item; every item has the same number of consecutive rows."""
     per_item = len(rows) // len(batch)
     return [sum(rows.lengths[i : i + per_item]) for i in range(0, len(rows), per_item)]

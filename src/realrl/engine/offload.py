@@ -1,4 +1,8 @@
-"""Offloading of tensors from device to host memory."""
+"""Offloading of tensors from device to host memory.
+
+Host memory has exactly the size that is needed: torch rounds pinned memory up to a power of two, so that 35
+GB would take 64.
+"""
 
 import ctypes
 import mmap
@@ -7,35 +11,33 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 _PORTABLE = 1
-"""`cudaHostRegisterPortable`: pinned for every context of the process."""
+"""`cudaHostRegisterPortable`: pinned for every CUDA context of the process."""
 
 
 class PinnedMemory:
-    """Memory of the host whose pages `lock` locks; they stay locked as long as this object lives.
+    """Host memory whose pages `lock` pins; they stay pinned as long as this object lives.
 
-    If CUDA refuses to lock pages, they are not locked, and a warning says so: copies are then slower, and the host
-    waits for them.
+    If CUDA refuses to pin pages, there is a warning: copies are then slower, and the host waits for them.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """`size`: bytes; `device`: one of those that copy from and to it."""
-        # The mapping lives as long as tensors that lie in it.
+        """`size` in bytes; `device` is one of the devices that copy from and to the memory."""
+        # Tensors in the mapping keep it alive.
         self._bytes = torch.frombuffer(mmap.mmap(-1, max(1, size)), dtype=torch.uint8)
         self._device = device
         self._mutex = threading.Lock()
         self._pinned: bool | None = None
 
     def lock(self) -> bool:
-        """Lock the pages at the first call, and tell whether they are locked.
+        """Pin the pages at the first call; return whether they are pinned.
 
-        This takes a second for 2 to 4 GB, since the system fills pages with zeros first. A thread that calls it
-        meanwhile waits.
+        This takes a second for 2 to 4 GB, because the system first fills the pages with zeros. Other threads
+        that call it meanwhile wait.
         """
         with self._mutex:
             if self._pinned is None:
@@ -45,14 +47,15 @@ class PinnedMemory:
             return self._pinned
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Make a tensor in this memory, of the shape and type of another one that fills it."""
+        """Make a tensor in this memory, with the shape and type of one that fills it."""
         return self._bytes[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def view_bytes(values: Tensor) -> memoryview:
-    """View a contiguous tensor in host memory as its bytes, as long as it lives.
+    """View a contiguous tensor in host memory as bytes, which are valid as long as the tensor lives.
 
-    Not through numpy: memory that it has seen cannot be given back for offloading.
+    Not through numpy: torch cannot resize storage that numpy has seen, and so could not free it for
+    offloading.
     """
     if not values.numel():
         return memoryview(b"")
@@ -60,9 +63,9 @@ def view_bytes(values: Tensor) -> memoryview:
 
 
 def lock_in_background(memories: Sequence[PinnedMemory]) -> None:
-    """Start a thread that locks memories one after the other, and keeps them alive meanwhile.
+    """Start a thread that pins memories one after the other, and keeps them alive meanwhile.
 
-    At the end of the process the thread ends after the memory that it is locking.
+    When the process ends, the thread stops after the memory that it is pinning.
     """
 
     def work() -> None:
@@ -74,7 +77,7 @@ def lock_in_background(memories: Sequence[PinnedMemory]) -> None:
 
 
 def _lock(memory: Tensor, device: torch.device) -> bool:
-    # In another thread than the main one, CUDA would make a context on the first GPU of the node.
+    # A new thread's current device is GPU 0, and CUDA would make a context there.
     with torch.cuda.device(device):
         error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
         if error:
@@ -90,76 +93,52 @@ def _lock(memory: Tensor, device: torch.device) -> bool:
 
 
 def _clear_error(device: torch.device) -> None:
-    """Have torch report the error that CUDA remembers now, and not at the next kernel."""
+    """Make torch report CUDA's pending error now instead of at the next kernel."""
     with suppress(RuntimeError):
         torch.zeros(1, device=device).add_(1)
 
 
 def free(tensor: Tensor) -> None:
-    """Release the memory of a tensor. It and its views stay valid, but must not be touched until `allocate`."""
+    """Free the memory of a tensor. The tensor and its views stay valid, but must not be touched until
+    `allocate`."""
     tensor.untyped_storage().resize_(0)
 
 
 def allocate(tensor: Tensor) -> None:
-    """Allocate memory for a freed tensor, of undefined content. The tensor must fill its storage."""
+    """Allocate memory for a freed tensor, with undefined content. The tensor must fill its storage."""
     tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
 
 
-class HostCopies(Protocol):
-    """Copies of tensors in host memory."""
-
-    asynchronous: bool
-    """Whether copying goes on beside computing."""
-
-    def make(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Make room for copies of tensors, all of them in one call."""
-        ...
-
-    def save(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Start to copy (tensor, host copy) to the host; tensors may be freed at once."""
-        ...
-
-    def restore(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Start to copy (tensor, host copy) to the device."""
-        ...
-
-    def wait_saved(self) -> None:
-        """Wait until host copies have their values."""
-        ...
-
-    def wait_restored(self) -> None:
-        """Have what is computed from now on wait for the values of tensors."""
-        ...
-
-
-class PlainCopies:
-    """Copies made at once, for devices that share the host's memory."""
+class HostCopies:
+    """Copies of tensors in host memory, made at once: for devices that share the host's memory."""
 
     asynchronous = False
+    """Whether copying runs while the device computes."""
 
     def make(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """See `HostCopies`."""
+        """Allocate the copies of all tensors, in one call."""
         return [torch.empty_like(tensor) for tensor in tensors]
 
     def save(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """See `HostCopies`."""
+        """Start to copy (tensor, host copy) pairs to the host; the tensors may be freed at once."""
         for tensor, host in pairs:
             host.copy_(tensor)
 
     def restore(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """See `HostCopies`."""
+        """Start to copy (tensor, host copy) pairs to the device."""
         for tensor, host in pairs:
             tensor.copy_(host)
 
     def wait_saved(self) -> None:
-        """See `HostCopies`."""
+        """Wait until host copies have their values."""
 
     def wait_restored(self) -> None:
-        """See `HostCopies`."""
+        """Make later computation wait until tensors have their values."""
 
 
-class StreamCopies:
-    """Copies in a stream of their own, from and to pinned memory; neither host nor computing waits for them."""
+class StreamCopies(HostCopies):
+    """Copies in a stream of their own, from and to pinned memory; neither the host nor computation waits for
+    them."""
 
     asynchronous = True
 
@@ -171,24 +150,22 @@ class StreamCopies:
         self._restored: torch.cuda.Event | None = None
 
     def make(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """See `HostCopies`. Memory is locked in the background, which the first `save` waits for."""
+        """Allocate the copies; their memory is locked in the background, and the first `save` waits for it."""
         self._memory = [PinnedMemory(tensor.nbytes, self._device) for tensor in tensors]
         lock_in_background(self._memory)
         return [memory.empty_like(of) for memory, of in zip(self._memory, tensors, strict=True)]
 
     def save(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """See `HostCopies`."""
         stream = self._begin()
         with torch.cuda.stream(stream):
             for memory, (tensor, host) in zip(self._memory, pairs, strict=True):
-                memory.lock()  # while it waits, tensors before it are copied
+                memory.lock()  # earlier tensors are copied while it waits
                 host.copy_(tensor, non_blocking=True)
-                # The allocator hands freed memory out again only when this stream is past the copy.
+                # The allocator reuses the freed memory only after the copy.
                 tensor.record_stream(stream)
         self._saved = stream.record_event()
 
     def restore(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """See `HostCopies`."""
         stream = self._begin()
         with torch.cuda.stream(stream):
             for tensor, host in pairs:
@@ -196,20 +173,20 @@ class StreamCopies:
         self._restored = stream.record_event()
 
     def _begin(self) -> torch.cuda.Stream:
-        """Find the stream of copies, behind all that is computed so far: values that are saved, and whatever still
-        reads memory that is allocated anew."""
+        """Return the copy stream, after making it wait for all work queued so far.
+
+        That work may compute the values to save, or still read memory that is now allocated again.
+        """
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return self._stream
 
     def wait_saved(self) -> None:
-        """See `HostCopies`."""
         if self._saved is not None:
             self._saved.synchronize()
 
     def wait_restored(self) -> None:
-        """See `HostCopies`."""
         if self._restored is not None:
             torch.cuda.current_stream(self._device).wait_event(self._restored)
 
@@ -217,8 +194,8 @@ class StreamCopies:
 class Offloadable:
     """Tensors that move between device and host memory, each in one copy; their views stay valid.
 
-    On a GPU, copies go on beside computing: memory is given back when it has been copied, and who needs tensors
-    next waits for them on the device, not on the host.
+    On a GPU, copies run while the device computes. Memory is freed once it has been copied. The next
+    computation waits for the tensors on the device, not on the host.
     """
 
     def __init__(
@@ -228,17 +205,17 @@ class Offloadable:
         *,
         copies: HostCopies | None = None,
     ) -> None:
-        """Each tensor must fill its storage. `workspace` is zero whenever it is not in use and
-        therefore need not be copied. `copies`: by default those for the device of the tensors."""
+        """Each tensor must fill its storage. `workspace` is zero whenever it is not in use, so it need not be
+        copied. `copies` defaults to those for the tensors' device."""
         self._persistent = tuple(persistent)
         self._workspace = tuple(workspace)
         on_gpu = [tensor.device for tensor in self._persistent if tensor.is_cuda]
-        self._copies = copies or (StreamCopies(on_gpu[0]) if on_gpu else PlainCopies())
+        self._copies = copies or (StreamCopies(on_gpu[0]) if on_gpu else HostCopies())
         self._host: list[Tensor] = []
         self._saved = False
         """Whether host copies have ever had values."""
         self._arriving = False
-        """Whether tensors are on their way back, and none may be used yet."""
+        """Whether tensors are being loaded, and must not be used yet."""
         self.resident = True
         """Whether the tensors are in device memory."""
 
@@ -248,9 +225,9 @@ class Offloadable:
         return sum(tensor.untyped_storage().nbytes() for tensor in (*self._persistent, *self._workspace))
 
     def find_values(self, tensor: Tensor) -> Tensor:
-        """Find the values of a persistent tensor: itself or, while it is offloaded, its copy in host memory.
+        """Return a persistent tensor or, while it is offloaded, its copy in host memory.
 
-        The copy stays as it is until the tensors are offloaded again.
+        The copy does not change until the tensors are offloaded again.
         """
         if self.resident:
             return tensor
@@ -259,12 +236,12 @@ class Offloadable:
         return self._host[place]
 
     def reserve(self) -> None:
-        """Begin to take host memory for the first `offload`, if that goes on beside computing."""
+        """Start to allocate host memory for the first `offload`, if copies are asynchronous."""
         if self._copies.asynchronous and not self._host:
             self._host = self._copies.make(self._persistent)
 
     def offload(self, *, changed: bool = True) -> None:
-        """Move to host memory. Unless something has `changed` since it was loaded, nothing is copied."""
+        """Move to host memory. If nothing has `changed` since the last load, nothing is copied."""
         assert self.resident, "offloaded already"
         if not self._host:
             self._host = self._copies.make(self._persistent)
@@ -277,7 +254,7 @@ class Offloadable:
 
     @torch.no_grad()
     def prefetch(self) -> None:
-        """Take device memory and start to move back, where that goes on beside computing; `load` completes it."""
+        """Allocate device memory and start to copy back, if copies are asynchronous; `load` completes it."""
         if self._copies.asynchronous and not self.resident and not self._arriving:
             self._start_loading()
 

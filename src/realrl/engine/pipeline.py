@@ -1,9 +1,16 @@
-"""Messages between pipeline stages."""
+"""Pipeline stages: their schedule, and the messages between them, by tags over gloo and in one order over
+NCCL.
+
+Gloo holds a message back until its receive is posted, so receives are posted early. An NCCL receive is a
+kernel that spins until its message arrives. Work that waits for all kernels of the device (lazy loading of a
+module, memory that the allocator returns, a first connection) then waits for the message too. So on NCCL
+nothing is posted before it is needed. Stages never wait for each other in a circle, even if the host waited
+for the end of every operation.
+"""
 
 import json
-import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -19,47 +26,20 @@ from realrl.model.group import Group
 
 @dataclass(frozen=True)
 class Action:
-    """Forward (`F`) or backward (`B`) of one micro-batch on one stage.
-
-    Its text is for example `2F0`: stage 2, forward, micro-batch 0.
-    """
+    """Forward (`F`) or backward (`B`) pass of one micro-batch on one stage."""
 
     stage: int
     kind: Literal["F", "B"]
     micro_batch: int
 
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.micro_batch}"
 
-    @classmethod
-    def parse(cls, text: str) -> "Action":
-        """Read the text form; ValueError for anything else."""
-        match = re.fullmatch(r"(\d+)([FB])(\d+)", text)
-        if match is None:
-            raise ValueError(f"not a pipeline action: {text!r}")
-        return cls(int(match[1]), "F" if match[2] == "F" else "B", int(match[3]))
+def make_1f1b_schedule(stages: int, micro_batches: int) -> list[list[Action]]:
+    """Make a 1F1B schedule (PipeDream-Flush, arXiv 2006.09503): the actions of each stage, in order.
 
-    def list_dependencies(self, stages: int) -> tuple["Action", ...]:
-        """Actions that must have ended before this one starts."""
-        if self.kind == "F":
-            return (Action(self.stage - 1, "F", self.micro_batch),) if self.stage else ()
-        own = Action(self.stage, "F", self.micro_batch)
-        if self.stage == stages - 1:
-            return (own,)
-        return (own, Action(self.stage + 1, "B", self.micro_batch))
-
-
-Schedule = list[list[Action]]
-"""Actions of each stage, in order."""
-
-
-def make_1f1b_schedule(stages: int, micro_batches: int) -> Schedule:
-    """Make a 1F1B schedule (PipeDream-Flush, arXiv 2006.09503).
-
-    After a warm-up, each stage alternates, so that stage s never holds activations of more than `stages - s`
+    After a warm-up, each stage alternates, so stage s never holds activations of more than `stages - s`
     micro-batches.
     """
-    schedule: Schedule = []
+    schedule: list[list[Action]] = []
     for stage in range(stages):
         warmup = min(stages - stage - 1, micro_batches)
         order = [Action(stage, "F", i) for i in range(warmup)]
@@ -70,69 +50,32 @@ def make_1f1b_schedule(stages: int, micro_batches: int) -> Schedule:
     return schedule
 
 
-def dry_run(schedule: Schedule) -> int:
-    """Execute a schedule in unit time steps without any process; the number of steps it takes. Tests prove with it
-    that schedules end.
-
-    ValueError, with the grid of what each stage has done and where it stands, when an action runs twice or
-    waits for one that never comes.
-    """
-    done: set[Action] = set()
-    position = [0] * len(schedule)
-    steps = 0
-    while any(p < len(actions) for p, actions in zip(position, schedule, strict=True)):
-        ready = [
-            stage
-            for stage, actions in enumerate(schedule)
-            if position[stage] < len(actions)
-            and set(actions[position[stage]].list_dependencies(len(schedule))) <= done
-        ]
-        started = [schedule[stage][position[stage]] for stage in ready]
-        if not ready or done & set(started):
-            raise ValueError("the schedule cannot go on:\n" + _grid(schedule, position))
-        done |= set(started)
-        for stage in ready:
-            position[stage] += 1
-        steps += 1
-    return steps
-
-
-def _grid(schedule: Schedule, position: Sequence[int]) -> str:
-    lines = []
-    for stage, actions in enumerate(schedule):
-        past = " ".join(map(str, actions[: position[stage]]))
-        rest = actions[position[stage] :]
-        here = f" {rest[0]} <-- ERROR HERE" if rest else " (end)"
-        lines.append(f"  stage {stage}: {past}{here}")
-    return "\n".join(lines)
-
-
 class PendingRecv:
-    """Receive from another stage: posted already, or as soon as its tensor is waited for."""
+    """Receive from another stage: posted already, or posted when `wait` is called."""
 
     def __init__(self, finish: Callable[[], Tensor]) -> None:
         self._finish = finish
 
     def wait(self) -> Tensor:
-        """Wait for the tensor and return it; once."""
+        """Wait for the tensor and return it; call it once."""
         return self._finish()
 
 
 class Sends:
-    """Sends under way, the oldest first; a few are left alone, so that sending does not wait."""
+    """Sends in flight, oldest first. A few may be pending, so that sending does not wait."""
 
     def __init__(self, stages: int) -> None:
         self._most = SENDS_PER_STAGE * stages
         self._under_way: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
 
     def add(self, works: list[dist.Work], tensors: list[Tensor]) -> None:
-        """Keep tensors until they have left; wait for the oldest ones where there are too many."""
+        """Keep tensors alive until they are sent; wait for the oldest if there are too many."""
         self._under_way.append((works, tensors))
         while len(self._under_way) > self._most:
             self._wait_oldest()
 
     def wait(self) -> None:
-        """Wait until everything has left."""
+        """Wait until everything is sent."""
         while self._under_way:
             self._wait_oldest()
 
@@ -143,9 +86,9 @@ class Sends:
 
 
 class TaggedTransport:
-    """Messages over a backend that knows tags and holds a message back until its receive is posted: gloo.
+    """Messages over gloo, which matches tags and holds a message back until its receive is posted.
 
-    The two directions have connections of their own.
+    Each direction has its own connection.
     """
 
     def __init__(self, group: Group, reverse_group: Group) -> None:
@@ -155,7 +98,7 @@ class TaggedTransport:
     def post_recv(
         self, make_buffer: Callable[[], Tensor], stage: int, tag: int, *, followed: bool = False
     ) -> PendingRecv:
-        """Post a receive now, whatever it is followed by."""
+        """Post a receive now; `followed` does not matter."""
         buffer = make_buffer()
         work = dist.irecv(
             buffer, self._group.ranks[stage], group=self._handle(stage < self._group.index), tag=tag
@@ -169,7 +112,7 @@ class TaggedTransport:
         return PendingRecv(finish)
 
     def send(self, tensor: Tensor, stage: int, tag: int, *, followed: bool = False) -> None:
-        """Send now, without waiting, whatever it is followed by."""
+        """Send now, without waiting; `followed` does not matter."""
         work = dist.isend(
             tensor, self._group.ranks[stage], group=self._handle(stage > self._group.index), tag=tag
         )
@@ -181,10 +124,10 @@ class TaggedTransport:
         self.send(tensor, stage, tag)
 
     def flush(self) -> None:
-        """Hold nothing back, which is so anyway."""
+        """Nothing is held back."""
 
     def finish(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until everything is sent."""
         self._sends.wait()
 
     def _handle(self, forward: bool) -> dist.ProcessGroup | None:
@@ -192,28 +135,29 @@ class TaggedTransport:
 
 
 class OrderedTransport:
-    """Messages over a backend that delivers in the order of posting and whose operations occupy the device: NCCL.
+    """Messages over NCCL, which delivers in the order of posting and whose operations occupy the device.
 
-    A receive is posted when its tensor is waited for. What goes back to an earlier stage is posted together with
-    the next receive, as one group of operations, which progress independently: the earlier stage may be sending,
-    and receive afterwards. Nothing computes in between, so nobody waits longer for it. All of it is in the stream
-    of one communicator; tags mean nothing.
+    A receive is posted when its tensor is waited for. Messages to an earlier stage are posted together with
+    the next receive, as one group of operations, which progress independently: the earlier stage may send
+    before it receives. Nothing computes in between, so nobody waits longer for them. All messages are in the
+    stream of one communicator, and tags are ignored.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._sends = Sends(group.size)
         self._held: list[tuple[Tensor, int]] = []
-        """What goes back with the next receive: (tensor, stage)."""
+        """Messages that are sent back with the next receive: (tensor, stage)."""
         self._along: list[tuple[Tensor, int]] = []
-        """What goes on with the next send."""
+        """Messages that are sent with the next send."""
 
     def post_recv(
         self, make_buffer: Callable[[], Tensor], stage: int, tag: int, *, followed: bool = False
     ) -> PendingRecv:
-        """Prepare a receive, which is posted when it is waited for.
+        """Prepare a receive; it is posted when it is waited for.
 
-        `followed`: that stage sends another message before it receives, and what goes back is posted with that one.
+        With `followed`, that stage sends another message before it receives, so messages back are posted with
+        the later receive.
         """
 
         def finish() -> Tensor:
@@ -229,7 +173,7 @@ class OrderedTransport:
         return PendingRecv(finish)
 
     def send(self, tensor: Tensor, stage: int, tag: int, *, followed: bool = False) -> None:
-        """Send to a later stage, without waiting: now, or where it is `followed`, with the next message to it."""
+        """Send to a later stage without waiting: now or, if `followed`, with the next message to it."""
         self._along.append((tensor, stage))
         if not followed:
             self.flush()
@@ -239,12 +183,12 @@ class OrderedTransport:
         self._held.append((tensor, stage))
 
     def finish(self) -> None:
-        """Send what is held back, and wait until everything has left."""
+        """Send everything held back, and wait until everything is sent."""
         self.flush()
         self._sends.wait()
 
     def flush(self) -> None:
-        """Send what is held back, without waiting."""
+        """Send everything held back, without waiting."""
         sent, self._held, self._along = [*self._held, *self._along], [], []
         if sent:
             works = self._post([self._operation(dist.isend, *one) for one in sent])
@@ -255,7 +199,8 @@ class OrderedTransport:
 
     @staticmethod
     def _post(operations: list[dist.P2POp]) -> list[dist.Work]:
-        # Also one alone: outside a batch torch would make a communicator for the pair, or warn at every group.
+        # Even a single operation is batched: otherwise torch would make a communicator for the pair, or warn
+        # for every group.
         works: list[dist.Work] = dist.batch_isend_irecv(operations)
         return works
 
@@ -264,7 +209,7 @@ Transport = TaggedTransport | OrderedTransport
 
 
 def needs_order(device: torch.device) -> bool:
-    """Check whether messages of tensors on a device go through NCCL, in one order and just in time."""
+    """Check whether messages from a device go through NCCL, and so in one order and just in time."""
     return device.type == "cuda"
 
 
@@ -274,9 +219,9 @@ _FORWARD, _BACKWARD, _TOKENS = 1, 2, 3  # tags, where the backend knows them
 class Pipeline:
     """Messages of this rank's stage.
 
-    Sends do not wait. Receives are given in advance, so that a backend that wants them early has them before other
-    computation; where they must be late, they are posted when they are waited for, in the order of waiting. Every
-    stage must therefore wait for messages of a pair of stages in the order in which they are sent.
+    Sends do not wait. Receives are requested in advance, so that gloo can post them early; NCCL posts each
+    when it is waited for. Every stage must therefore wait for the messages of another stage in the order in
+    which they are sent.
     """
 
     def __init__(
@@ -288,8 +233,8 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`group`: the ranks of the stages, first to last; `reverse_group`: the same ranks over a connection
-        of its own, for what flows against the stages, where the backend wants one."""
+        """`group` has the ranks of the stages, first to last. `reverse_group` has the same ranks over a
+        second connection, for messages to earlier stages; only gloo uses it."""
         self.group = group
         self._hidden_size = hidden_size
         self._dtype = dtype
@@ -300,38 +245,37 @@ class Pipeline:
 
     @property
     def first(self) -> bool:
-        """True on the first stage of the pipeline."""
         return self.group.index == 0
 
     @property
     def last(self) -> bool:
-        """True on the last stage of the pipeline."""
         return self.group.index == self.group.size - 1
 
     def post_recv(self, rows: int, *, followed: bool = False) -> PendingRecv:
-        """Post the receive of activations of the stage before. [rows, H]
+        """Request the previous stage's activations. [rows, H]
 
-        `followed`: others follow before that stage receives tokens.
+        With `followed`, that stage sends more before it receives tokens.
         """
         return self._transport.post_recv(
             lambda: self._empty_hidden(rows), self.group.index - 1, _FORWARD, followed=followed
         )
 
     def send(self, hidden: Tensor, *, followed: bool = False) -> None:
-        """Send activations to the next stage. `followed`: others follow before this stage receives tokens."""
+        """Send activations to the next stage. With `followed`, more are sent before this stage receives
+        tokens."""
         activations = hidden.detach().contiguous()
         self._transport.send(activations, self.group.index + 1, _FORWARD, followed=followed)
 
     def post_recv_gradient(self, rows: int) -> PendingRecv:
-        """Post the receive of the gradient of what is sent to the next stage. [rows, H]"""
+        """Request the gradient of the activations sent to the next stage. [rows, H]"""
         return self._transport.post_recv(lambda: self._empty_hidden(rows), self.group.index + 1, _BACKWARD)
 
     def send_gradient(self, gradient: Tensor) -> None:
-        """Send the gradient of what came from the stage before."""
+        """Send the gradient of the previous stage's activations."""
         self._transport.send_back(gradient.contiguous(), self.group.index - 1, _BACKWARD)
 
     def post_recv_tokens(self, count: int) -> PendingRecv:
-        """Post the receive of the tokens that `broadcast_tokens` sends. [count] int64"""
+        """Request the tokens that `broadcast_tokens` sends. [count] int64"""
 
         def make_buffer() -> Tensor:
             return torch.empty(count, dtype=torch.int64, device=self._device)
@@ -351,17 +295,17 @@ class Pipeline:
         return PendingRecv(pass_on)
 
     def broadcast_tokens(self, tokens: Tensor) -> None:
-        """Broadcast the sampled tokens from the last stage to all others. [B] int64
+        """Send the sampled tokens from the last stage to all others. [B] int64
 
-        In one order they go round: to the first stage, which passes them on with its hidden states, as do the
-        others. Sent to each stage, they would occupy the last one until all others have come to their next step.
+        On NCCL the tokens go to the first stage, which passes them on along with its hidden states, as do the
+        others. Sent to each stage directly, they would occupy the last stage until all others reach their
+        next step.
         """
         around = isinstance(self._transport, OrderedTransport) and not self.first
         for stage in range(1 if around else self.group.size - 1):
             self._transport.send_back(tokens, stage, _TOKENS)
 
     def broadcast_metrics(self, metrics: Metrics) -> Metrics:
-        """Broadcast the last stage's metrics to every stage."""
         if self.group.size == 1:
             return metrics
         source, handle, device = self.group.ranks[-1], self.group.handle, self._device
@@ -375,11 +319,11 @@ class Pipeline:
         return Metrics.from_plain(json.loads(message.cpu().numpy().tobytes()))
 
     def flush(self) -> None:
-        """Hold back nothing that is to go with the next message: others wait for it, and there is none soon."""
+        """Send now what waits for the next message: other stages need it, and there is no next message soon."""
         self._transport.flush()
 
     def wait_sends(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until everything is sent."""
         self._transport.finish()
 
     def _empty_hidden(self, rows: int) -> Tensor:
@@ -387,9 +331,9 @@ class Pipeline:
 
 
 def prefetch_receives(post_recv: Callable[[int], PendingRecv], sizes: Iterable[int]) -> Iterator[Tensor]:
-    """Yield received tensors with these numbers of rows, always with the next receive given in advance."""
+    """Yield received tensors with these numbers of rows; the next receive is always requested in advance."""
     remaining = iter(sizes)
-    # The first one at once, not when the first tensor is asked for.
+    # The first receive is requested now, not when the first tensor is asked for.
     pending = deque(post_recv(rows) for rows in islice(remaining, 1))
 
     def receive() -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""Forward and backward passes under ZeRO-2 and ZeRO-3: what is gathered and reduced when."""
+"""ZeRO-2 and ZeRO-3: parameters are gathered, and gradients reduced, section by section during passes."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,27 +17,27 @@ from realrl.layout.layout import group_stacks
 from realrl.layout.local_tensors import LocalTensor, count_shard_rows
 from realrl.layout.shard import Shard
 from realrl.model.group import Group, all_gather, reduce_scatter
-from realrl.model.transformer import Section
+from realrl.model.transformer import Section, SectionHooks
 
 Stack = tuple[LocalTensor, ...]
 """Tensors of one parameter of the transformer, with all rows that a TP rank computes with."""
 
 
 def list_sections(shard: Shard) -> tuple[Section, ...]:
-    """List the sections of a stage, in the order in which they are computed."""
+    """List the sections of a stage in the order of computation."""
     layers = range(len(shard.layers))
     return (*(("embedding",) if shard.first else ()), *layers, *(("head",) if shard.last else ()))
 
 
 def find_section(shard: Shard, spec: TensorSpec) -> Section:
-    """Find the section that a tensor of a stage belongs to."""
+    """Section that a tensor of a stage belongs to."""
     if spec.layer is not None:
         return spec.layer - shard.layers.start
     return "embedding" if shard.first and spec.parameter in ("embedding", "positions") else "head"
 
 
 def group_by_section(shard: Shard, tensors: tuple[LocalTensor, ...]) -> dict[Section, list[Stack]]:
-    """Group the tensors of a parameter set by their sections."""
+    """Group the tensors of a parameter set by section."""
     found: defaultdict[Section, list[Stack]] = defaultdict(list)
     for stack in group_stacks(tensors):
         found[find_section(shard, stack[0].spec)].append(stack)
@@ -45,10 +45,14 @@ def group_by_section(shard: Shard, tensors: tuple[LocalTensor, ...]) -> dict[Sec
 
 
 class SectionBuffer:
-    """All rows of a section of a parameter set, each parameter padded to equal rows for data-parallel ranks."""
+    """All rows of a section of a parameter set; each parameter is padded to equal rows for data-parallel
+    ranks.
+
+    The buffer has memory only while it is in use.
+    """
 
     def __init__(self, stacks: Iterable[Stack], parts: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`parts`: number of data-parallel ranks."""
+        """`parts` is the number of data-parallel ranks."""
         tensors: list[TensorSpec] = []
         self.stacks: list[tuple[str, ...]] = []
         """Names of the tensors of each parameter."""
@@ -64,30 +68,31 @@ class SectionBuffer:
 
     @property
     def resident(self) -> bool:
-        """Whether the buffer of the section has device memory, and is not freed."""
+        """Whether the buffer has device memory."""
         return self.buffer.data.untyped_storage().nbytes() > 0
 
     def allocate(self) -> None:
-        """Take memory, of undefined content."""
+        """Allocate memory, with undefined content."""
         allocate(self.buffer.data)
 
     def free(self) -> None:
-        """Give the memory back."""
         free(self.buffer.data)
 
     def fused(self, *names: str) -> Tensor:
-        """View neighbouring tensors as one (`FlatBuffer.fused`), with values while the section has memory."""
+        """View neighbouring tensors as one (`FlatBuffer.fused`); the view has values while the section has
+        memory."""
         if self.resident:
             return self.buffer.fused(*names)
-        self.allocate()  # views are only made of memory that is there
+        self.allocate()  # torch makes views only of allocated memory
         found = self.buffer.fused(*names)
         self.free()
         return found
 
     def view_stack(self, names: Sequence[str]) -> Tensor:
-        """View the rows of a parameter, padding included, as a flat tensor that autograd does not watch.
+        """View the rows of a parameter, padding included, as a flat tensor that autograd does not track.
 
-        What is written to it leaves tensors valid that a backward pass will use: they get the same values again.
+        Autograd must not see these writes: they restore the values that tensors saved for the backward pass
+        had.
         """
         return self.buffer.fused(*names, _name_padding(names[0])).view(-1).data
 
@@ -97,10 +102,12 @@ def _name_padding(first: str) -> str:
 
 
 class GatheredParameters:
-    """Parameters of all sections of a stage, each of which has memory from its gathering until it is freed."""
+    """Parameters of all sections of a stage under ZeRO-3; a section has memory from its gathering until it is
+    freed."""
 
     def __init__(self, sets: Mapping[str, LocalSet], shard: Shard, rank: int, group: Group) -> None:
-        """`sets`: parameter sets of a model as this global rank stores them; `group`: its data-parallel ranks."""
+        """`sets` are a model's parameter sets as this global rank stores them; `group` its data-parallel
+        ranks."""
         self._group = group
         self._sections: dict[Section, list[tuple[SectionBuffer, LocalSet]]] = {}
         self._of: dict[str, SectionBuffer] = {}
@@ -113,11 +120,11 @@ class GatheredParameters:
         self._arriving: dict[Section, list[dist.Work | None]] = {}
 
     def fused(self, *names: str) -> Tensor:
-        """View neighbouring tensors as one, all rows; it has values while its section is gathered."""
+        """View all rows of neighbouring tensors as one; the view has values while their section is gathered."""
         return self._of[names[0]].fused(*names)
 
     def start(self, section: Section) -> None:
-        """Start to gather a section, unless it is gathered or about to be."""
+        """Start to gather a section, unless it is gathered or under way."""
         if section in self._arriving:
             return
         works = self._arriving[section] = []
@@ -136,14 +143,14 @@ class GatheredParameters:
         self._arriving[section] = []
 
     def store(self, section: Section) -> None:
-        """Take this rank's rows from a section that is gathered and has changed."""
+        """Copy this rank's rows from a gathered section that has changed."""
         for buffer, held in self._sections.get(section, ()):
             for names in buffer.stacks:
                 mine = held.buffer.fused(*names).view(-1)
                 mine.copy_(buffer.view_stack(names).view(self._group.size, -1)[self._group.index])
 
     def free(self, section: Section) -> None:
-        """Give the memory of a section back, if it has any."""
+        """Free the memory of a section, if it has any."""
         if section in self._arriving:
             self.gather(section)
             for buffer, _ in self._sections.get(section, ()):
@@ -151,14 +158,13 @@ class GatheredParameters:
             del self._arriving[section]
 
     def free_all(self) -> None:
-        """Give the memory of all sections back."""
         for section in [*self._arriving]:
             self.free(section)
 
 
 @dataclass(frozen=True, eq=False)
 class _Reduction:
-    """Reduce-scatter of a section under way: where its sums arrive, and the rows that they are added to."""
+    """Reduce-scatter of a section in progress: the buffers for its sums, and the rows that these are added to."""
 
     section: SectionBuffer
     works: list[dist.Work | None]
@@ -167,10 +173,10 @@ class _Reduction:
 
 
 class SectionGradients:
-    """Float32 gradients of a parameter set, of which a rank accumulates its own rows.
+    """Float32 gradients of a parameter set; a rank accumulates only its own rows.
 
-    All rows of a section's gradients are there only from the section's backward pass until they are added up over
-    data-parallel ranks. Sections are reduced in one order, from the head to the embedding, so that ranks agree.
+    Gradients of all rows exist only from a section's backward pass until they are summed over data-parallel
+    ranks. Sections are reduced in a fixed order, from the head to the embedding, so that ranks agree.
     """
 
     def __init__(
@@ -181,8 +187,8 @@ class SectionGradients:
         group: Group,
         complete: Callable[[FlatBuffer], None],
     ) -> None:
-        """`updated`: the rows that this global rank updates. `complete` is called with all rows of a section whose
-        backward pass is over, and changes what is not this rank's alone."""
+        """`updated` has the rows that this global rank updates. `complete(buffer)` is called after a
+        section's backward pass with its gradients of all rows; it sums those that TP ranks have in part."""
         self._group, self._complete = group, complete
         device = updated.buffer.data.device
         multiple = updated.buffer.buckets
@@ -194,17 +200,17 @@ class SectionGradients:
             for section in reversed(list_sections(shard))
             if section in whole
         }
-        """In the order in which they are reduced."""
+        """In the order of reduction."""
         self._waiting: deque[Section] = deque()
         self._under_way: _Reduction | None = None
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """Sections with gradients, in the order in which they are reduced."""
+        """Sections with gradients, in the order of reduction."""
         return tuple(self._sections)
 
     def fused(self, *names: str) -> Tensor:
-        """View the gradients of neighbouring tensors as one, all rows."""
+        """View the gradients of neighbouring tensors, all rows, as one."""
         found = next(section for section in self._sections.values() if names[0] in section.buffer)
         return found.fused(*names)
 
@@ -213,14 +219,14 @@ class SectionGradients:
         self._waiting = deque(self._sections)
 
     def begin(self, section: Section) -> None:
-        """Make room for the gradients of a section, which are zero then; it may have been made already."""
+        """Allocate zero gradients for a section, unless they exist already."""
         found = self._sections.get(section)
         if found is not None and not found.resident:
             found.allocate()
             found.buffer.data.zero_()
 
     def reduce(self, section: Section) -> None:
-        """Start to add up a section's gradients, which are complete, over data-parallel ranks."""
+        """Start to sum a section's gradients, which are complete, over data-parallel ranks."""
         if section not in self._sections:
             return
         assert self._waiting and self._waiting[0] == section, f"{section} is not next in {self._waiting}"
@@ -238,7 +244,7 @@ class SectionGradients:
         self._under_way = _Reduction(found, works, sums, rows)
 
     def finish_pass(self) -> None:
-        """End a backward pass: what it has computed is in the rows of all ranks."""
+        """End a backward pass: wait until its gradients are in the rows of all ranks."""
         while self._waiting:
             self.reduce(self._waiting[0])
         self._finish_reduction()
@@ -256,18 +262,18 @@ class SectionGradients:
         self._under_way = None
 
 
-class ShardedPasses:
-    """Hooks that gather the parameters of a section, and those of the next one while it is computed.
+class ShardedPasses(SectionHooks):
+    """Hooks that gather the parameters of a section, and of the next section while this one computes.
 
-    They are freed after it, gathered again for its backward pass, and freed when that is over; then its gradients
-    are reduced. The parameters of the head stay from its forward to its backward pass, which follows. A rank
-    that has fewer micro-batches than others idles: it takes part in what is gathered and reduced, and computes
-    nothing.
+    Parameters are freed after their section, gathered again for its backward pass, and freed after that; then
+    the section's gradients are reduced. The head's parameters stay from its forward to its backward pass,
+    which follows immediately. A rank with fewer micro-batches than others runs idle passes: it joins the
+    collectives and computes nothing.
     """
 
     def __init__(self, shard: Shard, gathered: GatheredParameters | None, *, tied: bool) -> None:
-        """`gathered`: None where parameters are in memory anyway; `tied`: whether the head computes with the
-        parameters of the embedding in the same stage."""
+        """`gathered` is None if parameters stay in memory (ZeRO-2). `tied` says whether the head uses the
+        embedding's parameters in the same stage."""
         self._sections = list_sections(shard)
         self._gathered, self._tied = gathered, tied
         self._gradients: SectionGradients | None = None
@@ -275,11 +281,10 @@ class ShardedPasses:
         """Layers that gradients flow through."""
 
     def train(self, gradients: SectionGradients, layers: range) -> None:
-        """Have backward passes reduce gradients, which flow through these layers of the stage."""
+        """Reduce gradients in backward passes; they flow through these layers of the stage."""
         self._gradients, self._backward = gradients, layers
 
     def enter(self, section: Section, x: Tensor) -> Tensor:
-        """See `SectionHooks`."""
         self._gather(section)
         place = self._sections.index(section)
         if self._gathered is not None and place + 1 < len(self._sections):
@@ -288,12 +293,11 @@ class ShardedPasses:
         return _call_backward(x, lambda: self._end_backward(section))
 
     def leave(self, section: Section, x: Tensor) -> Tensor:
-        """See `SectionHooks`."""
         self._free(section)
         return _call_backward(x, lambda: self._begin_backward(section))
 
     def release(self) -> None:
-        """End a pass that is followed by no backward pass."""
+        """End a pass without a backward pass."""
         if self._gathered is not None:
             self._gathered.free_all()
 
@@ -314,7 +318,7 @@ class ShardedPasses:
         self.release()
 
     def idle_forward(self, *, last: bool) -> None:
-        """Take part in a forward pass; `last` where no backward pass follows."""
+        """Join a forward pass of other ranks; `last` if no backward pass follows."""
         nothing = torch.empty(0)
         for section in self._sections:
             self.enter(section, nothing)
@@ -324,7 +328,7 @@ class ShardedPasses:
             self.release()
 
     def idle_backward(self) -> None:
-        """Take part in a backward pass."""
+        """Join a backward pass of other ranks."""
         self.start_backward()
         if self._sections[-1] == "head":
             self._end_backward("head")
@@ -334,8 +338,8 @@ class ShardedPasses:
         self.finish_backward()
 
     def _begin_backward(self, section: Section) -> None:
-        """Prepare the backward pass of a section; that of the embedding needs no parameters."""
-        if self._gradients is None:  # a backward pass outside of training
+        """Prepare the backward pass of a section; the embedding's needs no parameters."""
+        if self._gradients is None:  # a backward pass outside training
             self._gather(section)
             return
         if section != "embedding":
@@ -361,12 +365,12 @@ class ShardedPasses:
                 self._gathered.free(needed)
 
     def _list_needed(self, section: Section) -> tuple[Section, ...]:
-        """List the sections whose parameters a section computes with."""
+        """Sections whose parameters a section needs."""
         return ("head", "embedding") if section == "head" and self._tied else (section,)
 
 
 class _Border(Function):
-    """Identity whose backward pass calls a function first."""
+    """Identity whose backward pass first calls a function."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
@@ -380,5 +384,5 @@ class _Border(Function):
 
 
 def _call_backward(x: Tensor, call: Callable[[], None]) -> Tensor:
-    """Have a backward pass call a function where it comes to `x`."""
+    """Make the backward pass call a function when it reaches `x`."""
     return _Border.apply(x, call) if torch.is_grad_enabled() and x.requires_grad else x

@@ -179,7 +179,7 @@ def test_a_full_pool_preempts_the_youngest_rows_and_prefills_them_again() -> Non
 def test_the_pool_is_taken_from_in_a_fixed_order() -> None:
     pool = BlockPool(4)
     assert pool.take(2) == [1, 2]
-    pool.give_back([1, 2])
+    pool.release([1, 2])
     assert pool.take(3) == [1, 2, 3] and pool.free == 1
 
 

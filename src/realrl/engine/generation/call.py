@@ -36,7 +36,7 @@ class GenerateCall:
     model: Model
     memory: DecodeMemory
     prompts: Ragged
-    """Prompts by number, on the CPU."""
+    """Prompts by number, on the host."""
     keys: Sequence[int]
     """Keys of the sampling noise, by number of the row."""
     noise: SamplingNoise
@@ -50,7 +50,7 @@ class GenerateCall:
     batches: int
     """Decode batches: one per stage of the pipeline."""
     experts: RoutedExperts | None
-    """Experts of rows that have left the cache, where they are recorded."""
+    """Experts of rows that have left the cache, if they are recorded."""
 
     @classmethod
     def of(
@@ -69,11 +69,12 @@ class GenerateCall:
         record_experts: bool = False,
         kept: KeptDecoding | None = None,
     ) -> "GenerateCall":
-        """Allocate what the continuation of `rows` takes, or take what earlier calls have left in `kept`.
+        """Prepare the continuation of `rows`: allocate memory, or take what earlier calls have left in
+        `kept`.
 
-        `ids` are those of the items, by number of the row; `kv_capacity` the tokens that the cache holds for each
-        decode batch, of which a pipeline has one per stage; `pass_tokens` those of a forward pass that prefills, by
-        default what suits the device. With `record_experts`, those of a mixture are kept as rows leave the cache.
+        `ids` are the items' ids, by number of the row. `kv_capacity` is the number of tokens that the cache
+        holds for each decode batch. `pass_tokens` limits a prefill pass; by default it suits the device. With
+        `record_experts`, a mixture's experts are kept as rows leave the cache.
         """
         mixture = model.shape.mixture if record_experts else None
         assert mixture is not None or not record_experts, "only mixtures have experts"

@@ -1,4 +1,4 @@
-"""Decode batch: rows that are decoded together, which come and go, as one stage of a pipeline sees them."""
+"""Decode batch: rows that are decoded together on one stage of a pipeline; rows join and leave between turns."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,13 +15,13 @@ from realrl.engine.pipeline import PendingRecv
 class DecodeBatch:
     """Rows that are decoded together, in turns.
 
-    A turn is what happens between two looks of the host at sampled tokens: a prefill of rows that were admitted,
-    and decode steps. All stages of a pipeline take the same turns, since they plan them from the same tokens, which
+    A turn is a prefill of newly admitted rows and some decode steps; after it, the host looks at the sampled
+    tokens. All stages of a pipeline take the same turns, because they plan them from the same tokens, which
     the last stage broadcasts.
     """
 
     def __init__(self, call: GenerateCall, number: int) -> None:
-        """`number`: which of the decode batches of the scheduler."""
+        """`number` is the index of the batch in the scheduler."""
         self._call = call
         self._number = number
         self._last_tokens = [int(prompt[-1]) for prompt in call.prompts.rows()]
@@ -37,8 +37,8 @@ class DecodeBatch:
     def run(self) -> Iterator[None]:
         """Yield once when the first turn is planned, then after each step, when this stage has sent its part.
 
-        Turns of several batches are planned in the same order on every stage, so that all of them know the same
-        of each other: after a yield on all stages but the last, before it on the last.
+        Every stage plans the turns of several batches in the same order, so that all stages decide from the
+        same state. The last stage therefore plans before it yields, the others after.
         """
         call = self._call
         pipeline = call.model.pipeline
@@ -51,7 +51,7 @@ class DecodeBatch:
                 yield from self._run_turn()
 
     def _run_turn(self) -> Iterator[None]:
-        """Run a turn on a stage that sends hidden states on and receives the tokens."""
+        """Run a turn on a stage that sends hidden states on and receives tokens."""
         pipeline = self._call.model.pipeline
         self._begin()
         for step in range(self._turn.steps):
@@ -61,13 +61,13 @@ class DecodeBatch:
             tokens = pipeline.post_recv_tokens(self._width)
             yield
             self._rows.advance(tokens.wait())
-        if not self._turn.rows:  # They wait for blocks that other batches hold.
+        if not self._turn.rows:  # rows wait for blocks that other batches hold
             yield
         self._record()
         self._plan()
 
     def _run_turn_of_last_stage(self) -> Iterator[None]:
-        """Run a turn on the stage that samples and broadcasts the tokens."""
+        """Run a turn on the stage that samples and broadcasts tokens."""
         pipeline = self._call.model.pipeline
         self._begin()
         for step in range(self._turn.steps):
@@ -82,7 +82,7 @@ class DecodeBatch:
         yield
 
     def _plan(self) -> None:
-        """Plan the next turn, and post the receives of what it begins with."""
+        """Plan the next turn, and request the messages that it begins with."""
         call = self._call
         turn = call.scheduler.plan(self._number)
         self._turn = turn
@@ -102,14 +102,14 @@ class DecodeBatch:
         self._hidden_recv = self._call.model.pipeline.post_recv(self._width)
 
     def _begin(self) -> None:
-        """RowPrefill the rows that were admitted, and begin the steps of the turn."""
+        """Prefill newly admitted rows, and begin the steps of the turn."""
         if self._turn.prefills:
             self._prefill(self._turn.prefills)
         if self._turn.rows:
             self._rows.begin_turn(self._call.noise if self._call.model.pipeline.last else None)
 
     def _prefill(self, prefills: Sequence[RowPrefill]) -> None:
-        """Fill the cache with sequences."""
+        """Compute the keys and values of sequences, and store them in the cache."""
         call = self._call
         model = call.model
         part = PrefillPass.of(prefills, call.prompts, model.device)
@@ -122,14 +122,14 @@ class DecodeBatch:
             model.pipeline.send(hidden, followed=True)
 
     def _decode(self) -> Tensor:
-        """Run this stage's part of a decode step; return hidden states, or on the last stage tokens."""
+        """Run this stage's part of a decode step; returns hidden states, or tokens on the last stage."""
         pending, self._hidden_recv = self._hidden_recv, None
         hidden = None if pending is None else pending.wait()
         self._call.model.counts.add_decode_step(self._width)
         return self._step.run(self._rows, hidden)
 
     def _record(self) -> None:
-        """Read the tokens of a turn; rows that are complete are done."""
+        """Read the tokens of a turn, and mark complete rows as done."""
         call = self._call
         rows = self._turn.rows
         if not rows:

@@ -1,4 +1,4 @@
-"""Decode step of one stage: from tokens or hidden states to hidden states, or to sampled tokens."""
+"""Decode step of one stage, run operation by operation or as a CUDA graph."""
 
 from functools import cache
 from typing import Any
@@ -14,9 +14,9 @@ from realrl.model.matrices import DecodeWeights
 
 
 class DecodeStep:
-    """A stage's part of a decode step, sampling and bookkeeping included.
+    """One stage's part of a decode step, including sampling and bookkeeping on the last stage.
 
-    Shapes depend on the number of rows alone, and nothing waits for the device.
+    Shapes depend only on the number of rows, and nothing waits for the device.
     """
 
     def __init__(self, model: Model, weights: DecodeWeights, cache: PagedCache, sampler: Sampler) -> None:
@@ -26,9 +26,9 @@ class DecodeStep:
         self._sampler = sampler
 
     def run(self, rows: BufferedRows, hidden: Tensor | None) -> Tensor:
-        """Run the step. `hidden`: received from the stage before, [B, H]; None on the first stage.
+        """Run the step. `hidden` comes from the previous stage, [B, H]; None on the first stage.
 
-        Returns hidden states [B, H]; on the last stage tokens [B], which are recorded already.
+        Returns hidden states [B, H]; on the last stage tokens [B], which are already recorded in the buffers.
         """
         transformer = self._model.transformer
         x = rows.tokens if hidden is None else hidden
@@ -43,11 +43,11 @@ class DecodeStep:
 
 
 class StepGraphs:
-    """Graphs of a decode step, one per number of rows, in one pool of memory.
+    """CUDA graphs of a decode step, one per number of rows, in one memory pool.
 
-    They are captured when they are needed the second time: the first time the step runs operation by operation, for
-    libraries and kernels to be loaded. Graphs know addresses of parameters, cache and buffers, all of which must
-    stay where they are.
+    A graph is captured when it is needed for the second time. The first time, the step runs operation by
+    operation, so that libraries and kernels are loaded. Graphs contain the addresses of parameters, cache and
+    buffers, which must not move.
     """
 
     def __init__(self, step: DecodeStep, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class StepGraphs:
         self._pool: Any = None
 
     def run(self, rows: BufferedRows, hidden: Tensor | None) -> Tensor:
-        """Run `DecodeStep.run`. What it returns is overwritten by the next step of as many rows."""
+        """Run `DecodeStep.run`. The next step with as many rows overwrites the result."""
         width = len(rows.tokens)
         if width not in self._graphs:
             self._graphs[width] = None
@@ -68,12 +68,12 @@ class StepGraphs:
         return graph.replay(hidden)
 
     def _capture(self, rows: BufferedRows, hidden: Tensor | None) -> "_StepGraph":
-        """Capture a graph, with the memory that torch caches given back only where there is not enough without."""
+        """Capture a graph; release torch's cached memory only if there is too little without."""
         stream = _find_capture_stream(self._device)
         try:
             return self._capture_in(stream, rows, hidden)
         except torch.cuda.OutOfMemoryError:
-            # While it captures, torch's allocator gives no memory back by itself.
+            # During a capture, torch's allocator does not release cached memory by itself.
             torch.cuda.empty_cache()
         return self._capture_in(stream, rows, hidden)
 
@@ -81,12 +81,12 @@ class StepGraphs:
         self, stream: torch.cuda.Stream, rows: BufferedRows, hidden: Tensor | None
     ) -> "_StepGraph":
         if not any(self._graphs.values()):
-            self._pool = torch.cuda.graph_pool_handle()  # that of a capture that failed cannot be taken again
+            self._pool = torch.cuda.graph_pool_handle()  # the pool of a failed capture cannot be used again
         return _StepGraph(self._step, rows, hidden, self._pool, stream)
 
 
 class _StepGraph:
-    """Graph of a decode step of so many rows."""
+    """Graph of a decode step for one number of rows."""
 
     def __init__(
         self,
@@ -98,10 +98,10 @@ class _StepGraph:
     ) -> None:
         self._hidden = None if hidden is None else torch.empty_like(hidden)
         self._graph = torch.cuda.CUDAGraph()
-        # Not `torch.cuda.graph`: that waits for the device, and gives back all memory that torch caches.
+        # `torch.cuda.graph` would wait for the device, and release all memory that torch caches.
         stream.wait_stream(torch.cuda.current_stream(rows.tokens.device))
         with torch.cuda.stream(stream):
-            # Other threads may use the device meanwhile, such as NCCL's watchdog.
+            # Thread-local, because other threads, such as NCCL's watchdog, may use the device meanwhile.
             self._graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 self._output = step.run(rows, self._hidden)
@@ -117,10 +117,10 @@ class _StepGraph:
 
 @cache
 def _find_capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Find the stream in which graphs are captured: one for the process, since torch keeps the workspace that
-    cuBLAS gets in each stream for ever.
+    """Return the process's only capture stream: torch never frees the workspace that cuBLAS gets in each
+    stream.
 
-    Products are run in it once, so that the workspace does not lie in the pool of a graph.
+    Products are run in it once, so that this workspace is not allocated in the pool of a graph.
     """
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):

@@ -11,6 +11,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from realrl.engine.buffers import FlatBuffer, LocalSet
 from realrl.engine.model import Model
 from realrl.engine.training.gradients import (
+    Accumulation,
     finalize_model_grads,
     find_counted_elements,
     list_late_tensors,
@@ -21,12 +22,12 @@ from realrl.recipe.model import OptimizerConfig
 
 
 class OverlappedGradReduce:
-    """Gradient reduction that starts a bucket's reduce-scatter once its gradients are complete.
+    """Starts the reduce-scatter of a bucket once its gradients are complete (`overlap_grad_reduce` in
+    Megatron's DDP).
 
-    Megatron's DDP calls this `overlap_grad_reduce`.
-
-    Buckets start from the end of the buffer, where the gradients that come first lie, and always in that
-    order, which is therefore the same on every rank. Those with late tensors are left to the optimizer's step.
+    Buckets start from the end of the buffer, because the backward pass completes the last layers first. They
+    always start in that order, so it is the same on every rank. Buckets with late tensors are left to the
+    optimizer's step.
     """
 
     def __init__(
@@ -37,11 +38,12 @@ class OverlappedGradReduce:
         self._parameters = [0] * optimizer.buckets
         """Number of parameters with elements in each bucket."""
         self._missing: list[int] | None = None
-        """Number of those whose gradients are not complete; None before the last backward pass of a mini-batch."""
+        """Number of these parameters with incomplete gradients; None outside the last backward pass of a
+        mini-batch."""
         self._waiting: deque[int] = deque()
-        """Buckets that have not started, in the order in which they do."""
+        """Buckets that have not started, in starting order."""
         self._nodes: list[Node] = []
-        """Autograd's nodes of the parameters, which would lose their hooks if nothing referred to them."""
+        """Autograd's nodes of the parameters. They would lose their hooks if nothing referred to them."""
         self._late = {bucket for name in late for bucket in self._find_buckets(gradients, (name,))}
         count = _make_counter(self)
         for name, parameter in model.transformer.named_parameters():
@@ -50,27 +52,28 @@ class OverlappedGradReduce:
             touched = self._find_buckets(gradients, model.transformer.sources[name])
             for bucket in touched:
                 self._parameters[bucket] += 1
-            # The node runs once all uses of the parameter have run backward, also where these have added to its
-            # gradient themselves and have none for autograd; hooks on the parameter would not be called then.
+            # The node runs once all uses of the parameter have run backward, even if they have added to its
+            # gradient themselves and return none to autograd. Hooks on the parameter itself would not be
+            # called then.
             node = get_gradient_edge(parameter).node
             node.register_hook(lambda *_, touched=touched: count(touched))
             self._nodes.append(node)
 
     def _find_buckets(self, gradients: FlatBuffer, names: Sequence[str]) -> range:
-        """Find the buckets that neighbouring tensors have elements in."""
+        """Find the buckets with elements of these neighbouring tensors."""
         size = self._optimizer.bucket_size
         first = gradients.offset(names[0])
         last = gradients.offset(names[-1]) + gradients[names[-1]].numel() - 1
         return range(first // size, last // size + 1)
 
     def start_last_backward(self) -> None:
-        """Announce that the next backward pass is the last one of the mini-batch."""
+        """Announce that the next backward pass is the last of the mini-batch."""
         self._missing = list(self._parameters)
         buckets = reversed(range(self._optimizer.buckets))
         self._waiting = deque(bucket for bucket in buckets if bucket not in self._late)
 
     def _count_gradient(self, touched: range) -> None:
-        """Count a parameter's gradient, in these buckets, as complete if the pass is the last one."""
+        """In the last backward pass, count a parameter's gradient as complete in these buckets."""
         if self._missing is None:
             return
         for bucket in touched:
@@ -82,7 +85,8 @@ class OverlappedGradReduce:
 
 
 def _make_counter(of: OverlappedGradReduce) -> Callable[[range], None]:
-    """Make a hook that does not keep `of` alive: autograd's nodes, which `of` refers to, refer to their hooks."""
+    """Make a hook that does not keep `of` alive: `of` refers to autograd's nodes, and these refer to their
+    hooks."""
     found = weakref.ref(of)
 
     def count(touched: range) -> None:
@@ -93,11 +97,11 @@ def _make_counter(of: OverlappedGradReduce) -> Callable[[range], None]:
     return count
 
 
-class FullGradients:
-    """See `Accumulation`."""
+class FullGradients(Accumulation):
+    """Gradients of ZeRO-1: each rank accumulates all of them; ranks reduce them once per mini-batch."""
 
     def __init__(self, model: Model, trained: LocalSet, config: OptimizerConfig) -> None:
-        """`trained`: the parameter set that is updated."""
+        """`trained` is the parameter set that is updated."""
         self._model, self.updated = model, trained
         parameters, groups = trained.buffer, model.groups
         multiple = groups.data.size * parameters.buckets
@@ -116,37 +120,9 @@ class FullGradients:
             model, self.gradients, self.optimizer, late=list_late_tensors(model, trained)
         )
 
-    @property
-    def persistent(self) -> list[Tensor]:
-        """See `Accumulation`."""
-        return self.optimizer.persistent
-
-    def agree_on_passes(self, count: int) -> int:
-        """See `Accumulation`."""
-        return count
-
-    def idle_forward(self) -> None:
-        """See `Accumulation`."""
-        raise AssertionError("ranks take part in no passes of others")
-
-    def idle_backward(self) -> None:
-        """See `Accumulation`."""
-        raise AssertionError("ranks take part in no passes of others")
-
     def start_backward(self, *, last: bool) -> None:
-        """See `Accumulation`."""
         if last:
             self._grad_reduce.start_last_backward()
 
-    def finish_backward(self) -> None:
-        """See `Accumulation`."""
-
     def finalize(self) -> Mapping[str, Tensor]:
-        """See `Accumulation`."""
         return finalize_model_grads(self._model, self.gradients)
-
-    def spread(self) -> None:
-        """See `Accumulation`."""
-
-    def adopt(self) -> None:
-        """See `Accumulation`."""

@@ -1,8 +1,8 @@
-"""Finalization of gradients that several ranks hold in part, and elements that count once in norms."""
+"""Accumulation of gradients, their sums over ranks that hold them in part, and elements that count once in
+norms."""
 
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,51 +15,50 @@ from realrl.layout.local_tensors import LocalTensor
 from realrl.layout.ranges import kv_heads
 
 
-class Accumulation(Protocol):
-    """Gradients of a parameter set, and the optimizer of what this rank updates of it."""
+class Accumulation:
+    """Gradients of a parameter set over the micro-batches of a mini-batch, and the optimizer of this rank's part.
+
+    The methods here are those of ranks that need no other rank during a backward pass (ZeRO-1).
+    """
 
     gradients: FlatBuffer
     """What this rank has accumulated."""
     optimizer: ShardedAdamW
     updated: LocalSet
-    """Tensors, or rows of them, that the optimizer works on; a rank may update only a part of these."""
+    """Tensors, or rows of tensors, that the optimizer works on; a rank may update only a part of them."""
 
     @property
     def persistent(self) -> list[Tensor]:
-        """Tensors that must survive between steps, besides the model's parameters."""
-        ...
+        """Tensors that must survive between steps, in addition to the model's parameters."""
+        return self.optimizer.persistent
 
     def agree_on_passes(self, count: int) -> int:
-        """Agree on the number of micro-batches that ranks take part in, at least `count`."""
-        ...
+        """Agree on the number of micro-batches that ranks run together, at least `count`."""
+        return count
 
     def idle_forward(self) -> None:
-        """Take part in a forward pass of other ranks."""
-        ...
+        """Join the collectives of a forward pass that only other ranks compute."""
+        raise AssertionError("this rank needs no passes of others")
 
     def idle_backward(self) -> None:
-        """Take part in a backward pass of other ranks."""
-        ...
+        """Join the collectives of a backward pass that only other ranks compute."""
+        raise AssertionError("this rank needs no passes of others")
 
     def start_backward(self, *, last: bool) -> None:
-        """Begin a backward pass, the last one of a mini-batch or another."""
-        ...
+        """Begin a backward pass; `last` for the last one of the mini-batch."""
 
     def finish_backward(self) -> None:
         """End a backward pass."""
-        ...
 
     def finalize(self) -> Mapping[str, Tensor]:
-        """Complete the gradients of a mini-batch; those of some tensors, summed over ranks already, by name."""
-        ...
+        """Complete the gradients of a mini-batch; returns, by name, those that are already summed over ranks."""
+        raise NotImplementedError
 
     def spread(self) -> None:
-        """Bring what has been updated to where the model computes with it, as far as the optimizer has not."""
-        ...
+        """Copy updated parameters to where the model computes with them, as far as the optimizer has not."""
 
     def adopt(self) -> None:
-        """Take over parameters that have been given other values, as far as the optimizer does not."""
-        ...
+        """Take over parameters whose values were set from outside, as far as the optimizer does not."""
 
 
 def list_late_tensors(model: Model, trained: LocalSet) -> set[str]:
@@ -73,12 +72,13 @@ def list_late_tensors(model: Model, trained: LocalSet) -> set[str]:
 
 
 def finalize_model_grads(model: Model, gradients: FlatBuffer) -> dict[str, Tensor]:
-    """All-reduce gradients of parameters that several ranks hold and each computed in part.
+    """All-reduce gradients of parameters that several ranks hold and each rank computes only in part.
 
-    In place: key/value heads that neighbouring TP ranks share (each served its own query heads), and an embedding
-    table tied to the head of another stage. Returned, by name, and summed over data-parallel ranks, too: what every
-    TP rank applied to tokens or heads of its own (`TensorSpec.partial_gradient`). These are small, and lie between
-    large ones whose reduction has started long before.
+    In place: key/value heads that neighbouring TP ranks share (each serves its own query heads), and an
+    embedding table tied to the head of another stage. Returned by name, and also summed over data-parallel
+    ranks: gradients of parameters that every TP rank applies to its own tokens or heads
+    (`TensorSpec.partial_gradient`). These are small and lie between large gradients, whose reduction has
+    started long before.
     """
     _sum_all_shared_heads(model, gradients)
     sum_tied_embeddings(model, gradients)
@@ -89,7 +89,7 @@ def finalize_model_grads(model: Model, gradients: FlatBuffer) -> dict[str, Tenso
 
 
 def sum_tensor_parallel(model: Model, gradients: FlatBuffer) -> None:
-    """All-reduce, in place, gradients of parameters that several TP ranks hold and each computed in part."""
+    """All-reduce, in place, gradients of parameters that several TP ranks hold and each computes only in part."""
     _sum_all_shared_heads(model, gradients)
     for name, total in _sum_partial(model, gradients).items():
         gradients[name].view(-1).copy_(total)
@@ -104,9 +104,9 @@ def sum_tied_embeddings(model: Model, gradients: FlatBuffer) -> None:
 
 
 def require_gradients(model: Model, trained: LocalSet, view: Callable[..., Tensor]) -> None:
-    """Have backward passes add to float32 gradients of a parameter set, and to no others.
+    """Make backward passes add to the float32 gradients of one parameter set, and of no other set.
 
-    `view(*names)` finds the gradients of neighbouring tensors as one.
+    `view(*names)` returns the gradients of neighbouring tensors as one.
     """
     for name, parameter in model.transformer.named_parameters():
         sources = model.transformer.sources[name]
@@ -125,7 +125,7 @@ def _sum_all_shared_heads(model: Model, gradients: FlatBuffer) -> None:
 
 
 def _sum_partial(model: Model, gradients: FlatBuffer) -> dict[str, Tensor]:
-    """Sum over TP ranks what each of them computed in part. -> flat tensors by name"""
+    """Sum over TP ranks the gradients that each rank has in part. -> flat tensors by name"""
     parts = {spec.name: gradients[spec.name] for spec in gradients.tensors if _is_partial(model, spec)}
     if not parts:
         return {}
@@ -134,7 +134,7 @@ def _sum_partial(model: Model, gradients: FlatBuffer) -> dict[str, Tensor]:
 
 
 def _is_partial(model: Model, spec: TensorSpec) -> bool:
-    """Check whether this rank's gradient of a tensor is a part of a sum over the tensor-parallel ranks."""
+    """Check whether this rank's gradient of a tensor is a part of a sum over tensor-parallel ranks."""
     if model.groups.tensor.size == 1:
         return False
     match spec.partial_gradient:
@@ -157,7 +157,8 @@ def _sum_shared_heads(model: Model, gradient: Tensor) -> None:
     """Add up the gradients of shared key/value heads. gradient: [local heads * D, ...]"""
     local_heads = model.shard.keys
     local = gradient.view(len(local_heads), -1)
-    # Neighbours share different heads, so all heads are reduced, those of other ranks as zeros.
+    # Different neighbours share different heads, so all heads are reduced, with zeros for heads of other
+    # ranks.
     all_heads = local.new_zeros(model.shape.kv_heads, local.shape[1])
     all_heads[local_heads.start : local_heads.stop] = local
     local.copy_(model.groups.tensor.sum(all_heads)[local_heads.start : local_heads.stop])
@@ -166,7 +167,7 @@ def _sum_shared_heads(model: Model, gradient: Tensor) -> None:
 def find_counted_elements(model: Model, local: LocalTensor) -> tuple[int, int]:
     """Find the elements (first, end) of a local tensor that this rank counts in sums over the placement.
 
-    What several TP ranks or both ends of a pipeline hold is counted once, as by Megatron's
+    Elements that several TP ranks or both ends of a pipeline hold are counted once, as in Megatron's
     `param_is_not_tensor_parallel_duplicate`.
     """
     shard, spec = model.shard, local.spec
@@ -178,7 +179,7 @@ def find_counted_elements(model: Model, local: LocalTensor) -> tuple[int, int]:
     if spec.partition is None:
         return 0, 0
     if _holds_kv_heads(spec):
-        # The heads that the rank before holds too are counted there.
+        # The previous rank counts the heads that it also holds.
         previous_stop = kv_heads(shard.shape, shard.tp, shard.tp_index - 1).stop
         first_row = previous_stop * (spec.shape[0] // shard.shape.kv_heads)
         shared = min(max(0, first_row - local.region.offset[0]), local.region.size[0])

@@ -251,18 +251,9 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                             for c in range(0, padded, LANES):
                                 at, to = a * _WIDTH + t, a * padded + c
                                 _add_most(
-                                    scores,
-                                    at,
-                                    _WIDTH,
-                                    1,
-                                    v,
-                                    block * padded + c,
+                                    scores, at, _WIDTH, 1, v, block * padded + c, padded, count, outputs, to,
                                     padded,
-                                    count,
-                                    outputs,
-                                    to,
-                                    padded,
-                                )
+                                )  # fmt: skip
                             a += REGISTER_ROWS
                         while a < until:
                             b = min(a + 1, until - 1)

@@ -167,19 +167,9 @@ def attend_forward(work: Work) -> None:
                         keys = min(_KEYS, i + rows - j)
                         for t in range(0, keys, LANES):
                             multiply_rows_by_panel(
-                                rows,
-                                qkv,
-                                at_q,
-                                stride,
-                                1,
-                                keys_by_dim,
-                                (j + t) * dim,
-                                LANES,
-                                dim,
-                                scores,
-                                t,
+                                rows, qkv, at_q, stride, 1, keys_by_dim, (j + t) * dim, LANES, dim, scores, t,
                                 _KEYS,
-                            )
+                            )  # fmt: skip
                         for r in range(rows):
                             seen = min(keys, i + r + 1 - j)
                             hidden = max(0, i + r + 1 - j - window)
@@ -197,19 +187,9 @@ def attend_forward(work: Work) -> None:
                         for c in range(0, padded, LANES):
                             at_v = c * height + j * LANES
                             add_rows_by_panel(
-                                rows,
-                                scores,
-                                0,
-                                _KEYS,
-                                1,
-                                values_by_row,
-                                at_v,
-                                LANES,
-                                keys,
-                                outputs,
-                                c,
+                                rows, scores, 0, _KEYS, 1, values_by_row, at_v, LANES, keys, outputs, c,
                                 padded,
-                            )
+                            )  # fmt: skip
                     for r in range(rows):
                         token = begin + i + r
                         part = np.float32(1.0) / totals[r]
@@ -285,19 +265,9 @@ def attend_backward(work: Work) -> None:
                                 rows, qkv, at_q, stride, 1, keys_by_dim, at, LANES, dim, weights, t, _KEYS
                             )
                             multiply_rows_by_panel(
-                                rows,
-                                grad_out,
-                                at_grad,
-                                grad_out_stride,
-                                1,
-                                values_by_dim,
-                                at,
-                                LANES,
-                                dim,
-                                changes,
-                                t,
-                                _KEYS,
-                            )
+                                rows, grad_out, at_grad, grad_out_stride, 1, values_by_dim, at, LANES, dim,
+                                changes, t, _KEYS,
+                            )  # fmt: skip
                         for r in range(rows):
                             token = begin + i + r
                             at_out, at_given = token * out_stride + head * dim, at_grad + r * grad_out_stride
@@ -333,19 +303,9 @@ def attend_backward(work: Work) -> None:
                                 keys, weights, 0, 1, _KEYS, grads_by_row, at, LANES, rows, grad_v, to, padded
                             )
                             add_rows_by_panel(
-                                keys,
-                                changes,
-                                0,
-                                1,
-                                _KEYS,
-                                queries_by_row,
-                                at,
-                                LANES,
-                                rows,
-                                grad_k,
-                                to,
+                                keys, changes, 0, 1, _KEYS, queries_by_row, at, LANES, rows, grad_k, to,
                                 padded,
-                            )
+                            )  # fmt: skip
                             at = c * height + j * LANES
                             add_rows_by_panel(
                                 rows, changes, 0, _KEYS, 1, keys_by_row, at, LANES, keys, grad_q, c, padded

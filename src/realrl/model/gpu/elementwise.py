@@ -1,4 +1,4 @@
-"""RMSNorm on a GPU, alone and after an addition to the residual stream: one kernel forward and one backward."""
+"""Norms, activations and rotary embeddings on a GPU: one kernel forward and one backward each."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from torch.autograd import Function
 from realrl.model.gpu.library import register_kernel
 
 _NORM_TILE = 4096
-"""Elements of a tile: several rows where rows are short, such as those of heads."""
+"""Elements of a norm's tile; it holds several rows if rows are short, such as those of heads."""
 _NORM_PROGRAMS = 256
-"""Programs of the backward pass, each of which sums the weight's gradient over its rows: about two for each
-multiprocessor of the largest GPUs. Fixed, so that sums are the same on every one."""
+"""Programs of a norm's backward pass; each sums the weight's gradient over its rows. About two for each
+multiprocessor of the largest GPUs, and fixed, so that sums are the same on every GPU."""
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _norm_kernel(
     values = tl.load(x + start[:, None] + column[None, :], inside, other=0.0)
     if ADD:
         values = values.to(tl.float32) + tl.load(delta + place, inside, other=0.0).to(tl.float32)
-        # Rounded as it is stored, since the backward pass starts from there.
+        # Rounded as it is stored, because the backward pass reads the stored value.
         values = values.to(total.dtype.element_ty)
         tl.store(total + place, values, inside)
     wide = values.to(tl.float32)
@@ -71,7 +71,7 @@ def _norm_gradient_kernel(
 
 
 def _size_tile(width: int) -> dict[str, int]:
-    """Size the tile, whatever the number of rows: sums of a row have one order."""
+    """Size the tile by the width alone, so that a row's sums have one order for any number of rows."""
     columns = triton.next_power_of_2(width)
     return {"ROWS": max(1, _NORM_TILE // columns), "COLUMNS": columns}
 
@@ -81,7 +81,8 @@ def _count_warps(tile: dict[str, int]) -> int:
 
 
 def _find_rows(x: Tensor) -> tuple[int, int, int, int, int]:
-    """Rows, rows per outer row, columns, and the strides of both kinds of rows. x: [N, C] or [N, heads, C]"""
+    """Number of rows, rows per outer row, columns, and the strides of outer and inner rows. x: [N, C] or [N,
+    heads, C]"""
     assert x.stride(-1) == 1, "a row is contiguous"
     inner = x.shape[1] if x.dim() == 3 else 1
     return x.numel() // x.shape[-1], inner, x.shape[-1], x.stride(0), x.stride(1) if x.dim() == 3 else 0
@@ -146,7 +147,7 @@ def _rms_norm_backward(
 
 
 def _differentiate_norm(ctx: Any, grad: Tensor, grad_total: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gradients of the normalised values, and of the weight."""
+    """Gradients of the norm's input and of its weight (float32)."""
     x, weight, inverse_rms = ctx.saved_tensors
     programs = min(_NORM_PROGRAMS, max(1, inverse_rms.numel()))
     grad_weights = weight.new_empty(programs, len(weight), dtype=torch.float32)
@@ -159,12 +160,11 @@ def _differentiate_norm(ctx: Any, grad: Tensor, grad_total: Tensor | None) -> tu
 class RMSNorm(Function):
     """RMS norm: x / sqrt(mean(x²) + eps) * weight over the last dim.
 
-    x: [N, H] or [N, heads, D], rows contiguous.
+    x: [N, H] or [N, heads, D], with contiguous rows.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Compute the normalised values."""
         out = x.new_empty(x.shape)
         inverse_rms = x.new_empty(x.shape[:-1], dtype=torch.float32)
         _rms_norm(x, weight, eps, out, inverse_rms)
@@ -173,16 +173,14 @@ class RMSNorm(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        """Compute the gradients of x and of the weight, the latter in float32."""
         return *_differentiate_norm(ctx, grad, None), None
 
 
 class AddRMSNorm(Function):
-    """The sum of x and delta, and its RMSNorm. x, delta: [N, H] -> two of [N, H]"""
+    """The sum of x and delta, and its RMS norm. x, delta: [N, H] -> two of [N, H]"""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Compute the sum and its norm."""
         total = torch.empty_like(x)
         out = torch.empty_like(x)
         inverse_rms = x.new_empty(len(x), dtype=torch.float32)
@@ -192,20 +190,19 @@ class AddRMSNorm(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
-        """Compute the gradient of both terms, and that of the weight in float32."""
         grad_x, grad_weight = _differentiate_norm(ctx, grad, grad_total)
         return grad_x, grad_x, grad_weight, None
 
 
 class Activate(Function):
-    """An activation of all columns, or of the first half of them, times the second half.
+    """Activation (silu, gelu or gelu_tanh) of all columns; if gated, of the first half, times the second
+    half.
 
-    Keeps its input alone. x: [N, I], or [N, 2 I] if gated -> [N, I]
+    torch's operations compute it. Only the input is saved. x: [N, I], or [N, 2 I] if gated -> [N, I]
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: str, gated: bool) -> Tensor:
-        """Compute the activation: silu, gelu or gelu_tanh."""
         ctx.save_for_backward(x)
         ctx.activation, ctx.gated = activation, gated
         if not gated:
@@ -215,7 +212,6 @@ class Activate(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Compute the gradient of x."""
         (x,) = ctx.saved_tensors
         if not ctx.gated:
             return _differentiate_activation(grad, x, ctx.activation), None, None
@@ -285,11 +281,10 @@ def _swiglu_backward(grad: Tensor, gate_up: Tensor, grad_gate_up: Tensor) -> Non
 
 
 class SwiGLU(Function):
-    """Activation silu(gate) * up. gate_up: [N, 2 I] -> [N, I]; computed in float32"""
+    """Activation silu(gate) * up, computed in float32. gate_up: [N, 2 I] -> [N, I]"""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        """Compute the product."""
         gate_up = gate_up.contiguous()
         ctx.save_for_backward(gate_up)
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
@@ -298,7 +293,6 @@ class SwiGLU(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Compute the gradient of gate and up."""
         (gate_up,) = ctx.saved_tensors
         out = torch.empty_like(gate_up)
         _swiglu_backward(grad.contiguous(), gate_up, out)
@@ -333,7 +327,10 @@ def _rotate_kernel(
 
 
 def _launch(source: Tensor, cos: Tensor, sin: Tensor, target: Tensor, rotated: int, sign: float) -> None:
-    """Write all heads to the target, the first ones rotated, or by -1 rotated back; in place only those."""
+    """Write all heads to the target, with the first `rotated` ones rotated by `sign` times the angle.
+
+    In place, only the rotated heads are touched.
+    """
     tokens, pairs = cos.shape
     all_heads = source.shape[1] // (2 * pairs)
     heads = rotated if source is target else all_heads
@@ -359,7 +356,6 @@ class RotateHeads(Function):
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-        """Rotate by the angles."""
         ctx.save_for_backward(cos, sin)
         ctx.heads = heads
         ctx.mark_dirty(qkv)
@@ -368,7 +364,6 @@ class RotateHeads(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """Rotate back."""
         cos, sin = ctx.saved_tensors
         grad = grad.contiguous()
         out = torch.empty_like(grad)

@@ -1,4 +1,4 @@
-"""Gradients of stacked matrices, one for each group of rows, added to float32 gradients by the product itself."""
+"""Gradients of stacked matrices, one per group of rows; the product adds to float32 gradients directly."""
 
 import os
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from realrl.model.gpu.library import register_kernel
 
 _SIDE, _ROWS = 128, 64
-"""Side of a tile of a gradient, and rows that are multiplied at a time."""
+"""Side of a gradient's tile, and rows that are multiplied at a time."""
 _UNALIGNED_SIDE = 64
-"""Side of a tile of a gradient whose sizes are not multiples of 16: larger ones do not fit into registers."""
+"""Side of a tile if a gradient's sizes are not multiples of 16: a larger tile would not fit into registers."""
 _PRODUCT = tl.float32 if os.environ.get("TRITON_INTERPRET") == "1" else tl.bfloat16
-"""Triton's interpreter knows no products of bfloat16."""
+"""Triton's interpreter has no bfloat16 products."""
 
 
 @triton.jit
@@ -45,11 +45,11 @@ def _gradient_kernel(
 
 @register_kernel("add_grouped_gradient(Tensor grad, Tensor x, Tensor ends, Tensor(a!) into)")
 def add_grouped_gradient(grad: Tensor, x: Tensor, ends: Tensor, into: Tensor) -> None:
-    """Add grad[rows].T @ x[rows] of the rows of each group to its gradient, with all sums in float32.
+    """Add grad[rows].T @ x[rows] of each group's rows to its gradient, with float32 sums.
 
-    The host need not know how many rows a group has; a group without rows stays as it is.
-    grad: [R, M], x: [R, K] bfloat16, ends: [E] int32, the first row after each group, into: [E, M, K] float32; all
-    are contiguous
+    The host need not know the sizes of groups; the gradient of a group without rows is not touched. grad: [R,
+    M], x: [R, K] bfloat16; ends: [E] int32, the end of each group; into: [E, M, K] float32; all are
+    contiguous
     """
     assert all(of.is_contiguous() for of in (grad, x, ends, into)), "one number after the other"
     assert grad.dtype == x.dtype == torch.bfloat16 and into.dtype == torch.float32
