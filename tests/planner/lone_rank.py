@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from realrl.model.parallel import group as collectives
 
 from realrl.algorithms.distillation.config import OfflineDistillationConfig
 from realrl.algorithms.distillation.distributions import DivergenceInference, DivergenceTrain, TopTeacher
@@ -28,6 +27,7 @@ from realrl.engine.pipeline import Pipeline
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.engine.training.trainer import Trainer
 from realrl.layout.layout import build_layout
+from realrl.model import group as collectives
 from realrl.model.arithmetic.ops import Products
 from realrl.model.group import Group, make_single_rank_group
 from realrl.plan.placement import Placement

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from realrl.algorithms.sft.method import SFTTrain
 from realrl.data.batch import Batch, Ragged
-from realrl.engine.generation import step_graphs
+from realrl.engine.generation import decode_step
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
@@ -219,7 +219,7 @@ class Captures:
     """Counts and times the captures of CUDA graphs inside a `with` block."""
 
     def __enter__(self) -> "Captures":
-        self.seconds, self.count, self._made = 0.0, 0, step_graphs._StepGraph.__init__
+        self.seconds, self.count, self._made = 0.0, 0, decode_step._StepGraph.__init__
 
         def timed(graph: Any, *arguments: Any) -> None:
             begin = time.perf_counter()
@@ -227,11 +227,11 @@ class Captures:
             self.seconds += time.perf_counter() - begin
             self.count += 1
 
-        step_graphs._StepGraph.__init__ = timed
+        decode_step._StepGraph.__init__ = timed
         return self
 
     def __exit__(self, *_: object) -> None:
-        step_graphs._StepGraph.__init__ = self._made
+        decode_step._StepGraph.__init__ = self._made
 
 
 def measure_decoding(model: Model, rows: int) -> dict[str, Any]:

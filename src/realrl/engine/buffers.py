@@ -84,7 +84,6 @@ class LocalSet:
         return self.buffer.data.untyped_storage().nbytes() >= self.buffer.data.nbytes
 
     def free(self) -> None:
-        """Free the memory of the parameters."""
         free(self.buffer.data)
 
     def allocate(self) -> None:

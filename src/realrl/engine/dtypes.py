@@ -10,7 +10,6 @@ from realrl.plan.placement import Dtype
 
 
 def find_torch_dtype(dtype: Dtype) -> torch.dtype:
-    """Type that parameters are stored in."""
     return torch.bfloat16 if dtype == "bfloat16" else torch.float32
 
 

@@ -205,17 +205,14 @@ class Model:
             return repeat(None, len(tokens))
         return prefetch_receives(self.pipeline.post_recv_gradient, map(self.count_hidden_rows, tokens))
 
-    def split_micro_batches(
-        self, costs: Sequence[int], max_tokens: int, *, per_stage: int = 2
-    ) -> list[list[int]]:
-        """Split items into micro-batches of at most `max_tokens` tokens.
-
-        A pipeline gets about `per_stage` micro-batches per stage, enough to keep it busy.
-        """
+    def split_micro_batches(self, costs: Sequence[int], max_tokens: int) -> list[list[int]]:
+        """Split items into micro-batches of at most `max_tokens` tokens; a pipeline gets at least about two
+        per stage."""
         stages = self.groups.pipeline.size
         if stages == 1:
             return micro_batches(costs, max_tokens)
-        return even_micro_batches(costs, max_tokens, stages=stages, per_stage=per_stage)
+        # Two as in the planner: `Efficiency.pass_chunks_per_stage`.
+        return even_micro_batches(costs, max_tokens, stages=stages, per_stage=2)
 
     @torch.no_grad()
     def infer(

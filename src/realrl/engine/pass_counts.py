@@ -24,7 +24,6 @@ class PassCounts:
         self.reset()
 
     def reset(self) -> None:
-        """Start counting for another call."""
         self.micro_batches = 0
         """Forward passes of packed sequences."""
         self.tokens = 0
@@ -41,14 +40,12 @@ class PassCounts:
         self._prefills: list[_Span] = []
 
     def add_micro_batch(self, packing: Packing) -> None:
-        """Count a forward pass of training or inference."""
         self.micro_batches += 1
         self.tokens += sum(packing.lengths)
         self.squares += sum(length * length for length in packing.lengths)
         self.padded_tokens += packing.padded_tokens
 
     def add_decode_step(self, rows: int) -> None:
-        """Count a decode step with `rows` rows."""
         self.decode_steps += 1
         self.decode_rows += rows
 

@@ -75,7 +75,6 @@ class Sends:
             self._wait_oldest()
 
     def wait(self) -> None:
-        """Wait until everything is sent."""
         while self._under_way:
             self._wait_oldest()
 
@@ -98,7 +97,6 @@ class TaggedTransport:
     def post_recv(
         self, make_buffer: Callable[[], Tensor], stage: int, tag: int, *, followed: bool = False
     ) -> PendingRecv:
-        """Post a receive now; `followed` does not matter."""
         buffer = make_buffer()
         work = dist.irecv(
             buffer, self._group.ranks[stage], group=self._handle(stage < self._group.index), tag=tag
@@ -112,7 +110,6 @@ class TaggedTransport:
         return PendingRecv(finish)
 
     def send(self, tensor: Tensor, stage: int, tag: int, *, followed: bool = False) -> None:
-        """Send now, without waiting; `followed` does not matter."""
         work = dist.isend(
             tensor, self._group.ranks[stage], group=self._handle(stage > self._group.index), tag=tag
         )
@@ -120,14 +117,12 @@ class TaggedTransport:
         self._sends.add([work], [tensor])
 
     def send_back(self, tensor: Tensor, stage: int, tag: int) -> None:
-        """Send to an earlier stage now, without waiting."""
         self.send(tensor, stage, tag)
 
     def flush(self) -> None:
         """Nothing is held back."""
 
     def finish(self) -> None:
-        """Wait until everything is sent."""
         self._sends.wait()
 
     def _handle(self, forward: bool) -> dist.ProcessGroup | None:
@@ -213,7 +208,7 @@ def needs_order(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-_FORWARD, _BACKWARD, _TOKENS = 1, 2, 3  # tags, where the backend knows them
+_FORWARD, _BACKWARD, _TOKENS = 1, 2, 3  # tags of messages; NCCL ignores them
 
 
 class Pipeline:
@@ -323,7 +318,6 @@ class Pipeline:
         self._transport.flush()
 
     def wait_sends(self) -> None:
-        """Wait until everything is sent."""
         self._transport.finish()
 
     def _empty_hidden(self, rows: int) -> Tensor:

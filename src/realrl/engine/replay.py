@@ -31,7 +31,6 @@ class SampledItems:
 
     @classmethod
     def of(cls, batch: Batch, replays: Sequence[Replay | None]) -> "SampledItems":
-        """Take all items of a call."""
         names = [name for made in replays if made is not None for name in (made.sequences, made.experts)]
         return cls(Batch(batch.ids, {name: batch[name] for name in names}), replays, range(len(batch)))
 

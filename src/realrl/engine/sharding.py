@@ -30,14 +30,12 @@ def list_sections(shard: Shard) -> tuple[Section, ...]:
 
 
 def find_section(shard: Shard, spec: TensorSpec) -> Section:
-    """Section that a tensor of a stage belongs to."""
     if spec.layer is not None:
         return spec.layer - shard.layers.start
     return "embedding" if shard.first and spec.parameter in ("embedding", "positions") else "head"
 
 
 def group_by_section(shard: Shard, tensors: tuple[LocalTensor, ...]) -> dict[Section, list[Stack]]:
-    """Group the tensors of a parameter set by section."""
     found: defaultdict[Section, list[Stack]] = defaultdict(list)
     for stack in group_stacks(tensors):
         found[find_section(shard, stack[0].spec)].append(stack)
@@ -51,14 +49,13 @@ class SectionBuffer:
     The buffer has memory only while it is in use.
     """
 
-    def __init__(self, stacks: Iterable[Stack], parts: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`parts` is the number of data-parallel ranks."""
+    def __init__(self, stacks: Iterable[Stack], ranks: int, dtype: torch.dtype, device: torch.device) -> None:
         tensors: list[TensorSpec] = []
         self.stacks: list[tuple[str, ...]] = []
         """Names of the tensors of each parameter."""
         for stack in stacks:
             stored = [tensor.stored for tensor in stack]
-            padding = parts * count_shard_rows(stack, parts) - sum(spec.shape[0] for spec in stored)
+            padding = ranks * count_shard_rows(stack, ranks) - sum(spec.shape[0] for spec in stored)
             first = stored[0]
             end = replace(first, name=_name_padding(first.name), shape=(padding, *first.shape[1:]))
             tensors += [*stored, end]
@@ -68,11 +65,9 @@ class SectionBuffer:
 
     @property
     def resident(self) -> bool:
-        """Whether the buffer has device memory."""
         return self.buffer.data.untyped_storage().nbytes() > 0
 
     def allocate(self) -> None:
-        """Allocate memory, with undefined content."""
         allocate(self.buffer.data)
 
     def free(self) -> None:
@@ -180,12 +175,7 @@ class SectionGradients:
     """
 
     def __init__(
-        self,
-        updated: LocalSet,
-        shard: Shard,
-        rank: int,
-        group: Group,
-        complete: Callable[[FlatBuffer], None],
+        self, updated: LocalSet, shard: Shard, rank: int, group: Group, complete: Callable[[FlatBuffer], None]
     ) -> None:
         """`updated` has the rows that this global rank updates. `complete(buffer)` is called after a
         section's backward pass with its gradients of all rows; it sums those that TP ranks have in part."""
@@ -215,7 +205,6 @@ class SectionGradients:
         return found.fused(*names)
 
     def start_pass(self) -> None:
-        """Begin a backward pass."""
         self._waiting = deque(self._sections)
 
     def begin(self, section: Section) -> None:
@@ -302,7 +291,6 @@ class ShardedPasses(SectionHooks):
             self._gathered.free_all()
 
     def start_backward(self) -> None:
-        """Begin a backward pass."""
         assert self._gradients is not None, "only training has backward passes"
         self._gradients.start_pass()
         if self._sections[-1] == "head":

@@ -23,7 +23,6 @@ class AttentionRule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the rule is a plain causal softmax."""
         return self.window is None and self.needs_scores is False
 
     @property

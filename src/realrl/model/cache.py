@@ -48,7 +48,6 @@ class PagedCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
         pools = (self.k, self.v) if self.experts is None else (self.k, self.v, self.experts)
         return sum(pool.untyped_storage().nbytes() for pool in pools)
 

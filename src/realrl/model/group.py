@@ -21,7 +21,6 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.ranks)
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -51,7 +50,6 @@ class Group:
 
 
 def make_single_rank_group(rank: int = 0) -> Group:
-    """Make a group of one rank."""
     return Group((rank,), 0)
 
 

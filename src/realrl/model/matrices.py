@@ -21,10 +21,7 @@ class Matrices:
     """
 
     def __init__(
-        self,
-        products: Products,
-        adapters: Mapping[int, Adapter],
-        quantised: Mapping[int, QuantisedMatrix],
+        self, products: Products, adapters: Mapping[int, Adapter], quantised: Mapping[int, QuantisedMatrix]
     ) -> None:
         self.multiply = adapt(multiply_widened(partial(linear, products=products), quantised), adapters)
         """Compute x @ weight.T + bias."""

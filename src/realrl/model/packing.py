@@ -83,15 +83,11 @@ class Packing:
         index = [positions, starts.int(), positions.nonzero().squeeze(-1)]
         positions, cu_seqlens, target_indices = copy_to_device(index, torch.device(device))
         return cls(
-            lengths=tuple(lengths),
-            positions=positions,
-            cu_seqlens=cu_seqlens,
-            target_indices=target_indices,
+            lengths=tuple(lengths), positions=positions, cu_seqlens=cu_seqlens, target_indices=target_indices
         )
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest sequence."""
         return max(self.lengths)
 
     @property

@@ -50,17 +50,17 @@ class RecordedRouting(Routing):
 
 
 class ReplayedRouting(Routing):
-    """Routing with recorded experts; tokens without a record are routed by `inner`.
+    """Routing with recorded experts; tokens without a record take their highest-scoring experts.
 
     The weights of the experts, and their gradients, come from the model's current scores.
     """
 
-    def __init__(self, experts: Tensor, inner: Routing = LIKELIEST) -> None:
+    def __init__(self, experts: Tensor) -> None:
         """`experts` are those of the stage's layers, [T, layers, k]."""
-        self._experts, self._inner = experts, inner
+        self._experts = experts
 
     def route(self, layer: int, probabilities: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
-        weighed, experts = self._inner.route(layer, probabilities, per_token)
+        weighed, experts = super().route(layer, probabilities, per_token)
         chosen = self._experts[:, layer].long()
         return weighed, torch.where(chosen == NONE_CHOSEN, experts, chosen)
 

@@ -63,11 +63,7 @@ class Transformer(nn.Module):
     """
 
     def __init__(
-        self,
-        shard: Shard,
-        weights: Callable[..., Tensor],
-        tensor_group: Group,
-        products: Products = PLAIN,
+        self, shard: Shard, weights: Callable[..., Tensor], tensor_group: Group, products: Products = PLAIN
     ) -> None:
         super().__init__()
         shape = shard.shape

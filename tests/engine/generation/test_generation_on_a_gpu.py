@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from realrl.engine.generation import decode_memory, step_graphs
+from realrl.engine.generation import decode_memory, decode_step
 from realrl.engine.generation.decode_memory import KeptDecoding, list_addresses
 from realrl.engine.generation.decode_step import DecodeStep, StepGraphs
 from realrl.engine.generation.row_buffers import BufferedRows, RowBuffers
@@ -238,7 +238,7 @@ class Cuda:
         }
         for name, answer in answers.items():
             monkeypatch.setattr(torch.cuda, name, answer)
-        step_graphs._find_capture_stream.cache_clear()
+        decode_step._find_capture_stream.cache_clear()
 
     def run(self, rows: object, hidden: torch.Tensor | None) -> torch.Tensor:
         """Run a step: it returns what it gets."""
@@ -252,7 +252,7 @@ class Cuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     yield Cuda(monkeypatch)
-    step_graphs._find_capture_stream.cache_clear()
+    decode_step._find_capture_stream.cache_clear()
 
 
 def run_graphs(graphs: StepGraphs, values: int = 3, widths: tuple[int, ...] = (2, 4)) -> None:

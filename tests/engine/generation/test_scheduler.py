@@ -124,7 +124,7 @@ CALLS = st.builds(
 def test_every_row_is_completed_and_all_blocks_return(call: Call) -> None:
     rows, scheduler = call.run()
     assert all(len(row.tokens) == end and row.done for row, end in rows.items())
-    assert scheduler.free_blocks == call.size.blocks
+    assert scheduler._pool.free == call.size.blocks
     assert not any(row.blocks for row in rows)
 
 

@@ -69,7 +69,6 @@ class DecodeMemory:
 
     @classmethod
     def allocate(cls, model: Model, kind: DecodeKind, size: DecodeSize) -> "DecodeMemory":
-        """Allocate memory, and make the steps."""
         device = model.device
         weights = model.transformer.prepare_decoding()
         cache = PagedCache(
@@ -82,10 +81,7 @@ class DecodeMemory:
             experts=kind.experts,
         )
         sampler = Sampler(
-            kind.sampling,
-            temperature=model.temperature,
-            stop_token_ids=kind.stop_token_ids,
-            device=device,
+            kind.sampling, temperature=model.temperature, stop_token_ids=kind.stop_token_ids, device=device
         )
         step = DecodeStep(model, weights, cache, sampler)
         by_graphs = kind.on_gpu and weights.runs_ahead

@@ -80,7 +80,6 @@ def join_stages(model: Model, rows: Sequence[DecodeRow], experts: RoutedExperts)
 
 
 def _split(model: Model, rows: Sequence[DecodeRow]) -> Iterator[Sequence[DecodeRow]]:
-    """Split rows into messages."""
     assert model.shape.mixture is not None, "only mixtures have experts"
     each = model.shape.layers * model.shape.mixture.per_token * EXPERT_DTYPE.itemsize
     part: list[DecodeRow] = []

@@ -121,7 +121,6 @@ class RowBuffers:
                 tensor.copy_(self._host[name], non_blocking=True)
 
     def _place(self, slot: int, row: DecodeRow, last_token: int, key: int) -> None:
-        """Write a row that has just been admitted."""
         arrays = self._arrays
         arrays["tokens"][slot] = row.tokens[-1] if row.tokens else last_token
         arrays["keys"][slot] = key
@@ -132,14 +131,12 @@ class RowBuffers:
             arrays[name][slot, : len(blocks)] = blocks
 
     def _find_prompts(self, rows: Sequence[DecodeRow]) -> None:
-        """Find the first row of each prompt."""
         prompts = np.fromiter((row.prompt.number for row in rows), np.int64, len(rows))
         changes = np.flatnonzero(np.diff(prompts, prepend=-1, append=-1))
         self._prompt_starts = torch.from_numpy(changes)
         self._most = int(np.diff(changes).max(initial=1))
 
     def view(self, rows: int) -> BufferedRows:
-        """View the first `rows` rows."""
         device = self._device
         return BufferedRows(
             cached=CachedRows(

@@ -29,7 +29,6 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Number of free blocks."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
@@ -149,11 +148,6 @@ class Scheduler:
     def done(self) -> bool:
         """Whether no row waits or runs."""
         return not self._queue and not any(self._running)
-
-    @property
-    def free_blocks(self) -> int:
-        """Number of blocks that no row holds."""
-        return self._pool.free
 
     def plan(self, batch: int) -> DecodeTurn:
         """Plan the next turn of a decode batch."""

@@ -23,7 +23,6 @@ class ExpertBalance:
         self.begin_call()
 
     def begin_call(self) -> None:
-        """Start counting for another call."""
         model = self._model
         self._counts = ExpertCounts(len(model.transformer.layers), self._mixture.experts, model.device)
         self._sequences = 0

@@ -60,7 +60,6 @@ class OverlappedGradReduce:
             self._nodes.append(node)
 
     def _find_buckets(self, gradients: FlatBuffer, names: Sequence[str]) -> range:
-        """Find the buckets with elements of these neighbouring tensors."""
         size = self._optimizer.bucket_size
         first = gradients.offset(names[0])
         last = gradients.offset(names[-1]) + gradients[names[-1]].numel() - 1
@@ -101,7 +100,6 @@ class FullGradients(Accumulation):
     """Gradients of ZeRO-1: each rank accumulates all of them; ranks reduce them once per mini-batch."""
 
     def __init__(self, model: Model, trained: LocalSet, config: OptimizerConfig) -> None:
-        """`trained` is the parameter set that is updated."""
         self._model, self.updated = model, trained
         parameters, groups = trained.buffer, model.groups
         multiple = groups.data.size * parameters.buckets

@@ -48,7 +48,7 @@ class Accumulation:
         """Begin a backward pass; `last` for the last one of the mini-batch."""
 
     def finish_backward(self) -> None:
-        """End a backward pass."""
+        pass
 
     def finalize(self) -> Mapping[str, Tensor]:
         """Complete the gradients of a mini-batch; returns, by name, those that are already summed over ranks."""

@@ -195,7 +195,6 @@ class ShardedAdamW:
         return [] if self._group.size == 1 else [self._local_gradient]
 
     def list_parts(self) -> Iterator[OptimizerPart]:
-        """List the parts of tensors that this rank updates."""
         for tensor, low, high in self._cut_tensors(range(self.buckets)):
             start = self._parameters.offset(tensor.name)
             yield OptimizerPart(
@@ -271,13 +270,11 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def discard(self) -> None:
-        """Discard the accumulated gradients."""
         if self._reducing:
             self._finish_reduce()
         self._gradients.zero_()
 
     def _replace_gradients(self, summed: Mapping[str, Tensor]) -> None:
-        """Replace this rank's parts of the gradients of these tensors."""
         for part in self.list_parts() if summed else ():
             if part.tensor in summed:
                 local = self._local_gradient[part.in_state : part.in_state + part.end - part.first]
@@ -299,7 +296,6 @@ class ShardedAdamW:
         return self._gather(buckets)
 
     def _gather(self, buckets: range) -> list[dist.Work | None]:
-        """Start the all-gathers of the parameters of buckets."""
         stored = self._select_parameters(buckets)
         if self._master is not None:
             stored.copy_(self._select_state(self._master, buckets))

@@ -46,11 +46,7 @@ class SkippedSteps:
 
     def state_dict(self) -> dict[str, int]:
         """Save the counts that later calls are judged by."""
-        return {
-            "in_a_row": self._in_a_row,
-            "calls": self._calls,
-            "calls_in_a_row": self._calls_in_a_row,
-        }
+        return {"in_a_row": self._in_a_row, "calls": self._calls, "calls_in_a_row": self._calls_in_a_row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self._in_a_row = state["in_a_row"]

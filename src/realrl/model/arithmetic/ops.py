@@ -52,7 +52,6 @@ class Products:
         return self.packed or self.exact
 
     def pack(self, weight: Tensor) -> Panels:
-        """Pack a weight on a CPU. [M, K]"""
         return Panels.of(weight.bfloat16() if self.bfloat16 else weight)
 
     def multiply_packed(self, x: Tensor, panels: Panels) -> Tensor:

@@ -41,7 +41,6 @@ def soft_bound(x: np.float32, bound: np.float32) -> np.float32:
 
 @numba.njit(inline="always", error_model="numpy")
 def sigmoid(x: np.float32) -> np.float32:
-    """Compute 1 / (1 + e^-x)."""
     return np.float32(1.0) / (np.float32(1.0) + exp(-x))
 
 

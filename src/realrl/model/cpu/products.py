@@ -14,15 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realrl.layout.limits import LANES
-from realrl.model.cpu.rows import (
-    Work,
-    bfloat16_pointer,
-    claim,
-    float_pointer,
-    number,
-    row_kernel,
-    row_stride,
-)
+from realrl.model.cpu.rows import Work, bfloat16_pointer, claim, float_pointer, number, row_kernel, row_stride
 from realrl.model.cpu.vectors import add_rows_by_panel, multiply_rows_by_panel
 
 _BLOCK_ROWS = 192

@@ -17,16 +17,7 @@ import numpy as np
 from realrl.layout.limits import LANES
 from realrl.model.cpu import vectors
 from realrl.model.cpu.arithmetic import LOG2_E
-from realrl.model.cpu.rows import (
-    Work,
-    claim,
-    float_pointer,
-    int_row,
-    number,
-    row,
-    row_kernel,
-    row_stride,
-)
+from realrl.model.cpu.rows import Work, claim, float_pointer, int_row, number, row, row_kernel, row_stride
 from realrl.model.cpu.vectors import (
     add_rows_by_panel,
     fill,
@@ -292,9 +283,7 @@ def attend_backward(work: Work) -> None:
                                 change = vectors.subtract(load_vector(changes, at), fill(mean))
                                 store_vector(weights, at, weight)
                                 store_vector(
-                                    changes,
-                                    at,
-                                    vectors.multiply(weight, vectors.multiply(change, slope)),
+                                    changes, at, vectors.multiply(weight, vectors.multiply(change, slope))
                                 )
                         for c in range(0, padded, LANES):
                             at = c * height + i * LANES

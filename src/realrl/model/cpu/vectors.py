@@ -58,7 +58,6 @@ def _call(builder: Any, name: str, result: ir.Type, *arguments: Any, **options: 
 
 
 def _fill(builder: Any, scalar: Any) -> Any:
-    """Make a vector of equal numbers."""
     undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(_INT, 0))
     return builder.shuffle_vector(first, undefined, _repeat(_INT, 0))
@@ -235,7 +234,6 @@ exp2 = _define(_exp2, vector)
 
 @numba.njit(inline="always")
 def zeros() -> Any:
-    """Make a vector of zeros."""
     return fill(np.float32(0.0))
 
 

@@ -29,13 +29,11 @@ it.
 
 @cache
 def has_flash_attention(device: torch.device) -> bool:
-    """Check whether a GPU has a flash kernel for packed sequences."""
     return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
 
 
 @cache
 def has_grouped_products(device: torch.device) -> bool:
-    """Check whether a GPU has a kernel for grouped products."""
     return torch.cuda.get_device_capability(device)[0] in _GROUPED_MAJORS
 
 

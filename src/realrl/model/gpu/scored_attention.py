@@ -19,13 +19,7 @@ class ScoredAttention(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        window: int | None,
-        cap: float | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, window: int | None, cap: float | None
     ) -> Tensor:
         """q, k, v: [N, L, D]; sinks: [heads], N is a multiple of heads -> [N, L, D]"""
         ctx.save_for_backward(q, k, v, sinks)
