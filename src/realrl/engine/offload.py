@@ -47,7 +47,7 @@ class PinnedMemory:
             return self._pinned
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Make a tensor in this memory, with the shape and type of one that fills it."""
+        """Make a tensor with the shape and type of `tensor` in this memory, which it fills."""
         return self._bytes[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
@@ -206,7 +206,7 @@ class Offloadable:
         copies: HostCopies | None = None,
     ) -> None:
         """Each tensor must fill its storage. `workspace` is zero whenever it is not in use, so it need not be
-        copied. `copies` defaults to those for the tensors' device."""
+        copied. `copies` can replace the usual copies, for tests."""
         self._persistent = tuple(persistent)
         self._workspace = tuple(workspace)
         on_gpu = [tensor.device for tensor in self._persistent if tensor.is_cuda]

@@ -314,7 +314,8 @@ class Pipeline:
         return Metrics.from_plain(json.loads(message.cpu().numpy().tobytes()))
 
     def flush(self) -> None:
-        """Send now what waits for the next message: other stages need it, and there is no next message soon."""
+        """Send the messages that wait for the next one. Other stages need them, and this stage sends no other
+        soon."""
         self._transport.flush()
 
     def wait_sends(self) -> None:

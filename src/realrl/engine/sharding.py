@@ -178,7 +178,7 @@ class SectionGradients:
         self, updated: LocalSet, shard: Shard, rank: int, group: Group, complete: Callable[[FlatBuffer], None]
     ) -> None:
         """`updated` has the rows that this global rank updates. `complete(buffer)` is called after a
-        section's backward pass with its gradients of all rows; it sums those that TP ranks have in part."""
+        section's backward pass with its gradients of all rows; it sums gradients that TP ranks hold in part."""
         self._group, self._complete = group, complete
         device = updated.buffer.data.device
         multiple = updated.buffer.buckets

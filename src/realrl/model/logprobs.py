@@ -199,7 +199,8 @@ def compute_token_logprobs(
         from realrl.model.gpu_logprobs import TokenLogprobs  # needs Triton
 
         return TokenLogprobs.apply(*arguments, products, size, cap)
-    # The backward pass recomputes what is not kept: for large vocabularies, that costs less than the memory.
+    # Log-probabilities are kept for the backward pass up to a limit: for large vocabularies, recomputing them costs
+    # less than their memory. With a cap they are recomputed, because its derivative needs the logits.
     keeps = torch.is_grad_enabled() and len(hidden) <= count_kept_logit_rows(len(table), cpu=True)
     return _TokenLogprobs.apply(*arguments, products, size, keeps and cap is None, cap)
 

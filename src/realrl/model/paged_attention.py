@@ -20,7 +20,8 @@ RUN_QUERIES = 16
 """Most queries of a run, unless more heads share a key: the smallest tile of a GPU's tensor cores."""
 
 _PROMPTS_PER_THREAD = 4
-"""With so many prompts per thread, a thread takes whole prompts: waiting for the last one costs little then."""
+"""With at least this many prompts per thread, a thread takes whole prompts: waiting for the last one costs
+little then."""
 
 
 @dataclass(frozen=True, eq=False)

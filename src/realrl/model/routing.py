@@ -56,7 +56,7 @@ class ReplayedRouting(Routing):
     """
 
     def __init__(self, experts: Tensor) -> None:
-        """`experts` are those of the stage's layers, [T, layers, k]."""
+        """experts: [T, layers of the stage, k] EXPERT_DTYPE"""
         self._experts = experts
 
     def route(self, layer: int, probabilities: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
@@ -78,8 +78,8 @@ class ExpertCounts:
 class BalancedRouting(Routing):
     """Routing by `inner`, with the balance of one micro-batch counted and, with a coefficient, learned.
 
-    The balance loss of a sequence of T tokens in a layer is E * sum over experts e of f_e * P_e: f_e is the
-    number of its tokens that chose e, divided by T, and P_e the mean probability of e (Switch Transformer,
+    The balance loss of a sequence of T tokens in a layer is E * sum over experts e of f_e * P_e. f_e is the
+    number of its tokens that chose e, divided by T; P_e is the mean probability of e (Switch Transformer,
     arXiv 2101.03961, equations 4 to 6; per sequence as in DeepSeek-V3, arXiv 2412.19437, equations 17 to 20).
     If all experts are used alike, it is k, the number of experts per token. Choices are constants, so the
     loss is linear in the probabilities. Scores that do not add up to 1 are divided by their sum, as in
@@ -126,7 +126,8 @@ class BalancedRouting(Routing):
         return found.scatter_add_(0, places, torch.ones_like(places)).view(-1, count)
 
     def _find_slopes(self, counts: Tensor) -> Tensor:
-        """Derivative of each sequence's balance loss by the probabilities of one of its tokens. -> [B, E]"""
+        """Derivative of each sequence's balance loss by a token's probabilities, equal for all of its tokens.
+        -> [B, E]"""
         return counts.float() * (counts.shape[1] / self._lengths.float().square())[:, None]
 
 

@@ -35,7 +35,7 @@ tied and one stage has both ends, the head also needs the embedding's parameters
 
 
 class SectionHooks:
-    """Hooks that a forward pass calls at the borders of sections; these do nothing.
+    """Hooks that a forward pass calls at the borders of sections. The hooks of this class do nothing.
 
     The head is entered with the hidden states before the final norm. It is never left, since its outputs are
     computed later, by `compute_logprobs` for example.
@@ -411,7 +411,7 @@ class Transformer(nn.Module):
         """Compute the scalar head's output at every position, equal on every TP rank. [T, H] -> [T] float32"""
         assert self.scalar_head is not None, "only the last stage of a model with a scalar head has values"
         tp = TensorParallel(self.tensor_group, len(packing.positions), sequence_parallel)
-        # In float32 whatever the type of the other products, because values are regressed on.
+        # Always in float32, because values are regressed on.
         hidden = tp.gather_from_region(hidden).float()
         if self._products.exact:
             return linear(hidden, self.scalar_head, products=Products(exact=True)).squeeze(-1)

@@ -57,7 +57,7 @@ class StepGraphs:
         self._pool: Any = None
 
     def run(self, rows: BufferedRows, hidden: Tensor | None) -> Tensor:
-        """Run `DecodeStep.run`. The next step with as many rows overwrites the result."""
+        """Run `DecodeStep.run`. The result is overwritten by the next step with the same number of rows."""
         width = len(rows.tokens)
         if width not in self._graphs:
             self._graphs[width] = None

@@ -30,8 +30,8 @@ class RoutedExperts:
     def read(self, released: Sequence[ReleasedRow]) -> None:
         """Read the experts of rows that leave the cache, before other rows overwrite their blocks.
 
-        A preempted row is prefilled again later; the experts that count are those from sampling, which are
-        read here.
+        A preempted row is prefilled again later, perhaps with other experts. Its record keeps the experts
+        from sampling, which are read here.
         """
         if not released:
             return

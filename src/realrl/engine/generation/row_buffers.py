@@ -1,4 +1,4 @@
-"""Buffers of a decode batch: what decode steps read about its rows, and what they write."""
+"""Buffers of a decode batch: inputs and outputs of its decode steps, and the host's view of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,7 +100,7 @@ class RowBuffers:
         return sum(tensor.nbytes for tensor in (*self._device.values(), *of_steps))
 
     def arrange(self, turn: DecodeTurn, last_tokens: Sequence[int], keys: Sequence[int]) -> None:
-        """Write what a turn changes. `last_tokens` by prompt; `keys` of the sampling noise by row."""
+        """Write the changes of a turn. `last_tokens` by prompt; `keys` of the sampling noise by row."""
         arrays = self._arrays
         rows = turn.rows
         if turn.rearranged:

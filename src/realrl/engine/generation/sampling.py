@@ -1,4 +1,4 @@
-"""Counter-based sampling noise: it depends on what is sampled, not on a generator's history."""
+"""Counter-based sampling noise: a hash of seed, step, sequence and position instead of a generator's state."""
 
 from dataclasses import dataclass
 

@@ -117,7 +117,7 @@ class DecodeTurn:
 
 
 class Scheduler:
-    """Rows of a generate call: those that wait, and those that run in each decode batch."""
+    """Rows of a generate call: the waiting rows, and the running rows of each decode batch."""
 
     def __init__(
         self,

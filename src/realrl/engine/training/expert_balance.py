@@ -35,7 +35,7 @@ class ExpertBalance:
         self._sequences += len(packing.lengths)
         coefficient = None
         if self._coefficient:
-            # Every TP rank adds the whole gradient to one that is summed over TP ranks.
+            # Every TP rank computes the whole gradient, and the ranks' gradients are summed later.
             terms = self._model.shape.layers * self._model.shard.tp
             coefficient = self._coefficient / (terms * sequences)
         return BalancedRouting(
@@ -45,9 +45,9 @@ class ExpertBalance:
     def end_call(self) -> Metrics:
         """Compute the metrics of the call, equal on all ranks; all ranks call it together.
 
-        router_loss: mean of the balance losses. router_busiest: tokens of a layer's busiest expert over those
-        of its average expert. router_idle: share of a layer's experts that no token chose. The last two are
-        means over layers, for the choices of the whole call.
+        router_loss: mean of the balance losses. router_busiest: the number of tokens of a layer's busiest
+        expert, divided by the mean over its experts. router_idle: share of a layer's experts that no token
+        chose. The last two are means over layers, for the choices of the whole call.
         """
         device, groups = self._model.device, self._model.groups
         counts = self._counts

@@ -16,9 +16,10 @@ from realrl.layout.ranges import kv_heads
 
 
 class Accumulation:
-    """Gradients of a parameter set over the micro-batches of a mini-batch, and the optimizer of this rank's part.
+    """Gradients of a parameter set over the micro-batches of a mini-batch, and the optimizer of this rank's
+    part.
 
-    The methods here are those of ranks that need no other rank during a backward pass (ZeRO-1).
+    The default methods suit ZeRO-1, under which a backward pass needs no other data-parallel rank.
     """
 
     gradients: FlatBuffer
@@ -51,14 +52,15 @@ class Accumulation:
         pass
 
     def finalize(self) -> Mapping[str, Tensor]:
-        """Complete the gradients of a mini-batch; returns, by name, those that are already summed over ranks."""
+        """Complete the gradients of a mini-batch; returns gradients that are already summed over ranks, by
+        name."""
         raise NotImplementedError
 
     def spread(self) -> None:
-        """Copy updated parameters to where the model computes with them, as far as the optimizer has not."""
+        """Copy updated parameters to the memory that the model computes with, if the optimizer has not."""
 
     def adopt(self) -> None:
-        """Take over parameters whose values were set from outside, as far as the optimizer does not."""
+        """Take over parameters that were set from outside, if the optimizer does not."""
 
 
 def list_late_tensors(model: Model, trained: LocalSet) -> set[str]:

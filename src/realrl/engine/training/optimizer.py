@@ -19,9 +19,8 @@ from realrl.model.group import Group, all_gather, reduce_scatter
 from realrl.recipe.model import OptimizerConfig
 
 _RUN = 2**16
-"""Squares of so many elements are summed in float32, which takes a few roundings per lane; these sums are
-added in float64. Kernels that sum in float64 throughout would first copy all elements to float64, 8 bytes
-each."""
+"""Elements whose squares are summed in float32, a few roundings per lane; the sums of such runs are added in
+float64. Kernels that sum in float64 throughout would first copy all elements to float64, 8 bytes each."""
 
 
 def sum_squares(values: Tensor) -> Tensor:
@@ -58,8 +57,8 @@ class OptimizerPart:
     """Part of a tensor that a rank updates: elements `first` to `end` - 1 of the tensor as the rank stores
     it.
 
-    in_parameters, in_state: where the part begins in the flat buffer of parameters, and in the flat tensors
-    of moments and master.
+    in_parameters, in_state: index of the first element in the flat buffer of parameters, and in the flat
+    tensors of moments and master.
     """
 
     tensor: str

@@ -104,7 +104,7 @@ def find_first_not_finite(model: Model, minibatch: Batch, metrics: Metrics, grad
     """Find the first quantity that is not finite on any rank; all ranks of the model get the same answer.
 
     Quantities are checked in the order of computation: fields of the mini-batch, parameters, metrics of the
-    loss, gradients. `metrics` are those of this mini-batch on all ranks; `gradients` are accumulated by this
+    loss, gradients. `metrics` belong to this mini-batch, on all ranks; `gradients` are accumulated by this
     rank, not yet summed.
     """
     # Every rank has the same names in the same order, so an index identifies a quantity.

@@ -14,7 +14,7 @@ from realrl.model.arithmetic.ops import Products, find_gradient
 from realrl.model.gpu.path import has_grouped_products, load_kernels, on_gpu
 
 _ALIGNMENT = 16
-"""torch's grouped kernel needs rows and addresses that are multiples of so many bytes."""
+"""Alignment in bytes that torch's grouped kernel requires of rows and addresses."""
 
 
 @dataclass(frozen=True, eq=False)

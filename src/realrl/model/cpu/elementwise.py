@@ -74,8 +74,8 @@ def rms_norm_backward(work: Work) -> None:
     """Differentiate: x [N, H], grad [N, H], weight [H], scales [N, 1], added [N, H] or [H] -> grad_x [N, H],
     weight sums [claims, H].
 
-    `added` is another gradient of x. The weight's gradient has one sum per claim of rows, which must be zero
-    before, so that the result does not depend on which thread takes which rows.
+    `added` is another gradient of x. The weight's gradient has one sum per claim of rows, zero before the
+    call. So the result does not depend on which thread takes which rows.
     """
     first, last = claim(work)
     while first < last:

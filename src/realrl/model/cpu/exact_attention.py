@@ -1,9 +1,9 @@
-"""Attention on a CPU in which a query's result depends only on the query, its keys and its values, bit for
-bit.
+"""Attention on a CPU whose results are exact: each depends only on the query, its keys and its values, bit
+for bit.
 
 One kernel serves decode steps, prefills and training. It computes all scores of a query before the softmax,
-and sums weights and values in the order of the keys' positions. So the result does not depend on where keys
-lie, on a neighbour's keys, or on which queries are read together.
+and sums weights and values in the order of the keys' positions. Where keys lie, how many keys a neighbour
+has, and which queries are read together makes no difference.
 
 A unit of work is a key/value head of a run: neighbouring rows that share keys.
 """

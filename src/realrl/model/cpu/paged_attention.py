@@ -85,7 +85,7 @@ def _add_values(
     """
     a_weights, b_weights = a * _WIDTH + place, b * _WIDTH + place
     for c in range(0, padded, 2 * LANES):
-        then = min(c + LANES, padded - LANES)  # the same vector again if there is no second one
+        then = min(c + LANES, padded - LANES)  # c again if it is the last vector
         a_sum, b_sum, a_next, b_next = vectors.zeros(), vectors.zeros(), vectors.zeros(), vectors.zeros()
         for t in range(count):
             at = block + t * padded
@@ -218,7 +218,7 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                 for tile in range(max(0, start) // _WIDTH * _WIDTH, length, _WIDTH):
                     keys = min(_WIDTH, length - tile)
                     for t in range(0, keys, 2 * LANES):
-                        # The same block again if there is no second one.
+                        # t again if it is the last block.
                         then = t + LANES if t + LANES < keys else t
                         block = (table[(tile + t) // LANES] * kv_heads + head) * LANES
                         next_block = (table[(tile + then) // LANES] * kv_heads + head) * LANES

@@ -6,7 +6,7 @@ tiles of queries and keys that stay in a cache, and the softmax is combined tile
 (Dao et al., arXiv 2205.14135; backward pass: section B.2 there). All sums of products go through one panel
 kernel (`vectors`); keys and values are packed for it once per unit of work.
 
-A sequence is computed by at most as many threads as it has key/value heads.
+A sequence can use at most one thread per key/value head.
 """
 
 from typing import Any
@@ -94,7 +94,7 @@ def _weigh(
     steep, shift = fill(scale), fill(-top)
     for j in range(begin, blocks):
         exponents = vectors.multiply_add(load_vector(scores, first + j * LANES), steep, shift)
-        # `vectors.exp2` takes no numbers above 0, where rounding may lead.
+        # Rounding may lead above 0, but `vectors.exp2` takes no positive numbers.
         weights = vectors.exp2(vectors.smaller(exponents, vectors.zeros()))
         store_vector(scores, first + j * LANES, weights)
         total = vectors.add(total, weights)

@@ -12,7 +12,7 @@ from torch.autograd import Function
 from realrl.model.gpu.library import register_kernel
 
 _NORM_TILE = 4096
-"""Elements of a norm's tile; it holds several rows if rows are short, such as those of heads."""
+"""Elements of a norm's tile. It holds several rows if they are short, as for norms of heads."""
 _NORM_PROGRAMS = 256
 """Programs of a norm's backward pass; each sums the weight's gradient over its rows. About two for each
 multiprocessor of the largest GPUs, and fixed, so that sums are the same on every GPU."""
@@ -88,40 +88,25 @@ def _find_rows(x: Tensor) -> tuple[int, int, int, int, int]:
     return x.numel() // x.shape[-1], inner, x.shape[-1], x.stride(0), x.stride(1) if x.dim() == 3 else 0
 
 
-@register_kernel("rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!) out, Tensor(b!) inverse_rms)")
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, inverse_rms: Tensor) -> None:
-    rows, *address = _find_rows(x)
-    tile = _size_tile(x.shape[-1])
-    grid = (triton.cdiv(rows, tile["ROWS"]),)
-    _norm_kernel[grid](
-        x,
-        x,
-        weight,
-        out,
-        out,
-        inverse_rms,
-        rows,
-        *address,
-        eps,
-        ADD=False,
-        num_warps=_count_warps(tile),
-        **tile,
-    )
-
-
 @register_kernel(
-    "add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps, Tensor(a!) total, Tensor(b!) out, "
+    "rms_norm(Tensor x, Tensor? delta, Tensor weight, float eps, Tensor(a!)? total, Tensor(b!) out, "
     "Tensor(c!) inverse_rms)"
 )
-def _add_rms_norm(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, total: Tensor, out: Tensor, inverse_rms: Tensor
+def _rms_norm(
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    total: Tensor | None,
+    out: Tensor,
+    inverse_rms: Tensor,
 ) -> None:
     rows, *address = _find_rows(x)
     tile = _size_tile(x.shape[-1])
     grid = (triton.cdiv(rows, tile["ROWS"]),)
     _norm_kernel[grid](
-        x, delta, weight, total, out, inverse_rms, rows, *address, eps,
-        ADD=True, num_warps=_count_warps(tile), **tile,
+        x, x if delta is None else delta, weight, out if total is None else total, out, inverse_rms,
+        rows, *address, eps, ADD=delta is not None, num_warps=_count_warps(tile), **tile,
     )  # fmt: skip
 
 
@@ -167,7 +152,7 @@ class RMSNorm(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = x.new_empty(x.shape)
         inverse_rms = x.new_empty(x.shape[:-1], dtype=torch.float32)
-        _rms_norm(x, weight, eps, out, inverse_rms)
+        _rms_norm(x, None, weight, eps, None, out, inverse_rms)
         ctx.save_for_backward(x, weight, inverse_rms)
         return out
 
@@ -184,7 +169,7 @@ class AddRMSNorm(Function):
         total = torch.empty_like(x)
         out = torch.empty_like(x)
         inverse_rms = x.new_empty(len(x), dtype=torch.float32)
-        _add_rms_norm(x, delta, weight, eps, total, out, inverse_rms)
+        _rms_norm(x, delta, weight, eps, total, out, inverse_rms)
         ctx.save_for_backward(total, weight, inverse_rms)
         return total, out
 

@@ -1,20 +1,18 @@
-"""Exact products and attention on a GPU, in Triton: a row's result depends only on the row and on what it
-reads.
+"""Exact products and attention on a GPU, in Triton: a row's result depends only on the row and on its
+operands.
 
 Tiles have one size for any number of rows. One program computes each sum, in one order. Decode steps,
 prefills and training run the same compiled kernel: Triton would compile special ones for a number of rows
 that is 1 or divisible by 16, so `do_not_specialize` forbids that.
 """
 
-import os
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.model.gpu.library import register_kernel
+from realrl.model.gpu.paged_attention import LOG2_E, product_type
 
 _ROWS, _COLUMNS, _DEPTH = 64, 64, 32
 """Tile of every product: small enough for decode steps of few rows."""
@@ -22,14 +20,6 @@ _QUERIES = 16
 """Queries of a program: the smallest tile of tensor cores; more if more heads share a key."""
 _TILE = 32
 """Keys that a program reads at a time."""
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether kernels run on a CPU, in Triton's interpreter, which has no bfloat16 products."""
-_LOG2_E = 1.4426950408889634
-
-
-def _product_type(dtype: torch.dtype) -> tl.dtype:
-    return tl.float32 if _INTERPRETED else _TYPES[dtype]
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -64,7 +54,7 @@ def launch_products(x: Tensor, weight: Tensor, out: Tensor) -> None:
         grid = (triton.cdiv(rows, _ROWS), triton.cdiv(len(weight), _COLUMNS))
         _multiply_kernel[grid](
             x, weight, out, rows, len(weight), depth,
-            ROWS=_ROWS, COLUMNS=_COLUMNS, DEPTH=_DEPTH, PRODUCT=_product_type(x.dtype), num_warps=4,
+            ROWS=_ROWS, COLUMNS=_COLUMNS, DEPTH=_DEPTH, PRODUCT=product_type(x.dtype), num_warps=4,
         )  # fmt: skip
 
 
@@ -157,10 +147,10 @@ def launch_run_attention(
     _, kv_heads, _, dim = k.shape
     _attend_kernel[(len(starts) - 1, kv_heads)](
         qkv, k, v, shared_tables, shared_lengths, own_tables, own_lengths, starts, out,
-        shared_tables.shape[-1], own_tables.shape[-1] if own_tables.dim() == 2 else 0, _LOG2_E * dim**-0.5,
-        window, _LOG2_E * cap, out if sinks is None else sinks,
-        CAP=cap > 0, SINKS=sinks is not None, LOG2_E=_LOG2_E,
+        shared_tables.shape[-1], own_tables.shape[-1] if own_tables.dim() == 2 else 0, LOG2_E * dim**-0.5,
+        window, LOG2_E * cap, out if sinks is None else sinks,
+        CAP=cap > 0, SINKS=sinks is not None, LOG2_E=LOG2_E,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)),
         QUERIES=max(_QUERIES, triton.next_power_of_2(heads // kv_heads)),
-        BLOCK=BLOCK_TOKENS, TILE=_TILE, PRODUCT=_product_type(k.dtype), num_warps=4,
+        BLOCK=BLOCK_TOKENS, TILE=_TILE, PRODUCT=product_type(k.dtype), num_warps=4,
     )  # fmt: skip

@@ -1,20 +1,17 @@
 """Gradients of stacked matrices, one per group of rows; the product adds to float32 gradients directly."""
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from realrl.model.gpu.library import register_kernel
+from realrl.model.gpu.paged_attention import product_type
 
 _SIDE, _ROWS = 128, 64
 """Side of a gradient's tile, and rows that are multiplied at a time."""
 _UNALIGNED_SIDE = 64
 """Side of a tile if a gradient's sizes are not multiples of 16: a larger tile would not fit into registers."""
-_PRODUCT = tl.float32 if os.environ.get("TRITON_INTERPRET") == "1" else tl.bfloat16
-"""Triton's interpreter has no bfloat16 products."""
 
 
 @triton.jit
@@ -59,5 +56,5 @@ def add_grouped_gradient(grad: Tensor, x: Tensor, ends: Tensor, into: Tensor) ->
         grid = (triton.cdiv(height, side), triton.cdiv(width, side), groups)
         _gradient_kernel[grid](
             grad, x, ends, into, height, width,
-            HEIGHT=side, WIDTH=side, ROWS=_ROWS, PRODUCT=_PRODUCT, num_warps=8,
+            HEIGHT=side, WIDTH=side, ROWS=_ROWS, PRODUCT=product_type(x.dtype), num_warps=8,
         )  # fmt: skip

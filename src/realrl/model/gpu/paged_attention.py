@@ -22,10 +22,13 @@ _TILE_BYTES = 1 << 14
 """Bytes of keys, or of values, that a program reads at a time: several tiles fit into shared memory."""
 _QUERIES = 16
 """Queries of a product: the smallest tile of tensor cores; fewer heads than that share a key."""
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether kernels run on a CPU, in Triton's interpreter, which has no bfloat16 products."""
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
+
+
+def product_type(dtype: torch.dtype) -> tl.dtype:
+    """Type of the factors of products: float32 in Triton's interpreter, which has no bfloat16 products."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return tl.float32 if interpreted or dtype == torch.float32 else tl.bfloat16
 
 
 @triton.jit
@@ -169,14 +172,14 @@ def launch_attention(
     most = _count_parts(prompt_tables.shape[1], own_tables.shape[1], tile)
     attend_part[(count, kv_heads, most)](
         qkv, k, v, prompt_tables, prompt_lengths, own_tables, own_lengths, outputs, tops, totals,
-        prompt_tables.shape[1], own_tables.shape[1], _LOG2_E * dim**-0.5, window, _LOG2_E * cap,
+        prompt_tables.shape[1], own_tables.shape[1], LOG2_E * dim**-0.5, window, LOG2_E * cap,
         CAP=cap > 0, KV_HEADS=kv_heads, QUERIES=max(_QUERIES, triton.next_power_of_2(heads // kv_heads)),
-        BLOCK=BLOCK_TOKENS, PRODUCT=tl.float32 if _INTERPRETED else _TYPES[k.dtype], **sizes, **parts,
+        BLOCK=BLOCK_TOKENS, PRODUCT=product_type(k.dtype), **sizes, **parts,
     )  # fmt: skip
     out = torch.empty(count, heads * dim, dtype=qkv.dtype, device=qkv.device)
     combine_parts[(count, heads)](
         outputs, tops, totals, prompt_lengths, own_lengths, outputs if sinks is None else sinks, out,
-        SINKS=sinks is not None, LOG2_E=_LOG2_E, **sizes, **parts,
+        SINKS=sinks is not None, LOG2_E=LOG2_E, **sizes, **parts,
     )  # fmt: skip
     return out
 
