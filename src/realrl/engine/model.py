@@ -47,10 +47,10 @@ class Model:
         base: LocalSet | None = None,
         products: Products = PLAIN,
     ) -> None:
-        """`rank` is global, `layout` describes the whole model, `groups` are the rank's groups under the
-        layout's placement. `temperature` divides logits before log-probabilities. `part` says which parameter
-        sets exist and are trained. `base` is the base set of another model with an equal layout, which may
-        have more tensors, to be shared."""
+        """`rank` is global, `layout` describes the whole model, `groups` are the rank's groups under the layout's
+        placement. `temperature` divides logits before log-probabilities. `part` says which parameter sets exist and
+        are trained. `base` is the base set of another model with an equal layout, which may have more tensors, to
+        be shared."""
         self.layout = layout
         self.rank = rank
         self.groups = groups
@@ -129,9 +129,8 @@ class Model:
     ) -> Tensor:
         """Compute this stage's hidden states of packed token rows.
 
-        `received` are the hidden states of the previous stage, if there is one. With `recompute`, only the
-        inputs of layers are kept, and the backward pass computes layers again. `routing` chooses the experts
-        of mixtures.
+        `received` are the hidden states of the previous stage, if there is one. With `recompute`, only the inputs
+        of layers are kept, and the backward pass computes layers again. `routing` chooses the experts of mixtures.
         """
         x = rows.values if received is None else received
         hidden: Tensor = self.transformer(
@@ -152,8 +151,7 @@ class Model:
     ) -> ModelOutput:
         """Compute the outputs of the last stage from the hidden states of the rows.
 
-        Log-probabilities are also computed for `candidates` [T, k], or for the `likeliest` tokens in each
-        place.
+        Log-probabilities are also computed for `candidates` [T, k], or for the `likeliest` tokens in each place.
         """
         if self.head == "scalar":
             values = self.transformer.compute_values(
@@ -206,8 +204,8 @@ class Model:
         return prefetch_receives(self.pipeline.post_recv_gradient, map(self.count_hidden_rows, tokens))
 
     def split_micro_batches(self, costs: Sequence[int], max_tokens: int) -> list[list[int]]:
-        """Split items into micro-batches of at most `max_tokens` tokens; a pipeline gets at least about two
-        per stage."""
+        """Split items into micro-batches of at most `max_tokens` tokens; a pipeline gets about two per stage or
+        more."""
         stages = self.groups.pipeline.size
         if stages == 1:
             return micro_batches(costs, max_tokens)
@@ -226,12 +224,11 @@ class Model:
     ) -> tuple[Batch, Metrics]:
         """Run an inference call on this rank's items, in micro-batches of at most `max_tokens` tokens.
 
-        `after_micro_batch` is called after each micro-batch; `candidates` and `replays` are those of the
-        call.
+        `after_micro_batch` is called after each micro-batch; `candidates` and `replays` are those of the call.
 
-        The last stage returns the batch with the call's outputs added, and metrics summed over data-parallel
-        ranks. Other stages return the batch unchanged and no metrics. Data-parallel ranks without items only
-        join the collectives.
+        The last stage returns the batch with the call's outputs added, and metrics summed over data-parallel ranks.
+        Other stages return the batch unchanged and no metrics. Data-parallel ranks without items only join the
+        collectives.
         """
         collected: dict[str, list[Tensor | None]] = {}
         sampled = SampledItems.of(batch, replays)

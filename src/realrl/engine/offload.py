@@ -1,7 +1,7 @@
 """Offloading of tensors from device to host memory.
 
-Host memory has exactly the size that is needed: torch rounds pinned memory up to a power of two, so that 35
-GB would take 64.
+Host memory has exactly the size that is needed: torch rounds pinned memory up to a power of two, so that 35 GB
+would take 64.
 """
 
 import ctypes
@@ -36,8 +36,8 @@ class PinnedMemory:
     def lock(self) -> bool:
         """Pin the pages at the first call; return whether they are pinned.
 
-        This takes a second for 2 to 4 GB, because the system first fills the pages with zeros. Other threads
-        that call it meanwhile wait.
+        This takes a second for 2 to 4 GB, because the system first fills the pages with zeros. Other threads that
+        call it meanwhile wait.
         """
         with self._mutex:
             if self._pinned is None:
@@ -54,8 +54,7 @@ class PinnedMemory:
 def view_bytes(values: Tensor) -> memoryview:
     """View a contiguous tensor in host memory as bytes, which are valid as long as the tensor lives.
 
-    Not through numpy: torch cannot resize storage that numpy has seen, and so could not free it for
-    offloading.
+    Not through numpy: torch cannot resize storage that numpy has seen, and so could not free it for offloading.
     """
     if not values.numel():
         return memoryview(b"")
@@ -99,8 +98,7 @@ def _clear_error(device: torch.device) -> None:
 
 
 def free(tensor: Tensor) -> None:
-    """Free the memory of a tensor. The tensor and its views stay valid, but must not be touched until
-    `allocate`."""
+    """Free the memory of a tensor. The tensor and its views stay valid; do not touch them until `allocate`."""
     tensor.untyped_storage().resize_(0)
 
 
@@ -137,8 +135,7 @@ class HostCopies:
 
 
 class StreamCopies(HostCopies):
-    """Copies in a stream of their own, from and to pinned memory; neither the host nor computation waits for
-    them."""
+    """Copies in a stream of their own, from and to pinned memory; neither the host nor computation waits for them."""
 
     asynchronous = True
 
@@ -194,8 +191,8 @@ class StreamCopies(HostCopies):
 class Offloadable:
     """Tensors that move between device and host memory, each in one copy; their views stay valid.
 
-    On a GPU, copies run while the device computes. Memory is freed once it has been copied. The next
-    computation waits for the tensors on the device, not on the host.
+    On a GPU, copies run while the device computes. Memory is freed once it has been copied. The next computation
+    waits for the tensors on the device, not on the host.
     """
 
     def __init__(

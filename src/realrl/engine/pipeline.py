@@ -1,11 +1,10 @@
-"""Pipeline stages: their schedule, and the messages between them, by tags over gloo and in one order over
-NCCL.
+"""Pipeline stages: their schedule, and the messages between them, by tags over gloo and in one order over NCCL.
 
-Gloo holds a message back until its receive is posted, so receives are posted early. An NCCL receive is a
-kernel that spins until its message arrives. Work that waits for all kernels of the device (lazy loading of a
-module, memory that the allocator returns, a first connection) then waits for the message too. So on NCCL
-nothing is posted before it is needed. Stages never wait for each other in a circle, even if the host waited
-for the end of every operation.
+Gloo holds a message back until its receive is posted, so receives are posted early. An NCCL receive is a kernel
+that spins until its message arrives. Work that waits for all kernels of the device (lazy loading of a module,
+memory that the allocator returns, a first connection) then waits for the message too. So on NCCL nothing is posted
+before it is needed. Stages never wait for each other in a circle, even if the host waited for the end of every
+operation.
 """
 
 import json
@@ -132,10 +131,10 @@ class TaggedTransport:
 class OrderedTransport:
     """Messages over NCCL, which delivers in the order of posting and whose operations occupy the device.
 
-    A receive is posted when its tensor is waited for. Messages to an earlier stage are posted together with
-    the next receive, as one group of operations, which progress independently: the earlier stage may send
-    before it receives. Nothing computes in between, so nobody waits longer for them. All messages are in the
-    stream of one communicator, and tags are ignored.
+    A receive is posted when its tensor is waited for. Messages to an earlier stage are posted together with the
+    next receive, as one group of operations, which progress independently: the earlier stage may send before it
+    receives. Nothing computes in between, so nobody waits longer for them. All messages are in the stream of one
+    communicator, and tags are ignored.
     """
 
     def __init__(self, group: Group) -> None:
@@ -151,8 +150,8 @@ class OrderedTransport:
     ) -> PendingRecv:
         """Prepare a receive; it is posted when it is waited for.
 
-        With `followed`, that stage sends another message before it receives, so messages back are posted with
-        the later receive.
+        With `followed`, that stage sends another message before it receives, so messages back are posted with the
+        later receive.
         """
 
         def finish() -> Tensor:
@@ -214,9 +213,9 @@ _FORWARD, _BACKWARD, _TOKENS = 1, 2, 3  # tags of messages; NCCL ignores them
 class Pipeline:
     """Messages of this rank's stage.
 
-    Sends do not wait. Receives are requested in advance, so that gloo can post them early; NCCL posts each
-    when it is waited for. Every stage must therefore wait for the messages of another stage in the order in
-    which they are sent.
+    Sends do not wait. Receives are requested in advance, so that gloo can post them early; NCCL posts each when it
+    is waited for. Every stage must therefore wait for the messages of another stage in the order in which they are
+    sent.
     """
 
     def __init__(
@@ -228,8 +227,8 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`group` has the ranks of the stages, first to last. `reverse_group` has the same ranks over a
-        second connection, for messages to earlier stages; only gloo uses it."""
+        """`group` has the ranks of the stages, first to last. `reverse_group` has the same ranks over a second
+        connection, for messages to earlier stages; only gloo uses it."""
         self.group = group
         self._hidden_size = hidden_size
         self._dtype = dtype
@@ -256,8 +255,7 @@ class Pipeline:
         )
 
     def send(self, hidden: Tensor, *, followed: bool = False) -> None:
-        """Send activations to the next stage. With `followed`, more are sent before this stage receives
-        tokens."""
+        """Send activations to the next stage; if `followed`, more are sent before this stage receives tokens."""
         activations = hidden.detach().contiguous()
         self._transport.send(activations, self.group.index + 1, _FORWARD, followed=followed)
 
@@ -293,8 +291,8 @@ class Pipeline:
         """Send the sampled tokens from the last stage to all others. [B] int64
 
         On NCCL the tokens go to the first stage, which passes them on along with its hidden states, as do the
-        others. Sent to each stage directly, they would occupy the last stage until all others reach their
-        next step.
+        others. Sent to each stage directly, they would occupy the last stage until all others reach their next
+        step.
         """
         around = isinstance(self._transport, OrderedTransport) and not self.first
         for stage in range(1 if around else self.group.size - 1):
@@ -314,7 +312,7 @@ class Pipeline:
         return Metrics.from_plain(json.loads(message.cpu().numpy().tobytes()))
 
     def flush(self) -> None:
-        """Send the messages that wait for the next one. Other stages need them, and this stage sends no other
+        """Send the messages that wait for the next one: other stages need them, and there will be no next one
         soon."""
         self._transport.flush()
 

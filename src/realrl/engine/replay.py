@@ -1,5 +1,4 @@
-"""Router replay in calls of a model: recorded experts of sampled sequences, for the rows that the model runs
-on."""
+"""Router replay in calls of a model: recorded experts of sampled sequences, for the rows that the model runs on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,14 +17,12 @@ _NO_TOKEN = -1
 
 @dataclass(frozen=True, eq=False)
 class SampledItems:
-    """Items with sampled sequences and the experts that were chosen for them. They stay in host memory, which
-    has room."""
+    """Items with sampled sequences and the experts chosen for them, in host memory, which has room."""
 
     batch: Batch
     """Sequences and experts of all items."""
     replays: Sequence[Replay | None]
-    """For each row of an item, the keys of its sequence and experts; None if the model has not sampled the
-    row."""
+    """For each row of an item, the keys of its sequence and experts; None if the model has not sampled the row."""
     positions: Sequence[int]
     """The selected items of the batch."""
 
@@ -46,8 +43,8 @@ class SampledItems:
     def make_routing(self, shard: Shard, rows: Ragged, packing: Packing) -> Routing:
         """Make the routing of the rows that a method has selected, equally many for each item.
 
-        The recorded experts are replayed for the longest prefix of a row that matches its sampled sequence;
-        the rest is routed normally. The j-th row of an item matches the j-th replay.
+        The recorded experts are replayed for the longest prefix of a row that matches its sampled sequence; the
+        rest is routed normally. The j-th row of an item matches the j-th replay.
         """
         if not any(self.replays):
             return LIKELIEST

@@ -43,8 +43,7 @@ def group_by_section(shard: Shard, tensors: tuple[LocalTensor, ...]) -> dict[Sec
 
 
 class SectionBuffer:
-    """All rows of a section of a parameter set; each parameter is padded to equal rows for data-parallel
-    ranks.
+    """All rows of a section of a parameter set; each parameter is padded to equal rows for data-parallel ranks.
 
     The buffer has memory only while it is in use.
     """
@@ -74,8 +73,7 @@ class SectionBuffer:
         free(self.buffer.data)
 
     def fused(self, *names: str) -> Tensor:
-        """View neighbouring tensors as one (`FlatBuffer.fused`); the view has values while the section has
-        memory."""
+        """View neighbouring tensors as one (`FlatBuffer.fused`), with values while the section has memory."""
         if self.resident:
             return self.buffer.fused(*names)
         self.allocate()  # torch makes views only of allocated memory
@@ -86,8 +84,7 @@ class SectionBuffer:
     def view_stack(self, names: Sequence[str]) -> Tensor:
         """View the rows of a parameter, padding included, as a flat tensor that autograd does not track.
 
-        Autograd must not see these writes: they restore the values that tensors saved for the backward pass
-        had.
+        Autograd must not see these writes: they restore the values that tensors saved for the backward pass had.
         """
         return self.buffer.fused(*names, _name_padding(names[0])).view(-1).data
 
@@ -97,12 +94,10 @@ def _name_padding(first: str) -> str:
 
 
 class GatheredParameters:
-    """Parameters of all sections of a stage under ZeRO-3; a section has memory from its gathering until it is
-    freed."""
+    """Parameters of a stage under ZeRO-3; a section has memory from its gathering until it is freed."""
 
     def __init__(self, sets: Mapping[str, LocalSet], shard: Shard, rank: int, group: Group) -> None:
-        """`sets` are a model's parameter sets as this global rank stores them; `group` its data-parallel
-        ranks."""
+        """`sets` are a model's parameter sets as this global rank stores them, `group` its data-parallel ranks."""
         self._group = group
         self._sections: dict[Section, list[tuple[SectionBuffer, LocalSet]]] = {}
         self._of: dict[str, SectionBuffer] = {}
@@ -170,15 +165,15 @@ class _Reduction:
 class SectionGradients:
     """Float32 gradients of a parameter set; a rank accumulates only its own rows.
 
-    Gradients of all rows exist only from a section's backward pass until they are summed over data-parallel
-    ranks. Sections are reduced in a fixed order, from the head to the embedding, so that ranks agree.
+    Gradients of all rows exist only from a section's backward pass until they are summed over data-parallel ranks.
+    Sections are reduced in a fixed order, from the head to the embedding, so that ranks agree.
     """
 
     def __init__(
         self, updated: LocalSet, shard: Shard, rank: int, group: Group, complete: Callable[[FlatBuffer], None]
     ) -> None:
-        """`updated` has the rows that this global rank updates. `complete(buffer)` is called after a
-        section's backward pass with its gradients of all rows; it sums gradients that TP ranks hold in part."""
+        """`updated` has the rows that this global rank updates. `complete(buffer)` is called after a section's
+        backward pass with its gradients of all rows; it sums gradients that TP ranks hold in part."""
         self._group, self._complete = group, complete
         device = updated.buffer.data.device
         multiple = updated.buffer.buckets
@@ -254,10 +249,10 @@ class SectionGradients:
 class ShardedPasses(SectionHooks):
     """Hooks that gather the parameters of a section, and of the next section while this one computes.
 
-    Parameters are freed after their section, gathered again for its backward pass, and freed after that; then
-    the section's gradients are reduced. The head's parameters stay from its forward to its backward pass,
-    which follows immediately. A rank with fewer micro-batches than others runs idle passes: it joins the
-    collectives and computes nothing.
+    Parameters are freed after their section, gathered again for its backward pass, and freed after that; then the
+    section's gradients are reduced. The head's parameters stay from its forward to its backward pass, which follows
+    immediately. A rank with fewer micro-batches than others runs idle passes: it joins the collectives and computes
+    nothing.
     """
 
     def __init__(self, shard: Shard, gathered: GatheredParameters | None, *, tied: bool) -> None:

@@ -25,8 +25,7 @@ from realrl.model.group import Group
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """Adapter of a matrix as one rank holds it: of all rows or of some blocks of rows, each block with its
-    own A."""
+    """Adapter of a matrix as one rank holds it: of all rows, or of some blocks of rows with an A each."""
 
     weight: Tensor
     """The frozen matrix. [M, K]"""
@@ -159,11 +158,10 @@ def make_adapters(
     products: Products,
     tensor_group: Group,
 ) -> dict[int, Adapter]:
-    """Register the adapters' parameters in a layer, and return its adapters, keyed by the `id` of their
-    matrix.
+    """Register the adapters' parameters in a layer, and return its adapters, keyed by the `id` of their matrix.
 
-    `tensors` lists the tensors that each matrix is stacked from; `weights(name)` returns this rank's rows of
-    one; `parameter` returns an adapter's tensor, or None if this rank has none.
+    `tensors` lists the tensors that each matrix is stacked from; `weights(name)` returns this rank's rows of one;
+    `parameter` returns an adapter's tensor, or None if this rank has none.
     """
     found = {}
     for matrix, parts in tensors.items():

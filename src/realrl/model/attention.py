@@ -26,8 +26,7 @@ _LOG2_E = 1.4426950408889634
 
 
 class _Pad(Function):
-    """Copy packed heads to one query, key and value tensor per bucket. [T, C] -> 3 tensors [rows, D] per
-    bucket"""
+    """Copy packed heads to one query, key and value tensor per bucket. [T, C] -> 3 tensors [rows, D] per bucket"""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, padded: PaddedHeads) -> tuple[Tensor, ...]:
@@ -59,8 +58,7 @@ class _Unpad(Function):
 
 
 def _attend_padded(qkv: Tensor, padded: PaddedHeads, rule: AttentionRule) -> Tensor:
-    """Compute causal attention by a rule, on sequences padded to buckets. [T, (heads + 2 kv_heads) * D] ->
-    [T, heads * D]"""
+    """Compute causal attention by a rule on padded sequences. [T, (heads + 2 kv_heads) * D] -> [T, heads * D]"""
     parts = iter(_Pad.apply(qkv, padded))
     outputs = []
     group = padded.heads // padded.kv_heads
@@ -85,8 +83,7 @@ def _attend_padded(qkv: Tensor, padded: PaddedHeads, rule: AttentionRule) -> Ten
 
 
 class _SequenceAttention(Function):
-    """Attention on a CPU. It saves its output and one number per query (the log-sum of the softmax) for the
-    backward pass."""
+    """Attention on a CPU. Saves its output and one number per query (the log-sum of the softmax)."""
 
     @staticmethod
     def forward(
@@ -127,8 +124,8 @@ class _SequenceAttention(Function):
 
 @cache
 def load_packed_attention() -> tuple[Callable[..., Tensor], dict[str, Any]]:
-    """Import torch's flash kernel for packed sequences. Returns the function, and the options it needs for
-    grouped heads.
+    """Import torch's flash kernel for packed sequences. Returns the function, and the options it needs for grouped
+    heads.
 
     The import takes two seconds, as long as torch itself, so ranks on a CPU must not pay for it.
     """
@@ -150,8 +147,7 @@ def _has_varlen_kernel(qkv: Tensor, dim: int) -> bool:
 
 
 def _attend_exactly(qkv: Tensor, packing: Packing, heads: int, kv_heads: int, rule: AttentionRule) -> Tensor:
-    """Compute `varlen_attention` without gradient, each row as a decode step would compute it, from keys in
-    blocks.
+    """Compute `varlen_attention` without gradient, each row as a decode step would compute it, from keys in blocks.
 
     qkv: [T, (heads + 2 kv_heads) * D] -> [T, heads * D]
     """
@@ -172,8 +168,7 @@ def _attend_exactly(qkv: Tensor, packing: Packing, heads: int, kv_heads: int, ru
 
 
 class _ExactAttention(Function):
-    """Attention by the exact kernel, with the gradient of the fast kernel: only forward passes need to be
-    exact."""
+    """Attention by the exact kernel, with the gradient of the fast kernel: only forward passes need to be exact."""
 
     @staticmethod
     def forward(

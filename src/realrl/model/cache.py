@@ -1,7 +1,7 @@
 """Paged KV cache: keys and values of sequences that are being generated, in blocks of one pool.
 
-A row's sequence lies in two segments of blocks (`layout.kv_blocks`): its prompt's, which all rows of the
-prompt share, and its own. Block tables say where. The cache itself does not know its rows.
+A row's sequence lies in two segments of blocks (`layout.kv_blocks`): its prompt's, which all rows of the prompt
+share, and its own. Block tables say where. The cache itself does not know its rows.
 """
 
 import torch
@@ -16,9 +16,9 @@ from realrl.model.routing import EXPERT_DTYPE, LIKELIEST, RecordedRouting
 class PagedCache:
     """Keys and values of all layers of a stage, in a pool of blocks.
 
-    k, v: [layers, blocks, kv_heads, BLOCK_TOKENS, D]. On a CPU the keys of a block are stored dim by dim, so
-    that one vector holds the scores of its tokens, and values are padded to whole vectors. experts: [layers,
-    blocks, BLOCK_TOKENS, k], the experts that tokens passed through, if they are recorded.
+    k, v: [layers, blocks, kv_heads, BLOCK_TOKENS, D]. On a CPU the keys of a block are stored dim by dim, so that
+    one vector holds the scores of its tokens, and values are padded to whole vectors. experts: [layers, blocks,
+    BLOCK_TOKENS, k], the experts that tokens passed through, if they are recorded.
     """
 
     def __init__(

@@ -14,10 +14,9 @@ from realrl.model.group import Group
 class TokenLogprobs(Function):
     """Log-probabilities at the targets, and entropies; arguments as for `logprobs.compute_token_logprobs`.
 
-    The backward pass computes the logits again: a fourth product beside the three that nobody can avoid
-    (logits, gradient of the hidden states, gradient of the table). The gradient of a token's logits depends
-    on the loss, which is known only after the forward pass, and keeping the logits until then would take [N,
-    V].
+    The backward pass computes the logits again: a fourth product beside the three that nobody can avoid (logits,
+    gradient of the hidden states, gradient of the table). The gradient of a token's logits depends on the loss,
+    which is known only after the forward pass, and keeping the logits until then would take [N, V].
     """
 
     @staticmethod

@@ -108,11 +108,10 @@ class Norm:
     def normalize_together(
         self, heads: Tensor, weight: Tensor, shares: Tensor, total: int, group: Group
     ) -> Tensor:
-        """Normalize all heads of a token as one row, across the tensor-parallel ranks. heads: [T, n, D] ->
-        [T, n * D]
+        """Normalize all heads of a token as one row, across the tensor-parallel ranks. heads: [T, n, D] -> [T, n *
+        D]
 
-        weight: [n * D]; shares: [n], 1 over the number of ranks that hold a head; total: elements of a whole
-        row.
+        weight: [n * D]; shares: [n], 1 over the number of ranks that hold a head; total: elements of a whole row.
         """
         weight = add_one(weight) if self._offset else weight
         return apply_function(_NormalizeTogether, heads, weight, shares, total, self._eps, group)
@@ -151,8 +150,8 @@ class Layer(nn.Module):
     def __init__(
         self, shard: Shard, number: int, parameter: Callable[[Parameter], nn.Parameter | None]
     ) -> None:
-        """`number` counts the layers of the whole model. `parameter` returns None for parameters that the
-        family lacks."""
+        """`number` counts the whole model's layers. `parameter` returns None for parameters that the family
+        lacks."""
         super().__init__()
 
         def require(name: Parameter) -> nn.Parameter:

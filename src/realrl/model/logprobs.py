@@ -118,8 +118,8 @@ def _cut_padding(table: Tensor, bias: Tensor | None, rows: int) -> tuple[Tensor,
 def cap_logits(logits: Tensor, cap: float) -> Tensor:
     """Bound logits softly, in place: cap * tanh(x / cap). [n, V] float32
 
-    Our own kernels compute it: in some builds of torch, the last bits of tanh depend on an element's place in
-    the tensor, and exact runs must not.
+    Our own kernels compute it: in some builds of torch, the last bits of tanh depend on an element's place in the
+    tensor, and exact runs must not.
     """
     if on_gpu(logits):
         from realrl.model.gpu.logits import bound_logits  # needs Triton
@@ -156,8 +156,7 @@ def _log_softmax(logits: Tensor, temperature: float, group: Group, out: Tensor |
 
 
 def _localise_targets(targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Say whether this rank has each target's row, and return an index that is valid either way. [n, m] ->
-    two of [n, m]"""
+    """Whether this rank has each target's row, and an index that is valid either way. [n, m] -> two of [n, m]"""
     is_local = (targets >= 0) & (targets < rows)
     return is_local, targets.masked_fill(~is_local, 0)
 
@@ -187,11 +186,11 @@ def compute_token_logprobs(
 
     With `cap`, logits are bounded softly before they are divided (see `cap_logits`).
 
-    hidden: [N, H]. table: [P, H], a parameter: its first `rows` are this rank's rows of the vocabulary, the
-    others padding; P is the same on every rank of `group`. bias: [P] or None. targets: [N, m] int64, counted
-    from this rank's first row. -> [N, m] float32, and [N] float32 without gradient; the same on every rank.
-    The gradient of `hidden` is this rank's part of a sum over the group; the table's gradient is added to
-    `table.grad` (`ops.find_gradient`).
+    hidden: [N, H]. table: [P, H], a parameter: its first `rows` are this rank's rows of the vocabulary, the others
+    padding; P is the same on every rank of `group`. bias: [P] or None. targets: [N, m] int64, counted from this
+    rank's first row. -> [N, m] float32, and [N] float32 without gradient; the same on every rank. The gradient of
+    `hidden` is this rank's part of a sum over the group; the table's gradient is added to `table.grad`
+    (`ops.find_gradient`).
     """
     size = _chunk_size(hidden, table)
     arguments = (hidden, table, bias, targets, temperature, entropy, group, rows)
@@ -234,9 +233,8 @@ def find_likeliest_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute log-probabilities of the targets, and of the `count` likeliest tokens, best first.
 
-    Arguments as for `compute_token_logprobs`; `first` is the token of this rank's first row. -> [N, m]
-    float32 at the targets, [N, count] int64 tokens, and [N, count] float32, without gradient and the same on
-    every rank.
+    Arguments as for `compute_token_logprobs`; `first` is the token of this rank's first row. -> [N, m] float32 at
+    the targets, [N, count] int64 tokens, and [N, count] float32, without gradient and the same on every rank.
     """
     size = _chunk_size(hidden, table)
     weight, bias = _cut_padding(table, bias, rows)

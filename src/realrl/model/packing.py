@@ -17,12 +17,12 @@ from realrl.model.paged_attention import CachePlaces, KeyRuns
 class PaddedHeads:
     """Index tensors between packed heads and heads padded by sequence, for buckets of sequences.
 
-    A row is one head of one token. Padded rows are ordered (bucket, query | key | value, sequence, head,
-    position). `pad_input_index` finds each padded row among the packed rows [T * (heads + 2 kv_heads)];
-    padding takes an arbitrary row, which the causal mask hides. `unpad_input_index` finds each packed row
-    among the padded rows. Attention's padded output rows are ordered (bucket, sequence, head, position).
-    `pad_output_index` finds them among the packed output rows [T * heads], `output_padding` lists the padding
-    among them, and `unpad_output_index` finds each packed output row among the padded rows.
+    A row is one head of one token. Padded rows are ordered (bucket, query | key | value, sequence, head, position).
+    `pad_input_index` finds each padded row among the packed rows [T * (heads + 2 kv_heads)]; padding takes an
+    arbitrary row, which the causal mask hides. `unpad_input_index` finds each packed row among the padded rows.
+    Attention's padded output rows are ordered (bucket, sequence, head, position). `pad_output_index` finds them
+    among the packed output rows [T * heads], `output_padding` lists the padding among them, and
+    `unpad_output_index` finds each packed output row among the padded rows.
     """
 
     heads: int
@@ -48,8 +48,7 @@ class PaddedHeads:
 
 @dataclass(frozen=True, eq=False)
 class BlockedKeys:
-    """Places of packed tokens in blocks of their sequences, as in a KV cache, and the keys that each token
-    sees."""
+    """Places of packed tokens in blocks of their sequences, as in a KV cache, and the keys that each token sees."""
 
     count: int
     """Number of blocks."""
@@ -61,8 +60,8 @@ class BlockedKeys:
 class Packing:
     """B sequences stored back to back, T tokens in all.
 
-    positions: [T] within the sequence. cu_seqlens: [B + 1] int32, the start of each sequence and the end of
-    the last. target_indices: [T - B], all tokens except the first of each sequence.
+    positions: [T] within the sequence. cu_seqlens: [B + 1] int32, the start of each sequence and the end of the
+    last. target_indices: [T - B], all tokens except the first of each sequence.
     """
 
     lengths: tuple[int, ...]
@@ -116,8 +115,7 @@ class Packing:
         return self._padded[key]
 
     def arrange_blocks(self, run_rows: int) -> BlockedKeys:
-        """Arrange keys in blocks; up to `run_rows` neighbouring tokens of a sequence read them together.
-        Cached."""
+        """Arrange keys in blocks; up to `run_rows` neighbouring tokens of a sequence read them together. Cached."""
         if run_rows not in self._blocked:
             self._blocked[run_rows] = _arrange_blocks(self, run_rows)
         return self._blocked[run_rows]

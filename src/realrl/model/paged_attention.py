@@ -1,5 +1,4 @@
-"""Attention over keys and values in blocks, by the kernel of the device: for decode steps, and for exact
-runs.
+"""Attention over keys and values in blocks, by the kernel of the device: for decode steps, and for exact runs.
 
 In exact runs a query's result depends only on the query, its keys and its values, bit for bit: decode steps,
 prefills and training go through one kernel.
@@ -20,8 +19,7 @@ RUN_QUERIES = 16
 """Most queries of a run, unless more heads share a key: the smallest tile of a GPU's tensor cores."""
 
 _PROMPTS_PER_THREAD = 4
-"""With at least this many prompts per thread, a thread takes whole prompts: waiting for the last one costs
-little then."""
+"""With so many prompts per thread or more, threads take whole prompts: waiting for the last costs little then."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +43,7 @@ class KeyRuns:
     shared_lengths: Tensor
     """How many of the shared keys each row sees. [N] int64"""
     own_tables: Tensor
-    """Blocks of the keys that a row sees after the shared ones. [N, any] int64, or [any] if rows have no own
-    keys"""
+    """Blocks of a row's keys after the shared ones. [N, any] int64, or [any] if rows have no own keys"""
     own_lengths: Tensor
     """How many own keys each row sees. [N] int64"""
     starts: Tensor
@@ -113,8 +110,8 @@ def attend_to_blocks(
 ) -> Tensor:  # fmt: skip
     """Run `attend_to_cache` on a GPU. It is an operator of torch, so that its result has a shape in traces.
 
-    prompt_tables, own_tables: [B, blocks]; prompt_lengths, own_lengths: [B]; window, cap (0 for none) and
-    sinks as in `AttentionRule`.
+    prompt_tables, own_tables: [B, blocks]; prompt_lengths, own_lengths: [B]; window, cap (0 for none) and sinks as
+    in `AttentionRule`.
     """
     # Triton comes only with builds of torch for GPUs.
     from realrl.model.gpu.paged_attention import launch_attention
@@ -187,8 +184,8 @@ def attend_to_runs(
 ) -> Tensor:
     """Attend from each row to the keys that it sees.
 
-    qkv: [N, (heads + 2 kv_heads) * D], only queries are read; k, v: [blocks, kv_heads, BLOCK_TOKENS, D], as a
-    layer of a `PagedCache` has them -> [N, heads * D]
+    qkv: [N, (heads + 2 kv_heads) * D], only queries are read; k, v: [blocks, kv_heads, BLOCK_TOKENS, D], as a layer
+    of a `PagedCache` has them -> [N, heads * D]
     """
     kv_heads, dim = k.shape[1], k.shape[3]
     tables = runs.shared_tables, runs.shared_lengths, runs.own_tables, runs.own_lengths, runs.starts

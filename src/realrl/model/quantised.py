@@ -17,8 +17,7 @@ _TYPES: Mapping[Quantisation, torch.dtype] = {"int8": torch.int8, "fp8": torch.f
 
 @dataclass(frozen=True, eq=False)
 class QuantisedMatrix:
-    """Quantised matrix as one rank holds it. Its tensors are views of memory that may be freed and filled
-    again."""
+    """Quantised matrix as one rank holds it: views of memory that may be freed and filled again."""
 
     values: Tensor
     """[M, K] int8 or float8_e4m3fn"""
@@ -72,8 +71,7 @@ def widen_if_quantised(weight: Tensor, matrices: Mapping[int, QuantisedMatrix], 
 
 
 def multiply_widened(multiply: Multiply, matrices: Mapping[int, QuantisedMatrix]) -> Multiply:
-    """Make a function that also multiplies by quantised matrices. `matrices` are keyed by the `id` of their
-    bytes."""
+    """Make a function that also multiplies by quantised matrices, keyed by the `id` of their bytes."""
     if not matrices:
         return multiply
 

@@ -39,8 +39,8 @@ class Rotation:
 def make_rotation(shape: ModelShape, layer: int) -> Rotation | None:
     """Make the rotation of a layer, on the CPU; None if it leaves heads unchanged.
 
-    Attention kernels scale scores by 1 / sqrt(head_dim). If the family scales them differently, queries and
-    keys are each multiplied by the square root of the ratio.
+    Attention kernels scale scores by 1 / sqrt(head_dim). If the family scales them differently, queries and keys
+    are each multiplied by the square root of the ratio.
     """
     options = find_layer_options(shape)
     half = shape.head_dim // 2
@@ -62,8 +62,7 @@ def make_rotation(shape: ModelShape, layer: int) -> Rotation | None:
 
 
 def _compute_frequencies(dims: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, float]:
-    """Compute the radians per position of each pair of dims, and the factor of cosines and sines. -> [dims /
-    2]
+    """Compute the radians per position of each pair of dims, and the factor of cosines and sines. -> [dims / 2]
 
     Plain frequencies are theta^(-2i / D) (Su et al. 2021, section 3.2.2).
     """
@@ -98,8 +97,8 @@ def _scale_as_llama3(plain: Tensor, scaling: RopeScaling, original: int) -> Tens
 
 
 def _scale_by_yarn(plain: Tensor, theta: float, scaling: RopeScaling, original: int) -> Tensor:
-    """Divide frequencies that make few rotations in the original length, and blend linearly by dim (arXiv
-    2309.00071, section 3.2)."""
+    """Divide frequencies with few rotations in the original length; blend linearly by dim (arXiv 2309.00071,
+    3.2)."""
     dims = 2 * len(plain)
 
     def find_dim(rotations: float) -> float:

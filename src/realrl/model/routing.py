@@ -11,8 +11,7 @@ class Routing:
     """Default routing: each token takes its highest-scoring experts."""
 
     def route(self, layer: int, probabilities: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
-        """Choose the experts of tokens in a layer of the stage. probabilities, or other scores: [T, E]
-        float32
+        """Choose the experts of tokens in a layer of the stage. probabilities, or other scores: [T, E] float32
 
         -> scores that the experts' weights are taken from [T, E], and numbers of experts [T, per_token] int64
         """
@@ -34,8 +33,8 @@ class RecordedRouting(Routing):
     def __init__(
         self, record: Tensor, places: tuple[Tensor, ...], source: Tensor | None, inner: Routing
     ) -> None:
-        """`record` is [layers of the stage, ..., k] EXPERT_DTYPE. `places` index its middle dims, one index
-        per recorded token, [N]. `source` selects the recorded tokens, [N]; None for all."""
+        """`record` is [layers of the stage, ..., k] EXPERT_DTYPE. `places` index its middle dims, one index per
+        recorded token, [N]. `source` selects the recorded tokens, [N]; None for all."""
         self._record, self._places, self._source, self._inner = record, places, source, inner
 
     def route(self, layer: int, probabilities: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
@@ -78,12 +77,11 @@ class ExpertCounts:
 class BalancedRouting(Routing):
     """Routing by `inner`, with the balance of one micro-batch counted and, with a coefficient, learned.
 
-    The balance loss of a sequence of T tokens in a layer is E * sum over experts e of f_e * P_e. f_e is the
-    number of its tokens that chose e, divided by T; P_e is the mean probability of e (Switch Transformer,
-    arXiv 2101.03961, equations 4 to 6; per sequence as in DeepSeek-V3, arXiv 2412.19437, equations 17 to 20).
-    If all experts are used alike, it is k, the number of experts per token. Choices are constants, so the
-    loss is linear in the probabilities. Scores that do not add up to 1 are divided by their sum, as in
-    DeepSeek-V3.
+    The balance loss of a sequence of T tokens in a layer is E * sum over experts e of f_e * P_e. f_e is the number
+    of its tokens that chose e, divided by T; P_e is the mean probability of e (Switch Transformer, arXiv
+    2101.03961, equations 4 to 6; per sequence as in DeepSeek-V3, arXiv 2412.19437, equations 17 to 20). If all
+    experts are used alike, it is k, the number of experts per token. Choices are constants, so the loss is linear
+    in the probabilities. Scores that do not add up to 1 are divided by their sum, as in DeepSeek-V3.
     """
 
     def __init__(
@@ -126,8 +124,7 @@ class BalancedRouting(Routing):
         return found.scatter_add_(0, places, torch.ones_like(places)).view(-1, count)
 
     def _find_slopes(self, counts: Tensor) -> Tensor:
-        """Derivative of each sequence's balance loss by a token's probabilities, equal for all of its tokens.
-        -> [B, E]"""
+        """Derivative of each sequence's balance loss by the probabilities of any of its tokens. -> [B, E]"""
         return counts.float() * (counts.shape[1] / self._lengths.float().square())[:, None]
 
 

@@ -1,8 +1,8 @@
 """Communication of TP ranks around column- and row-parallel matrices.
 
-A column-parallel matrix holds some of the outputs, a row-parallel matrix some of the inputs; between the two,
-each rank computes its own part (Megatron-LM, arXiv 1909.08053). Sequence parallelism also divides the tokens
-of the residual stream, so that all-reduces become reduce-scatters and all-gathers (arXiv 2205.05198).
+A column-parallel matrix holds some of the outputs, a row-parallel matrix some of the inputs; between the two, each
+rank computes its own part (Megatron-LM, arXiv 1909.08053). Sequence parallelism also divides the tokens of the
+residual stream, so that all-reduces become reduce-scatters and all-gathers (arXiv 2205.05198).
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from realrl.model.group import Group, all_gather, reduce_scatter
 class TensorParallel:
     """TP ranks of a forward pass over `tokens` tokens in all.
 
-    Between layers each rank holds the hidden states of all tokens. With `sequence_parallel` it holds an equal
-    part: ceil(tokens / size) rows, padded at the end.
+    Between layers each rank holds the hidden states of all tokens. With `sequence_parallel` it holds an equal part:
+    ceil(tokens / size) rows, padded at the end.
     """
 
     group: Group
@@ -29,11 +29,10 @@ class TensorParallel:
     sequence_parallel: bool = False
 
     def copy_to_region(self, x: Tensor) -> Tensor:
-        """Copy (with sequence parallelism: gather) hidden states into column-parallel matrices. -> [tokens,
-        H]
+        """Copy (with sequence parallelism: gather) hidden states into column-parallel matrices. -> [tokens, H]
 
-        Megatron's f (`copy_to_tensor_model_parallel_region`, `gather_from_sequence_parallel_region`). The
-        gradients of the ranks are summed in the backward pass.
+        Megatron's f (`copy_to_tensor_model_parallel_region`, `gather_from_sequence_parallel_region`). The gradients
+        of the ranks are summed in the backward pass.
         """
         if self.group.size == 1:
             return x
@@ -42,11 +41,10 @@ class TensorParallel:
         return _CopyToRegion.apply(x, self.group)
 
     def reduce_from_region(self, partial: Tensor) -> Tensor:
-        """Reduce (or reduce-scatter) outputs of row-parallel matrices. partial: [tokens, H] -> this rank's
-        rows of the sum
+        """Reduce (or reduce-scatter) outputs of row-parallel matrices. partial: [tokens, H] -> this rank's rows of
+        the sum
 
-        Megatron's g (`reduce_from_tensor_model_parallel_region`,
-        `reduce_scatter_to_sequence_parallel_region`).
+        Megatron's g (`reduce_from_tensor_model_parallel_region`, `reduce_scatter_to_sequence_parallel_region`).
         """
         if self.group.size == 1:
             return partial
@@ -65,8 +63,7 @@ class TensorParallel:
         return F.pad(own, (0, rows - len(own)))
 
     def gather_from_region(self, x: Tensor) -> Tensor:
-        """Gather hidden states for layers that every rank computes in full, with equal gradients. -> [tokens,
-        H]
+        """Gather hidden states for layers that every rank computes in full, with equal gradients. -> [tokens, H]
 
         Megatron's `gather_from_sequence_parallel_region` with `tensor_parallel_output_grad=False`.
         """

@@ -30,8 +30,8 @@ from realrl.model.routing import LIKELIEST, Routing
 from realrl.model.tensor_parallel import TensorParallel
 
 Section = int | Literal["embedding", "head"]
-"""The embedding, a layer (by its number in the stage), or the final norm with the head. If embeddings are
-tied and one stage has both ends, the head also needs the embedding's parameters."""
+"""The embedding, a layer (by its number in the stage), or the final norm with the head. If embeddings are tied and
+one stage has both ends, the head also needs the embedding's parameters."""
 
 
 class SectionHooks:
@@ -58,8 +58,8 @@ class Transformer(nn.Module):
     """Decoder, or one rank's shard of it. Its parameters are views of memory that others own.
 
     `weights(*names)` returns a view of the rank's rows of these global tensors, stacked. `sources` maps each
-    parameter's name to the global tensors that it is stacked from. `tensor_group` are the ranks with the
-    other tensor-parallel shards of this stage, `products` says how matrices are multiplied.
+    parameter's name to the global tensors that it is stacked from. `tensor_group` are the ranks with the other
+    tensor-parallel shards of this stage, `products` says how matrices are multiplied.
     """
 
     def __init__(
@@ -149,10 +149,10 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Run one stage over packed sequences; returns [T, H], after the final norm on the last stage.
 
-        x: [T] tokens on the first stage, otherwise the output of the stage before. With `sequence_parallel`,
-        hidden states between stages and before the head are ceil(T / tp) rows per rank. With `recompute`,
-        only the inputs of layers are kept; the backward pass computes each layer again, communication of TP
-        ranks included. `routing` chooses the experts of mixtures.
+        x: [T] tokens on the first stage, otherwise the output of the stage before. With `sequence_parallel`, hidden
+        states between stages and before the head are ceil(T / tp) rows per rank. With `recompute`, only the inputs
+        of layers are kept; the backward pass computes each layer again, communication of TP ranks included.
+        `routing` chooses the experts of mixtures.
         """
         heads = len(self.shard.queries)
         kv_heads = self.cache_kv_heads
@@ -169,8 +169,8 @@ class Transformer(nn.Module):
     def prefill(self, x: Tensor, packing: Packing, cache: PagedCache, places: CachePlaces) -> Tensor | None:
         """Compute keys and values of packed sequences, and store them at their places in the cache.
 
-        x: as for `forward`. Returns hidden states for the next stage [T, H]. The last stage returns None and
-        stops after the last layer's keys and values: nothing needs its output.
+        x: as for `forward`. Returns hidden states for the next stage [T, H]. The last stage returns None and stops
+        after the last layer's keys and values: nothing needs its output.
         """
         heads = len(self.shard.queries)
         kv_heads = self.cache_kv_heads
@@ -296,8 +296,7 @@ class Transformer(nn.Module):
         return self._table[: len(self.shard.vocabulary)]
 
     def compute_logits(self, hidden: Tensor, weights: DecodeWeights | None = None) -> Tensor:
-        """Compute unscaled logits over the whole vocabulary, without gradient. hidden: [N, H] -> [N, V]
-        float32
+        """Compute unscaled logits over the whole vocabulary, without gradient. hidden: [N, H] -> [N, V] float32
 
         `weights` are the matrices of decode steps, which may hold a packed copy of the head.
         """
@@ -327,11 +326,11 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Compute log p(token t | earlier tokens), and the log-probability of each candidate in its place.
 
-        With `entropy`, also the entropy of that distribution in nats. Logits are divided by `temperature`.
-        Results are 0 at the first token of each sequence, and equal on every TP rank.
+        With `entropy`, also the entropy of that distribution in nats. Logits are divided by `temperature`. Results
+        are 0 at the first token of each sequence, and equal on every TP rank.
 
-        hidden: [T, H] as returned by `forward`; tokens: [T]; candidates: [T, k] or None -> [T] float32,
-        entropies [T] float32 without gradient or None, candidates' log-probabilities [T, k] float32 or None
+        hidden: [T, H] as returned by `forward`; tokens: [T]; candidates: [T, k] or None -> [T] float32, entropies
+        [T] float32 without gradient or None, candidates' log-probabilities [T, k] float32 or None
         """
         targets, predicting, wanted = self._predict(hidden, tokens, packing, sequence_parallel)
         if candidates is not None:
@@ -367,8 +366,8 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the log-probabilities of tokens, and the `count` likeliest tokens in each place.
 
-        Arguments as for `compute_logprobs`, without gradient. -> [T] float32, [T, count] int64 tokens, [T,
-        count] float32; 0 at the first token of each sequence, and equal on every TP rank
+        Arguments as for `compute_logprobs`, without gradient. -> [T] float32, [T, count] int64 tokens, [T, count]
+        float32; 0 at the first token of each sequence, and equal on every TP rank
         """
         targets, predicting, wanted = self._predict(hidden, tokens, packing, sequence_parallel)
         logprobs, likeliest, best = find_likeliest_tokens(
@@ -403,8 +402,8 @@ class Transformer(nn.Module):
         return targets, predicting, tokens[targets, None]
 
     def _scale(self, hidden: Tensor) -> Tensor:
-        """Multiply hidden states by the factor of the logits, so that all paths to logits are scaled bit for
-        bit alike."""
+        """Multiply hidden states by the factor of the logits; all paths to logits are then scaled bit for bit
+        alike."""
         return hidden if self._logit_scale == 1 else hidden * self._logit_scale
 
     def compute_values(self, hidden: Tensor, packing: Packing, *, sequence_parallel: bool = False) -> Tensor:

@@ -69,11 +69,10 @@ class GenerateCall:
         record_experts: bool = False,
         kept: KeptDecoding | None = None,
     ) -> "GenerateCall":
-        """Prepare the continuation of `rows`: allocate memory, or take what earlier calls have left in
-        `kept`.
+        """Prepare the continuation of `rows`: allocate memory, or take what earlier calls have left in `kept`.
 
-        `ids` are the items' ids, by number of the row. `kv_capacity` is the number of tokens that the cache
-        holds for each decode batch. `pass_tokens` limits a prefill pass; by default it suits the device. With
+        `ids` are the items' ids, by number of the row. `kv_capacity` is the number of tokens that the cache holds
+        for each decode batch. `pass_tokens` limits a prefill pass; by default it suits the device. With
         `record_experts`, a mixture's experts are kept as rows leave the cache.
         """
         mixture = model.shape.mixture if record_experts else None

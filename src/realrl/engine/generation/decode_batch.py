@@ -16,8 +16,8 @@ class DecodeBatch:
     """Rows that are decoded together, in turns.
 
     A turn is a prefill of newly admitted rows and some decode steps; after it, the host looks at the sampled
-    tokens. All stages of a pipeline take the same turns, because they plan them from the same tokens, which
-    the last stage broadcasts.
+    tokens. All stages of a pipeline take the same turns, because they plan them from the same tokens, which the
+    last stage broadcasts.
     """
 
     def __init__(self, call: GenerateCall, number: int) -> None:
@@ -37,8 +37,8 @@ class DecodeBatch:
     def run(self) -> Iterator[None]:
         """Yield once when the first turn is planned, then after each step, when this stage has sent its part.
 
-        Every stage plans the turns of several batches in the same order, so that all stages decide from the
-        same state. The last stage therefore plans before it yields, the others after.
+        Every stage plans the turns of several batches in the same order, so that all stages decide from the same
+        state. The last stage therefore plans before it yields, the others after.
         """
         call = self._call
         pipeline = call.model.pipeline

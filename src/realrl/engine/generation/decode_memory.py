@@ -101,17 +101,15 @@ class DecodeMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache and the row buffers on the device, without those of graphs, which torch does not
-        report."""
+        """Bytes of the cache and the row buffers on the device; torch does not report those of graphs."""
         return self.cache.nbytes + sum(buffers.nbytes for buffers in self.buffers)
 
 
 class KeptDecoding:
-    """Memory of decode steps that survives from one generate call to the next, with graphs captured only
-    once.
+    """Memory of decode steps that survives from one generate call to the next, with graphs captured only once.
 
-    It grows to the size of the largest call. If a call is of another kind, for example because parameters
-    have moved, the memory is freed and allocated again.
+    It grows to the size of the largest call. If a call is of another kind, for example because parameters have
+    moved, the memory is freed and allocated again.
     """
 
     def __init__(self) -> None:
@@ -146,6 +144,5 @@ def count_computed_rows(rows: int, *, on_gpu: bool) -> int:
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Check whether the host runs ahead of a device. Turns then have several steps, which are graphs of a few
-    sizes."""
+    """Check whether the host runs ahead of a device, in turns of several steps that are CUDA graphs."""
     return device.type != "cpu"

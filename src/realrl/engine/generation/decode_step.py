@@ -45,9 +45,9 @@ class DecodeStep:
 class StepGraphs:
     """CUDA graphs of a decode step, one per number of rows, in one memory pool.
 
-    A graph is captured when it is needed for the second time. The first time, the step runs operation by
-    operation, so that libraries and kernels are loaded. Graphs contain the addresses of parameters, cache and
-    buffers, which must not move.
+    A graph is captured when it is needed for the second time. The first time, the step runs operation by operation,
+    so that libraries and kernels are loaded. Graphs contain the addresses of parameters, cache and buffers, which
+    must not move.
     """
 
     def __init__(self, step: DecodeStep, device: torch.device) -> None:
@@ -117,8 +117,7 @@ class _StepGraph:
 
 @cache
 def _find_capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the process's only capture stream: torch never frees the workspace that cuBLAS gets in each
-    stream.
+    """Return the process's only capture stream: torch never frees the workspace that cuBLAS gets in each stream.
 
     Products are run in it once, so that this workspace is not allocated in the pool of a graph.
     """

@@ -22,8 +22,7 @@ from realrl.recipe.stop_strings import StopStrings
 
 
 def group_samples(ids: Sequence[int], prompts: Ragged, samples: int) -> list[list[int]]:
-    """Group the positions of items that are samples of one prompt, items i * samples to (i + 1) * samples -
-    1.
+    """Group the positions of items that are samples of one prompt, items i * samples to (i + 1) * samples - 1.
 
     Their rows must also be equal: a graph may continue sequences that were sampled before.
     """
@@ -53,29 +52,27 @@ def generate(
 ) -> Batch:
     """Continue the rows of field `prompts`, by at most `sampling.max_new_tokens` tokens each.
 
-    Adds these fields: sequences (prompt and continuation, with end-of-sequence), logprobs (aligned with them,
-    0 on the prompt), prompt_length, and finished (1.0 if the sequence ends with one of `stop_token_ids`, or
-    with the token that completes one of the `stop` strings).
+    Adds these fields: sequences (prompt and continuation, with end-of-sequence), logprobs (aligned with them, 0 on
+    the prompt), prompt_length, and finished (1.0 if the sequence ends with one of `stop_token_ids`, or with the
+    token that completes one of the `stop` strings).
 
-    The KV cache holds at most `kv_capacity` tokens at a time, for each stage of a pipeline, and at least one
-    row. Items i * `samples` to (i + 1) * `samples` - 1 are samples of one prompt. If they run at the same
-    time, they share its prefill and its part of the cache.
+    The KV cache holds at most `kv_capacity` tokens at a time, for each stage of a pipeline, and at least one row.
+    Items i * `samples` to (i + 1) * `samples` - 1 are samples of one prompt. If they run at the same time, they
+    share its prefill and its part of the cache.
 
-    Items are identified by their ids: equal ids, seed and parameters give equal tokens, whatever else is in
-    the batch. With exact products this always holds; otherwise rounding may turn a choice (docs/exact.md).
+    Items are identified by their ids: equal ids, seed and parameters give equal tokens, whatever else is in the
+    batch. With exact products this always holds; otherwise rounding may turn a choice (docs/exact.md).
 
-    With `record_experts`, the first TP rank of a mixture also adds routed_experts: for each token the k
-    experts of every layer of the model, [T, layers * k]. They are -1 if the token has not passed through a
-    layer: the last token in all layers, and the prompt except its last token in the last layer.
+    With `record_experts`, the first TP rank of a mixture also adds routed_experts: for each token the k experts of
+    every layer of the model, [T, layers * k]. They are -1 if the token has not passed through a layer: the last
+    token in all layers, and the prompt except its last token in the last layer.
 
     `kept` is memory that calls of this model leave to each other; without it, all memory is freed at the end.
-    `after_step` is called after each decode step. Raises NotFiniteLogitsError if the model's logits are not
-    finite.
+    `after_step` is called after each decode step. Raises NotFiniteLogitsError if the model's logits are not finite.
     """
     given = batch[prompts]
     groups = group_samples(batch.ids, given, samples)
-    # Prompts that are prefilled together should have similar lengths, because some attention kernels pad
-    # them.
+    # Prompts that are prefilled together should have similar lengths, because some attention kernels pad them.
     groups.sort(key=lambda group: -given.lengths[group[0]])
     rows = list_rows(groups, given)
     call = GenerateCall.of(
@@ -127,8 +124,8 @@ def list_rows(groups: Sequence[Sequence[int]], prompts: Ragged) -> list[DecodeRo
 def _interleave(batches: Sequence[DecodeBatch], after_step: Callable[[], None]) -> None:
     """Advance decode batches step by step.
 
-    While one batch is on another stage of the pipeline, this stage works on the next. Every stage takes the
-    same steps in the same order.
+    While one batch is on another stage of the pipeline, this stage works on the next. Every stage takes the same
+    steps in the same order.
     """
     active = deque[Iterator[None]](batch.run() for batch in batches)
     for steps in active:

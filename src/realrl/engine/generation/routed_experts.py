@@ -30,8 +30,8 @@ class RoutedExperts:
     def read(self, released: Sequence[ReleasedRow]) -> None:
         """Read the experts of rows that leave the cache, before other rows overwrite their blocks.
 
-        A preempted row is prefilled again later, perhaps with other experts. Its record keeps the experts
-        from sampling, which are read here.
+        A preempted row is prefilled again later, perhaps with other experts. Its record keeps the experts from
+        sampling, which are read here.
         """
         if not released:
             return
@@ -49,8 +49,7 @@ class RoutedExperts:
         """Find the places to read: own tokens that are not yet known and, for a finished row, the prompt."""
         row = released.row
         known = sum(len(part) for part in self._own[row.number])
-        # The own segment starts with the prompt's last token. The newest token has not passed through the
-        # model.
+        # The own segment starts with the prompt's last token. The newest token has not passed through the model.
         own = list_places(released.blocks)[known : len(row.tokens)]
         if not row.done:
             return own

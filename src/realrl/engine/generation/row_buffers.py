@@ -50,11 +50,10 @@ class BufferedRows:
 
 
 class RowBuffers:
-    """Buffers of `size` rows. The host fills them as rows join and leave; decode steps advance them by
-    themselves.
+    """Buffers of `size` rows. The host fills them as rows join and leave; decode steps advance them by themselves.
 
-    On a CPU both use the same memory. For a GPU the host has a mirror in pinned memory. It sends the mirror
-    without waiting, and writes to it again only after it has seen the tokens of the turn.
+    On a CPU both use the same memory. For a GPU the host has a mirror in pinned memory. It sends the mirror without
+    waiting, and writes to it again only after it has seen the tokens of the turn.
     """
 
     def __init__(

@@ -31,8 +31,8 @@ def _restrict_to_top_k(probabilities: Tensor, count: int) -> Tensor:
 def keep_top_p(probabilities: Tensor, share: float) -> Tensor:
     """Zero all but the fewest largest probabilities of each row that have at least `share` of its sum. [B, V]
 
-    A token is kept if the tokens before it in descending order have less than the share; among equal
-    probabilities, earlier tokens come first.
+    A token is kept if the tokens before it in descending order have less than the share; among equal probabilities,
+    earlier tokens come first.
     """
     if share >= 1:
         return probabilities
@@ -91,12 +91,10 @@ class Sampler:
     def sample(self, logits: Tensor, positions: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Sample a token per row; it depends only on the row's logits and noise.
 
-        logits: [B, V] float32; positions: [B], of the tokens in their continuations; noise: [B] float64 in
-        [0, 1).
+        logits: [B, V] float32; positions: [B], of the tokens in their continuations; noise: [B] float64 in [0, 1).
 
         Returns tokens [B] and their log-probabilities [B] over the whole vocabulary. Top-k, top-p and minimum
-        lengths restrict the choice, but not these log-probabilities, because the trainer's do not know such
-        limits.
+        lengths restrict the choice, but not these log-probabilities, because the trainer's do not know such limits.
         """
         sampling = self._sampling
         logprobs = compute_logprobs(logits, self._temperature)

@@ -42,8 +42,8 @@ _GOLDEN = _signed(0x9E3779B97F4A7C15)
 class SamplingNoise:
     """Uniform numbers in [0, 1) for the tokens of a generate call.
 
-    They depend only on (seed, step, sequence, position, call), so they are the same under every plan, batch
-    and restart.
+    They depend only on (seed, step, sequence, position, call), so they are the same under every plan, batch and
+    restart.
     """
 
     def __init__(self, seed: SamplingSeed) -> None:

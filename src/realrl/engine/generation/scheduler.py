@@ -1,10 +1,10 @@
 """Scheduler of continuous batching: which rows are decoded, and where their keys and values lie.
 
 Rows wait in one queue, with the rows of a prompt next to each other. They run in as many decode batches as a
-pipeline has stages. `plan` is called once per turn of a decode batch. It retires finished rows, gives the
-others blocks for the coming steps, and admits waiting rows while blocks are free. If the pool runs dry, the
-batch's youngest row is preempted: it frees its blocks, returns to the head of the queue, and is later
-prefilled again with its generated tokens.
+pipeline has stages. `plan` is called once per turn of a decode batch. It retires finished rows, gives the others
+blocks for the coming steps, and admits waiting rows while blocks are free. If the pool runs dry, the batch's
+youngest row is preempted: it frees its blocks, returns to the head of the queue, and is later prefilled again with
+its generated tokens.
 
 Plans depend only on the order of calls and the lengths of rows. So every rank of a pipeline and of a
 tensor-parallel group decides the same, from tokens that all of them know.
@@ -71,11 +71,9 @@ class DecodeRow:
 
 @dataclass(frozen=True)
 class RowPrefill:
-    """Tokens that are computed before `row` is decoded: its prompt and generated tokens, without the newest
-    of all.
+    """Tokens that are computed before `row` is decoded: its prompt and generated tokens, without the newest of all.
 
-    Keys and values at positions `first` to `length` - 1 are stored; running rows hold the earlier ones
-    already.
+    Keys and values at positions `first` to `length` - 1 are stored; running rows hold the earlier ones already.
     """
 
     row: DecodeRow
@@ -129,8 +127,8 @@ class Scheduler:
         steps: int,
         prefill_tokens: int,
     ) -> None:
-        """`batches` is the number of decode batches, `new_tokens` the most tokens of a continuation. `steps`
-        is the number of decode steps of a turn; turns have one step while more prompts are to be prefilled.
+        """`batches` is the number of decode batches, `new_tokens` the most tokens of a continuation. `steps` is the
+        number of decode steps of a turn; turns have one step while more prompts are to be prefilled.
         `prefill_tokens` limits a prefill pass; a longer sequence goes alone."""
         self._queue = deque(rows)
         self._pool = BlockPool(size.blocks)
@@ -179,8 +177,7 @@ class Scheduler:
         return self._turns[batch]
 
     def _grow(self, running: list[DecodeRow]) -> list[DecodeRow]:
-        """Give rows blocks for the coming steps, the oldest first; if blocks run out, preempt the youngest
-        rows."""
+        """Give rows blocks for the coming steps, the oldest first; if blocks run out, preempt the youngest rows."""
         grown = []
         for row in list(running):
             missing = self._count_own_blocks(row) - len(row.blocks)

@@ -14,8 +14,8 @@ class ExpertBalance:
     """Balance of a model's experts in train calls.
 
     The loss of an optimizer step is `coefficient` times the balance loss of a sequence in a layer (see
-    `BalancedRouting`), averaged over the sequences of the mini-batch and all layers of the model. So it does
-    not depend on micro-batches or parallelism.
+    `BalancedRouting`), averaged over the sequences of the mini-batch and all layers of the model. So it does not
+    depend on micro-batches or parallelism.
     """
 
     def __init__(self, model: Model, mixture: Mixture, coefficient: float) -> None:
@@ -45,9 +45,9 @@ class ExpertBalance:
     def end_call(self) -> Metrics:
         """Compute the metrics of the call, equal on all ranks; all ranks call it together.
 
-        router_loss: mean of the balance losses. router_busiest: the number of tokens of a layer's busiest
-        expert, divided by the mean over its experts. router_idle: share of a layer's experts that no token
-        chose. The last two are means over layers, for the choices of the whole call.
+        router_loss: mean of the balance losses. router_busiest: the number of tokens of a layer's busiest expert,
+        divided by the mean over its experts. router_idle: share of a layer's experts that no token chose. The last
+        two are means over layers, for the choices of the whole call.
         """
         device, groups = self._model.device, self._model.groups
         counts = self._counts

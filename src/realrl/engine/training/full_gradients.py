@@ -22,12 +22,12 @@ from realrl.recipe.model import OptimizerConfig
 
 
 class OverlappedGradReduce:
-    """Starts the reduce-scatter of a bucket once its gradients are complete (`overlap_grad_reduce` in
-    Megatron's DDP).
+    """Starts the reduce-scatter of a bucket once its gradients are complete (`overlap_grad_reduce` in Megatron's
+    DDP).
 
-    Buckets start from the end of the buffer, because the backward pass completes the last layers first. They
-    always start in that order, so it is the same on every rank. Buckets with late tensors are left to the
-    optimizer's step.
+    Buckets start from the end of the buffer, because the backward pass completes the last layers first. They always
+    start in that order, so it is the same on every rank. Buckets with late tensors are left to the optimizer's
+    step.
     """
 
     def __init__(
@@ -38,8 +38,7 @@ class OverlappedGradReduce:
         self._parameters = [0] * optimizer.buckets
         """Number of parameters with elements in each bucket."""
         self._missing: list[int] | None = None
-        """Number of these parameters with incomplete gradients; None outside the last backward pass of a
-        mini-batch."""
+        """Number of these parameters with incomplete gradients; None outside a mini-batch's last backward pass."""
         self._waiting: deque[int] = deque()
         """Buckets that have not started, in starting order."""
         self._nodes: list[Node] = []
@@ -84,8 +83,7 @@ class OverlappedGradReduce:
 
 
 def _make_counter(of: OverlappedGradReduce) -> Callable[[range], None]:
-    """Make a hook that does not keep `of` alive: `of` refers to autograd's nodes, and these refer to their
-    hooks."""
+    """Make a hook that does not keep `of` alive: `of` refers to autograd's nodes, and nodes to their hooks."""
     found = weakref.ref(of)
 
     def count(touched: range) -> None:

@@ -1,5 +1,4 @@
-"""Accumulation of gradients, their sums over ranks that hold them in part, and elements that count once in
-norms."""
+"""Accumulation of gradients, their sums over ranks with parts of them, and elements that count once in norms."""
 
 from collections.abc import Callable, Mapping
 from math import prod
@@ -16,8 +15,7 @@ from realrl.layout.ranges import kv_heads
 
 
 class Accumulation:
-    """Gradients of a parameter set over the micro-batches of a mini-batch, and the optimizer of this rank's
-    part.
+    """Gradients of a parameter set over the micro-batches of a mini-batch, and the optimizer of this rank's part.
 
     The default methods suit ZeRO-1, under which a backward pass needs no other data-parallel rank.
     """
@@ -52,8 +50,7 @@ class Accumulation:
         pass
 
     def finalize(self) -> Mapping[str, Tensor]:
-        """Complete the gradients of a mini-batch; returns gradients that are already summed over ranks, by
-        name."""
+        """Complete the gradients of a mini-batch; returns gradients that are already summed over ranks, by name."""
         raise NotImplementedError
 
     def spread(self) -> None:
@@ -76,11 +73,10 @@ def list_late_tensors(model: Model, trained: LocalSet) -> set[str]:
 def finalize_model_grads(model: Model, gradients: FlatBuffer) -> dict[str, Tensor]:
     """All-reduce gradients of parameters that several ranks hold and each rank computes only in part.
 
-    In place: key/value heads that neighbouring TP ranks share (each serves its own query heads), and an
-    embedding table tied to the head of another stage. Returned by name, and also summed over data-parallel
-    ranks: gradients of parameters that every TP rank applies to its own tokens or heads
-    (`TensorSpec.partial_gradient`). These are small and lie between large gradients, whose reduction has
-    started long before.
+    In place: key/value heads that neighbouring TP ranks share (each serves its own query heads), and an embedding
+    table tied to the head of another stage. Returned by name, and also summed over data-parallel ranks: gradients
+    of parameters that every TP rank applies to its own tokens or heads (`TensorSpec.partial_gradient`). These are
+    small and lie between large gradients, whose reduction has started long before.
     """
     _sum_all_shared_heads(model, gradients)
     sum_tied_embeddings(model, gradients)
@@ -159,8 +155,7 @@ def _sum_shared_heads(model: Model, gradient: Tensor) -> None:
     """Add up the gradients of shared key/value heads. gradient: [local heads * D, ...]"""
     local_heads = model.shard.keys
     local = gradient.view(len(local_heads), -1)
-    # Different neighbours share different heads, so all heads are reduced, with zeros for heads of other
-    # ranks.
+    # Different neighbours share different heads, so all heads are reduced, with zeros for heads of other ranks.
     all_heads = local.new_zeros(model.shape.kv_heads, local.shape[1])
     all_heads[local_heads.start : local_heads.stop] = local
     local.copy_(model.groups.tensor.sum(all_heads)[local_heads.start : local_heads.stop])

@@ -54,11 +54,10 @@ def compute_learning_rate(config: OptimizerConfig, step: int, steps: int) -> flo
 
 @dataclass(frozen=True)
 class OptimizerPart:
-    """Part of a tensor that a rank updates: elements `first` to `end` - 1 of the tensor as the rank stores
-    it.
+    """Part of a tensor that a rank updates: elements `first` to `end` - 1 of the tensor as the rank stores it.
 
-    in_parameters, in_state: index of the first element in the flat buffer of parameters, and in the flat
-    tensors of moments and master.
+    in_parameters, in_state: index of the first element in the flat buffer of parameters, and in the flat tensors of
+    moments and master.
     """
 
     tensor: str
@@ -107,11 +106,11 @@ class _Pieces:
 class ShardedAdamW:
     """Optimizer of a flat parameter buffer with a flat float32 gradient buffer of the same length.
 
-    The buffers are cut into buckets, and every bucket into equal parts, one per rank. A step has three
-    phases. It sums the gradients of each bucket over ranks (reduce-scatter), which can start while other
-    gradients are computed. It updates this rank's parts in float32. It collects the parameters (all-gather)
-    while more buckets are updated. Parameters of lower precision have float32 masters, which exist only for
-    this rank's parts. A rank alone in its group has all parts, and reads the gradients where they are.
+    The buffers are cut into buckets, and every bucket into equal parts, one per rank. A step has three phases. It
+    sums the gradients of each bucket over ranks (reduce-scatter), which can start while other gradients are
+    computed. It updates this rank's parts in float32. It collects the parameters (all-gather) while more buckets
+    are updated. Parameters of lower precision have float32 masters, which exist only for this rank's parts. A rank
+    alone in its group has all parts, and reads the gradients where they are.
     """
 
     def __init__(
@@ -124,11 +123,11 @@ class ShardedAdamW:
         norm_group: Group | None = None,
         counted: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
-        """Both buffers must be padded to a multiple of `group.size` times their bucket count. They may be
-        empty, on a pipeline stage without trained parameters.
+        """Both buffers must be padded to a multiple of `group.size` times their bucket count. They may be empty, on
+        a pipeline stage without trained parameters.
 
-        The gradient norm is taken over `norm_group`, the ranks of all shards of the model. In it, a rank
-        counts the elements `counted[name]` = (first, end) of a tensor; by default all elements, over `group`.
+        The gradient norm is taken over `norm_group`, the ranks of all shards of the model. In it, a rank counts the
+        elements `counted[name]` = (first, end) of a tensor; by default all elements, over `group`.
         """
         self._parameters = parameters
         self._gradients = gradients.data
@@ -153,8 +152,8 @@ class ShardedAdamW:
             for buckets in (range(first, end) for first, end in pairwise(bounds))
             if buckets
         }
-        """Pieces of groups of buckets, in the order of their updates. Kinds are with weight decay, without
-        it, and the scalar head, which has its own learning rate."""
+        """Pieces of groups of buckets, in the order of their updates. Kinds are with weight decay, without it, and
+        the scalar head, which has its own learning rate."""
         self._reducing: dict[int, dist.Work | None] = {}
 
     @property
@@ -241,8 +240,8 @@ class ShardedAdamW:
         """Apply the accumulated gradients at learning rate `lr`, and set them to zero.
 
         A scalar head is trained as if it were stored divided by `head_scale`: its learning rate is `lr *
-        head_scale`, its decay per step stays that of `lr`, and its gradient counts `head_scale` times in the
-        norm. `summed` has gradients that are already summed over ranks; they replace the accumulated ones.
+        head_scale`, its decay per step stays that of `lr`, and its gradient counts `head_scale` times in the norm.
+        `summed` has gradients that are already summed over ranks; they replace the accumulated ones.
 
         Returns the global gradient norm before clipping. If it is not finite, parameters and gradients do not
         change; the caller can inspect the gradients, and then `discard` them.
@@ -328,8 +327,8 @@ class ShardedAdamW:
         return kinds
 
     def _view_counted(self, counted: Mapping[str, tuple[int, int]] | None) -> Iterator[tuple[Tensor, bool]]:
-        """Views of the gradient elements that this rank counts in the norm, and whether they belong to the
-        scalar head."""
+        """Views of the gradient elements that this rank counts in the norm, and whether they are the scalar
+        head's."""
         runs: list[tuple[str, int, int]] = []
         for tensor, low, high in self._cut_tensors(range(self.buckets)):
             if counted is not None:
@@ -354,8 +353,7 @@ class ShardedAdamW:
                     yield tensor, low, high
 
     def _find_in_state(self, element: int) -> int:
-        """Convert the index of an element of the buffers to its index in the flat tensors of this rank's
-        parts."""
+        """Convert the index of an element of the buffers to its index in the flat tensors of this rank's parts."""
         bucket, offset = divmod(element, self.bucket_size)
         return bucket * self._part_size + offset - self._group.index * self._part_size
 

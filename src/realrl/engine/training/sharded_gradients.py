@@ -28,13 +28,12 @@ from realrl.recipe.model import OptimizerConfig
 class ShardedGradients(Accumulation):
     """Gradients of ZeRO-2 and ZeRO-3: a rank accumulates and updates its own rows.
 
-    Under ZeRO-3 a rank updates the parameters that it stores. Under ZeRO-2 every rank has all parameters; a
-    rank updates float32 copies of its rows, and `spread` brings them to all ranks.
+    Under ZeRO-3 a rank updates the parameters that it stores. Under ZeRO-2 every rank has all parameters; a rank
+    updates float32 copies of its rows, and `spread` brings them to all ranks.
     """
 
     def __init__(self, model: Model, trained: LocalSet, config: OptimizerConfig, *, backward: range) -> None:
-        """`trained` is the parameter set that is updated; `backward` are the layers that gradients flow
-        through."""
+        """`trained` is the parameter set that is updated; `backward` are the layers that gradients flow through."""
         self._model, self._trained = model, trained
         self._group = model.groups.data
         placement = trained.layout.placement

@@ -1,5 +1,4 @@
-"""Optimizer steps that are skipped because a gradient is not finite: their count, their first cause, and the
-limit."""
+"""Optimizer steps skipped because a gradient is not finite: their count, their first cause, and the limit."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -15,9 +14,9 @@ from realrl.engine.model import Model
 class SkippedStepsError(Exception):
     """Too many optimizer steps were skipped because the gradient was not finite.
 
-    call: the train call. what: how many steps were skipped, in words. quantity: the first quantity of the
-    last mini-batch that was not finite. minibatch: this rank's part of the last mini-batch, with all inputs
-    of the loss; None if another rank has the same.
+    call: the train call. what: how many steps were skipped, in words. quantity: the first quantity of the last
+    mini-batch that was not finite. minibatch: this rank's part of the last mini-batch, with all inputs of the loss;
+    None if another rank has the same.
     """
 
     def __init__(self, call: str, what: str, quantity: str, minibatch: Batch | None) -> None:
@@ -72,8 +71,7 @@ class SkippedSteps:
             raise self._error(f"{self._in_a_row} optimizer steps in a row were skipped")
 
     def end_call(self) -> dict[str, int]:
-        """End a train call and return its metrics by name; SkippedStepsError at the limit of calls with
-        skipped steps."""
+        """End a train call and return its metrics; SkippedStepsError at the limit of calls with skipped steps."""
         self._calls += 1
         self._calls_in_a_row = self._calls_in_a_row + 1 if self._by_quantity else 0
         if self._by_quantity and self._calls_in_a_row == self._limit:
@@ -103,9 +101,9 @@ class SkippedSteps:
 def find_first_not_finite(model: Model, minibatch: Batch, metrics: Metrics, gradients: FlatBuffer) -> str:
     """Find the first quantity that is not finite on any rank; all ranks of the model get the same answer.
 
-    Quantities are checked in the order of computation: fields of the mini-batch, parameters, metrics of the
-    loss, gradients. `metrics` belong to this mini-batch, on all ranks; `gradients` are accumulated by this
-    rank, not yet summed.
+    Quantities are checked in the order of computation: fields of the mini-batch, parameters, metrics of the loss,
+    gradients. `metrics` belong to this mini-batch, on all ranks; `gradients` are accumulated by this rank, not yet
+    summed.
     """
     # Every rank has the same names in the same order, so an index identifies a quantity.
     names = list(_list_names(model, minibatch, metrics))

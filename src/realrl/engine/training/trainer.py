@@ -32,8 +32,8 @@ LOSS = "loss"
 class Trainer:
     """Gradients and optimizer state of the parameter set that training updates.
 
-    Other sets are frozen. They have no gradients, and gradients flow back only to the first pipeline stage
-    with something to train.
+    Other sets are frozen. They have no gradients, and gradients flow back only to the first pipeline stage with
+    something to train.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Trainer:
         router_loss: float = 0.0,
         max_skipped: int | None = None,
     ) -> None:
-        """`router_loss` is the coefficient of a mixture's balance loss, see `ExpertBalance`; `max_skipped`
-        see `SkippedSteps`."""
+        """`router_loss`: coefficient of a mixture's balance loss, see `ExpertBalance`; `max_skipped`: see
+        `SkippedSteps`."""
         self.model = model
         self._skipped = SkippedSteps(max_skipped)
         mixture = model.shape.mixture
@@ -90,8 +90,7 @@ class Trainer:
         return (self.memory if own else self.updated.memory).find_values(values)
 
     def spread(self) -> None:
-        """Bring this rank's updated parameters to all ranks that compute with them; all ranks call it
-        together."""
+        """Bring this rank's updated parameters to all ranks that compute with them; all ranks call it together."""
         self.optimizer.publish()
         self._accumulation.spread()
 
@@ -118,19 +117,19 @@ class Trainer:
         """Run a train call on this rank's items.
 
         `minibatches` are positions in `batch`, equally many and in the same order on every rank of the group.
-        `max_tokens` limits a micro-batch. With `recompute`, only the inputs of layers are kept for the
-        backward pass. `after_pass` is called after each forward and backward pass of a micro-batch,
-        `before_update` before parameters or optimizer state change. `call` is the call's name, for errors;
-        `candidates` and `replays` are those of the call.
+        `max_tokens` limits a micro-batch. With `recompute`, only the inputs of layers are kept for the backward
+        pass. `after_pass` is called after each forward and backward pass of a micro-batch, `before_update` before
+        parameters or optimizer state change. `call` is the call's name, for errors; `candidates` and `replays` are
+        those of the call.
 
-        Losses are sums divided by their global weight, so they do not depend on micro-batches or parallelism.
-        An optimizer step with a gradient that is not finite is skipped. A mini-batch without weight has
-        nothing to learn; its step is left out, so that momentum and weight decay change nothing.
+        Losses are sums divided by their global weight, so they do not depend on micro-batches or parallelism. An
+        optimizer step with a gradient that is not finite is skipped. A mini-batch without weight has nothing to
+        learn; its step is left out, so that momentum and weight decay change nothing.
 
-        Returns metrics summed over data-parallel ranks: those of the method; `loss` unless the method reports
-        one (the loss that is differentiated, without a mixture's balance loss); `grad_norm` (mean over the
-        applied steps); `skipped_steps` and `skipped_for/QUANTITY` (by the first quantity that was not
-        finite); `empty_steps` (steps left out, if any); `learning_rate`; and for a mixture those of
+        Returns metrics summed over data-parallel ranks: those of the method; `loss` unless the method reports one
+        (the loss that is differentiated, without a mixture's balance loss); `grad_norm` (mean over the applied
+        steps); `skipped_steps` and `skipped_for/QUANTITY` (by the first quantity that was not finite);
+        `empty_steps` (steps left out, if any); `learning_rate`; and for a mixture those of
         `ExpertBalance.end_call`.
 
         Raises SkippedStepsError, on every rank, when too many steps in a row are skipped.
@@ -180,8 +179,7 @@ class Trainer:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Save the number of applied steps and the counts of skipped ones, as JSON; tensors are saved
-        elsewhere."""
+        """Save the number of applied steps and the counts of skipped ones as JSON; tensors are saved elsewhere."""
         return {"steps": self.optimizer.steps, "skipped": self._skipped.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -47,9 +47,8 @@ class _Checkpoint(Function):
 def checkpoint_activations(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Compute run(x), keeping only `x` for the backward pass (Chen et al. 2016, arXiv 1604.06174).
 
-    `run` must do the same both times; in particular, every rank must communicate in the same order. The
-    backward pass computes the gradients of the parameters that `run` uses, but only if `x` requires a
-    gradient.
+    `run` must do the same both times; in particular, every rank must communicate in the same order. The backward
+    pass computes the gradients of the parameters that `run` uses, but only if `x` requires a gradient.
     """
     # torch.utils.checkpoint is more general, but it imports torch's compiler at the first backward pass and
     # wraps every tensor that an operation saves.

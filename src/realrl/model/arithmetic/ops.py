@@ -21,8 +21,8 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class Products:
-    """How matrices are multiplied on a CPU: by one of torch's two libraries or by our own kernel. A GPU only
-    knows `exact`."""
+    """How matrices are multiplied on a CPU: by one of torch's libraries or our own kernel. A GPU only knows
+    `exact`."""
 
     onednn: bool = False
     """Multiply float32 matrices with oneDNN, not with torch's default (MKL on x86)."""
@@ -31,8 +31,8 @@ class Products:
     packed: bool = False
     """Pack weights in generate calls, because decode steps multiply few rows."""
     exact: bool = False
-    """In forward passes, make each row's products and attention depend only on the row and the weights, bit
-    for bit. Backward passes are not affected."""
+    """In forward passes, make each row's products and attention depend only on the row and the weights, bit for
+    bit. Backward passes are not affected."""
 
     def forward_nt(self, x: Tensor, weight: Tensor) -> Tensor:
         """Compute x @ weight.T as in a forward pass, without gradient. x: [N, K], weight: [M, K] -> [N, M]"""
@@ -47,8 +47,7 @@ class Products:
 
     @property
     def packs(self) -> bool:
-        """Whether decode steps on a CPU use packed weights: the kernel for packed weights is also the exact
-        one."""
+        """Whether decode steps on a CPU use packed weights: the kernel for packed weights is also the exact one."""
         return self.packed or self.exact
 
     def pack(self, weight: Tensor) -> Panels:
@@ -119,8 +118,7 @@ PLAIN = Products()
 def _rounding() -> Iterator[None]:
     """Make torch round the operands of float32 products on a CPU to bfloat16.
 
-    Only around single products: process-wide, attention on a CPU would be several times slower and less
-    accurate.
+    Only around single products: process-wide, attention on a CPU would be several times slower and less accurate.
     """
     # What torch.backends.mkldnn.matmul calls, without its checks.
     set_precision = torch._C._set_fp32_precision_setter
@@ -134,8 +132,8 @@ def _rounding() -> Iterator[None]:
 def find_gradient(weight: Tensor) -> Tensor:
     """Return a parameter's float32 gradient; zero if nothing has been added yet.
 
-    Backward passes add to it themselves and return no gradient: autograd would add it in another pass over
-    memory. Hooks on the parameter's `AccumulateGrad` node see when it is complete
+    Backward passes add to it themselves and return no gradient: autograd would add it in another pass over memory.
+    Hooks on the parameter's `AccumulateGrad` node see when it is complete
     (`torch.autograd.graph.get_gradient_edge`).
     """
     assert weight.is_leaf, "gradients are added to those of parameters"
@@ -169,8 +167,7 @@ class _Linear(Function):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, products: Products = PLAIN) -> Tensor:
     """Compute x @ weight.T and add the bias, if any. x: [N, K], weight: [M, K], bias: [M] -> [N, M]
 
-    `weight` is a parameter or needs no gradient; its gradient is added to `weight.grad` (see
-    `find_gradient`).
+    `weight` is a parameter or needs no gradient; its gradient is added to `weight.grad` (see `find_gradient`).
     """
     return apply_function(_Linear, x, weight, bias, products)
 

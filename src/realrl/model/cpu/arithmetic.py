@@ -54,8 +54,8 @@ _ROOT_HALF, _NORMAL_TOP = np.float32(0.7071067811865476), np.float32(0.398942280
 def normal_cdf(x: np.float32) -> np.float32:
     """Compute the normal distribution function.
 
-    Uses the approximation of erfc in Press et al., Numerical Recipes (1992), section 6.2, with a relative
-    error of at most 1.2e-7.
+    Uses the approximation of erfc in Press et al., Numerical Recipes (1992), section 6.2, with a relative error of
+    at most 1.2e-7.
     """
     z = abs(x) * _ROOT_HALF
     t = np.float32(1.0) / (np.float32(1.0) + np.float32(0.5) * z)

@@ -71,11 +71,11 @@ def add_rms_norm_forward(work: Work) -> None:
 
 @row_kernel(outputs=2)
 def rms_norm_backward(work: Work) -> None:
-    """Differentiate: x [N, H], grad [N, H], weight [H], scales [N, 1], added [N, H] or [H] -> grad_x [N, H],
-    weight sums [claims, H].
+    """Differentiate: x [N, H], grad [N, H], weight [H], scales [N, 1], added [N, H] or [H] -> grad_x [N, H], weight
+    sums [claims, H].
 
-    `added` is another gradient of x. The weight's gradient has one sum per claim of rows, zero before the
-    call. So the result does not depend on which thread takes which rows.
+    `added` is another gradient of x. The weight's gradient has one sum per claim of rows, zero before the call. So
+    the result does not depend on which thread takes which rows.
     """
     first, last = claim(work)
     while first < last:
@@ -194,8 +194,8 @@ def activate_backward(work: Work) -> None:
 
 @row_kernel(outputs=1)
 def rotate(work: Work) -> None:
-    """Rotate the first `heads` heads of each row: x [T, any heads * D], cos, sin [T, D / 2], heads, sign ->
-    out, may be x.
+    """Rotate the first `heads` heads of each row: x [T, any heads * D], cos, sin [T, D / 2], heads, sign -> out,
+    may be x.
 
     The sign is 1, or -1 for the inverse rotation.
     """

@@ -1,9 +1,8 @@
-"""Attention on a CPU whose results are exact: each depends only on the query, its keys and its values, bit
-for bit.
+"""Attention on a CPU whose results are exact: each depends only on the query, its keys and its values, bit for bit.
 
-One kernel serves decode steps, prefills and training. It computes all scores of a query before the softmax,
-and sums weights and values in the order of the keys' positions. Where keys lie, how many keys a neighbour
-has, and which queries are read together makes no difference.
+One kernel serves decode steps, prefills and training. It computes all scores of a query before the softmax, and
+sums weights and values in the order of the keys' positions. Where keys lie, how many keys a neighbour has, and
+which queries are read together makes no difference.
 
 A unit of work is a key/value head of a run: neighbouring rows that share keys.
 """
@@ -52,11 +51,10 @@ def _compute_scores(
 def _weigh(
     scores: Any, first: int, hidden: int, keys: int, bound: np.float32, sink: np.float32
 ) -> np.float32:
-    """Turn a query's scores into weights, relative to the largest score or the sink; return the sum of all
-    weights.
+    """Turn a query's scores into weights, relative to the largest score or the sink; return the sum of all weights.
 
-    The sum includes the sink's weight. The first `hidden` keys get no weight. Scores are bounded softly if
-    `bound` is above 0.
+    The sum includes the sink's weight. The first `hidden` keys get no weight. Scores are bounded softly if `bound`
+    is above 0.
     """
     if bound > 0:
         steep = fill(np.float32(1.0) / bound)
@@ -93,8 +91,7 @@ def _add_values(
     b: int,
     padded: int,
 ) -> None:
-    """Add the first `count` values of a block, times their weights, to the outputs of queries a and b, in
-    order."""
+    """Add the first `count` values of a block, times their weights, to the outputs of queries a and b, in order."""
     for c in range(0, padded, LANES):
         a_sum, b_sum = load_vector(outputs, a * padded + c), load_vector(outputs, b * padded + c)
         for t in range(count):

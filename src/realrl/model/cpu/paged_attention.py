@@ -1,9 +1,9 @@
 """Attention of a decode step over the paged KV cache, on a CPU.
 
-A unit of work is a key/value head of a prompt. The prompt's keys are read once for all query heads that share
-them and for all rows that continue the prompt; then each row attends to its own keys. The softmax is computed
-in tiles, which are combined one by one (Milakov and Gimelshein, arXiv 1805.02867). A row's result does not
-depend on other rows.
+A unit of work is a key/value head of a prompt. The prompt's keys are read once for all query heads that share them
+and for all rows that continue the prompt; then each row attends to its own keys. The softmax is computed in tiles,
+which are combined one by one (Milakov and Gimelshein, arXiv 1805.02867). A row's result does not depend on other
+rows.
 """
 
 from typing import Any
@@ -58,8 +58,8 @@ def _compute_scores(
     place: int,
     following: int,
 ) -> None:
-    """Compute the scores of the keys of two blocks for queries a and b. The two blocks, or queries, may be
-    the same.
+    """Compute the scores of the keys of two blocks for queries a and b. The two blocks, or queries, may be the
+    same.
 
     scores: [queries * _WIDTH]
     """
@@ -208,9 +208,8 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                 length = prompt_lengths[r] if segment == 0 else own_lengths[r] + 1
                 here = 0 if segment == 0 else (r - begin) * group
                 until = queries if segment == 0 else here + group
-                # First key of the segment that any row sees, from the row that has generated least. Tiles
-                # always begin at multiples of their width, so that a row's sums do not depend on its
-                # neighbours.
+                # First key of the segment that any row sees, from the row that has generated least. Tiles always
+                # begin at multiples of their width, so that a row's sums do not depend on its neighbours.
                 start = length
                 for other in range(begin, end) if segment == 0 else range(r, r + 1):
                     newest = prompt_lengths[other] + own_lengths[other]

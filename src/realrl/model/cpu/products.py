@@ -1,8 +1,8 @@
 """Matrix products on a CPU by our own kernel: each element depends only on one row and one column.
 
 Libraries choose the order of a sum by the number of rows and threads. They also reorder the weight at every
-product, which costs about as much as a product of few rows. Here a weight is packed once. An element is a sum
-of chains of fused multiply-adds, in an order that depends neither on its place nor on its neighbours.
+product, which costs about as much as a product of few rows. Here a weight is packed once. An element is a sum of
+chains of fused multiply-adds, in an order that depends neither on its place nor on its neighbours.
 """
 
 from dataclasses import dataclass
@@ -22,14 +22,12 @@ _BLOCK_ROWS = 192
 _CLAIMED_ROWS = 32
 """Rows times panels that a thread takes at a time, at least."""
 _BLOCK_DEPTH = 512
-"""Products summed in one chain before the chain is added to the others: a chain's rounding error grows with
-its length."""
+"""Products in one chain, before it is added to the others: a chain's rounding error grows with its length."""
 
 
 @dataclass(frozen=True, eq=False)
 class Panels:
-    """Packed weight [M, K] of products x @ weight.T: 16 of its rows are interleaved, so that it is read in
-    order."""
+    """Packed weight [M, K] of products x @ weight.T: 16 of its rows are interleaved, so it is read in order."""
 
     weight: Tensor
     """[panels, K, LANES] float32 or bfloat16; rows beyond M are zero."""
@@ -81,8 +79,7 @@ def _multiply(work: Work, x: Any, weight: Any) -> None:
 def multiply_float32(work: Work) -> None:
     """Multiply x [N, K] float32 with panels [panels * K * LANES] -> out [N, panels * LANES].
 
-    Arguments: x, panels, out, N, K, number of panels. A unit of work is one panel and `_BLOCK_ROWS` rows of
-    x.
+    Arguments: x, panels, out, N, K, number of panels. A unit of work is one panel and `_BLOCK_ROWS` rows of x.
     """
     _multiply(work, float_pointer(work, 0), float_pointer(work, 1))
 

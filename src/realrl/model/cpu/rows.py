@@ -47,9 +47,8 @@ Work = Any
 FAST_MATH = {"reassoc", "contract", "nsz"}
 """Liberties of the compiler: it may reorder sums, as vectors need; NaN and infinity are preserved.
 
-Which version of a loop runs, with or without vectors, depends on how close arrays lie to each other. Both
-must compute the same. So the compiler may not approximate quotients (`arcp`), and a loop that sums must not
-store.
+Which version of a loop runs, with or without vectors, depends on how close arrays lie to each other. Both must
+compute the same. So the compiler may not approximate quotients (`arcp`), and a loop that sums must not store.
 """
 
 
@@ -208,11 +207,11 @@ def row_kernel(
 ) -> Callable[[Callable[[Work], None]], Callable[..., None]]:
     """Compile a kernel at its first call; it writes to its last `outputs` arguments.
 
-    The compiled function is called with the number of rows and the arguments. An argument is a number, or a
-    CPU tensor of float32 or int64: [N, width] with any row stride, or [width] for the same row each time.
-    Threads claim `claim` rows at a time, by default some thousand elements of the first argument. Matrices
-    may also be bfloat16: some rows at a time are converted to float32 and back. An argument that a kernel
-    reads by its address may also be int16. With `strict` the compiler does not reorder operations.
+    The compiled function is called with the number of rows and the arguments. An argument is a number, or a CPU
+    tensor of float32 or int64: [N, width] with any row stride, or [width] for the same row each time. Threads claim
+    `claim` rows at a time, by default some thousand elements of the first argument. Matrices may also be bfloat16:
+    some rows at a time are converted to float32 and back. An argument that a kernel reads by its address may also
+    be int16. With `strict` the compiler does not reorder operations.
     """
 
     def decorate(body: Callable[[Work], None]) -> Callable[..., None]:

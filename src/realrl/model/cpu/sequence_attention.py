@@ -1,10 +1,9 @@
-"""Causal attention within packed sequences and its gradient, on a CPU, without padding or whole score
-matrices.
+"""Causal attention within packed sequences and its gradient, on a CPU, without padding or whole score matrices.
 
-A unit of work is a key/value head of a sequence, with all query heads that read it. Scores are computed in
-tiles of queries and keys that stay in a cache, and the softmax is combined tile by tile, as in FlashAttention
-(Dao et al., arXiv 2205.14135; backward pass: section B.2 there). All sums of products go through one panel
-kernel (`vectors`); keys and values are packed for it once per unit of work.
+A unit of work is a key/value head of a sequence, with all query heads that read it. Scores are computed in tiles of
+queries and keys that stay in a cache, and the softmax is combined tile by tile, as in FlashAttention (Dao et al.,
+arXiv 2205.14135; backward pass: section B.2 there). All sums of products go through one panel kernel (`vectors`);
+keys and values are packed for it once per unit of work.
 
 A sequence can use at most one thread per key/value head.
 """
@@ -74,9 +73,9 @@ def _weigh(
 ) -> Any:
     """Turn a query's scores in a tile into weights, relative to the largest score so far.
 
-    scores: [_QUERIES * _KEYS]; the query's begin at `first`. It sees keys `hidden` to `seen` - 1; other
-    weights are 0. tops, totals: [_QUERIES], the largest scaled score so far, and the sum of weights. Returns
-    the factor that earlier sums must be multiplied by.
+    scores: [_QUERIES * _KEYS]; the query's begin at `first`. It sees keys `hidden` to `seen` - 1; other weights are
+    0. tops, totals: [_QUERIES], the largest scaled score so far, and the sum of weights. Returns the factor that
+    earlier sums must be multiplied by.
     """
     begin, blocks = hidden // LANES, (seen + LANES - 1) // LANES
     for j in range(begin):

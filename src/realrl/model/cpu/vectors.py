@@ -1,12 +1,11 @@
 """Vectors of 16 float32 numbers in compiled kernels, and products of rows with panels of 16 columns.
 
-The compiler does not vectorise loops over a block of 16 keys by itself: it checks in every loop whether
-arrays overlap. Kernels with blocks of known length therefore use explicit vectors. On a processor with
-shorter vectors, the compiler makes several of one.
+The compiler does not vectorise loops over a block of 16 keys by itself: it checks in every loop whether arrays
+overlap. Kernels with blocks of known length therefore use explicit vectors. On a processor with shorter vectors,
+the compiler makes several of one.
 
-A panel is 16 columns side by side, [depth, 16]. An element of a product is one chain of fused multiply-adds
-in the order of the depth, whichever rows are multiplied together. So it depends only on its row and its
-column.
+A panel is 16 columns side by side, [depth, 16]. An element of a product is one chain of fused multiply-adds in the
+order of the depth, whichever rows are multiplied together. So it depends only on its row and its column.
 """
 
 from collections.abc import Callable
@@ -248,11 +247,10 @@ def tanh(a: Any) -> Any:
 def make_panel_product(rows: int, *, adds: bool = False) -> Any:
     """Make a function for kernels: the product of `rows` rows with a panel, whose sums stay in registers.
 
-    multiply(x, at_x, x_stride, x_step, panel, at_panel, panel_step, depth, out, at_out, out_stride) computes,
-    for each row r, out[at_out + r * out_stride + lane] = sum over k of x[at_x + r * x_stride + k * x_step] *
-    panel[at_panel + k * panel_step + lane], in the order of k, each step fused. With `adds`, the sum is added
-    to `out`. x and out are pointers to float32 or arrays; panel may also be a pointer to uint16, read as
-    bfloat16.
+    multiply(x, at_x, x_stride, x_step, panel, at_panel, panel_step, depth, out, at_out, out_stride) computes, for
+    each row r, out[at_out + r * out_stride + lane] = sum over k of x[at_x + r * x_stride + k * x_step] *
+    panel[at_panel + k * panel_step + lane], in the order of k, each step fused. With `adds`, the sum is added to
+    `out`. x and out are pointers to float32 or arrays; panel may also be a pointer to uint16, read as bfloat16.
     """
 
     @intrinsic
@@ -333,7 +331,7 @@ def _make_rows_product(*, adds: bool) -> Any:
 
 
 multiply_rows_by_panel = _make_rows_product(adds=False)
-"""Multiply any number of rows with a panel: (rows, x, at_x, stride, step, panel, at_panel, panel_step, depth,
-out, at_out, out_stride), as in `make_panel_product`."""
+"""Multiply any number of rows with a panel: (rows, x, at_x, stride, step, panel, at_panel, panel_step, depth, out,
+at_out, out_stride), as in `make_panel_product`."""
 add_rows_by_panel = _make_rows_product(adds=True)
 """Add that product to `out`."""

@@ -81,8 +81,7 @@ def _count_warps(tile: dict[str, int]) -> int:
 
 
 def _find_rows(x: Tensor) -> tuple[int, int, int, int, int]:
-    """Number of rows, rows per outer row, columns, and the strides of outer and inner rows. x: [N, C] or [N,
-    heads, C]"""
+    """Rows, rows per outer row, columns, strides of outer and inner rows. x: [N, C] or [N, heads, C]"""
     assert x.stride(-1) == 1, "a row is contiguous"
     inner = x.shape[1] if x.dim() == 3 else 1
     return x.numel() // x.shape[-1], inner, x.shape[-1], x.stride(0), x.stride(1) if x.dim() == 3 else 0
@@ -180,8 +179,7 @@ class AddRMSNorm(Function):
 
 
 class Activate(Function):
-    """Activation (silu, gelu or gelu_tanh) of all columns; if gated, of the first half, times the second
-    half.
+    """Activation (silu, gelu or gelu_tanh) of all columns; if gated, of the first half, times the second half.
 
     torch's operations compute it. Only the input is saved. x: [N, I], or [N, 2 I] if gated -> [N, I]
     """

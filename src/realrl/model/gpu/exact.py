@@ -1,9 +1,8 @@
-"""Exact products and attention on a GPU, in Triton: a row's result depends only on the row and on its
-operands.
+"""Exact products and attention on a GPU, in Triton: a row's result depends only on the row and on its operands.
 
-Tiles have one size for any number of rows. One program computes each sum, in one order. Decode steps,
-prefills and training run the same compiled kernel: Triton would compile special ones for a number of rows
-that is 1 or divisible by 16, so `do_not_specialize` forbids that.
+Tiles have one size for any number of rows. One program computes each sum, in one order. Decode steps, prefills and
+training run the same compiled kernel: Triton would compile special ones for a number of rows that is 1 or divisible
+by 16, so `do_not_specialize` forbids that.
 """
 
 import triton

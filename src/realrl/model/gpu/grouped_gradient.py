@@ -44,9 +44,8 @@ def _gradient_kernel(
 def add_grouped_gradient(grad: Tensor, x: Tensor, ends: Tensor, into: Tensor) -> None:
     """Add grad[rows].T @ x[rows] of each group's rows to its gradient, with float32 sums.
 
-    The host need not know the sizes of groups; the gradient of a group without rows is not touched. grad: [R,
-    M], x: [R, K] bfloat16; ends: [E] int32, the end of each group; into: [E, M, K] float32; all are
-    contiguous
+    The host need not know the sizes of groups; the gradient of a group without rows is not touched. grad: [R, M],
+    x: [R, K] bfloat16; ends: [E] int32, the end of each group; into: [E, M, K] float32; all are contiguous
     """
     assert all(of.is_contiguous() for of in (grad, x, ends, into)), "one number after the other"
     assert grad.dtype == x.dtype == torch.bfloat16 and into.dtype == torch.float32

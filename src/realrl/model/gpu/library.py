@@ -1,5 +1,4 @@
-"""Registration of Triton kernels and replaceable functions as torch operators, so that tracing and fake
-tensors work."""
+"""Registration of Triton kernels and replaceable functions as torch operators, for tracing and fake tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +12,8 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 def register_kernel(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function that launches a kernel as operator `torch.ops.realrl.NAME`; return the operator.
 
-    `schema` is NAME(ARGUMENTS) in torch's notation, with outputs marked as written arguments, such as
-    `Tensor(a!) out`.
+    `schema` is NAME(ARGUMENTS) in torch's notation, with outputs marked as written arguments, such as `Tensor(a!)
+    out`.
     """
     name = schema.partition("(")[0]
 
@@ -32,8 +31,8 @@ def register_kernel(schema: str) -> Callable[[Callable[..., None]], Callable[...
 def register_default(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as operator `torch.ops.realrl.NAME`; return the operator.
 
-    `schema` is NAME(ARGUMENTS) -> RESULTS in torch's notation. An implementation registered later for a
-    device replaces the function there.
+    `schema` is NAME(ARGUMENTS) -> RESULTS in torch's notation. An implementation registered later for a device
+    replaces the function there.
     """
     name = schema.partition("(")[0]
 

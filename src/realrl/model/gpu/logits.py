@@ -71,8 +71,7 @@ def bound_logits(logits: Tensor, cap: float) -> None:
 
 @register_kernel("logit_sums(Tensor logits, float scale, Tensor(a!) log_sum, Tensor(b!)? mean)")
 def compute_logit_sums(logits: Tensor, scale: float, log_sum: Tensor, mean: Tensor | None) -> None:
-    """Compute log(sum(exp(z))) of each row of z = logits * scale and, with `mean`, the mean of z under
-    softmax(z).
+    """Compute log(sum(exp(z))) of each row of z = logits * scale and, with `mean`, the mean of z under softmax(z).
 
     logits: [n, V] float32 -> [n] float32 each; -inf if there are no columns, NaN if a logit is NaN or inf
     """

@@ -1,8 +1,8 @@
 """Attention of a decode step over the paged KV cache on a GPU, in Triton: split-KV, as in FlashDecoding.
 
-A program attends from the query heads that share a key/value head of a row to a part of the row's keys. A
-second kernel combines the parts by their log-sum-exps. A row's lengths alone decide how it is cut into parts,
-so its result does not depend on other rows.
+A program attends from the query heads that share a key/value head of a row to a part of the row's keys. A second
+kernel combines the parts by their log-sum-exps. A row's lengths alone decide how it is cut into parts, so its
+result does not depend on other rows.
 """
 
 import os
@@ -23,12 +23,13 @@ _TILE_BYTES = 1 << 14
 _QUERIES = 16
 """Queries of a product: the smallest tile of tensor cores; fewer heads than that share a key."""
 LOG2_E = 1.4426950408889634
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels run on a CPU, in Triton's interpreter."""
 
 
 def product_type(dtype: torch.dtype) -> tl.dtype:
     """Type of the factors of products: float32 in Triton's interpreter, which has no bfloat16 products."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return tl.float32 if interpreted or dtype == torch.float32 else tl.bfloat16
+    return tl.float32 if _INTERPRETED or dtype == torch.float32 else tl.bfloat16
 
 
 @triton.jit
@@ -51,9 +52,8 @@ def attend_part(
 ):  # fmt: skip
     """Store the newest key and value of a row, and attend to a part of its keys within the window.
 
-    qkv: [B, (heads + 2 kv_heads) * D]; pools: [blocks, kv_heads, BLOCK, D]; outputs: [B, heads, PARTS, D]
-    float32, not divided by totals; tops, totals: [B, heads, PARTS] float32. PRODUCT: type of the factors of
-    products.
+    qkv: [B, (heads + 2 kv_heads) * D]; pools: [blocks, kv_heads, BLOCK, D]; outputs: [B, heads, PARTS, D] float32,
+    not divided by totals; tops, totals: [B, heads, PARTS] float32. PRODUCT: type of the factors of products.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -185,7 +185,6 @@ def launch_attention(
 
 
 def _count_parts(prompt_width: int, own_width: int, tile: int) -> int:
-    """Count the most parts that a row can have with tables of these widths (in blocks); more programs would
-    exit at once."""
+    """Most parts that a row can have with tables of these widths (in blocks); more programs would exit at once."""
     tiles = sum(-(-width * BLOCK_TOKENS // tile) for width in (prompt_width, own_width))
     return min(PARTS, -(-tiles // (PART_KEYS // tile)))

@@ -22,8 +22,7 @@ def on_gpu(tensor: Tensor) -> bool:
 _GROUPED_MAJORS = (9, 10)
 """Major compute capabilities for which torch has a grouped product kernel (`F.grouped_mm`).
 
-On others, torch reads the ends of groups on the host. That waits for the device, and a CUDA graph cannot hold
-it.
+On others, torch reads the ends of groups on the host. That waits for the device, and a CUDA graph cannot hold it.
 """
 
 

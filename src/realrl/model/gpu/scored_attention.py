@@ -1,5 +1,4 @@
-"""Attention over padded sequences on a GPU with windows, caps and sinks, with scores in memory, block by
-block."""
+"""Attention over padded sequences on a GPU with windows, caps and sinks, with scores in memory, block by block."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -75,11 +74,11 @@ def _weigh(
     *,
     with_slope: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute the weights of a block of queries, the weights of their sinks, and with `with_slope` the
-    derivative of the cap.
+    """Compute the weights of a block of queries, the weights of their sinks, and with `with_slope` the derivative
+    of the cap.
 
-    All are float32. q, k: [N, L, D]; sinks: [heads], N is a multiple of heads -> [N, rows, keys], [N, rows,
-    1], [N, rows, keys]
+    All are float32. q, k: [N, L, D]; sinks: [heads], N is a multiple of heads -> [N, rows, keys], [N, rows, 1], [N,
+    rows, keys]
     """
     scores = _multiply(q[:, rows], k[:, keys].transpose(1, 2)).mul_(q.shape[2] ** -0.5)
     slope = None
