@@ -44,6 +44,7 @@ from realrl.model.gpu import nucleus, paged_attention
 from realrl.model.gpu.elementwise import AddRMSNorm, RMSNorm, RotateHeads, SwiGLU
 from realrl.model.gpu_logprobs import TokenLogprobs
 from realrl.model.group import make_single_rank_group
+from realrl.model.logprobs import LogprobOptions
 from realrl.model.packing import Packing
 from realrl.recipe.settings import GenerationConfig
 
@@ -467,9 +468,8 @@ def check_logprobs(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype
     targets = torch.randint(vocabulary, (tokens, 1), device=PLACE)
     size = max(1, (1 << small(26, 12)) // vocabulary)
     narrow, weight = h.clone().requires_grad_(), table.clone().requires_grad_()
-    chosen, entropy = TokenLogprobs.apply(
-        narrow, weight, bias, targets, 0.8, True, make_single_rank_group(), vocabulary, PLAIN, size, None
-    )
+    options = LogprobOptions(0.8, True, make_single_rank_group(), vocabulary, PLAIN, size, None)
+    chosen, entropy = TokenLogprobs.apply(narrow, weight, bias, targets, options)
     factor = draw(tokens, 1)
     (chosen * factor).sum().backward()
     few = slice(0, small(64, 8))

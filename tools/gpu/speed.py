@@ -34,6 +34,7 @@ from realrl.families.tensors import Init
 from realrl.model.arithmetic.ops import PLAIN
 from realrl.model.gpu_logprobs import TokenLogprobs
 from realrl.model.group import make_single_rank_group
+from realrl.model.logprobs import LogprobOptions
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import find_gpu_kind
 from realrl.planner.operators.tables import find_operators
@@ -398,9 +399,8 @@ class HeadCase:
         """Compute log-probabilities with chunks of 2^bits logits."""
         size = (1 << bits) // self.vocabulary
         group, targets = make_single_rank_group(), self.targets[:, None]
-        return TokenLogprobs.apply(
-            self.x, self.table, None, targets, 1.0, False, group, self.vocabulary, PLAIN, size, None
-        )[0][:, 0]
+        options = LogprobOptions(1.0, False, group, self.vocabulary, PLAIN, size, None)
+        return TokenLogprobs.apply(self.x, self.table, None, targets, options)[0][:, 0]
 
     def measure(self, name: str, losses: Callable[[], Tensor]) -> dict[str, Any]:
         """Measure milliseconds, and GiB beside what is held before."""

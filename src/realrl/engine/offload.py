@@ -135,7 +135,7 @@ class HostCopies:
 
 
 class StreamCopies(HostCopies):
-    """Copies in a stream of their own, from and to pinned memory; neither the host nor computation waits for them."""
+    """Copies in their own stream, from and to pinned memory; neither the host nor computation waits for them."""
 
     asynchronous = True
 

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
@@ -82,26 +82,29 @@ def _attend_padded(qkv: Tensor, padded: PaddedHeads, rule: AttentionRule) -> Ten
     return _Unpad.apply(padded, *outputs)
 
 
+@dataclass(frozen=True, eq=False)
+class _Attention:
+    """What attention depends on apart from its tensors."""
+
+    packing: Packing
+    heads: int
+    kv_heads: int
+    rule: AttentionRule
+
+
 class _SequenceAttention(Function):
     """Attention on a CPU. Saves its output and one number per query (the log-sum of the softmax)."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: Tensor,
-        sinks: Tensor | None,
-        packing: Packing,
-        heads: int,
-        kv_heads: int,
-        rule: AttentionRule,
-    ) -> Tensor:
+    def forward(ctx: Any, qkv: Tensor, sinks: Tensor | None, of: _Attention) -> Tensor:
+        heads, kv_heads, packing = of.heads, of.kv_heads, of.packing
         ctx.sizes = heads, kv_heads, qkv.shape[1] // (heads + 2 * kv_heads), packing.max_length
         ctx.starts = packing.starts
-        ctx.bounds = rule.bounds
+        ctx.bounds = of.rule.bounds
         wide = qkv.float()
         out, sums = torch.empty(len(qkv), heads * ctx.sizes[2]), torch.empty(len(qkv), heads)
         pieces = len(packing.lengths) * kv_heads
-        attend_forward(pieces, wide, ctx.starts, *ctx.sizes, *rule.for_kernel(heads), out, sums, claim=1)
+        attend_forward(pieces, wide, ctx.starts, *ctx.sizes, *of.rule.for_kernel(heads), out, sums, claim=1)
         out = out.to(qkv.dtype)
         ctx.save_for_backward(qkv, out, sums, sinks)
         return out
@@ -119,7 +122,7 @@ class _SequenceAttention(Function):
             weights = torch.exp2(sinks.float() * _LOG2_E - sums)
             sizes = (len(out), ctx.sizes[0], ctx.sizes[2])
             grad_sinks = -(weights * (out * wide).view(sizes).sum(2)).sum(0)
-        return grad_qkv.to(grad.dtype), grad_sinks, None, None, None, None
+        return grad_qkv.to(grad.dtype), grad_sinks, None
 
 
 @cache
@@ -146,44 +149,34 @@ def _has_varlen_kernel(qkv: Tensor, dim: int) -> bool:
     return has_flash_attention(qkv.device)
 
 
-def _attend_exactly(qkv: Tensor, packing: Packing, heads: int, kv_heads: int, rule: AttentionRule) -> Tensor:
+def _attend_exactly(qkv: Tensor, of: _Attention) -> Tensor:
     """Compute `varlen_attention` without gradient, each row as a decode step would compute it, from keys in blocks.
 
     qkv: [T, (heads + 2 kv_heads) * D] -> [T, heads * D]
     """
-    heads_of_rows = qkv.view(len(qkv), heads + 2 * kv_heads, -1)
-    k, v = heads_of_rows[:, heads : heads + kv_heads], heads_of_rows[:, heads + kv_heads :]
-    blocked = packing.arrange_blocks(count_run_rows(heads, kv_heads))
+    _, k, v = split_heads(qkv, of.heads, of.kv_heads)
+    blocked = of.packing.arrange_blocks(count_run_rows(of.heads, of.kv_heads))
     cache = PagedCache(
         CacheSize(blocked.count, 1),
         layers=1,
-        kv_heads=kv_heads,
-        head_dim=qkv.shape[1] // (heads + 2 * kv_heads),
+        kv_heads=of.kv_heads,
+        head_dim=k.shape[2],
         dtype=qkv.dtype,
         device=qkv.device,
     )
     with torch.no_grad():
         cache.store(0, k, v, blocked.places)
-        return attend_to_runs(qkv, cache.k[0], cache.v[0], blocked.runs, heads, rule)
+        return attend_to_runs(qkv, cache.k[0], cache.v[0], blocked.runs, of.heads, of.rule)
 
 
 class _ExactAttention(Function):
     """Attention by the exact kernel, with the gradient of the fast kernel: only forward passes need to be exact."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: Tensor,
-        sinks: Tensor | None,
-        packing: Packing,
-        heads: int,
-        kv_heads: int,
-        rule: AttentionRule,
-    ) -> Tensor:
+    def forward(ctx: Any, qkv: Tensor, sinks: Tensor | None, of: _Attention) -> Tensor:
         ctx.save_for_backward(qkv, sinks)
-        ctx.arguments = packing, heads, kv_heads
-        ctx.rule = rule
-        return _attend_exactly(qkv, packing, heads, kv_heads, rule)
+        ctx.of = of
+        return _attend_exactly(qkv, of)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -191,12 +184,12 @@ class _ExactAttention(Function):
         inputs = [saved.detach().requires_grad_(True)]
         if sinks is not None:
             inputs.append(sinks.detach().requires_grad_(True))
-        rule = replace(ctx.rule, sinks=inputs[1] if sinks is not None else None)
+        of: _Attention = ctx.of
+        rule = replace(of.rule, sinks=inputs[1] if sinks is not None else None)
         with torch.enable_grad():
-            packing, heads, kv_heads = ctx.arguments
-            out = varlen_attention(inputs[0], packing, heads, kv_heads, rule)
+            out = varlen_attention(inputs[0], of.packing, of.heads, of.kv_heads, rule)
         grads = torch.autograd.grad(out, inputs, grad)
-        return grads[0], grads[1] if sinks is not None else None, None, None, None, None
+        return grads[0], grads[1] if sinks is not None else None, None
 
 
 def varlen_attention(
@@ -214,10 +207,9 @@ def varlen_attention(
 
     qkv: [T, (heads + 2 kv_heads) * D], queries first, then keys, then values -> [T, heads * D]
     """
-    if exact:
-        return apply_function(_ExactAttention, qkv, rule.sinks, packing, heads, kv_heads, rule)
-    if not on_gpu(qkv):
-        return apply_function(_SequenceAttention, qkv, rule.sinks, packing, heads, kv_heads, rule)
+    if exact or not on_gpu(qkv):
+        function = _ExactAttention if exact else _SequenceAttention
+        return apply_function(function, qkv, rule.sinks, _Attention(packing, heads, kv_heads, rule))
     q, k, v = split_heads(qkv, heads, kv_heads)
     if not rule.needs_scores and _has_varlen_kernel(qkv, q.shape[-1]):
         attend, options = load_packed_attention()

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from realrl.model.arithmetic.ops import PLAIN, Products, find_gradient
+from realrl.model.arithmetic.ops import PLAIN, find_gradient
 from realrl.model.gpu.logits import bound_logits, compute_logit_sums, compute_softmax_gradient
 from realrl.model.group import Group
+from realrl.model.logprobs import LogprobOptions
 
 
 class TokenLogprobs(Function):
@@ -26,24 +27,19 @@ class TokenLogprobs(Function):
         table: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        temperature: float,
-        with_entropy: bool,
-        group: Group,
-        rows: int,
-        products: Products,
-        size: int,
-        cap: float | None,
+        options: LogprobOptions,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute log-probabilities and entropies, `size` rows of logits at a time."""
-        scale = 1 / temperature
+        """Compute log-probabilities and entropies, `options.size` rows of logits at a time."""
+        rows, size, group = options.rows, options.size, options.group
+        scale = 1 / options.temperature
         chosen = hidden.new_empty(targets.shape, dtype=torch.float32)
         log_sums = chosen.new_empty(len(hidden))
-        means = chosen.new_empty(len(hidden)) if with_entropy else None
+        means = chosen.new_empty(len(hidden)) if options.entropy else None
         logits: Tensor | None = None
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
             logits = None  # frees the previous chunk first, so that there is one at a time
-            logits = _compute_logits(hidden[part], table, bias, rows, products, cap)
+            logits = _compute_logits(hidden[part], table, bias, options)
             compute_logit_sums(logits, scale, log_sums[part], None if means is None else means[part])
             torch.mul(_select(logits, targets[part], rows), scale, out=chosen[part])
         log_sums, means = _merge_ranks(log_sums, means, group)
@@ -52,8 +48,7 @@ class TokenLogprobs(Function):
         entropy = None if means is None else log_sums - means
         if entropy is not None:
             ctx.mark_non_differentiable(entropy)
-        ctx.scale, ctx.rows, ctx.products, ctx.size = scale, rows, products, size
-        ctx.cap = cap
+        ctx.options = options
         # A single chunk is saved. Several are recomputed, which costs less than their memory.
         ctx.save_for_backward(hidden, table, bias, targets, log_sums, logits if len(hidden) <= size else None)
         return chosen, entropy
@@ -62,43 +57,36 @@ class TokenLogprobs(Function):
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         """Compute the gradients of hidden states and bias, and add the gradient of the table to `table.grad`."""
         hidden, table, bias, targets, log_sums, saved = ctx.saved_tensors
+        options: LogprobOptions = ctx.options
+        rows, size, scale = options.rows, options.size, 1 / options.temperature
         grad_hidden = torch.empty_like(hidden)
-        grad_table = find_gradient(table)[: ctx.rows] if ctx.needs_input_grad[1] else None
+        grad_table = find_gradient(table)[:rows] if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        scaled = grad * ctx.scale
-        for start in range(0, len(hidden), ctx.size):
-            part = slice(start, start + ctx.size)
+        scaled = grad * scale
+        for start in range(0, len(hidden), size):
+            part = slice(start, start + size)
             logits = saved
             if logits is None:
-                logits = _compute_logits(hidden[part], table, bias, ctx.rows, ctx.products, ctx.cap)
+                logits = _compute_logits(hidden[part], table, bias, options)
             gradient = _differentiate(
-                logits,
-                log_sums[part],
-                targets[part],
-                scaled[part],
-                ctx.scale,
-                ctx.cap,
-                ctx.rows,
-                hidden.dtype,
+                logits, log_sums[part], targets[part], scaled[part], options, hidden.dtype
             )
             del logits
             if grad_bias is not None:
-                grad_bias[: ctx.rows] += gradient.sum(0, dtype=torch.float32)
-            grad_hidden[part] = PLAIN.matmul_nt(gradient, table[: ctx.rows].T)
+                grad_bias[:rows] += gradient.sum(0, dtype=torch.float32)
+            grad_hidden[part] = PLAIN.matmul_nt(gradient, table[:rows].T)
             if grad_table is not None:
                 PLAIN.add_weight_gradient(gradient, hidden[part], grad_table)
             del gradient  # freed before the next chunk's is allocated
-        return grad_hidden, None, grad_bias, *([None] * 8)
+        return grad_hidden, None, grad_bias, *([None] * 2)
 
 
-def _compute_logits(
-    hidden: Tensor, table: Tensor, bias: Tensor | None, rows: int, products: Products, cap: float | None
-) -> Tensor:
-    logits = products.matmul_nt_float32(hidden, table[:rows])
+def _compute_logits(hidden: Tensor, table: Tensor, bias: Tensor | None, options: LogprobOptions) -> Tensor:
+    logits = options.products.matmul_nt_float32(hidden, table[: options.rows])
     if bias is not None:
-        logits.add_(bias[:rows])
-    if cap is not None:
-        bound_logits(logits, cap)
+        logits.add_(bias[: options.rows])
+    if options.cap is not None:
+        bound_logits(logits, options.cap)
     return logits
 
 
@@ -134,15 +122,14 @@ def _differentiate(
     log_sums: Tensor,
     targets: Tensor,
     factors: Tensor,
-    scale: float,
-    cap: float | None,
-    rows: int,
+    options: LogprobOptions,
     dtype: torch.dtype,
 ) -> Tensor:
     """Compute the gradient of a chunk of logits as they were before `cap` bounded them, in type `dtype`.
 
     factors: gradients of the log-probabilities [n, m] -> [n, rows]
     """
+    rows, scale, cap = options.rows, 1 / options.temperature, options.cap
     total = factors.sum(1)
     is_local = (targets >= 0) & (targets < rows)
     index = targets.clamp(0, max(0, rows - 1))

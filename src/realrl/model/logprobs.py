@@ -1,5 +1,6 @@
 """Log-probabilities of tokens, without ever holding the whole [T, V] matrix of logits."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,21 @@ from realrl.model.gpu.path import on_gpu
 from realrl.model.group import Group
 
 
+@dataclass(frozen=True, eq=False)
+class LogprobOptions:
+    """How one rank computes log-probabilities from hidden states."""
+
+    temperature: float
+    entropy: bool
+    group: Group
+    rows: int
+    """Rows of the table that hold this rank's part of the vocabulary."""
+    products: Products
+    size: int
+    """Rows of logits that are computed at a time."""
+    cap: float | None
+
+
 class _TokenLogprobs(Function):
     @staticmethod
     def forward(
@@ -23,24 +39,15 @@ class _TokenLogprobs(Function):
         table: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        temperature: float,
-        with_entropy: bool,
-        group: Group,
-        rows: int,
-        products: Products,
-        size: int,
+        options: LogprobOptions,
         keeps: bool,
-        cap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
+        rows, size, group, products = options.rows, options.size, options.group, options.products
+        temperature, cap = options.temperature, options.cap
         weight, local_bias = _cut_padding(table, bias, rows)
-        ctx.cap = cap
         chosen = hidden.new_empty(targets.shape, dtype=torch.float32)
-        entropy = chosen.new_empty(len(hidden)) if with_entropy else None
-        ctx.size = size
-        ctx.rows = rows
-        ctx.products = products
-        ctx.temperature = temperature
-        ctx.group = group
+        entropy = chosen.new_empty(len(hidden)) if options.entropy else None
+        ctx.options = options
         logp: Tensor | None = None
         several = len(hidden) > size
         prepared = products.prepare(weight)
@@ -67,39 +74,41 @@ class _TokenLogprobs(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         hidden, table, bias, targets, kept = ctx.saved_tensors
-        weight, local_bias = _cut_padding(table, bias, ctx.rows)
-        scaled = grad / ctx.temperature
+        options: LogprobOptions = ctx.options
+        rows, size, products, cap = options.rows, options.size, options.products, options.cap
+        weight, local_bias = _cut_padding(table, bias, rows)
+        scaled = grad / options.temperature
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = find_gradient(table)[: ctx.rows] if ctx.needs_input_grad[1] else None
+        grad_weight = find_gradient(table)[:rows] if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        prepared = ctx.products.prepare(weight) if kept is None else weight
-        for start in range(0, len(hidden), ctx.size):
-            part = slice(start, start + ctx.size)
+        prepared = products.prepare(weight) if kept is None else weight
+        for start in range(0, len(hidden), size):
+            part = slice(start, start + size)
             factor = scaled[part]
             slope = None
             if kept is None:
-                logits = _compute_logits(hidden[part], prepared, local_bias, ctx.products)
-                if ctx.cap is not None:
-                    slope = cap_logits(logits, ctx.cap).div(ctx.cap).square_().neg_().add_(1)
-                grad_logits = _log_softmax(logits, ctx.temperature, ctx.group).exp_()
+                logits = _compute_logits(hidden[part], prepared, local_bias, products)
+                if cap is not None:
+                    slope = cap_logits(logits, cap).div(cap).square_().neg_().add_(1)
+                grad_logits = _log_softmax(logits, options.temperature, options.group).exp_()
                 del logits
             else:
                 grad_logits = kept[part].exp()
             grad_logits.mul_(-factor.sum(1, keepdim=True))
-            is_local, index = _localise_targets(targets[part], ctx.rows)
-            if ctx.rows:
+            is_local, index = _localise_targets(targets[part], rows)
+            if rows:
                 grad_logits.scatter_add_(1, index, factor * is_local)
             if slope is not None:
                 grad_logits.mul_(slope)
             del slope
             if grad_bias is not None:
-                grad_bias[: ctx.rows] += grad_logits.sum(0)
+                grad_bias[:rows] += grad_logits.sum(0)
             grad_logits = grad_logits.to(hidden.dtype)
-            grad_hidden[part] = ctx.products.matmul_nt(grad_logits, weight.T)
+            grad_hidden[part] = products.matmul_nt(grad_logits, weight.T)
             if grad_weight is not None:
-                ctx.products.add_weight_gradient(grad_logits, hidden[part], grad_weight)
+                products.add_weight_gradient(grad_logits, hidden[part], grad_weight)
             del grad_logits  # freed before the next chunk's is allocated
-        return grad_hidden, None, grad_bias, *([None] * 9)
+        return grad_hidden, None, grad_bias, *([None] * 3)
 
 
 def _chunk_size(hidden: Tensor, table: Tensor) -> int:
@@ -192,16 +201,17 @@ def compute_token_logprobs(
     `hidden` is this rank's part of a sum over the group; the table's gradient is added to `table.grad`
     (`ops.find_gradient`).
     """
-    size = _chunk_size(hidden, table)
-    arguments = (hidden, table, bias, targets, temperature, entropy, group, rows)
+    options = LogprobOptions(
+        temperature, entropy, group, rows, products, size=_chunk_size(hidden, table), cap=cap
+    )
     if on_gpu(hidden):
         from realrl.model.gpu_logprobs import TokenLogprobs  # needs Triton
 
-        return TokenLogprobs.apply(*arguments, products, size, cap)
+        return TokenLogprobs.apply(hidden, table, bias, targets, options)
     # Log-probabilities are kept for the backward pass up to a limit: for large vocabularies, recomputing them costs
     # less than their memory. With a cap they are recomputed, because its derivative needs the logits.
     keeps = torch.is_grad_enabled() and len(hidden) <= count_kept_logit_rows(len(table), cpu=True)
-    return _TokenLogprobs.apply(*arguments, products, size, keeps and cap is None, cap)
+    return _TokenLogprobs.apply(hidden, table, bias, targets, options, keeps and cap is None)
 
 
 def compute_logprobs(logits: Tensor, temperature: float) -> Tensor:

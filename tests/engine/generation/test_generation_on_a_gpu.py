@@ -48,7 +48,7 @@ class Graphs:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> type[Graphs]:
     """The host's side of generation on a GPU, on a CPU."""
-    monkeypatch.setattr("realrl.engine.generation.call.is_gpu", lambda _: True)
+    monkeypatch.setattr("realrl.engine.generation.decode_batch.is_gpu", lambda _: True)
     monkeypatch.setattr(decode_memory, "StepGraphs", Graphs)
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     Graphs.widths = set()

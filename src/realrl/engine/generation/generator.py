@@ -8,8 +8,7 @@ import torch
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import ROUTED_EXPERTS
 from realrl.engine.finite import NotFiniteLogitsError, all_finite
-from realrl.engine.generation.call import GenerateCall
-from realrl.engine.generation.decode_batch import DecodeBatch
+from realrl.engine.generation.decode_batch import DecodeBatch, GenerateCall
 from realrl.engine.generation.decode_memory import KeptDecoding
 from realrl.engine.generation.prefill import as_tensor
 from realrl.engine.generation.routed_experts import join_stages

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from realrl.data.batch import Ragged
-from realrl.engine.generation.call import GenerateCall
-from realrl.engine.generation.decode_batch import DecodeBatch
+from realrl.engine.generation.decode_batch import DecodeBatch, GenerateCall
 from realrl.engine.generation.generator import generate, list_rows
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.generation.scheduler import RowPrefill
