@@ -77,7 +77,9 @@ class Model:
         if layout.placement.strategy.shards_parameters:
             self.gathered = GatheredParameters(self.sets, self.shard, rank, groups.data)
         weights = self.parameters.fused if self.gathered is None else self.gathered.fused
-        self.transformer = Transformer(self.shard, weights, groups.tensor, products)
+        self.transformer = Transformer(
+            self.shard, weights, groups.tensor, products, sequence_parallel=self.sequence_parallel
+        )
         self.passes: ShardedPasses | None = None
         """Passes with gathered parameters (ZeRO-3)."""
         if self.gathered is not None:
@@ -133,9 +135,7 @@ class Model:
         of layers are kept, and the backward pass computes layers again. `routing` chooses the experts of mixtures.
         """
         x = rows.values if received is None else received
-        hidden: Tensor = self.transformer(
-            x, packing, sequence_parallel=self.sequence_parallel, recompute=recompute, routing=routing
-        )
+        hidden: Tensor = self.transformer(x, packing, recompute=recompute, routing=routing)
         self.counts.add_micro_batch(packing)
         return hidden
 
@@ -154,30 +154,17 @@ class Model:
         Log-probabilities are also computed for `candidates` [T, k], or for the `likeliest` tokens in each place.
         """
         if self.head == "scalar":
-            values = self.transformer.compute_values(
-                hidden, packing, sequence_parallel=self.sequence_parallel
-            )
+            values = self.transformer.compute_values(hidden, packing)
             return ModelOutput(rows.lengths, values=values)
         if likeliest:
             logprobs, candidates, best = self.transformer.find_likeliest(
-                hidden,
-                rows.values,
-                packing,
-                count=likeliest,
-                temperature=self.temperature,
-                sequence_parallel=self.sequence_parallel,
+                hidden, rows.values, packing, count=likeliest, temperature=self.temperature
             )
             return ModelOutput(
                 rows.lengths, logprobs=logprobs, candidates=candidates, candidate_logprobs=best
             )
         logprobs, entropies, others = self.transformer.compute_logprobs(
-            hidden,
-            rows.values,
-            packing,
-            temperature=self.temperature,
-            entropy=entropy,
-            candidates=candidates,
-            sequence_parallel=self.sequence_parallel,
+            hidden, rows.values, packing, temperature=self.temperature, entropy=entropy, candidates=candidates
         )
         return ModelOutput(
             rows.lengths,

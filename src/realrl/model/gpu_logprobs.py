@@ -22,12 +22,7 @@ class TokenLogprobs(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        table: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        options: LogprobOptions,
+        ctx: Any, hidden: Tensor, table: Tensor, bias: Tensor | None, targets: Tensor, options: LogprobOptions
     ) -> tuple[Tensor, Tensor | None]:
         """Compute log-probabilities and entropies, `options.size` rows of logits at a time."""
         rows, size, group = options.rows, options.size, options.group

@@ -63,7 +63,13 @@ class Transformer(nn.Module):
     """
 
     def __init__(
-        self, shard: Shard, weights: Callable[..., Tensor], tensor_group: Group, products: Products = PLAIN
+        self,
+        shard: Shard,
+        weights: Callable[..., Tensor],
+        tensor_group: Group,
+        products: Products = PLAIN,
+        *,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         shape = shard.shape
@@ -71,6 +77,7 @@ class Transformer(nn.Module):
         self.shape = shape
         self.tensor_group = tensor_group
         self._products = products
+        self._sequence_parallel = sequence_parallel
         options = find_layer_options(shape)
         self.hooks = SectionHooks()
         self._norm = Norm(shape)
@@ -139,19 +146,13 @@ class Transformer(nn.Module):
         return len(self.shard.queries if self._kv_head_index is not None else self.shard.keys)
 
     def forward(
-        self,
-        x: Tensor,
-        packing: Packing,
-        *,
-        sequence_parallel: bool = False,
-        recompute: bool = False,
-        routing: Routing = LIKELIEST,
+        self, x: Tensor, packing: Packing, *, recompute: bool = False, routing: Routing = LIKELIEST
     ) -> Tensor:
         """Run one stage over packed sequences; returns [T, H], after the final norm on the last stage.
 
-        x: [T] tokens on the first stage, otherwise the output of the stage before. With `sequence_parallel`, hidden
-        states between stages and before the head are ceil(T / tp) rows per rank. With `recompute`, only the inputs
-        of layers are kept; the backward pass computes each layer again, communication of TP ranks included.
+        x: [T] tokens on the first stage, otherwise the output of the stage before. With sequence parallelism,
+        hidden states between stages and before the head are ceil(T / tp) rows per rank. With `recompute`, only the
+        inputs of layers are kept; the backward pass computes each layer again, communication of TP ranks included.
         `routing` chooses the experts of mixtures.
         """
         heads = len(self.shard.queries)
@@ -162,7 +163,7 @@ class Transformer(nn.Module):
                 self._repeat_kv_heads(qkv), packing, heads, kv_heads, rule, exact=self._products.exact
             )
 
-        tp = TensorParallel(self.tensor_group, len(packing.positions), sequence_parallel)
+        tp = self._make_tp(packing)
         positions = packing.positions
         return self._run_layers(x, positions, attend, tp, self._matrices, routing, recompute=recompute)
 
@@ -224,6 +225,10 @@ class Transformer(nn.Module):
         tp = TensorParallel(self.tensor_group, len(x))
         routing = LIKELIEST if cache.experts is None else cache.record(rows.newest)
         return self._run_layers(x, positions, attend, tp, weights, routing)
+
+    def _make_tp(self, packing: Packing) -> TensorParallel:
+        """Make the TP communication of training and inference; prefill and decoding do not divide tokens."""
+        return TensorParallel(self.tensor_group, len(packing.positions), self._sequence_parallel)
 
     def _repeat_kv_heads(self, qkv: Tensor) -> Tensor:
         """Repeat key/value heads to one per query head, if key heads serve different numbers of query heads."""
@@ -322,7 +327,6 @@ class Transformer(nn.Module):
         temperature: float,
         entropy: bool = False,
         candidates: Tensor | None = None,
-        sequence_parallel: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Compute log p(token t | earlier tokens), and the log-probability of each candidate in its place.
 
@@ -332,7 +336,7 @@ class Transformer(nn.Module):
         hidden: [T, H] as returned by `forward`; tokens: [T]; candidates: [T, k] or None -> [T] float32, entropies
         [T] float32 without gradient or None, candidates' log-probabilities [T, k] float32 or None
         """
-        targets, predicting, wanted = self._predict(hidden, tokens, packing, sequence_parallel)
+        targets, predicting, wanted = self._predict(hidden, tokens, packing)
         if candidates is not None:
             wanted = torch.cat([wanted, candidates[targets]], 1)
         logprobs, entropies = compute_token_logprobs(
@@ -355,21 +359,14 @@ class Transformer(nn.Module):
         return full, entropies, zeros.new_zeros(candidates.shape).index_copy(0, targets, logprobs[:, 1:])
 
     def find_likeliest(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        packing: Packing,
-        *,
-        count: int,
-        temperature: float,
-        sequence_parallel: bool = False,
+        self, hidden: Tensor, tokens: Tensor, packing: Packing, *, count: int, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the log-probabilities of tokens, and the `count` likeliest tokens in each place.
 
         Arguments as for `compute_logprobs`, without gradient. -> [T] float32, [T, count] int64 tokens, [T, count]
         float32; 0 at the first token of each sequence, and equal on every TP rank
         """
-        targets, predicting, wanted = self._predict(hidden, tokens, packing, sequence_parallel)
+        targets, predicting, wanted = self._predict(hidden, tokens, packing)
         logprobs, likeliest, best = find_likeliest_tokens(
             predicting,
             self._table,
@@ -388,16 +385,14 @@ class Transformer(nn.Module):
         ids = likeliest.new_zeros(places).index_copy_(0, targets, likeliest)
         return full, ids, best.new_zeros(places).index_copy_(0, targets, best)
 
-    def _predict(
-        self, hidden: Tensor, tokens: Tensor, packing: Packing, sequence_parallel: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _predict(self, hidden: Tensor, tokens: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
         """Select the N predicted places, the hidden states that predict them, and the tokens there.
 
         -> [N], [N, H], [N, 1]
         """
         targets = packing.target_indices
-        tp = TensorParallel(self.tensor_group, len(tokens), sequence_parallel)
         # Position t - 1 predicts token t.
+        tp = self._make_tp(packing)
         predicting = self._scale(tp.copy_to_region(hidden).index_select(0, targets - 1))
         return targets, predicting, tokens[targets, None]
 
@@ -406,12 +401,11 @@ class Transformer(nn.Module):
         alike."""
         return hidden if self._logit_scale == 1 else hidden * self._logit_scale
 
-    def compute_values(self, hidden: Tensor, packing: Packing, *, sequence_parallel: bool = False) -> Tensor:
+    def compute_values(self, hidden: Tensor, packing: Packing) -> Tensor:
         """Compute the scalar head's output at every position, equal on every TP rank. [T, H] -> [T] float32"""
         assert self.scalar_head is not None, "only the last stage of a model with a scalar head has values"
-        tp = TensorParallel(self.tensor_group, len(packing.positions), sequence_parallel)
         # Always in float32, because values are regressed on.
-        hidden = tp.gather_from_region(hidden).float()
+        hidden = self._make_tp(packing).gather_from_region(hidden).float()
         if self._products.exact:
             return linear(hidden, self.scalar_head, products=Products(exact=True)).squeeze(-1)
         return (hidden @ self.scalar_head.float().T).squeeze(-1)
