@@ -1,7 +1,6 @@
 """Decode batch: rows that are decoded together on one stage of a pipeline; rows join and leave between turns."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,7 +8,6 @@ from torch import Tensor
 from realrl.data.batch import Ragged
 from realrl.engine.generation.decode_memory import (
     DecodeKind,
-    DecodeMemory,
     DecodeSize,
     KeptDecoding,
     count_computed_rows,
@@ -32,32 +30,11 @@ from realrl.recipe.settings import GenerationConfig
 from realrl.recipe.stop_strings import StopStrings
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class GenerateCall:
-    """Rows, cache and sampling of a generate call on one rank."""
+    """Rows, cache and sampling of a generate call on one rank, shared by its decode batches."""
 
-    model: Model
-    memory: DecodeMemory
-    prompts: Ragged
-    """Prompts by number, on the host."""
-    keys: Sequence[int]
-    """Keys of the sampling noise, by number of the row."""
-    noise: SamplingNoise
-    stop_token_ids: frozenset[int]
-    stop: StopStrings | None
-    new_tokens: int
-    """Most tokens of a continuation."""
-    scheduler: Scheduler
-    on_gpu: bool
-    """See `is_gpu`."""
-    batches: int
-    """Decode batches: one per stage of the pipeline."""
-    experts: RoutedExperts | None
-    """Experts of rows that have left the cache, if they are recorded."""
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         model: Model,
         rows: Sequence[DecodeRow],
         prompts: Ragged,
@@ -71,57 +48,47 @@ class GenerateCall:
         pass_tokens: int | None = None,
         record_experts: bool = False,
         kept: KeptDecoding | None = None,
-    ) -> "GenerateCall":
+    ) -> None:
         """Prepare the continuation of `rows`: allocate memory, or take what earlier calls have left in `kept`.
 
-        `ids` are the items' ids, by number of the row. `kv_capacity` is the number of tokens that the cache holds
-        for each decode batch. `pass_tokens` limits a prefill pass; by default it suits the device. With
-        `record_experts`, a mixture's experts are kept as rows leave the cache.
+        `prompts` by number. `ids` are the items' ids, by number of the row. `kv_capacity` is the number of tokens
+        that the cache holds for each decode batch. `pass_tokens` limits a prefill pass; by default it suits the
+        device. With `record_experts`, a mixture's experts are kept as rows leave the cache.
         """
         mixture = model.shape.mixture if record_experts else None
         assert mixture is not None or not record_experts, "only mixtures have experts"
-        batches = model.groups.pipeline.size
+        self.model = model
+        self.prompts = prompts.to(torch.device("cpu"))
+        self.stop_token_ids, self.stop = frozenset(stop_token_ids), stop
+        self.new_tokens = sampling.max_new_tokens
+        self.batches = batches = model.groups.pipeline.size
+        """Decode batches: one per stage of the pipeline."""
+        self.on_gpu = on_gpu = is_gpu(model.device)
+        self.noise = SamplingNoise(seed)
+        self.keys: list[int] = self.noise.make_keys(torch.tensor(ids)).tolist()
+        """Keys of the sampling noise, by number of the row."""
         size = size_cache(
             batches * kv_capacity,
             prompt_blocks=sum(map(count_prompt_blocks, prompts.lengths)),
             longest_prompt=max(prompts.lengths),
             rows=len(rows),
-            new_tokens=sampling.max_new_tokens,
+            new_tokens=self.new_tokens,
         )
-        on_gpu = is_gpu(model.device)
-        noise = SamplingNoise(seed)
-        kind = DecodeKind(
-            sampling,
-            stop_token_ids,
-            experts=0 if mixture is None else mixture.per_token,
-            batches=batches,
-            on_gpu=on_gpu,
-            addresses=list_addresses(model),
-        )
+        recorded = 0 if mixture is None else mixture.per_token
+        kind = DecodeKind(sampling, stop_token_ids, recorded, batches, on_gpu, list_addresses(model))
         most = count_computed_rows(-(-size.rows // batches), on_gpu=on_gpu)
         needed = DecodeSize(size.blocks, most, max(prompts.lengths))
-        memory = (kept or KeptDecoding()).take(model, kind, needed)
-        experts = memory.cache.experts
-        return cls(
-            model=model,
-            memory=memory,
-            prompts=prompts.to(torch.device("cpu")),
-            keys=noise.make_keys(torch.tensor(ids)).tolist(),
-            noise=noise,
-            stop_token_ids=frozenset(stop_token_ids),
-            stop=stop,
-            new_tokens=sampling.max_new_tokens,
-            scheduler=Scheduler(
-                rows,
-                size,
-                batches=batches,
-                new_tokens=sampling.max_new_tokens,
-                steps=count_steps_per_look(cpu=not on_gpu),
-                prefill_tokens=pass_tokens or count_prefill_tokens(cpu=not on_gpu),
-            ),
-            on_gpu=on_gpu,
+        self.memory = (kept or KeptDecoding()).take(model, kind, needed)
+        record = self.memory.cache.experts
+        self.experts = None if record is None else RoutedExperts(record)
+        """Experts of rows that have left the cache, if they are recorded."""
+        self.scheduler = Scheduler(
+            rows,
+            size,
             batches=batches,
-            experts=None if experts is None else RoutedExperts(experts),
+            new_tokens=self.new_tokens,
+            steps=count_steps_per_look(cpu=not on_gpu),
+            prefill_tokens=pass_tokens or count_prefill_tokens(cpu=not on_gpu),
         )
 
 

@@ -74,7 +74,7 @@ def generate(
     # Prompts that are prefilled together should have similar lengths, because some attention kernels pad them.
     groups.sort(key=lambda group: -given.lengths[group[0]])
     rows = list_rows(groups, given)
-    call = GenerateCall.of(
+    call = GenerateCall(
         model,
         rows,
         given.select([group[0] for group in groups]),

@@ -39,7 +39,7 @@ from realrl.model.cpu.vectors import (
 assert BLOCK_TOKENS == LANES, "the scores of a block are a vector"
 
 _TILE = 8
-"""Blocks per tile: few enough that keys, values and scores stay in the L1 and L2 caches."""
+"""Blocks per tile: few enough that keys, values and scores stay in the nearest caches."""
 _WIDTH = _TILE * LANES
 
 _multiply_most, _add_most = make_panel_product(REGISTER_ROWS), make_panel_product(REGISTER_ROWS, adds=True)

@@ -75,7 +75,7 @@ class Decoding:
         prompts = Ragged(torch.zeros(rows * cached, dtype=torch.int64), (cached,) * rows)
         steps = DECODE_STEPS + 1
         sampling = self._limited(steps)
-        call = GenerateCall.of(
+        call = GenerateCall(
             self._model,
             list_rows([[i] for i in range(rows)], prompts),
             prompts,
