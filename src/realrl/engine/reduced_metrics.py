@@ -54,8 +54,9 @@ def _agree_on_names(metrics: Metrics, group: Group, device: torch.device, *, idl
     digest = crc32("\n".join((*metrics.means, "", *metrics.maxima)).encode())
     # Both numbers go with the digest, so that one small all-reduce is enough.
     mine = (digest * _MOST + len(metrics.means)) * _MOST + len(metrics.maxima)
-    said = [-1, -(1 << 62)] if idle else [mine, -mine]
-    most, least = group.max(torch.tensor(said, device=device)).tolist()
+    # An idle rank sends numbers that are below all others, so that it changes neither maximum.
+    sent = [-1, -(1 << 62)] if idle else [mine, -mine]
+    most, least = group.max(torch.tensor(sent, device=device)).tolist()
     if most != -least:
         raise DifferentMetricsError(metrics)
     return int(most) // _MOST % _MOST, int(most) % _MOST

@@ -50,6 +50,7 @@ class SampledItems:
             return LIKELIEST
         tokens, experts = self._pack(rows.lengths, shard)
         tokens, experts = copy_to_device((tokens, experts), rows.values.device)
+        # From the first difference of a row on, more tokens differ than before its start.
         differs = tokens != rows.values
         count = differs.cumsum(0)
         starts = torch.arange(len(tokens), device=tokens.device) - packing.positions

@@ -224,6 +224,7 @@ class SectionGradients:
             reduce_scatter(into, found.view_stack(names), self._group, async_op=True)
             for into, names in zip(sums, found.stacks, strict=True)
         ]
+        # The previous reduction has run during this section's backward pass.
         self._finish_reduction()
         self._under_way = _Reduction(found, works, sums, rows)
 

@@ -86,6 +86,7 @@ class _CopyToRegion(Function):
 class _ReduceFromRegion(Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
+        # The sum is in place, and autograd must not see its input change.
         return group.sum(partial.clone(memory_format=torch.contiguous_format))
 
     @staticmethod

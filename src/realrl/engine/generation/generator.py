@@ -88,6 +88,7 @@ def generate(
         record_experts=record_experts and model.groups.tensor.index == 0,
         kept=kept,
     )
+    # Each stage of a pipeline works on one decode batch while the other stages have the others.
     _interleave([DecodeBatch(call, number) for number in range(call.batches)], after_step)
     model.pipeline.wait_sends()
     rows.sort(key=lambda row: row.number)

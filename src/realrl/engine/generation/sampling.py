@@ -62,4 +62,5 @@ class SamplingNoise:
         key = _mix((keys ^ positions) + _GOLDEN)
         if self.seed.call:
             key = _mix((key ^ self.seed.call) + _GOLDEN)
+        # The upper 53 bits fill the significand of a float64.
         return _shift_right(key, 11).double() * 2.0**-53

@@ -212,6 +212,7 @@ class Scheduler:
         """
         queue = self._queue
         slots = self._limit - len(running)
+        # Rows are replaced several at a time: to prefill fewer costs nearly as much.
         if not queue or (running and slots < min(len(queue), -(-self._limit // REPLACED_TOGETHER))):
             return [], False
         prefills: list[RowPrefill] = []

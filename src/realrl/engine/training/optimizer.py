@@ -145,6 +145,7 @@ class ShardedAdamW:
             self._master = local
             self.adopt()
         self._norm_parts = list(self._view_counted(counted))
+        # A few groups of buckets: all-gathers overlap with the next update, and the host launches few kernels.
         stages = 1 if group.size == 1 else min(GATHER_STAGES, self.buckets)
         bounds = [self.buckets * i // max(1, stages) for i in range(stages + 1)]
         self._stages = {
@@ -227,6 +228,7 @@ class ShardedAdamW:
             self._reducing[bucket] = reduce_scatter(local, whole, self._group, async_op=True)
 
     def _finish_reduce(self) -> None:
+        # From the end, as buckets that started during the backward pass: ranks must agree on the order.
         for bucket in reversed(range(self.buckets)):
             if bucket not in self._reducing:
                 self.start_reduce(bucket)

@@ -106,7 +106,7 @@ class ShardedGradients(Accumulation):
                 rows = self.updated.buffer.fused(*names).view(-1).to(target.data.dtype)
                 works.append(all_gather(section.view_stack(names), rows, self._group, async_op=True))
             arriving.append((section, works))
-            if len(arriving) > 1:
+            if len(arriving) > 1:  # one section arrives while the previous one is copied
                 finish()
         while arriving:
             finish()

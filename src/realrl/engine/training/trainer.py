@@ -227,6 +227,7 @@ class Trainer:
         loss = torch.zeros((), dtype=torch.float64, device=model.device)
         passes: dict[int, _Pass] = {}
         accumulation = self._accumulation
+        # Under ZeRO-2 and ZeRO-3 every micro-batch has collectives, so ranks with fewer of them run idle passes.
         actions = make_1f1b_schedule(stages, accumulation.agree_on_passes(len(parts)))[stage]
         for action in actions:
             if action.micro_batch >= len(parts):

@@ -58,7 +58,7 @@ def add_rms_norm_forward(work: Work) -> None:
             x, block, weight = row(work, 0, i), row(work, 1, i), row(work, 2, i)
             total, out = row(work, 4, i), row(work, 5, i)
             squares = np.float32(0.0)
-            for j in range(len(x)):
+            for j in range(len(x)):  # apart from the sum: a loop that sums must not store (see `FAST_MATH`)
                 total[j] = x[j] + block[j]
             for j in range(len(x)):
                 squares += total[j] * total[j]
