@@ -16,11 +16,11 @@ from realrl.algorithms.sft_methods import SFTInference, SFTTrain
 from realrl.data.balance import assign, partition_samples
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Candidates
+from realrl.engine import pipeline
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.parallel_groups import select_groups
-from realrl.engine.pipeline import messages
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head, ModelShape
 from realrl.huggingface.initial_weights import initialise
@@ -120,7 +120,7 @@ def _be_rank(
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     process = Process(rank, world, place, dist.new_group(backend="gloo"))
     if ordered:
-        messages.needs_order = lambda device: True
+        pipeline.needs_order = lambda device: True
     groups = process.groups(list_rank_sets(placement for _, placement in cases))
     results = []
     for name, placement in cases:

@@ -14,7 +14,7 @@ from realrl.families.shape import ModelShape
 from realrl.huggingface.initial_weights import initialise
 from realrl.layout import limits
 from realrl.layout.layout import build_layout
-from realrl.model.parallel.group import Group, make_single_rank_group
+from realrl.model.group import Group, make_single_rank_group
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.recipe.model import OptimizerConfig
 

@@ -23,8 +23,7 @@ from realrl.families.shape import Head, Mixture, ModelShape
 from realrl.huggingface.initial_weights import initialise
 from realrl.layout.layout import build_layout
 from realrl.layout.sets import WHOLE, TrainablePart
-from realrl.model.mixture.balance import BalancedRouting, ExpertCounts
-from realrl.model.mixture.routing import LIKELIEST
+from realrl.model.routing import LIKELIEST, BalancedRouting, ExpertCounts
 from realrl.plan.communicators import list_rank_sets
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.recipe.model import OptimizerConfig

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.families.config_json import shape_to_hf
 from realrl.families.registry import list_families, model_tensors
 from realrl.families.shape import Head, ModelShape

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from realrl.config.errors import UserError
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.families.config_json import shape_from_hf, shape_to_hf
 from realrl.families.registry import model_tensors
 from realrl.families.shape import RopeScaling

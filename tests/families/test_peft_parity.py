@@ -8,14 +8,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
 from realrl.config.errors import UserError
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.families.adapters import ADAPTERS, LowRank
 from realrl.families.registry import model_tensors
 from realrl.families.tensors import TensorSpec
 from realrl.huggingface.stored import join_tensors
 from realrl.layout.shard import Shard
+from realrl.model.group import make_single_rank_group
 from realrl.model.packing import Packing
-from realrl.model.parallel.group import make_single_rank_group
 from realrl.model.transformer import Transformer
 from tests.model.small_models import RENAMED, SHAPES, make_theirs, pack, random_rows, read_whole
 

@@ -19,9 +19,9 @@ from realrl.families.shape import Mixture, ModelShape
 from realrl.layout.kv_blocks import CacheSize
 from realrl.model.attention import varlen_attention
 from realrl.model.cache import PagedCache
-from realrl.model.mixture.routing import LIKELIEST
 from realrl.model.packing import Packing
-from realrl.model.parallel.tensor_parallel import TensorParallel
+from realrl.model.routing import LIKELIEST
+from realrl.model.tensor_parallel import TensorParallel
 from realrl.planner.cluster.devices import DEVICES
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.roofline import Roofline

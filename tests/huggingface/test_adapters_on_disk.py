@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from realrl.config.errors import UserError
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.families.adapter_config import ADAPTER_CONFIG, adapter_tensors, find_adapters
 from realrl.families.adapters import LowRank
 from realrl.families.registry import model_tensors
@@ -19,8 +19,8 @@ from realrl.huggingface import model_files
 from realrl.huggingface.adapters import ADAPTER_FILE
 from realrl.layout.layout import build_layout
 from realrl.layout.shard import Shard
+from realrl.model.group import make_single_rank_group
 from realrl.model.packing import Packing
-from realrl.model.parallel.group import make_single_rank_group
 from realrl.model.transformer import Transformer
 from realrl.plan.placement import Mesh, Placement, Strategy
 from tests.model.small_models import SHAPES, make_theirs, random_rows

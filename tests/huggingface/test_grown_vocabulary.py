@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from realrl.config.errors import UserError
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.huggingface import model_files

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from realrl.config.errors import UserError
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.engine.finite import NotFiniteError
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model

@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.families.built_in.llama import LLAMA4_MIXTURE
 from realrl.families.config_json import shape_to_hf
 from realrl.families.registry import model_tensors
@@ -21,7 +21,7 @@ from realrl.families.shape import Head, LayerOptions, Mixture, ModelShape, RopeS
 from realrl.families.tensors import Init, TensorSpec
 from realrl.huggingface.stored import join_tensors, read_parts
 from realrl.layout.shard import Shard
-from realrl.model.parallel.group import make_single_rank_group
+from realrl.model.group import make_single_rank_group
 from realrl.model.transformer import Transformer
 
 SHAPES = {

@@ -22,14 +22,14 @@ from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model
 from realrl.engine.parallel_groups import ParallelGroups
-from realrl.engine.pipeline.messages import Pipeline
+from realrl.engine.pipeline import Pipeline
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.engine.training.trainer import Trainer
 from realrl.huggingface.initial_weights import initialise
 from realrl.layout.layout import build_layout
+from realrl.model import group as collectives
 from realrl.model.arithmetic.ops import Products
-from realrl.model.parallel import group as collectives
-from realrl.model.parallel.group import Group, make_single_rank_group
+from realrl.model.group import Group, make_single_rank_group
 from realrl.plan.placement import Placement
 from realrl.program.memory import StoredModel
 from realrl.recipe.generation import GenerationConfig

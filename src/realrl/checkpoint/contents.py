@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from realrl.engine.buffers.local_set import LocalSet
+from realrl.engine.buffers import LocalSet
 from realrl.engine.model import Model
 from realrl.engine.training.gradients import find_counted_elements
 from realrl.engine.training.trainer import Trainer

@@ -36,7 +36,7 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 from realrl.checkpoint.contents import State
 from realrl.checkpoint.manifest import DTYPE_BYTES, CheckpointError, Chunk, Manifest, StoredState
 from realrl.config.files import reason_of, write_all
-from realrl.engine.buffers.host_memory import view_bytes
+from realrl.engine.offload import view_bytes
 
 
 class PiecesSavePlanner(DefaultSavePlanner):

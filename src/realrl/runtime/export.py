@@ -15,7 +15,7 @@ from realrl.checkpoint.saved import CONFIG
 from realrl.checkpoint.storage import check_tensors, read_state
 from realrl.config.errors import RunError, UserError
 from realrl.config.files import as_os_error, reason_of
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.engine.dtypes import find_torch_dtype
 from realrl.families.adapter_config import adapter_tensors
 from realrl.families.registry import model_tensors

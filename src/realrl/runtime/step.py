@@ -14,7 +14,7 @@ from realrl.data.order import Order
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.engine.generation.sampling import SamplingSeed
-from realrl.engine.training.learning_rate import compute_learning_rate
+from realrl.engine.training.optimizer import compute_learning_rate
 from realrl.plan.plan import Plan
 from realrl.recipe.algorithm import SCORE, get_spec
 from realrl.recipe.experiment import Experiment

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import yaml
 
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
 from realrl.huggingface import model_files

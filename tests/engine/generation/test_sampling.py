@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from realrl.engine.generation.nucleus import keep_top_p
-from realrl.engine.generation.sampler import Sampler, choose_tokens, choose_tokens_on_gpu
+from realrl.engine.generation.sampler import Sampler, choose_tokens, choose_tokens_on_gpu, keep_top_p
 from realrl.engine.generation.sampling import SamplingNoise, SamplingSeed
 from realrl.recipe.generation import GenerationConfig
 

@@ -5,8 +5,7 @@ import torch
 
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.decode_memory import KeptDecoding
-from realrl.engine.generation.generator import generate
-from realrl.engine.generation.prompts import group_samples
+from realrl.engine.generation.generator import generate, group_samples
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.shape import ModelShape

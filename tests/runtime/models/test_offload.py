@@ -9,9 +9,9 @@ import torch
 
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
-from realrl.engine.buffers.flat import FlatBuffer
-from realrl.engine.buffers.offload import Offloadable, PlainCopies
+from realrl.engine.buffers import FlatBuffer
 from realrl.engine.model import Model
+from realrl.engine.offload import HostCopies, Offloadable
 from realrl.families.registry import model_tensors
 from realrl.huggingface import model_files
 from realrl.plan.cluster import Cluster
@@ -152,7 +152,7 @@ def test_training_begins_with_the_weights_that_were_read(world: World, tmp_path:
     assert torch.equal(master, parameters.float()) and parameters.any()
 
 
-class _Beside(PlainCopies):
+class _Beside(HostCopies):
     """Copies that may begin early, as on a GPU."""
 
     asynchronous = True

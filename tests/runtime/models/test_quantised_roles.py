@@ -11,7 +11,7 @@ import yaml
 
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
-from realrl.engine.buffers.local_set import LocalSet
+from realrl.engine.buffers import LocalSet
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
 from realrl.families.sizes import SHAPES

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.families.shape import ModelShape
 from realrl.huggingface import shards
 from realrl.layout.layout import Layout, build_layout

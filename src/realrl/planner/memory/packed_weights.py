@@ -1,4 +1,4 @@
-"""Memory of the packed weights that decode steps on a CPU may multiply by (`model.decode_weights`), on one TP rank.
+"""Memory of the packed weights that decode steps on a CPU may multiply by (`model.matrices`), on one TP rank.
 
 Exact training and inference pack each matrix for its product, and free it after it. Quantised matrices are widened
 likewise, and have no packed copy. Whether a generate call packs weights is a choice of the machine that it runs on:

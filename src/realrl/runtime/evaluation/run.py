@@ -17,7 +17,7 @@ from realrl.data.records import RecordReader, read_records
 from realrl.dataflow.call import Kind
 from realrl.engine.optional_kernels import use_kernels
 from realrl.families.shape import ModelShape
-from realrl.model.parallel.group import Group
+from realrl.model.group import Group
 from realrl.plan.communicators import list_rank_sets, reallocates
 from realrl.plan.plan import Plan
 from realrl.plan.presets import SEARCH

@@ -8,7 +8,7 @@ from realrl.algorithms.rewards.scorers import load_judge
 from realrl.config.errors import UserError
 from realrl.config.explain import nearest
 from realrl.data.dataset import Dataset
-from realrl.model.parallel.group import Group
+from realrl.model.group import Group
 from realrl.program.lower import WRITER
 from realrl.recipe.evaluation import BestConfig
 from realrl.recipe.experiment import Experiment

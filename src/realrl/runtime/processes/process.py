@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
 from realrl.config.errors import RunError, UserCodeError, UserError
-from realrl.model.parallel.group import Group
+from realrl.model.group import Group
 from realrl.plan.cluster import Cluster
 from realrl.plan.communicators import RankSet, RankSets
 from realrl.recipe.run_settings import LaunchConfig

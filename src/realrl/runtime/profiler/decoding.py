@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from realrl.data.batch import Ragged
-from realrl.engine.generation.call import GenerateCall
-from realrl.engine.generation.decode_batch import DecodeBatch
+from realrl.engine.generation.decode_batch import DecodeBatch, GenerateCall
 from realrl.engine.generation.generator import generate, list_rows
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.generation.scheduler import RowPrefill
@@ -74,7 +73,7 @@ class Decoding:
         prompts = Ragged(torch.zeros(rows * cached, dtype=torch.int64), (cached,) * rows)
         steps = DECODE_STEPS + 1
         sampling = self._limited(steps)
-        call = GenerateCall.of(
+        call = GenerateCall(
             self._model,
             list_rows([[i] for i in range(rows)], prompts),
             prompts,

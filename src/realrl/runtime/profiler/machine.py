@@ -8,13 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from realrl.engine.buffers.flat import FlatBuffer
-from realrl.engine.buffers.offload import Offloadable
-from realrl.engine.pipeline.messages import Pipeline, prefetch_receives
+from realrl.engine.buffers import FlatBuffer
+from realrl.engine.offload import Offloadable
+from realrl.engine.pipeline import Pipeline, prefetch_receives
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.families.tensors import TensorSpec
 from realrl.layout.limits import bucket_count
-from realrl.model.parallel.group import Group, all_gather, make_single_rank_group, reduce_scatter
+from realrl.model.group import Group, all_gather, make_single_rank_group, reduce_scatter
 from realrl.plan.communicators import RankSets
 from realrl.planner.profile.profile import CollectiveKind, CollectiveTime
 from realrl.recipe.model import OptimizerConfig

@@ -18,7 +18,7 @@ from realrl.families.tensors import Init, TensorSpec
 from realrl.layout.layout import build_layout
 from realrl.layout.shard import Shard
 from realrl.model.arithmetic.ops import Products
-from realrl.model.parallel.group import Group, make_single_rank_group
+from realrl.model.group import Group, make_single_rank_group
 from realrl.plan.placement import ELEMENT_BYTES, Dtype, Mesh, Placement, Strategy
 from realrl.planner.profile.profile import LayerKind, Measurement
 from realrl.planner.workload.shard_sizes import LocalSizes

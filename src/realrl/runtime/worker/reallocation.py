@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.layout.limits import MessageLimits, message_limits
 from realrl.layout.region import Region
 from realrl.layout.routing.chunks import PackedTransfer, RankSchedule, RankScheduler, Span, group_messages

@@ -7,13 +7,12 @@ import torch
 
 from realrl.config.errors import UserError
 from realrl.dataflow.call import MovingAverage
-from realrl.engine.buffers.flat import FlatBuffer
-from realrl.engine.buffers.local_set import LocalSet, Parameters
-from realrl.engine.buffers.offload import Offloadable
+from realrl.engine.buffers import FlatBuffer, LocalSet, Parameters
 from realrl.engine.dtypes import find_products, find_set_dtype, find_torch_dtype
 from realrl.engine.finite import NotFiniteError
 from realrl.engine.generation.decode_memory import KeptDecoding
 from realrl.engine.model import Model
+from realrl.engine.offload import Offloadable
 from realrl.engine.optional_kernels import check_heads
 from realrl.engine.parallel_groups import select_groups
 from realrl.engine.training.trainer import Trainer
@@ -30,7 +29,7 @@ from realrl.layout.region import Region
 from realrl.layout.routing.chunks import group_tensors
 from realrl.layout.routing.routes import reallocate
 from realrl.layout.sets import BASE, TUNED, build_parameter_sets
-from realrl.model.parallel.group import Group
+from realrl.model.group import Group
 from realrl.plan.placement import DTYPES, Dtype, Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Load, Offload, Reallocate, Release

@@ -20,8 +20,7 @@ from realrl.config.errors import UserCodeError
 from realrl.data.batch import Batch
 from realrl.dataflow.call import Call, Kind
 from realrl.engine.finite import NotFiniteError, NotFiniteLogitsError
-from realrl.engine.generation.generator import generate
-from realrl.engine.generation.prompts import group_samples
+from realrl.engine.generation.generator import generate, group_samples
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.reduced_metrics import DifferentMetricsError
 from realrl.program.instructions import (

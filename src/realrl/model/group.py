@@ -13,7 +13,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of one collective, and this rank's place among them. `handle` is None for a single rank."""
+    """Ranks of a process group, and this rank's index among them. `handle` is None for a single rank."""
 
     ranks: tuple[int, ...]
     index: int
@@ -21,7 +21,6 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.ranks)
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -39,7 +38,7 @@ class Group:
     def gather_columns(self, part: Tensor, columns: int) -> Tensor:
         """All-gather matrices side by side. part: [N, columns of this rank] -> [N, columns]
 
-        Each rank has ceil(columns / size) of the columns, the last ranks fewer.
+        Each rank has ceil(columns / size) columns; the last ranks may have fewer.
         """
         if self.handle is None:
             return part
@@ -51,7 +50,6 @@ class Group:
 
 
 def make_single_rank_group(rank: int = 0) -> Group:
-    """Make a group of one rank."""
     return Group((rank,), 0)
 
 
@@ -60,7 +58,7 @@ def reduce_scatter(
 ) -> dist.Work | None:
     """Reduce-scatter `buffer` [N] over the group into `output` [N / size].
 
-    With `async_op`, returns at once with what to wait for, if anything.
+    With `async_op`, returns at once with the work to wait for, if any.
     """
     if group.handle is None:
         output.copy_(buffer)
@@ -71,7 +69,7 @@ def reduce_scatter(
 def all_gather(buffer: Tensor, part: Tensor, group: Group, *, async_op: bool = False) -> dist.Work | None:
     """All-gather each rank's `part` [N / size] into `buffer` [N]; `part` may lie inside `buffer`.
 
-    With `async_op`, returns at once with what to wait for, if anything.
+    With `async_op`, returns at once with the work to wait for, if any.
     """
     if group.handle is not None:
         inside = part.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()

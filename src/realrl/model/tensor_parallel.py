@@ -1,8 +1,8 @@
 """Communication of TP ranks around column- and row-parallel matrices.
 
-A column-parallel matrix holds some of the outputs, a row-parallel one some of the inputs; between the two, each
-rank computes its own part (Megatron-LM, arXiv 1909.08053). With sequence parallelism the residual stream is cut
-by tokens as well, so that all-reduces become reduce-scatters and all-gathers (arXiv 2205.05198).
+A column-parallel matrix holds some of the outputs, a row-parallel matrix some of the inputs; between the two, each
+rank computes its own part (Megatron-LM, arXiv 1909.08053). Sequence parallelism also divides the tokens of the
+residual stream, so that all-reduces become reduce-scatters and all-gathers (arXiv 2205.05198).
 """
 
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from realrl.model.parallel.group import Group, all_gather, reduce_scatter
+from realrl.model.group import Group, all_gather, reduce_scatter
 
 
 @dataclass(frozen=True)
 class TensorParallel:
     """TP ranks of a forward pass over `tokens` tokens in all.
 
-    Between layers each rank holds the hidden states of all tokens or, with `sequence_parallel`, of an equal part of
-    them: ceil(tokens / size) rows, the last ones padding.
+    Between layers each rank holds the hidden states of all tokens. With `sequence_parallel` it holds an equal part:
+    ceil(tokens / size) rows, padded at the end.
     """
 
     group: Group
@@ -31,9 +31,8 @@ class TensorParallel:
     def copy_to_region(self, x: Tensor) -> Tensor:
         """Copy (with sequence parallelism: gather) hidden states into column-parallel matrices. -> [tokens, H]
 
-        Megatron's f (`copy_to_tensor_model_parallel_region`, `gather_from_sequence_parallel_region`).
-
-        Each rank's gradient is a part of the sum that flows back.
+        Megatron's f (`copy_to_tensor_model_parallel_region`, `gather_from_sequence_parallel_region`). The gradients
+        of the ranks are summed in the backward pass.
         """
         if self.group.size == 1:
             return x
@@ -42,7 +41,8 @@ class TensorParallel:
         return _CopyToRegion.apply(x, self.group)
 
     def reduce_from_region(self, partial: Tensor) -> Tensor:
-        """Reduce (or reduce-scatter) outputs of row-parallel matrices. [tokens, H] -> what a rank holds of it
+        """Reduce (or reduce-scatter) outputs of row-parallel matrices. partial: [tokens, H] -> this rank's rows of
+        the sum
 
         Megatron's g (`reduce_from_tensor_model_parallel_region`, `reduce_scatter_to_sequence_parallel_region`).
         """
@@ -55,7 +55,7 @@ class TensorParallel:
         )
 
     def own_rows(self, values: Tensor) -> Tensor:
-        """Select what belongs to the tokens whose hidden states this rank holds. [tokens] -> [rows], padded by 0"""
+        """Select the values of the tokens whose hidden states this rank holds. [tokens] -> [rows], padded by 0"""
         if self.group.size == 1 or not self.sequence_parallel:
             return values
         rows = -(-self.tokens // self.group.size)
@@ -63,7 +63,7 @@ class TensorParallel:
         return F.pad(own, (0, rows - len(own)))
 
     def gather_from_region(self, x: Tensor) -> Tensor:
-        """Gather hidden states for layers that every rank computes alike, gradient included. -> [tokens, H]
+        """Gather hidden states for layers that every rank computes in full, with equal gradients. -> [tokens, H]
 
         Megatron's `gather_from_sequence_parallel_region` with `tensor_parallel_output_grad=False`.
         """
@@ -86,6 +86,7 @@ class _CopyToRegion(Function):
 class _ReduceFromRegion(Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
+        # The sum is in place, and autograd must not see its input change.
         return group.sum(partial.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
