@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from realrl.config.errors import UserError
 from realrl.families.sizes.published import SHAPES
 from realrl.plan.plan import Plan
-from realrl.planner.evaluate.shortage import DoesNotFit, Shortage
 from realrl.planner.report.gap import describe_gap
 from realrl.planner.report.shortage_text import describe_shortage
 from realrl.planner.search.plan_search import UserConstraints, find_best_plan, find_plan
 from realrl.planner.search.search import DEFAULT_EFFORT, SearchBudget
+from realrl.planner.search.shortage import DoesNotFit, Shortage
 from realrl.planner.simulate.scenario import Scenario
 from realrl.runtime.prepare.fit.change import Draft
 from realrl.runtime.prepare.fit.remedies import Outcome, Remedy, Trials, describe_remedies
