@@ -14,7 +14,7 @@ from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
 from realrl.plan.split_cluster import list_mesh_sizes, split_by_weight, split_evenly
-from realrl.program.order import waves
+from realrl.program.lower import waves
 
 CLUSTERS = (
     "1x1",

@@ -14,8 +14,7 @@ from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
 from realrl.program.instructions import Instruction, Program, Reallocate, Release, Run
-from realrl.program.lower import home_placements, kept_copies, lower, lower_start, offloaded
-from realrl.program.order import waves
+from realrl.program.lower import home_placements, kept_copies, lower, lower_start, offloaded, waves
 from realrl.program.validate import ProgramError, validate, validate_start
 
 PPO = train_graph(minibatches=1)

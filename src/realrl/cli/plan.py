@@ -242,8 +242,8 @@ def _report(
 ) -> "PlanReport":
     from rich.console import Console
 
-    from realrl.planner.evaluate.shortage import DoesNotFit
     from realrl.planner.report.make import make_report
+    from realrl.planner.search.shortage import DoesNotFit
     from realrl.runtime.prepare.fit.search import explain_no_plan
 
     try:

@@ -9,8 +9,8 @@ import pytest
 
 from realrl.config.errors import UserError
 from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.evaluate.shortage import DoesNotFit
 from realrl.planner.search.plan_search import UserConstraints, find_plan
+from realrl.planner.search.shortage import DoesNotFit
 from realrl.planner.space.build import SearchSpace
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.fit.changes import (

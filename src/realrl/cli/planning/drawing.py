@@ -17,8 +17,8 @@ from realrl.plan.presets import PRESETS, SEARCH
 from realrl.planner.simulate.estimate import DeviceMemory, Footprint
 from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 from realrl.program.instructions import Program, Reallocate, Run
+from realrl.program.lower import waves
 from realrl.program.memory import Memory
-from realrl.program.order import waves
 from realrl.program.text import format_ranks, name_parameters
 from realrl.runtime.prepare.compile import Compiled, Phase
 

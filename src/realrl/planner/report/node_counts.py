@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from realrl.config.errors import UserError
-from realrl.planner.evaluate.shortage import DoesNotFit
 from realrl.planner.reliability.goodput import predict_goodput
 from realrl.planner.report.report import SizeReport
 from realrl.planner.report.shortage_text import describe_shortage
 from realrl.planner.search.nodes import ClusterSize, search_node_counts
 from realrl.planner.search.plan_search import UserConstraints, find_plan
+from realrl.planner.search.shortage import DoesNotFit
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario

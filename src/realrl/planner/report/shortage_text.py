@@ -11,7 +11,7 @@ from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 
 if TYPE_CHECKING:
     # These load numpy, and pages of plans are written without it.
-    from realrl.planner.evaluate.shortage import Shortage
+    from realrl.planner.search.shortage import Shortage
     from realrl.planner.simulate.scenario import Scenario
 
 

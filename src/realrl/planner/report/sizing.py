@@ -6,12 +6,12 @@ from functools import partial
 
 from realrl.config.errors import UserError
 from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.evaluate.shortage import DoesNotFit
 from realrl.planner.report.node_counts import make_size_report
 from realrl.planner.report.report import SizeReport
 from realrl.planner.report.shortage_text import describe_shortage
 from realrl.planner.search.plan_search import FoundPlan, UserConstraints, find_plan
 from realrl.planner.search.search import DEFAULT_EFFORT
+from realrl.planner.search.shortage import DoesNotFit
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 

@@ -6,10 +6,10 @@ from functools import reduce
 import numpy as np
 
 from realrl.planner.arrays.arrays import Floats, Ints
-from realrl.planner.evaluate.scorer import Scorer
-from realrl.planner.evaluate.tables import Tables
 from realrl.planner.search.bound import Bound
 from realrl.planner.search.groups import ALONE, KIND, LAYOUT
+from realrl.planner.search.scorer import Scorer
+from realrl.planner.simulate.tables import Tables
 
 Move = tuple[list[int], Ints]
 """Some calls, and the candidates that they may have instead of theirs, [calls, moves]."""

@@ -3,7 +3,7 @@
 import numpy as np
 
 from realrl.planner.arrays.arrays import Ints
-from realrl.planner.evaluate.scorer import Scorer
+from realrl.planner.search.scorer import Scorer
 
 _HOT, _COLD = 0.1, 0.001
 """Initial and final temperature, as a fraction of the best score."""

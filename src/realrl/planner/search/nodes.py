@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from realrl.planner.evaluate.shortage import DoesNotFit, Shortage
 from realrl.planner.search.search import DEFAULT_EFFORT, SearchBudget, SearchResult, search_plans
+from realrl.planner.search.shortage import DoesNotFit, Shortage
 from realrl.planner.space.candidate import Candidate
 from realrl.planner.space.problem import Assignment, Problem
 

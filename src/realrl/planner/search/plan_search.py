@@ -13,10 +13,10 @@ from realrl.dataflow.call import Call, Kind
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
-from realrl.planner.evaluate.shortage import DoesNotFit
 from realrl.planner.reliability.goodput import compute_expected_seconds
 from realrl.planner.reliability.homes import find_better_homes
 from realrl.planner.search.search import DEFAULT_EFFORT, TOLERANCE, SearchBudget, SearchResult, search_plans
+from realrl.planner.search.shortage import DoesNotFit
 from realrl.planner.search.variants import Variants
 from realrl.planner.search.widened import shrink_scenario, widen_plan
 from realrl.planner.simulate.estimate import Estimate

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from realrl.planner.arrays.arrays import Bools, Floats, Ints
-from realrl.planner.evaluate.tables import Tables
 from realrl.planner.search.groups import CandidateGroups, Numbers
+from realrl.planner.simulate.tables import Tables
 
 _STEPS = 128
 """Sizes of memory that tables of times tell apart."""

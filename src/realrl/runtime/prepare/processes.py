@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.plan.presets import PRESETS, SEARCH, load_plan
-from realrl.planner.evaluate.shortage import DoesNotFit
 from realrl.planner.profile.profile import Profile
 from realrl.planner.search.plan_search import find_best_plan
+from realrl.planner.search.shortage import DoesNotFit
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.recipe.experiment import Experiment

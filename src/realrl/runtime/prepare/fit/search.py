@@ -8,11 +8,11 @@ from typing import Generic, TypeVar
 from realrl.config.errors import UserError
 from realrl.families.sizes import SHAPES
 from realrl.plan.plan import Plan
-from realrl.planner.evaluate.shortage import DoesNotFit, Shortage
 from realrl.planner.report.gap import describe_gap
 from realrl.planner.report.shortage_text import describe_shortage
 from realrl.planner.search.plan_search import UserConstraints, find_best_plan, find_plan
 from realrl.planner.search.search import DEFAULT_EFFORT, SearchBudget
+from realrl.planner.search.shortage import DoesNotFit, Shortage
 from realrl.planner.simulate.scenario import Scenario
 from realrl.runtime.prepare.fit.changes import Attempts, Change, Draft, list_search_changes
 

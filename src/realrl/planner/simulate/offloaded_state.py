@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from realrl.planner.evaluate.tables import Columns
 from realrl.planner.moves.transfers import Floats, Ints, find_nodes
+from realrl.planner.simulate.tables import Columns
 from realrl.planner.space.problem import Problem
 
 

@@ -1,5 +1,7 @@
 """Vectorised evaluation of plans: step time and peak memory of thousands at once."""
 
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -7,27 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realrl.dataflow.call import Kind
-from realrl.planner.arrays.arrays import Floats, Ints
-from realrl.planner.evaluate.activities import (
-    Activities,
-    Facts,
-    WavePhase,
-    list_activities,
-    stores,
-    takes_time,
-)
-from realrl.planner.evaluate.hosts import Hosts
-from realrl.planner.evaluate.late_rows import LateRows
-from realrl.planner.evaluate.offloaded_state import OffloadedState
-from realrl.planner.evaluate.tables import Columns, Tables
+from realrl.planner.arrays.arrays import Bools, Floats, Ints
+from realrl.planner.simulate.offloaded_state import OffloadedState
+from realrl.planner.simulate.tables import Columns, Tables
 from realrl.planner.space.problem import Assignment, Problem
+from realrl.program.step import Activity, Decisions, Phase, StepFacts, find_places
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 _NEVER = -np.inf
-_MOVING = (WavePhase.LOAD, WavePhase.REALLOCATE, WavePhase.REFRESH, WavePhase.REFRESH_EMA)
 _AT_ONCE = 512
 """Number of plans evaluated together, so that their columns stay in the caches."""
+_SHARING = (Phase.HAND_ON, Phase.HAND_ON_COLLECTED)
+_BRINGING = (Phase.LOAD, Phase.REALLOCATE, Phase.REFRESH, Phase.REFRESH_FOLLOWER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +49,104 @@ class PlanEvaluation:
     def fits(self) -> bool:
         """Whether every device has enough memory."""
         return self.fill <= 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activities:
+    """Activities of plans: [activities, plans], or [activities, points, plans] by location.
+
+    A point is the first device of a call's mesh. For every device there is a point that lies on all meshes of that
+    device, so that the latest end and the peak memory occur at points. Where rows wait for lengths (`LateRows`),
+    the first devices behind meshes follow, so that every device is on the meshes of just the last point that is not
+    behind it. Activities that a plan does not contain are nowhere.
+    """
+
+    where: Bools
+    """Whether a point participates."""
+    seconds: Floats
+    """That points take part for; a function does not keep them."""
+    grows: Bools
+    """Whether an activity changes the memory of a point."""
+    bytes: Floats
+    """Bytes allocated from its start on, or, if negative, freed at its end."""
+    needs: Floats
+    """Further bytes allocated only while it runs."""
+
+
+class Facts(StepFacts):
+    """Activities of plans with their seconds and bytes."""
+
+    step: Tables
+
+    def __init__(self, tables: Tables, columns: Columns) -> None:
+        decisions = Decisions(
+            first=columns.first,
+            end=columns.end,
+            code=columns.code,
+            kept=columns.keeps[tables.home],
+            offloaded=columns.offloaded,
+        )
+        super().__init__(tables, decisions)
+        self.tables, self.columns = tables, columns
+        self.point = point = columns.first
+        """Device of each point, [points, plans]."""
+        if tables.late_lengths:
+            self.point = point = np.concatenate([columns.first, columns.end])
+        self.inside: Bools = (columns.first[:, None] <= point) & (point < columns.end[:, None])
+        """Whether a point lies on the mesh of a call, [calls, points, plans]."""
+        moved = self.borrowed | ~self.away & columns.offloaded[tables.home]
+        self.seconds = columns.seconds + np.where(moved, columns.captures, 0.0)
+        """Seconds of each call, [calls, plans]. It captures graphs again if its parameters have moved."""
+
+    def evaluate(self, activities: Iterable[Activity]) -> Activities:
+        """Find where activities take place, their seconds and their bytes."""
+        where, seconds, grows, change, needs = zip(*map(self._evaluate, activities), strict=True)
+        return Activities(
+            where=np.array(where),
+            seconds=np.array(seconds),
+            grows=np.array(grows),
+            bytes=np.array(change),
+            needs=np.array(needs),
+        )
+
+    def _evaluate(self, activity: Activity) -> tuple[Bools, Floats, Bools, Floats, Floats]:
+        nothing = np.zeros(self.columns.first.shape[1])
+        present, weights = self.present(activity), self.columns.weights
+        where = np.logical_or.reduce([self.inside[row] for row in self.tables.rows(activity)]) & present
+        if activity.phase is Phase.RUN:
+            return where, self._seconds(activity), where, nothing, self.columns.working[activity.call]
+        row, sign = (activity.allocates, 1) if activity.frees is None else (activity.frees, -1)
+        grows = np.zeros_like(where) if row is None else self.inside[row] & present
+        change = nothing if row is None else sign * weights[row]
+        return where, self._seconds(activity), grows, change, nothing
+
+    def _seconds(self, activity: Activity) -> Floats:
+        columns = self.columns
+        match activity.phase:
+            case Phase.RUN:
+                return self.seconds[activity.call]
+            case Phase.HAND_ON | Phase.HAND_ON_COLLECTED:
+                return self._sharing_seconds(activity.call)
+            case Phase.START | Phase.COLLECT | Phase.RELEASE:
+                return np.zeros(columns.first.shape[1])
+        if activity.target != activity.home:
+            return self.tables.transfers(activity)(
+                columns.layout[activity.home], columns.layout[activity.target]
+            )
+        return (columns.load if activity.frees is None else columns.unload)[activity.home]
+
+    def _sharing_seconds(self, c: int) -> Floats:
+        """Seconds in which a call's output ranks tell all ranks that need them the lengths of its rows."""
+        graph, told = self.tables.graph, self.tables.length_receivers[c]
+        keys = sum(graph.keys[key].length == "own" for key in self.tables.calls[c].outputs)
+        order = np.argsort(self.columns.first[told], axis=0)
+        first = np.take_along_axis(self.columns.first[told], order, 0)
+        reached = np.maximum.accumulate(np.take_along_axis(self.columns.end[told], order, 0), axis=0)
+        ranks = reached[0] - first[0]
+        for i in range(1, len(told)):
+            ranks = ranks + np.maximum(0, reached[i] - np.maximum(first[i], reached[i - 1]))
+        placed = self.tables.layouts(c)[self.columns.layout[c]]
+        return keys * self.tables.problem.exchange.lengths_seconds(placed.shares, ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,20 +187,25 @@ class Timeline:
         self.problem = problem
         self.tables = tables = Tables(problem)
         self._offloaded = OffloadedState(problem, tables.home)
-        self._kinds = list_activities(tables)
-        self._owner = np.array([kind.call for kind in self._kinds])
-        self._timed = np.array([a for a, kind in enumerate(self._kinds) if takes_time(tables, kind)])
-        self._storing = np.array([a for a, kind in enumerate(self._kinds) if stores(kind)])
-        self._together = np.array([kind.rendezvous for kind in self._kinds])
-        places = sorted(range(len(self._kinds)), key=lambda a: self._kinds[a].place)
-        self._place = np.argsort(places)[:, None]
+        self._activities = activities = tables.possible
+        self._places = find_places(activities)
+        self._timed = np.array([a for a, of in enumerate(activities) if self._takes_time(of)])
+        stores = (
+            of.phase is Phase.RUN or of.allocates is not None or of.frees is not None for of in activities
+        )
+        self._storing = np.flatnonzero([*stores])
+        self._together = np.array([of.together for of in activities])
         # Row lengths are shared when the call has ended.
-        sharing = (WavePhase.SHARE_LENGTHS, WavePhase.SHARE_COLLECTED_LENGTHS)
-        sharing_lengths = [kind.phase in sharing for kind in self._kinds]
-        self._sharing = {a: kind.call for a, kind in enumerate(self._kinds) if kind.phase in sharing}
-        same = self._owner == np.arange(len(tables.calls))[:, None]
-        self._wait = np.where(same & sharing_lengths, 0.0, _NEVER)
-        self._functions = {k.call: a for a, k in enumerate(self._kinds) if k.phase is WavePhase.COLLECT}
+        self._sharing = {a: of.call for a, of in enumerate(activities) if of.phase in _SHARING}
+        owner = np.array([of.call for of in activities])
+        same = owner == np.arange(len(tables.calls))[:, None]
+        self._wait = np.where(same & [a in self._sharing for a in range(len(activities))], 0.0, _NEVER)
+        self._functions = {of.call: a for a, of in enumerate(activities) if of.phase is Phase.COLLECT}
+
+    def _takes_time(self, activity: Activity) -> bool:
+        if activity.phase in (Phase.OFFLOAD_SOURCE, Phase.OFFLOAD, Phase.OFFLOAD_CHANGED):
+            return bool(self.tables.candidates(activity.home).unload.any())
+        return activity.phase is not Phase.RELEASE
 
     def __call__(self, assignment: Ints) -> tuple[Floats, Floats]:
         """Evaluate plans: step seconds, and the largest used fraction of device memory; more than 1 does not fit.
@@ -132,9 +229,9 @@ class Timeline:
         rank = int((steps.host_points if by_host else columns.first)[peak, 0])
         limit = self._offloaded.limit(rank) if by_host else columns.limit[peak, 0]
         reallocation: dict[str, float] = {}
-        for a, kind in enumerate(self._kinds):
-            if kind.phase in _MOVING and steps.activities.where[a].any():
-                name = names[kind.call]
+        for a, activity in enumerate(self._activities):
+            if activity.phase in _BRINGING and steps.activities.where[a].any():
+                name = names[activity.call]
                 reallocation[name] = reallocation.get(name, 0.0) + float(steps.activities.seconds[a, 0])
         return PlanEvaluation(
             seconds=float(steps.clock.max()),
@@ -149,8 +246,8 @@ class Timeline:
 
     def _schedule(self, columns: Columns) -> "_Steps":
         facts = Facts(self.tables, columns)
-        activities = facts.activities(self._kinds)
-        key = facts.waves_of(self._kinds) * len(self._kinds) + self._place
+        activities = facts.evaluate(self._activities)
+        key = facts.sort_keys(self._activities, self._places)
         end, clock = self._times(facts, activities, _ordered(key, self._timed))
         fill = self._peak_bytes(facts, activities, _ordered(key, self._storing)) / columns.limit
         host_points = self._offloaded.points(columns)
@@ -184,7 +281,7 @@ class Timeline:
         hosts = Hosts(self._functions, facts.seconds, points)
         late = LateRows(facts, self._sharing)
         clock = np.zeros((points, plans))
-        end = np.zeros((len(self._kinds), plans))
+        end = np.zeros((len(self._activities), plans))
         for k, place in enumerate(places):
             where = everywhere[k]
             waits = wait.take(place, axis=1)
@@ -267,7 +364,7 @@ class Timeline:
         [activities, plans] seconds after the devices are free, and [calls, activities, plans] seconds after the end
         of a call.
         """
-        shape = (len(self._kinds), columns.first.shape[1])
+        shape = (len(self._activities), columns.first.shape[1])
         delay = np.zeros(shape)
         wait = np.repeat(self._wait[:, :, None], shape[1], axis=2)
         for c, feeds in enumerate(self.tables.feeds):
@@ -276,6 +373,109 @@ class Timeline:
                 delay[c] += seconds
                 wait[p, c] = delay[c]
         return delay, wait
+
+
+class Hosts:
+    """The host of each point: it runs the functions of its rank one after the other.
+
+    functions: by number of the call, the number of the activity that collects its outputs; the one that starts it
+    has the number of the call. Times are [points, plans].
+    """
+
+    def __init__(self, functions: Mapping[int, int], seconds: Floats, points: int) -> None:
+        """seconds: [calls, plans], of functions among others."""
+        self._functions, self._seconds = functions, seconds
+        self._free = np.zeros((points, seconds.shape[1]))
+        self._ends = {call: np.zeros_like(self._free) for call in functions}
+
+    def advance(self, activity: Ints, where: Bools, clock: Floats) -> Floats:
+        """Clocks of devices after an activity of each plan; it took place there by those clocks.
+
+        activity: [plans], their numbers. where: [points, plans], who takes part.
+        """
+        for call, collecting in self._functions.items():
+            started = where & (activity == call)
+            if started.any():
+                end = np.maximum(self._free, clock) + self._seconds[call]
+                self._free = np.where(started, end, self._free)
+                self._ends[call] = np.where(started, end, self._ends[call])
+            collected = where & (activity == collecting)
+            if collected.any():
+                clock = np.where(collected, np.maximum(clock, self._ends[call]), clock)
+        return clock
+
+    def handed_on(self, activity: Ints, where: Bools, clock: Floats) -> Iterator[tuple[int, Bools, Floats]]:
+        """Functions whose outputs an activity collects: the call, in which plans, and when the last point does,
+        [plans]. Arguments as for `advance`, after it."""
+        for call, collecting in self._functions.items():
+            plans = activity == collecting
+            if plans.any():
+                yield call, plans, (clock * where).max(axis=0)
+
+    def end(self, call: int) -> Floats:
+        """Find the time at which the last rank has ended a function, [plans]."""
+        return self._ends[call].max(axis=0)
+
+
+Shared = tuple[int, ...]
+"""Activities that share lengths."""
+
+
+class LateRows:
+    """Send times of rows that wait for the lengths by which the items of their reader are divided.
+
+    A device has the clock of the last point that is not behind it (`Activities`). Times are [plans].
+    """
+
+    def __init__(self, facts: Facts, sharing: Mapping[int, int]) -> None:
+        """`sharing`: activity that shares the lengths of a call's rows -> the call."""
+        late = facts.tables.late_lengths
+        activities = {call: activity for activity, call in sharing.items()}
+        plans = facts.columns.first.shape[1]
+        self._sent: dict[tuple[int, Shared], Floats] = {}
+        """By producer, and by activities after which it sends."""
+        self._readers: defaultdict[int, list[tuple[int, Shared]]] = defaultdict(list)
+        for (reader, producer), calls in late.items():
+            rows = producer, tuple(activities[call] for call in calls)
+            self._sent[rows] = np.zeros(plans)
+            self._readers[reader].append(rows)
+        self._senders = {producer: _find_senders(facts, producer) for producer, _ in self._sent}
+        self._sharing = {activity for _, shared in self._sent for activity in shared}
+
+    def advance(self, activity: Ints, clock: Floats) -> None:
+        """Note which lengths have become known. `activity`: [plans], their numbers. `clock`: [points, plans]"""
+        for number in self._sharing:
+            known = activity == number
+            if not known.any():
+                continue
+            for (producer, shared), sent in self._sent.items():
+                if number in shared:
+                    senders = self._senders[producer]
+                    clocks = np.where(senders, clock, 0.0)
+                    np.copyto(sent, clocks.max(axis=0), where=known)
+
+    def delay(self, activity: Ints, arrival: Floats, waits: Floats) -> Floats:
+        """Compute when all inputs of an activity's call have come, of which all others have by `arrival`.
+
+        `waits`: [calls, plans], the seconds from a producer's rows being sent on.
+        """
+        for reader, inputs in self._readers.items():
+            reads = activity == reader
+            if reads.any():
+                for producer, shared in inputs:
+                    late = np.maximum(arrival, self._sent[producer, shared] + waits[producer])
+                    arrival = np.where(reads, late, arrival)
+        return arrival
+
+
+def _find_senders(facts: Facts, call: int) -> Bools:
+    """Find the points that have the clock of a rank which sends the rows of a call, [points, plans]."""
+    placed, point = facts.tables.layouts(call)[facts.columns.layout[call]], facts.point
+    end = placed.first + placed.size
+    last_stage = end - placed.size // placed.stages
+    behind = np.where(point[None] > point[:, None], point[None], end).min(axis=1)
+    first = last_stage + -(-np.maximum(point - last_stage, 0) // placed.cuts) * placed.cuts
+    return first < np.minimum(behind, last_stage + placed.shares * placed.cuts)
 
 
 def _ordered(key: Ints, rows: Ints) -> Ints:

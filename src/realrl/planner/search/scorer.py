@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from realrl.planner.arrays.arrays import Floats, Ints
-from realrl.planner.evaluate.timeline import Timeline
+from realrl.planner.simulate.many_plans import Timeline
 
 _PENALTY = 8.0
 """Penalty weight: a plan that exceeds memory by a fraction x is scored as if it took 1 + 8 x times as long."""
