@@ -26,8 +26,8 @@ from realrl.planner.cluster.devices import DEVICES
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.roofline import Roofline
 from realrl.planner.cost.timing import Timing
-from realrl.planner.workload.sampling import UNRESTRICTED, Sampling
 from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.planner.workload.workload import UNRESTRICTED, Sampling
 from realrl.recipe.generation import GenerationConfig
 from tests.forked import run_forked
 from tests.gpu_branches.fake_gpu import Device, fake_gpu

@@ -23,9 +23,9 @@ from realrl.config.errors import UserError
 from realrl.dataflow.graph import DataflowGraph
 from realrl.huggingface.directory import check_directories
 from realrl.plan.plan import Plan
-from realrl.planner.calibration.calibrate import calibrate_profile
-from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.profile.calibrate import calibrate_profile
+from realrl.planner.profile.comparison import Comparison
 from realrl.planner.profile.profile import Profile
 from realrl.planner.report.report import Contender, PlanReport
 from realrl.recipe.algorithm import get_spec

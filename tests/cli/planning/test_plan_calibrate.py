@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from realrl.cli.app import run_app
-from realrl.planner.calibration.calibrate import calibrate_profile
+from realrl.planner.profile.calibrate import calibrate_profile
 from realrl.planner.profile.profile import Profile
 from tests.planner.profiles.test_calibrate import run
 from tests.planner.profiles.test_profile_file import profile

@@ -8,8 +8,7 @@ from realrl.layout.kv_blocks import CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS, Cach
 from realrl.plan.placement import Strategy
 from realrl.planner.workload.batching import split_work
 from realrl.planner.workload.generation import split_generation
-from realrl.planner.workload.sampling import Sampling
-from realrl.planner.workload.workload import QUANTILES, CallWork, Workload, quantiles
+from realrl.planner.workload.workload import QUANTILES, CallWork, Sampling, Workload, quantiles
 from realrl.recipe.load import load_experiment
 from tests.planner.problems import GRAPH, STEP, call
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from realrl.planner.report.node_counts import search_node_counts
 from realrl.planner.search.bound import Bound
 from realrl.planner.search.groups import ALONE
 from realrl.planner.search.mcmc import anneal
-from realrl.planner.search.nodes import search_node_counts
 from realrl.planner.search.scorer import Scorer
 from realrl.planner.search.search import SearchBudget, SearchResult, search_plans
 from realrl.planner.search.shortage import DoesNotFit, explain_call_shortage

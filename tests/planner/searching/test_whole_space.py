@@ -12,9 +12,8 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.search.bound import Bound
-from realrl.planner.search.core import select_core
 from realrl.planner.search.prune import prune_candidates
-from realrl.planner.search.search import SearchBudget, search_plans
+from realrl.planner.search.search import SearchBudget, search_plans, select_core
 from realrl.planner.simulate.many_plans import Timeline
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space import build

@@ -11,8 +11,7 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.search import plan_search
-from realrl.planner.search.plan_search import find_plan
-from realrl.planner.search.widened import shrink_scenario, widen_plan
+from realrl.planner.search.plan_search import find_plan, shrink_scenario, widen_plan
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.workload.workload import Workload

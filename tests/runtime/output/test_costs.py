@@ -13,9 +13,9 @@ from realrl.cli.app import run_app
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.calibration.calibrate import calibrate_profile
-from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.cost.cost_model import CostModel
+from realrl.planner.profile.calibrate import calibrate_profile
+from realrl.planner.profile.comparison import Comparison
 from realrl.planner.profile.profile import Profile
 from realrl.program.instructions import Load, Run
 from realrl.program.memory import Memory

@@ -13,8 +13,7 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import ModelShape
 from realrl.plan.cluster import Cluster
 from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.simulate.estimate import Footprint
-from realrl.planner.simulate.memory_part import MemoryPart, PartKind
+from realrl.planner.simulate.estimate import Footprint, MemoryPart, PartKind
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment
 from realrl.recipe.model import ModelConfig

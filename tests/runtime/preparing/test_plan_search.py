@@ -13,11 +13,11 @@ from realrl.config.errors import UserError
 from realrl.config.user_code import UserCode
 from realrl.plan.cluster import Cluster
 from realrl.plan.plan import Plan
-from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.failures import Failures
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.profile.comparison import Comparison
 from realrl.planner.search.plan_search import UserConstraints, find_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace

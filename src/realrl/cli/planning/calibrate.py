@@ -9,7 +9,7 @@ from realrl.config.files import check_file, reason_of
 from realrl.config.paths import local_path
 
 if TYPE_CHECKING:
-    from realrl.planner.calibration.comparison import Comparison
+    from realrl.planner.profile.comparison import Comparison
     from realrl.planner.profile.profile import Profile
 
 DEFAULT = "profile.json"
@@ -21,8 +21,8 @@ def calibrate_file(run_dir: str, path: str | None) -> str:
 
     Where there is no such file, one is written that corrects data-sheet specs.
     """
-    from realrl.planner.calibration.calibrate import calibrate_profile
-    from realrl.planner.calibration.comparison import Comparison
+    from realrl.planner.profile.calibrate import calibrate_profile
+    from realrl.planner.profile.comparison import Comparison
     from realrl.planner.profile.profile import Profile
 
     file = local_path(path or DEFAULT)

@@ -14,8 +14,7 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, SEARCH
-from realrl.planner.simulate.estimate import DeviceMemory, Footprint
-from realrl.planner.simulate.memory_part import MemoryPart, PartKind
+from realrl.planner.simulate.estimate import DeviceMemory, Footprint, MemoryPart, PartKind
 from realrl.program.instructions import Program, Reallocate, Run
 from realrl.program.lower import waves
 from realrl.program.memory import Memory

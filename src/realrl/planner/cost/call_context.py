@@ -7,7 +7,7 @@ import numpy as np
 
 from realrl.dataflow.call import Candidates
 from realrl.layout.ranges import stage_layers
-from realrl.planner.arrays.arrays import Floats, Ints, Real, tabulate_stages
+from realrl.planner.arrays import Floats, Ints, Real, tabulate_stages
 from realrl.planner.cost.network import Network
 from realrl.planner.cost.timing import DeviceHostTime, Timing
 from realrl.planner.workload.strategies import Strategies

@@ -16,7 +16,7 @@ from realrl.layout.routing.routes import reallocate
 from realrl.layout.sets import BASE, TrainablePart, element_width
 from realrl.plan.cluster import Links
 from realrl.plan.placement import ELEMENT_BYTES, Placement, Strategy
-from realrl.planner.arrays.arrays import Floats, Real
+from realrl.planner.arrays import Floats, Real
 from realrl.planner.cluster.cluster_spec import ClusterSpec, Site
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency

@@ -9,7 +9,7 @@ import numpy as np
 
 from realrl.plan.axes import Degrees, Divided, axes_dividing
 from realrl.plan.cluster import Cluster
-from realrl.planner.arrays.arrays import Floats, Ints, Real
+from realrl.planner.arrays import Floats, Ints, Real
 from realrl.planner.cluster.cluster_spec import Site
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.moves.transfers import find_nodes

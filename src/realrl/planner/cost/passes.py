@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from realrl.layout.limits import GATHER_STAGES, bucket_count
-from realrl.planner.arrays.arrays import Floats, Ints, Real, apply_each, tabulate_stages
+from realrl.planner.arrays import Floats, Ints, Real, apply_each, tabulate_stages
 from realrl.planner.cost.call_context import CallContext
 from realrl.planner.cost.sharded import SectionSeconds, ShardedTraffic
 from realrl.planner.cost.timing import BatchSize, DeviceHostTime

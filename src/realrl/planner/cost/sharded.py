@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from realrl.planner.arrays.arrays import Bools, Floats, Ints, Real
+from realrl.planner.arrays import Bools, Floats, Ints, Real
 from realrl.planner.cost.call_context import CallContext
 from realrl.planner.cost.network import Ring
 from realrl.planner.memory.gathered import GatheredMemory, SectionBytes

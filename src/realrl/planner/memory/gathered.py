@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from realrl.layout.sets import element_width
-from realrl.planner.arrays.arrays import Bools, Ints, apply_each
+from realrl.planner.arrays import Bools, Ints, apply_each
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.strategies import Strategies
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from realrl.dataflow.call import Candidates
-from realrl.planner.arrays.arrays import Ints, Real, truncate
-from realrl.planner.memory.matrix_gradients import added_bytes
+from realrl.planner.arrays import Ints, Real, truncate
+from realrl.planner.memory.layer import added_bytes
 from realrl.planner.workload.shard_sizes import LocalSizes
 
 _SAMPLED_BYTES = 12

@@ -9,7 +9,7 @@ import numpy as np
 
 from realrl.layout.limits import LANES
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
-from realrl.planner.arrays.arrays import Bools, Ints
+from realrl.planner.arrays import Bools, Ints
 from realrl.planner.workload.shard_sizes import LocalSizes
 
 

@@ -2,7 +2,7 @@
 
 from realrl.dataflow.call import Call
 from realrl.families.shape import ModelShape
-from realrl.planner.arrays.arrays import Ints, Real, truncate
+from realrl.planner.arrays import Ints, Real, truncate
 from realrl.planner.memory.activations import Parts
 from realrl.planner.workload.workload import CallWork
 

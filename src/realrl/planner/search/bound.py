@@ -6,7 +6,7 @@ from itertools import combinations
 
 import numpy as np
 
-from realrl.planner.arrays.arrays import Bools, Floats
+from realrl.planner.arrays import Bools, Floats
 from realrl.planner.search.groups import Numbers, group_candidates
 from realrl.planner.search.least_moves import LeastMoves
 from realrl.planner.search.room import MemoryBound

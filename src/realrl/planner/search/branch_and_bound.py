@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from realrl.planner.arrays.arrays import Floats
+from realrl.planner.arrays import Floats
 from realrl.planner.search.bound import Bound, Numbers
 from realrl.planner.search.groups import ALONE, KIND, LAYOUT, SIZE, SIZES, TENSOR
 from realrl.planner.search.local import improve_locally

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realrl.plan.cluster import Cluster
-from realrl.planner.arrays.arrays import Bools, Floats, Ints
+from realrl.planner.arrays import Bools, Floats, Ints
 from realrl.planner.moves.transfers import Layouts
 from realrl.planner.simulate.tables import Columns, Tables
 

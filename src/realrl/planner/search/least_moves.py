@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from realrl.planner.arrays.arrays import Floats
+from realrl.planner.arrays import Floats
 from realrl.planner.moves.transfers import TransferTable
 from realrl.planner.search.groups import ALONE, LAYOUT, CandidateGroups, Numbers
 from realrl.planner.simulate.tables import Tables

@@ -5,7 +5,7 @@ from functools import reduce
 
 import numpy as np
 
-from realrl.planner.arrays.arrays import Floats, Ints
+from realrl.planner.arrays import Floats, Ints
 from realrl.planner.search.bound import Bound
 from realrl.planner.search.groups import ALONE, KIND, LAYOUT
 from realrl.planner.search.scorer import Scorer

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from realrl.planner.arrays.arrays import Ints
+from realrl.planner.arrays import Ints
 from realrl.planner.search.scorer import Scorer
 
 _HOT, _COLD = 0.1, 0.001

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from realrl.planner.arrays.arrays import Bools, Ints
+from realrl.planner.arrays import Bools, Ints
 from realrl.planner.moves.transfers import Layouts
 from realrl.planner.search.shortage import DoesNotFit, explain_call_shortage
 from realrl.planner.space.costs import CandidateCosts

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from realrl.planner.arrays.arrays import Bools, Floats, Ints
+from realrl.planner.arrays import Bools, Floats, Ints
 from realrl.planner.search.groups import CandidateGroups, Numbers
 from realrl.planner.simulate.tables import Tables
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from realrl.planner.arrays.arrays import Floats, Ints
+from realrl.planner.arrays import Floats, Ints
 from realrl.planner.simulate.many_plans import Timeline
 
 _PENALTY = 8.0

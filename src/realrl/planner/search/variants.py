@@ -3,7 +3,7 @@
 import numpy as np
 
 from realrl.plan.axes import Degrees
-from realrl.planner.arrays.arrays import Floats, Ints
+from realrl.planner.arrays import Floats, Ints
 from realrl.planner.search.local import change_calls, list_moves
 from realrl.planner.simulate.many_plans import Facts, Timeline
 from realrl.planner.space.problem import Assignment, Problem

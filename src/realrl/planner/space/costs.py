@@ -8,7 +8,7 @@ from typing import Self
 
 import numpy as np
 
-from realrl.planner.arrays.arrays import Bools, Floats, Ints
+from realrl.planner.arrays import Bools, Floats, Ints
 from realrl.planner.moves.transfers import Layouts
 from realrl.planner.space.candidate import Candidate
 

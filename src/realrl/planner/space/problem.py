@@ -11,7 +11,7 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
-from realrl.planner.arrays.arrays import Floats, Ints
+from realrl.planner.arrays import Floats, Ints
 from realrl.planner.moves.exchange import ExchangeModel
 from realrl.planner.moves.transfers import Transfers, find_nodes
 from realrl.planner.space.candidate import Candidate

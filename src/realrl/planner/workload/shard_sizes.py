@@ -20,7 +20,7 @@ from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
 from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
 from realrl.plan.placement import Dtype
-from realrl.planner.arrays.arrays import Bools, Ints, Real, truncate
+from realrl.planner.arrays import Bools, Ints, Real, truncate
 from realrl.planner.cluster.devices import DeviceKind
 
 _ALIGNED = 8

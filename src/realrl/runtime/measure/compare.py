@@ -6,20 +6,19 @@ from typing import TYPE_CHECKING
 
 from realrl.dataflow.call import Call
 from realrl.families.shape import ModelShape
-from realrl.planner.calibration.comparison import (
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cost.cost_model import CostModel
+from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.profile.comparison import (
     CallCosts,
     Comparison,
     MoveCosts,
     Seconds,
     waiting_for,
 )
-from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.profile.profile import Profile
-from realrl.planner.simulate.estimate import Estimate
+from realrl.planner.simulate.estimate import Estimate, MemoryPart, PartKind
 from realrl.planner.simulate.estimator import estimate_plan
-from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.uncertainty.outlook import Interval
 from realrl.planner.uncertainty.ranking import StepSampler, find_interval

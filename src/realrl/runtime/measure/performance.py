@@ -6,20 +6,47 @@ from dataclasses import dataclass
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.plan.placement import Placement
+from realrl.plan.placement import Dtype, Placement
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.cluster.devices import DeviceKind
-from realrl.planner.cost.peaks import find_peak_bandwidth, find_peak_flops
+from realrl.planner.cluster.devices import DeviceKind, compute_thread_speedup
 from realrl.planner.profile.profile import Profile
-from realrl.planner.workload.experts import count_read_weights
 from realrl.planner.workload.flops import count_head_weights, count_pass_flops
 from realrl.planner.workload.windows import average_context
+from realrl.planner.workload.workload import count_read_weights
 from realrl.program.memory import StoredModel
 from realrl.runtime.measure.metric_names import IDLE_RANK, PERFORMANCE
 from realrl.runtime.measure.step_timer import StepTimes
 from realrl.runtime.measure.timing_log import AlignedSpan, StepSpans
 from realrl.runtime.measure.work_done import WorkDone
+
+
+def find_peak_flops(device: DeviceKind, dtype: Dtype, profile: Profile | None = None) -> float | None:
+    """Find the peak FLOP/s of matmuls of models in a data type.
+
+    It is that of the data sheet or the cluster file; else, as for a CPU, the largest that a profile of such devices
+    has measured; else None.
+    """
+    if ("fp32_flops" if dtype == "float32" else "bf16_flops") not in device.guessed:
+        return device.flops(dtype)
+    return _scale(device, profile, None if profile is None else profile.peak_flops(dtype))
+
+
+def find_peak_bandwidth(device: DeviceKind, profile: Profile | None = None) -> float | None:
+    """Find the bytes per second of device memory, from the same sources as `find_peak_flops`."""
+    if "memory_bytes_per_s" not in device.guessed:
+        return device.memory_bytes_per_s
+    return _scale(device, profile, None if profile is None else profile.memory_bytes_per_s())
+
+
+def _scale(device: DeviceKind, profile: Profile | None, measured: float | None) -> float | None:
+    """Scale a rate that a profile has measured to a device's number of threads; None for one of other devices."""
+    if profile is None or measured is None or profile.device != device.name:
+        return None
+    if profile.threads is None or not device.cpu:
+        return measured
+    return measured * compute_thread_speedup(device.threads) / compute_thread_speedup(profile.threads)
+
 
 MOST_RANKS = 64
 """Maximum number of ranks with a metric of its own for each idle share."""

@@ -17,8 +17,8 @@ from realrl.planner.profile.profile import (
     Profile,
     ShapeKey,
     SweepSpread,
+    read_versions,
 )
-from realrl.planner.profile.versions import read_versions
 from realrl.runtime.processes.network import find_node_place
 from realrl.runtime.processes.process import Process, connect
 from realrl.runtime.profiler import machine

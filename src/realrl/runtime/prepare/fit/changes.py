@@ -11,8 +11,7 @@ from realrl.plan.placement import Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DEVICES
-from realrl.planner.simulate.estimate import Footprint
-from realrl.planner.simulate.memory_part import PartKind
+from realrl.planner.simulate.estimate import Footprint, PartKind
 from realrl.planner.simulate.scenario import Scenario
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from realrl.config.errors import UserError
 from realrl.families.sizes import SHAPES
 from realrl.plan.plan import Plan
-from realrl.planner.report.gap import describe_gap
+from realrl.planner.report.report import describe_gap
 from realrl.planner.report.shortage_text import describe_shortage
 from realrl.planner.search.plan_search import UserConstraints, find_best_plan, find_plan
 from realrl.planner.search.search import DEFAULT_EFFORT, SearchBudget
