@@ -38,8 +38,8 @@ from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.plan.presets import make_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.profile.comparison import Comparison
 from realrl.planner.profile.profile import Profile
+from realrl.planner.report.comparison import Comparison
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.uncertainty.ranking import StepSampler
 from realrl.recipe.graphs import build_graph

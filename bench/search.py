@@ -29,8 +29,8 @@ from realrl.plan.presets import make_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.search.many_plans import Timeline
 from realrl.planner.search.search import search_plans
-from realrl.planner.simulate.many_plans import Timeline
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import build_problem
 from realrl.planner.space.problem import Problem

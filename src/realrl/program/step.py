@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from realrl.dataflow.call import Call, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
+from realrl.program.arrays import Bools, Ints
 from realrl.program.order import changes, dependents, dividing_keys, length_calls, producers
-
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
 
 
 class Phase(IntEnum):

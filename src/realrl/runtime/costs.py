@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.planner.profile.calibrate import describe_times
-from realrl.planner.profile.comparison import Comparison
 from realrl.planner.profile.profile import Profile, read_versions
+from realrl.planner.report.calibrate import describe_times
+from realrl.planner.report.comparison import Comparison
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.measure.compare import Prediction, RunInfo, compare, predict

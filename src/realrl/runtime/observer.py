@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from realrl.planner.profile.comparison import Comparison
+from realrl.planner.report.comparison import Comparison
 from realrl.recipe.experiment import Experiment
 
 

@@ -22,8 +22,8 @@ from realrl.data.batch import Batch
 from realrl.engine.training.skipped_steps import SkippedStepsError
 from realrl.huggingface.tokenizers import list_saving_notes
 from realrl.plan.communicators import list_rank_sets, reallocates
-from realrl.planner.profile.comparison import COSTS, Comparison
 from realrl.planner.profile.profile import Profile
+from realrl.planner.report.comparison import COSTS, Comparison
 from realrl.planner.simulate.predicted_trace import predict_step
 from realrl.program.lower import WRITER
 from realrl.program.trace_file import TRACE, TRACES, write_trace

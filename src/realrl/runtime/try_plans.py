@@ -24,9 +24,9 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.huggingface.directory import check_directories
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.profile.calibrate import calibrate_profile
-from realrl.planner.profile.comparison import Comparison
 from realrl.planner.profile.profile import Profile
+from realrl.planner.report.calibrate import calibrate_profile
+from realrl.planner.report.comparison import Comparison
 from realrl.planner.report.report import Contender, PlanReport
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment

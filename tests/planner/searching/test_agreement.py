@@ -21,8 +21,8 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.profile.profile import FunctionTime, Profile
+from realrl.planner.search.many_plans import Timeline
 from realrl.planner.simulate.estimator import estimate_plan
-from realrl.planner.simulate.many_plans import Timeline
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace, build_problem
 from realrl.planner.space.problem import Problem

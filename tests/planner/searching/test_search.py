@@ -12,12 +12,12 @@ import pytest
 from realrl.planner.report.node_counts import search_node_counts
 from realrl.planner.search.bound import Bound
 from realrl.planner.search.groups import ALONE
+from realrl.planner.search.many_plans import Timeline
 from realrl.planner.search.mcmc import anneal
 from realrl.planner.search.scorer import Scorer
 from realrl.planner.search.search import SearchBudget, SearchResult, search_plans
 from realrl.planner.search.shortage import DoesNotFit, explain_call_shortage
-from realrl.planner.simulate.many_plans import Timeline
-from realrl.planner.simulate.tables import Tables
+from realrl.planner.search.tables import Tables
 from realrl.planner.space.problem import Problem
 from tests.planner.exhaustive import cheapest, cost
 from tests.planner.reference import sampled_problem

@@ -16,9 +16,9 @@ from realrl.plan.presets import make_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.search.many_plans import Timeline
 from realrl.planner.search.plan_search import UserConstraints, find_plan
 from realrl.planner.search.search import SearchBudget, search_plans
-from realrl.planner.simulate.many_plans import Timeline
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace, build_problem
 from realrl.planner.space.candidates import list_meshes, list_micro_batches

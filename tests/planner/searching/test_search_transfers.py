@@ -12,9 +12,9 @@ from realrl.layout.layout import build_layout
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster, Links
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.arrays import Floats
 from realrl.planner.moves.links import Boxes, LinkTransfers, ParameterBytes
 from realrl.planner.moves.transfers import Layouts, TransferTable
+from realrl.program.arrays import Floats
 from realrl.program.memory import StoredModel
 from tests.plan.meshes import list_tidy
 

@@ -12,9 +12,9 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.search.bound import Bound
+from realrl.planner.search.many_plans import Timeline
 from realrl.planner.search.prune import prune_candidates
 from realrl.planner.search.search import SearchBudget, search_plans, select_core
-from realrl.planner.simulate.many_plans import Timeline
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space import build
 from realrl.planner.space.problem import Problem

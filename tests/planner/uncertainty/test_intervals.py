@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from realrl.plan.plan import Plan
-from realrl.planner.profile.calibrate import calibrate_profile
-from realrl.planner.profile.comparison import CallCosts, Comparison, Seconds
 from realrl.planner.profile.profile import Profile, SweepSpread
+from realrl.planner.report.calibrate import calibrate_profile
+from realrl.planner.report.comparison import CallCosts, Comparison, Seconds
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.uncertainty import sampled_steps, spreads

@@ -9,11 +9,11 @@ from realrl.plan.plan import Plan
 from realrl.planner.report.make import list_contenders
 from realrl.planner.report.report import CHOSEN, FASTEST
 from realrl.planner.search import plan_search
+from realrl.planner.search.many_plans import Timeline
 from realrl.planner.search.plan_search import find_best_plan
 from realrl.planner.search.variants import Variants
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
-from realrl.planner.simulate.many_plans import Timeline
 from realrl.planner.space.build import build_problem
 from realrl.planner.space.problem import Assignment, Problem
 from realrl.planner.uncertainty import ranking

@@ -14,9 +14,9 @@ from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.profile.calibrate import calibrate_profile
-from realrl.planner.profile.comparison import Comparison
 from realrl.planner.profile.profile import Profile
+from realrl.planner.report.calibrate import calibrate_profile
+from realrl.planner.report.comparison import Comparison
 from realrl.program.instructions import Load, Run
 from realrl.program.memory import Memory
 from realrl.recipe.graphs import build_graph

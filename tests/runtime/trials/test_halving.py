@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from realrl.planner.profile.comparison import Comparison
+from realrl.planner.report.comparison import Comparison
 from realrl.runtime.try_plans import OutOfTime, PlanTrials, TrialFailed
 from tests.planner.profiles.test_calibrate import run
 

@@ -140,8 +140,8 @@ def read_scenario(
 ) -> tuple["Draft", "Scenario", str]:
     """Read what is to be planned, as it is written and as it is predicted; also the source of its times, and
     remarks."""
-    from realrl.planner.profile.calibrate import describe_times
     from realrl.planner.profile.profile import Profile
+    from realrl.planner.report.calibrate import describe_times
     from realrl.runtime.prepare.fit.changes import Draft
     from realrl.runtime.prepare.scenarios import Measured
     from realrl.runtime.prepare.trained_parts import list_trained_parts

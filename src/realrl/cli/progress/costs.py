@@ -10,7 +10,7 @@ from realrl.config.values import format_bytes
 from realrl.planner.uncertainty.outlook import LEVEL
 
 if TYPE_CHECKING:
-    from realrl.planner.profile.comparison import Comparison
+    from realrl.planner.report.comparison import Comparison
 
 _ENOUGH_STEPS = 20
 """Steps from which on their times are compared with the predicted ones: the first steps of a run warm up."""

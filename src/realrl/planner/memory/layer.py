@@ -12,9 +12,9 @@ import numpy as np
 
 from realrl.layout import limits
 from realrl.layout.limits import ADDED_ELEMENTS, bucket_lengths
-from realrl.planner.arrays import Floats, Ints, Real, truncate
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.strategies import Strategies
+from realrl.program.arrays import Floats, Ints, Real, truncate
 
 
 def added_bytes(elements: int, element_bytes: int) -> int:

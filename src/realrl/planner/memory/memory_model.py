@@ -17,7 +17,6 @@ from realrl.layout.ranges import stage_layers
 from realrl.layout.sets import BASE, TrainablePart, element_width
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES, Dtype, Placement
-from realrl.planner.arrays import Bools, Ints, Real, tabulate_stages, truncate
 from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
@@ -30,6 +29,7 @@ from realrl.planner.workload.generation import split_generations
 from realrl.planner.workload.shard_sizes import LocalSizes, SetSizes
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import CallWork, Workload
+from realrl.program.arrays import Bools, Ints, Real, tabulate_stages, truncate
 from realrl.program.memory import StoredModel, TrainingState, count_training_state
 
 _BYTES = 8

@@ -9,8 +9,8 @@ import numpy as np
 
 from realrl.layout.limits import LANES
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
-from realrl.planner.arrays import Bools, Ints
 from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.program.arrays import Bools, Ints
 
 
 def packed_weight_bytes(sizes: LocalSizes, dtype: Dtype, *, layers: Ints, head: Bools) -> Ints:

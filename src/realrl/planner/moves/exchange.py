@@ -8,9 +8,9 @@ import numpy as np
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster, Links
-from realrl.planner.arrays import Floats, Ints
 from realrl.planner.moves.transfers import Layouts, find_nodes
 from realrl.planner.workload.workload import Workload
+from realrl.program.arrays import Floats, Ints
 from realrl.program.order import keys_between, producers
 
 _LENGTH_BYTES = 8

@@ -12,9 +12,9 @@ from realrl.layout.ranges import stage_layers
 from realrl.layout.sets import BASE, element_width
 from realrl.plan.cluster import Cluster, Links
 from realrl.plan.placement import Placement
-from realrl.planner.arrays import Bools, Floats, Ints
 from realrl.planner.moves.transfers import HALF, Layouts, find_nodes
 from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.program.arrays import Bools, Floats, Ints
 from realrl.program.memory import StoredModel
 
 Pair = tuple[Floats, Floats]

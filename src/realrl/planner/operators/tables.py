@@ -17,8 +17,8 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from realrl.plan.placement import Dtype
-from realrl.planner.arrays import Floats, Ints, Real
 from realrl.planner.cluster.devices import DeviceKind
+from realrl.program.arrays import Floats, Ints, Real
 
 PERCENT = 100
 """Steps of one in which values are written to files."""

@@ -31,8 +31,8 @@ from realrl.config.json_file import read_json
 from realrl.config.paths import local_path
 from realrl.families.shape import Mixture, ModelShape
 from realrl.plan.placement import Dtype
-from realrl.planner.arrays import Floats, Real
 from realrl.planner.profile.corrections import Correction
+from realrl.program.arrays import Floats, Real
 
 
 def read_versions() -> dict[str, str]:

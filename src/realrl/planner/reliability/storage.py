@@ -7,9 +7,9 @@ import numpy as np
 
 from realrl.layout.sets import element_width
 from realrl.plan.placement import Placement
-from realrl.planner.arrays import Floats, Ints
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.workload.shard_sizes import LocalSizes, SetSizes
+from realrl.program.arrays import Floats, Ints
 from realrl.program.memory import StoredModel
 
 _SAVED = 4 * 3

@@ -6,11 +6,11 @@ from itertools import combinations
 
 import numpy as np
 
-from realrl.planner.arrays import Bools, Floats
 from realrl.planner.search.groups import Numbers, group_candidates
 from realrl.planner.search.least_moves import LeastMoves
 from realrl.planner.search.room import MemoryBound
-from realrl.planner.simulate.tables import Tables
+from realrl.planner.search.tables import Tables
+from realrl.program.arrays import Bools, Floats
 from realrl.program.step import Activity
 
 _AT_ONCE = 512

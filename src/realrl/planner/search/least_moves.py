@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from realrl.planner.arrays import Floats
 from realrl.planner.moves.transfers import TransferTable
 from realrl.planner.search.groups import ALONE, LAYOUT, CandidateGroups, Numbers
-from realrl.planner.simulate.tables import Tables
+from realrl.planner.search.tables import Tables
+from realrl.program.arrays import Floats
 
 
 class LeastMoves:

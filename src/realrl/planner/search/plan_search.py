@@ -15,7 +15,7 @@ from realrl.plan.placement import Mesh, Placement
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
 from realrl.planner.reliability.goodput import compute_expected_seconds
-from realrl.planner.reliability.homes import find_better_homes
+from realrl.planner.search.homes import find_better_homes
 from realrl.planner.search.search import DEFAULT_EFFORT, TOLERANCE, SearchBudget, SearchResult, search_plans
 from realrl.planner.search.shortage import DoesNotFit
 from realrl.planner.search.variants import Variants

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from realrl.planner.arrays import Floats, Ints
-from realrl.planner.simulate.many_plans import Timeline
+from realrl.planner.search.many_plans import Timeline
+from realrl.program.arrays import Floats, Ints
 
 _PENALTY = 8.0
 """Penalty weight: a plan that exceeds memory by a fraction x is scored as if it took 1 + 8 x times as long."""

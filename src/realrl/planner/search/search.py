@@ -6,18 +6,18 @@ from math import prod
 
 import numpy as np
 
-from realrl.planner.arrays import Ints
 from realrl.planner.search.bound import Bound
 from realrl.planner.search.branch_and_bound import BranchAndBound, Proof
 from realrl.planner.search.groups import KIND, SIZE, CandidateGroups
 from realrl.planner.search.local import improve_locally
+from realrl.planner.search.many_plans import PlanEvaluation, Timeline
 from realrl.planner.search.mcmc import anneal
 from realrl.planner.search.prune import prune_candidates
 from realrl.planner.search.scorer import Improvement, Scorer
 from realrl.planner.search.shortage import DoesNotFit, explain_plan_shortage
-from realrl.planner.simulate.many_plans import PlanEvaluation, Timeline
 from realrl.planner.space.candidate import Candidate
 from realrl.planner.space.problem import Assignment, Problem
+from realrl.program.arrays import Ints
 
 _MOST = 8
 """Kinds of candidates per call and mesh size in the core: so many of the fastest, and as many of those that take

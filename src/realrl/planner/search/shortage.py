@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from realrl.dataflow.call import Call
-from realrl.planner.simulate.many_plans import PlanEvaluation
+from realrl.planner.search.many_plans import PlanEvaluation
 from realrl.planner.space.candidate import Candidate
 from realrl.planner.space.problem import Assignment, Problem
 from realrl.program.lower import home_placements, kept_copies

@@ -3,10 +3,10 @@
 import numpy as np
 
 from realrl.plan.axes import Degrees
-from realrl.planner.arrays import Floats, Ints
 from realrl.planner.search.local import change_calls, list_moves
-from realrl.planner.simulate.many_plans import Facts, Timeline
+from realrl.planner.search.many_plans import Facts, Timeline
 from realrl.planner.space.problem import Assignment, Problem
+from realrl.program.arrays import Floats, Ints
 
 _AT_ONCE = 4096
 """Plans whose parts are counted at once."""

@@ -20,8 +20,8 @@ from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
 from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
 from realrl.plan.placement import Dtype
-from realrl.planner.arrays import Bools, Ints, Real, truncate
 from realrl.planner.cluster.devices import DeviceKind
+from realrl.program.arrays import Bools, Ints, Real, truncate
 
 _ALIGNED = 8
 """Numbers in bfloat16 of which the rows of experts' matrices must be a multiple for one kernel to multiply them."""

@@ -10,7 +10,7 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import ModelShape
 from realrl.families.sizes import count_block_weights, count_layer_weights
 from realrl.layout.kv_blocks import BLOCK_TOKENS, count_blocks, count_prompt_blocks
-from realrl.planner.arrays import Real
+from realrl.program.arrays import Real
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.forms import FORMS

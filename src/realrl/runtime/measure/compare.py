@@ -9,14 +9,14 @@ from realrl.families.shape import ModelShape
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.memory_model import MemoryModel
-from realrl.planner.profile.comparison import (
+from realrl.planner.profile.profile import Profile
+from realrl.planner.report.comparison import (
     CallCosts,
     Comparison,
     MoveCosts,
     Seconds,
     waiting_for,
 )
-from realrl.planner.profile.profile import Profile
 from realrl.planner.simulate.estimate import Estimate, MemoryPart, PartKind
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario

@@ -17,7 +17,7 @@ from torch._C._profiler import (
     _ExtraFields_Allocation,
 )
 
-from realrl.planner.profile.comparison import waiting_for
+from realrl.planner.report.comparison import waiting_for
 from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Run
 from realrl.program.text import format_instruction
 from realrl.runtime.measure.work_done import WorkDone

@@ -7,9 +7,9 @@ from realrl.plan.placement import Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.operators.tables import TABULATED
-from realrl.planner.profile.comparison import Comparison
 from realrl.planner.profile.corrections import Correction
 from realrl.planner.profile.profile import FunctionTime, Profile, read_versions
+from realrl.planner.report.comparison import Comparison
 from realrl.planner.workload.batching import records_per_rank
 from realrl.program.memory import StoredModel
 

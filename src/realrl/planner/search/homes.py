@@ -6,7 +6,7 @@ import numpy as np
 
 from realrl.plan.plan import Plan
 from realrl.planner.reliability.goodput import predict_plan_goodput
-from realrl.planner.simulate.many_plans import Timeline
+from realrl.planner.search.many_plans import Timeline
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.problem import Assignment, Problem
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from realrl.dataflow.call import Call
-from realrl.planner.arrays import Floats, Ints
 from realrl.planner.moves.transfers import Layouts, TransferTable, name_mixing, name_refreshing
 from realrl.planner.space.costs import CandidateCosts
 from realrl.planner.space.problem import Problem
+from realrl.program.arrays import Floats, Ints
 from realrl.program.step import OF_OFFLOADED, Activity, Phase, StepGraph
 
 

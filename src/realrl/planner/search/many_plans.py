@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realrl.dataflow.call import Kind
-from realrl.planner.arrays import Bools, Floats, Ints
 from realrl.planner.moves.transfers import find_nodes
-from realrl.planner.simulate.tables import Columns, Tables
+from realrl.planner.search.tables import Columns, Tables
 from realrl.planner.space.problem import Assignment, Problem
+from realrl.program.arrays import Bools, Floats, Ints
 from realrl.program.step import Activity, Decisions, Phase, StepFacts, find_places
 
 
