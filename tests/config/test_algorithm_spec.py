@@ -435,4 +435,4 @@ def test_an_importable_module_is_a_reference() -> None:
 
 
 def test_recipes_of_version_0_1_still_name_sampling() -> None:
-    assert find_algorithm("realrl.algorithms.sampling.spec") == find_algorithm("realrl.algorithms.sampling")
+    assert find_algorithm("realrl.algorithms.sampling.spec")[1] == "realrl.algorithms.sampling"
