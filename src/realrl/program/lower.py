@@ -121,9 +121,9 @@ def lower_start(
 
 
 def waves(graph: DataflowGraph, plan: Plan) -> list[list[Call]]:
-    """Sort calls into waves: those of one wave share no device and do not wait for each other.
+    """Sort calls into waves. Calls of one wave share no device and do not wait for each other.
 
-    A function uses no device: it is in the first wave in which its inputs are there, before the others.
+    A function uses no device. It runs first in the first wave that has its inputs.
     """
     return _Lowering(graph, plan, home_placements(graph, plan), {}, {}).waves()
 
@@ -154,7 +154,7 @@ class _Lowering:
         self._programs: list[list[Instruction]] = [[] for _ in range(plan.cluster.size)]
 
     def _decide(self) -> Decisions:
-        """Decisions of the plan: of calls, then of homes."""
+        """Make the arrays of the plan's decisions: first the calls, then the homes."""
         calls = self.graph.calls
         places = [*(self.plan[call.name] for call in calls), *self.homes.values()]
         numbers: dict[str, int] = {}
@@ -225,14 +225,14 @@ class _Lowering:
             self.emit(home.ranks, kind(role, home, "parameters", name))
 
     def reallocate(self, role: str, target: Placement, names: Iterable[str]) -> None:
-        """Bring parameter sets of a role from its home into another layout."""
+        """Reallocate parameter sets of a role from its home into another layout."""
         home = self.homes[role]
         for name in names:
             move = Reallocate(role, home, target, parameter_set=name)
             self.emit(_union(home.ranks, target.ranks), move)
 
     def run(self, call: Call) -> None:
-        """Emit the call itself, with its inputs."""
+        """Emit the call, after the receives of its inputs."""
         placement, role, graph = self.plan[call.name], call.role, self.graph.graph
         for producer in producers(graph, call):
             keys = keys_between(graph, producer, call)
@@ -252,10 +252,9 @@ class _Lowering:
             self.emit(placement.ranks, Offload(role, placement, "optimizer", name))
 
     def hand_on(self, call: Call) -> None:
-        """Emit what follows a call: lengths, then the rows its consumers need.
+        """Emit what follows a call: lengths of its outputs, then rows for its consumers.
 
-        Rows of earlier calls follow too, if their senders needed these lengths to know which ranks work on which
-        items.
+        Rows of earlier calls follow too, if their senders needed these lengths to divide the items.
         """
         graph, output_ranks = self.graph.graph, self.plan[call.name].output_ranks
         for key in call.outputs:
@@ -274,7 +273,7 @@ class _Lowering:
         self._unsent = [pair for pair in self._unsent if pair not in ready]
 
     def report(self) -> None:
-        """Send the metrics of all calls to the writer, at the end, when it has nothing else to do."""
+        """Send the metrics of all calls to the writer, at the end of the step, when the writer is idle."""
         for call in (call for wave in self.waves() for call in wave if call.kind is not Kind.GENERATE):
             output_ranks = self.plan[call.name].output_ranks
             # Ranks of a model have added up their metrics; ranks of a function know only those of their own

@@ -241,7 +241,7 @@ def count_training_state(zero: int, dp: Any, elements: Any, element_bytes: int) 
     """Count the bytes of gradients and optimizer state on a rank that accumulates the gradients of `elements`
     parameters.
 
-    Under ZeRO-1 the rank accumulates gradients of everything it computes with, otherwise only of what it updates.
+    Under ZeRO-1 these are all parameters that the rank computes with, otherwise the parameters that it updates.
     `element_bytes` is the width of a parameter. Float32 master weights exist for narrower parameters, and under
     ZeRO-2, which updates a copy of a rank's part.
     """

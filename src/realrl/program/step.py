@@ -1,8 +1,8 @@
-"""Activities of a step: which there are under a plan, in what order, on whose devices, and what they hold.
+"""The activities of a step under a plan: their order, their devices, and the parameters that they hold.
 
-This is the one description of a step. `program.lower` makes programs of it for one plan. The planner's search
-evaluates it for thousands of plans at once, so every fact about plans is an array with an entry for each plan.
-A new kind of activity is a phase here, its instructions in `program.lower`, and its seconds in the planner.
+This is the only description of a step. `program.lower` makes programs from it for one plan. The planner's search
+evaluates it for thousands of plans at once, so every fact that depends on a plan is an array with one entry per
+plan. A new kind of activity is a phase here, its instructions in `program.lower`, and its seconds in the planner.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,24 +18,24 @@ from realrl.program.order import changes, dependents, dividing_keys, length_call
 
 
 class Phase(IntEnum):
-    """Phases of a wave of calls, in the order in which ranks go through them."""
+    """Phases of a wave of calls; ranks execute them in this order."""
 
     START = 0
-    """A function is started on the host. It comes first, so that it runs while everything else goes on."""
+    """A function starts on the host. It comes first, so that it runs beside everything else."""
     LOAD = 1
     REALLOCATE = 2
     OFFLOAD_SOURCE = 3
     RUN = 4
     HAND_ON = 5
-    """The lengths of a call's outputs are shared, and the outputs sent."""
+    """The lengths of a call's outputs are shared, and the outputs are sent."""
     COLLECT = 6
-    """The end of a function is waited for, in the wave before the first call that needs its outputs."""
+    """Ranks wait for a function to end, in the wave before the first call that needs its outputs."""
     HAND_ON_COLLECTED = 7
     LOAD_FOLLOWER = 8
     UPDATE_FOLLOWER = 9
-    """A role that follows another one by a moving average is updated."""
+    """A role that is a moving average of another is updated."""
     REFRESH = 10
-    """A copy that is kept gets what a call has changed of its role."""
+    """A kept copy gets the parameters that a call changed."""
     OFFLOAD_CHANGED = 11
     REFRESH_FOLLOWER = 12
     OFFLOAD_FOLLOWER = 13
@@ -46,13 +46,13 @@ class Phase(IntEnum):
 _BLOCKS = {Phase.REALLOCATE: Phase.LOAD, Phase.HAND_ON_COLLECTED: Phase.COLLECT} | dict.fromkeys(
     range(Phase.LOAD_FOLLOWER, Phase.OFFLOAD), Phase.LOAD_FOLLOWER
 )
-"""First phase of the phases that ranks go through call by call."""
+"""Phase -> first phase of its block. Ranks execute a whole block for one call before the next call."""
 _STAGES = {
     Phase.UPDATE_FOLLOWER: Phase.LOAD_FOLLOWER,
     Phase.OFFLOAD_CHANGED: Phase.REFRESH,
     Phase.OFFLOAD_FOLLOWER: Phase.REFRESH_FOLLOWER,
 }
-"""First phase of the phases that ranks go through role by role."""
+"""Phase -> first phase of its stage. Ranks execute a whole stage for one role before the next role."""
 _ALLOCATING = (Phase.LOAD, Phase.REALLOCATE, Phase.LOAD_FOLLOWER)
 _FREEING = (
     Phase.OFFLOAD_SOURCE,
@@ -69,24 +69,24 @@ OF_OFFLOADED = (
     Phase.LOAD_FOLLOWER,
     Phase.OFFLOAD_FOLLOWER,
 )
-"""Phases that only roles have whose parameters are in host memory between their uses."""
+"""Phases that exist only for roles whose parameters are in host memory between their uses."""
 _TOGETHER = (Phase.REALLOCATE, Phase.RUN, Phase.UPDATE_FOLLOWER, Phase.REFRESH, Phase.REFRESH_FOLLOWER)
 
 
 @dataclass(frozen=True)
 class Activity:
-    """Activity that a step may contain. Calls and homes are rows of `Decisions`."""
+    """An activity that a step may contain. Calls and homes are rows of `Decisions`."""
 
     phase: Phase
     call: int
-    """Call in whose wave it is; the outputs of a function are collected in a later one."""
+    """The call whose wave it belongs to; outputs of a function are collected in a later wave."""
     home: int
-    """Row of the place where the role lives that the activity is about; of a function, the function itself."""
+    """Row of the home of its role; for a function, the function itself."""
     target: int
-    """Row of the place that its parameters are brought to; `home` if they stay."""
+    """Row of the placement that its parameters move to; `home` if they stay."""
     average: MovingAverage | None = None
     number: int = 0
-    """Place of the follower among those of the graph."""
+    """Index of `average` in the graph."""
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -96,32 +96,33 @@ class Activity:
 
     @property
     def allocates(self) -> int | None:
-        """Row on whose devices the parameters lie that it allocates, until a later activity frees them."""
+        """Row whose devices get the parameters that it allocates; a later activity frees them."""
         return self.target if self.phase in _ALLOCATING else None
 
     @property
     def frees(self) -> int | None:
-        """Row on whose devices the parameters lie that it frees."""
+        """Row whose devices held the parameters that it frees."""
         if self.phase not in _FREEING:
             return None
         return self.call if self.phase is Phase.RELEASE else self.home
 
     @property
     def together(self) -> bool:
-        """Whether all its ranks start together; ranks execute other activities by themselves."""
+        """Whether all its ranks start together; ranks execute other activities on their own."""
         return self.phase in _TOGETHER
 
 
 def find_places(activities: Sequence[Activity]) -> Ints:
-    """Find the place of each activity among those of a wave, [activities]."""
+    """Find the position of each activity within a wave, [activities]."""
     return np.argsort(sorted(range(len(activities)), key=lambda a: activities[a].place))
 
 
 class StepGraph:
-    """Facts about the calls of a step that hold under every plan. Calls are numbers in the order of the graph."""
+    """Facts about the calls of a step that hold under every plan. A call is its number in the order of the
+    graph."""
 
     def __init__(self, graph: DataflowGraph, homes: Mapping[str, int], done: Collection[str] = ()) -> None:
-        """`homes`: row of the place where each role lives. `done`: calls that have run already."""
+        """`homes` is the row of each role's home. `done` are calls that have already run."""
         self.graph = graph
         self.calls = graph.order
         self.number = {call.name: i for i, call in enumerate(self.calls)}
@@ -145,20 +146,20 @@ class StepGraph:
         ]
         """Later calls that can share a call's copy."""
         self.feeds = [tuple(self.number[p.name] for p in producers(graph, call)) for call in self.calls]
-        """Producers of each call's inputs, in the order in which it receives them."""
+        """Producers of each call's inputs, in the order of the inputs."""
         self.length_receivers = [self._length_receivers(call) for call in self.calls]
         """Calls whose ranks receive row lengths from a call."""
         self.ordered = np.array(
             [[p < c and self._follows(c, p) for p in indices] for c in indices], dtype=bool
         ).reshape(len(self.calls), len(self.calls))
-        """Whether a call follows an earlier one under every plan, [call, earlier call]."""
+        """Whether a call must wait for an earlier one under every plan, [call, earlier call]."""
         self.knows_lengths = np.array(
             [[p < c and self._learns(c, p) for p in indices] for c in indices], dtype=bool
         ).reshape(self.ordered.shape)
-        """Whether a call receives row lengths from an earlier one that it depends on, [call, earlier call]."""
+        """Whether a call depends on an earlier one and receives row lengths from it, [call, earlier call]."""
         self.late_lengths = self._late_lengths()
-        """(consumer, producer) -> calls whose row lengths may come after the producer's rows, which then wait for
-        them: the consumer's items are divided by these lengths."""
+        """(consumer, producer) -> calls whose row lengths may be known only after the producer has run. Its rows
+        then wait for them, because these lengths divide the consumer's items."""
         self.activities = self._activities(homes)
         """All activities that plans may contain."""
 
@@ -179,7 +180,7 @@ class StepGraph:
     def _late_lengths(self) -> dict[tuple[int, int], list[int]]:
         graph = self.graph
         known: list[set[int]] = []
-        earliest: list[int] = []  # wave that a call is in, at least; at most it is its place in the order
+        earliest: list[int] = []  # lowest possible wave of each call; the highest is its place in the order
         for call in self.calls:
             before = {self.number[other.name] for other in graph.dependencies(call)}
             known.append(before.union(*(known[p] for p in before)))
@@ -199,7 +200,8 @@ class StepGraph:
         return late
 
     def rows(self, activity: Activity) -> Sequence[int]:
-        """List the rows on whose devices an activity takes place; of `HAND_ON`, where lengths are shared."""
+        """List the rows whose devices execute an activity. For `HAND_ON`, these are the devices that get the
+        lengths."""
         match activity.phase:
             case Phase.HAND_ON | Phase.HAND_ON_COLLECTED:
                 return self.length_receivers[activity.call]
@@ -208,7 +210,7 @@ class StepGraph:
         return (activity.home, activity.target)
 
     def _activities(self, homes: Mapping[str, int]) -> tuple[Activity, ...]:
-        """List activities, the runs of calls first, in the order of the graph."""
+        """List activities; the runs of calls come first, in the order of the graph."""
         calls = [c for c in range(len(self.calls)) if c not in self.done]
         found = [
             Activity(Phase.START if c in self.functions else Phase.RUN, c, self.home[c], c) for c in calls
@@ -254,21 +256,21 @@ def _shares(graph: DataflowGraph, first: Call, second: Call) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
-    """What plans decide: [rows, plans]. The first rows are the calls, the others are homes elsewhere."""
+    """Decisions of plans, [rows, plans]. The first rows are the calls; rows of homes may follow."""
 
     first: Ints
-    """First rank of the mesh, whose ranks are `first` to `end` - 1."""
+    """First rank of the mesh; its ranks are `first` to `end` - 1."""
     end: Ints
     code: Ints
     """Number of the layout; equal numbers mean equal layouts."""
     kept: Bools
-    """Whether the plan keeps the copies of the call's role, or at least that in the call's layout."""
+    """Whether the plan keeps the copies of the call's role, or at least the copy in the call's layout."""
     offloaded: Bools
-    """Whether the parameters of the role that lives here are in host memory between their uses."""
+    """Whether the parameters of the role with this home are in host memory between their uses."""
 
 
 class StepFacts:
-    """Facts about a step under plans."""
+    """Facts about a step under some plans."""
 
     def __init__(self, step: StepGraph, decisions: Decisions) -> None:
         self.step, self.decisions = step, decisions
@@ -276,12 +278,13 @@ class StepFacts:
         self.wave = self._waves()
         """Wave of each call, [calls, plans]. Calls of a wave share no device and do not wait for each other."""
         self.away = decisions.code[:n] != decisions.code[step.home]
-        """Whether a call runs in another layout than its role lives in, [calls, plans]."""
+        """Whether a call runs in another layout than its role's home, [calls, plans]."""
         self.borrowed = self.away & ~decisions.kept[:n]
         """Whether a call uses a copy that is made for this step, [calls, plans]."""
 
     def sort_keys(self, activities: Sequence[Activity], places: Ints) -> Ints:
-        """Numbers by which each plan orders activities, [activities, plans]. `places`: see `find_places`."""
+        """Compute sort keys that give each plan's order of activities, [activities, plans]. `places` come from
+        `find_places`."""
         return self._waves_of(activities) * len(activities) + places[:, None]
 
     def present(self, activity: Activity) -> Bools:
@@ -316,16 +319,16 @@ class StepFacts:
             after = meets | step.ordered[c, :c, None]
             wave[c] = np.where(after, wave[:c] + 1, 0).max(axis=0)
         if step.done:
-            # Waves of which all calls have run do not count.
+            # Leave out waves whose calls have all run.
             left = np.unique(wave[[c for c in range(len(wave)) if c not in step.done]])
             wave = np.searchsorted(left, wave)
         return wave
 
     def _waves_of(self, activities: Iterable[Activity]) -> Ints:
-        """Find the wave that each activity belongs to, [activities, plans].
+        """Find the wave of each activity, [activities, plans].
 
-        Outputs of a function are collected in the wave before the first one with a call that needs them, so that
-        other calls run meanwhile; after all waves if no call needs them.
+        Outputs of a function are collected in the wave before the first call that needs them, so that other calls
+        run meanwhile; after all waves if no call needs them.
         """
         collecting = {}
         for f, needing in self.step.dependents.items():
@@ -342,7 +345,7 @@ class StepFacts:
         )
 
     def _moves(self, activity: Activity) -> Bools:
-        """Whether a role's parameters, if they are offloaded, are loaded or offloaded again here.
+        """Tell which plans load or offload a role's parameters here, provided that they are offloaded at all.
 
         Calls of the same wave share loaded parameters.
         """
@@ -358,16 +361,16 @@ class StepFacts:
         return ~away[c] & ~self._any(same_wave[p] & ~away[p] for p in same_wave if p < c)
 
     def _loads(self, c: int) -> Bools:
-        """Whether a call needs the parameters at its role's home."""
+        """Tell which plans need the parameters at the home of call `c`'s role."""
         return ~self.away[c] | self.borrowed[c] & ~self._meets(c, self.step.sharers[c])
 
     def _meets(self, c: int, others: list[int]) -> Bools:
-        """Whether one of `others` has the layout of call `c`."""
+        """Tell which plans give one of `others` the layout of call `c`."""
         code = self.decisions.code
         return self._any(code[p] == code[c] for p in others)
 
     def _any(self, rows: Iterable[Bools]) -> Bools:
-        """Element-wise or of rows, [plans]."""
+        """Combine rows by element-wise or, [plans]."""
         result = np.zeros(self.away.shape[1], dtype=bool)
         for row in rows:
             result |= row
