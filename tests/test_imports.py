@@ -193,13 +193,12 @@ def loaded_by(modules: list[str]) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_packages_that_promise_it_load_nothing_heavy() -> None:
-    light = [m for m in MODULES if is_torch_free(m) and package(m) not in ("planner", "program")]
-    assert loaded_by(["realrl.__main__", *light]) == set()
+def test_the_command_line_starts_without_anything_heavy() -> None:
+    assert loaded_by(["realrl.__main__"]) == set()
 
 
-def test_programs_and_the_planner_load_nothing_heavier_than_numpy() -> None:
-    assert loaded_by([module for module in MODULES if package(module) in ("planner", "program")]) <= {"numpy"}
+def test_packages_that_promise_it_load_nothing_heavier_than_numpy() -> None:
+    assert loaded_by([module for module in MODULES if is_torch_free(module)]) <= {"numpy"}
 
 
 def test_modules_that_promise_it_load_no_torch() -> None:
