@@ -106,7 +106,7 @@ def list_communicators(rank_sets: RankSets, world: int) -> tuple[Communicator, .
     ranks share one.
 
     So do both directions of a pipeline, because NCCL delivers in the order of posting; see
-    `engine.pipeline.transport`. Groups of all ranks share the communicator of all ranks if it has enough thread
+    `engine.pipeline`. Groups of all ranks share the communicator of all ranks if it has enough thread
     blocks.
     """
     everyone = tuple(range(world))
