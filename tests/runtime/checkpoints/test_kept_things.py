@@ -198,5 +198,5 @@ def test_a_new_run_from_saved_models_goes_on_with_their_state(
     for path in (run_dir / "checkpoints", *run_dir.glob("final*"), run_dir / "summary.json"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert run_app(["train", str(recipe)]) == 0
-    assert "has no checkpoint yet, and starts again" in capsys.readouterr().err
+    assert "has no checkpoint yet and starts again" in capsys.readouterr().err
     assert read_metrics(run_dir)[0] == first

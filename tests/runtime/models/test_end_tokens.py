@@ -136,7 +136,7 @@ def test_answers_end_where_the_template_ends_a_turn(
     )
     assert run_app(["train", str(recipe)]) == 0
     end = AutoTokenizer.from_pretrained(turning).convert_tokens_to_ids(TURN_END)
-    assert f"lacks what ends answers here: {end} ({TURN_END})" in capsys.readouterr().err
+    assert f"lacks tokens that end answers here: {end} ({TURN_END})" in capsys.readouterr().err
     assert run_app(["data", str(recipe)]) == 0
     assert f"[[a plot{TURN_END}]]" in capsys.readouterr().out
     ends = read_stop_token_ids(AutoTokenizer.from_pretrained(turning), str(turning), 320)

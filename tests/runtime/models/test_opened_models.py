@@ -195,9 +195,8 @@ def test_ignored_and_changed_settings_of_opened_models_are_noted(
     assert run_app(["train", str(recipe)]) == 0
     error = capsys.readouterr().err
     assert (
-        "note: models.reward: " in error
-        and "attention_dropout=0.1; training here is without dropout" in error
+        "note: models.reward: " in error and "attention_dropout=0.1; training here uses no dropout" in error
     )
-    assert "padding token </s>: saved with the padding token <pad>" in error
+    assert "padding token </s>; saved with the padding token <pad>" in error
     config = json.loads((tmp_path / "run" / "final" / "config.json").read_text())
     assert config["pad_token_id"] == 2 and config["attention_dropout"] == 0.1

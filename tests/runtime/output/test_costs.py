@@ -264,7 +264,7 @@ def test_a_prediction_that_fails_costs_no_run(
     costs = Comparison.load(run(world, "sft", tmp_path))
     assert costs.predicted_step_seconds is None and costs.step.steps == 4
     error = capsys.readouterr().err
-    assert error.count("what steps cost is not predicted: ZeroDivisionError: nothing by nothing") == 1
+    assert error.count("steps are compared without a prediction: ZeroDivisionError: nothing by nothing") == 1
 
 
 def test_a_run_calibrates_the_prediction_of_its_own_calls(finished: Mapping[str, Path]) -> None:
