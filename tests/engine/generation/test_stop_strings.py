@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
-from realrl.engine.generation import call, decode_memory
+from realrl.engine.generation import decode_batch, decode_memory
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import make_unsharded_model
@@ -100,7 +100,7 @@ def test_an_answer_ends_after_the_token_that_completes_a_stop_string(world: Worl
 def test_generated_answers_are_those_without_stop_strings_cut_off(
     world: World, monkeypatch: pytest.MonkeyPatch, steps: int, kv_capacity: int, least: int
 ) -> None:
-    for module in (call, decode_memory):
+    for module in (decode_batch, decode_memory):
         monkeypatch.setattr(module, "count_steps_per_look", lambda cpu: steps)
     assert count_steps_per_look(cpu=False) == 16
     tokenizer = AutoTokenizer.from_pretrained(world.actor)
