@@ -13,7 +13,7 @@ from realrl.planner.report.calibrate import calibrate_profile
 from realrl.planner.report.comparison import CallCosts, Comparison, Seconds
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.uncertainty import sampled_steps, spreads
+from realrl.planner.uncertainty import sampled_steps
 from realrl.planner.uncertainty.outlook import LEVEL
 from realrl.planner.uncertainty.ranking import StepSampler, find_interval
 from realrl.planner.uncertainty.sampled_steps import (
@@ -33,7 +33,7 @@ NOTHING = CallErrors("profile", Spread(machine=0.0, call=0.0))
 def only(monkeypatch: pytest.MonkeyPatch, errors: CallErrors, moves: float = 0.0) -> None:
     """Let all calls have these errors, and what happens between calls those of `moves`."""
     monkeypatch.setattr(sampled_steps, "find_call_errors", lambda *_: errors)
-    monkeypatch.setattr(sampled_steps, "MOVES", dict.fromkeys(spreads.MOVES, moves))
+    monkeypatch.setattr(sampled_steps, "MOVES", dict.fromkeys(sampled_steps.MOVES, moves))
 
 
 @pytest.mark.parametrize("seed", range(6))
