@@ -18,8 +18,8 @@ from realrl.program.arrays import Floats, Ints, Real, tabulate_stages
 class CallContext:
     """Inputs of the time model of one call under each of some strategies.
 
-    Times are in seconds, in arrays with one entry per strategy: [strategies], or [stages, strategies] if they differ
-    between pipeline stages.
+    Times are in seconds, in arrays with one entry per strategy: [strategies], or [stages, strategies] if they
+    differ between pipeline stages.
     """
 
     timing: Timing
@@ -27,7 +27,7 @@ class CallContext:
     strategies: Strategies
     work: CallWork
     candidates: Candidates | None = None
-    """Tokens whose log-probabilities the call computes beside each token's own, if any."""
+    """The call's candidates: further tokens whose log-probabilities it computes at each position."""
 
     @cached_property
     def layers(self) -> Ints:
@@ -43,8 +43,8 @@ class CallContext:
     def layer_communication(self, tokens: Real) -> DeviceHostTime:
         """Time the TP communication of a layer, forward or backward: two all-reduces of the hidden states.
 
-        With sequence parallelism, an all-gather and a reduce-scatter replace each all-reduce. Generation does not use
-        sequence parallelism. The embedding needs half of this communication.
+        With sequence parallelism, an all-gather and a reduce-scatter replace each all-reduce. Generation does not
+        use sequence parallelism. The embedding needs half of this communication.
         """
         if self.strategies.tp == 1:
             return DeviceHostTime(0.0)

@@ -174,7 +174,7 @@ class CostModel:
     def moved(
         self, model: StoredModel, source: Placement, target: Placement, parameter_set: str = BASE
     ) -> tuple[int, int]:
-        """Count the bytes that a reallocation sends between devices, and how many of these bytes enter another node."""
+        """Count the bytes that a reallocation sends between devices, and how many of them enter another node."""
         transfers = self._transfers_of(model, source, target, parameter_set)
         sent, entering = transfers.sent("", Layouts.of([source]), Layouts.of([target]))
         return round(sent[0]), round(entering[0])

@@ -68,8 +68,8 @@ def split_decode_steps(
 def cost_generation(context: CallContext) -> Mapping[str, Floats]:
     """Cost a generate call, in seconds by term.
 
-    The pipeline has one decode batch in flight per stage. The tokens of a batch pass all stages in turn, and the last
-    stage sends the sampled tokens back to the first.
+    The pipeline has one decode batch in flight per stage. The tokens of a batch pass all stages in turn, and the
+    last stage sends the sampled tokens back to the first.
     """
     timing = context.timing
     work = context.work
@@ -88,7 +88,8 @@ def cost_generation(context: CallContext) -> Mapping[str, Floats]:
     outside = OutsideLayers(
         every=embedding + timing.allocate(cache) / passes.count,
         # A prefill ends with the keys and values of the last layer. So the last stage computes these instead of a
-        # whole layer, and skips that layer's all-reduces. `start` includes the embedding, which `every` has counted.
+        # whole layer, and skips that layer's all-reduces. `start` includes the embedding, which `every` has
+        # counted.
         last=timing.start(size) - embedding - timing.prefill(size).device,
         comm_first=communication / 2,
         comm_last=-communication,
@@ -134,8 +135,9 @@ def _cost_captures(context: CallContext, sizes: ManyGenerations) -> Floats:
 def _cost_decode_step(context: CallContext, batches: Ints, segment: DecodeSegment) -> dict[str, Floats]:
     """Cost one decode step of all decode batches in flight, in seconds by term.
 
-    A token passes all stages before the next token starts, which takes the sum of all stages. Each stage works on one
-    decode batch at a time, which takes the slowest stage times the number of batches. The step takes the longer time.
+    A token passes all stages before the next token starts, which takes the sum of all stages. Each stage works on
+    one decode batch at a time, which takes the slowest stage times the number of batches. The step takes the longer
+    time.
     """
     timing = context.timing
     layers = context.layers

@@ -20,8 +20,8 @@ from realrl.program.arrays import Floats, Ints, Real
 GroupKind = Literal["tp", "dp", "mesh", "embedding"]
 """Process groups of a placement.
 
-tp: ranks that hold shards of the same matrices. dp: ranks that share out a batch. mesh: the ranks along all axes that
-divide anything. embedding: first and last stage of each pipeline."""
+tp: ranks that hold shards of the same matrices. dp: ranks that share out a batch. mesh: the ranks along all axes
+that divide anything. embedding: first and last stage of each pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +145,9 @@ class Network:
 
 @lru_cache(maxsize=1 << 16)
 def _find_span(kind: GroupKind, degrees: Degrees, nodes: Cluster) -> tuple[int, int, int]:
-    """Return the size of the groups, the most nodes that a group spans, and the most rings that share a node's network.
+    """Return the size of the groups, the most nodes that one spans, and the most groups that share a node's link.
 
-    The last number counts only groups that span several nodes.
+    The last number counts only groups that span several nodes, because only these use the node's network link.
     """
     # On nodes of equal size, the pattern of groups on nodes repeats, so one period is enough to look at.
     period = nodes.runs[0][1] if nodes.even else nodes.size

@@ -53,9 +53,9 @@ def at_last(pp: Ints, seconds: Real) -> Floats:
 def cost_training(context: CallContext) -> Mapping[str, Floats]:
     """Cost all optimizer steps of a train call under the 1F1B schedule, in seconds by term.
 
-    Layers below the first trained layer have no backward pass, and neither have frozen embeddings. The model ignores
-    two other savings of a frozen part: the gradient of a tied head's weight, and messages to stages without a
-    backward pass.
+    Layers below the first trained layer have no backward pass, and neither have frozen embeddings. The model
+    ignores two other savings of a frozen part: the gradient of a tied head's weight, and messages to stages without
+    a backward pass.
     """
     timing = context.timing
     strategies = context.strategies
@@ -124,8 +124,8 @@ def _cost_sharded_step(
 ) -> Floats:
     """Exposed seconds of data-parallel communication of a mini-batch under ZeRO-2 and ZeRO-3, on the busiest stage.
 
-    Every chunk also sums the gradients to which each TP rank contributes a part. Small all-reduces include the one by
-    which ranks agree on the number of chunks.
+    Every chunk also sums the gradients to which each TP rank contributes a part. Small all-reduces include the one
+    by which ranks agree on the number of chunks.
     """
     passes = chunks * (sharded.forward(seconds) + sharded.backward(updated, seconds))
     stages = np.where(
@@ -167,8 +167,8 @@ def _find_late_share(context: CallContext, elements: Ints) -> Real:
 def _cost_partial_gradients(context: CallContext) -> Real:
     """Seconds to sum the gradients of replicated parameters, if each rank has computed a part of the sum.
 
-    These are small tensors of each layer, key/value heads that several TP ranks share, and tied embeddings, which the
-    first and the last stage hold.
+    These are small tensors of each layer, key/value heads that several TP ranks share, and tied embeddings, which
+    the first and the last stage hold.
     """
     sizes = context.timing.sizes
     network = context.network
