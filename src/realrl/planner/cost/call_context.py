@@ -37,7 +37,7 @@ class CallContext:
 
     @property
     def overlap(self) -> float:
-        """Fraction of compute that can overlap communication; 0 on a CPU, where the same cores do both."""
+        """Fraction of compute that can overlap communication; 0 on a CPU, because the same cores do both."""
         return 0.0 if self.timing.device.cpu else self.timing.efficiency.overlap
 
     def layer_communication(self, tokens: Real) -> DeviceHostTime:

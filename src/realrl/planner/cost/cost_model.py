@@ -45,7 +45,7 @@ class CallCost:
     compute: arithmetic of the busiest stage. decode: layers, head and sampling in decode steps. tensor, pipeline,
     data: exposed communication of TP, PP and DP. bubble: idle time of the busiest stage. launch: the device waits
     for the host to launch kernels. optimizer: update of the parameters. function: a function on the host. No device
-    waits for a function until its outputs are needed. If no run has measured a function, there is no term for it.
+    waits for a function until its outputs are needed. A function that no run has measured has no term.
     """
 
     terms: Mapping[str, float]

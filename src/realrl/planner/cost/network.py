@@ -56,9 +56,9 @@ class Ring:
         return self._seconds("all_reduce", 2, number_bytes)
 
     def _seconds(self, kind: Reduction, rounds: int, number_bytes: Real) -> Floats:
-        """Seconds of a collective: from the profile if it measured this group, else from the operator tables.
+        """Seconds of a collective; a profile that measured this group comes first, the operator tables second.
 
-        Without either, a round of a ring takes size - 1 hops, each with 1 / size of the bytes.
+        Without either, each round of a ring takes size - 1 hops of 1 / size of the bytes.
         """
         seconds = rounds * (self.size - 1) * (self.hop_s + number_bytes / self.size / self.bytes_per_s)
         if self.operators is not None:
@@ -124,8 +124,7 @@ class Network:
     def _ring(self, kind: GroupKind) -> Ring:
         """Build a ring; groups that communicate at the same time share the network of a node.
 
-        A ring has as many links as ranks. If it spans several nodes, as many of its links cross between nodes as it
-        has nodes.
+        The number of a ring's links equals its number of ranks. In a ring over n > 1 nodes, n links cross nodes.
         """
         device = self.sites[0].device
         each = zip(self.strategies.degrees, self.sites, strict=True)

@@ -269,7 +269,8 @@ def _cost_pipeline(
 ) -> dict[str, Floats]:
     """Seconds of the busiest stage by term, and the bubble: its idle time while the pipeline fills and drains.
 
-    The pipeline's time is that of one chunk through all stages, and of all other chunks through the slowest stage.
+    One chunk passes all stages; then the slowest stage sets the pace for all other chunks. The sum is the total
+    time.
     """
     pp = context.strategies.pp
     own = outside.own(pp)

@@ -144,7 +144,7 @@ class Roofline:
         )
 
     def accumulate_gradients(self, tokens: Real) -> Real:
-        """Time adding the gradients of a layer's matrices to those of earlier micro-batches."""
+        """Time adding the gradients of a layer's matrices to the sums over earlier micro-batches."""
         e, sizes = self.efficiency, self.sizes
         apart = self.device.cpu and self.element_bytes < 4
         own = e.apart_gradient_bytes if apart else e.gradient_bytes + self._widened

@@ -1,4 +1,4 @@
-"""Time of the parts of a call on one rank: measured if a profile has them, else from the roofline."""
+"""Time of the parts of a call on one rank: interpolated from a profile if it has them, or from the roofline."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
