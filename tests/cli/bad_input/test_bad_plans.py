@@ -52,7 +52,7 @@ CASES: dict[str, tuple[Changes, str, str]] = {
     "no memory at all": (
         {},
         "offload: [ref]",
-        "device_memory: cpu: 100 KiB are less than what drivers and the buffers of messages take",
+        "device_memory: cpu: 100 KiB is less than drivers and message buffers need",
     ),
     "another cluster": ({}, "cluster: 1x8", "plan file DIR/plan.yaml is for cluster 1x8; this run has 1x4"),
 }

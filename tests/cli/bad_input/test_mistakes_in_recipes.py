@@ -248,7 +248,7 @@ OVERRIDES: list[tuple[str, str]] = [
     ("device_memory=99999999TiB", "is not a size"),
     ("device_memory=true", "device_memory: true is not text"),
     ("device_memory=[80GiB]", "device_memory: ['80GiB'] is not text"),
-    ("device_memory=1MiB", "are less than what drivers and the buffers of messages take"),
+    ("device_memory=1MiB", "is less than drivers and message buffers need"),
     # Models.
     ("models.actor.path=null", "models: actor needs a path (weights to load) or a shape"),
     ("models.reward.path=null", "models: reward needs a path (weights to load) or a shape"),

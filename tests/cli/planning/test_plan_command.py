@@ -263,7 +263,7 @@ def test_devices_without_memory_to_use_are_refused(
     file = tmp_path / "cluster.yaml"
     file.write_text("groups:\n- {device: {like: h100, memory: 1GiB}, nodes: 1, devices_per_node: 8}\n")
     assert run_app(["plan", REFERENCE, *SMALL, *QUICK, "--cluster", str(file)]) == 2
-    assert "h100: 1.00 GiB are less than what drivers" in capsys.readouterr().err
+    assert "h100: 1.00 GiB is less than drivers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Inputs of the per-call time model."""
+"""Inputs of the time model of a call, and the communication that its passes share."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +18,8 @@ from realrl.program.arrays import Floats, Ints, Real, tabulate_stages
 class CallContext:
     """Inputs of the time model of one call under each of some strategies.
 
-    Times are arrays with an entry for each, of a call's stages [stages, strategies].
+    Times are in seconds, in arrays with one entry per strategy: [strategies], or [stages, strategies] if they
+    differ between pipeline stages.
     """
 
     timing: Timing
@@ -26,24 +27,24 @@ class CallContext:
     strategies: Strategies
     work: CallWork
     candidates: Candidates | None = None
-    """Those of the call."""
+    """The call's candidates: further tokens whose log-probabilities it computes at each position."""
 
     @cached_property
     def layers(self) -> Ints:
-        """Number of layers by stage."""
+        """Number of layers on each stage, [stages, strategies]."""
         layers = self.timing.sizes.shape.layers
         return tabulate_stages(lambda pp: list(map(len, stage_layers(layers, pp))), self.strategies.pp)
 
     @property
     def overlap(self) -> float:
-        """Fraction of compute that can overlap communication; 0 on a CPU, where the same cores do both."""
+        """Fraction of compute that can overlap communication; 0 on a CPU, because the same cores do both."""
         return 0.0 if self.timing.device.cpu else self.timing.efficiency.overlap
 
     def layer_communication(self, tokens: Real) -> DeviceHostTime:
         """Time the TP communication of a layer, forward or backward: two all-reduces of the hidden states.
 
-        With sequence parallelism, which generation does not use, an all-gather and a reduce-scatter each. The
-        embedding takes half of it.
+        With sequence parallelism, an all-gather and a reduce-scatter replace each all-reduce. Generation does not
+        use sequence parallelism. The embedding needs half of this communication.
         """
         if self.strategies.tp == 1:
             return DeviceHostTime(0.0)
@@ -58,22 +59,26 @@ class CallContext:
     def head_communication(self, tokens: Real) -> Real:
         """Time the TP communication of the head forward.
 
-        The maximum and the sum of each row of logits are all-reduced chunk by chunk, log-probabilities at once. Of
-        the likeliest tokens, those of each rank are gathered chunk by chunk: ids in int64 and float32 numbers.
+        The maximum and the sum of each row of logits are all-reduced chunk by chunk. The log-probabilities of all
+        chunks are all-reduced once. If the call selects the likeliest tokens, each rank's selection is gathered
+        chunk by chunk: ids in int64 and log-probabilities in float32.
         """
         if self._head_is_local:
             return 0.0
-        group, further = self.network.tp_group, self.candidates
+        group, candidates = self.network.tp_group, self.candidates
         rows, count = self._logit_chunks(tokens)
         seconds = 2 * count * group.all_reduce(4 * rows)
-        if further is None or further.ids is not None:
-            return seconds + group.all_reduce(4 * tokens * (1 + (further.count if further else 0)))
-        each = rows * further.count * self.strategies.tp
+        if candidates is None or candidates.ids is not None:
+            return seconds + group.all_reduce(4 * tokens * (1 + (candidates.count if candidates else 0)))
+        each = rows * candidates.count * self.strategies.tp
         gathered = group.all_gather(8 * each) + group.all_gather(4 * each)
         return seconds + count * gathered + group.all_reduce(4 * tokens)
 
     def head_backward_communication(self, tokens: Real) -> Real:
-        """Time the TP communication of the head backward: the hidden gradient, and logits that are not kept."""
+        """Time the TP communication of the head backward: an all-reduce of the gradient of the hidden states.
+
+        If the forward pass did not keep its logits, their maxima and sums are also all-reduced again.
+        """
         if self._head_is_local:
             return 0.0
         rows, count = self._logit_chunks(tokens)
@@ -90,7 +95,10 @@ class CallContext:
         )
 
     def hop(self, tokens: Real) -> Floats:
-        """Time sending hidden states, or their gradient, to the next stage; the receiving host blocks on it."""
+        """Time sending hidden states, or their gradient, to the next stage.
+
+        The time includes the host's, because the receiving host blocks until the message has arrived.
+        """
         rows = tokens / (self.strategies.tp if self.strategies.sequence_parallel else 1)
         return np.where(
             self.strategies.pp == 1, 0.0, self.network.hop(self._hidden(rows)) + self.collective_host
@@ -98,12 +106,12 @@ class CallContext:
 
     @property
     def _head_is_local(self) -> bool:
-        """Whether every TP rank has all of the head."""
+        """Whether every TP rank holds the whole head, so that the head needs no communication."""
         return self.timing.sizes.head == "scalar"
 
     @property
     def collective_host(self) -> float:
-        """Host seconds per collective; on a CPU they are part of the collective itself."""
+        """Host seconds per collective; 0 on a CPU, because the collective's own time includes them."""
         return 0.0 if self.timing.device.cpu else self.timing.efficiency.collective_host_s
 
     def _logit_chunks(self, tokens: Real) -> tuple[Real, Ints]:
@@ -111,4 +119,5 @@ class CallContext:
         return self.timing.sizes.count_logit_chunks(tokens, cpu=self.timing.device.cpu)
 
     def _hidden(self, tokens: Real) -> Real:
+        """Bytes of the hidden states of `tokens`."""
         return tokens * self.timing.sizes.shape.hidden_size * self.timing.element_bytes

@@ -42,15 +42,18 @@ from realrl.program.order import changed_sets, changes, set_names
 class CallCost:
     """Seconds of a call on its mesh, by additive terms.
 
-    compute: arithmetic of the busiest stage. decode: memory-bound decode steps. tensor, pipeline, data: exposed
-    communication of TP, PP and DP. bubble: idle time of the busiest stage. launch: the device waits for the host to
-    launch kernels. optimizer: update of the parameters. function: a function on the host,
-    which no device waits for until its outputs are needed; no term for one that no run has measured.
+    compute: arithmetic of the busiest stage. decode: layers, head and sampling in decode steps. tensor, pipeline,
+    data: exposed communication of TP, PP and DP. bubble: idle time of the busiest stage. launch: the device waits
+    for the host to launch kernels. optimizer: update of the parameters. function: a function on the host. No device
+    waits for a function until its outputs are needed. A function that no run has measured has no term.
     """
 
     terms: Mapping[str, float]
     captures: float = 0.0
-    """Those of `launch` in which graphs are captured that a step finds captured if parameters have not moved."""
+    """Seconds of `launch` that capture CUDA graphs, if a later step can reuse these graphs.
+
+    A step reuses the graphs of the step before if the parameters have not moved in between.
+    """
 
     @property
     def seconds(self) -> float:
@@ -59,15 +62,20 @@ class CallCost:
 
 
 class CostModel:
-    """Time model of calls and data movement on a cluster: interpolated from `profile`, else a roofline.
+    """Time model of calls and data movement on a cluster.
 
-    Results are cached. They depend on the site of a mesh, not on where in the cluster that is.
+    Times are interpolated from `profile` if it has measured them, and computed by a roofline model if not. Costs of
+    calls are cached by the site of their mesh, because equal sites anywhere in the cluster give equal costs.
     """
 
     def __init__(
         self, spec: ClusterSpec, profile: Profile | None = None, efficiency: Efficiency | None = None
     ) -> None:
-        """`profile` is used for devices of its own kind; `efficiency` defaults to that of this project's engine."""
+        """Build a time model.
+
+        `profile` counts only for devices of its own kind. `efficiency` defaults to the constants of this project's
+        engine.
+        """
         self.spec = spec
         self.profile = profile
         self.efficiency = efficiency or Efficiency()
@@ -78,10 +86,10 @@ class CostModel:
     def call(
         self, call: Call, model: StoredModel | None, placement: Placement, workload: Workload
     ) -> CallCost:
-        """Cost one call of a step, all mini-batches and epochs included. `model` is that of the call's role, None
-        for a function.
+        """Cost one call of a step, with all its mini-batches and epochs.
 
-        UserError if there are fewer records than DP ranks.
+        `model` belongs to the call's role; it is None for a function. Raises UserError if there are fewer records
+        than DP ranks.
         """
         if model is None:
             return self._function(call, placement, workload)
@@ -102,7 +110,7 @@ class CostModel:
     ) -> Mapping[str, Floats]:
         """Cost a call under each of some placements at once, in seconds by term (see `CallCost`).
 
-        All are on one kind of device. UserError if there are fewer records than DP ranks.
+        All placements are on one kind of device. Raises UserError if there are fewer records than DP ranks.
         """
         cost_by_kind = {
             Kind.TRAIN: cost_training,
@@ -114,7 +122,7 @@ class CostModel:
     def captures(
         self, call: Call, model: StoredModel, placements: Sequence[Placement], workload: Workload
     ) -> Floats:
-        """Compute `CallCost.captures` under each of some placements at once, as `terms` does."""
+        """Compute `CallCost.captures` under each of some placements, all on one kind of device."""
         if call.kind is not Kind.GENERATE:
             return np.zeros(len(placements))
 
@@ -131,7 +139,10 @@ class CostModel:
         placements: Sequence[Placement],
         workload: Workload,
     ) -> Mapping[str, Floats]:
-        """Cost a call by a function of strategies of one kind, in seconds by name, corrected by the profile."""
+        """Cost a call with `cost`, in seconds by name, and multiply by the profile's correction factors.
+
+        `cost` handles strategies that `group_strategies` puts into one group, so it is called once per group.
+        """
         strategies = [placement.strategy for placement in placements]
         sites = [self.spec.site(placement.mesh) for placement in placements]
         found: dict[str, Floats] = {}
@@ -143,7 +154,7 @@ class CostModel:
         return found if factors is None else {name: factors * s for name, s in found.items()}
 
     def _function(self, call: Call, placement: Placement, workload: Workload) -> CallCost:
-        """Time of a function on the busiest rank, from what runs have measured for an item."""
+        """Time of a function on the busiest rank: the measured seconds per item, times the rank's records."""
         assert call.function is not None, f"{call.name} has a model"
         records = records_per_rank(workload.work(call), placement.strategy)
         profile = self._profile_of(placement.mesh.first)
@@ -155,22 +166,21 @@ class CostModel:
     ) -> float:
         """Estimate the seconds of reallocating a parameter set, as the search does (`LinkTransfers`).
 
-        Of random pairs, nine in ten are within 2 % or a millisecond of `exact_reallocation`. Values travel in the
-        narrower of the two types.
+        For nine in ten random pairs of placements, the estimate is within 2 % or a millisecond of
+        `exact_reallocation`. Values travel in the narrower of the source's and the target's data type.
         """
         return self._transfers_of(model, source, target, parameter_set).one("", source, target)
 
     def moved(
         self, model: StoredModel, source: Placement, target: Placement, parameter_set: str = BASE
     ) -> tuple[int, int]:
-        """Count the bytes that a reallocation sends between devices, and those of them that enter another node."""
+        """Count the bytes that a reallocation sends between devices, and how many of them enter another node."""
         transfers = self._transfers_of(model, source, target, parameter_set)
         sent, entering = transfers.sent("", Layouts.of([source]), Layouts.of([target]))
         return round(sent[0]), round(entering[0])
 
     def transfers(self, graph: DataflowGraph, models: Mapping[str, StoredModel]) -> LinkTransfers:
         """Build the time model of reallocations of a graph's roles."""
-
         parts = {role: model.part for role, model in models.items()}
         moving = {role: (role, set_names(role, parts)) for role in graph.roles}
         for call, average in product(graph.calls, graph.averages):
@@ -195,7 +205,10 @@ class CostModel:
     def exact_reallocation(
         self, model: StoredModel, source: Placement, target: Placement, parameter_set: str = BASE
     ) -> float:
-        """Compute the seconds of a reallocation from the executed routes, which takes 1 to 100 milliseconds."""
+        """Compute the seconds of a reallocation from the routes that a run executes.
+
+        Finding the routes takes 1 to 100 milliseconds, too long for a search.
+        """
         tensors = model.sets[parameter_set].tensors
         source_layout, target_layout = (
             build_layout(model.shape, model.head, place, tensors) for place in (source, target)
@@ -232,7 +245,7 @@ class CostModel:
 
     @cached_property
     def _node_links(self) -> tuple[Links, ...]:
-        """Achieved bandwidths inside and between nodes, by node."""
+        """Achievable bandwidths inside and between nodes, one entry per node."""
         fraction = self.efficiency.link
         return tuple(
             Links(
@@ -244,7 +257,10 @@ class CostModel:
         )
 
     def _most_posted(self, device: DeviceKind) -> float:
-        """Bytes per second of a rank whose host does nothing but post messages of a reallocation."""
+        """Bytes per second that a rank sends if its host only posts the messages of a reallocation.
+
+        A fast device link can be idle while the host prepares the next message, so the host's rate limits it.
+        """
         return message_limits(cpu=device.cpu).message_bytes / self.efficiency.collective_host_s
 
     def _context(
@@ -276,14 +292,15 @@ class CostModel:
     ) -> LinkTransfers:
         key = (model, _narrower(model, source, target), parameter_set)
         if key not in self._transfers:
-            weights = {"": (ParameterBytes.of(*key),)}  # in the narrower type
+            # Both mappings hold the set in the narrower type, so `LinkTransfers` need not choose between them.
+            weights = {"": (ParameterBytes.of(*key),)}
             self._transfers[key] = LinkTransfers(self.spec.cluster, weights, self._node_links, weights)
         return self._transfers[key]
 
     def _corrections(
         self, call: Call, model: StoredModel, first: int, strategies: Sequence[Strategy]
     ) -> Floats | None:
-        """Factors of the seconds that a profile has of runs; None without any."""
+        """Factor for the predicted seconds under each strategy; None if the profile has no corrections."""
         profile = self._profile_of(first)
         if profile is None or not profile.corrections:
             return None
@@ -298,6 +315,7 @@ class CostModel:
 
 
 def _slowest(links: Iterable[Links]) -> Links:
+    """Combine the smallest bandwidths and the longest latency of several links."""
     candidates = list(links)
     return Links(
         min(one.device_bytes_per_s for one in candidates),
@@ -307,4 +325,5 @@ def _slowest(links: Iterable[Links]) -> Links:
 
 
 def _narrower(model: StoredModel, source: Placement, target: Placement) -> int:
+    """Bytes of a parameter in the narrower of two placements' data types."""
     return min(model.width(source.strategy), model.width(target.strategy))

@@ -15,52 +15,52 @@ from realrl.planner.workload.workload import CallWork
 from realrl.program.arrays import Floats, Ints, Real, apply_each, truncate
 
 _SEGMENTS = 8
-"""Segments of decode steps in which rows and context length are taken to be constant."""
+"""Segments of the decode steps of the last rows. The model assumes constant rows and context within a segment."""
 
 
 @dataclass(frozen=True)
 class DecodeSegment:
-    """Decode steps with a constant number of rows and context length.
-
-    `rows`: unfinished sequences, in all decode batches; `context`: tokens in the KV cache that attention reads per
-    row.
-    """
+    """Decode steps with a constant number of rows and context length."""
 
     steps: Real
     rows: Real
+    """Unfinished sequences in all decode batches."""
     context: Real
+    """Tokens in the KV cache that attention reads per row."""
 
 
 def split_decode_steps(
     work: CallWork, sizes: ManyGenerations, *, steps_per_look: int, shares: bool
 ) -> Iterator[DecodeSegment]:
-    """Split the decode steps of a call, until its longest sequence ends.
+    """Split the decode steps of a call into segments, until its longest sequence ends.
 
-    A row is decoded until the host looks at its tokens, and replaced together with others. While rows wait, the
-    cache is full: that takes as long as the tokens of the rows that waited. The last rows are taken to be decoded
-    from their first token on, fewer and fewer of them. Attention reads what a row has in the cache; where it
-    `shares`, it reads a prompt once for all of its rows.
+    The host looks at new tokens only every `steps_per_look` steps, so answers are rounded up to this multiple.
+    Finished rows are replaced several at a time. The first segment lasts while rows wait for a place in the full
+    cache. The other segments decode the last rows, which become fewer as sequences end; the model assumes that all
+    last rows begin with their first token. Attention reads the cached tokens of each row. If it `shares` prompts,
+    it reads a prompt once for all its rows.
     """
     answers = np.sort([-(-n // steps_per_look) * steps_per_look for n in work.answers])
     count = len(answers)
     together = sizes.rows / sizes.prompts
     most = sizes.rows_at_a_time
     mean = answers.mean()
-    # A row is met at a random one of its tokens: longer ones more often.
+    # Mean answer tokens in the cache over all decode steps: an answer of n tokens contributes 0 + 1 + ... + n - 1.
     own = (answers * (answers - 1)).mean() / (2 * mean)
     read = 1 / together if shares else 1.0
-    # Rows of one length end together; of others, half of those that are replaced at a time have ended.
+    # Rows of equal length end together. Otherwise finished rows wait until 1 / REPLACED_TOGETHER of the rows have
+    # ended, so that half of this share is idle on average.
     waiting = 0.0 if answers[0] == answers[-1] else 1 / (2 * REPLACED_TOGETHER)
     yield DecodeSegment((sizes.rows - most) * mean / (most * (1 - waiting)), most, read * work.mean + own)
-    # Of n draws the largest is at the quantile n / (n + 1), on average.
+    # The largest of n draws is at the quantile n / (n + 1) on average.
     steps = answers[np.minimum(count - 1, truncate(count * most / (most + 1)))]
     for i in range(_SEGMENTS):
         begin = steps * i / _SEGMENTS
         end = steps * (i + 1) / _SEGMENTS
         alive = np.maximum(1 / most, (count - np.searchsorted(answers, begin, side="right")) / count)
-        # Prompts that are left, per row that is left.
+        # Prompts that still have an unfinished row, per unfinished row, if rows end independently.
         read = (1 - (1 - alive) ** together) / (alive * together) if shares else 1.0
-        # The first step of a row reads its prompt, whose last token is its input.
+        # The first decode step of a row reads its prompt alone: the step's input is the prompt's last token.
         context = read * work.mean + (begin + end - 1) / 2
         yield DecodeSegment(end - begin, np.maximum(1.0, most * alive), context)
 
@@ -68,8 +68,8 @@ def split_decode_steps(
 def cost_generation(context: CallContext) -> Mapping[str, Floats]:
     """Cost a generate call, in seconds by term.
 
-    One decode batch per pipeline stage is in flight at a time; each of its tokens passes all stages in turn and is
-    sent back to the first.
+    The pipeline has one decode batch in flight per stage. The tokens of a batch pass all stages in turn, and the
+    last stage sends the sampled tokens back to the first.
     """
     timing = context.timing
     work = context.work
@@ -87,7 +87,9 @@ def cost_generation(context: CallContext) -> Mapping[str, Floats]:
     communication = context.layer_communication(passes.tokens).device
     outside = OutsideLayers(
         every=embedding + timing.allocate(cache) / passes.count,
-        # The last layer's keys and values end the pass; what follows is neither computed nor summed.
+        # A prefill ends with the keys and values of the last layer. So the last stage computes these instead of a
+        # whole layer, and skips that layer's all-reduces. `start` includes the embedding, which `every` has
+        # counted.
         last=timing.start(size) - embedding - timing.prefill(size).device,
         comm_first=communication / 2,
         comm_last=-communication,
@@ -103,20 +105,23 @@ def cost_generation(context: CallContext) -> Mapping[str, Floats]:
 
 
 def cost_kept_captures(context: CallContext) -> Floats:
-    """Cost the captures that a generate call does without if its parameters are where they were a step before.
+    """Cost the captures that a generate call saves if its parameters have not moved since the step before.
 
-    The engine then takes the graphs of that step (`KeptDecoding`), if the device has room to keep them.
+    The engine then reuses the graphs of that step (`KeptDecoding`), if the device has room to keep them.
     """
     sizes = split_generations(context.work, context.strategies, cpu=context.timing.device.cpu)
     lora = context.timing.sizes.shape.lora
-    # Factors of DoRA are computed for each call; graphs with collectives live no longer than it.
+    # The engine computes DoRA's factors for each call, and keeps graphs with collectives no longer than one call.
     keeps = (context.strategies.tp == 1) & (lora is None or not lora.dora)
     return np.where(keeps, _cost_captures(context, sizes), 0.0)
 
 
 def _cost_captures(context: CallContext, sizes: ManyGenerations) -> Floats:
-    """Seconds of the host for all graphs of a call: each step is first launched kernel by kernel, and then
-    captured."""
+    """Host seconds to capture all graphs of a call.
+
+    There is a graph for each number of rows. The host launches the kernels of each graph twice: to warm up, and to
+    capture.
+    """
     timing, work = context.timing, context.work
     if not timing.decodes_by_graphs:
         return np.zeros(len(sizes.rows))
@@ -130,14 +135,15 @@ def _cost_captures(context: CallContext, sizes: ManyGenerations) -> Floats:
 def _cost_decode_step(context: CallContext, batches: Ints, segment: DecodeSegment) -> dict[str, Floats]:
     """Cost one decode step of all decode batches in flight, in seconds by term.
 
-    A token passes all stages before the next one starts, and each stage works on one decode batch at a time; the
-    step takes as long as the slower of the two.
+    A token passes all stages before the next token starts, which takes the sum of all stages. Each stage works on
+    one decode batch at a time, which takes the slowest stage times the number of batches. The step takes the longer
+    time.
     """
     timing = context.timing
     layers = context.layers
     pp = context.strategies.pp
     own_rows = np.maximum(1.0, segment.rows / batches)
-    # A GPU computes as many rows as its graph has, of which some have no keys.
+    # A GPU pads rows to the size of a captured graph. The padding has no keys, so the mean context is shorter.
     rows = own_rows if timing.device.cpu else apply_each(pad_rows, truncate(np.ceil(own_rows)))
     layer = timing.decode(rows, segment.context * own_rows / rows)
     sample = timing.sample(rows, context.work.sampling)

@@ -20,22 +20,25 @@ from realrl.program.arrays import Floats, Ints, Real
 GroupKind = Literal["tp", "dp", "mesh", "embedding"]
 """Process groups of a placement.
 
-tp: ranks that cut the same matrices. dp: ranks that share a batch. mesh: all ranks that work on different things.
-embedding: first and last stage of each pipeline."""
+tp: ranks that hold shards of the same matrices. dp: ranks that share out a batch. mesh: the ranks along all axes
+that divide anything. embedding: first and last stage of each pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """Process groups of equal size that communicate at the same time: bandwidth and latency of the slowest.
+    """Process groups of equal size that communicate at the same time.
 
-    Arrays have an entry for each strategy.
+    The bandwidth and the latency are those of the slowest group. Arrays have an entry for each strategy.
     """
 
     size: Ints
+    """Ranks of each group."""
     bytes_per_s: Floats
+    """Bandwidth of the slowest link between two neighbours in a ring."""
     hop_s: Floats
+    """Mean latency of a message to the next rank of a ring, in seconds."""
     nodes: Ints
-    """Most nodes that one of the groups spans."""
+    """Most nodes that any of the groups spans."""
     profile: Profile | None = None
     operators: Operators | None = None
     """Tables of collectives inside a node."""
@@ -53,6 +56,10 @@ class Ring:
         return self._seconds("all_reduce", 2, number_bytes)
 
     def _seconds(self, kind: Reduction, rounds: int, number_bytes: Real) -> Floats:
+        """Seconds of a collective; a profile that measured this group comes first, the operator tables second.
+
+        Without either, each round of a ring takes size - 1 hops of 1 / size of the bytes.
+        """
         seconds = rounds * (self.size - 1) * (self.hop_s + number_bytes / self.size / self.bytes_per_s)
         if self.operators is not None:
             inside = (self.nodes == 1) & (self.size <= MOST_RANKS)
@@ -68,7 +75,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Network:
-    """Links between the ranks of a call under each of some strategies, counted from the first of its mesh."""
+    """Links between the ranks of a call under each of some strategies; rank 0 is the first rank of the mesh."""
 
     sites: tuple[Site, ...]
     """Site of the mesh under each strategy, all with one kind of device."""
@@ -78,26 +85,22 @@ class Network:
 
     @cached_property
     def tp_group(self) -> Ring:
-        """TP groups."""
         return self._ring("tp")
 
     @cached_property
     def dp_group(self) -> Ring:
-        """DP groups."""
         return self._ring("dp")
 
     @cached_property
     def mesh_group(self) -> Ring:
-        """Mesh group: all ranks of the placement."""
         return self._ring("mesh")
 
     @cached_property
     def embedding_group(self) -> Ring:
-        """Embedding groups."""
         return self._ring("embedding")
 
     def hop(self, number_bytes: Real) -> Floats:
-        """Compute the seconds until all ranks of a stage have sent `number_bytes` to their peer on the next."""
+        """Compute the seconds in which each rank of a stage sends `number_bytes` to its peer on the next stage."""
         device = self.sites[0].device
         leaving = [
             _count_leaving(degrees.stride(*axes_dividing(Divided.LAYERS)), site.nodes)
@@ -121,7 +124,7 @@ class Network:
     def _ring(self, kind: GroupKind) -> Ring:
         """Build a ring; groups that communicate at the same time share the network of a node.
 
-        A part passes every link of the ring but one, of which as many cross nodes as there are nodes.
+        The number of a ring's links equals its number of ranks. In a ring over n > 1 nodes, n links cross nodes.
         """
         device = self.sites[0].device
         each = zip(self.strategies.degrees, self.sites, strict=True)
@@ -141,8 +144,11 @@ class Network:
 
 @lru_cache(maxsize=1 << 16)
 def _find_span(kind: GroupKind, degrees: Degrees, nodes: Cluster) -> tuple[int, int, int]:
-    """Size of the groups of a kind, most nodes that one spans, and most of those that span several on one node."""
-    # On equal nodes, the way in which groups lie on them repeats itself.
+    """Return the size of the groups, the most nodes that one spans, and the most groups that share a node's link.
+
+    The last number counts only groups that span several nodes, because only these use the node's network link.
+    """
+    # On nodes of equal size, the pattern of groups on nodes repeats, so one period is enough to look at.
     period = nodes.runs[0][1] if nodes.even else nodes.size
     if kind == "mesh":
         axes = axes_dividing(*Divided)
@@ -169,8 +175,8 @@ def _find_span(kind: GroupKind, degrees: Degrees, nodes: Cluster) -> tuple[int, 
 
 @lru_cache(maxsize=1 << 16)
 def _count_leaving(stage: int, nodes: Cluster) -> int:
-    """Most ranks of one node that send to the next stage, of `stage` ranks, on another node."""
-    if nodes.even:  # of the first node, from which as many send as from any
+    """Most ranks of one node whose peer on the next stage is on another node; `stage` is the ranks per stage."""
+    if nodes.even:  # No other node has more such ranks than the first.
         per_node = nodes.runs[0][1]
         return min(per_node, nodes.size - stage) - max(0, per_node - stage)
     on = find_nodes(nodes)

@@ -13,14 +13,15 @@ from realrl.planner.workload.batching import ManyChunks, split_all_work
 from realrl.program.arrays import Floats, Ints, Real, apply_each, tabulate_stages
 
 _SMALL = 64
-"""Bytes of the all-reduces of metrics and norms, a few of which every optimizer step waits for."""
+"""Bytes of an all-reduce of metrics or norms. Every optimizer step waits for a few of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutsideLayers:
     """Seconds of one chunk outside the layers.
 
-    Computation on every stage, the first and the last one, and TP communication on the first and the last one.
+    `every`, `first` and `last` are computation on every stage, the first and the last stage. `comm_first` and
+    `comm_last` are TP communication on the first and the last stage.
     """
 
     every: Real = 0.0
@@ -39,22 +40,22 @@ class OutsideLayers:
 
 
 def _by_stage(pp: Ints, every: Real, first: Real, last: Real) -> Floats:
-    """Seconds by stage, [stages, strategies]; 0 past the last one."""
+    """Seconds by stage, [stages, strategies]; 0 past a strategy's last stage."""
     stage = np.arange(pp.max())[:, None]
     return np.where(stage < pp, every, 0.0) + np.where(stage == 0, first, 0.0) + at_last(pp, last)
 
 
 def at_last(pp: Ints, seconds: Real) -> Floats:
-    """Put seconds at the last stage alone, [stages, strategies]."""
+    """Return `seconds` at each strategy's last stage and 0 at all others, [stages, strategies]."""
     return np.where(np.arange(pp.max())[:, None] == pp - 1, seconds, 0.0)
 
 
 def cost_training(context: CallContext) -> Mapping[str, Floats]:
     """Cost all optimizer steps of a train call under the 1F1B schedule, in seconds by term.
 
-    Layers below the first one that is trained have no backward pass; nor have frozen embeddings. Not modelled is
-    what else a frozen part spares: the gradient of a tied head's weight, and messages to stages without a backward
-    pass.
+    Layers below the first trained layer have no backward pass, and neither have frozen embeddings. The model
+    ignores two other savings of a frozen part: the gradient of a tied head's weight, and messages to stages without
+    a backward pass.
     """
     timing = context.timing
     strategies = context.strategies
@@ -93,7 +94,7 @@ def cost_training(context: CallContext) -> Mapping[str, Floats]:
         + context.head_backward_communication(chunks.tokens),
     )
     terms = _cost_pipeline(context, chunks, layers, outside)
-    # Under 1F1B forward waits for backward of the next stage and vice versa, so that transfers are exposed.
+    # Under 1F1B a stage waits in turn for the stages before and after it, so no computation hides the transfers.
     exposed = 2 * (chunks.count + strategies.pp - 1) * context.hop(chunks.tokens)
     exposed += 2 * context.network.hop(_SMALL)
     terms["pipeline"] = np.where(strategies.pp > 1, exposed, 0.0)
@@ -123,7 +124,8 @@ def _cost_sharded_step(
 ) -> Floats:
     """Exposed seconds of data-parallel communication of a mini-batch under ZeRO-2 and ZeRO-3, on the busiest stage.
 
-    Gradients that TP ranks compute in part are summed for every chunk. Ranks agree on the number of chunks.
+    Every chunk also sums the gradients to which each TP rank contributes a part. Small all-reduces include the one
+    by which ranks agree on the number of chunks.
     """
     passes = chunks * (sharded.forward(seconds) + sharded.backward(updated, seconds))
     stages = np.where(
@@ -136,8 +138,9 @@ def _cost_sharded_step(
 def _cost_gradient_reduction(context: CallContext, elements: Ints, last_pass: Real) -> Floats:
     """Exposed seconds of gradient reduction.
 
-    It overlaps backward of the last micro-batch, but for the last bucket, and buckets with late gradients: those
-    that several TP ranks or stages sum first. Partial gradients of small tensors are summed apart.
+    The backward pass of the last micro-batch can hide the reduction of all buckets except the last. It cannot hide
+    late buckets, whose gradients several TP ranks or stages sum first. Partial gradients of small tensors have sums
+    of their own.
     """
     network = context.network
     num_buckets = apply_each(bucket_count, elements)
@@ -151,10 +154,10 @@ def _cost_gradient_reduction(context: CallContext, elements: Ints, last_pass: Re
 
 
 def _find_late_share(context: CallContext, elements: Ints) -> Real:
-    """Find the share of the gradients in buckets that start after the backward pass."""
+    """Find the share of gradients whose reduction can only start after the backward pass."""
     sizes = context.timing.sizes
     if sizes.shares_kv_heads:
-        return 1.0  # heads lie in nearly every bucket
+        return 1.0  # Nearly every bucket holds some of the shared heads.
     if sizes.trained.tied and any(sizes.trained.embedding):
         share = np.minimum(1.0, sizes.padded_vocab * sizes.shape.hidden_size / elements)
         return np.where(context.strategies.pp > 1, share, 0.0)
@@ -162,7 +165,11 @@ def _find_late_share(context: CallContext, elements: Ints) -> Real:
 
 
 def _cost_partial_gradients(context: CallContext) -> Real:
-    """Seconds to sum gradients of replicated parameters of which each rank computed only a part."""
+    """Seconds to sum the gradients of replicated parameters, if each rank has computed a part of the sum.
+
+    These are small tensors of each layer, key/value heads that several TP ranks share, and tied embeddings, which
+    the first and the last stage hold.
+    """
     sizes = context.timing.sizes
     network = context.network
     shape = context.timing.sizes.shape
@@ -183,7 +190,10 @@ def _cost_partial_gradients(context: CallContext) -> Real:
 
 
 def _cost_parameter_gather(context: CallContext, elements: Ints, update: Real) -> Floats:
-    """Exposed seconds of the parameter all-gather: groups of buckets are gathered while the next one is updated."""
+    """Exposed seconds of the parameter all-gather, which gathers a group of buckets while the next one is updated.
+
+    Nothing hides the all-gather of the last group.
+    """
     num_buckets = apply_each(bucket_count, elements)
     bucket_bytes = context.timing.element_bytes * elements / num_buckets
     seconds = num_buckets * context.network.dp_group.all_gather(bucket_bytes)
@@ -227,7 +237,7 @@ def cost_forward_pass(
         communication=layer_communication.device,
     )
     terms = _cost_pipeline(context, chunks, [layers], outside)
-    # Sends do not wait, and a stage works on the next chunk meanwhile.
+    # A stage works on its next chunk while it sends, so only the first chunk waits for transfers.
     terms["pipeline"] = (context.strategies.pp - 1) * context.hop(chunks.tokens)
     return terms
 
@@ -237,11 +247,11 @@ class _EqualLayers:
     """Layers that cost the same."""
 
     counts: Ints
-    """Such layers on each stage, [stages, strategies]."""
+    """Number of such layers on each stage, [stages, strategies]."""
     layer: DeviceHostTime
-    """Time of one of them for one chunk."""
+    """Time of one layer for one chunk."""
     communication: Real
-    """Seconds of its TP communication."""
+    """Seconds of a layer's TP communication for one chunk."""
 
     @property
     def wait(self) -> Real:
@@ -259,7 +269,8 @@ def _cost_pipeline(
 ) -> dict[str, Floats]:
     """Seconds of the busiest stage by term, and the bubble: its idle time while the pipeline fills and drains.
 
-    A pipeline takes one chunk through all stages and all other chunks through the slowest one.
+    One chunk passes all stages; then the slowest stage sets the pace for all other chunks. The sum is the total
+    time.
     """
     pp = context.strategies.pp
     own = outside.own(pp)

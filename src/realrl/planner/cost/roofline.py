@@ -21,8 +21,8 @@ from realrl.program.arrays import Real
 class Roofline:
     """Time model of one TP rank, in seconds.
 
-    Products and attention in bfloat16 are those of tables, for devices that have some; all else is computed from
-    data-sheet figures and efficiencies.
+    If the device has operator tables, products and attention in bfloat16 are looked up there. All other times are
+    computed from data-sheet figures and `Efficiency`.
     """
 
     device: DeviceKind
@@ -38,7 +38,7 @@ class Roofline:
 
     @cached_property
     def operators(self) -> Operators | None:
-        """Tables of measured operators, which are in bfloat16."""
+        """Tables of measured operators; None for data types other than bfloat16, which was measured."""
         return find_operators(self.device) if self.dtype == TABULATED else None
 
     def matmul(self, rows: Real, outputs: Real, inputs: Real) -> Real:
@@ -48,15 +48,15 @@ class Roofline:
         return self._estimate_matmul(rows, outputs, inputs)
 
     def matmul_backward(self, rows: Real, outputs: Real, inputs: Real, *, trained: bool) -> Real:
-        """Time the gradient of a matmul's input, and that of its weights if they are trained."""
+        """Time the gradient of a matmul's input and, if `trained`, the gradient of its weights."""
         seconds = self.matmul(rows, inputs, outputs)
         return seconds + self.matmul(outputs, inputs, rows) if trained else seconds
 
     def _estimate_matmul(self, rows: Real, outputs: Real, inputs: Real) -> Real:
-        """Time a matmul by arithmetic plus the traffic of three matrices.
+        """Time a matmul as its arithmetic plus the memory traffic of its three matrices.
 
-        The sum rather than the maximum, because the first and last tiles overlap nothing. It reproduces how slow
-        narrow matmuls are: with 1/8 of 4096 columns an A100 loses a fifth.
+        The times are added, because nothing overlaps the first and the last tiles. The sum, unlike the maximum,
+        reproduces that narrow matmuls are slow: with 1/8 of 4096 columns an A100 loses a fifth.
         """
         arithmetic = 2 * rows * outputs * inputs
         moved = self.element_bytes * (rows * inputs + inputs * outputs + rows * outputs)
@@ -68,7 +68,8 @@ class Roofline:
         return number_bytes / (self.device.memory_bytes_per_s * self.efficiency.memory)
 
     def _stream(self, number_bytes: Real, kernels: int) -> Real:
-        """Time kernels that read and write `number_bytes`, each of which takes a while on a GPU."""
+        """Time `kernels` kernels that together read and write `number_bytes`; on a GPU a kernel has a minimum
+        time."""
         least = 0.0 if self.device.cpu else kernels * self.efficiency.least_kernel_s
         return np.maximum(least, self.traffic(number_bytes))
 
@@ -85,10 +86,10 @@ class Roofline:
         )
 
     def experts(self, rows: Real) -> Real:
-        """Time the products of a layer's experts forward, for tokens that are spread evenly.
+        """Time the products of a layer's experts forward, if each token chooses its experts at random.
 
-        Each token has a row for each of its experts; of the weights, those of experts without a token are not read.
-        One kernel computes them all on a GPU, so that tables of single products do not tell its time.
+        Each token has a row for each of its experts. The weights of experts without a token are not read. On a GPU
+        one kernel computes the products of all experts, so the tables of single products do not apply.
         """
         if not self.sizes.experts:
             return 0.0
@@ -97,7 +98,10 @@ class Roofline:
         return visited * sum(self._estimate_matmul(each, *matrix) for matrix in self.sizes.expert_shapes)
 
     def adapters(self, rows: Real) -> Real:
-        """Time a layer's adapters forward: products that are added to others; with DoRA, norms of rows, too."""
+        """Time a layer's adapters forward: products with A and B, added to the matrix's own product.
+
+        DoRA also computes B times A, and the norms of the rows of the sum of this product and the matrix.
+        """
         seconds: Real = 0.0
         for adapter in self.sizes.adapters:
             seconds += self.matmul(rows, adapter.inner, adapter.inputs)
@@ -110,9 +114,10 @@ class Roofline:
         return seconds
 
     def widen(self, matrices: Sequence[tuple[int, int]]) -> Real:
-        """Time widening quantised matrices for their products, which read them in the type of the computation.
+        """Time widening quantised matrices, given as (rows, columns), to the type of the computation.
 
-        A number is read as a byte and written; on a GPU a second kernel multiplies it by its scale.
+        Each number is read as one byte and written in the wide type. On a GPU a second kernel multiplies it by its
+        scale, which reads and writes it again.
         """
         if self.sizes.shape.quantised is None:
             return 0.0
@@ -123,9 +128,10 @@ class Roofline:
         return seconds * (self.efficiency.cpu_fp8_widening if slow else 1)
 
     def layer_backward(self, tokens: Real, squares: Real) -> Real:
-        """Time a layer backward: two matmuls for each, attention 2.5 times (arXiv 2307.08691, section 3.1).
+        """Time a layer backward.
 
-        A frozen matrix has one, and its adapters two.
+        Each matmul of the forward pass has two in the backward pass; a frozen matrix has one, and its adapters have
+        two. Attention takes 2.5 times its forward time (arXiv 2307.08691, section 3.1).
         """
         trained = not self.sizes.frozen_matrices
         return (
@@ -138,7 +144,7 @@ class Roofline:
         )
 
     def accumulate_gradients(self, tokens: Real) -> Real:
-        """Time what the gradients of a layer's matrices take beside their products, for a micro-batch."""
+        """Time adding the gradients of a layer's matrices to the sums over earlier micro-batches."""
         e, sizes = self.efficiency, self.sizes
         apart = self.device.cpu and self.element_bytes < 4
         own = e.apart_gradient_bytes if apart else e.gradient_bytes + self._widened
@@ -150,7 +156,7 @@ class Roofline:
         return self.traffic(own * (elements + of_experts))
 
     def head(self, tokens: Real) -> Real:
-        """Time log-probabilities, or values, of all tokens."""
+        """Time the log-probabilities, or the values, of all tokens."""
         if self.sizes.head == "scalar":
             return self.traffic(tokens * self.sizes.shape.hidden_size * self.element_bytes)
         rows, e = self.sizes.padded_vocab, self.efficiency
@@ -162,7 +168,10 @@ class Roofline:
         return self.traffic(self.efficiency.likeliest_bytes * tokens * self.sizes.padded_vocab)
 
     def head_backward(self, tokens: Real) -> Real:
-        """Time the gradients of log-probabilities, or values; logits that are not kept are computed again."""
+        """Time the backward pass of log-probabilities, or values.
+
+        It computes the logits again if the forward pass did not keep them.
+        """
         if self.sizes.head == "scalar":
             return 2 * self.head(tokens)
         rows, e = self.sizes.padded_vocab, self.efficiency
@@ -174,7 +183,7 @@ class Roofline:
         seconds = again + self.matmul_backward(tokens, *matrix, trained=self.sizes.trains_head) + logits
         if self.device.cpu or not self.sizes.trains_head:
             return seconds
-        # Each chunk of a GPU adds to the gradient of the whole table.
+        # On a GPU, each chunk of logits adds to the gradient of the whole table.
         _, chunks = self.sizes.count_logit_chunks(tokens, cpu=False)
         return seconds + self.traffic(chunks * (e.gradient_bytes + self._widened) * math.prod(matrix))
 
@@ -186,7 +195,8 @@ class Roofline:
         return products + attention + self._elementwise(rows) + self.adapters(rows)
 
     def _decode_attention(self, rows: Real, context: Real) -> Real:
-        """Seconds of attention in a decode step, which reads the keys and values of all rows."""
+        """Seconds of attention in a decode step: without tables, the time to read the keys and values of all
+        rows."""
         sizes = self.sizes
         if self.operators is not None:
             head = sizes.shape.head_dim
@@ -200,7 +210,7 @@ class Roofline:
         return self.traffic(2 * keys * sizes.cache_dim * self.element_bytes)
 
     def qkv(self, tokens: Real) -> Real:
-        """Time the queries, keys and values of a layer."""
+        """Time the product that gives a layer's queries, keys and values."""
         matrix = self.sizes.matmul_shapes[0]
         return self.matmul(tokens, *matrix) + self.widen([matrix])
 
@@ -219,7 +229,7 @@ class Roofline:
         return logits + self._stream(number_bytes, self.count_sampling_operations(sampling) - 1)
 
     def count_sampling_operations(self, sampling: Sampling) -> int:
-        """Count the kernels of a decode step outside its layers."""
+        """Count the kernels of a decode step outside its layers: embedding, head and sampling."""
         e = self.efficiency
         return (
             e.sampling_operations
@@ -229,11 +239,14 @@ class Roofline:
         )
 
     def _attention(self, tokens: Real, squares: Real) -> Real:
-        """Seconds of causal attention, 2 * s² * query dimension FLOPs: half of scores and their product with
-        values; less in layers with a sliding window."""
+        """Seconds of causal attention.
+
+        A sequence of s tokens takes 2 * s² * query dimension FLOPs: half of 2 * s² for the scores, and half of 2 *
+        s² for their product with the values, since masked halves are skipped. Sliding windows need fewer.
+        """
         if self.operators is not None:
             return self._tabulated_attention(self.operators, tokens, squares)
-        # `mixed` models round no operands of attention.
+        # `mixed` rounds operands of matmuls to bfloat16, but not those of attention.
         dtype = "float32" if self.dtype == "mixed" else self.dtype
         peak = self.device.flops(dtype) * self.efficiency.attention
         return 2 * average_squares(self.sizes.shape, tokens, squares) * self.sizes.q_dim / peak
@@ -248,15 +261,17 @@ class Roofline:
         return seconds * (self.efficiency.flash2_slower if operators.flash3 else 1.0)
 
     def _scores(self, tokens: Real, squares: Real, score_bytes: float) -> Real:
-        """Seconds of the traffic of scores, where they are computed in memory: on a GPU, by rules that no kernel of
-        a library knows."""
+        """Seconds of the memory traffic of attention scores.
+
+        Scores are in memory only on a GPU, if the layer has options that no library kernel supports.
+        """
         if self.device.cpu or not self.sizes.options.scores_in_memory:
             return 0.0
         scores = average_squares(self.sizes.shape, tokens, squares) / 2 * self.sizes.q_dim
         return self.traffic(score_bytes * scores / self.sizes.shape.head_dim)
 
     def _elementwise(self, tokens: Real) -> Real:
-        """Seconds of what a layer reads and writes forward outside products and attention."""
+        """Seconds of a layer's forward kernels other than products and attention, by their memory traffic."""
         e, s = self.efficiency, self.sizes
         values = (
             e.normal_passes * self._own_hidden
@@ -266,16 +281,17 @@ class Roofline:
             + (s.copies + s.shared_blocks) * e.activation_passes * s.gate_up_dim / 2
         )
         if s.experts:
-            # Rows are gathered, weighted, and those of a token added up; the router's probabilities are float32.
+            # Rows are gathered for each expert, weighted, and the rows of a token are added up.
             values += s.copies * (5 * s.shape.hidden_size + 2 * self._weighed)
             values += s.shape.hidden_size * (1 + 3 * s.shared_blocks) + self._router_values
         if s.qk_norm:
-            values += 2 * (s.q_dim + s.kv_dim) + 2 * (s.q_dim + 2 * s.kv_dim)  # normalised, and put together
+            # Queries and keys are normalised, and then concatenated with the values.
+            values += 2 * (s.q_dim + s.kv_dim) + 2 * (s.q_dim + 2 * s.kv_dim)
         kernels = e.forward_operations - len(s.matmul_shapes) - 1
         return self._stream(tokens * values * self.element_bytes, kernels)
 
     def _elementwise_backward(self, tokens: Real) -> Real:
-        """Seconds of what a layer reads and writes backward outside products and attention."""
+        """Seconds of a layer's backward kernels other than products and attention, by their memory traffic."""
         e, s = self.efficiency, self.sizes
         projected = s.q_dim + 2 * s.kv_dim
         values = (
@@ -285,7 +301,8 @@ class Roofline:
             + (s.copies + s.shared_blocks) * e.activation_backward_passes * s.gate_up_dim / 2
         )
         if s.experts:
-            # Rows are gathered twice, gradients of weights are sums of products, and those of tokens are added up.
+            # Rows are gathered twice. The gradient of a weight is a sum of products. Gradients of a token are added
+            # up.
             values += s.copies * (7 * s.shape.hidden_size + 6 * self._weighed)
             values += s.shape.hidden_size * (4 + 3 * s.shared_blocks) + self._router_values
         if s.qk_norm:
@@ -295,27 +312,27 @@ class Roofline:
 
     @property
     def _widened(self) -> int:
-        """Bytes that a result of a product takes more where it is written in float32, not the model's type."""
+        """Extra bytes per number of a product's result if it is written in float32 instead of the model's type."""
         return max(0, 4 - self.element_bytes)
 
     @property
     def _own_hidden(self) -> float:
-        """Numbers of a token's hidden state, of which sequence parallelism leaves a rank a part, on average."""
+        """Mean numbers of a token's hidden state on a rank; sequence parallelism divides tokens among TP ranks."""
         return self.sizes.shape.hidden_size / (self.sizes.tp if self.sequence_parallel else 1)
 
     @property
     def _attention_values(self) -> float:
-        """Numbers of a token that attention reads and writes; tables have their time."""
+        """Numbers per token that attention reads and writes; 0 if tables include this time."""
         if self.operators is not None:
             return 0.0
         return self.efficiency.attention_passes * (2 * self.sizes.q_dim + 2 * self.sizes.kv_dim)
 
     @property
     def _weighed(self) -> int:
-        """Numbers of an expert's row that are multiplied by its weight."""
+        """Numbers per row of an expert that are multiplied by the expert's weight."""
         return self.sizes.shape.hidden_size if self.sizes.weighs_inputs else self.sizes.ffn_dim
 
     @property
     def _router_values(self) -> float:
-        """Numbers of a token that are read and written of experts' probabilities, which are float32."""
+        """Traffic of a token's expert probabilities, which are float32, in numbers of the model's type."""
         return self.efficiency.router_passes * self.sizes.experts * 4 / self.element_bytes

@@ -14,7 +14,7 @@ from realrl.program.arrays import Bools, Floats, Ints, Real
 
 @dataclass(frozen=True, kw_only=True)
 class SectionSeconds:
-    """Seconds of a device on a section of a chunk, without communication of data-parallel ranks."""
+    """Seconds that a device computes a section for one chunk, without communication between data-parallel ranks."""
 
     layer: Real
     layer_backward: Real = 0.0
@@ -23,18 +23,19 @@ class SectionSeconds:
 
 @dataclass(frozen=True)
 class ShardedTraffic:
-    """Collectives of stages under ZeRO-2 and ZeRO-3; times are [stages, strategies].
+    """Exposed time of the collectives under ZeRO-2 and ZeRO-3, in seconds, [stages, strategies].
 
-    They run beside computing, by the `overlap` of the context: the next layer is gathered, and the gradients of the
-    layer before are reduced, while a layer is computed.
+    While a device computes a layer, it gathers the next layer and reduces the gradients of the layer before. The
+    share `overlap` of the computing time can hide these collectives.
     """
 
     context: CallContext
 
     def forward(self, seconds: SectionSeconds) -> Floats:
-        """Compute what a chunk's forward pass waits for: the first sections, and what computing does not hide.
+        """Compute the seconds that a chunk's forward pass waits for parameters.
 
-        Nothing hides the embedding and the first layer, which follows its few additions.
+        Nothing hides gathering the embedding and the first layer. Computing a layer hides gathering the next
+        section.
         """
         sizes = self._bytes
         gather, hidden = self._gather(sizes.layer_section), seconds.layer * self.context.overlap
@@ -44,25 +45,28 @@ class ShardedTraffic:
         return waits + np.where(self._last, head, 0.0)
 
     def backward(self, layers: Ints, seconds: SectionSeconds) -> Floats:
-        """Compute what a chunk's backward pass waits for, through the last `layers` of each stage."""
+        """Compute the seconds that a chunk's backward pass waits, through the last `layers` layers of each
+        stage."""
         sizes, overlap = self._bytes, self.context.overlap
         gather, reduce = self._gather(sizes.layer_section), self._reduce(sizes.layer_section)
         head = np.where(self._last, self._reduce(sizes.head_section), 0.0)
         embedding = np.where(self._first, self._reduce(sizes.embedding_section), 0.0)
         beside_head = np.where(self._last, seconds.head_backward * overlap, 0.0)
         waits = np.maximum(0.0, gather - beside_head)
-        # While layers are computed, all gathers but the first and all reductions but the last go on.
+        # Computing layers can hide all gathers except the first, and all reductions except the last.
         traffic = head + (layers - 1) * (gather + reduce)
         waits = waits + np.maximum(0.0, traffic - layers * seconds.layer_backward * overlap) + reduce
         return np.where(layers > 0, waits, head) + embedding
 
     def spread(self, layers: Ints) -> Floats:
-        """Compute the seconds in which updated rows come to all ranks that keep all of them (ZeRO-2).
+        """Compute the seconds of all-gathering updated parameters under ZeRO-2; every rank keeps them all.
 
-        `layers` of each stage are updated.
+        Training updates `layers` layers of each stage. Under ZeRO-3 ranks keep only their own rows, so the time is
+        0.
         """
         if self.context.strategies.zero != 2:
             return np.zeros_like(layers, dtype=np.float64)
+        # Gradients are float32, so the parameters of a section take this fraction of its gradients' bytes.
         sizes, width = self._bytes, self.context.timing.element_bytes / 4
 
         def spread(section: SectionBytes) -> Floats:
@@ -73,8 +77,11 @@ class ShardedTraffic:
         return layers * spread(sizes.layer_section) + ends
 
     def host(self, *, backward: bool) -> float:
-        """Compute the seconds in which the host launches the collectives of a layer: one for each parameter that is
-        gathered (ZeRO-3), and backward one for each gradient that is reduced."""
+        """Compute the seconds in which the host launches the collectives of a layer.
+
+        Each parameter has a collective of its own: an all-gather under ZeRO-3, and in the backward pass a
+        reduce-scatter of its gradient.
+        """
         rounds = int(self.context.strategies.zero == 3) + int(backward)
         return rounds * self._bytes.layer_section.tensors * self.context.collective_host
 
@@ -107,5 +114,5 @@ class ShardedTraffic:
 
     @staticmethod
     def _each(collective: Callable[[Real], Real], count: int, number_bytes: Real) -> Floats:
-        """Seconds of a collective for each parameter of a section, which are taken to be of equal size."""
+        """Seconds of one collective per parameter of a section, if all `count` parameters have the same size."""
         return np.where(np.asarray(number_bytes) != 0, count * collective(number_bytes / count), 0.0)

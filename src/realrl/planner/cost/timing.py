@@ -1,4 +1,4 @@
-"""Time of the parts of a call on one rank: measured if a profile has them, else from the roofline."""
+"""Time of the parts of a call on one rank: interpolated from a profile if it has them, or from the roofline."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +21,7 @@ from realrl.program.arrays import Floats, Ints, Real
 
 @dataclass(frozen=True)
 class DeviceHostTime:
-    """Seconds of device work, and of the host that launches it."""
+    """Seconds of device work, and seconds of the host to launch this work."""
 
     device: Real
     host: Real = 0.0
@@ -42,18 +42,18 @@ class BatchSize:
 
     @classmethod
     def of(cls, chunks: ManyChunks) -> Self:
-        """Return the size of each chunk, under each strategy."""
+        """Return the size of a chunk under each strategy."""
         return cls(chunks.tokens, chunks.squares)
 
     @property
     def context(self) -> Real:
-        """Effective sequence length, weighted by tokens."""
+        """Mean sequence length, weighted by tokens."""
         return self.squares / self.tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Time model of the parts of a call on one TP rank, in seconds."""
+    """Time model of the parts of a call on one TP rank, in seconds, without communication."""
 
     device: DeviceKind
     efficiency: Efficiency
@@ -62,7 +62,7 @@ class Timing:
     sequence_parallel: bool = False
     profile: Profile | None = None
     exact: bool = False
-    """Whether forward passes are exact, which no profile has measured."""
+    """Whether forward passes are exact. Profiles measure inexact ones, so a constant factor is applied."""
 
     @property
     def element_bytes(self) -> int:
@@ -71,7 +71,7 @@ class Timing:
 
     @cached_property
     def roofline(self) -> Roofline:
-        """Time model of parts that were not measured."""
+        """Time model of parts that the profile has not measured."""
         return Roofline(
             device=self.device,
             efficiency=self.efficiency,
@@ -94,7 +94,7 @@ class Timing:
         if measured is not None:
             return DeviceHostTime(self._exact * (measured + self._unmeasured(size.tokens)))
         layer = self._exact * self.roofline.layer(size.tokens, size.squares)
-        return self._device_host_time(layer, self.efficiency.forward_operations + self._further_operations)
+        return self._device_host_time(layer, self.efficiency.forward_operations + self._optional_operations)
 
     def backward(self, size: BatchSize) -> DeviceHostTime:
         """Time a layer backward without recomputation, gradient accumulation included."""
@@ -108,7 +108,11 @@ class Timing:
         return self._device_host_time(device, self._backward_operations)
 
     def _trained_share(self, size: BatchSize) -> Real:
-        """Seconds of a backward pass, which was measured with all gradients, that frozen matrices leave."""
+        """Fraction of a measured backward pass that remains if the layer's matrices are frozen.
+
+        The profile measured all gradients. The roofline gives the ratio of the time with and without the gradients
+        of matrices.
+        """
         if not self.sizes.frozen_matrices:
             return 1.0
         bare = replace(self.sizes, shape=self.sizes.shape.model_copy(update={"lora": None}))
@@ -124,7 +128,7 @@ class Timing:
         return self._exact * (self.roofline.head(size.tokens) if measured is None else measured)
 
     def likeliest(self, size: BatchSize) -> Real:
-        """Time the selection of the likeliest tokens after the head, which no profile has."""
+        """Time the selection of the likeliest tokens after the head; profiles do not measure it."""
         return self.roofline.likeliest(size.tokens)
 
     def head_backward(self, size: BatchSize) -> Real:
@@ -133,16 +137,16 @@ class Timing:
         return self.roofline.head_backward(size.tokens) if measured is None else measured
 
     def prefill(self, size: BatchSize) -> DeviceHostTime:
-        """Time a layer forward that fills the KV cache; the roofline ignores the cache."""
+        """Time a layer forward that fills the KV cache; the roofline ignores writing the cache."""
         measured = self._measured_of("prefill", size)
         if measured is None:
             return self.forward(size)
         return DeviceHostTime(self._exact * (measured + self._unmeasured(size.tokens)))
 
     def start(self, size: BatchSize) -> Real:
-        """Time all of a pass that prefills but its layers, with the last layer's keys and values.
+        """Time a prefill pass outside its full layers: the embedding, and the last layer's keys and values.
 
-        The roofline knows of nothing but these.
+        The roofline counts only the last layer's projection to queries, keys and values.
         """
         measured = self._measured_of("start", size)
         if measured is not None:
@@ -159,13 +163,14 @@ class Timing:
 
     @property
     def decode_operations(self) -> int:
-        """Kernels of a layer in a decode step."""
-        return self.efficiency.decode_operations + self._further_operations
+        """Number of kernels of a layer in a decode step."""
+        return self.efficiency.decode_operations + self._optional_operations
 
     def look(self, rows: Real) -> Real:
-        """Time the host takes for each decode step to look at the tokens of `rows`, while a GPU waits for it.
+        """Time that a GPU waits in a decode step, on average, while the host looks at the tokens of `rows`.
 
-        What was measured of decode steps contains it.
+        The host looks once in several steps. It is 0 if the decode steps were measured, because a measurement
+        includes it.
         """
         if self.device.cpu or self._measured("decode_overhead", rows) is not None:
             return 0.0
@@ -175,7 +180,7 @@ class Timing:
 
     @property
     def decodes_by_graphs(self) -> bool:
-        """Whether decode steps are CUDA graphs, of which the host launches nothing kernel by kernel."""
+        """Whether decode steps are CUDA graphs, so that the host does not launch their kernels one by one."""
         runs_ahead = self.sizes.runs_ahead(self.dtype, exact=self.exact, device=self.device)
         return self.efficiency.decode_graphs and runs_ahead
 
@@ -184,7 +189,11 @@ class Timing:
         return _or_nothing(self._measured("decode_overhead", rows))
 
     def sample(self, rows: Real, sampling: Sampling) -> DeviceHostTime:
-        """Time head and sampling of one decode step; what was measured is of the recipe's own sampling."""
+        """Time head and sampling of one decode step.
+
+        A measured time is that of the sampling settings that were profiled; `sampling` matters only to the
+        roofline.
+        """
         measured = self._measured("sample", rows)
         if measured is not None:
             return DeviceHostTime(self._exact * measured)
@@ -192,16 +201,19 @@ class Timing:
         return self._launched(self._exact * self.roofline.sample(rows, sampling), operations)
 
     def prepare_experience(self, sequences: Real, answer: Real) -> Real:
-        """Time what a train call computes of all its experience before the first mini-batch; 0 in the roofline."""
+        """Time computing the experience of a train call before its first mini-batch; 0 in the roofline."""
         return _or_nothing(self._measured("prepare", sequences, answer))
 
     def update(self, elements: Real, dp: Ints) -> Real:
-        """Time one optimizer step on a rank that stores `elements` parameters."""
+        """Time one optimizer step on a rank that stores `elements` trained parameters and updates 1 / `dp` of them.
+
+        A profile measures the update alone. Gradients of all `elements` are zeroed in float32.
+        """
         measured = self._measured("optimizer", elements / dp)
         clear = self._moved("clear", 4 * elements, self.efficiency.clear_bytes * elements)
         if measured is None:
             return clear + self.roofline.traffic(self.efficiency.update_bytes * elements / dp)
-        # Without data parallelism, gradients are copied instead of reduced.
+        # Without data parallelism, gradients are copied instead of reduced: 4 bytes are read and 4 written.
         return measured + clear + np.where(dp == 1, self._moved("copy", 4 * elements, 8 * elements), 0.0)
 
     def copy(self, number_bytes: Real) -> Real:
@@ -214,32 +226,31 @@ class Timing:
 
     @property
     def _exact(self) -> float:
-        """Seconds of a forward pass relative to one that is not exact."""
+        """Seconds of this call's forward pass relative to an inexact one."""
         return self.efficiency.exact_forward if self.exact else 1.0
 
     def _unmeasured(self, rows: Real) -> Real:
-        """Seconds of what a layer computes forward and no profile has: adapters, and widening of matrices."""
+        """Seconds of the parts of a layer's forward pass that profiles do not measure: adapters and widening."""
         return self.roofline.adapters(rows) + self.roofline.widen(self.sizes.widened_shapes)
 
     @property
-    def _further_operations(self) -> int:
-        """Operations forward that not every layer has: of adapters and experts, and to widen matrices.
-
-        Adapters have a product with A and its scaling; for each block two more. A matrix is widened by a cast, and
-        multiplied by scales.
-        """
+    def _optional_operations(self) -> int:
+        """Kernels of a forward pass that only some models have: adapters, widening, head norms and experts."""
+        # An adapter has a product with A and its scaling, and per block a product with B and a sum. Widening a
+        # matrix takes a cast and a product with scales.
         operations = sum(2 + 2 * len(adapter.blocks) + 8 * adapter.dora for adapter in self.sizes.adapters)
         operations += 2 * len(self.sizes.widened_shapes)
         operations += self.efficiency.head_norm_operations * self.sizes.qk_norm
         if self.sizes.experts:
             # A shared block has two products, an activation and a sum.
             operations += self.efficiency.expert_operations + 4 * self.sizes.shared_blocks
+            # Without a grouped kernel, each expert has two products of its own.
             operations += 0 if self._groups_products else 2 * self.sizes.experts
         return operations
 
     @property
     def _backward_operations(self) -> int:
-        """Operations of a layer backward."""
+        """Kernels of a layer's backward pass."""
         e, sizes = self.efficiency, self.sizes
         operations = e.backward_operations + e.head_norm_backward_operations * sizes.qk_norm
         operations += sum(4 + 4 * len(adapter.blocks) + 16 * adapter.dora for adapter in sizes.adapters)
@@ -258,25 +269,30 @@ class Timing:
         return self.sizes.head == "scalar"
 
     def _launched(self, device: Real, operations: int) -> DeviceHostTime:
-        """Device and host seconds of operations of a decode step, which a GPU launches as one graph."""
+        """Device and host seconds of `operations` kernels of a decode step, which a GPU may launch as one graph."""
         if not self.decodes_by_graphs:
             return self._device_host_time(device, operations)
-        # What tables say of a kernel was measured in a graph, with the gap to the next one.
+        # The operator tables were measured in CUDA graphs, so their times include the gaps between kernels.
         gaps = 0.0 if self.roofline.operators else operations * self.efficiency.graph_kernel_s
         return DeviceHostTime(device + gaps)
 
     def _device_host_time(self, device: Real, operations: int) -> DeviceHostTime:
-        """Device seconds with those of the host to launch `operations`; on a CPU both run on the same cores."""
+        """Device seconds, and host seconds to launch `operations` kernels.
+
+        On a CPU the same cores do both, so the host seconds are added to the device seconds.
+        """
         host = operations * self.device.kernel_s
         return DeviceHostTime(device + host) if self.device.cpu else DeviceHostTime(device, host)
 
     def _moved(self, kind: CollectiveKind, number_bytes: Real, traffic: Real) -> Real:
+        """Seconds of a `kind` of copy of `number_bytes`; if it was not measured, of `traffic` bytes of memory
+        access."""
         measured = self.profile.collective(kind, 1, 1, number_bytes) if self.profile else None
         return self.roofline.traffic(traffic) if measured is None else measured * self._slower
 
     @cached_property
     def _slower(self) -> float:
-        """Seconds with this device's number of threads, relative to those with the profile's."""
+        """Expected seconds with this device's number of threads, relative to the number that was profiled."""
         then = None if self.profile is None else self.profile.threads
         if then is None or not self.device.cpu:
             return 1.0
@@ -295,5 +311,5 @@ class Timing:
 
 
 def _or_nothing(measured: Floats | None) -> Real:
-    """Return the measured seconds, or 0 where a profile has none."""
+    """Return the measured seconds, or 0 if there are none."""
     return 0.0 if measured is None else measured

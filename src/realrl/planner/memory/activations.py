@@ -1,8 +1,8 @@
 """Activation memory of calls on one rank: layers, logits, KV cache, packed weights, pipeline messages.
 
-Counted are the tensors that the engine allocates, at the moment of their peak. Not counted are a few numbers per
-token (tokens, positions, log-probabilities and what a loss computes from them), and what libraries and kernels
-allocate outside torch.
+The formulas count the tensors that the engine holds at the moment of its peak. They ignore a few numbers per token
+(tokens, positions, log-probabilities and the inputs of a loss), and memory that libraries and kernels allocate
+outside torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,8 +42,9 @@ Parts = Mapping[str, Ints]
 class Activations:
     """Activation memory of a model under each of some strategies, in bytes per rank.
 
-    `lengths` are samples of sequence lengths, `sample` that of each strategy. In methods, `tokens` are those of the
-    largest micro-batch and `chunks` is the number of micro-batches, of each strategy; `stage` is [stages, 1].
+    `lengths` are samples of sequence lengths, and `sample` is the index of each strategy's sample. In methods,
+    `tokens` counts the tokens of each strategy's largest micro-batch, `chunks` counts its micro-batches, `layers`
+    counts the layers of each stage, [stages, strategies], and `stage` numbers the stages, [stages, 1].
     """
 
     sizes: LocalSizes
@@ -53,7 +54,7 @@ class Activations:
     lengths: Sequence[tuple[int, ...]]
     sample: Ints
     candidates: Candidates | None = None
-    """Those of the call."""
+    """The call's candidates."""
     decode_graphs: bool = False
     """Whether decode steps are CUDA graphs."""
 
@@ -79,11 +80,12 @@ class Activations:
     def generating(
         self, tokens: Real, *, rows: Real, cached: Ints, batches: Ints, layers: Ints, stage: Ints
     ) -> Parts:
-        """Compute the peak of a generate call: as weights are packed, in a layer, or while tokens are sampled.
+        """Compute the peak of a generate call: while weights are packed, in a layer, or while tokens are sampled.
 
-        `tokens` count the prompts of a forward pass, `rows` the sequences of one of the `batches` of rows that are
-        decoded, and `cached` the tokens that the KV cache has room for. Graphs of decode steps hold in memory of
-        their own what such a step takes; the first step of each number of rows is none.
+        `tokens` counts the prompt tokens of a forward pass, and `cached` the tokens that fit the KV cache. There
+        are `batches` decode batches of `rows` sequences each. CUDA graphs hold the memory of a decode step in a
+        pool of their own. The first step with a number of rows runs without a graph, so it needs this memory once
+        more.
         """
         last = stage == self._last
         held: dict[str, Ints] = {"cache": self.cache(cached, layers)}
@@ -97,10 +99,11 @@ class Activations:
         sampled = _only(last, {"logits": self.logits.sampled(rows)})
         if self.decode_graphs:
             held["graphs"] = total(_peak(decoded, sampled))
-        # The receives of other batches are posted.
+        # The rank has already posted the receives of the other decode batches.
         expected = (batches - 1) * self._expected(tokens, stage, batches - 1)
         prefill = {"activations": self._forward(tokens, stage, batches) + expected}
-        # Of the only layer of the last stage nothing is computed but queries, keys and values.
+        # A prefill ends with the keys and values of the last layer. If the last stage has only this layer, it
+        # computes nothing else.
         received = np.where(stage > 0, self.layer.stream, 0)
         little = expected + self.layer.rotation_bytes(tokens)
         little = little + self.layer.bytes(tokens, received + self.layer.projected)
@@ -113,11 +116,12 @@ class Activations:
     ) -> Parts:
         """Compute the peak of a train call: in the backward pass of the logits, of a layer, or of the embedding.
 
-        `layers` are those of the stage that have a backward pass; `frozen_layers`, which come before them, have
+        `layers` counts the layers of the stage that have a backward pass. The `frozen_layers` before them have
         none, and keep nothing.
         """
         layer, last = self.layer, self._last
         trains_embedding = any(self.sizes.trained.embedding)
+        # Micro-batches whose activations the stage keeps at a time under the 1F1B schedule.
         flying = np.minimum(chunks, self.strategies.pp - stage)
         updated = tabulate_stages(self.sizes.trained.stage_layers, self.strategies.pp)
         back = trains_embedding | (updated.cumsum(axis=0) > updated)
@@ -127,14 +131,15 @@ class Activations:
         sent = sent + np.where((stage < last) & (chunks > 1), layer.bytes(tokens, layer.stream), 0)
         each = self.kept(tokens, layers)
         inside = layer.backward_bytes(tokens)
-        # All of the layer, recomputed. Its input was kept anyway, but its output is held needlessly.
+        # Recomputation holds a whole layer. The layer's kept input makes up for its output, which torch holds
+        # although nothing reads it.
         inside = inside + np.where(self.strategies.recompute, layer.bytes(tokens, layer.kept), 0)
-        # Input of the final norm, its output at predicted tokens, and the gradient of that output.
+        # The input of the final norm, its output at predicted tokens, and the gradient of this output.
         states = layer.bytes(tokens, layer.stream + 2 * layer.hidden)
         all_kept = sent + flying * each
         logits: Parts = {"activations": all_kept + states, "logits": self.logits.backward(tokens)}
         first: Parts = {"activations": all_kept + inside}
-        # A later micro-batch, in the layers that keep nothing.
+        # A later micro-batch is in the frozen layers, which keep nothing.
         later = sent + (flying - 1) * each + self._shared(tokens)
         frozen: Parts = {"activations": later + layer.forward_bytes(tokens, layer.stream)}
         # Stages without a backward pass.
@@ -171,7 +176,8 @@ class Activations:
         return choose(alone, without, _peak(*moments))
 
     def kept(self, tokens: Real, layers: Ints) -> Ints:
-        """Compute the bytes kept for backward by one micro-batch; with checkpointing, the input of each layer."""
+        """Compute the bytes that one micro-batch keeps for backward; with recomputation, only each layer's
+        input."""
         each = np.where(self.strategies.recompute, self.layer.stream, self.layer.kept)
         return self.layer.bytes(tokens, layers * each) + np.where(layers > 0, self._shared(tokens), 0)
 
@@ -181,12 +187,10 @@ class Activations:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element."""
         return ELEMENT_BYTES[self.dtype]
 
     @cached_property
     def layer(self) -> LayerMemory:
-        """Activation sizes of one layer."""
         return LayerMemory(
             sizes=self.sizes,
             strategies=self.strategies,
@@ -198,18 +202,18 @@ class Activations:
 
     @cached_property
     def gathered(self) -> GatheredMemory:
-        """Sections that are there while they are computed."""
+        """Memory of sections that are gathered while they are computed, under ZeRO-2 and ZeRO-3."""
         return GatheredMemory(self.sizes, self.strategies, self.element_bytes)
 
     @cached_property
     def logits(self) -> Logits:
-        """Activation sizes of the output head."""
         return Logits(self.sizes, self.element_bytes, self.cpu, self.candidates)
 
     def _forward(self, tokens: Real, stage: Ints, chunks: Ints) -> Ints:
-        """Bytes in a stage's layers without gradients, when all chunks but one have been sent on.
+        """Bytes in a stage's layers without gradients, after the stage has sent on all chunks except one.
 
-        A quantised matrix is widened while activations are; which of them are at their peak is not looked at.
+        The widened copy of a quantised matrix is added to the peak of activations, an upper bound: the two peaks
+        may be at different moments.
         """
         sent = self._sent(tokens, np.where(stage == self._last, 0, chunks - 1))
         received = np.where(stage > 0, self.layer.stream, 0)
@@ -225,7 +229,7 @@ class Activations:
         return self.layer.rotation_bytes(tokens) + self.layer.index_bytes(tokens)
 
     def _sent(self, tokens: Real, sends: Ints) -> Ints:
-        """Bytes of sent hidden states and gradients whose sends have not completed."""
+        """Bytes of hidden states and gradients that are still being sent."""
         pp = self.strategies.pp
         sends = np.where(pp > 1, np.minimum(sends, SENDS_PER_STAGE * pp), 0)
         return self.layer.bytes(tokens, sends * self.layer.stream)
@@ -236,7 +240,7 @@ class Activations:
 
 
 def _peak(*moments: Parts) -> Parts:
-    """Parts at the moment when they are most together, for each stage and strategy."""
+    """Return the parts at the moment with the largest total, for each stage and strategy."""
     peak, *others = moments
     for moment in others:
         peak = choose(total(moment) > total(peak), moment, peak)
@@ -244,16 +248,15 @@ def _peak(*moments: Parts) -> Parts:
 
 
 def total(parts: Parts) -> Ints:
-    """Add up all parts."""
     return np.asarray(sum(parts.values()))
 
 
 def choose(where: Bools, parts: Parts, others: Parts) -> Parts:
-    """Choose parts in some places, and others elsewhere."""
+    """Choose `parts` if `where` is true, and `others` if not, for each stage and strategy."""
     names = {**others, **parts}
     return {name: np.where(where, parts.get(name, 0), others.get(name, 0)) for name in names}
 
 
 def _only(where: Bools, parts: Parts) -> Parts:
-    """Parts of a moment that there is in some places alone."""
+    """Parts of a moment that only some stages and strategies have; 0 for all others."""
     return {name: np.where(where, size, 0) for name, size in parts.items()}

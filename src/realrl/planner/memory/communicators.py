@@ -1,12 +1,12 @@
 """Device memory of NCCL communicators, from the sizes of NCCL's buffers.
 
-A channel of a communicator has a connection for each peer. Between devices of a node, the receiving side allocates
-10 MiB (buffers of the protocols Simple, LL128 and LL: 4, 4.7 and 0.5 MiB, in steps of 2 MiB), the sending side
-2 MiB: `computeBuffSizes` in src/init.cc of nccl, src/transport/p2p.cc, and the allocations of 8 H100 in nccl#1685.
-Over a network that reads device memory, both sides have the buffers of Simple and LL128. Groups of more than two
-devices of a node use NVLink SHARP where there is one: two buffers of 1 MiB per channel and member,
-src/transport/nvls.cc. Messages have connections of their own, and share buffers of 16 chunks of 128 KiB per channel
-and direction between nodes.
+Each channel of a communicator has one connection per peer. Between devices of a node, the receiving side allocates
+10 MiB: the buffers of the protocols Simple, LL128 and LL (4, 4.7 and 0.5 MiB), in steps of 2 MiB. The sending side
+allocates 2 MiB. Sources: `computeBuffSizes` in src/init.cc of nccl, src/transport/p2p.cc, and the allocations on 8
+H100 in nccl#1685. If the network can read device memory, both sides have the buffers of Simple and LL128. Groups of
+more than two devices of a node may use NVLink SHARP, with two buffers of 1 MiB per channel and member
+(src/transport/nvls.cc). Point-to-point messages have connections of their own. Between nodes they share buffers of
+16 chunks of 128 KiB per channel and direction.
 """
 
 from collections import Counter, defaultdict
@@ -20,19 +20,22 @@ from realrl.plan.placement import Mesh, Placement, Strategy
 
 _MIB = 1 << 20
 _LOCAL = 12 * _MIB
-"""Bytes of a channel for a peer of the same node: what is received, and what is sent."""
+"""Bytes of a channel for a peer on the same node, for receiving and for sending."""
 _REMOTE = 20 * _MIB
 """Bytes of a channel for a peer on another node."""
 _SHARP = 2 * _MIB
-"""Bytes of a channel and member for NVLink SHARP."""
+"""Bytes per channel and member for NVLink SHARP; counted on all devices, although not all have it."""
 _SHARED = 4 * _MIB
-"""Bytes of a channel for all messages to and from other nodes."""
+"""Bytes of a channel that all messages to and from other nodes share."""
 _CHANNELS_PER_PEER = 2
-"""Channels of the messages with one peer, where a communicator spans nodes."""
+"""Channels of the messages with one peer, if the communicator spans nodes."""
 
 
 def collective_bytes(ranks: RankSet, cluster: Cluster, ctas: int) -> int:
-    """Compute the bytes of a member for collectives in a ring: of two neighbours, on this node or on others."""
+    """Compute the bytes of a member for ring collectives, which connect it with two neighbours.
+
+    `ctas` is the number of channels. The member with the most bytes counts.
+    """
     local, nodes = _spread(ranks, cluster)
     here, there = min(local - 1, 2 if nodes == 1 else 1), 0
     if nodes > 1:
@@ -42,7 +45,7 @@ def collective_bytes(ranks: RankSet, cluster: Cluster, ctas: int) -> int:
 
 
 def message_bytes(ranks: RankSet, cluster: Cluster, ctas: int, peers: int) -> int:
-    """Compute the bytes of a member for messages with `peers` others, as many of them as can be on its own node."""
+    """Compute the bytes of a member for messages with `peers` others, on its own node if it has enough members."""
     local, nodes = _spread(ranks, cluster)
     if nodes == 1:
         return ctas * _LOCAL * min(peers, local - 1)
@@ -50,7 +53,7 @@ def message_bytes(ranks: RankSet, cluster: Cluster, ctas: int, peers: int) -> in
 
 
 def world_bytes(cluster: Cluster) -> int:
-    """Compute the bytes of the communicator of all ranks, over which parameters are reallocated."""
+    """Compute the bytes per device of the communicator of all ranks, which reallocates parameters."""
     if cluster.size == 1:
         return 0
     ranks = tuple(range(cluster.size))
@@ -59,20 +62,21 @@ def world_bytes(cluster: Cluster) -> int:
 
 
 def count_layout_bytes(placements: Iterable[Placement], cluster: Cluster) -> int:
-    """Compute the bytes of a device for the groups of several placements: those of each layout count once."""
+    """Compute the bytes per device of the groups of several placements, which share groups if their layouts
+    agree."""
     keys = {(p.mesh, p.strategy.degrees) for p in placements}
     return sum(_layout_bytes(mesh.nodes(cluster), degrees) for mesh, degrees in keys)
 
 
 @lru_cache(maxsize=4096)
 def _layout_bytes(nodes: Cluster, degrees: Degrees) -> int:
-    """Bytes of the peak device of a layout on these nodes; of groups that lie differently, the largest count."""
+    """Bytes of a layout's groups on these nodes; if groups of a role lie differently, the largest one counts."""
     if nodes.size == 1:
         return 0
     placement = Placement(Mesh(0, nodes.size), Strategy(degrees=degrees))
     groups: dict[Role, list[RankSet]] = defaultdict(list)
     if nodes.even and nodes.runs[0][1] % degrees["tp"] == 0:
-        # Groups of the first stage are the largest, and lie as others do.
+        # For each role, rank 0 is in a largest group, so its groups are enough.
         groups |= {role: [ranks] for role, ranks in list_own_rank_sets(placement, 0).items()}
     else:
         for role, ranks in list_groups(placement):
@@ -95,6 +99,6 @@ def _group_bytes(groups: Iterable[RankSet], nodes: Cluster, uses: Collection[Rol
 
 
 def _spread(ranks: RankSet, cluster: Cluster) -> tuple[int, int]:
-    """Most ranks of one node, and number of nodes."""
+    """Return the most ranks on one node, and the number of nodes."""
     counts = Counter(map(cluster.node, ranks))
     return max(counts.values()), len(counts)

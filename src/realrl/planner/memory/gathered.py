@@ -1,4 +1,4 @@
-"""Memory of sections that ZeRO-2 and ZeRO-3 have whole while they are computed: parameters, and their gradients."""
+"""Memory of whole sections under ZeRO-2 and ZeRO-3: gathered parameters, and gradients before they are reduced."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,24 +16,24 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, kw_only=True)
 class SectionBytes:
-    """Bytes of a section on the fullest TP rank, under each of some strategies."""
+    """Bytes of a section on the TP rank with the most, under each of some strategies."""
 
     parameters: Ints
-    """What is gathered of it; 0 where all of it is in memory anyway."""
+    """Gathered parameters under ZeRO-3; 0 under ZeRO-2, in which every rank keeps all parameters anyway."""
     gradients: Ints
-    """Float32 gradients of all rows."""
+    """Float32 gradients of all rows, before the reduce-scatter."""
     sums: Ints
-    """Float32 sums of a rank's rows of them, which a reduce-scatter gives."""
+    """Float32 gradients of a rank's own rows, after the reduce-scatter."""
     tensors: int
-    """Parameters that it consists of, each of which has a collective of its own."""
+    """Number of parameters in the section; each has a collective of its own."""
 
 
 @dataclass(frozen=True)
 class GatheredMemory:
-    """Bytes at moments of passes under strategies of ZeRO-2 or ZeRO-3. Stages are rows of arrays.
+    """Bytes of whole sections at moments of a pass, [stages, strategies] or [strategies].
 
-    While a section is computed, the parameters of the next one arrive; gradients of a section are there until those
-    of the one that follows in the backward pass are on their way, too (`engine.sharding`).
+    While a device computes a section, the parameters of the next section arrive. The gradients of a section stay
+    until the reduction of the next section's gradients has started (`engine.sharding`).
     """
 
     sizes: LocalSizes
@@ -66,7 +66,7 @@ class GatheredMemory:
         return layer.parameters + arriving + layer.gradients + self._leaving_head(last_stage)
 
     def later_layer_backward(self, *, last_stage: Bools, layers: Ints) -> Ints:
-        """Compute the bytes while the gradients of a layer are reduced, and those of one before it still are."""
+        """Compute the bytes while two reductions overlap: of a layer's gradients, and of the section's before."""
         layer, several = self.layer_section, layers > 1
         arriving = np.where(several, layer.parameters, 0)
         leaving = np.where(several, layer.gradients + layer.sums, 0)
@@ -74,12 +74,12 @@ class GatheredMemory:
         return layer.parameters + arriving + layer.gradients + layer.sums + leaving
 
     def embedding_backward(self) -> Ints:
-        """Compute the bytes while gradients of the embedding, which takes no parameters for them, are reduced."""
+        """Compute the bytes while gradients of the embedding are reduced; its backward pass reads no parameters."""
         embedding, layer = self.embedding_section, self.layer_section
         return embedding.gradients + embedding.sums + layer.gradients + layer.sums
 
     def update(self) -> Ints:
-        """Compute the bytes while ranks spread what they have updated: two sections that are under way (ZeRO-2)."""
+        """Compute the bytes while updated parameters are all-gathered (ZeRO-2), at most two sections at a time."""
         if self.strategies.zero != 2:
             return np.zeros_like(self.strategies.dp)
         width = self.element_bytes
@@ -87,24 +87,22 @@ class GatheredMemory:
         def count(dp: int) -> int:
             (trained,) = [of for name, of in self.sizes.cut_sets(dp).items() if self.sizes.part.sets[name]]
             sections = sorted((trained.embedding, trained.layer, trained.layer, trained.end), key=max)
-            # Of a lower precision, rows are rounded first.
+            # Below float32, a rank first makes a rounded copy of its rows.
             return (dp * width + (width if width < _FLOAT32 else 0)) * sum(map(max, sections[-2:]))
 
         return apply_each(count, self.strategies.dp)
 
     @cached_property
     def layer_section(self) -> SectionBytes:
-        """A decoder layer."""
         return self._section("layer")
 
     @cached_property
     def embedding_section(self) -> SectionBytes:
-        """Embedding of tokens and positions."""
         return self._section("embedding")
 
     @cached_property
     def head_section(self) -> SectionBytes:
-        """Final norm and head; with tied embeddings these belong to it."""
+        """Final norm and head; with tied embeddings, the embedding table is part of this section, too."""
         end, embedding = self._section("end"), self.embedding_section
         if not self.sizes.trained.tied:
             return end
@@ -131,10 +129,10 @@ class GatheredMemory:
         )
 
     def _counter(self, name: str, width: Callable[[str], int]) -> Callable[[int], int]:
-        """Make a function that counts the bytes of a rank's rows of a section, for a number of ranks.
+        """Make a function that counts the bytes of one rank's rows of a section, given the number of ranks.
 
-        `width` is that of an element of a parameter set. Of layers, the first or the last one counts: they may be
-        in other sets.
+        `width` gives the bytes per element of a parameter set. The section "layer" is the larger one of the first
+        and the last layer, because their parameters may be in different sets.
         """
 
         def count(dp: int) -> int:

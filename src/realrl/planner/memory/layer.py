@@ -1,7 +1,7 @@
 """Activation memory of one layer on one rank.
 
-Counted are the tensors that `model.transformer` and `model.attention` allocate, and those that operations with a
-gradient save. Unless stated otherwise, sizes are elements per token in the model's type.
+The formulas count the tensors that `model.transformer` and `model.attention` allocate, and the tensors that
+operations save for the backward pass. Unless stated otherwise, sizes are elements per token in the model's type.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,10 @@ from realrl.program.arrays import Floats, Ints, Real, truncate
 
 
 def added_bytes(elements: int, element_bytes: int) -> int:
-    """Compute the bytes of a matrix's gradient apart from the float32 gradients that it is added to.
+    """Compute the temporary bytes of a matrix's gradient while it is added to the float32 sum of gradients.
 
-    float32 products add to them. Those of narrow numbers are computed part by part, and widened before.
+    Products in float32 add to the sum directly. In narrower types, the gradient is computed part by part, and each
+    part is widened to float32.
     """
     return min(elements, ADDED_ELEMENTS) * (element_bytes + 4) if element_bytes < 4 else 0
 
@@ -29,8 +30,8 @@ def added_bytes(elements: int, element_bytes: int) -> int:
 class LayerMemory:
     """Activation sizes of a layer.
 
-    `lengths` are samples of sequence lengths, `sample` that of each strategy; they matter where attention pads
-    sequences: on a GPU in float32, and where layers have a cap or sinks.
+    `lengths` are samples of sequence lengths, and `sample` is the index of each strategy's sample. They matter only
+    if attention pads sequences: on a GPU, in float32 or in layers with a cap or sinks.
     """
 
     sizes: LocalSizes
@@ -42,7 +43,6 @@ class LayerMemory:
 
     @cached_property
     def hidden(self) -> int:
-        """Hidden size."""
         return self.sizes.shape.hidden_size
 
     @cached_property
@@ -51,11 +51,11 @@ class LayerMemory:
         return self.hidden / (self.sizes.tp if self.strategies.sequence_parallel else 1)
 
     def rotation_bytes(self, tokens: Real) -> Ints:
-        """Compute the bytes of the rotary tables, shared by all layers: cosines and sines of pairs in float32."""
+        """Compute the bytes of the rotary tables, which all layers share: float32 cosines and sines of pairs."""
         return truncate(tokens * 4 * self.sizes.shape.head_dim)
 
     def index_bytes(self, tokens: Real) -> Ints:
-        """Compute the bytes of int64 indices to padded heads and back, shared by all layers."""
+        """Compute the bytes of int64 indices from heads to padded heads and back, which all layers share."""
         if not self._pads:
             return truncate(0)
         heads = 2 * (self.sizes.q_dim + self.sizes.cache_dim) / self.sizes.shape.head_dim
@@ -66,12 +66,14 @@ class LayerMemory:
         """Peak elements per token without gradients: in attention or in the feed-forward block.
 
         Attention holds the residual stream, queries, keys and values, and its output. On a CPU it also holds a
-        log-sum-exp per head, and copies of what it reads and computes in float32 where that is not their type.
-        Where it pads, it also holds padded copies of queries, keys and values, keys and values once more for every
-        query head, and three padded outputs. The feed-forward block holds the stream before and after attention,
-        and gate, up and their product, or the tensors that these are computed from or projected to, normalised
-        or with a bias; of a mixture, see `_computed_experts`. Norms of heads hold the stream, queries, keys and
-        values, and the normalised ones before and after they are put together.
+        log-sum-exp per head and, if the model's type is narrower, float32 copies of its inputs and its output. If
+        it pads, it also holds padded queries, keys and values, a copy of keys and values for every query head, and
+        three padded outputs.
+
+        The feed-forward block holds the stream before and after attention. It also holds the largest of these
+        pairs: its input with gate and up, gate and up with their product, the product with the output.
+        `_computed_experts` counts a mixture. Norms of heads hold the stream, queries, keys and values, and two
+        copies of the normalised heads: before and after they are concatenated.
         """
         s = self.stream
         inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
@@ -89,7 +91,7 @@ class LayerMemory:
             entering + up, gate_up + inner, inner + self.hidden + self._added(self.hidden), 2 * self.hidden
         )
         if self.sizes.experts:
-            # What experts give is held beside a shared block.
+            # The output of the experts is held while a shared block is computed.
             shared = max(block, 2 * self.hidden) + self.hidden if self.sizes.shared_blocks else 0
             block = max(entering + self._computed_experts, shared)
         joined = 2 * self._qkv + self.sizes.q_dim + self.sizes.kv_dim if self.sizes.qk_norm else 0
@@ -99,10 +101,10 @@ class LayerMemory:
     def kept(self) -> Real:
         """Elements per token saved for the backward pass.
 
-        These are inputs of the two norms, their outputs and their scales in float32; queries, keys and values as
-        attention reads them; its output; gate, up and their product. Attention also saves a log-sum-exp per head in
-        float32. Where it pads, it saves what it reads and computes in padded copies, keys and values once more for
-        every query head. Norms of heads save what they normalise, and a scale for each head in float32.
+        These are the inputs and outputs of the two norms, and their scales in float32; queries, keys and values as
+        attention reads them, and its output; gate, up and their product. Attention also saves a log-sum-exp per
+        head in float32. If it pads, it saves padded copies of its inputs and outputs, with keys and values for
+        every query head. Norms of heads save their inputs, and a float32 scale per head.
         """
         norms = 2 * self.hidden + self._normed_blocks * (self.stream + self._norm_scales)
         if self.sizes.qk_norm:
@@ -111,7 +113,7 @@ class LayerMemory:
         sums = self._heads * self._float32
         attention: Real
         if self._pads:
-            # Where scores are computed in memory, the output and its sums are not kept.
+            # If scores are computed in memory, attention keeps neither the padded output nor its log-sum-exp.
             results = 0 if self.sizes.options.scores_in_memory else self.sizes.q_dim + sums
             attention = self._padded_rows * (self._read + 2 * self.sizes.q_dim + results) + self.sizes.q_dim
         else:
@@ -122,8 +124,8 @@ class LayerMemory:
     def _kept_block(self) -> float:
         """Elements per token that feed-forward blocks keep: gate, up and their product.
 
-        An expert also keeps that product times the weight of the expert, or its input times the weight. A mixture
-        keeps its probabilities.
+        An expert also keeps a weighted copy of this product or of its input. A mixture keeps its probabilities and
+        choices.
         """
         if not self.sizes.experts:
             return self._kept_shared
@@ -133,17 +135,16 @@ class LayerMemory:
 
     @property
     def _kept_shared(self) -> int:
-        """Elements per token that a feed-forward block keeps that all tokens pass through."""
+        """Elements per token kept by the feed-forward block that all tokens pass through, if there is one."""
         return self.sizes.shared_blocks * (self.sizes.gate_up_dim + self.sizes.ffn_dim)
 
     @property
     def _computed_experts(self) -> float:
-        """Peak elements per token that a mixture computes without gradients, besides its input.
+        """Peak elements per token of a mixture without gradients, in addition to its input.
 
-        A token has a row for each of its experts: its own copies and gate and up, these and their product, and the
-        outputs of the experts, in the order of tokens and added up; that product times a weight, and the outputs
-        beside what they are computed from, are never the most. On a CPU the products of an expert come apart before
-        they are put beside others.
+        A token has one row for each of its k experts. The peak is the largest of three moments: copies of the input
+        with gate and up; gate and up with their product; and the experts' outputs, in two orders, with their sum.
+        All other moments need less. On a CPU, gate and up of one expert exist twice before they join the others'.
         """
         inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
         k = self.sizes.copies
@@ -157,72 +158,77 @@ class LayerMemory:
 
     @property
     def _probabilities(self) -> float:
-        """Elements that the float32 probabilities of a token's experts take; sigmoids are float64 numbers first."""
+        """Elements per token for the float32 probabilities of all experts; sigmoids need float64 numbers as
+        well."""
         mixture = self.sizes.shape.mixture
         sigmoid = mixture is not None and mixture.scores == "sigmoid"
         return self.sizes.experts * self._float32 * (3 if sigmoid else 1)
 
     @property
     def _choices(self) -> float:
-        """Elements that the choice of a token's experts takes.
+        """Elements per token for the choice of its experts.
 
-        These are their numbers, places, order and tokens in int64, and two float32 weights.
+        Each chosen expert takes four int64 (its number, place, order and token) and two float32 weights.
         """
         return self.sizes.copies * (4 * 8 / self.element_bytes + 2 * self._float32)
 
     @property
     def _kept_adapters(self) -> int:
-        """Elements per token between the two products of adapters, and DoRA's products before they are scaled."""
+        """Elements per token between A and B of all adapters, and DoRA's products before scaling."""
         return sum(adapter.inner + adapter.rows * adapter.dora for adapter in self.sizes.adapters)
 
     def _added(self, outputs: int) -> int:
-        """Elements per token of the largest block that adapters add to a product with so many outputs.
+        """Elements per token of the largest block that adapters add to a product with `outputs` outputs.
 
-        With DoRA, of what the sum is scaled to as well.
+        DoRA scales the sum, so it needs a copy of all outputs.
         """
         adapters = [a for a in self.sizes.adapters if a.rows <= outputs]
         return max((outputs if a.dora else max(a.blocks) for a in adapters), default=0)
 
     @property
     def _normed_blocks(self) -> int:
-        """Rows of the stream, or of what is added to it, that norms keep to differentiate."""
+        """Number of norms per layer that keep their input; two more if norms are also after each block."""
         return 4 if self.sizes.options.norm_place == "around" else 2
 
     @property
     def _norm_scales(self) -> float:
-        """Numbers that a norm keeps of a row; LayerNorm its mean, too."""
+        """Elements that a norm keeps per row: its scale and, for LayerNorm, its mean, both in float32."""
         return self._float32 * (2 if self.sizes.options.norm == "layer" else 1)
 
     @property
     def projected(self) -> float:
-        """Elements per token of a layer that ends with keys and values: its input, that normalized, and these."""
+        """Elements per token of a prefill's last layer: its input, the normalised input, queries, keys and
+        values."""
         return self.stream + self.hidden + self._qkv
 
     def backward_bytes(self, tokens: Real) -> Ints:
-        """Compute the peak bytes of gradients in backward, less saved tensors that have been freed by then."""
+        """Compute the peak bytes of gradients in backward, minus the saved tensors that are freed by then."""
         s = self.stream
         hidden = self.hidden
         inner, gate_up = self.sizes.ffn_dim, self.sizes.gate_up_dim
-        # On a GPU, gates but that of SwiGLU are differentiated one operation after the other.
+        # On a GPU, only SwiGLU has one kernel for its whole backward pass; other gates hold intermediate gradients.
         options = self.sizes.options
         apart = options.gated and options.activation != "silu" and not self.cpu
         between = 2 * inner if apart else 0
         frozen = self.sizes.frozen_matrices
         gathered = hidden if self.strategies.sequence_parallel else 0
-        # oneDNN copies an operand of the matmul for the weight gradient; adapters give a second gradient of inputs.
+        # oneDNN copies an operand of the matmul for the weight gradient. Adapters give a second gradient of the
+        # input.
         copied = hidden if self.cpu or frozen else 0
 
         moments = [
-            # The gradients of the product, of gate and up; the product itself has been freed.
+            # The gradients of the product, of gate and of up. The product itself has been freed.
             self.bytes(tokens, s + gate_up + between),
-            # The gradients of a matrix and of its input, when saved tensors of later operations are freed.
+            # The gradients of a matrix (down, then gate and up) and of its input. Saved tensors of later operations
+            # have been freed.
             self.bytes(tokens, s + gathered + copied + inner) + self._added_bytes(inner * hidden),
             self.bytes(tokens, s + hidden + copied - inner) + self._added_bytes(gate_up * hidden),
         ]
         if self.sizes.experts:
             routed = self._expert_moments(tokens)
             if self.sizes.shared_blocks:
-                # It is differentiated first: the gradient of what it reads is held, what it saved has been freed.
+                # The shared block is differentiated first. Then its saved tensors are freed, and the gradient of
+                # its input is held.
                 held, after = self.bytes(tokens, gathered), self.bytes(tokens, hidden - self._kept_shared)
                 moments = [*(moment + held for moment in moments), *(moment + after for moment in routed)]
             else:
@@ -230,66 +236,71 @@ class LayerMemory:
         queries = self.sizes.q_dim
         attention: Real
         if self._pads:
-            # The gradients of padded outputs, queries, and keys and values for every query head, and the product of
-            # outputs with their gradients; in bfloat16 those of keys and values are float32 numbers first.
+            # The padded gradients of outputs, queries, and keys and values for every query head, and the product of
+            # outputs with their gradients. In bfloat16, some of these gradients are float32 at first.
             widened = self._widened(3 * queries) if self.sizes.options.scores_in_memory else 0
             attention = self._padded_rows * (5 * queries + widened) - queries
         else:
             attention = queries + self._read
             if self.cpu:
                 attention += self._widened(2 * self._read + 2 * queries)
-        # What the feed-forward block saved, which is done, has been freed.
+        # By now the tensors that the feed-forward block saved have been freed.
         scores = self.score_bytes(tokens, backward=True)
         moments.append(self.bytes(tokens, attention - self._kept_block - hidden) + scores)
         return reduce(np.maximum, moments)
 
     def _expert_moments(self, tokens: Real) -> list[Ints]:
-        """Compute the bytes of gradients at moments of a mixture's backward pass, less what has been freed by then.
+        """Compute the bytes at moments of a mixture's backward pass, minus saved tensors that are freed by then.
 
-        The rows of an expert are gathered once more for the gradients of its matrices.
+        The backward pass gathers the rows of each expert again, for the gradients of its matrices.
         """
         inner, gate_up, hidden = self.sizes.ffn_dim, self.sizes.gate_up_dim, self.hidden
         gathered = hidden if self.strategies.sequence_parallel else 0
         k = self.sizes.copies
         moments = [
-            # At the end of the forward pass, what experts give, in their order and in that of tokens.
+            # The experts' outputs at the end of the forward pass, in the order of experts and in the order of
+            # tokens.
             self.bytes(tokens, 2 * k * hidden),
-            # The gradients of what experts give, and of the products that are their inputs.
+            # The gradients of the outputs, and of the activations that `down` multiplies.
             self.bytes(tokens, self.stream + k * (hidden + inner)) + self._added_bytes(inner * hidden),
-            # Those of the products, and of gate and up; what the last product read has been freed.
+            # The gradients of these activations, and of gate and up. The input of `down` has been freed.
             self.bytes(tokens, self.stream + k * gate_up),
         ]
         entering = self.stream + gathered
         if self.sizes.weighs_inputs:
             return [
                 *moments,
-                # Those of gate and up, and of their inputs, which have been kept.
+                # The gradients of gate and up, and of their weighted inputs, which were kept.
                 self.bytes(tokens, entering + k * (hidden - inner)) + self._added_bytes(gate_up * hidden),
-                # Those of their inputs, times weights, and in the order of tokens; all else has been freed.
+                # The gradients of these inputs, times the weights, in two orders. All other tensors have been
+                # freed.
                 self.bytes(tokens, entering + k * (2 * hidden - gate_up - inner)),
             ]
         return [
             *moments,
-            # Those of gate and up, and their inputs, which are gathered, or added up; all else has been freed.
+            # The gradients of gate and up, and their gathered inputs; then the gradients of these inputs, in two
+            # orders. All other tensors have been freed.
             self.bytes(tokens, entering + k * (hidden - 2 * inner)) + self._added_bytes(gate_up * hidden),
             self.bytes(tokens, entering + k * (2 * hidden - 2 * inner)),
         ]
 
     def _added_bytes(self, elements: int) -> int:
-        """Compute the bytes of a gradient beside the one that it is added to. Of frozen matrices, adapters alone,
-        which are small, have gradients."""
+        """Compute the temporary bytes of a matrix's gradient (`added_bytes`); on a GPU it needs none.
+
+        If matrices are frozen, only their adapters have gradients, which are small enough to ignore.
+        """
         added = self.cpu and not self.sizes.frozen_matrices
         return added_bytes(elements, self.element_bytes) if added else 0
 
     def forward_bytes(self, tokens: Real, held: Real = 0.0) -> Ints:
-        """Compute the peak bytes without gradients, with `held` elements per token besides."""
+        """Compute the peak bytes without gradients, and of `held` further elements per token."""
         return self.bytes(tokens, held + self.computed) + self.score_bytes(tokens, backward=False)
 
     def score_bytes(self, tokens: Real, *, backward: bool) -> Ints:
-        """Compute the bytes of attention's scores where they are computed in memory, some queries at a time.
+        """Compute the bytes of attention scores, if they are computed in memory, for some queries at a time.
 
-        Forward they are float32, and cast to the model's type. Backward there are the weights, the slope of the
-        cap, the gradient, and its product with the weights.
+        In the forward pass, scores are float32 and then cast to the model's type. The backward pass holds the
+        softmax weights, the gradient, its product with the weights and, if there is a cap, the slope of the cap.
         """
         options, float32 = self.sizes.options, self.element_bytes == 4
         if self.cpu or not (options.scores_in_memory or (float32 and self.sizes.shape.windowed_layers)):
@@ -307,7 +318,7 @@ class LayerMemory:
 
     @cached_property
     def _padded_rows(self) -> Floats:
-        """Tokens with attention's padding, per token."""
+        """Tokens including the padding of attention, per token without it."""
         return np.array([_count_padded(lengths) for lengths in self.lengths])[self.sample]
 
     @property
@@ -316,7 +327,7 @@ class LayerMemory:
         return not self.cpu and (self.element_bytes == 4 or self.sizes.options.scores_in_memory)
 
     def _widened(self, numbers: Real) -> Real:
-        """Elements that float32 copies of so many elements take; none where they are float32."""
+        """Elements for float32 copies of `numbers` elements; 0 if these are float32 already."""
         return numbers * self._float32 if self.element_bytes < 4 else 0
 
     @property
@@ -330,8 +341,10 @@ class LayerMemory:
 
     @property
     def _read(self) -> int:
-        """Elements of queries, keys and values as attention reads them; uneven groups expand keys to every
-        query."""
+        """Elements of queries, keys and values as attention reads them.
+
+        If query heads do not divide evenly among key heads, every query head has its own copy of keys and values.
+        """
         return self.sizes.q_dim + 2 * self.sizes.cache_dim
 
     @property
@@ -341,5 +354,5 @@ class LayerMemory:
 
 @lru_cache(maxsize=4096)
 def _count_padded(lengths: tuple[int, ...]) -> float:
-    """Tokens of a batch with attention's padding, per token."""
+    """Tokens of a batch including the padding of attention, per token without it."""
     return sum(bucket.tokens for bucket in bucket_lengths(lengths)) / sum(lengths)

@@ -10,29 +10,28 @@ from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.program.arrays import Ints, Real, truncate
 
 _SAMPLED_BYTES = 12
-"""Bytes per logit of a sampled token without top-k and top-p (`engine.generation.sampler`).
+"""Bytes per logit of a sampled token: its float32 logit, log-probability and probability.
 
-Logits, log-probabilities and probabilities in float32; on a GPU, probabilities that top-p restricts or that are
-padded to whole blocks, too."""
+A GPU needs 4 bytes more, for probabilities that top-p restricts or that are padded to whole blocks."""
 _FOUND_BYTES = 12
 """Bytes per likeliest token: its id in int64, and its log-probability in float32."""
 _GIVEN_BYTES = 16
-"""Bytes per given token: ids in int64 at all tokens and, beside each token's own, at predicted ones."""
+"""Bytes per given token: int64 ids at all tokens, and again at predicted tokens beside each token's own id."""
 _DIVERGENCE_BYTES = 32
-"""Bytes per given token of a Jensen-Shannon divergence, without gradient: eight float32 numbers."""
+"""Bytes per given token to compute a Jensen-Shannon divergence without gradient: eight float32 numbers."""
 _LOSS_BYTES = 60
-"""The same with what is kept for the backward pass: fifteen numbers."""
+"""Bytes per given token to compute this divergence with a gradient: fifteen float32 numbers."""
 
 
 @dataclass(frozen=True)
 class Logits:
-    """Memory of the output head, in bytes; tokens are those of a micro-batch."""
+    """Memory of the output head, in bytes; `tokens` counts the tokens of a micro-batch."""
 
     sizes: LocalSizes
     element_bytes: int
     cpu: bool
     candidates: Candidates | None = None
-    """Those of the call."""
+    """The call's candidates."""
 
     def sampled(self, rows: Real) -> Ints:
         """Compute the bytes of the next tokens' logits, which every TP rank holds in full."""
@@ -40,8 +39,10 @@ class Logits:
         return truncate(0 if self._scalar else each * rows * self.sizes.shape.vocab_size)
 
     def scored(self, tokens: Real) -> Ints:
-        """Compute the bytes of one logit chunk in inference; for a scalar head, of hidden states cast to
-        float32."""
+        """Compute the bytes of one logit chunk in inference.
+
+        A scalar head holds hidden states that are cast to float32.
+        """
         if self._scalar:
             return truncate(self._float32 * tokens * self.sizes.shape.hidden_size)
         chunk = self._log_softmax * self._chunk(tokens)
@@ -50,22 +51,23 @@ class Logits:
         numbers, tp = self.candidates.count * tokens, self.sizes.tp
         in_chunk = numbers * self._chunk(tokens) / (tokens * self.sizes.padded_vocab)
         if self.candidates.ids is None:
-            # Of all TP ranks log-probabilities are gathered, then ids, which are put side by side.
+            # Each rank selects its own likeliest tokens. Under TP the ranks gather the log-probabilities and then
+            # the ids, and concatenate the ids.
             selection = _FOUND_BYTES + (8 + (4 + 2 * 8) * tp if tp > 1 else 0)
-            # At last they are found for predicted tokens, and copied to the places of all tokens.
+            # At the end, results at predicted tokens are copied to the positions of all tokens.
             return truncate(
                 _FOUND_BYTES * numbers + np.maximum(chunk + selection * in_chunk, _FOUND_BYTES * numbers)
             )
-        # In a chunk: which are on this rank, their ids there, and log-probabilities twice.
+        # Per candidate of a chunk: a mask of the ids on this rank, local ids, and log-probabilities twice.
         computed = 4 * numbers + np.maximum(chunk + 17 * in_chunk, _DIVERGENCE_BYTES * numbers - 8 * numbers)
         return truncate(computed + _GIVEN_BYTES * numbers)
 
     def backward(self, tokens: Real) -> Ints:
         """Compute the bytes of one logit chunk in the backward pass.
 
-        Up to a number of log-probabilities, a micro-batch keeps them. The peak is either at the log-probabilities,
-        which turn into the gradient of logits; or at that gradient, beside that of hidden states, or the head's
-        where it is computed before it is added to those of other passes. A frozen head has none.
+        A small micro-batch keeps its logits. The peak is at one of two moments. At the first, log-probabilities
+        turn into the gradient of the logits. At the second, this gradient is there with the gradient of the hidden
+        states, or with the head's gradient before it is added to the sum. A frozen head has no gradient.
         """
         if self._scalar:
             return truncate(2 * self._float32 * tokens * self.sizes.shape.hidden_size)
@@ -76,7 +78,7 @@ class Logits:
         if self.cpu:
             computed = np.where(chunk == logits, 4 + self._narrow, self._log_softmax)
             if self.sizes.options.logit_cap is not None:
-                # Beside the slope of the cap: logits, of which several ranks also hold the exponential.
+                # The slope of the cap, and logits; under TP also the exponentials of the logits.
                 computed = np.maximum(computed, 4 + (8 if self.sizes.tp > 1 else 4))
             hidden = self.sizes.shape.hidden_size
             product = self.element_bytes * hidden * chunk / self.sizes.padded_vocab
@@ -85,20 +87,20 @@ class Logits:
                     product, added_bytes(self.sizes.padded_vocab * hidden, self.element_bytes)
                 )
             inside = np.maximum(computed * chunk, self.element_bytes * chunk + product)
-        else:  # logits, and their gradient, which in float32 takes their place
+        else:  # Logits, and their gradient. In float32 the gradient overwrites the logits.
             inside = np.where(keeps, self._narrow, 4 + self._narrow) * chunk
         if self.candidates is None:
             return truncate(kept + inside)
         numbers = self.candidates.count * tokens
-        # The gradient of log-probabilities comes twice: as it is, and divided by the temperature.
+        # There are two gradients of log-probabilities: before and after dividing by the temperature.
         inside = np.maximum(inside + 2 * 4 * numbers, _LOSS_BYTES * numbers)
         return truncate(kept + inside + _GIVEN_BYTES * numbers)
 
     @property
     def _log_softmax(self) -> int:
-        """Bytes per logit: the matmul output and its float32 cast, or that cast and its exponential under TP.
+        """Bytes per logit: the matmul's output and its float32 cast, or under TP this cast and its exponential.
 
-        On a GPU products are float32, and of their softmax only sums are kept, but where tokens are selected by it.
+        A GPU writes the product in float32. It computes only sums of the softmax, unless it selects tokens.
         """
         selects = self.candidates is not None and self.candidates.ids is None
         exponential = 8 if self.sizes.tp > 1 and (self.cpu or selects) else 0
@@ -106,12 +108,12 @@ class Logits:
 
     @property
     def _narrow(self) -> int:
-        """Bytes of an element that is held beside its float32 cast."""
+        """Bytes of an element that is held with its float32 cast; 0 if it is float32 itself."""
         return self.element_bytes if self.element_bytes < 4 else 0
 
     @property
     def _float32(self) -> int:
-        """Bytes of a float32 cast that is held beside the element."""
+        """Bytes of a float32 cast that is held with its element; 0 if the element is float32 itself."""
         return 4 if self.element_bytes < 4 else 0
 
     @property
@@ -119,6 +121,6 @@ class Logits:
         return self.sizes.head == "scalar"
 
     def _chunk(self, tokens: Real) -> Real:
-        """Logits of a chunk."""
+        """Number of logits in a chunk."""
         rows, _ = self.sizes.count_logit_chunks(tokens, cpu=self.cpu)
         return rows * self.sizes.padded_vocab

@@ -39,18 +39,18 @@ _BYTES = 8
 def add_candidates(
     parts: Parts, call: Call, work: CallWork, rank_records: Ints, tokens: Real, *, cpu: bool, last: Bools
 ) -> Parts:
-    """Add what a stage holds of a call's candidates to its peak; `tokens` are those of a micro-batch,
-    `rank_records` the records of a rank.
+    """Add the memory of a call's candidates to the peak of each stage.
 
-    Given ones are copied for a micro-batch and, in training, for the mini-batch, and before that for the whole step
-    where the device has memory of its own. Those that inference gives stay in the memory of a CPU.
+    `tokens` counts the tokens of a micro-batch, and `rank_records` the records of a mini-batch on a rank. Given
+    candidates are copied for a micro-batch. Training also copies them for the mini-batch and, on a GPU, for the
+    whole step. Candidates that inference selects are moved to host memory, so they count only on a CPU.
     """
     if call.candidates is None:
         return parts
     rank_tokens = rank_records * work.mean
     each = _BYTES * call.candidates.count
     if call.candidates.ids is None:
-        # The outputs of all micro-batches are put together at last.
+        # At the end, the outputs of all micro-batches are concatenated, so both copies exist.
         outputs = {"activations": truncate(2 * each * rank_tokens)}
         return choose(last & (total(outputs) > total(parts)), outputs, parts) if cpu else parts
     if call.kind is Kind.TRAIN:
@@ -60,15 +60,14 @@ def add_candidates(
 
 _GIB = 1 << 30
 DRIVER_BYTES = int(0.6 * _GIB)
-"""Memory reserved by driver and libraries on a GPU: the CUDA context and the kernels that are used."""
+"""GPU memory reserved for driver and libraries: the CUDA context and loaded kernels."""
 PROCESS_BYTES = 4 * _GIB
-"""Host memory reserved for a device's process: torch, CUDA, and a file of weights while a model is saved."""
+"""Host memory reserved per device for its process: torch, CUDA, and a file of weights while a model is saved."""
 FRAGMENTATION = 0.1
 """Fraction of dynamic memory that the caching allocator holds but cannot use.
 
-Static memory consists of a few flat buffers and does not fragment; nor do the cache, packed weights and the memory
-of graphs, which a call holds from its beginning to its end."""
-
+Static memory consists of a few flat buffers and does not fragment. Neither do the cache, packed weights and the
+memory of graphs, because a call allocates them once and holds them until it ends."""
 
 _LASTING = ("cache", "packed weights", "graphs")
 
@@ -97,8 +96,10 @@ class MemoryNeed:
 
 @dataclass(frozen=True)
 class ManyNeeds:
-    """`MemoryNeed` of each pipeline stage under many strategies, [stages, strategies]; entries of `dynamic` past a
-    strategy's last stage have no meaning."""
+    """`MemoryNeed` of each pipeline stage under many strategies, [stages, strategies].
+
+    Entries of `dynamic` past a strategy's last stage have no meaning.
+    """
 
     static: Parts
     dynamic: Parts
@@ -114,8 +115,8 @@ class MemoryModel:
         for group, capacity in zip(spec.groups, self._capacities, strict=True):
             if capacity <= 0:
                 raise UserError(
-                    f"{group.device.name}: {format_bytes(group.device.memory_bytes)} are less than what drivers and"
-                    " the buffers of messages take"
+                    f"{group.device.name}: {format_bytes(group.device.memory_bytes)} is less than drivers and"
+                    " message buffers need"
                 )
         self.efficiency = efficiency or Efficiency()
         self._sizes: dict[tuple[ModelShape, Head, int, TrainablePart], LocalSizes] = {}
@@ -124,19 +125,22 @@ class MemoryModel:
     def capacity(self, rank: int) -> int:
         """Return the bytes that a plan may use on a rank's device.
 
-        Driver, the communicator of all ranks and reallocation buffers are subtracted from its memory.
+        The driver, the communicator of all ranks and the buffers of reallocation use the rest of its memory.
         """
         return self._capacities[self.spec.group_index(rank)]
 
     def host_capacity(self, node: int) -> float:
-        """Return the bytes of host memory that offloaded state may use on a node; no limit where hosts compute."""
+        """Return the bytes of host memory that offloaded state may use on a node.
+
+        There is no limit for CPUs, whose device memory is host memory.
+        """
         group = next(g for first, g in self._groups_by_node if node < first)
         if group.device.cpu:
             return math.inf
         return float(group.host_memory - group.devices_per_node * PROCESS_BYTES)
 
     def communicators(self, placements: Iterable[Placement]) -> int:
-        """Compute the bytes of NCCL communicators of a device that is part of these placements of models."""
+        """Compute the bytes of NCCL communicators on a device that all these placements use; 0 on a CPU."""
         on_gpus = [p for p in placements if not self.spec.device(p.mesh.first).cpu]
         return count_layout_bytes(on_gpus, self.spec.cluster)
 
@@ -145,7 +149,7 @@ class MemoryModel:
         return int(self._stage_bytes(model, Strategies.of([placement.strategy])).max())
 
     def set_bytes(self, model: StoredModel, placement: Placement) -> dict[str, int]:
-        """Compute the bytes of a copy of each parameter set, on the device that has most of it."""
+        """Compute the bytes of a copy of each parameter set, on the device that stores the most of it."""
         sizes = self.largest_sets(model, Strategies.of([placement.strategy]))
         return {name: int(size[0]) for name, size in sizes.items()}
 
@@ -154,7 +158,8 @@ class MemoryModel:
         return {name: size.max(axis=0) for name, size in self._set_bytes(model, strategies).items()}
 
     def least_base_bytes(self, model: StoredModel, strategies: Strategies) -> Ints:
-        """Compute the bytes of a copy of the base set under each strategy, on the device that has least of it."""
+        """Compute the bytes of a copy of the base set under each strategy, on the device that stores the least of
+        it."""
         size = self._set_bytes(model, strategies)[BASE]
         there = np.arange(len(size))[:, None] < strategies.pp
         return np.where(there, size, size.max()).min(axis=0)
@@ -164,9 +169,9 @@ class MemoryModel:
         return int(self.states(model, Strategies.of([placement.strategy]))[0][0])
 
     def kept_state(self, model: StoredModel, placement: Placement) -> int:
-        """Compute the bytes copied to offload the optimizer: two moments, and master weights below float32.
+        """Compute the bytes that optimizer offloading copies: two moments and, below float32, the master weights.
 
-        Gradients are discarded between steps.
+        Gradients are not copied, because no step needs those of the step before.
         """
         return int(self.states(model, Strategies.of([placement.strategy]))[1][0])
 
@@ -180,9 +185,8 @@ class MemoryModel:
     ) -> tuple[MemoryNeed, ...]:
         """Compute the memory need of a device per pipeline stage while it holds the call's role and runs the call.
 
-        Static memory includes gradients and optimizer for a train call only. The call is no function.
-
-        UserError where there are fewer records than data-parallel ranks.
+        The call must have a model. Static memory includes gradients and optimizer only for a train call. Raises
+        UserError if there are fewer records than data-parallel ranks.
         """
         # Only these facts about a device matter, not its amount of memory.
         device = self.spec.device(placement.mesh.first)
@@ -198,11 +202,9 @@ class MemoryModel:
 
     def needs(
         self, call: Call, model: StoredModel, first: int, strategies: Strategies, workload: Workload
-    ) -> "ManyNeeds":
-        """Compute the memory needs under each of some strategies at once, as `stages` does under one.
-
-        On devices of the kind of rank `first`.
-        """
+    ) -> ManyNeeds:
+        """Compute the memory needs under many strategies, as `stages` does for one, on devices like rank
+        `first`'s."""
         static = {"parameters": self._stage_bytes(model, strategies)}
         if call.kind is Kind.TRAIN:
             state = self._training_state(model, strategies, ELEMENT_BYTES[_dtype(model, strategies)])
@@ -216,7 +218,8 @@ class MemoryModel:
     def _dynamic(
         self, call: Call, model: StoredModel, strategies: Strategies, workload: Workload, device: DeviceKind
     ) -> Parts:
-        """Peak dynamic memory of each stage, [stages, strategies]; past the last one it has no meaning."""
+        """Peak dynamic memory of each stage, [stages, strategies]; past a strategy's last stage it has no
+        meaning."""
         cpu = device.cpu
         work = workload.work(call)
         generation = None
@@ -229,7 +232,7 @@ class MemoryModel:
         sizes = self._local(model, strategies.tp)
         activations = Activations(
             sizes=sizes,
-            # In generation sequence parallelism is not used: it pays for long sequences.
+            # Generation does not use sequence parallelism, which pays off for long sequences only.
             strategies=strategies if generation is None else replace(strategies, sequence_parallel=False),
             dtype=_dtype(model, strategies),
             cpu=cpu,
@@ -262,7 +265,9 @@ class MemoryModel:
                 layers=layers,
                 stage=stage,
             )
-        if cpu and model.exact:  # forward passes pack each matrix for its product
+        if (
+            cpu and model.exact
+        ):  # Exact forward passes pack each matrix for its product, and free it afterwards.
             packed = packed_matrix_bytes(sizes, activations.dtype, head=last & (model.head == "lm"))
             parts = {**parts, "packed weights": parts.get("packed weights", 0) + packed}
         records = -(-(work.items // work.minibatches) // strategies.dp)
@@ -274,7 +279,7 @@ class MemoryModel:
 
     @cached_property
     def _groups_by_node(self) -> list[tuple[int, NodeGroup]]:
-        """Groups, each with the first node after it."""
+        """Pairs of a group and the first node after it, with the node first."""
         ends = accumulate(group.nodes for group in self.spec.groups)
         return list(zip(ends, self.spec.groups, strict=True))
 
@@ -294,7 +299,7 @@ class MemoryModel:
     def _training_state(
         self, model: StoredModel, strategies: Strategies, element_bytes: int
     ) -> TrainingState:
-        """State of training on each stage, with parameters of a width."""
+        """Training state on each stage, with parameters of `element_bytes` bytes."""
         name = next(name for name, updated in model.part.sets.items() if updated)
         elements = self._pad_all(model, strategies, name, cut=strategies.zero > 1)
         return count_training_state(strategies.zero, strategies.dp, elements, element_bytes)
@@ -302,7 +307,7 @@ class MemoryModel:
     def _pad_all(self, model: StoredModel, strategies: Strategies, name: str, *, cut: bool) -> Ints:
         """Elements of a set that each stage stores, [stages, strategies], padded (`_padded`).
 
-        `cut`: whether data-parallel ranks store rows of their own.
+        If `cut`, each data-parallel rank stores only its own rows.
         """
         local, stages = self._local(model, strategies.tp), int(strategies.pp.max())
         degrees = zip(strategies.dp.tolist(), strategies.pp.tolist(), strict=True)
@@ -322,19 +327,20 @@ def _dtype(model: StoredModel, strategies: Strategies) -> Dtype:
 
 
 def _pick(parts: Parts, stage: int) -> dict[str, int]:
-    """Parts of a stage under the only strategy."""
+    """Return the parts of a stage, if there is only one strategy."""
     return {name: int(size[stage, 0]) for name, size in parts.items()}
 
 
 @lru_cache(maxsize=4096)
 def _padded(sizes: SetSizes, replicas: int, pp: int) -> tuple[int, ...]:
-    """Elements that each stage stores, padded so that ranks with the same can share out each bucket."""
+    """Elements that each stage stores, padded so that every bucket divides evenly among `replicas` ranks."""
     stages = sizes.stage_elements(pp)
     multiples = [replicas * bucket_count(elements) for elements in stages]
     return tuple(-(-n // multiple) * multiple for n, multiple in zip(stages, multiples, strict=True))
 
 
 def _usable(group: NodeGroup, cluster: Cluster) -> int:
+    """Bytes of a device that a plan may use."""
     kind = group.device
     usable = kind.memory_bytes - message_limits(cpu=kind.cpu).staging_bytes
     return usable if kind.cpu else usable - DRIVER_BYTES - world_bytes(cluster)

@@ -1,8 +1,8 @@
 """Memory of the packed weights that decode steps on a CPU may multiply by (`model.matrices`), on one TP rank.
 
-Exact training and inference pack each matrix for its product, and free it after it. Quantised matrices are widened
-likewise, and have no packed copy. Whether a generate call packs weights is a choice of the machine that it runs on:
-what is counted is an upper bound.
+Exact training and inference pack each matrix for its product and free the copy afterwards. Quantised matrices are
+widened for each product, and have no packed copy. The CPU that runs a generate call decides whether packing pays
+off, so these bytes are an upper bound.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ def packed_weight_bytes(sizes: LocalSizes, dtype: Dtype, *, layers: Ints, head: 
 
 
 def packing_bytes(sizes: LocalSizes, dtype: Dtype, *, head: Bools) -> Ints:
-    """Compute the bytes held beside it while a matrix is packed: what is rounded, and what has rows added."""
+    """Compute the most temporary bytes while a matrix is packed: a rounded copy, and a copy with added rows."""
     with_head, without = (max(_copies(s, dtype) for s in _shapes(sizes, of)) for of in (True, False))
     return _element_bytes(dtype) * np.where(head, with_head, without)
 
@@ -42,13 +42,13 @@ def packed_matrix_bytes(sizes: LocalSizes, dtype: Dtype, *, head: Bools) -> Ints
 
 
 def widened_matrix_bytes(sizes: LocalSizes, dtype: Dtype) -> int:
-    """Compute the most bytes held while a quantised matrix is widened for a product; 0 where there is none."""
+    """Compute the bytes of the largest quantised matrix after widening; 0 if the model is not quantised."""
     widened = (rows * columns for rows, columns in sizes.widened_shapes)
     return ELEMENT_BYTES[dtype] * max(widened, default=0)
 
 
 def _copies(shape: tuple[int, int], dtype: Dtype) -> int:
-    """Elements held beside a matrix while it is packed."""
+    """Temporary elements while a matrix is packed, in addition to the packed copy."""
     rows, columns = shape
     return (dtype == "mixed") * rows * columns + (_add_rows(rows) != rows) * _add_rows(rows) * columns
 
@@ -62,10 +62,10 @@ def _head_shape(sizes: LocalSizes) -> tuple[tuple[int, int]]:
 
 
 def _add_rows(rows: int) -> int:
-    """Round up to whole vectors."""
+    """Round up to whole vectors of the kernels."""
     return -(-rows // LANES) * LANES
 
 
 def _element_bytes(dtype: Dtype) -> int:
-    """Bytes of a packed element: `mixed` products round operands to bfloat16."""
+    """Bytes of a packed element; `mixed` rounds the operands of products to bfloat16."""
     return 4 if dtype == "float32" else 2

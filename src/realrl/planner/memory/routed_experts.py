@@ -1,4 +1,4 @@
-"""Memory of the experts that router replay records in generation, and takes over in training and inference."""
+"""Memory of router replay: generation records each token's experts, and training and inference reuse them."""
 
 from realrl.dataflow.call import Call
 from realrl.families.shape import ModelShape
@@ -7,7 +7,7 @@ from realrl.planner.workload.workload import CallWork
 from realrl.program.arrays import Ints, Real, truncate
 
 _BYTES = 2
-"""Bytes of the number of an expert."""
+"""Bytes of an expert's number, an int16."""
 
 
 def add_routed_experts(
@@ -21,11 +21,11 @@ def add_routed_experts(
     layers: Ints,
     cpu: bool,
 ) -> Parts:
-    """Add what a stage of `layers` holds of them to the peak of a call.
+    """Add the memory of recorded experts to the peak of a call, for a stage with `layers` layers.
 
-    `tokens` are those of the cache where the call generates, which has a record beside keys and values, else of a
-    micro-batch, `rank_records` the records of
-    a rank. Host memory, that of the device on a CPU, has those of all items: of the step, and of the call.
+    For a generate call, `tokens` counts the tokens of the KV cache, which also holds the recorded experts. For
+    other calls it counts the tokens of a micro-batch. `rank_records` counts the records of a mini-batch on a rank.
+    Host memory holds the experts of all items twice, for the step and for the call; on a CPU this is device memory.
     """
     if shape.mixture is None or not (call.records_experts or any(call.replays)):
         return parts
