@@ -1,4 +1,4 @@
-"""Lower bound on step time for sets of plans."""
+"""Lower bound on step time for sets of plans. Branch and bound (`branch_and_bound`) and local search use it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,49 +14,52 @@ from realrl.program.arrays import Bools, Floats
 from realrl.program.step import Activity
 
 _AT_ONCE = 512
-"""Number of nodes whose work is added up together, so that it stays in the caches."""
+"""Number of nodes whose work is summed together, so that the arrays stay in the caches."""
 _Work = tuple[Floats, Floats]
 """Earliest start of some work, and its device-seconds."""
 
 
 @dataclass(kw_only=True)
 class _Sets:
-    """Nodes with the least costs of their calls, [calls, nodes]."""
+    """Nodes with the least costs of their calls, [calls, nodes] unless stated otherwise; times are seconds."""
 
     nodes: Numbers
+    """Group indices (`CandidateGroups`)."""
     size: Floats
+    """Devices of the call."""
     common: list[list[Floats]]
     """Devices that the meshes of two calls certainly have in common, [calls][calls][nodes]."""
     seconds: Floats
     load: Floats
     """Seconds of loading parameters before the call."""
     loading: Floats
-    """Seconds of the call and of loading parameters before."""
+    """Seconds of loading parameters and of the call, in sequence."""
     unload: Floats
     """Seconds of offloading parameters after the call."""
     area: Floats
     """Device-seconds of the call."""
     copies: list[Floats] = field(default_factory=list)
-    """Bytes of the replica that each call certainly needs; empty where memory does not count."""
+    """Bytes of the replica that each call certainly needs, [calls][nodes]; empty if memory is ignored."""
 
 
 class Bound:
-    """Lower bounds on step time, vectorised over nodes; a node is a group of candidates for each call.
+    """Lower bounds on step time, vectorised over nodes. A node is a set of plans: a group of candidates per call.
 
-    Functions take time, but no device's.
-
-    Three relaxations are combined in one pass through the calls in graph order:
+    Functions take time, but occupy no device. Four relaxations are combined in one pass through the calls in graph
+    order:
     - critical path: a call starts once it has received the outputs of its producers, and after earlier calls whose
-      meshes overlap its own; two meshes overlap for certain if they have more devices together than the cluster;
-    - work: before a call starts, all its ancestors have spent their device-seconds on the devices of the cluster,
-      and those that cannot start before some moment, after it (energetic reasoning, as in cumulative scheduling);
-    - cheapest reallocation over all positions of the meshes of a kind, where the order exposes it; of copies that
-      are kept, cheapest refresh after training, and where they may or may not be kept, the cheaper one of both;
-    - packing: of three meshes that have more devices together than the cluster, two overlap, so that one of their
-      calls waits for another one; not those that do not fit into the memory of one device.
+      meshes overlap its own. Two meshes certainly overlap if together they have more devices than the cluster;
+    - work: before a call starts, its ancestors have spent their device-seconds on the devices of the cluster.
+      Ancestors that cannot start before some moment spend theirs after it (energetic reasoning, as in cumulative
+      scheduling);
+    - reallocation: parameters move in the least seconds over all positions of the meshes, as far as the order of
+      activities exposes this time. A kept copy is refreshed after training instead. If a node has plans of both
+      kinds, the cheaper one counts;
+    - packing: if three meshes together have more devices than the cluster, two of them overlap, and one of their
+      calls waits for the other. Two meshes cannot overlap if no device has enough memory for both.
 
-    Calls take at least the seconds of candidates for which there is room beside the rest (`MemoryBound`). The bound
-    is infinite for nodes under which some device must run out of memory.
+    Each call takes at least the seconds of its fastest candidate that fits beside the rest (`MemoryBound`). The
+    bound is infinite for nodes under which some device must run out of memory.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -66,13 +69,13 @@ class Bound:
         self._models = [c for c, call in enumerate(tables.calls) if not call.is_function]
         self._memory = MemoryBound(tables, self.groups)
         self.moves = LeastMoves(tables, self.groups)
-        # A wave loads parameters once for all calls of a role.
+        # If calls of a role can run in one wave, they may share loaded parameters: leave them out.
         self._loads = [
             c
             for c, h in enumerate(tables.home)
             if h == c and all(tables.ordered[c, o] or tables.ordered[o, c] for o in tables.same_role[c])
         ]
-        """Calls at home that load parameters for themselves."""
+        """Calls at home that certainly load offloaded parameters themselves."""
         self._tellers = [c for c, told in enumerate(tables.length_receivers) if told]
         self._ancestors: list[list[int]] = []
         for direct in tables.feeds:
@@ -80,10 +83,12 @@ class Bound:
         self._triples = list(combinations(self._models, 3))
 
     def __call__(self, nodes: Numbers, *, memory: bool = True, goal: float = np.inf) -> Floats:
-        """Bound nodes. `nodes`: [calls, nodes], group indices. Without `memory`, as if all plans fitted.
+        """Bound the step seconds of nodes, [nodes]. `nodes`: group indices, [calls, nodes].
 
-        Of interest are plans that take less than `goal`: calls that would reach it one after the other are bounded
-        as if they had no devices in common, but for that time.
+        Without `memory`, the bounds hold as if all plans fitted. With a `goal`, bounds below it are tighter: two
+        calls that cannot run one after the other before `goal` must run side by side, so their states are on
+        different devices. The result is at most the earliest end of such calls in sequence, which is at least
+        `goal`.
         """
         sets = self._describe(nodes)
         if not memory:
@@ -104,7 +109,10 @@ class Bound:
         return np.minimum(np.where(room.full, np.inf, self._end(sets)), otherwise)
 
     def _side_by_side(self, sets: "_Sets", goal: float) -> tuple[dict[tuple[int, int], Bools], Floats]:
-        """Whether two calls at home reach the `goal` one after the other, and the earliest end of such ones."""
+        """Find pairs of calls at home that, run one after the other, end at `goal` or later.
+
+        Returns whether this holds, by pair, [nodes], and the earliest end of all such pairs, [nodes].
+        """
         least = np.full(sets.nodes.shape[1], np.inf)
         if np.isinf(goal):
             return {}, least
@@ -120,7 +128,7 @@ class Bound:
         return found, least
 
     def _describe(self, nodes: Numbers) -> "_Sets":
-        """Describe nodes as if all plans fitted."""
+        """Collect the least costs of nodes as if all plans fitted."""
         seconds, area, size = (self._take(name, nodes) for name in ("seconds", "area", "size"))
         load, unload = np.zeros(nodes.shape), np.zeros(nodes.shape)
         for c in self._loads:
@@ -138,7 +146,7 @@ class Bound:
         )
 
     def _end(self, sets: "_Sets") -> Floats:
-        """Earliest end of the step."""
+        """Return the earliest end of the step, [nodes]."""
         nodes, size, common, unload = sets.nodes, sets.size, sets.common, sets.unload
         busy = np.zeros((len(nodes), 1))
         busy[self._models] = 1.0
@@ -146,8 +154,10 @@ class Bound:
         whole = np.maximum(area + sets.load * size, sets.loading * size * busy)
         head = np.zeros(nodes.shape)
         tail = np.zeros(nodes.shape)
-        told = np.zeros(nodes.shape)  # when all devices of a call have learnt the lengths that it needs
-        moves: dict[int, list[_Work]] = {}  # by call: reallocation of its parameters, and loading them before
+        told = np.zeros(nodes.shape)  # time at which the devices of a call know the lengths that it needs
+        moves: dict[
+            int, list[_Work]
+        ] = {}  # call -> reallocation of its parameters, and loading them before it
         works: dict[tuple[int, ...], Floats] = {}
         apart = self._apart(sets)
         packed: dict[tuple[int, int, int], Floats] = {}
@@ -195,8 +205,10 @@ class Bound:
         return bound
 
     def _receiving(self, c: int, nodes: Numbers, tail: Floats) -> tuple[Floats, Floats]:
-        """Earliest time at which call `c` has received all inputs, one after the other, and the seconds in which it
-        does once its devices are free."""
+        """Return the earliest time at which call `c` has received all inputs, one after the other, [nodes].
+
+        Also returns the seconds that receiving takes once its devices are free, [nodes].
+        """
         exchange = self.tables.problem.exchange
         calls = self.tables.calls
         target = self.groups[c]
@@ -219,7 +231,7 @@ class Bound:
         return np.array([getattr(g, name)[row] for g, row in zip(self.groups, nodes, strict=True)])
 
     def _common(self, nodes: Numbers, size: Floats) -> list[list[Floats]]:
-        """Devices that the meshes of two calls certainly have in common, [calls][calls][nodes]."""
+        """Count the devices that the meshes of two calls certainly have in common, [calls][calls][nodes]."""
         first = self._take("first", nodes)
         nothing = np.zeros(nodes.shape[1])
         common = [[nothing] * len(nodes) for _ in nodes]
@@ -237,7 +249,10 @@ class Bound:
         return common
 
     def _apart(self, sets: "_Sets") -> dict[tuple[int, int], Bools]:
-        """Whether the meshes of two calls cannot overlap: a device would have too little memory for both."""
+        """Tell whether the meshes of two calls cannot overlap, by pair, [nodes].
+
+        Either their positions are known, or a device would have too little memory for both.
+        """
         nodes, size, copies = sets.nodes, sets.size, sets.copies
         first = self._take("first", nodes)
         end = first + size
@@ -260,7 +275,7 @@ class Bound:
         seconds: Floats,
         apart: Mapping[tuple[int, int], Bools],
     ) -> Floats:
-        """Earliest end of three calls of which two overlap; infinite if no two can."""
+        """Return the earliest end of three calls if two of them must overlap, [nodes]; infinite if no two can."""
         ends = [
             np.where(apart[p, c], np.inf, np.maximum(tail[p] + seconds[c], tail[c]))
             for p, c in combinations(triple, 2)
@@ -268,7 +283,7 @@ class Bound:
         return np.asarray(np.minimum.reduce(ends))
 
     def _told(self, c: int, there: int, tail: Floats) -> Floats:
-        """Earliest start of what the devices of call `there` do for call `c`: they learn lengths before."""
+        """Return the earliest time at which the devices of call `there` know the lengths for call `c`, [nodes]."""
         told = np.zeros(tail.shape[1])
         for p in range(c):
             if self.tables.knows_lengths[there, p] and self.tables.ordered[c, p]:
@@ -278,8 +293,9 @@ class Bound:
     def _reallocation(
         self, c: int, nodes: Numbers, tail: Floats, common: list[list[Floats]]
     ) -> tuple[Floats, Floats, Floats, Floats]:
-        """Earliest start and least seconds of the reallocation before call `c`, and of loading the parameters
-        before that; none where a copy may be kept."""
+        """Return the earliest start and least seconds of the reallocation before call `c`, then the same of loading
+        the parameters before that, [nodes] each. All are 0 if a copy may be kept.
+        """
         tables = self.tables
         home = self.tables.home[c]
         source = self.groups[home]
@@ -298,7 +314,10 @@ class Bound:
         return start * transient, seconds * transient, load_start * transient, load * transient
 
     def _refresh(self, refresh: Activity, nodes: Numbers, tail: Floats) -> tuple[Floats, Floats]:
-        """Earliest start and least seconds of a refresh, or of a reallocation in its place."""
+        """Return the earliest start and least seconds of a refresh, or of a reallocation in its place, [nodes].
+
+        Seconds are 0 if no plan keeps copies. The start is 0 unless all plans do: a reallocation may come earlier.
+        """
         home, copy = refresh.home, refresh.target
         must, may = (getattr(self.groups[home], name)[nodes[home]] for name in ("must_keep", "may_keep"))
         seconds = self.moves.seconds(self.tables.transfers(refresh), copy, nodes)
@@ -320,9 +339,12 @@ class Bound:
         moves: Mapping[int, list[_Work]],
         others: Sequence[_Work] = (),
     ) -> Floats:
-        """Earliest end of `calls` by their work: those that start after some moment use the devices only from
-        then on. `whole`: work with loading parameters, which begins once lengths are `told`; `others`: what else is
-        done."""
+        """Return the earliest end of `calls` by their work, [nodes]: work that starts after some moment uses the
+        devices only from then on.
+
+        `told`: earliest start of loading parameters; `head`: earliest start of the calls; `area`: their
+        device-seconds; `whole`: device-seconds with loading; `moves` and `others`: further work.
+        """
         if not calls:
             return np.zeros(head.shape[1])
         every = list(calls)

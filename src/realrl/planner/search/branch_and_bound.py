@@ -12,23 +12,25 @@ from realrl.planner.search.scorer import Scorer
 from realrl.program.arrays import Floats
 
 _PARENTS, _CHILDREN = 8192, 1 << 15
-"""Nodes branched, and bounded, at once: enough to amortise numpy calls, few enough for the caches."""
+"""Nodes branched at once, and bounded at once: enough to amortise numpy calls, and few enough for the caches."""
 _FIRST_HEURISTIC, _SAMPLES = 2000, 512
-"""Nodes before the primal heuristic first runs, and number of plans that it samples."""
+"""Number of bounded nodes after which the primal heuristic first runs, and number of plans that it samples."""
 _SOON, _LATER = 1.5, 2.5
-"""Growth of the number of nodes until it runs again: after it has found a better plan, and otherwise."""
+"""Factors by which the number of nodes grows until the heuristic runs again: after a success, and otherwise."""
 _LONG = 0.3
-"""Shortest seconds of a long call, relative to those of the longest."""
+"""A call is long if its least seconds exceed this fraction of the longest call's."""
 _EXACT = 1e-12
-"""Relative rounding error of bounds."""
+"""Relative rounding error of bounds; a proof subtracts it."""
 
 
 @dataclass(order=True)
 class _Pool:
-    """Nodes of equal depth, sorted by their bounds."""
+    """Nodes of equal depth, sorted by their bounds. The pool with the lowest bound comes first in the heap."""
 
     bound: float
+    """Bound of the first node."""
     number: int
+    """Order of insertion, which decides between pools of equal bounds."""
     depth: int = field(compare=False)
     nodes: Numbers = field(compare=False)
     """[calls, nodes]"""
@@ -42,18 +44,22 @@ class Proof:
     lower_bound: float
     """Lower bound on the step seconds of every plan that fits; infinite if none fits."""
     nodes: int
-    """Number of sets of plans that were bounded."""
+    """Number of nodes that were bounded."""
 
 
 class BranchAndBound:
-    """Best-first search of all plans for one within a tolerance (relative) of their lower bound.
+    """Best-first search for a plan within a tolerance (relative) of the lower bound of all plans.
 
-    Calls are branched, the longest first: long ones one after the other by size and by layout; the others, counting
-    their reallocations, by size, since their sizes tell which of them can run side by side; then long ones by kind,
-    and the others by layout and by kind; and finally all into single candidates. Sizes are branched by powers of
-    two first, and layouts by TP degree, since mostly few of them are worth more. A node of single candidates is a
-    plan. From time to time a primal heuristic improves a plan of the most promising node, so that more nodes can
-    be pruned.
+    A node is a set of plans: a group of candidates (`CandidateGroups`) for each call. Branching replaces the group
+    of one call by its children. The longest calls come first, in this order:
+    - every long call by size and by layout;
+    - the short calls by size, because sizes tell which calls can run side by side;
+    - the long calls by kind; then the short calls by layout and by kind;
+    - all calls into single candidates. A node of single candidates is a plan.
+
+    Short calls are sorted by their seconds with reallocation. Sizes are branched by powers of two first, and
+    layouts by TP degree first, because mostly few of these groups are worth branching further. From time to time
+    a primal heuristic improves a plan of a promising node. A better plan lets more nodes be pruned.
     """
 
     def __init__(self, scorer: Scorer, bound: Bound, *, tolerance: float, seed: int = 0) -> None:
@@ -84,13 +90,14 @@ class BranchAndBound:
 
     @property
     def goal(self) -> float:
-        """Bound from which nodes are pruned."""
+        """Nodes whose bound is at least this are pruned."""
         return self.scorer.best_seconds * (1 - self.tolerance)
 
     def run(self, max_nodes: int, share: float = 1.0) -> Proof:
-        """Search until the tolerance is reached, or the limit of nodes in all, or a `share` of the effort is spent.
+        """Search until the tolerance is reached, `max_nodes` nodes are bounded, or a `share` of the effort is
+        spent.
 
-        Another run goes on where it stopped.
+        The next call of `run` continues from there; nodes of all calls count towards `max_nodes`.
         """
         while self.pools and self.looked_at < max_nodes and not self.scorer.exhausted(share):
             if self.looked_at >= self.next_heuristic:
@@ -108,7 +115,7 @@ class BranchAndBound:
         return Proof(bound * (1 - _EXACT), self.looked_at)
 
     def _branch(self, pool: _Pool) -> None:
-        """Branch the best nodes of a pool."""
+        """Branch the best nodes of a pool, and push the others again."""
         call, _ = self.steps[pool.depth]
         groups = self.bound.groups[call]
         taken = pool.nodes[:, :_PARENTS]
@@ -125,7 +132,8 @@ class BranchAndBound:
             self._add(pool.depth + 1, nodes)
 
     def _run_primal_heuristic(self, share: float) -> None:
-        """Improve the best of some plans sampled from the deepest node with the lowest bound."""
+        """Sample plans from the node with the lowest bound among the deepest nodes, and improve the best of
+        them."""
         deepest = max(pool.depth for pool in self.pools)
         node = min(pool for pool in self.pools if pool.depth == deepest).nodes[:, 0]
         candidates = []
@@ -140,7 +148,7 @@ class BranchAndBound:
         improve_locally(self.scorer, self.bound, plans[:, int(self.scorer(plans).argmin())], share=share)
 
     def _add(self, depth: int, nodes: Numbers) -> None:
-        """Bound nodes, prune them, and score those that are plans."""
+        """Bound and prune nodes, [calls, nodes]; score them if they are plans."""
         self.looked_at += nodes.shape[1]
         self.scorer.bounded += nodes.shape[1]
         bounds = self.bound(nodes, goal=self.goal)

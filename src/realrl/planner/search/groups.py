@@ -1,4 +1,7 @@
-"""Hierarchy of candidate groups per call: all, by sizes, by TP degree, by layout, by kind, single candidates."""
+"""Hierarchy of candidate groups per call, from the group of all candidates down to single candidates.
+
+Branch and bound bounds whole groups, and splits only groups that may contain a good plan.
+"""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -12,66 +15,78 @@ from realrl.planner.search.tables import Columns, Tables
 from realrl.program.arrays import Bools, Floats, Ints
 
 Numbers = NDArray[np.int32]
-"""Group indices, int32 because there may be millions of nodes."""
+"""Group indices. They are int32 because there may be millions of nodes."""
 Scalar = TypeVar("Scalar", np.float64, np.int64, np.bool_)
 
 ALL, SIZES, SIZE, TENSOR, LAYOUT, KIND, ALONE = range(7)
-"""Levels of the hierarchy: sizes from one power of two to the next; candidates of one size keep copies of their
-role, or none does; those of one TP degree have meshes over equal parts of nodes, wherever they lie, and so have
-layouts; candidates of a kind differ only in where their mesh lies."""
+"""Levels of the hierarchy; each level splits the groups of the level before it.
+
+- `SIZES`: mesh sizes from one power of two to the next.
+- `SIZE`: one mesh size; either all candidates keep copies of their role, or none does.
+- `TENSOR`: one TP degree, and meshes that span equal parts of nodes. The position of the mesh still varies.
+- `LAYOUT`: one set of degrees, ZeRO sharding and data type.
+- `KIND`: equal costs, too; candidates of a kind differ only in the position of their mesh.
+- `ALONE`: single candidates.
+"""
 
 
 @dataclass(frozen=True)
 class CandidateGroups:
-    """Candidate groups of one call, each with the minimum of its candidates' costs unless stated otherwise."""
+    """Candidate groups of one call, one entry per group; group 0 contains all candidates.
+
+    Every cost is the minimum over the candidates of a group, unless stated otherwise.
+    """
 
     level: Ints
+    """Level of each group, ascending."""
     child: Ints
     """First child of a group; its children are `child[i]` to `child_end[i]` - 1."""
     child_end: Ints
     kind: Ints
-    """Index of the kind, for kinds and single candidates; -1 for others."""
+    """Index of the kind, for kinds and single candidates; -1 for other groups."""
     candidate: Ints
-    """Index of the candidate, for single candidates; -1 for others."""
+    """Index of the candidate, for single candidates; -1 for other groups."""
     seconds: Floats
     area: Floats
-    """Device-seconds; none of a function."""
+    """Device-seconds; 0 for a function."""
     size: Ints
+    """Number of devices."""
     first: Ints
-    """First rank of the mesh, for single candidates; -1 for others."""
+    """First rank of the mesh, for single candidates; -1 for other groups."""
     rows: Ints
     """Smallest DP degree."""
     most_rows: Ints
     """Largest DP degree."""
     copies: Ints
-    """Smallest number of ranks per DP index."""
+    """Smallest number of ranks per data-parallel index."""
     load: Floats
     unload: Floats
     weights: Floats
     resident: Floats
     own: Floats
-    """Resident bytes without those that other roles may share."""
+    """Resident bytes except frozen weights that other roles may share."""
     base: Floats
-    """Resident bytes that other roles may share."""
+    """Bytes of frozen weights that other roles may share."""
     working: Floats
-    """What the call needs while it runs, with parameters that are loaded, and its communicators."""
+    """Bytes that the call needs while it runs, with loaded parameters and communicators."""
     limit: Floats
-    """Largest usable bytes of a device."""
+    """Usable bytes of a device: the maximum over the candidates."""
     layouts: Layouts
-    """Layout of one candidate of each group at the level of layouts."""
+    """Layout of one candidate of each group of level `LAYOUT`."""
     may_keep: Bools
     """Whether some candidate keeps copies of its role."""
     must_keep: Bools
-    """Whether all candidates do."""
+    """Whether all candidates keep copies of their role."""
     alone: Ints
-    """Group of each single candidate, by its index."""
+    """Index of the candidate -> its group of level `ALONE`."""
     layout_starts: tuple[Ints, ...]
-    """First of `layouts` of each group, by level down to `LAYOUT`."""
+    """Index of the first of `layouts` in each group, one array per level from `ALL` to `LAYOUT`."""
     row: Ints
-    """Row of each group in tables of groups down to the level of layouts: its own, or that of its layout."""
+    """Row of each group in tables that end at level `LAYOUT`. Kinds and single candidates have the row of their
+    layout."""
 
     def containing(self, alone: Ints, level: int) -> Ints:
-        """Return the groups at a level that contain single candidates, by the groups of these."""
+        """Return the groups of a level (`LAYOUT` or below) that contain the single candidates' groups `alone`."""
         if level == ALONE:
             return alone
         if level == KIND:
@@ -80,7 +95,7 @@ class CandidateGroups:
 
 
 def _number_parts(tables: Tables, columns: Columns) -> Ints:
-    """Number the parts of nodes under the mesh of each candidate; equal numbers mean equal parts."""
+    """Number the shapes of node parts that meshes span, [candidates]; equal numbers mean equal parts of nodes."""
     cluster = tables.problem.cluster
     numbers: dict[Cluster, int] = {}
     ends = cluster.size + 1
@@ -90,7 +105,6 @@ def _number_parts(tables: Tables, columns: Columns) -> Ints:
 
 
 def group_candidates(tables: Tables, call: int) -> CandidateGroups:
-    """Group a call's candidates; group 0 contains them all."""
     columns = tables.candidates(call)
     size = columns.end - columns.first
     layouts = tables.layouts(call)[columns.layout]
@@ -102,10 +116,12 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
     costs = (columns.seconds, columns.load, columns.unload, *sizes, columns.offloaded)
     power = np.frexp(size)[1]
     table = np.stack([power, size, columns.keeps, parts, layouts.cuts, *where, *costs], axis=1)
-    # So many of the first columns tell the groups of a level apart.
+    # Number of leading columns of the table that are equal within a group of each level.
     deciding = {SIZES: 1, SIZE: 3, TENSOR: 5, LAYOUT: 5 + len(where)}
     _, kind = np.unique(table, axis=0, return_inverse=True)
-    order = np.lexsort((columns.first, kind.reshape(-1)))  # kinds are numbered by size before all else
+    order = np.lexsort(
+        (columns.first, kind.reshape(-1))
+    )  # `unique` numbers kinds in the order of the columns, so by size first
     sorted_kind = kind.reshape(-1)[order]
     starts = [
         np.array([0]),

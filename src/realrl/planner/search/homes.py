@@ -1,4 +1,4 @@
-"""Other homes of what a plan trains, from which runs go on sooner after failures."""
+"""Other homes of trained roles, with which a run loses less time to checkpoints and failures."""
 
 from collections.abc import Mapping
 
@@ -11,15 +11,15 @@ from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.problem import Assignment, Problem
 
 _NEAREST = 8
-"""Number of other candidates of a train call whose expected steps are computed: those with the shortest steps."""
+"""Number of other candidates per train call whose expected step is computed; they have the shortest steps."""
 
 
 def find_better_homes(scenario: Scenario, problem: Problem, assignment: Assignment) -> list[Plan]:
-    """Find the plan that differs in the placement of one train call and has the shortest expected step.
+    """Find the plan with the shortest expected step among plans that differ in one train call.
 
-    A search minimises the step without failures. How long checkpoints are written, and restarts take, depends on
-    where the trained roles live. Nothing where the assignment's own expected step is the shortest, or no failures
-    are expected.
+    A search minimises the step without failures. The placement of the trained roles also decides how long writing
+    checkpoints and restarting takes. The list is empty if the assignment itself has the shortest expected step, or
+    if the scenario has no failures.
     """
     failures = scenario.failures
     if failures is None:
@@ -45,7 +45,7 @@ def find_better_homes(scenario: Scenario, problem: Problem, assignment: Assignme
 def _list_nearest(
     problem: Problem, timeline: Timeline, assignment: Assignment, call: str
 ) -> list[Mapping[str, int]]:
-    """List the assignments with other candidates of a call that fit, those with the shortest steps first."""
+    """List assignments that fit and differ only in the candidate of `call`, the shortest steps first."""
     names = [other.name for other in timeline.tables.calls]
     count = len(problem.candidates[call])
     plans = np.repeat([[assignment[name]] for name in names], count, axis=1)

@@ -12,15 +12,16 @@ from realrl.planner.search.tables import Tables
 from realrl.program.arrays import Floats, Ints
 
 Move = tuple[list[int], Ints]
-"""Some calls, and the candidates that they may have instead of theirs, [calls, moves]."""
+"""Some calls, and the candidates that they may get instead of their current ones, [calls, moves]."""
 
 
 def improve_locally(scorer: Scorer, bound: Bound, assignment: Ints, *, share: float = 1.0) -> Ints:
     """Improve `assignment`, [calls], until no change of one call or one role improves it.
 
-    In each round all changes are scored, and then the best ones of several calls and roles together. Changes whose
-    lower bound says that they are no better are not scored; nor are those of a plan that does not fit which cannot
-    be as fast as the best plan that does. Returns the best plan so far once a `share` of the effort is spent.
+    Each round scores all single changes, and then combinations of the best changes of several calls and roles.
+    Changes are not scored if their lower bound rules out an improvement. If the plan does not fit, changes are not
+    scored if their bound is above the best plan that fits. Once a `share` of the effort is spent, the search stops
+    with its current plan.
     """
     moves = list_moves(scorer.timeline.tables)
     score = float(scorer(assignment[:, None])[0])
@@ -51,7 +52,10 @@ def improve_locally(scorer: Scorer, bound: Bound, assignment: Ints, *, share: fl
 
 
 def change_calls(assignment: Ints, calls: list[int], candidates: Ints) -> Ints:
-    """Build the plans that differ from one in `calls`. `candidates`, [calls, plans]: what these have instead."""
+    """Copy a plan and change `calls` in each copy, [all calls, plans].
+
+    `assignment`: [all calls]; `candidates`: new candidates of `calls`, [calls, plans].
+    """
     plans = np.repeat(assignment[:, None], candidates.shape[1], axis=1)
     plans[calls] = candidates
     return plans
@@ -60,9 +64,10 @@ def change_calls(assignment: Ints, calls: list[int], candidates: Ints) -> Ints:
 def _combine(
     assignment: Ints, moves: list[list[int]], candidates: list[Ints], scores: Floats, score: float
 ) -> Ints:
-    """Plans with the best changes of several moves together: the best two, the best three, and so on.
+    """Combine the best changes of several moves: the best two, the best three, and so on, [calls, plans].
 
-    `moves`: the calls of each; `candidates`: what it gives them; `scores`: those of all changes in this order.
+    `moves`: the calls of each move; `candidates`: their new candidates, [calls, changes]; `scores`: the scores of
+    the changes of all moves, in order. Only changes that score below `score` are combined.
     """
     ends = np.cumsum([of.shape[1] for of in candidates])
     best = []
@@ -87,9 +92,9 @@ def _find_promising(
     *,
     memory: bool,
 ) -> list[Ints]:
-    """Find the candidates of each move that may take less than `limit` seconds, and fit with `memory`.
+    """Find the changes of each move that may take less than `limit` seconds; with `memory`, they may also fit.
 
-    Changes to all candidates of a layout are bounded before those to its kinds, and these before single ones.
+    Whole layouts are bounded first, then the remaining kinds, then the remaining single candidates.
     """
     own = np.array([groups.alone[i] for groups, i in zip(bound.groups, assignment, strict=True)])
     hopeful = [np.arange(candidates.shape[1]) for _, candidates in moves]
@@ -117,7 +122,7 @@ def _find_promising(
 
 
 def _unique_columns(table: Ints) -> tuple[Ints, Ints]:
-    """Different columns of a table, and which of them each column is."""
+    """Return the distinct columns of a table, and the index of each column among them."""
     key = table[0]
     for row in table[1:]:
         key = key * (int(row.max(initial=0)) + 1) + row
@@ -126,17 +131,16 @@ def _unique_columns(table: Ints) -> tuple[Ints, Ints]:
 
 
 def list_moves(tables: Tables) -> list[Move]:
-    """List the changes of one call or one role: the calls, and their new candidates, [calls, moves]."""
+    """List the changes of one call or one role."""
     return [*_call_moves(tables), *_role_moves(tables)]
 
 
 def _call_moves(tables: Tables) -> list[Move]:
-    """Changes of single calls."""
     return [([c], np.arange(n)[None]) for c, n in enumerate(tables.sizes)]
 
 
 def _role_moves(tables: Tables) -> list[Move]:
-    """Changes of all calls of a role to one layout, each to its fastest candidate there."""
+    """List changes that give all calls of a role the same layout, each call with its fastest candidate in it."""
     moves = []
     for home in dict.fromkeys(tables.home):
         calls = [c for c, h in enumerate(tables.home) if h == home]
@@ -152,7 +156,7 @@ def _role_moves(tables: Tables) -> list[Move]:
 
 
 def _find_fastest(tables: Tables, call: int) -> tuple[Ints, Ints]:
-    """Codes of a call's layouts, in order, and the fastest candidate of each."""
+    """Return the codes of a call's layouts, in ascending order, and the index of the fastest candidate of each."""
     columns = tables.candidates(call)
     order = np.lexsort((-columns.seconds, columns.code))
     last = np.flatnonzero(np.diff(columns.code[order], append=-1))

@@ -1,4 +1,9 @@
-"""Vectorised evaluation of plans: step time and peak memory of thousands at once."""
+"""Vectorised evaluation of plans: step seconds and peak memory of thousands at once.
+
+`Timeline`, at the end, schedules the activities of a step (`program.step`) under each plan. Its parts stand before
+it: `Facts` gives activities their seconds and bytes, `Hosts` runs functions, `LateRows` delays rows that wait for
+lengths, and `OffloadedState` counts host memory.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,56 +20,16 @@ from realrl.planner.space.problem import Assignment, Problem
 from realrl.program.arrays import Bools, Floats, Ints
 from realrl.program.step import Activity, Decisions, Phase, StepFacts, find_places
 
-
-class OffloadedState:
-    """Host memory of nodes under the roles that plans offload.
-
-    A node with most of its memory in use is found among points, which are ranks of homes: along the nodes of a
-    cluster, more is in use only where a home begins, where it first has a whole node, and where nodes differ.
-    """
-
-    def __init__(self, problem: Problem, homes: Iterable[int]) -> None:
-        """`homes` are the calls where roles live."""
-        cluster = problem.cluster
-        self._homes = sorted(set(homes))
-        self._nodes = find_nodes(cluster)
-        self._bounds = np.array(cluster.bounds)
-        self._limits = np.maximum(1.0, problem.host_memory_bytes or np.full(cluster.nodes, np.inf))
-        sizes = np.diff(self._bounds)
-        differ = (self._limits[1:] != self._limits[:-1]) | (sizes[1:] != sizes[:-1])
-        self._changes = (np.flatnonzero(differ) + 1).tolist()
-
-    def points(self, columns: Columns) -> Ints:
-        """Find the points of plans, ranks [points, plans]."""
-        found = []
-        for home in self._homes:
-            begin, end = self._nodes[columns.first[home]], self._nodes[columns.end[home] - 1]
-            nodes = [begin, np.minimum(begin + 1, end), *(np.clip(n, begin, end) for n in self._changes)]
-            found += [np.maximum(self._bounds[node], columns.first[home]) for node in nodes]
-        return np.array(found)
-
-    def fill(self, columns: Columns, points: Ints) -> Floats:
-        """Compute the fraction of host memory in use on the node of each point, [points, plans]."""
-        node = self._nodes[points]
-        begin, end = self._bounds[node], self._bounds[node + 1]
-        used = np.zeros(points.shape)
-        for home in self._homes:
-            ranks = np.minimum(end, columns.end[home]) - np.maximum(begin, columns.first[home])
-            used += np.maximum(ranks, 0) * columns.host[home]
-        return used / self._limits[node]
-
-    def limit(self, rank: int) -> float:
-        """Return the bytes that offloaded state may take on the node of a rank."""
-        return float(self._limits[self._nodes[rank]])
-
-
 Scalar = TypeVar("Scalar", bound=np.generic)
+Shared = tuple[int, ...]
+"""Numbers of the activities that share lengths."""
 
 _NEVER = -np.inf
 _AT_ONCE = 512
 """Number of plans evaluated together, so that their columns stay in the caches."""
 _SHARING = (Phase.HAND_ON, Phase.HAND_ON_COLLECTED)
 _BRINGING = (Phase.LOAD, Phase.REALLOCATE, Phase.REFRESH, Phase.REFRESH_FOLLOWER)
+"""Phases that bring parameters to the devices of a call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,19 +39,20 @@ class PlanEvaluation:
     seconds: float
     """Seconds of one step, from its start to the end of its last call."""
     peak_bytes: float
-    """Peak bytes on the peak device, relative to whose memory most is used."""
+    """Peak bytes on the peak device: the device that uses the largest fraction of its memory."""
     fill: float
-    """Used fraction of that device's memory; more than 1 does not fit."""
+    """Used fraction of that device's memory; a plan with more than 1 does not fit."""
     peak_rank: int
-    """Rank of that device, or of the first of several."""
+    """Rank of that device; the lowest point (`Activities`) if several are equally full."""
     by_host: bool
-    """Whether these are of host memory, on that device's node, of which most is used."""
+    """Whether the host of that device's node is fuller than any device. The bytes and the fraction are then the
+    host's."""
     start: dict[str, float]
     """Start of each call, in seconds after the start of the step."""
     end: dict[str, float]
     """End of each call, in seconds after the start of the step."""
     reallocation_seconds: dict[str, float]
-    """Seconds of loading, reallocating and refreshing parameters, by call, if there are any."""
+    """Seconds of loading, reallocating and refreshing parameters, by call; calls with 0 seconds are left out."""
 
     @property
     def fits(self) -> bool:
@@ -96,28 +62,29 @@ class PlanEvaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Activities:
-    """Activities of plans: [activities, plans], or [activities, points, plans] by location.
+    """Where activities take place, their seconds and their bytes, under each plan.
 
     A point is the first device of a call's mesh. For every device there is a point that lies on all meshes of that
-    device, so that the latest end and the peak memory occur at points. Where rows wait for lengths (`LateRows`),
-    the first devices behind meshes follow, so that every device is on the meshes of just the last point that is not
-    behind it. Activities that a plan does not contain are nowhere.
+    device. The latest end and the peak memory therefore occur at points, and no other device needs a clock. If rows
+    wait for lengths (`LateRows`), the first device behind each mesh is a point, too. Every device then lies on
+    exactly the meshes of the last point that is not behind it.
     """
 
     where: Bools
-    """Whether a point participates."""
+    """Whether a point participates, [activities, points, plans]; False if the plan does not contain the
+    activity."""
     seconds: Floats
-    """That points take part for; a function does not keep them."""
+    """Seconds for which points participate, [activities, plans]."""
     grows: Bools
-    """Whether an activity changes the memory of a point."""
+    """Whether an activity allocates or frees memory at a point, [activities, points, plans]."""
     bytes: Floats
-    """Bytes allocated from its start on, or, if negative, freed at its end."""
+    """Bytes that an activity allocates at its start, or, if negative, frees at its end, [activities, plans]."""
     needs: Floats
-    """Further bytes allocated only while it runs."""
+    """Further bytes allocated only while it runs, [activities, plans]."""
 
 
 class Facts(StepFacts):
-    """Activities of plans with their seconds and bytes."""
+    """Facts about a step under some plans, with the seconds and bytes of its activities."""
 
     step: Tables
 
@@ -132,14 +99,15 @@ class Facts(StepFacts):
         super().__init__(tables, decisions)
         self.tables, self.columns = tables, columns
         self.point = point = columns.first
-        """Device of each point, [points, plans]."""
+        """Rank of each point, [points, plans]."""
         if tables.late_lengths:
             self.point = point = np.concatenate([columns.first, columns.end])
         self.inside: Bools = (columns.first[:, None] <= point) & (point < columns.end[:, None])
         """Whether a point lies on the mesh of a call, [calls, points, plans]."""
         moved = self.borrowed | ~self.away & columns.offloaded[tables.home]
         self.seconds = columns.seconds + np.where(moved, columns.captures, 0.0)
-        """Seconds of each call, [calls, plans]. It captures graphs again if its parameters have moved."""
+        """Seconds of each call, [calls, plans]. A call captures its CUDA graphs again if its parameters have
+        moved."""
 
     def evaluate(self, activities: Iterable[Activity]) -> Activities:
         """Find where activities take place, their seconds and their bytes."""
@@ -179,9 +147,11 @@ class Facts(StepFacts):
         return (columns.load if activity.frees is None else columns.unload)[activity.home]
 
     def _sharing_seconds(self, c: int) -> Floats:
-        """Seconds in which a call's output ranks tell all ranks that need them the lengths of its rows."""
+        """Seconds of sharing the lengths of a call's rows, [plans]: its output ranks tell all ranks that need
+        them."""
         graph, told = self.tables.graph, self.tables.length_receivers[c]
         keys = sum(graph.keys[key].length == "own" for key in self.tables.calls[c].outputs)
+        # Count the ranks in the union of the receivers' meshes, from left to right.
         order = np.argsort(self.columns.first[told], axis=0)
         first = np.take_along_axis(self.columns.first[told], order, 0)
         reached = np.maximum.accumulate(np.take_along_axis(self.columns.end[told], order, 0), axis=0)
@@ -192,17 +162,171 @@ class Facts(StepFacts):
         return keys * self.tables.problem.exchange.lengths_seconds(placed.shares, ranks)
 
 
+class Hosts:
+    """Hosts of the points. Each host runs the functions of its rank one after the other, beside the device.
+
+    Times are [points, plans].
+    """
+
+    def __init__(self, functions: Mapping[int, int], seconds: Floats, points: int) -> None:
+        """`functions`: call -> number of the activity that collects its outputs. The activity that starts a
+        function has the number of the call. `seconds`: those of all calls, [calls, plans].
+        """
+        self._functions, self._seconds = functions, seconds
+        self._free = np.zeros((points, seconds.shape[1]))
+        self._ends = {call: np.zeros_like(self._free) for call in functions}
+
+    def advance(self, activity: Ints, where: Bools, clock: Floats) -> Floats:
+        """Start or collect functions, and return the clocks of points after that.
+
+        `activity`: number of the activity that each plan has just executed, [plans]. `where`: the points that took
+        part, [points, plans]. `clock`: their clocks after it, as if functions took no time.
+        """
+        for call, collecting in self._functions.items():
+            started = where & (activity == call)
+            if started.any():
+                end = np.maximum(self._free, clock) + self._seconds[call]
+                self._free = np.where(started, end, self._free)
+                self._ends[call] = np.where(started, end, self._ends[call])
+            collected = where & (activity == collecting)
+            if collected.any():
+                clock = np.where(collected, np.maximum(clock, self._ends[call]), clock)
+        return clock
+
+    def handed_on(self, activity: Ints, where: Bools, clock: Floats) -> Iterator[tuple[int, Bools, Floats]]:
+        """Yield each function that some plans have just collected, these plans, and the time at which their last
+        point has collected it, [plans].
+
+        The arguments are as for `advance`; `clock` is what `advance` returned.
+        """
+        for call, collecting in self._functions.items():
+            plans = activity == collecting
+            if plans.any():
+                yield call, plans, (clock * where).max(axis=0)
+
+    def end(self, call: int) -> Floats:
+        """Return the time at which the last rank has ended a function, [plans]."""
+        return self._ends[call].max(axis=0)
+
+
+class LateRows:
+    """Send times of rows that wait for lengths: these lengths decide how the items of their reader are divided.
+
+    A device has the clock of the last point that is not behind it (`Activities`). Times are [plans].
+    """
+
+    def __init__(self, facts: Facts, sharing: Mapping[int, int]) -> None:
+        """`sharing`: number of an activity that shares the lengths of a call's rows -> the call."""
+        late = facts.tables.late_lengths
+        activities = {call: activity for activity, call in sharing.items()}
+        plans = facts.columns.first.shape[1]
+        self._sent: dict[tuple[int, Shared], Floats] = {}
+        """Producer and the activities after which it sends its rows -> send time."""
+        self._readers: defaultdict[int, list[tuple[int, Shared]]] = defaultdict(list)
+        for (reader, producer), calls in late.items():
+            rows = producer, tuple(activities[call] for call in calls)
+            self._sent[rows] = np.zeros(plans)
+            self._readers[reader].append(rows)
+        self._senders = {producer: _find_senders(facts, producer) for producer, _ in self._sent}
+        self._sharing = {activity for _, shared in self._sent for activity in shared}
+
+    def advance(self, activity: Ints, clock: Floats) -> None:
+        """Note which lengths each plan has just shared. `activity`: its number, [plans]; `clock`: [points,
+        plans]."""
+        for number in self._sharing:
+            known = activity == number
+            if not known.any():
+                continue
+            for (producer, shared), sent in self._sent.items():
+                if number in shared:
+                    senders = self._senders[producer]
+                    clocks = np.where(senders, clock, 0.0)
+                    np.copyto(sent, clocks.max(axis=0), where=known)
+
+    def delay(self, activity: Ints, arrival: Floats, waits: Floats) -> Floats:
+        """Return the time at which all inputs of an activity's call have arrived, [plans].
+
+        `arrival`: time at which all inputs but the late rows have arrived. `waits`: seconds from the moment at
+        which a producer's rows can be sent until they have arrived, [calls, plans].
+        """
+        for reader, inputs in self._readers.items():
+            reads = activity == reader
+            if reads.any():
+                for producer, shared in inputs:
+                    late = np.maximum(arrival, self._sent[producer, shared] + waits[producer])
+                    arrival = np.where(reads, late, arrival)
+        return arrival
+
+
+def _find_senders(facts: Facts, call: int) -> Bools:
+    """Tell which points have the clock of a rank that sends the rows of a call, [points, plans].
+
+    The senders are one rank per data-parallel index, on the last pipeline stage.
+    """
+    placed, point = facts.tables.layouts(call)[facts.columns.layout[call]], facts.point
+    end = placed.first + placed.size
+    last_stage = end - placed.size // placed.stages
+    # A point stands for the devices from itself to the next point, `behind`. `first` is the first sender among
+    # them.
+    behind = np.where(point[None] > point[:, None], point[None], end).min(axis=1)
+    first = last_stage + -(-np.maximum(point - last_stage, 0) // placed.cuts) * placed.cuts
+    return first < np.minimum(behind, last_stage + placed.shares * placed.cuts)
+
+
+class OffloadedState:
+    """Host memory of nodes under the roles that plans offload.
+
+    Not every node needs to be looked at. Along the nodes of a cluster, the used fraction grows only at the first
+    node of a home, at its second node (the first that it may fill), and at nodes that differ from the node before.
+    A point is a rank of a home on such a node.
+    """
+
+    def __init__(self, problem: Problem, homes: Iterable[int]) -> None:
+        """`homes` are the calls in whose placements roles live."""
+        cluster = problem.cluster
+        self._homes = sorted(set(homes))
+        self._nodes = find_nodes(cluster)
+        self._bounds = np.array(cluster.bounds)
+        self._limits = np.maximum(1.0, problem.host_memory_bytes or np.full(cluster.nodes, np.inf))
+        sizes = np.diff(self._bounds)
+        differ = (self._limits[1:] != self._limits[:-1]) | (sizes[1:] != sizes[:-1])
+        self._changes = (np.flatnonzero(differ) + 1).tolist()
+
+    def points(self, columns: Columns) -> Ints:
+        """Return the ranks of the points, [points, plans]."""
+        found = []
+        for home in self._homes:
+            begin, end = self._nodes[columns.first[home]], self._nodes[columns.end[home] - 1]
+            nodes = [begin, np.minimum(begin + 1, end), *(np.clip(n, begin, end) for n in self._changes)]
+            found += [np.maximum(self._bounds[node], columns.first[home]) for node in nodes]
+        return np.array(found)
+
+    def fill(self, columns: Columns, points: Ints) -> Floats:
+        """Compute the fraction of host memory in use on the node of each point, [points, plans]."""
+        node = self._nodes[points]
+        begin, end = self._bounds[node], self._bounds[node + 1]
+        used = np.zeros(points.shape)
+        for home in self._homes:
+            ranks = np.minimum(end, columns.end[home]) - np.maximum(begin, columns.first[home])
+            used += np.maximum(ranks, 0) * columns.host[home]
+        return used / self._limits[node]
+
+    def limit(self, rank: int) -> float:
+        """Return the bytes of host memory that offloaded state may take on the node of a rank."""
+        return float(self._limits[self._nodes[rank]])
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Steps:
-    """Schedules of plans; arrays are [calls, plans], or [points, plans]."""
+    """Schedules of plans. `start` and `end` of calls are [calls, plans], in seconds."""
 
     activities: Activities
     start: Floats
     end: Floats
     clock: Floats
-    """End of the step at points."""
+    """End of the step at points, [points, plans], in seconds."""
     fill: Floats
-    """Largest fraction of its memory that a point uses."""
+    """Largest fraction of its memory that each point uses, [points, plans]."""
     host_points: Ints
     """Ranks on whose nodes host memory is counted (`OffloadedState`), [points, plans]."""
     host_fill: Floats
@@ -212,18 +336,16 @@ class _Steps:
 class Timeline:
     """Vectorised evaluator of plans by a list schedule of the step.
 
-    It follows the order of programs (`program.lower`) and agrees with their simulation. Calls are grouped into
-    waves; those of one wave share no device and do not depend on each other. A device executes its activities
-    in the order of waves, and in a wave first loads and reallocates parameters, then runs calls, receives row
-    lengths, and updates moving averages. A call starts once it has received its inputs, one producer after the
-    other, for which its devices must be free. Functions run on hosts beside that, on each rank by itself, until
-    calls that need their outputs are next. Steps do not overlap.
+    The schedule follows the order of programs (`program.lower`) and agrees with their simulation. Calls are grouped
+    into waves; the calls of a wave share no device and do not depend on each other. A device executes its
+    activities wave by wave. In a wave it loads and reallocates parameters, runs its call, shares row lengths, and
+    updates moving averages. A call starts once it has received its inputs, from one producer after the other, and
+    its devices must be free for that. Functions run on hosts beside the devices, on each rank by itself; ranks wait
+    for them only before calls that need their outputs. Steps do not overlap.
 
-    A device always holds the resident bytes of its roles, the copies of parameters that are kept and its
-    communicators, and temporarily the other replicas in use, the working memory of a running call, and parameters
-    loaded from host memory; what is offloaded takes memory of its node's host. Infeasible plans use infinite
-    memory: those that train a role outside its primary placement, those whose calls share parameters but differ in
-    sequence parallelism, and those that offload weights which several roles share.
+    A device always holds the resident bytes of its roles, the kept copies of parameters and its communicators. It
+    temporarily holds other replicas in use, the working memory of a running call, and parameters loaded from host
+    memory. Offloaded state takes host memory of the node.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -238,7 +360,7 @@ class Timeline:
         )
         self._storing = np.flatnonzero([*stores])
         self._together = np.array([of.together for of in activities])
-        # Row lengths are shared when the call has ended.
+        # Row lengths are shared once the call has ended; other activities do not wait for calls in this way.
         self._sharing = {a: of.call for a, of in enumerate(activities) if of.phase in _SHARING}
         owner = np.array([of.call for of in activities])
         same = owner == np.arange(len(tables.calls))[:, None]
@@ -251,9 +373,10 @@ class Timeline:
         return activity.phase is not Phase.RELEASE
 
     def __call__(self, assignment: Ints) -> tuple[Floats, Floats]:
-        """Evaluate plans: step seconds, and the largest used fraction of device memory; more than 1 does not fit.
+        """Return the step seconds of plans, and the largest used fraction of device or host memory, both [plans].
 
-        `assignment`: [calls, plans], the candidate index of each call, in the order of the graph.
+        A plan with a fraction above 1 does not fit. `assignment`: the candidate index of each call, [calls, plans],
+        calls in the order of the graph.
         """
         parts = (assignment[:, i : i + _AT_ONCE] for i in range(0, assignment.shape[1], _AT_ONCE))
         steps = [self._schedule(self.tables.gather(part)) for part in parts]
@@ -262,7 +385,6 @@ class Timeline:
         return np.concatenate(seconds), np.concatenate(fills)
 
     def evaluate(self, assignment: Assignment) -> PlanEvaluation:
-        """Evaluate one plan in detail."""
         names = [call.name for call in self.tables.calls]
         columns = self.tables.gather(np.array([[assignment[name]] for name in names]))
         steps = self._schedule(columns)
@@ -305,20 +427,20 @@ class Timeline:
         )
 
     def _times(self, facts: Facts, activities: Activities, order: Ints) -> tuple[Floats, Floats]:
-        """End of calls, [calls, plans], and end of the step at points, [points, plans].
+        """Return the end of calls, [calls, plans], and the end of the step at points, [points, plans], in seconds.
 
-        `order`: indices of activities in order of execution, [numbers, plans].
+        `order`: indices of activities in order of execution, [activities that take time, plans].
         """
         columns = facts.columns
         delay, wait = self._receiving(columns)
         n = len(self.tables.calls)
         plans = order.shape[1]
-        places = order * plans + np.arange(plans)
+        places = order * plans + np.arange(plans)  # flat indices into [activities, plans]
         wait = wait.reshape(n, -1)
         everywhere = _along(activities.where, order)
         delays = delay.take(places)
         seconds = activities.seconds.take(places)
-        # Reallocations that send nothing do not synchronise ranks.
+        # Reallocations that send nothing do not synchronise ranks. The first `n` activities are the calls' own.
         together = self._together[order] & ((order < n) | (seconds > 0))
         points = facts.inside.shape[1]
         hosts = Hosts(self._functions, facts.seconds, points)
@@ -337,14 +459,14 @@ class Timeline:
             if self._functions:
                 clock = hosts.advance(order[k], where, clock)
                 for call, among, last in hosts.handed_on(order[k], where, clock):
-                    # For those who wait for it, it ends when its outputs are handed on.
+                    # Other calls receive its outputs only after this moment, so for them it is the function's end.
                     end[call, among] = last[among]
         for call in self._functions:
             end[call] = hosts.end(call)
         return end[:n], clock
 
     def _peak_bytes(self, facts: Facts, activities: Activities, order: Ints) -> Floats:
-        """Peak bytes of the first device of each call's mesh, [calls, plans]."""
+        """Return the peak bytes of the first device of each call's mesh, [calls, plans]; infinite if infeasible."""
         columns = facts.columns
         tables = self.tables
         held = np.zeros(facts.inside.shape[1:])
@@ -363,24 +485,31 @@ class Timeline:
             held += grows * gains[k]
             np.maximum(peak, held + grows * needs[k], out=peak)
             held += grows * losses[k]
+        return np.where(self._infeasible(facts), np.inf, peak[: len(tables.calls)])
+
+    def _infeasible(self, facts: Facts) -> Bools:
+        """Tell which plans no program can execute, [plans].
+
+        They train a role outside its primary placement, or let calls that share parameters differ in sequence
+        parallelism, or offload weights that several roles share.
+        """
+        columns, tables = facts.columns, self.tables
+        found = np.zeros(columns.first.shape[1], dtype=bool)
         for c, home in enumerate(tables.home):
             if home != c and tables.calls[c].kind is Kind.TRAIN:
-                peak += np.where(facts.away[c], np.inf, 0.0)
+                found |= facts.away[c]
             for p in (p for p in tables.same_role[c] if p < c):
                 alike = columns.code[p] == columns.code[c]
-                peak += np.where(
-                    alike & (columns.sequence_parallel[p] != columns.sequence_parallel[c]), np.inf, 0.0
-                )
+                found |= alike & (columns.sequence_parallel[p] != columns.sequence_parallel[c])
         for homes in tables.sharing_homes:
             for i, second in enumerate(homes):
                 for first in homes[:i]:
                     alike = columns.code[first] == columns.code[second]
-                    offloaded = columns.offloaded[first] | columns.offloaded[second]
-                    peak += np.where(alike & offloaded, np.inf, 0.0)
-        return peak[: len(tables.calls)]
+                    found |= alike & (columns.offloaded[first] | columns.offloaded[second])
+        return found
 
     def _shared_bytes(self, facts: Facts) -> Floats:
-        """Bytes that points have once although several roles count them, [points, plans]: frozen weights."""
+        """Bytes of frozen weights that a point holds once although several roles count them, [points, plans]."""
         columns, found = facts.columns, np.zeros(facts.inside.shape[1:])
         for homes in self.tables.sharing_homes:
             for i, second in enumerate(homes):
@@ -393,7 +522,7 @@ class Timeline:
         return found
 
     def _communicator_bytes(self, facts: Facts) -> Floats:
-        """Bytes of the NCCL communicators of points, [points, plans]: those of each layout once."""
+        """Bytes of the NCCL communicators of points, [points, plans]. Calls of one layout share communicators."""
         columns, found = facts.columns, np.zeros(facts.inside.shape[1:])
         models = [c for c, call in enumerate(self.tables.calls) if not call.is_function]
         for i, c in enumerate(models):
@@ -402,10 +531,10 @@ class Timeline:
         return found
 
     def _receiving(self, columns: Columns) -> tuple[Floats, Floats]:
-        """Delays from receiving inputs.
+        """Return two delays that activities have because they receive inputs.
 
-        [activities, plans] seconds after the devices are free, and [calls, activities, plans] seconds after the end
-        of a call.
+        The first counts from the moment at which the devices are free, [activities, plans]. The second counts from
+        the end of a producer, [calls, activities, plans]; it includes the inputs received after that producer's.
         """
         shape = (len(self._activities), columns.first.shape[1])
         delay = np.zeros(shape)
@@ -418,114 +547,11 @@ class Timeline:
         return delay, wait
 
 
-class Hosts:
-    """The host of each point: it runs the functions of its rank one after the other.
-
-    functions: by number of the call, the number of the activity that collects its outputs; the one that starts it
-    has the number of the call. Times are [points, plans].
-    """
-
-    def __init__(self, functions: Mapping[int, int], seconds: Floats, points: int) -> None:
-        """seconds: [calls, plans], of functions among others."""
-        self._functions, self._seconds = functions, seconds
-        self._free = np.zeros((points, seconds.shape[1]))
-        self._ends = {call: np.zeros_like(self._free) for call in functions}
-
-    def advance(self, activity: Ints, where: Bools, clock: Floats) -> Floats:
-        """Clocks of devices after an activity of each plan; it took place there by those clocks.
-
-        activity: [plans], their numbers. where: [points, plans], who takes part.
-        """
-        for call, collecting in self._functions.items():
-            started = where & (activity == call)
-            if started.any():
-                end = np.maximum(self._free, clock) + self._seconds[call]
-                self._free = np.where(started, end, self._free)
-                self._ends[call] = np.where(started, end, self._ends[call])
-            collected = where & (activity == collecting)
-            if collected.any():
-                clock = np.where(collected, np.maximum(clock, self._ends[call]), clock)
-        return clock
-
-    def handed_on(self, activity: Ints, where: Bools, clock: Floats) -> Iterator[tuple[int, Bools, Floats]]:
-        """Functions whose outputs an activity collects: the call, in which plans, and when the last point does,
-        [plans]. Arguments as for `advance`, after it."""
-        for call, collecting in self._functions.items():
-            plans = activity == collecting
-            if plans.any():
-                yield call, plans, (clock * where).max(axis=0)
-
-    def end(self, call: int) -> Floats:
-        """Find the time at which the last rank has ended a function, [plans]."""
-        return self._ends[call].max(axis=0)
-
-
-Shared = tuple[int, ...]
-"""Activities that share lengths."""
-
-
-class LateRows:
-    """Send times of rows that wait for the lengths by which the items of their reader are divided.
-
-    A device has the clock of the last point that is not behind it (`Activities`). Times are [plans].
-    """
-
-    def __init__(self, facts: Facts, sharing: Mapping[int, int]) -> None:
-        """`sharing`: activity that shares the lengths of a call's rows -> the call."""
-        late = facts.tables.late_lengths
-        activities = {call: activity for activity, call in sharing.items()}
-        plans = facts.columns.first.shape[1]
-        self._sent: dict[tuple[int, Shared], Floats] = {}
-        """By producer, and by activities after which it sends."""
-        self._readers: defaultdict[int, list[tuple[int, Shared]]] = defaultdict(list)
-        for (reader, producer), calls in late.items():
-            rows = producer, tuple(activities[call] for call in calls)
-            self._sent[rows] = np.zeros(plans)
-            self._readers[reader].append(rows)
-        self._senders = {producer: _find_senders(facts, producer) for producer, _ in self._sent}
-        self._sharing = {activity for _, shared in self._sent for activity in shared}
-
-    def advance(self, activity: Ints, clock: Floats) -> None:
-        """Note which lengths have become known. `activity`: [plans], their numbers. `clock`: [points, plans]"""
-        for number in self._sharing:
-            known = activity == number
-            if not known.any():
-                continue
-            for (producer, shared), sent in self._sent.items():
-                if number in shared:
-                    senders = self._senders[producer]
-                    clocks = np.where(senders, clock, 0.0)
-                    np.copyto(sent, clocks.max(axis=0), where=known)
-
-    def delay(self, activity: Ints, arrival: Floats, waits: Floats) -> Floats:
-        """Compute when all inputs of an activity's call have come, of which all others have by `arrival`.
-
-        `waits`: [calls, plans], the seconds from a producer's rows being sent on.
-        """
-        for reader, inputs in self._readers.items():
-            reads = activity == reader
-            if reads.any():
-                for producer, shared in inputs:
-                    late = np.maximum(arrival, self._sent[producer, shared] + waits[producer])
-                    arrival = np.where(reads, late, arrival)
-        return arrival
-
-
-def _find_senders(facts: Facts, call: int) -> Bools:
-    """Find the points that have the clock of a rank which sends the rows of a call, [points, plans]."""
-    placed, point = facts.tables.layouts(call)[facts.columns.layout[call]], facts.point
-    end = placed.first + placed.size
-    last_stage = end - placed.size // placed.stages
-    behind = np.where(point[None] > point[:, None], point[None], end).min(axis=1)
-    first = last_stage + -(-np.maximum(point - last_stage, 0) // placed.cuts) * placed.cuts
-    return first < np.minimum(behind, last_stage + placed.shares * placed.cuts)
-
-
 def _ordered(key: Ints, rows: Ints) -> Ints:
-    """Row indices sorted by key for each plan, [rows, plans]."""
+    """Sort the indices `rows` by their keys for each plan, [rows, plans]."""
     return rows[np.argsort(key[rows].T, axis=1).T]
 
 
 def _along(values: NDArray[Scalar], order: Ints) -> NDArray[Scalar]:
-    """Rows of values, [rows, plans] or [rows, points, plans], permuted by the order of each plan."""
+    """Permute the rows of values, [rows, plans] or [rows, points, plans], by the order of each plan."""
     return np.take_along_axis(values, order if values.ndim == order.ndim else order[:, None, :], 0)

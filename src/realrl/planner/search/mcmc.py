@@ -1,4 +1,4 @@
-"""Simulated annealing: Metropolis chains over plans, vectorised."""
+"""Simulated annealing: vectorised Metropolis chains over plans."""
 
 import numpy as np
 
@@ -14,11 +14,11 @@ _EXCHANGE = 25
 def anneal(scorer: Scorer, starts: Ints, *, rounds: int, chains: int, seed: int, share: float = 1.0) -> Ints:
     """Run Metropolis search as in ReaL (arXiv 2406.14088): a round changes one call of each chain.
 
-    `starts`: [calls, plans], from which chains start. Returns the chains' final plans, the best first, [calls,
-    chains]. Candidates are sorted so that similar ones are neighbours, and the distance of a change in that
-    order is log-uniform. The temperature falls with the number of rounds or with what is spent
-    of a `share` of the effort, whichever is further; periodically the worst quarter of the chains is
-    replaced by copies of the best quarter. Results are reproducible by seed.
+    Chains start from random plans of `starts`, [calls, plans]. Returns the chains' final plans, [calls, chains],
+    the best first. Candidates are sorted so that similar ones are neighbours, and the distance of a change in that
+    order is log-uniform. The temperature falls with the fraction of `rounds` done, or with the fraction spent of
+    a `share` of the effort, whichever is larger. Every 25 rounds, copies of the best quarter of the chains replace
+    the worst quarter. Results are reproducible by seed.
     """
     rng = np.random.default_rng(seed)
     tables = scorer.timeline.tables
@@ -58,7 +58,7 @@ def anneal(scorer: Scorer, starts: Ints, *, rounds: int, chains: int, seed: int,
 
 
 def _similar(scorer: Scorer, call: int) -> Ints:
-    """Candidate indices of a call sorted by size, strategy and position."""
+    """Sort the candidates of a call by mesh size, degrees and position; returns their indices."""
     tables = scorer.timeline.tables
     layouts = tables.layouts(call)
     which = tables.candidates(call).layout

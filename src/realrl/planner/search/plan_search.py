@@ -1,4 +1,4 @@
-"""Plan search of a scenario: presets, candidates, search."""
+"""Plan search of a scenario: make presets, build the search problem, search, and choose among the best plans."""
 
 import math
 import time
@@ -31,14 +31,15 @@ from realrl.program.lower import home_placements, offloaded
 from realrl.program.memory import check_offloading, find_holders, list_sharers
 
 _FEW_NODES = range(8, 17)
-"""Numbers of nodes for which nearly every plan is enumerated, and found soon."""
+"""Numbers of nodes of a small scenario (`shrink_scenario`). Nearly every plan of so small a cluster is
+enumerated."""
 
 
 def shrink_scenario(scenario: Scenario) -> tuple[Scenario, int] | None:
-    """Return a scenario of few nodes with as many records for each, and how many times it goes into the given one.
+    """Return a scenario with fewer nodes and the same number of records per node, and the ratio of node counts.
 
-    Of the numbers of nodes that are tried, the one which leaves the fewest idle. None where nodes differ, where
-    there are few of them already, or where each has less than a record.
+    The new number of nodes is the one in `_FEW_NODES` that leaves the fewest nodes of the given scenario idle.
+    None if nodes differ, if there are few nodes already, or if the small scenario would have no prompt.
     """
     spec, workload = scenario.spec, scenario.workload
     if len(spec.groups) > 1 or spec.nodes < 2 * max(_FEW_NODES):
@@ -53,7 +54,7 @@ def shrink_scenario(scenario: Scenario) -> tuple[Scenario, int] | None:
 
 
 def widen_plan(plan: Plan, by: int, cluster: Cluster) -> Plan:
-    """Return a plan for more nodes, with `by` times as many data-parallel ranks on as many devices."""
+    """Return a plan for a larger cluster: every mesh and every data-parallel degree is multiplied by `by`."""
     placements = {
         name: Placement(
             Mesh(by * place.mesh.first, by * place.mesh.size),
@@ -65,16 +66,16 @@ def widen_plan(plan: Plan, by: int, cluster: Cluster) -> Plan:
 
 
 _LITTLE = SearchBudget(plans=10_000, chains=32, rounds=20, nodes=20_000)
-"""Search budget of a preset, in which only micro-batches and recomputation vary."""
+"""Search budget for tuning a preset: only its micro-batches and recomputation vary."""
 _SMALL = 0.25
-"""Share of the effort, in addition, for the plan of few nodes from which a search on many of them starts."""
+"""Additional share of the effort for a plan on few nodes. The search on very many nodes starts from it, widened."""
 _RUNNERS_UP = 3
-"""Plans near the one of a search that are compared with it."""
+"""Number of runners-up that are compared with the plan of a search."""
 
 
 @dataclass(frozen=True)
 class UserConstraints:
-    """Constraints of a recipe on plans that it does not specify."""
+    """What a recipe says about plans if it does not name one."""
 
     micro_batch_tokens: int = 8192
     """Micro-batch size of presets, in tokens."""
@@ -83,7 +84,7 @@ class UserConstraints:
     search_space: SearchSpace = field(default_factory=SearchSpace)
     """Dimensions that a search may vary."""
     own: Mapping[str, Plan] = field(default_factory=dict)
-    """User plans by file name, compared with presets as they are."""
+    """User plans by file name. They are compared with presets and never tuned."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +102,15 @@ class BestPlan:
     """Best plan of search and presets."""
 
     estimate: Estimate
+    """Estimate of the best plan."""
     fastest: Estimate
-    """The plan with the shortest predicted step: another one where a simpler plan may well be as fast
+    """The plan with the shortest predicted step, which `estimate` is not if a simpler plan may well be as fast
     (`choose_plan`)."""
     searched: tuple[Estimate, ...]
-    """The plan of the search, a simpler one that is nearly as fast, and runners-up."""
+    """The plan of the search first, then plans near it: simpler, runners-up, or with less loss at failures."""
     found: FoundPlan
     presets: Mapping[str, Estimate | UserError]
-    """Estimates of presets by name, or the error of one that is not possible."""
+    """Preset name -> its estimate, or the error that says why the preset is not possible."""
     sampler: StepSampler
     """Samples of steps under these plans."""
     seconds: float
@@ -134,7 +136,8 @@ def find_best_plan(
     start: Plan | None = None,
     longest: float = math.inf,
 ) -> BestPlan:
-    """Find the best plan by `find_plan`, started from presets and `start`, and among the presets that fit.
+    """Find the best plan: the plan of a search that starts from presets and `start`, or a plan near it, or a
+    preset.
 
     Simpler plans that may well be as fast are preferred (`choose_plan`), unless they take more than `longest`
     seconds. `effort`: limit of the search (see `search_plans`). Raises what `find_plan` raises.
@@ -164,9 +167,9 @@ def find_best_plan(
 
 
 def _estimate_searched(scenario: Scenario, found: FoundPlan) -> tuple[Estimate, ...]:
-    """Estimate the plan that was found, others that are nearly as fast, and one that fails at less cost.
+    """Estimate the plan that was found, and plans near it that fit.
 
-    Of the others, one is simpler, and some are runners-up.
+    These are a simpler plan that is nearly as fast, runners-up, and a plan that loses less time when nodes fail.
     """
     variants, problem, result = Variants(found.problem), found.problem, found.result
     simple = variants.simplify(result.assignment, result.evaluation.seconds * (1 + MOST_LONGER))
@@ -207,16 +210,19 @@ def find_plan(
 
 
 def _find_widened(scenario: Scenario, effort: float, seed: int, constraints: UserConstraints) -> list[Plan]:
-    """Find the best plan of few nodes, widened, on very many devices, where few sizes of meshes are enumerated."""
+    """Find the best plan on few nodes and widen it, if the cluster has very many devices.
+
+    On such a cluster few mesh sizes are enumerated, so its own search might miss a good plan. Empty otherwise.
+    """
     small = shrink_scenario(scenario) if scenario.spec.size > MANY_DEVICES else None
     if small is None:
         return []
     few, by = small
-    # Stages 2 and 3 of ZeRO gather in every micro-batch from ranks that will be many more.
+    # ZeRO stages 2 and 3 communicate in every micro-batch. The widened plan would do so among many more ranks.
     unsharded = replace(constraints, search_space=replace(constraints.search_space, zero=(1,)))
     try:
         found = find_plan(few, effort=_SMALL * effort, seed=seed, constraints=unsharded, presets={})
-    except (DoesNotFit, UserError):  # perhaps because some call has too few records there
+    except (DoesNotFit, UserError):  # for example, a call may have too few records there
         return []
     return [widen_plan(found.plan, by, scenario.spec.cluster)]
 
@@ -224,9 +230,9 @@ def _find_widened(scenario: Scenario, effort: float, seed: int, constraints: Use
 def make_preset_plans(
     scenario: Scenario, constraints: UserConstraints | None = None
 ) -> dict[str, Plan | UserError]:
-    """Build every preset, tuned, and user plans as they are, by name.
+    """Build every preset and tune it, and add user plans unchanged; returns name -> plan.
 
-    The value is an error if the plan is not possible: it needs more devices, or fewer DP ranks.
+    The value is an error if the plan is not possible, for example because it needs more devices.
     """
     constraints = constraints or UserConstraints()
     graph = scenario.graph
@@ -256,11 +262,11 @@ def make_preset_plans(
 
 
 def _checked(scenario: Scenario, plan: Plan, constraints: UserConstraints) -> Plan:
-    """The plan; UserError if it does not suit the scenario."""
+    """Return the plan. Raises UserError if it does not suit the scenario."""
     if plan.cluster != scenario.spec.cluster:
         raise UserError(f"it is for cluster {plan.cluster}; this is {scenario.spec.cluster}")
     if offloaded(plan) and not constraints.search_space.offload:
-        raise UserError("it offloads, which frees nothing where host and devices share their memory")
+        raise UserError("it offloads, which frees nothing because host and devices share their memory")
     plan.check(scenario.graph, {role: stored.shape for role, stored in scenario.models.items()})
     homes = home_placements(scenario.graph, plan)
     check_offloading(plan, find_holders(list_sharers(scenario.models), homes))
@@ -269,8 +275,11 @@ def _checked(scenario: Scenario, plan: Plan, constraints: UserConstraints) -> Pl
 
 
 def _check_calls(scenario: Scenario, plan: Plan) -> None:
-    """UserError if a call leaves ranks without a record, if its mesh has several kinds of devices, or if calls
-    cannot agree bit for bit although they should."""
+    """Raise UserError if a call cannot run as planned.
+
+    Either some ranks have no record, or a mesh has several kinds of devices, or calls of an exact model cannot
+    agree bit for bit.
+    """
     if any(model.exact for model in scenario.models.values()):
         plan.check_exact()
     for call in scenario.graph.calls:
@@ -313,7 +322,7 @@ def tune_plan(scenario: Scenario, plan: Plan) -> Plan:
 
 
 def _keeping(problem: Problem, plan: Plan) -> Problem:
-    """Restrict a problem to candidates that keep the same copies as the plan; homes without copies keep none."""
+    """Restrict a problem to candidates that keep the same copies as the plan."""
     same = {}
     for call in problem.graph.calls:
         keeps = problem.table(call).costs.keeps
@@ -323,7 +332,8 @@ def _keeping(problem: Problem, plan: Plan) -> Problem:
 
 
 def _variants(call: Call, place: Placement, workload: Workload) -> Iterator[Placement]:
-    """Variants of a placement in micro-batch size and recomputation; a function has none."""
+    """Yield variants of a placement in micro-batch size and recomputation; a function has only the placement
+    itself."""
     if call.is_function:
         yield place
         return
@@ -334,9 +344,9 @@ def _variants(call: Call, place: Placement, workload: Workload) -> Iterator[Plac
 
 
 def _as_candidates(plan: Plan) -> Plan:
-    """A preset in the form of candidates: with sequence parallelism wherever tp > 1.
+    """Return a plan with sequence parallelism in every call with TP > 1, as in all enumerated candidates.
 
-    Calls that share parameters must agree on sequence parallelism, and a search may combine its initial plans.
+    A search may combine initial plans, and calls that share parameters must agree on sequence parallelism.
     """
     placements = {
         name: replace(place, strategy=replace(place.strategy, sequence_parallel=place.strategy.tp > 1))

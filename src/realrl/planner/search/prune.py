@@ -10,12 +10,12 @@ from realrl.program.arrays import Bools, Ints
 
 
 def prune_candidates(problem: Problem) -> tuple[Problem, dict[str, Ints]]:
-    """Remove dominated candidates; also returns the original indices of the remaining ones, by call.
+    """Remove dominated candidates; also returns the original indices of the remaining candidates, by call.
 
-    A candidate is removed if it alone does not fit into its devices, or if another one of equal layout is at
-    least as good in every cost. For a role that is never reallocated, equal mesh and DP degree suffice. The
-    best plan keeps its step time: in a schedule whose order depends on meshes alone, nothing ends later if
-    something takes less. DoesNotFit if no candidate of a call remains.
+    A candidate is removed if it does not even fit alone into its devices, or if another candidate of equal layout
+    is at least as good in every cost. For a role that is never reallocated, equal mesh and DP degree suffice. The
+    best plan keeps its step time: the order of the schedule depends only on meshes, so nothing ends later if an
+    activity takes less. Raises DoesNotFit if no candidate of a call remains.
     """
     kept: dict[str, Ints] = {}
     for call in problem.graph.calls:
@@ -32,12 +32,12 @@ def prune_candidates(problem: Problem) -> tuple[Problem, dict[str, Ints]]:
 
 
 def _find_undominated(layouts: Layouts, costs: CandidateCosts, *, by_mesh: bool) -> Ints:
-    """Find the candidates that no other one dominates; of equal ones the first."""
+    """Find the candidates that no other candidate dominates; of equal candidates, the first stays."""
     if by_mesh:
-        # They exchange rows with the same ranks.
+        # Candidates of a group exchange rows with the same ranks.
         key = [layouts.first, layouts.size, layouts.shares]
     else:
-        # They can share parameters, and keep copies or do not.
+        # Candidates of a group can share the same replicas, and agree on keeping copies.
         key = [layouts.codes, costs.sequence_parallel.astype(np.int64), costs.keeps.astype(np.int64)]
     _, group = np.unique(np.stack(key), axis=1, return_inverse=True)
     group = group.reshape(-1)
@@ -45,14 +45,14 @@ def _find_undominated(layouts: Layouts, costs: CandidateCosts, *, by_mesh: bool)
     members = np.argsort(group, kind="stable")
     beaten = np.zeros(len(group), dtype=bool)
     for size in np.unique(sizes):
-        # Groups of equal size at once, [groups, members].
+        # Compare groups of equal size together, [groups, members].
         among = members[sizes[group[members]] == size].reshape(-1, size)
         beaten[among] = _find_beaten(layouts, costs, among)
     return np.flatnonzero(~beaten)
 
 
 def _find_beaten(layouts: Layouts, costs: CandidateCosts, among: Ints) -> Bools:
-    """Find the candidates that another one of their group dominates. `among`: [groups, members], their indices."""
+    """Tell which candidates another member of their group dominates. `among`: indices, [groups, members]."""
     better = np.ones((*among.shape, among.shape[1]), dtype=bool)  # [groups, better, other]
     for column in (
         costs.seconds,
@@ -66,8 +66,8 @@ def _find_beaten(layouts: Layouts, costs: CandidateCosts, among: Ints) -> Bools:
     ):
         of = column[among]
         better &= of[:, :, None] <= of[:, None]
-    # Communicators of the other one's layout may be those of another call, too, and cost nothing; its own may not.
-    # Likewise frozen weights, which may be those of another role.
+    # In a plan, another call may already hold the communicators of the dominated candidate's layout, or another
+    # role its frozen weights. They then cost it nothing, but the better candidate's own may cost extra in full.
     code, resident = layouts.codes[among], costs.resident[among]
     own = np.where(
         code[:, :, None] == code[:, None], 0.0, (costs.communicators + costs.base)[among][:, :, None]

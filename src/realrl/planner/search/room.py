@@ -1,4 +1,4 @@
-"""Memory that sets of plans certainly need, and how fast calls can be in what it leaves them."""
+"""Lower bound on the memory of sets of plans, and least seconds of calls in the memory that remains."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,28 +10,29 @@ from realrl.planner.search.tables import Tables
 from realrl.program.arrays import Bools, Floats, Ints
 
 _STEPS = 128
-"""Sizes of memory that tables of times tell apart."""
+"""Number of memory sizes that tables of times distinguish."""
 _ROUNDING = 1e-9
 """Relative rounding error of bytes."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """Room that memory leaves to sets of plans, [calls, nodes] or [nodes]; see `MemoryBound`."""
+    """Result of `MemoryBound` for nodes (sets of plans)."""
 
     full: Bools
-    """Whether some device must run out of memory."""
+    """Whether some device must run out of memory, [nodes]."""
     seconds: Floats
-    """Least seconds of calls whose candidates fit into what the others leave."""
+    """Least seconds of each call among candidates that fit into the remaining memory, [calls, nodes]."""
     loading: Floats
-    """Likewise, with loading the parameters before."""
+    """Least seconds of loading parameters and of the call, [calls, nodes]."""
 
 
 class MemoryBound:
     """Lower bounds on memory, vectorised over nodes: averages over the devices of each call while it runs.
 
-    What the homes of roles, kept copies and a running call need at least leaves room to the rest. A call has no
-    candidate that needs more than its own least and that room: of many candidates, the fast ones often do.
+    Homes of roles, kept copies and a running call need at least some memory; the remaining memory is their room. No
+    candidate of a fitting plan needs more than its call's least memory plus this room. Fast candidates often need
+    more, so the room raises the least seconds of calls.
     """
 
     def __init__(self, tables: Tables, groups: Sequence[CandidateGroups]) -> None:
@@ -44,7 +45,7 @@ class MemoryBound:
         self._models = [c for c, call in enumerate(tables.calls) if not call.is_function]
         self._sharing = {h for homes in tables.sharing_homes for h in homes}
         self._held = [g.own if c in self._sharing else g.resident for c, g in enumerate(groups)]
-        """Bytes that homes certainly keep, whatever the others share."""
+        """Bytes that each home certainly keeps, even if it shares its frozen weights, [groups] by call."""
         self._when_held: dict[int, tuple[Floats, Floats]] = {}
         self._when_run: dict[int, tuple[Floats, Floats]] = {}
         self._when_moved: dict[int, tuple[Floats, Floats]] = {}
@@ -73,17 +74,17 @@ class MemoryBound:
         """Find the room of nodes.
 
         `common`: devices that the meshes of two calls certainly have in common; `copies`: bytes of each call's
-        replica, if it certainly needs one; `seconds` and `loading`: least ones, as if there were room for all;
-        `apart`: whether two calls at home have no devices in common.
+        replica, if it certainly needs one; `seconds` and `loading`: least values if memory were unlimited; `apart`:
+        whether two calls at home must have no devices in common.
         """
         groups, tables = self._groups, self._tables
         running = [g.working[row] for g, row in zip(groups, nodes, strict=True)]
-        # What stays on the devices of calls: the state of roles at home, and copies that are kept.
+        # Bytes that stay on the devices of calls: the state of roles at home, and kept copies.
         stays = {}
         for c in self._models:
             home = tables.home[c]
             kept = groups[home].must_keep[nodes[home]]
-            # Later calls of a role may use the same copy as the first.
+            # Later calls of a role may use the same copy as the first, so only the first call counts it.
             first = not any(p < c for p in tables.same_role[c] if p != home)
             stays[c] = self._held[c][nodes[c]] if home == c else np.where(kept, first * copies[c], 0.0)
         shared = [{h: groups[h].base[nodes[h]] for h in homes} for homes in tables.sharing_homes]
@@ -98,11 +99,12 @@ class MemoryBound:
             others = {
                 h: held for h, held in stays.items() if h != c and (h == home or tables.home[h] != home)
             }
-            # On average over its devices, all that stays there leaves room.
+            # On average over the devices of the call, everything that stays there fits beside it.
             left = (limit - needs) * size[c]
             left = left - sum(held * common[h][c] for h, held in others.items())
             left -= sum(np.max([base[h] * common[h][c] for h in base], axis=0) for base in shared)
-            # So does what stays on some device, and what stays on all of them.
+            # On one device, the largest state that certainly lies there fits, with the states that cover all
+            # devices.
             covering = sum(np.where(common[h][c] >= size[c], held, 0.0) for h, held in others.items())
             partly = [
                 np.where(common[h][c] > 0, np.where(common[h][c] < size[c], held, 0.0), 0.0)
@@ -112,7 +114,8 @@ class MemoryBound:
             worst = np.minimum(spare - np.max(partly, axis=0, initial=0.0), left / size[c])
             for pair, which in apart.items():
                 if c not in pair:
-                    # Where a call covers devices of two others that are apart, the state of one of them is there.
+                    # If the three calls are too large for the cluster, this call meets one of two calls that are
+                    # apart.
                     less = np.minimum(*(stays[h] for h in pair))
                     less = less - sum(np.where(common[h][c] >= size[c], others[h], 0.0) for h in pair)
                     crowded = which & (size[[*pair, c]].sum(axis=0) > self._devices)
@@ -144,7 +147,7 @@ class MemoryBound:
         seconds: Floats,
         loading: Floats,
     ) -> None:
-        """Raise the least times of a call to those of candidates that take no more than `size` bytes."""
+        """Raise the least times of a call to the least times of its candidates with at most `size` bytes."""
         row = self._groups[c].row[nodes[c]]
         step = self._step(size * (1 + _ROUNDING) + 1)
         for table, least in zip(tables, (seconds, loading), strict=True):
@@ -154,7 +157,10 @@ class MemoryBound:
         return np.clip(size * (_STEPS / self._largest), 0, _STEPS).astype(np.int64)
 
     def _tabulate(self, c: int, needs: Floats) -> tuple[Floats, Floats]:
-        """Least seconds of a call, without and with loading, [groups down to layouts, steps of memory]."""
+        """Tabulate the least seconds of a call, without and with loading, [groups down to layouts, memory sizes].
+
+        `needs`: bytes that each candidate needs.
+        """
         groups, costs = self._groups[c], self._tables.candidates(c)
         before = int(groups.row.max()) + 1 - len(groups.layouts.first)
         layout = groups.row[groups.alone] - before

@@ -1,4 +1,4 @@
-"""Scoring of plans, and the best plan found so far."""
+"""Scores of plans, and the best plan found so far."""
 
 import time
 from dataclasses import dataclass
@@ -11,31 +11,33 @@ from realrl.program.arrays import Floats, Ints
 _PENALTY = 8.0
 """Penalty weight: a plan that exceeds memory by a fraction x is scored as if it took 1 + 8 x times as long."""
 _BOUNDED_AT_ONCE = 4
-"""Sets of plans that are bounded in the time that it takes to score a plan."""
+"""Number of sets of plans whose bounds count as much effort as the score of one plan."""
 _WORST = 1e3
-"""Upper limit of the memory excess that is penalised."""
+"""Largest memory excess that counts. The excess of infeasible plans is infinite."""
 
 
 @dataclass(frozen=True)
 class Improvement:
-    """Event of a search finding a better plan."""
+    """Event: a search found a better plan."""
 
     after_seconds: float
+    """Seconds since the start of the search."""
     evaluations: int
+    """Number of plans scored until then."""
     seconds: float
     """Seconds of a step under the plan."""
 
 
 class Scorer:
-    """Score plans, and keep the best one that fits.
+    """Scores plans, counts the effort, and remembers the best plan that fits.
 
-    Assignments are [calls, plans]: indices of candidates, calls in the order of the graph.
+    Assignments are indices of candidates, [calls, plans], with calls in the order of the graph.
     """
 
     def __init__(self, timeline: Timeline, effort: float) -> None:
-        """`effort`: limit of the search, in plans that are scored; of sets that are bounded four count as one.
+        """`effort`: limit of the search in scored plans; four bounded sets of plans count as one plan.
 
-        It is no time, so that what a search finds does not depend on how busy the machine is.
+        Effort is not time, so the result of a search does not depend on how busy the machine is.
         """
         self.timeline = timeline
         self.started = time.perf_counter()
@@ -46,10 +48,10 @@ class Scorer:
         self.best_seconds = np.inf
         self.least_fill = np.inf
         self.nearest_to_fit: Ints | None = None
-        """Assignment with the smallest memory excess."""
+        """Assignment with the smallest memory excess, until a plan fits."""
         self.history: list[Improvement] = []
         self.fits = np.zeros(0, dtype=bool)
-        """Whether each of the plans that were scored last fits."""
+        """Whether each plan of the last call fits, [plans]."""
 
     @property
     def elapsed(self) -> float:
@@ -57,7 +59,7 @@ class Scorer:
         return time.perf_counter() - self.started
 
     def used(self, share: float = 1.0) -> float:
-        """Return how much of a share of the effort has been spent: 1 or more once all of it is."""
+        """Return the spent fraction of a share of the effort; it is 1 or more once the share is spent."""
         spent = self.evaluations + self.bounded / _BOUNDED_AT_ONCE
         return spent / (share * self.effort) if self.effort > 0 else np.inf
 
@@ -66,7 +68,7 @@ class Scorer:
         return self.used(share) >= 1
 
     def __call__(self, assignment: Ints) -> Floats:
-        """Score plans by their seconds, with a penalty for those that do not fit."""
+        """Return the scores of plans, [plans]: their seconds, with a penalty if they do not fit."""
         seconds, fill = self.timeline(assignment)
         self.evaluations += len(seconds)
         self.fits = fill <= 1

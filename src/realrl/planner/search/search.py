@@ -1,4 +1,4 @@
-"""Search algorithm: every plan where they are few, else annealing, local search, branch and bound."""
+"""Search algorithm: score every plan if there are few; otherwise annealing, local search, branch and bound."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,12 +20,15 @@ from realrl.planner.space.problem import Assignment, Problem
 from realrl.program.arrays import Ints
 
 _MOST = 8
-"""Kinds of candidates per call and mesh size in the core: so many of the fastest, and as many of those that take
-less memory than all faster ones."""
+"""Kinds of candidates in the core, per call and mesh size: the 8 fastest, and up to 8 slower kinds that take less
+memory than all faster ones."""
 
 
 def select_core(problem: Problem, groups: list[CandidateGroups]) -> tuple[Problem, list[Ints]]:
-    """Select the core of a problem; also returns the original indices of its candidates, by call."""
+    """Select the core of a problem: few candidates per call that good plans most probably use.
+
+    Also returns the original indices of the remaining candidates, one array per call.
+    """
     kept = [_select_candidates(of) for of in groups]
     names = [call.name for call in problem.graph.order]
     return problem.select(dict(zip(names, kept, strict=True))), kept
@@ -34,7 +37,7 @@ def select_core(problem: Problem, groups: list[CandidateGroups]) -> tuple[Proble
 def _select_candidates(groups: CandidateGroups) -> Ints:
     of_size = np.searchsorted(groups.size[groups.level == SIZE], groups.size, side="left")
     kinds = np.flatnonzero(groups.level == KIND)
-    # Copies that are kept change little: later, plans of the core are improved by them.
+    # Kept copies change the step little. Local search adds them later to the best plan of the core.
     transient = kinds[~groups.may_keep[kinds]]
     kinds = transient if len(transient) else kinds
     chosen = np.concatenate(
@@ -45,7 +48,7 @@ def _select_candidates(groups: CandidateGroups) -> Ints:
 
 
 def _select_kinds(groups: CandidateGroups, kinds: Ints) -> Ints:
-    """Select the fastest kinds, and others at equal distances from the leanest one on."""
+    """Select the fastest kinds, and evenly spaced ones among the lean kinds, the leanest included."""
     ordered = kinds[np.argsort(groups.seconds[kinds] + groups.load[kinds], kind="stable")]
     kept = groups.resident[ordered]
     less = [
@@ -60,34 +63,37 @@ def _select_kinds(groups: CandidateGroups, kinds: Ints) -> Ints:
 
 
 DEFAULT_EFFORT = 800_000
-"""Effort of a search unless it is told otherwise, which most searches for 128 devices do not use up."""
+"""Default effort of a search, in scored plans. Most searches for 128 devices end before they reach it."""
 TOLERANCE = 0.01
-"""Optimality gap that ends a search."""
+"""Optimality gap (relative) that ends a search."""
 _AT_ONCE = 2048
-"""Plans that are scored at once."""
+"""Number of plans scored at once."""
 _STARTS, _IMPROVED = 64, 3
 """Number of random initial plans, and of final chains that local search improves."""
 
 
 @dataclass(frozen=True)
 class SearchBudget:
-    """Work limits of a search, which ends earlier once the gap is proven: plans of a problem that are all scored,
-    and, where there are more, chains, rounds, branch-and-bound nodes."""
+    """Work limits of a search. The search ends earlier once the gap is proven."""
 
     plans: int = 100_000
+    """Largest number of plans of a problem whose plans are all scored. The other limits are for larger problems."""
     chains: int = 128
+    """Annealing chains."""
     rounds: int = 1200
+    """Rounds of annealing."""
     nodes: int = 20_000_000
+    """Nodes of branch and bound."""
 
 
 _SHORT_ROUNDS = 60
-"""Rounds of the first chains: branch and bound often improves their plans faster than further rounds would."""
+"""Rounds of the first chains. After them, branch and bound often improves plans faster than more rounds would."""
 _CORE = 0.2
-"""Share of the effort for the core of a problem."""
+"""Share of the effort for the search in the core."""
 _POLISH = 0.1
-"""Further share in which the plan of the core is improved by what the core lacks."""
+"""Additional share for local search, which then improves the plan of the core by candidates outside the core."""
 _FIRST_PROOF = 0.6
-"""Share of the effort after which chains are started again."""
+"""Share of the effort after which the first proof stops and new chains start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +111,7 @@ class SearchResult:
     """Number of branch-and-bound nodes."""
     search_seconds: float
     history: tuple[Improvement, ...]
+    """Improvements, oldest first."""
 
     @property
     def gap(self) -> float:
@@ -123,11 +130,13 @@ def search_plans(
 ) -> SearchResult:
     """Search for the plan with the shortest step, and bound all plans from below.
 
-    Of a problem with few plans all are scored. Else chains start from `starts` (presets, for example) and from
-    random plans; local search improves their results. Then branch and bound searches the rest and stops once the
-    plan is within `tolerance` (relative) of the lower bound; where that takes long, chains are started again, at
-    length, before it goes on. `effort` limits plans that are scored, bounding four sets of them counting like one;
-    results are reproducible by seed. Raises DoesNotFit if no plan is found that fits into device memory.
+    If a problem has few plans, all are scored. Otherwise the core of the problem is searched first. Chains start
+    from `starts` (presets, for example) and from random plans; local search improves their results. Branch and
+    bound then searches the rest, and stops once the plan is within `tolerance` (relative) of the lower bound. If
+    that takes long, longer chains run before branch and bound continues.
+
+    `effort` limits the number of scored plans; bounding four sets of plans counts as scoring one plan. Results are
+    reproducible by seed. Raises DoesNotFit if no plan is found that fits into memory.
     """
     budget = budget or SearchBudget()
     pruned, kept = prune_candidates(problem)
@@ -141,7 +150,7 @@ def search_plans(
     best = scorer.best if scorer.best is not None else scorer.nearest_to_fit
     assert best is not None, "plans have been costed"
     assignment = {name: int(kept[name][i]) for name, i in zip(names, best, strict=True)}
-    # The tables of all other candidates would take longer than the plan.
+    # Building tables of all other candidates would take longer than evaluating the plan.
     alone = problem.select({name: np.array([number]) for name, number in assignment.items()})
     evaluation = Timeline(alone).evaluate(dict.fromkeys(assignment, 0))
     if scorer.best is None:
@@ -159,7 +168,7 @@ def search_plans(
 
 
 def _score_all(scorer: Scorer, limit: float) -> bool:
-    """Score every plan, if they are at most `limit`; returns whether it has."""
+    """Score every plan if there are at most `limit`; returns whether this was so."""
     sizes = scorer.timeline.tables.sizes
     count = prod(map(int, sizes))
     if count > limit:
@@ -176,7 +185,10 @@ def _search_core_first(
     seed: int,
     tolerance: float,
 ) -> Proof:
-    """Search the core of a problem, then prove all of it, or search all of it where no plan of the core fits."""
+    """Search the core of a problem, then bound the whole problem.
+
+    If no plan of the core fits, the whole problem is searched instead.
+    """
     bound = Bound(scorer.timeline.tables)
     core, kept = select_core(scorer.timeline.problem, bound.groups)
     inner = Scorer(Timeline(core), _CORE * scorer.effort)
@@ -223,7 +235,7 @@ def _improve(
 
 
 def _initial_plans(scorer: Scorer, starts: Sequence[Mapping[str, Candidate]], seed: int) -> Ints:
-    """Initial plans, [calls, plans]: those given, the fastest candidate of each call, and random ones."""
+    """Return initial plans, [calls, plans]: `starts`, the fastest candidate of each call, and random plans."""
     tables = scorer.timeline.tables
     fastest = [int(np.argmin(tables.candidates(c).seconds)) for c in range(len(tables.calls))]
     random = np.random.default_rng(seed).integers(0, tables.sizes[:, None], (len(tables.sizes), _STARTS))
@@ -232,7 +244,11 @@ def _initial_plans(scorer: Scorer, starts: Sequence[Mapping[str, Candidate]], se
 
 
 def _surviving_candidates(scorer: Scorer, given: Mapping[str, Candidate]) -> list[int] | None:
-    """Indices of a plan's candidates, or of the nearest ones that pruning left; None if a mesh has none."""
+    """Return the index of the candidate nearest to a plan's own, by call, among candidates left by pruning.
+
+    The nearest candidate has the same mesh, then preferably the same layout, then the shortest seconds. None if
+    some mesh has no candidate left.
+    """
     numbers = []
     for call in scorer.timeline.tables.calls:
         candidate = given[call.name]

@@ -1,4 +1,4 @@
-"""Memory shortage of problems without a plan that fits."""
+"""Memory shortage of a problem for which no plan fits."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Shortage:
     """Memory shortage on one device, or on the host of one node, under the plan nearest to fitting."""
 
     rank: int
-    """Rank of the device, or of one on the node."""
+    """Rank of the device, or of a device on the node."""
     limit_bytes: float
     needed_bytes: float
     call: str
@@ -22,22 +22,22 @@ class Shortage:
     candidate: Candidate
     """Candidate of that call."""
     resident_bytes: dict[str, float]
-    """Resident bytes on the device, by role, with those of copies that are kept."""
+    """Resident bytes on the device, by role; kept copies are included."""
     assignment: Assignment | None
     """Assignment of the plan; None if the call alone does not fit on any device."""
     node: int | None = None
-    """Node whose host has too little memory for what is offloaded; None where it is the device."""
+    """Node whose host has too little memory for offloaded state; None if a device has too little memory."""
     proven: bool = True
-    """Whether it is proven that no plan fits; otherwise none was found in time."""
+    """Whether it is proven that no plan fits; otherwise the search found none within its effort."""
 
     @property
     def factor(self) -> float:
-        """Needed over usable memory of the device or host."""
+        """Ratio of needed to usable memory of the device or host."""
         return self.needed_bytes / self.limit_bytes
 
 
 class DoesNotFit(Exception):
-    """Error: no plan of a problem is known to fit into device memory; `shortage` has the details."""
+    """No plan of a problem is known to fit into memory; `shortage` has the details."""
 
     def __init__(self, shortage: Shortage) -> None:
         self.shortage = shortage
@@ -46,7 +46,7 @@ class DoesNotFit(Exception):
 
 
 def explain_call_shortage(problem: Problem, call: Call, number: int) -> Shortage:
-    """Describe the shortage of a call that alone fits no device; `number`: index of its leanest candidate."""
+    """Describe the shortage of a call that does not even fit alone; `number`: index of its leanest candidate."""
     candidate = problem.candidates[call.name][number]
     is_home = problem.is_home(call)
     resident = {call.model_role: candidate.resident_bytes} if is_home else {}
@@ -64,7 +64,7 @@ def explain_call_shortage(problem: Problem, call: Call, number: int) -> Shortage
 
 
 def explain_plan_shortage(problem: Problem, assignment: Assignment, evaluation: PlanEvaluation) -> Shortage:
-    """Describe the shortage on the peak device of a plan."""
+    """Describe the shortage on the peak device of a plan, or on that device's host."""
     candidates = problem.chosen_candidates(assignment)
     rank = evaluation.peak_rank
     homes = {role: candidates[problem.home(role).name] for role in problem.graph.roles}
@@ -89,7 +89,7 @@ def explain_plan_shortage(problem: Problem, assignment: Assignment, evaluation: 
 
 
 def _copy(problem: Problem, candidates: dict[str, Candidate], name: str) -> float:
-    """Bytes of the transient replica of its parameters that a call needs."""
+    """Return the bytes of the temporary replica of its parameters that a call needs."""
     home = candidates[problem.home(problem.graph.call(name).model_role).name]
     if candidates[name].layout != home.layout:
         return 0.0 if home.keep else candidates[name].weights_bytes
@@ -97,7 +97,7 @@ def _copy(problem: Problem, candidates: dict[str, Candidate], name: str) -> floa
 
 
 def _kept(problem: Problem, assignment: Assignment) -> dict[str, list[Candidate]]:
-    """Find a candidate that uses each of the copies that the plan keeps, by role."""
+    """Find one candidate per kept copy of the plan that uses this copy, by role."""
     plan, candidates = problem.plan(assignment), problem.chosen_candidates(assignment)
     copies = kept_copies(problem.graph, plan, home_placements(problem.graph, plan))
     return {

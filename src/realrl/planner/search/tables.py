@@ -14,10 +14,10 @@ from realrl.program.step import OF_OFFLOADED, Activity, Phase, StepGraph
 
 @dataclass(frozen=True, kw_only=True)
 class Columns(CandidateCosts):
-    """Meshes and costs of candidates, one entry per candidate, or [calls, plans] once they are assigned."""
+    """Meshes and costs of candidates: one entry per candidate, or [calls, plans] for the candidates of plans."""
 
     first: Ints
-    """First rank of the mesh, whose ranks are `first` to `end` - 1."""
+    """First rank of the mesh. Its ranks are `first` to `end` - 1."""
     end: Ints
     code: Ints
     """Code of the layout; equal codes mean equal layouts."""
@@ -28,7 +28,7 @@ class Columns(CandidateCosts):
 
 
 class Tables(StepGraph):
-    """Search problem as arrays: calls are numbers in the order of the graph, candidates are columns."""
+    """Search problem as arrays. Calls are numbers in the order of the graph."""
 
     def __init__(self, problem: Problem) -> None:
         graph = problem.graph
@@ -47,12 +47,12 @@ class Tables(StepGraph):
         self.possible = tuple(filter(self._is_possible, self.activities))
         """Activities that plans with these candidates may contain."""
         self.reallocation = {a.call: self.transfers(a) for a in self.possible if a.phase is Phase.REALLOCATE}
-        """Seconds of the reallocation before each call whose role may live elsewhere."""
+        """Call -> seconds of the reallocation before it, by layouts, if its role may live elsewhere."""
         self.refreshes = [a for a in self.possible if a.phase in (Phase.REFRESH, Phase.REFRESH_FOLLOWER)]
         self.sharing_homes = [
             tuple(self.number[problem.home(role).name] for role in roles) for roles in problem.sharers
         ]
-        """Calls at home whose roles have the same frozen weights, by group of such roles."""
+        """Groups of home calls whose roles have the same frozen weights."""
 
     def _is_possible(self, activity: Activity) -> bool:
         match activity.phase:
@@ -65,7 +65,8 @@ class Tables(StepGraph):
         return True
 
     def transfers(self, activity: Activity) -> TransferTable:
-        """Seconds of what an activity moves from its home to its target, by layout of both."""
+        """Return the seconds in which an activity moves parameters from its home to its target, by their
+        layouts."""
         call, average = self.calls[activity.call], activity.average
         match activity.phase:
             case Phase.UPDATE_FOLLOWER:
@@ -84,7 +85,8 @@ class Tables(StepGraph):
         return self._transfers[key]
 
     def gather(self, assignment: Ints) -> Columns:
-        """Gather the columns of plans. `assignment`: [calls, plans], the candidate index of each call."""
+        """Gather the columns of plans, [calls, plans]. `assignment`: candidate index of each call, [calls,
+        plans]."""
         return self.columns[assignment + self.offsets]
 
     def _columns(self, call: Call) -> Columns:
@@ -111,7 +113,7 @@ class Tables(StepGraph):
         return self._layouts[call]
 
     def exchanged(self, columns: Columns, c: int) -> list[Floats]:
-        """Compute the seconds of receiving the outputs of each of a call's `feeds`, per plan."""
+        """Return the seconds of receiving the outputs of each of a call's `feeds`, [plans] each."""
         target = self._layouts[c][columns.layout[c]]
         return [
             self.problem.exchange.seconds(

@@ -9,11 +9,11 @@ from realrl.planner.space.problem import Assignment, Problem
 from realrl.program.arrays import Floats, Ints
 
 _AT_ONCE = 4096
-"""Plans whose parts are counted at once."""
+"""Number of plans whose parts are counted at once."""
 
 
 class Variants:
-    """Plans that differ from others in one call, or in the layout of one role."""
+    """Finds plans near a given plan. Neighbours differ in one call, or in the layout of one role."""
 
     def __init__(self, problem: Problem) -> None:
         self._timeline = Timeline(problem)
@@ -25,7 +25,8 @@ class Variants:
     def simplify(self, assignment: Assignment, most_seconds: float) -> Assignment:
         """Make a plan simpler, change by change, as long as its step takes at most `most_seconds`.
 
-        Each change is the one that leaves least parts, and of those the fastest.
+        Each change leaves the fewest parts (`count_parts`) possible, and the shortest step among equally simple
+        plans.
         """
         current = self._read(assignment)
         parts = int(self._count_parts(current[:, None])[0])
@@ -41,9 +42,9 @@ class Variants:
             current, parts = plans[:, best], int(counts[best])
 
     def find_runners_up(self, assignment: Assignment, count: int) -> list[Assignment]:
-        """Find the fastest plans near a plan in which calls have other degrees than in it, and in each other.
+        """Find the fastest neighbours of a plan whose degrees of parallelism differ from it and from each other.
 
-        Where the mesh of a call lies makes no other plan.
+        Plans that differ only in the position of a mesh count as the same plan.
         """
         begin = self._read(assignment)
         plans = self._neighbours(begin)
@@ -60,18 +61,18 @@ class Variants:
         return found
 
     def _neighbours(self, current: Ints) -> Ints:
-        """Plans that are one change away, [calls, plans]."""
+        """List the plans that are one change away, [calls, plans]."""
         return np.concatenate([change_calls(current, *move) for move in self._moves], axis=1)
 
     def _seconds(self, plans: Ints) -> Floats:
-        """Seconds of plans, infinite for those that do not fit."""
+        """Return the step seconds of plans, [plans]; infinite if a plan does not fit."""
         if not plans.shape[1]:
             return np.zeros(0)
         seconds, fill = self._timeline(plans)
         return np.where(fill <= 1, seconds, np.inf)
 
     def _count_parts(self, plans: Ints) -> Ints:
-        """Count what `count_parts` counts of each plan, [plans]."""
+        """Count the parts of each plan as `ranking.count_parts` does, [plans]."""
         parts = range(0, plans.shape[1], _AT_ONCE)
         return np.concatenate([self._count_parts_at_once(plans[:, i : i + _AT_ONCE]) for i in parts])
 
@@ -86,7 +87,6 @@ class Variants:
         return counts
 
     def _degrees(self, plan: Ints) -> tuple[Degrees, ...]:
-        """Degrees of parallelism by call."""
         return tuple(self._candidates[c][i].placement.strategy.degrees for c, i in enumerate(plan))
 
     def _read(self, assignment: Assignment) -> Ints:

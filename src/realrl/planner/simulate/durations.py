@@ -53,7 +53,7 @@ class Durations:
 
     @property
     def reporting(self) -> float:
-        """Seconds between two steps in which the writer takes the times of all ranks."""
+        """Seconds that the writing rank needs between two steps to receive the times of all ranks."""
         return self._exchange.reports_seconds(self._plan.cluster.size)
 
     def terms(self, call: str) -> Mapping[str, float]:
@@ -71,7 +71,7 @@ class Durations:
         return layout in [copy.layout for copy in self._copies.get(role, ())]
 
     def _copy(self, instruction: Load | Offload) -> float:
-        """Seconds of a copy between device and host memory; unchanged parameters need not be copied back."""
+        """Return the seconds of a copy between device and host; unchanged parameters are not copied back."""
         role = instruction.role
         name = instruction.parameter_set
         placement = instruction.placement

@@ -14,8 +14,11 @@ from realrl.program.instructions import Instruction, Load, Offload, Reallocate, 
 
 
 class PartKind(StrEnum):
-    """Kind of a part; the value is its text in reports. Communicators, and what a call needs while it runs
-    (`planner.memory`), belong to no role."""
+    """Kind of a part of memory; the value is its text in reports.
+
+    Only parameters, gradients and optimizer state belong to a role. Calls need the other parts while they run
+    (`planner.memory`), and communicators always exist.
+    """
 
     PARAMETERS = "parameters"
     OPTIMIZER = "gradients and optimizer"
@@ -32,14 +35,14 @@ class PartKind(StrEnum):
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """Part of a device's memory: state of a role, or what a call needs while it runs.
+    """Part of a device's memory: state of a role, communicators, or working memory of a call.
 
     Its text, for example `actor parameters (copy dp1·tp2·pp1 @0..1)`, is its name in reports and JSON.
     """
 
     kind: PartKind
     role: str | None = None
-    """Role whose state it is; None for what a call needs."""
+    """Role to which the state belongs; None for communicators and working memory."""
     copy: str | None = None
     """Layout of a copy of the parameters outside the role's home; None at home."""
     host: bool = False
@@ -69,7 +72,7 @@ class CallEstimate:
     flops: float
     """Model FLOPs without recomputation: 2 per parameter and token forward, 4 backward, and attention."""
     peak_flops: float
-    """Peak FLOP/s of all devices of the cluster in the type that the call computes in; 0 of a function."""
+    """Peak FLOP/s of all devices of the cluster in the call's data type; 0 for a function."""
 
     @property
     def seconds(self) -> float:
@@ -89,7 +92,7 @@ class MoveEstimate:
     sent_bytes: int
     """Bytes sent between devices, in total."""
     network_bytes: int
-    """Bytes of those sent between nodes."""
+    """Bytes sent between nodes, a part of `sent_bytes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +107,7 @@ class Slice:
     """Part of `seconds` spent waiting for other participants, or for the function whose outputs are needed."""
     instruction: Instruction
     host: bool = False
-    """Whether it is a function, which runs beside the rank's other instructions."""
+    """Whether the instruction is a function, which runs on the host beside the rank's other instructions."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ class DeviceMemory:
 
     @cached_property
     def peak(self) -> Footprint:
-        """Largest footprint; that between steps if the device takes part in no call."""
+        """Largest footprint; the resident memory if the device takes part in no call."""
         return max(self.footprints, key=lambda f: f.bytes, default=Footprint("rest", self.resident))
 
 
@@ -146,12 +149,12 @@ class NodeMemory:
 
     node: int
     capacity: int
-    """Bytes that it may take."""
+    """Bytes that offloaded state may take."""
     bytes: int
 
     @property
     def fill(self) -> float:
-        """Used fraction; infinite where processes leave none."""
+        """Used fraction; infinite if no host memory is left for offloaded state."""
         return self.bytes / self.capacity if self.capacity > 0 else math.inf if self.bytes else 0.0
 
 
@@ -163,9 +166,8 @@ class Estimate:
     step_seconds: float
     """Seconds of one isolated step, from its start until the last rank has finished it."""
     repeated_seconds: float
-    """Steady-state seconds per step, where ranks start the next step as soon as they finish one.
-
-    The mean over steps in which different moving averages are due."""
+    """Steady-state seconds per step: ranks start the next step as soon as they finish one. If steps update
+    different moving averages, this is their weighted mean."""
     tokens: float
     """Tokens of a step, prompts and answers together."""
     calls: Mapping[str, CallEstimate]
@@ -176,7 +178,7 @@ class Estimate:
     memory: tuple[DeviceMemory, ...]
     """Device memory, by rank."""
     hosts: tuple[NodeMemory, ...]
-    """Host memory, by node; none of hosts without a limit."""
+    """Host memory of the nodes that have a limit."""
 
     @cached_property
     def peak_device(self) -> DeviceMemory:
@@ -195,7 +197,7 @@ class Estimate:
 
     @property
     def full_host(self) -> NodeMemory | None:
-        """Host whose memory is exceeded most; None where all suffice."""
+        """Host whose memory is exceeded most; None if all hosts have enough."""
         return find_full_host(self.hosts)
 
     @property
@@ -205,7 +207,7 @@ class Estimate:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Fraction of the step in which a rank computes or moves parameters, by rank."""
+        """Fraction of the step that each rank spends on computing or moving parameters."""
         return tuple(
             sum(
                 s.seconds - s.waiting
@@ -229,7 +231,7 @@ class Estimate:
 
     @cached_property
     def terms(self) -> Mapping[str, float]:
-        """Device-seconds by term: those of calls of models, `reallocation`, `offload`, `exchange` and `idle`.
+        """Device-seconds by term: the terms of model calls, `reallocation`, `offload`, `exchange` and `idle`.
 
         They add up to `step_seconds` times the number of devices.
         """
@@ -247,5 +249,5 @@ class Estimate:
 
 
 def find_full_host(hosts: Sequence[NodeMemory]) -> NodeMemory | None:
-    """Find the host whose memory is exceeded most; None where all suffice."""
+    """Find the host whose memory is exceeded most; None if all hosts have enough."""
     return max((host for host in hosts if host.fill > 1), key=lambda host: host.fill, default=None)

@@ -17,9 +17,9 @@ from realrl.program.memory import Memory
 
 
 def estimate_plan(scenario: Scenario, plan: Plan) -> Estimate:
-    """Predict a step under a plan that `Plan.check` accepts, in which all moving averages are due.
+    """Predict a step in which all moving averages are due, under a plan that `Plan.check` accepts.
 
-    UserError if a call has fewer records than DP ranks, or if a mesh spans heterogeneous nodes.
+    Raises UserError if a call has fewer records than DP ranks, or if a mesh spans heterogeneous nodes.
     """
     graph = scenario.graph
     homes = home_placements(graph, plan)
@@ -46,15 +46,15 @@ def estimate_plan(scenario: Scenario, plan: Plan) -> Estimate:
 
 @dataclass(frozen=True)
 class StepKind:
-    """Programs of steps in which the same moving averages are due."""
+    """Steps that update the same moving averages, with their programs."""
 
     programs: list[Program]
     share: float
-    """Share of all steps."""
+    """Fraction of all steps that are of this kind."""
 
 
 def list_steps(scenario: Scenario, plan: Plan) -> list[StepKind]:
-    """List the kinds of steps under a plan, first that in which all moving averages are due."""
+    """List the kinds of steps under a plan. The first kind updates all moving averages."""
     graph = scenario.graph
     homes = home_placements(graph, plan)
     kept = kept_copies(graph, plan, homes)
@@ -89,7 +89,7 @@ def _calls(
                     peak_flops=peak,
                 )
             )
-    # Of a function, which ranks start by themselves, the last one counts.
+    # Each rank starts a function by itself. The dictionary keeps the start of the last rank.
     calls.sort(key=lambda estimate: estimate.start)
     return {estimate.call.name: estimate for estimate in calls}
 
@@ -118,7 +118,7 @@ def _moves(scenario: Scenario, programs: Sequence[Program], simulation: Simulati
 
 
 def _before(program: Program, move: Reallocate) -> str | None:
-    """Call that a transient replica is made for."""
+    """Return the call for which a transient replica is made; None for other reallocations."""
     following = program.instructions[program.instructions.index(move) + 1 :]
     for instruction in following if move.into is None else ():
         if isinstance(instruction, Run) and instruction.role == move.role:
@@ -127,7 +127,8 @@ def _before(program: Program, move: Reallocate) -> str | None:
 
 
 def _once(simulation: Simulation) -> list[Slice]:
-    """Calls and reallocations of the first step, each from one of its ranks."""
+    """Return the slices of the first step's calls and reallocations; one rank stands for ranks that end
+    together."""
     events = {
         (event.instruction, event.start + event.seconds): event
         for timeline in simulation.events.values()

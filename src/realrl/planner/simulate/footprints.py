@@ -17,8 +17,9 @@ def compute_footprints(
 ) -> tuple[DeviceMemory, ...]:
     """Compute the memory of every rank through a step of its program.
 
-    `held` describes what resides where between steps, roles that the graph of `scenario` does not use included.
-    Models missing from `scenario.models` count nothing. UserError if a call has fewer records than DP ranks.
+    `held` describes where state resides between steps. It may have roles that the graph of `scenario` does not use.
+    Models missing from `scenario.models` count no bytes. Raises UserError if a call has fewer records than DP
+    ranks.
     """
     devices = _Devices(scenario, held)
     return tuple(devices.device(program) for program in programs)
@@ -42,7 +43,7 @@ class _Devices:
         self._known: dict[object, tuple[Mapping[MemoryPart, int], tuple[Footprint, ...]]] = {}
 
     def device(self, program: Program) -> DeviceMemory:
-        """Memory of a rank; ranks with equal programs and positions share the result."""
+        """Return the memory of a rank; ranks with equal programs and positions share the result."""
         runs = (i.placement for i in program.instructions if isinstance(i, Run) and i.role is not None)
         positions = {place: _position(place, program.rank) for place in (*self._held.resting, *runs)}
         alike = (tuple(map(id, program.instructions)), *positions.values())
@@ -54,13 +55,13 @@ class _Devices:
         return DeviceMemory(program.rank, self._scenario.memory.capacity(program.rank), *self._known[alike])
 
     def _communicators(self, program: Program) -> dict[MemoryPart, int]:
-        """NCCL communicators of a rank, which it always has."""
+        """Return the bytes of a rank's NCCL communicators, which exist through the whole step."""
         places = [i.placement for i in program.instructions if isinstance(i, Run) and i.role is not None]
         size = self._scenario.memory.communicators(places)
         return {MemoryPart(PartKind.COMMUNICATORS): size} if size else {}
 
     def _footprints(self, program: Program) -> tuple[Footprint, ...]:
-        """Footprint of each call of a model: the peak while it runs or while parameters are moved before it.
+        """Return the footprint of each model call: the peak while it runs or while parameters are moved before it.
 
         Reallocations after the last call are attributed to it. Functions hold no device memory.
         """
@@ -86,7 +87,7 @@ class _Devices:
         return tuple(footprints)
 
     def _parts(self, holdings: Holdings) -> dict[MemoryPart, int]:
-        """Bytes by part; parameter sets of a role in one layout are added up."""
+        """Sum bytes by part; parameter sets of a role in one layout are one part."""
         found: Counter[MemoryPart] = Counter()
         for item, size in holdings.items():
             found[self._part(item)] += size
@@ -95,12 +96,12 @@ class _Devices:
     def _part(self, item: HeldState) -> MemoryPart:
         if item.state == "optimizer":
             return MemoryPart(PartKind.OPTIMIZER, item.role, host=item.host)
-        # Host copies of one role are one part, whatever their layouts.
+        # All host copies of a role are one part, even if their layouts differ.
         is_copy = not item.host and item.layout != self._held.home(item.role)
         return MemoryPart(PartKind.PARAMETERS, item.role, item.layout if is_copy else None, item.host)
 
     def _dynamic(self, run: Run, model: StoredModel, rank: int) -> dict[MemoryPart, int]:
-        """Dynamic memory of the call on the rank, by part."""
+        """Return the working memory of the call on the rank, by part."""
         scenario = self._scenario
         call = scenario.graph.call(run.call)
         stages = scenario.memory.stages(call, model, run.placement, scenario.workload)
@@ -109,6 +110,6 @@ class _Devices:
 
 
 def _position(place: Placement, rank: int) -> tuple[int, ...] | None:
-    """Coordinates of a rank on the axes whose ranks have memory of different sizes; None outside the mesh."""
+    """Return a rank's coordinates on the axes along which memory sizes differ; None outside the mesh."""
     inside = place.mesh.first <= rank < place.mesh.first + place.mesh.size
     return place.coordinates(rank, axes_dividing(Divided.LAYERS, Divided.MATRICES)) if inside else None

@@ -35,7 +35,8 @@ class Scenario:
 
     @property
     def keeps_graphs(self) -> bool:
-        """Whether generate calls leave graphs of decode steps to the next step: in training, not in evaluations."""
+        """Whether generate calls keep CUDA graphs of decode steps for the next step: only if the step trains a
+        role."""
         return any(self.graph.trained(role) for role in self.graph.roles)
 
     def model(self, call: Call) -> StoredModel | None:
@@ -43,8 +44,10 @@ class Scenario:
         return None if call.role is None else self.models[call.role]
 
     def call_cost(self, call: Call, placement: Placement) -> CallCost:
-        """Time of one execution of a call in a step; UserError where there are fewer records than data-parallel
-        ranks."""
+        """Return the time of one execution of a call in a step.
+
+        Raises UserError if there are fewer records than data-parallel ranks.
+        """
         return self.cost.call(call, self.model(call), placement, self.workload)
 
     def on(self, spec: ClusterSpec) -> "Scenario":

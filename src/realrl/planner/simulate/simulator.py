@@ -75,13 +75,15 @@ def simulate(
 ) -> Simulation:
     """Simulate several steps of programs that `validate` accepts.
 
-    `seconds`: duration of an instruction once all participants and inputs have arrived; `reporting`: seconds that
-    the rank which writes has to do between two steps, while others begin the next one. The simulator blocks where
-    workers block: ranks of a call start together, as do those of a reallocation that sends anything. Sends, and the
-    sender's side of a report, do not block, but a rank starts its next step only when all its messages have been
-    received, because gloo does not buffer for a receiver that has not posted. Nothing else synchronises ranks.
-    Functions run beside the instructions that follow, on each rank by itself and one after the other, until their
-    outputs or metrics are sent or the step ends. SimulationError for a deadlock.
+    `seconds`: duration of an instruction once all participants and inputs have arrived. `reporting`: seconds that
+    the writing rank needs between two steps, while other ranks begin the next step.
+
+    The simulator blocks ranks as workers block. The ranks of a call start together; so do the ranks of a
+    reallocation that sends anything. Sends, and the sender's side of a report, do not block. A rank starts its next
+    step only when all its messages have been received, because gloo does not buffer for a receiver that has not
+    posted. Nothing else synchronises ranks. Functions run beside the instructions that follow, on each rank by
+    itself and one after the other, until their outputs or metrics are sent or the step ends. Raises SimulationError
+    for a deadlock.
     """
     simulator = _Simulator(programs, seconds, steps, max, 0.0, reporting)
     ends = simulator.run()
@@ -234,13 +236,13 @@ class _Simulator(Generic[Time]):
         group.position += 1
 
     def _host_free(self, group: _Group[Time]) -> Time:
-        """When the last function of a group's step ends."""
+        """Return the time at which the last function of a group's step ends."""
         return reduce(self.latest, group.functions.values(), self.begin)
 
     def _record(
         self, group: _Group[Time], number: int, start: Time, end: Time, waiting: Time, *, host: bool = False
     ) -> None:
-        """Record what a group has executed, where one step is simulated at a time."""
+        """Record an executed instruction of a group, unless times are arrays of samples."""
         if isinstance(start, float) and isinstance(end, float) and isinstance(waiting, float):
             event = Slice(
                 rank=group.ranks[0],

@@ -25,10 +25,10 @@ from realrl.program.memory import list_sharers
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Dimensions that a search may vary besides meshes and parallel degrees."""
+    """Dimensions that a search may vary in addition to meshes and parallel degrees."""
 
     micro_batch_tokens: tuple[int, ...] | None = None
-    """Micro-batch sizes in tokens; None for those of `list_micro_batches`."""
+    """Micro-batch sizes in tokens; None for the sizes of `list_micro_batches`."""
     recompute: tuple[bool, ...] = (False, True)
     offload: bool = True
     keep: bool = True
@@ -36,7 +36,8 @@ class SearchSpace:
     zero: tuple[int, ...] = ZERO_STAGES
     """Stages of ZeRO that train calls may have."""
     dtypes: tuple[Dtype, ...] = ()
-    """Types of parameters that calls which do not train may have besides their models' own."""
+    """Data types that parameters of calls may have in addition to the model's own. Training keeps the model's
+    own."""
 
 
 def build_problem(
@@ -76,12 +77,12 @@ class _Builder:
 
     @cached_property
     def sharers(self) -> list[tuple[str, ...]]:
-        """Roles of the graph that have the same frozen weights."""
+        """Groups of at least two roles of the graph with the same frozen weights."""
         models = {role: self.scenario.models[role] for role in self.scenario.graph.roles}
         return [roles for roles in list_sharers(models) if len(roles) > 1]
 
     def candidates(self, call: Call, plans: Iterable[Plan]) -> tuple[Candidate, ...]:
-        """Cost every candidate of a call, those of the given plans included."""
+        """Compute every candidate of a call, including the placements in `plans`."""
         if call.is_function:
             return self._function_candidates(call, plans)
         work = self.scenario.workload.work(call)
@@ -90,14 +91,16 @@ class _Builder:
             call, list_micro_batches(call.kind, work) if given is None else given
         )
         if given is None and not any(map(self._fits, candidates)):
-            # The smallest micro-batches are slow, but may be the only ones that fit.
+            # Micro-batches of one sequence are slow, but may be the only size that fits.
             candidates += self._candidates_on_meshes(call, (work.longest,))
         candidates += self._given(call, list(dict.fromkeys(plan[call.name] for plan in plans)))
         return tuple(dict.fromkeys(candidates))
 
     def _function_candidates(self, call: Call, plans: Iterable[Plan]) -> tuple[Candidate, ...]:
-        """Every mesh with a record for each of its ranks, and what plans choose; of a function that no run has
-        measured, and which may be slow, only the meshes with most ranks."""
+        """List candidates of a function: every mesh with a record for each rank, and the placements in `plans`.
+
+        A function that no run has measured may be slow, so it gets only the meshes with the most ranks.
+        """
         placements = [function_placement(mesh) for mesh in self.meshes]
         if self.search_space.micro_batch_tokens == ():  # only what plans choose
             placements = []
@@ -110,7 +113,7 @@ class _Builder:
         return tuple(dict.fromkeys(candidate for candidate, _ in found))
 
     def _on_hosts(self, call: Call, placements: Iterable[Placement]) -> Iterator[tuple[Candidate, bool]]:
-        """Candidates of a function, which holds no device memory, and whether a run has measured it."""
+        """Yield candidates of a function, which holds no device memory, and whether a run has measured it."""
         for placement in placements:
             try:
                 cost = self.scenario.call_cost(call, placement)
@@ -150,14 +153,15 @@ class _Builder:
         return candidates
 
     def _strategies(self, call: Call, mesh: Mesh, tokens: tuple[int, ...]) -> Iterator[Strategy]:
-        """Strategies on a mesh that leave no data-parallel rank without a record."""
+        """Yield the strategies on a mesh that give every data-parallel rank at least one record."""
         spec = self.scenario.spec
         model = self.scenario.models[call.model_role]
         shape = model.shape
         node = spec.cluster.ranks(spec.cluster.node(mesh.first))
         divided = gcd(len(node), *(devices for _, devices in spec.site(mesh).nodes.runs))
         recompute = self.search_space.recompute if call.kind is Kind.TRAIN else (False,)
-        # Calls that train one role have one stage, which candidates of each do not know of the others.
+        # All calls that train a role need the same ZeRO stage, but a candidate does not know the other calls'
+        # stages.
         training = [c for c in self.scenario.graph.role_calls(call.model_role) if c.kind is Kind.TRAIN]
         zero = self.search_space.zero if training == [call] else (1,)
         work = self.scenario.workload.work(call)
@@ -168,9 +172,9 @@ class _Builder:
                 yield strategy
 
     def _dtypes(self, call: Call) -> tuple[Dtype | None, ...]:
-        """Types of parameters that a call may have; None for the model's own."""
+        """Return the data types that a call's parameters may have; None for the model's own."""
         graph, model = self.scenario.graph, self.scenario.models[call.model_role]
-        # What follows another role in small steps would lose them in another type, and so would training.
+        # Moving averages and training change parameters in small steps, which another data type would lose.
         follows = graph.home(call.model_role) == call and call.role in {a.role for a in graph.averages}
         if call.kind is Kind.TRAIN or follows or model.exact or QUANTISED in model.sets:
             return (None,)
@@ -181,13 +185,14 @@ class _Builder:
         limit = self.scenario.memory.capacity(first)
         fitting = ways[ways.bytes_alone <= limit]
         if not len(fitting):
-            # The one with the smallest shortage serves the error message.
+            # The error message describes the way with the smallest shortage.
             return ways[np.argsort(ways.bytes_alone, kind="stable")[:1]]
         variants = self._with_variants(call, fitting, first, limit)
         return drop_dominated(variants[variants.bytes_alone <= limit])
 
     def _with_variants(self, call: Call, ways: Ways, first: int, limit: float) -> Ways:
-        """Add variants with offloading and with copies that are kept, where the call decides on them."""
+        """Add variants that offload or keep copies, if the call is its role's home and the search space allows
+        them."""
         graph, space = self.scenario.graph, self.search_space
         if graph.home(call.model_role) != call:
             return ways
@@ -205,7 +210,7 @@ class _Builder:
         return candidate.bytes_alone(is_home=True) <= limit
 
     def _given(self, call: Call, placements: Sequence[Placement]) -> list[Candidate]:
-        """List the candidates of placements that plans choose, in their order; one mesh at a time is costed."""
+        """List the candidates of placements from plans, in the order of `placements`."""
         by_mesh: dict[Mesh, list[Placement]] = defaultdict(list)
         for placement in placements:
             by_mesh[placement.mesh].append(placement)

@@ -18,13 +18,13 @@ class Candidate:
     resident_bytes: float
     """Bytes that the role keeps in device memory between calls if this is its primary placement."""
     working_bytes: float
-    """Bytes that the call needs while it runs, besides resident bytes and a copy of the parameters."""
+    """Further bytes that the call needs while it runs, beyond resident bytes and a copy of the parameters."""
     base_bytes: float = 0.0
-    """Of the resident bytes, those of frozen weights that other roles may share, where they live in this layout."""
+    """Part of the resident bytes: frozen weights that other roles share if their home has this layout."""
     communicator_bytes: float = 0.0
     """Bytes of the NCCL communicators of this layout; calls of equal layouts share them."""
     host_bytes: float = 0.0
-    """Bytes of host memory for what is offloaded, per device; only at the role's primary placement."""
+    """Bytes of host memory for offloaded state, per device; only at the role's primary placement."""
     offload: bool = False
     """Whether the role's parameters are offloaded between uses; only at the role's primary placement."""
     offload_optimizer: bool = False
@@ -37,7 +37,7 @@ class Candidate:
     unload_seconds: float = 0.0
     """Seconds to offload parameters again: 0 if they never change."""
     capture_seconds: float = 0.0
-    """Further seconds of the call in each step in which its parameters have moved (`CallCost.captures`)."""
+    """Further seconds of the call if its parameters have moved in this step (`CallCost.captures`)."""
 
     def bytes_alone(self, *, is_home: bool) -> float:
         """Return the bytes a device needs at least while the call runs.
@@ -51,6 +51,6 @@ class Candidate:
 
     @property
     def layout(self) -> tuple[int, Degrees, bool, Dtype | None]:
-        """Key that is equal for two candidates exactly if their parameters have the same layout."""
+        """Key of the layout of the parameters: equal keys mean equal layouts."""
         s = self.placement.strategy
         return self.placement.mesh.first, s.degrees, s.shards_parameters, s.dtype

@@ -10,24 +10,23 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.workload.workload import CallWork
 
 _FEW_DEVICES = 16
-"""Devices of the largest cluster for which every run of devices inside a node is a candidate."""
+"""Largest cluster, in devices, for which every run of devices inside a node is a candidate."""
 _FEW_NODES = 16
 """Largest number of nodes for which every run of nodes is a candidate."""
 _SMALLEST_BATCH, _LARGEST_PASS = 4096, 16384
-"""Tokens of the smallest micro-batch tried, and of the largest outside generation."""
+"""Tokens of the smallest micro-batch, and of the largest micro-batch outside generation."""
 MANY_DEVICES = 2048
-"""Devices of the largest cluster for which small meshes are candidates."""
+"""Largest cluster, in devices, for which small meshes are candidates."""
 _SMALLEST, _SMALLEST_OF_MANY = 128, 16
-"""Meshes with fewer than one in this many of the cluster's devices are left out, and of one with more than
-`MANY_DEVICES`."""
+"""Meshes smaller than 1/128 of the cluster are left out; 1/16 if the cluster has more than `MANY_DEVICES`."""
 
 
 def list_meshes(spec: ClusterSpec) -> list[Mesh]:
     """Enumerate meshes: parts of one node, and runs of whole nodes.
 
-    On small clusters, parts of a node may begin and end anywhere; else at multiples of their size, which divides
-    the node's. On large clusters, runs have 1 to 7 times a power of two nodes, and begin or end at a boundary
-    between blocks of the next power of two.
+    On small clusters, parts of a node may begin and end anywhere. Otherwise their size divides the node's, and they
+    begin at multiples of their size. On large clusters, the number of nodes of a run is 4 to 7 times a power of two
+    (or 1, 2 or 3), and the run begins or ends at a multiple of the smallest power of two that holds it.
     """
     meshes = [mesh for part in spec.uniform_parts for node in part for mesh in _list_inside(spec, node)]
     bounds = spec.cluster.bounds
@@ -80,7 +79,7 @@ def list_strategies(
 
 
 def list_micro_batches(kind: Kind, work: CallWork) -> tuple[int, ...]:
-    """Enumerate micro-batch sizes in tokens, from one that keeps a device busy to all of a mini-batch.
+    """Enumerate micro-batch sizes in tokens, from a size that keeps a device busy to a whole mini-batch.
 
     For generation they count the capacity of the KV cache and grow up to all sequences, since larger decode batches
     cost less per token.

@@ -1,4 +1,4 @@
-"""Ways to run a call on meshes of some sites, wherever these lie, and their costs, as columns."""
+"""Ways to run a call, with their costs, as columns. A way is a candidate whose mesh has no position yet."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,12 +15,12 @@ from realrl.program.memory import StoredModel
 from realrl.program.order import changed_sets
 
 _WORTH_OFFLOADING = 0.05
-"""Fraction of device memory below which offloading is not considered."""
+"""State that takes a smaller fraction of device memory is not offloaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ways:
-    """Ways to run a call with their costs, one entry each; see `Candidate`."""
+    """Ways to run a call with their costs (`Candidate`), one entry per way."""
 
     strategies: Sequence[Strategy]
     strategy: Ints
@@ -51,11 +51,6 @@ class Ways:
         held = self.resident_bytes + self.communicator_bytes + self.working_bytes
         return held + self.weights_bytes * self.offload
 
-    @property
-    def moving_seconds(self) -> tuple[Floats, Floats]:
-        """Seconds to load offloaded parameters, and to offload them again."""
-        return self.load_seconds, self.unload_seconds
-
     def candidates(self, meshes: Sequence[Mesh]) -> list[Candidate]:
         """Make the candidates on each of some meshes, all of one site."""
         costs = {name: getattr(self, name).tolist() for name in _COSTS}
@@ -73,16 +68,17 @@ _COSTS = tuple(name for name in _COLUMNS if name != "strategy")
 
 
 def drop_dominated(ways: Ways) -> Ways:
-    """Drop ways of one size that are no better in any cost than another one of the same layout.
+    """Drop a way if another way of the same layout is at least as good in every cost.
 
-    A plan that uses the other one is valid, too, and no slower (`search.prune`).
+    A plan with the better way is also valid, and at least as fast (`search.prune`). All ways have one mesh size.
     """
     strategies = [ways.strategies[i] for i in ways.strategy.tolist()]
     layouts: dict[tuple[object, ...], list[int]] = {}
     for i, (s, keep) in enumerate(zip(strategies, ways.keep.tolist(), strict=True)):
         key = s.degrees, s.sequence_parallel, s.dtype, s.shards_parameters, keep
         layouts.setdefault(key, []).append(i)
-    loaded = [np.where(ways.offload, column, 0.0) for column in (ways.weights_bytes, *ways.moving_seconds)]
+    moving = (ways.weights_bytes, ways.load_seconds, ways.unload_seconds)
+    loaded = [np.where(ways.offload, column, 0.0) for column in moving]
     held = [ways.resident_bytes, ways.working_bytes, ways.weights_bytes, -ways.base_bytes, ways.host_bytes]
     costs = np.stack([ways.seconds, ways.capture_seconds, *held, *loaded], axis=1)
     stay = [np.array(members)[find_undominated(costs[members])] for members in layouts.values()]
@@ -90,7 +86,7 @@ def drop_dominated(ways: Ways) -> Ways:
 
 
 def find_undominated(costs: Floats) -> Ints:
-    """Find the rows of costs that no other row is at least as good as, [rows]; of equal ones the first."""
+    """Find the rows of costs that no other row equals or beats in every cost; of equal rows, the first stays."""
     better = (costs[:, None] <= costs[None]).all(axis=2)
     equal = better & better.T
     beaten = (better & ~equal) | (equal & np.tri(len(costs), k=-1, dtype=bool).T)
@@ -104,10 +100,10 @@ def join_ways(parts: Sequence[Ways]) -> Ways:
 
 
 def list_ways(scenario: Scenario, call: Call, placements: Sequence[Placement], *, shares: bool) -> Ways:
-    """List the ways to run a call under each placement, which offload and keep nothing, all on one kind of device.
+    """List the ways to run a call under each placement. They offload nothing and keep no copies.
 
-    `shares`: whether other roles have the same frozen weights. UserError if some strategy has more data-parallel
-    ranks than there are records.
+    All placements are on one kind of device. `shares`: whether other roles have the same frozen weights. Raises
+    UserError if some strategy has more data-parallel ranks than there are records.
     """
     model = scenario.models[call.model_role]
     strategies = [placement.strategy for placement in placements]
@@ -148,14 +144,15 @@ def list_ways(scenario: Scenario, call: Call, placements: Sequence[Placement], *
 
 
 def add_keeping(ways: Ways) -> Ways:
-    """Add the variants of ways that keep copies of a role's parameters in other layouts."""
+    """Add variants of all ways that keep copies of the role's parameters in other layouts."""
     return join_ways([ways, replace(ways, keep=np.ones(len(ways), dtype=bool))])
 
 
 def add_offloading(scenario: Scenario, call: Call, first: int, ways: Ways, limit: float) -> Ways:
-    """Add the variants of ways that offload what is a considerable part of `limit` bytes of device memory.
+    """Add variants of ways that offload optimizer state, parameters, or both.
 
-    The call is the home of its role.
+    State is offloaded only if it takes a considerable part of `limit`, the usable bytes of a device. The call must
+    be the home of its role.
     """
     model = scenario.models[call.model_role]
     parts = [ways]
@@ -197,7 +194,7 @@ def _offload_parameters(
     nothing = np.zeros(len(some))
     return replace(
         some,
-        # Parameters and state may be largest on different stages, where a model is trained in part.
+        # If only a part of a model is trained, parameters and state may be largest on different stages.
         resident_bytes=np.where(some.offload_optimizer, 0.0, state),
         base_bytes=nothing,
         host_bytes=some.host_bytes + sum(sizes.values(), nothing),
@@ -208,7 +205,8 @@ def _offload_parameters(
 
 
 def _states(scenario: Scenario, model: StoredModel, ways: Ways) -> tuple[Floats, Floats]:
-    """Bytes that optimizer offloading frees on the peak device, and those that it keeps on the host."""
+    """Return the bytes that optimizer offloading frees on the peak device, and the bytes that it needs on the
+    host."""
     state, kept = np.zeros(len(ways)), np.zeros(len(ways))
     for members, alike in group_strategies([ways.strategies[i] for i in ways.strategy.tolist()]):
         state[members], kept[members] = scenario.memory.states(model, alike)

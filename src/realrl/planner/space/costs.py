@@ -15,19 +15,19 @@ from realrl.program.arrays import Bools, Floats, Ints
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateCosts:
-    """Costs of candidates, one entry per candidate, or [calls, plans] once they are assigned; see `Candidate`."""
+    """Costs of candidates (`Candidate`): one entry per candidate, or [calls, plans] for the candidates of plans."""
 
     seconds: Floats
     captures: Floats
     """Further seconds if parameters have moved."""
     load: Floats
-    """Seconds to load offloaded parameters; 0 of those that are not."""
+    """Seconds to load offloaded parameters; 0 if they are not offloaded."""
     unload: Floats
     weights: Floats
     resident: Floats
     working: Floats
     base: Floats
-    """Of the resident bytes, those of weights that other roles may share."""
+    """Part of the resident bytes: frozen weights that other roles may share."""
     communicators: Floats
     host: Floats
     sequence_parallel: Bools
@@ -35,7 +35,7 @@ class CandidateCosts:
     offloaded: Bools
     """Whether parameters are offloaded to host memory between uses."""
     offloads_optimizer: Bools
-    """Whether gradients and optimizer state are."""
+    """Whether gradients and optimizer state are offloaded between uses."""
     keeps: Bools
     """Whether copies of the role's parameters in other layouts are kept."""
 
@@ -82,16 +82,16 @@ _FLAGS = {
     "offloads_optimizer": "offload_optimizer",
     "keeps": "keep",
 }
-"""Attribute of a candidate that is in each column."""
+"""Column -> attribute of a candidate."""
 _read = attrgetter(*_FLOATS.values(), *_FLAGS.values())
 
 
 class CandidateTable(tuple[Candidate, ...]):
-    """Candidates of a call, with their layouts and costs as columns, which are read from them only once."""
+    """Candidates of a call. Their layouts and costs as columns are computed once, on first use."""
 
     @classmethod
     def of(cls, candidates: Iterable[Candidate]) -> "CandidateTable":
-        """Build the table of candidates, unless they are one."""
+        """Build the table of candidates; a table is returned unchanged."""
         return candidates if isinstance(candidates, cls) else cls(candidates)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Search problem: candidates of every call of a step, one of which an assignment selects."""
+"""Search problem: the candidates of every call of a step. An assignment selects one candidate per call."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -27,9 +27,9 @@ Assignment = Mapping[str, int]
 class Problem:
     """Search problem of one step; its mappings must not be modified.
 
-    A role's home (primary placement), where its parameters reside between steps, is the candidate of its training
-    call, or of its first call if it is not trained. Calls in another layout need a reallocation before them,
-    or a copy that is kept.
+    A role's home (primary placement) holds its parameters between steps. The home is the candidate of the role's
+    training call, or of its first call if it is not trained. A call in another layout needs a reallocation before
+    it, or a kept copy.
     """
 
     graph: DataflowGraph
@@ -42,12 +42,12 @@ class Problem:
     exchange: ExchangeModel
     """Time model of data exchange between calls."""
     sharers: tuple[tuple[str, ...], ...] = ()
-    """Roles that have the same frozen weights, of which there is one copy in a layout that is home to several; none
-    of these offloads its parameters."""
+    """Groups of roles with the same frozen weights. Roles of a group whose homes have equal layouts hold one copy;
+    these roles must not offload their parameters."""
     host_memory_bytes: tuple[float, ...] = ()
-    """Bytes of host memory for offloaded state, by node; nothing for no limit."""
+    """Bytes of host memory for offloaded state, by node; empty means no limit."""
     parts: TrainableParts = field(default_factory=dict)
-    """What training updates, by role, where it is not everything."""
+    """Parts that training updates, by role; roles that train all their parameters are left out."""
 
     def __post_init__(self) -> None:
         if len(self.memory_bytes) != self.cluster.nodes:
@@ -70,11 +70,11 @@ class Problem:
     def table(self, call: Call) -> CandidateTable:
         """Return the candidates of a call with their columns."""
         table = self.candidates[call.name]
-        assert isinstance(table, CandidateTable), "made when the problem was"
+        assert isinstance(table, CandidateTable), "__post_init__ makes tables"
         return table
 
     def select(self, numbers: Mapping[str, Ints]) -> "Problem":
-        """Restrict the problem to some candidates, given by their indices, by call."""
+        """Restrict the problem to some candidates; `numbers`: their indices, by call."""
         candidates = {call.name: self.table(call).select(numbers[call.name]) for call in self.graph.calls}
         return replace(self, candidates=candidates)
 
@@ -83,7 +83,7 @@ class Problem:
         return self.graph.home(role)
 
     def is_home(self, call: Call) -> bool:
-        """Tell whether a role lives where the call runs; never where a function does."""
+        """Tell whether the call's placement is the home of its role; False for a function."""
         return call.role is not None and self.home(call.role) == call
 
     def limit(self, placement: Placement) -> float:

@@ -6,12 +6,12 @@ LEVEL = 0.9
 """Probability with which a measured time lies in its interval."""
 
 CONVINCING = 0.8
-"""Probability of being faster from which a plan is taken to be faster than another."""
+"""A plan counts as faster than another if the probability of this is at least `CONVINCING`."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Seconds between which a time lies with a probability of `LEVEL`, and as often below as above."""
+    """Seconds between which a time lies with probability `LEVEL`. It lies below as often as above."""
 
     low: float
     high: float
@@ -22,7 +22,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Outlook:
-    """Expected step of a plan beside others."""
+    """Expected step of a plan in comparison with other plans."""
 
     interval: Interval
     """Seconds of one isolated step."""

@@ -58,20 +58,21 @@ class StepSampler:
 
 
 def find_interval(samples: Samples) -> Interval:
-    """Find the quantiles of samples between which `LEVEL` of them lie."""
+    """Find the central interval that contains the fraction `LEVEL` of the samples."""
     low, high = np.quantile(samples, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(float(low), float(high))
 
 
 def _share_first_places(steps: Sequence[Samples]) -> list[float]:
-    """Find the share of samples in which each plan is the fastest; those within `_TIE` of it share the place."""
+    """Find the share of samples in which each plan is the fastest; plans within `_TIE` of it share the first
+    place."""
     seconds = np.array(steps)
     first: NDArray[np.bool_] = seconds <= (1 + _TIE) * seconds.min(axis=0)
     return [float(share) for share in (first / first.sum(axis=0)).mean(axis=1)]
 
 
 MOST_LONGER = 0.02
-"""Largest fraction by which the predicted step of a simpler plan that is preferred may be longer."""
+"""A simpler plan may be preferred if its predicted step is at most this fraction longer."""
 
 
 def count_parts(graph: DataflowGraph, plan: Plan) -> int:
@@ -96,9 +97,9 @@ def choose_plan(
 ) -> Estimate:
     """Choose the best plan by an objective in seconds, unless a simpler one may well be as fast.
 
-    That is the simplest one, by `count_parts`, whose predicted seconds are at most `MOST_LONGER` longer, and whose
-    step is longer than that of the best one with a probability below `CONVINCING`; of equally simple ones the best.
-    One that takes more than `longest` seconds is not preferred.
+    A rival is at most `MOST_LONGER` slower than the best plan, takes at most `longest` seconds, and is slower with
+    a probability below `CONVINCING`. Among the best plan and its rivals, the simplest by `count_parts` is chosen,
+    and among equally simple plans the fastest.
     """
     best = min(estimates, key=objective)
     most = min(longest, objective(best) * (1 + MOST_LONGER))

@@ -23,11 +23,11 @@ from realrl.planner.simulate.simulator import SETTLED, Samples, simulate_samples
 from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Receive, Run
 
 SAMPLES = 1000
-"""Samples of a step; their 5 % and 95 % quantiles then scatter by about a fifteenth of a standard deviation."""
+"""Number of samples of a step. Their 5 % and 95 % quantiles scatter by about 1/15 of a standard deviation."""
 
 
 class Draws:
-    """Samples of independent errors, each of which belongs to something and is found again by its name."""
+    """Samples of independent errors. Each error has a name, and equal names give equal samples."""
 
     def __init__(self, seed: int = 0, count: int = SAMPLES) -> None:
         self.seed = seed
@@ -35,10 +35,10 @@ class Draws:
         self._known: dict[tuple[object, ...], Samples] = {}
 
     def sample_factor(self, spread: float, *about: object) -> Samples:
-        """Sample measured over predicted seconds: log-normal, of median 1.
+        """Sample the ratio of measured to predicted seconds, [samples]: log-normal, with median 1.
 
-        `spread`: standard deviation of its logarithm. `about`: what has this error; equal names have equal samples,
-        whatever else was sampled before.
+        `spread`: standard deviation of the logarithm. `about`: name of the error. Samples do not depend on which
+        errors were sampled before.
         """
         if about not in self._known:
             digest = sha256(repr((self.seed, *about)).encode()).digest()
@@ -48,22 +48,23 @@ class Draws:
 
 
 TimeSource = Literal["run", "profile", "tables", "data sheet"]
-"""Where the time of a call comes from: a run that has measured the call itself under the same strategy, a profile,
-tables of measured operators, or formulas with figures of data sheets."""
+"""Source of a call's time: a run measured the call itself under the same strategy; or a profile; or tables of
+measured operators; or formulas with figures of data sheets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Sizes of the errors of calls, by what shares them."""
+    """Sizes of the errors of calls (standard deviations of logarithms), by their common cause."""
 
     machine: float
-    """Error of all that one kind of device does: steps get longer or shorter, and their order hardly changes."""
+    """Error of all work on one kind of device. It scales steps, but hardly changes the order of plans."""
     call: float
     """Error of one call under one strategy."""
     terms: Mapping[str, float] = field(default_factory=dict)
     """Error of a term in all calls on devices of a kind."""
     other_terms: float = 0.0
-    """The same of terms that are not named. Bubbles have none: they scale with what they wait for."""
+    """Error of each term that `terms` does not name. Bubbles have no error of their own: they scale with the
+    others."""
 
     def term(self, name: str) -> float:
         """Return the size of a term's error."""
@@ -71,7 +72,7 @@ class Spread:
 
 
 SPREADS: Mapping[TimeSource, Spread] = {
-    # A run on another day. Its own calls have no error but that of their median.
+    # A run on another day. A measured call has only the error of its median.
     "run": Spread(machine=0.06, call=0.04),
     # Ranks of a CPU share cores and memory, which costs collectives most; on GPUs there was nothing to compare.
     "profile": Spread(
@@ -105,8 +106,8 @@ FUNCTION = Spread(machine=0.0, call=0.15)
 """Errors of functions on the host, whose times runs have measured."""
 
 MOVES: Mapping[str, float] = {"reallocation": 0.4, "exchange": 0.4, "copies": 0.2}
-"""Errors of what happens between calls, whose times come from the bandwidths of links on any cluster: a judgement.
-Copies between device and host are those of PCIe, which varies less."""
+"""Errors of moves between calls, whose times come from the bandwidths of links: a judgement. Copies between device
+and host use PCIe, which varies less."""
 
 TABLES_OF_TERMS: Mapping[str, str] = {
     "compute": "product",
@@ -114,7 +115,7 @@ TABLES_OF_TERMS: Mapping[str, str] = {
     "tensor": "all_reduce",
     "data": "reduce_scatter",
 }
-"""Table of operators whose residual a term has in each call, by term."""
+"""Term -> table of operators whose residual is the error of this term in each call."""
 
 
 _TRANSFERS = ("tensor", "data", "pipeline")
@@ -128,11 +129,11 @@ class CallErrors:
     source: TimeSource
     spread: Spread
     residuals: Mapping[str, float] = field(default_factory=dict)
-    """Error of terms in this call alone: that of the tables they come from."""
+    """Error of each term in this call alone: the residual of its table."""
 
 
 def find_call_errors(scenario: Scenario, call: Call, placement: Placement) -> CallErrors:
-    """Find where the time of a call comes from, and how large its errors are."""
+    """Find the source of a call's time, and the sizes of its errors."""
     device = scenario.spec.device(placement.mesh.first)
     profile = scenario.cost.profile
     profile = profile if profile is not None and profile.device == device.name else None
@@ -153,12 +154,12 @@ def find_call_errors(scenario: Scenario, call: Call, placement: Placement) -> Ca
         found = CallErrors("data sheet", SPREADS["data sheet"])
     if nearest is None:
         return found
-    # What a run has shown of other strategies holds for the machine as a whole.
+    # The run measured other strategies, which tells the error of the machine as a whole.
     return replace(found, spread=replace(found.spread, machine=SPREADS["run"].machine))
 
 
 def widen(spread: Spread, sweeps: SweepSpread | None) -> Spread:
-    """Add what sweeps of a profile differed by: so will runs."""
+    """Add the differences between the sweeps of a profile, because runs will differ as much."""
     if sweeps is None:
         return spread
     terms = {name: hypot(spread.term(name), sweeps.transfers) for name in _TRANSFERS}
@@ -167,7 +168,7 @@ def widen(spread: Spread, sweeps: SweepSpread | None) -> Spread:
 
 @lru_cache
 def read_residuals(tables: str) -> Mapping[str, float]:
-    """Read the residuals of tables of operators on rows held out, by term."""
+    """Read the residuals of tables of operators on held-out rows, by term."""
     spread = read_tables(tables)["spread"]
     return {term: float(spread[table]) for term, table in TABLES_OF_TERMS.items()}
 
@@ -182,13 +183,13 @@ class StepSamples:
     """Samples of a step's seconds, [samples]."""
 
     step: Samples
-    """Of one isolated step."""
+    """Seconds of one isolated step."""
     repeated: Samples
-    """Per step in steady state."""
+    """Seconds per step in steady state."""
 
 
 def sample_step(scenario: Scenario, plan: Plan, draws: Draws) -> StepSamples:
-    """Sample the seconds of a step under a plan; without errors they are those of `estimate_plan`."""
+    """Sample the seconds of a step under a plan; without errors they equal the times of `estimate_plan`."""
     durations = SampledDurations(scenario, plan, draws)
     step, repeated = np.zeros(draws.count), np.zeros(draws.count)
     for number, kind in enumerate(list_steps(scenario, plan)):
@@ -202,9 +203,9 @@ def sample_step(scenario: Scenario, plan: Plan, draws: Draws) -> StepSamples:
 class SampledDurations:
     """Samples of the duration of each instruction.
 
-    Errors are shared as far as they have one cause: by all that a kind of device does, by a term of all calls, by
-    one call under one strategy; the same draws for several plans give each of them the same errors. What overlaps
-    inside a call is taken to be as long as predicted.
+    Instructions share an error if it has one cause: a kind of device, a term of all calls, or one call under one
+    strategy. Plans that use the same draws have the same errors. Overlap inside a call is assumed to be as
+    predicted.
     """
 
     def __init__(self, scenario: Scenario, plan: Plan, draws: Draws) -> None:
@@ -229,14 +230,13 @@ class SampledDurations:
 
     @property
     def reporting(self) -> float:
-        """Seconds between two steps in which the writer takes the times of all ranks."""
+        """Seconds that the writing rank needs between two steps to receive the times of all ranks."""
         return self._predicted.reporting
 
     def _move(self, kind: str, instruction: Instruction) -> Samples:
         return self._predicted(instruction) * self._draws.sample_factor(MOVES[kind], kind)
 
     def _call(self, call: Call, placement: Placement) -> Samples:
-        """Sample the seconds of a call."""
         errors = find_call_errors(self._scenario, call, placement)
         device = self._scenario.spec.device(placement.mesh.first).name
         terms = self._predicted.terms(call.name)
@@ -246,7 +246,7 @@ class SampledDurations:
 def sample_call(
     draws: Draws, terms: Mapping[str, float], errors: CallErrors, call: str, device: str, strategy: Strategy
 ) -> Samples:
-    """Sample the seconds of a call, of which the `terms` are predicted."""
+    """Sample the seconds of a call, [samples]. `terms`: its predicted seconds by term."""
     spread = errors.spread
     layout = (call, device, strategy.degrees)
     seconds = np.zeros(draws.count)
@@ -257,7 +257,7 @@ def sample_call(
             seconds += predicted * factor * draws.sample_factor(residual, "residual", name, *layout)
     bubble = terms.get(_BUBBLE, 0.0)
     if bubble:
-        # Stages wait for what the other terms take.
+        # Stages wait for each other's work, so the bubble keeps its ratio to the other terms.
         seconds *= 1 + bubble / (sum(terms.values()) - bubble)
     common, own = (spread.call * math.sqrt(share) for share in (_OF_LAYOUT, 1 - _OF_LAYOUT))
     seconds *= draws.sample_factor(common, "call", *layout)
