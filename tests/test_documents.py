@@ -210,6 +210,6 @@ def test_the_description_of_a_recipe_lists_the_names_of_shapes(
 ) -> None:
     from realrl.families.sizes import SHAPES
 
-    assert run_app(["config", algorithm]) == 0
+    assert run_app(["config", algorithm, "--all"]) == 0
     text = capsys.readouterr().out
     assert all(re.search(rf"{re.escape(name)}[,.]", text) for name in SHAPES)

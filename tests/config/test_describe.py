@@ -12,7 +12,7 @@ from realrl.config.base import PRESENCE, Settings
 from realrl.config.errors import UserError
 from realrl.config.explain import list_paths
 from realrl.config.yaml_file import parse_yaml
-from realrl.recipe.describe import BASIC, describe_settings
+from realrl.recipe.describe import COMMON, describe_settings
 from realrl.recipe.load import change_settings, parse_experiment
 from realrl.recipe.model import OptimizerConfig
 from realrl.recipe.registry import find_algorithm, list_algorithms
@@ -54,11 +54,11 @@ def test_every_field_is_printed_with_the_algorithms_default_and_its_meaning(algo
         assert not is_field or above.strip().startswith("#"), f"{line!r} is not explained"
 
 
-@pytest.mark.parametrize("basic", [False, True])
+@pytest.mark.parametrize("common", [False, True])
 @pytest.mark.parametrize("algorithm", list_algorithms())
-def test_what_is_printed_is_the_recipe_of_the_required_settings_alone(algorithm: str, basic: bool) -> None:
+def test_what_is_printed_is_the_recipe_of_the_required_settings_alone(algorithm: str, common: bool) -> None:
     required = least(algorithm)
-    printed = parse_yaml(describe(algorithm, basic=basic), "printed")
+    printed = parse_yaml(describe(algorithm, common=common), "printed")
     # Sections are merged, so that only what is required, and nothing of it printed, comes from the other recipe.
     assert parse_experiment(change_settings(printed, required.items())) == parse_experiment(required)
 
@@ -104,15 +104,21 @@ def test_an_unknown_section_is_one_error_message(section: str, words: str) -> No
     assert words in str(caught.value)
 
 
-def test_the_short_form_has_what_most_people_set(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_app(["config", "grpo", "--basic"]) == 0
-    short = parse_yaml(capsys.readouterr().out, "printed")
+def test_the_common_settings_are_printed_and_all_of_them_with_an_option(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_app(["config", "grpo"]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[-1].startswith("#") and "`realrl config grpo --all`" in text.splitlines()[-1]
+    short = parse_yaml(text, "printed")
     assert {"models", "data", "policy", "generation", "reward"} <= set(short)
     assert set(short["policy"]) == {"samples", "clip", "kl", "minibatches"}
-    assert "debug" not in short and len(describe("grpo", basic=True)) < len(describe("grpo")) / 3
+    assert "debug" not in short and len(describe("grpo", common=True)) < len(describe("grpo")) / 3
+    assert run_app(["config", "grpo", "--all"]) == 0
+    assert capsys.readouterr().out == describe("grpo")
 
 
-@pytest.mark.parametrize("pattern", BASIC)
-def test_every_pattern_of_the_short_form_is_of_some_algorithm(pattern: str) -> None:
+@pytest.mark.parametrize("pattern", COMMON)
+def test_every_pattern_of_the_common_settings_is_of_some_algorithm(pattern: str) -> None:
     recipes = (find_algorithm(name)[0].recipe for name in list_algorithms())
     assert any(fnmatchcase(path, pattern) for recipe in recipes for path in list_paths(recipe))

@@ -10,7 +10,7 @@ def config(
         str | None,
         typer.Argument(
             metavar="ALGORITHM",
-            help="A name, or FILE.py or package.module of an algorithm of your own; without it, the names.",
+            help="Name of an algorithm, or FILE.py or package.module of your own. Without it, list the names.",
             show_default=False,
         ),
     ] = None,
@@ -18,13 +18,18 @@ def config(
         str | None,
         typer.Argument(
             metavar="SECTION",
-            help="A section or field to print alone, such as policy.kl.",
+            help="Print only this section or field, such as policy.kl.",
             show_default=False,
         ),
     ] = None,
-    basic: Annotated[bool, typer.Option("--basic", help="Print only what most people set.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Print every setting, not only the common ones.")
+    ] = False,
 ) -> None:
-    """Print the fields of an algorithm's recipes with their types, defaults and meanings, as commented YAML."""
+    """Print the settings of an algorithm with their types, defaults and meanings, as commented YAML.
+
+    Without --all, it prints the settings that most people change. See docs/recipes.md.
+    """
     from realrl.recipe.describe import describe_settings
     from realrl.recipe.registry import find_algorithm, list_algorithms
 
@@ -33,5 +38,8 @@ def config(
             typer.echo(f"{name}: {find_algorithm(name)[0].about}")
         return
     spec, _ = find_algorithm(algorithm)
-    text = describe_settings(spec.recipe, section=section, basic=basic, algorithm=algorithm)
+    common = section is None and not everything
+    text = describe_settings(spec.recipe, section=section, common=common, algorithm=algorithm)
     typer.echo(text, nl=False)
+    if common:
+        typer.echo(f"# These are the common settings; `realrl config {algorithm} --all` shows the rest.")

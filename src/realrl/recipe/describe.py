@@ -21,7 +21,7 @@ _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _WIDTH = 108
 
 
-BASIC = (
+COMMON = (
     *("algorithm", "run_dir", "cluster", "plan", "data.train", "data.eval", "data.columns", "data.batch"),
     *("data.max_tokens", "data.max_prompt_tokens", "data.apply_chat_template", "training.epochs"),
     *("training.steps", "evaluation.every", "checkpoint.every", "models.*.path", "models.*.lora"),
@@ -29,24 +29,24 @@ BASIC = (
     *("generation.temperature", "*.samples", "*.minibatches", "*.kl.coef", "*.clip", "*.loss", "*.beta"),
     *("distillation.divergence", "distillation.top_k", "expert_iteration.keep", "expert_iteration.threshold"),
 )
-"""Patterns of the dotted paths of common settings."""
+"""Dotted paths, as patterns, of the settings that `realrl config` prints without `--all`."""
 
 
 def describe_settings(
-    cls: type[Settings], *, section: str | None = None, basic: bool = False, **given: str
+    cls: type[Settings], *, section: str | None = None, common: bool = False, **given: str
 ) -> str:
     """Write commented YAML of a settings class: each field with its meaning, type, and default or value in `given`.
 
     Sections that are null by default are commented out. A repeated section refers to its first place. `section`:
-    dotted path to show alone, inside its parents; raises UserError if it does not exist. `basic`: show only common
+    dotted path to show alone, inside its parents; raises UserError if it does not exist. `common`: show only common
     settings.
     """
     wanted = set(list_paths(cls))
     if section is not None:
         _check_section(section, cls)
         wanted = {path for path in wanted if f"{path}.".startswith(f"{section}.")}
-    if basic:
-        wanted = {path for path in wanted if any(fnmatchcase(path, pattern) for pattern in BASIC)}
+    if common:
+        wanted = {path for path in wanted if any(fnmatchcase(path, pattern) for pattern in COMMON)}
     for path in list(wanted):
         parts = path.split(".")
         wanted |= {".".join(parts[:depth]) for depth in range(1, len(parts))}
