@@ -98,9 +98,7 @@ def test_a_device_with_memory_for_nothing_but_drivers_is_refused() -> None:
         return ClusterSpec("", (replace(group, device=replace(group.device, memory_bytes=memory)),))
 
     assert MemoryModel(make(64 * MIB + 1)).capacity(0) == 1
-    with pytest.raises(
-        UserError, match=r"cpu: .* is less than drivers and message buffers need"
-    ):
+    with pytest.raises(UserError, match=r"cpu: .* is less than drivers and message buffers need"):
         MemoryModel(make(64 * MIB))
 
 
