@@ -66,7 +66,7 @@ if os.environ.get("RANK") is not None:
 
     if point is not None:
         from realrl.runtime.checkpoints import checkpointer
-        from realrl.runtime.monitor.activity import Activity
+        from realrl.runtime.supervision.heartbeat import Activity
         from realrl.runtime.worker.roles import Roles
 
         def between(owner, name, before, after):

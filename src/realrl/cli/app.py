@@ -87,7 +87,7 @@ def run_app(arguments: Sequence[str]) -> int:
     if interrupted is not None:
         return _report_interruption(interrupted)
     if failure is not None:
-        from realrl.runtime.processes.error_reports import report_failure
+        from realrl.runtime.supervision.failures import report_failure
 
         return report_failure(failure)
     return status

@@ -95,8 +95,8 @@ def launch_ranks(experiment: "Experiment", arguments: Sequence[str]) -> None:
     """
     from realrl.plan.presets import SEARCH
     from realrl.recipe.graphs import build_graph
-    from realrl.runtime.launcher.launch import check_local, launch
-    from realrl.runtime.launcher.local_ranks import Start
+    from realrl.runtime.launcher.launch import Start, check_local, launch
+    from realrl.runtime.launcher.local import LocalRanks
     from realrl.runtime.prepare.devices import check_kind, search_spec
     from realrl.runtime.prepare.functions import check_functions
     from realrl.runtime.prepare.gpu import ask_machine, try_kernels
@@ -116,4 +116,4 @@ def launch_ranks(experiment: "Experiment", arguments: Sequence[str]) -> None:
         check_functions(experiment)
         found = cached_plan(experiment, search_spec(experiment, cluster, here), partial(typer.echo, err=True))
         plan = found.to_text(build_graph(experiment))
-    raise typer.Exit(launch(Start(cluster, arguments, plan), experiment.launch))
+    raise typer.Exit(launch(Start(cluster, arguments, plan), experiment.launch, LocalRanks))

@@ -27,7 +27,6 @@ from realrl.runtime.checkpoints.contents import CheckpointContents
 from realrl.runtime.checkpoints.continuation import Continuation
 from realrl.runtime.checkpoints.state_keeper import StateKeeper
 from realrl.runtime.costs import Costs
-from realrl.runtime.monitor.note_file import NoteFile
 from realrl.runtime.observer import MetricsRecord, RunObserver
 from realrl.runtime.output.earlier import EarlierRun
 from realrl.runtime.output.notes import (
@@ -57,6 +56,7 @@ from realrl.runtime.setup import (
     load_stop_token_ids,
 )
 from realrl.runtime.step import TrainingSteps
+from realrl.runtime.supervision.run_end import NoteFile
 from realrl.runtime.training_evaluations import TrainingEvaluations
 from realrl.runtime.worker.early_loads import list_early_loads
 from realrl.runtime.worker.kept_decoding import list_kept_decoding

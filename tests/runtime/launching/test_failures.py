@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from realrl.runtime.monitor.rank_status import RANKS, read_statuses
 from realrl.runtime.processes.environment import SCRATCH_VARIABLE
+from realrl.runtime.supervision.heartbeat import read_statuses
 from tests.conftest import World, read_metrics
 from tests.runtime.processes import alive, end, ranks, start, until
 
@@ -164,7 +164,7 @@ def test_a_run_is_started_again_after_a_rank_was_killed(runs: Runs) -> None:
     )
     assert re.search(said, error), error
     assert (runs.run_dir / "summary.json").exists() and len(read_metrics(runs.run_dir)) >= 5
-    statuses = read_statuses(runs.run_dir / RANKS)
+    statuses = read_statuses(runs.run_dir)
     assert [(s.doing, s.step, s.restart) for s in statuses.values()] == [("end", 5, 1)] * 2
     assert not runs.leftover()
 
@@ -194,7 +194,7 @@ def test_ranks_do_not_outlive_their_launcher_even_if_one_is_stopped(runs: Runs, 
 ALL_AT_ONCE = """
 import os
 import time
-from realrl.runtime.processes import orphans
+from realrl.runtime.supervision import orphans
 
 orphans.find_ranks = lambda scratch: [os.getpid()]
 orphans.end_with_launcher(0)

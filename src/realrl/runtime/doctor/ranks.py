@@ -23,8 +23,8 @@ from realrl.runtime.doctor.links import GroupFigures, PeerFigures
 from realrl.runtime.doctor.local_measurement import BEGUN
 from realrl.runtime.network.node_place import find_node_place
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, leave
-from realrl.runtime.processes.orphans import end_with_launcher
 from realrl.runtime.processes.process import Process, connect
+from realrl.runtime.supervision.orphans import end_with_launcher
 
 _ROUNDS = 8
 _LARGE = 8 << 20

@@ -1,108 +1,194 @@
-"""Launcher on a Ray cluster: an actor for each rank, placed as the plan numbers nodes and devices. No torch."""
+"""Ranks on a Ray cluster: an actor for each rank, placed as the plan numbers nodes and devices. No torch."""
 
 import os
 import secrets
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.recipe.sections.launch import LaunchConfig
-from realrl.runtime.launcher.local_ranks import MOMENT, RanksEnd, Start, describe_death
-from realrl.runtime.launcher.rank_process import ActorPlace, Look, RankProcess, list_import_path
-from realrl.runtime.launcher.termination import Termination
-from realrl.runtime.monitor.sign import Sign
-from realrl.runtime.processes.environment import RESTART_VARIABLE
-from realrl.runtime.processes.error_reports import DEATH, Failure, find_first_cause
+from realrl.runtime.launcher.launch import Start, StartRanks
+from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, RESTART_VARIABLE, SCRATCH_VARIABLE
+from realrl.runtime.processes.logs import name_log_file
+from realrl.runtime.supervision.board import FileBoard
+from realrl.runtime.supervision.failures import DEATH, ERROR_FILE_VARIABLE, RUN_STATUS, Failure
+from realrl.runtime.supervision.heartbeat import Heartbeat
+from realrl.runtime.supervision.orphans import Scratch, kill_ranks
 
-POLL = 0.25
-"""Seconds between looks at all ranks."""
 PLACING = 120.0
 """Seconds for the nodes to become free, and for actors to start there."""
 RETURNING = 600.0
-"""Seconds for nodes to become free where the run has had them before: one may be starting again."""
+"""Seconds for nodes to become free that the run has had before: one may be rebooting."""
+_SCREEN = "screen"
 
 
-class RayCluster:
-    """Connection to a Ray cluster, in which a run is started as often as it takes."""
+@dataclass(frozen=True)
+class ActorPlace:
+    """Place of an actor: a node of the Ray cluster, its address and a free port of it, and its own GPUs."""
 
-    def __init__(self, cluster: Cluster, *, gpus: bool | None, settings: LaunchConfig) -> None:
-        """Connect. `gpus` tells whether ranks compute on GPUs, None for where there are any.
+    node: str
+    address: str
+    port: int
+    gpus: tuple[str, ...]
 
-        UserError where there is no Ray, no cluster, or one without such nodes.
-        """
-        if find_spec("ray") is None:
-            raise UserError("launch.by=ray needs Ray, which is not installed: pip install 'realrl[ray]'")
+
+@dataclass(frozen=True)
+class Look:
+    """State of a rank's process, as its actor sees it."""
+
+    status: int | None = None
+    """Exit status, minus N if signal N ended it; None while it runs."""
+    screen: bytes = b""
+    """Output since the last look; only of the first rank."""
+    heartbeat: Heartbeat | None = None
+
+
+class RankActor:
+    """Holder of a rank's process on its node. Every method is called from the launcher, through Ray."""
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
+        self._board = FileBoard(self._scratch.path)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._rank = self._read = 0
+
+    def place(self) -> ActorPlace:
+        """Tell where this is."""
         import ray
 
-        if not ray.is_initialized():
-            try:
-                ray.init(address="auto", log_to_driver=False, logging_level="error")
-            except ConnectionError:
-                raise UserError(
-                    "launch.by=ray: no Ray cluster is running here; start one with `ray start --head`, or name its"
-                    " address in RAY_ADDRESS"
-                ) from None
-            except (RuntimeError, ValueError) as error:
-                # Another version of Ray or Python, or an address that is none.
-                raise UserError(f"launch.by=ray: {' '.join(str(error).split())}") from None
-        self._cluster, self._settings = cluster, settings
-        self._gpus = gpus if gpus is not None else _count_fitting(Cluster(1, 1), "GPU") > 0
-        # The same after restarts, so that ranks know the run for their own.
-        self._job = secrets.token_hex(8)
-        self._check_size()
+        context = ray.get_runtime_context()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = int(probe.getsockname()[1])
+        gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
+        return ActorPlace(context.get_node_id(), str(ray.util.get_node_ip_address()), port, gpus)
 
-    def run(self, start: Start, restart: int) -> RanksEnd:
-        """Run all ranks once; tell how they ended. None of them is left."""
-        import ray
-
-        ranks = RayRanks(self._cluster, self._gpus, self._settings)
-        try:
-            ranks.start(start.arguments, self._job, restart)
-            return ranks.wait()
-        except ray.exceptions.RayError as error:
-            # A node that goes while ranks are started there is no other failure than one that goes later.
-            return RanksEnd(
-                Failure(f"actors could not be started: {_first_sentence(error)}", 1, 0, time.time())
+    def start(
+        self, rank: int, arguments: Sequence[str], variables: Mapping[str, str], directory: str
+    ) -> None:
+        """Start `realrl ARGUMENTS` as a rank, with more environment variables, in a directory."""
+        self._rank, scratch = rank, self._scratch.path
+        environment = {
+            **os.environ,
+            SCRATCH_VARIABLE: str(scratch),
+            ERROR_FILE_VARIABLE: str(scratch / f"failure-{rank}.json"),
+            LAUNCHER_VARIABLE: str(os.getpid()),
+            **variables,
+        }
+        file = scratch / _SCREEN if rank == 0 else name_log_file(scratch, rank)
+        with file.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "realrl", *arguments],
+                env=environment,
+                cwd=directory,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
             )
-        finally:
-            ranks.close()
 
-    def _check_size(self) -> None:
-        kind = "GPU" if self._gpus else "CPU"
-        found = _count_fitting(self._cluster, kind)
-        if found < self._cluster.nodes:
-            import ray
+    def look(self) -> Look:
+        """Look at the process."""
+        status = None if self._process is None else self._process.poll()
+        screen, file = b"", self._scratch.path / _SCREEN
+        if file.exists():
+            with file.open("rb") as opened:
+                opened.seek(self._read)
+                screen = opened.read()
+            self._read += len(screen)
+        return Look(status, screen, self._board.read_heartbeats().get(self._rank))
 
-            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            have = ", ".join(str(int(resources.get(kind, 0))) for resources in nodes)
-            raise UserError(
-                f"cluster={self._cluster} needs {_describe_nodes(self._cluster, kind)};"
-                f" the nodes of the Ray cluster have {have}"
-            )
+    def read_failures(self) -> list[Failure]:
+        """Read the failure that the rank has reported, if it has."""
+        return self._board.read_failures()
+
+    def works(self, heartbeat: Heartbeat) -> bool:
+        """Check whether the process works."""
+        return self._board.works(heartbeat)
+
+    def signal(self, number: int) -> None:
+        """Signal the process."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def close(self) -> None:
+        """Kill the process and what it has started, and remove its files."""
+        self.signal(signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
+        kill_ranks(self._scratch.path)
+        self._scratch.close()
 
 
 class RayRanks:
-    """Actors of one start of a run, one for each rank."""
+    """Ranks of one start, each held by an actor, which reads the rank's board there."""
 
-    def __init__(self, cluster: Cluster, gpus: bool, settings: LaunchConfig) -> None:
-        self._cluster, self._gpus, self._settings = cluster, gpus, settings
+    poll_seconds = 0.25
+
+    def __init__(
+        self, gpus: bool, job: str, timeout: float, start: Start, devices: Sequence[int], restart: int
+    ) -> None:
+        """Place actors and start the ranks. UserError if nodes do not become free.
+
+        `job`: names the run, also after a restart. `timeout`: seconds after which a silent node counts as gone.
+        """
+        import ray
+
+        self._cluster, self._gpus, self._timeout = start.cluster, gpus, timeout
         self._group: Any = None
         self._actors: list[Any] = []
         self._places: list[ActorPlace] = []
-        self._looks: list[Look] = []
-        self._held = b""
-        """Start of a line on the first rank's screen."""
-        self._termination = Termination(settings.grace_seconds, self._signal)
+        self._looks = [Look()] * start.cluster.size
+        self._gone: dict[int, Failure] = {}
+        self._line = b""
+        """Beginning of a line of the first rank's output."""
+        try:
+            self._place(RETURNING if restart else PLACING)
+            self._start(start.arguments, job, restart)
+        except ray.exceptions.RayError as error:
+            # If a node is lost now, that is as if it were lost later: another start may succeed.
+            text = f"actors could not be started: {_first_sentence(error)}"
+            self._gone[0] = Failure(text, RUN_STATUS, 0, time.time())
+        except BaseException:
+            self.kill()
+            raise
 
-    def start(self, arguments: Sequence[str], job: str, restart: int) -> None:
-        """Place the actors, and have each start its rank. UserError where nodes do not become free."""
-        self._place(RETURNING if restart else PLACING)
+    def _place(self, seconds: float) -> None:
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        kinds = ("CPU", "GPU") if self._gpus else ("CPU",)
+        sizes = [len(self._cluster.ranks(node)) for node in range(self._cluster.nodes)]
+        # A bundle is always on one node.
+        self._group = placement_group(
+            [dict.fromkeys(kinds, size) for size in sizes], strategy="STRICT_SPREAD"
+        )
+        if not self._group.wait(seconds):
+            wanted = _describe_nodes(self._cluster, " and ".join(kinds))
+            raise UserError(f"launch.by=ray: {wanted} have not become free within {seconds:.0f} seconds")
+        actor = ray.remote(RankActor)
+        for rank in range(self._cluster.size):
+            where = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=self._cluster.node(rank)
+            )
+            own = actor.options(num_cpus=1, num_gpus=int(self._gpus), scheduling_strategy=where)
+            self._actors.append(own.remote())
+        self._places = ray.get([actor.place.remote() for actor in self._actors], timeout=PLACING)
+
+    def _start(self, arguments: Sequence[str], job: str, restart: int) -> None:
+        import ray
+
         gpus: defaultdict[str, list[str]] = defaultdict(list)
         for place in self._places:
             gpus[place.node] += place.gpus
@@ -111,6 +197,7 @@ class RayRanks:
         for rank, (actor, place) in enumerate(zip(self._actors, self._places, strict=True)):
             ranks = cluster.ranks(node := cluster.node(rank))
             variables = {
+                "PYTHONPATH": _list_import_path(),
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank - ranks.start),
                 "GROUP_RANK": str(node),
@@ -121,60 +208,58 @@ class RayRanks:
                 "MASTER_PORT": str(first.port),
                 "TORCHELASTIC_RUN_ID": job,
                 RESTART_VARIABLE: str(restart),
-                # Ray shows an actor its own GPU alone; ranks of a node share their memory, and so see all of them.
+                # Ray shows an actor only its own GPU. Ranks of a node share memory, so they must see all of them.
                 **({"CUDA_VISIBLE_DEVICES": ",".join(gpus[place.node])} if self._gpus else {}),
             }
-            started.append(actor.start.remote(rank, arguments, variables, os.getcwd(), list_import_path()))
-        _get(started)
+            started.append(actor.start.remote(rank, arguments, variables, os.getcwd()))
+        ray.get(started, timeout=PLACING)
 
-    def _place(self, seconds: float) -> None:
+    def poll(self) -> list[int | None]:
+        """Find the exit status of each rank, and show the output of the first. A rank without actor has failed."""
         import ray
-        from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        kinds = ("CPU", "GPU") if self._gpus else ("CPU",)
-        sizes = [len(self._cluster.ranks(node)) for node in range(self._cluster.nodes)]
-        # One bundle is always on one node.
-        bundles = [dict.fromkeys(kinds, size) for size in sizes]
-        self._group = placement_group(bundles, strategy="STRICT_SPREAD")
-        if not self._group.wait(seconds):
-            wanted = _describe_nodes(self._cluster, " and ".join(kinds))
-            raise UserError(f"launch.by=ray: {wanted} have not become free within {seconds:.0f} seconds")
-        actor = ray.remote(RankProcess)
-        for rank in range(self._cluster.size):
-            where = PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=self._cluster.node(rank)
-            )
-            own = actor.options(num_cpus=1, num_gpus=int(self._gpus), scheduling_strategy=where)
-            self._actors.append(own.remote())
-        self._places = _get([actor.place.remote() for actor in self._actors])
+        if self._places:
+            left = [rank for rank in range(len(self._looks)) if rank not in self._gone]
+            for rank, call in [(rank, self._actors[rank].look.remote()) for rank in left]:
+                try:
+                    self._looks[rank] = ray.get(call, timeout=self._timeout)
+                except ray.exceptions.RayError as error:
+                    where = self._places[rank].address
+                    message = f"the actor of rank {rank} on {where} has gone: {_first_sentence(error)}"
+                    self._gone[rank] = Failure(message, RUN_STATUS, rank, time.time(), DEATH, device=True)
+            self._show(self._looks[0].screen if 0 not in self._gone else b"")
+        return [RUN_STATUS if rank in self._gone else look.status for rank, look in enumerate(self._looks)]
 
-    def wait(self) -> RanksEnd:
-        """Wait for all ranks, and show the first one's output. Once one fails, others get a moment to say why."""
-        failed: dict[int, float] = {}
-        gone: dict[int, Failure] = {}
-        first = 0.0
-        while True:
-            self._look(gone)
-            now = time.monotonic()
-            for rank, look in enumerate(self._looks):
-                if look.status or rank in gone:
-                    first = first or now
-                    failed.setdefault(rank, time.time())
-            running = [r for r, look in enumerate(self._looks) if look.status is None and r not in gone]
-            patience = MOMENT if not self._termination.asked else self._settings.grace_seconds
-            if not running or (failed and now - first > patience):
-                break
-            self._termination.forward(now)
-            time.sleep(POLL)
-        self._show(b"\n" if self._held else b"")
-        outcome = RanksEnd(signs=self._read_signs())
-        if failed:
-            outcome.cause = self._find_cause(failed, gone)
-        return outcome
+    def _show(self, output: bytes) -> None:
+        """Show whole lines, but not the first rank's own error message: the launcher prints the first cause."""
+        *lines, self._line = (self._line + output).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"realrl: "):
+                sys.stderr.write(line.decode(errors="replace") + "\n")
+        sys.stderr.flush()
 
-    def close(self) -> None:
-        """End all ranks and give the nodes back."""
+    def read_heartbeats(self) -> dict[int, Heartbeat]:
+        """Read the heartbeats of the last poll."""
+        return {rank: look.heartbeat for rank, look in enumerate(self._looks) if look.heartbeat is not None}
+
+    def read_failures(self) -> list[Failure]:
+        """Read the failures that ranks have reported, and those of lost actors."""
+        found = list(self._gone.values())
+        for rank in range(len(self._places)):
+            found += [] if rank in self._gone else self._ask(rank, "read_failures") or []
+        return found
+
+    def works(self, heartbeat: Heartbeat) -> bool:
+        """Check whether a rank's process works; False if its actor does not answer."""
+        return bool(self._ask(heartbeat.rank, "works", heartbeat))
+
+    def signal(self, number: int, ranks: Sequence[int]) -> None:
+        """Signal these ranks, if they still run."""
+        for rank in ranks:
+            self._actors[rank].signal.remote(int(number))
+
+    def kill(self) -> None:
+        """Kill the ranks, and give the nodes back."""
         import ray
         from ray.util.placement_group import remove_placement_group
 
@@ -182,75 +267,69 @@ class RayRanks:
             try:
                 ray.get(call, timeout=10)
             except ray.exceptions.RayError:
-                continue  # its node has gone, and the process with it
+                continue  # Its node is lost, and the process with it.
         for actor in self._actors:
             ray.kill(actor)
         if self._group is not None:
             remove_placement_group(self._group)
+        self._actors, self._group = [], None
 
-    def _look(self, gone: dict[int, Failure]) -> None:
-        import ray
+    def keep_logs(self, directory: Path | None) -> Path | None:
+        """Find the logs: each rank has written its own into the run directory."""
+        return directory if directory is not None and directory.is_dir() else None
 
-        calls = [actor.look.remote() for actor in self._actors]
-        previous = self._looks or [Look(None, b"", None)] * len(calls)
-        self._looks = []
-        for rank, call in enumerate(calls):
-            look = previous[rank]
-            try:
-                look = ray.get(call, timeout=self._settings.freeze_seconds)
-            except ray.exceptions.RayError as error:
-                where = self._places[rank].address
-                message = f"the actor of rank {rank} on {where} has gone: {_first_sentence(error)}"
-                gone.setdefault(rank, Failure(message, 1, rank, time.time(), distance=DEATH, device=True))
-            self._looks.append(look)
-        self._show(self._looks[0].screen if 0 not in gone else b"")
+    def close(self) -> None:
+        """Show what is left of the output."""
+        self._show(b"\n" if self._line else b"")
 
-    def _show(self, output: bytes) -> None:
-        """Show whole lines of the first rank, but for its own error message: the first cause is told at the end."""
-        *lines, self._held = (self._held + output).split(b"\n")
-        for line in lines:
-            if not line.startswith(b"realrl: "):
-                sys.stderr.write(line.decode(errors="replace") + "\n")
-        sys.stderr.flush()
-
-    def _signal(self, number: signal.Signals) -> None:
-        for actor in self._actors:
-            actor.signal.remote(int(number))
-
-    def _read_signs(self) -> dict[int, Sign]:
-        return {r: Sign.from_json(look.sign) for r, look in enumerate(self._looks) if look.sign is not None}
-
-    def _read_failure(self, rank: int) -> dict[str, Any] | None:
-        """Read what a rank has left about its failure; None for nothing, or where its actor has gone, too."""
+    def _ask(self, rank: int, method: str, *arguments: Any) -> Any:
+        """Call a method of an actor; None if it does not answer."""
         import ray
 
         try:
-            found: dict[str, Any] | None = ray.get(self._actors[rank].failure.remote(), timeout=PLACING)
+            return ray.get(getattr(self._actors[rank], method).remote(*arguments), timeout=self._timeout)
         except ray.exceptions.RayError:
             return None
-        return found
-
-    def _find_cause(self, failed: dict[int, float], gone: dict[int, Failure]) -> Failure:
-        failures, signs = dict(gone), self._read_signs()
-        for rank, noticed in failed.items():
-            if rank in gone:
-                continue
-            left = self._read_failure(rank)
-            status = self._looks[rank].status or 1
-            failures[rank] = (
-                Failure(**left)
-                if left is not None
-                else describe_death(rank, status, noticed, signs.get(rank))
-            )
-        return find_first_cause(failures.values())
 
 
-def _get(calls: Sequence[Any]) -> list[Any]:
-    """Wait for answers of actors; RayError where they do not come."""
+def connect_to_ray(cluster: Cluster, *, gpus: bool | None, settings: LaunchConfig) -> StartRanks:
+    """Connect to a Ray cluster; return what starts ranks there.
+
+    `gpus`: whether ranks compute on GPUs; None if they do when the nodes have some. UserError without Ray, without
+    a Ray cluster, or if that has no such nodes.
+    """
+    if find_spec("ray") is None:
+        raise UserError("launch.by=ray needs Ray, which is not installed: pip install 'realrl[ray]'")
     import ray
 
-    found: list[Any] = ray.get(list(calls), timeout=PLACING)
-    return found
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", log_to_driver=False, logging_level="error")
+        except ConnectionError:
+            raise UserError(
+                "launch.by=ray: no Ray cluster is running here; start one with `ray start --head`, or name its"
+                " address in RAY_ADDRESS"
+            ) from None
+        except (RuntimeError, ValueError) as error:
+            # The cluster has another version of Ray or Python, or the address is not valid.
+            raise UserError(f"launch.by=ray: {' '.join(str(error).split())}") from None
+    if gpus is None:
+        gpus = _count_fitting(Cluster(1, 1), "GPU") > 0
+    kind = "GPU" if gpus else "CPU"
+    if _count_fitting(cluster, kind) < cluster.nodes:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        have = ", ".join(str(int(resources.get(kind, 0))) for resources in nodes)
+        raise UserError(
+            f"cluster={cluster} needs {_describe_nodes(cluster, kind)}; the nodes of the Ray cluster have {have}"
+        )
+    # The job keeps its name after restarts, so that ranks know that the run is theirs.
+    return partial(RayRanks, gpus, secrets.token_hex(8), settings.freeze_seconds)
+
+
+def _list_import_path() -> str:
+    """List where this process imports from, as a value of PYTHONPATH: the user's code may be there."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys(str(Path(entry).absolute()) for entry in given if entry))
 
 
 def _first_sentence(error: Exception) -> str:
@@ -258,7 +337,7 @@ def _first_sentence(error: Exception) -> str:
 
 
 def _count_fitting(cluster: Cluster, kind: str) -> int:
-    """Count nodes of `cluster` for which the Ray cluster has one with as many devices, each for one."""
+    """Count nodes of `cluster` for which the Ray cluster has a node of its own with as many devices."""
     import ray
 
     have = sorted((node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]), reverse=True)

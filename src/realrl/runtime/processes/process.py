@@ -19,11 +19,9 @@ from realrl.model.parallel.group import Group
 from realrl.plan.cluster import Cluster
 from realrl.plan.communicators import RankSet, RankSets
 from realrl.recipe.sections.launch import LaunchConfig
-from realrl.runtime.monitor.activity import Activity
-from realrl.runtime.monitor.host_memory import steady_memory
 from realrl.runtime.network.interfaces import limited_silence
-from realrl.runtime.network.meeting import TIMEOUT, meet
 from realrl.runtime.network.node_place import find_node_place
+from realrl.runtime.network.rendezvous import TIMEOUT, meet_ranks
 from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu
 from realrl.runtime.prepare.host import count_threads
@@ -36,9 +34,11 @@ from realrl.runtime.processes.groups import (
     make_nccl_groups,
     make_nccl_options,
 )
+from realrl.runtime.processes.host_memory import steady_memory
 from realrl.runtime.processes.logs import LOGS, move_log
 from realrl.runtime.processes.messages import gather_values
-from realrl.runtime.processes.supervision import Supervision
+from realrl.runtime.supervision.heartbeat import Activity
+from realrl.runtime.supervision.rank import Supervision
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -202,10 +202,10 @@ def connect(device: Device, launch: LaunchConfig | None = None) -> Process:
         _join(store, rank, world, place)
         process.control = dist.new_group(backend="gloo", timeout=WAIT)
         if store is None:
-            supervision.watch_others(world, process.gather(secrets.token_hex(8))[0], launch or LaunchConfig())
+            supervision.join_peers(world, process.gather(secrets.token_hex(8))[0], launch or LaunchConfig())
             dist.barrier(group=process.control)
-            supervision.start_watch()
-    # That group of all ranks has had the time for a meeting.
+            supervision.watch_peers()
+    # The group of all ranks had the shorter limit of the rendezvous.
     set_timeout(WAIT)
     return process
 
@@ -218,7 +218,7 @@ def _join(store: str | None, rank: int, world: int, place: torch.device) -> None
     cuda = place.type == "cuda"
     dist.init_process_group(
         "nccl" if cuda else "gloo",
-        store=dist.FileStore(store, world) if store else meet(rank, world),
+        store=dist.FileStore(store, world) if store else meet_ranks(rank, world),
         rank=rank,
         world_size=world,
         timeout=TIMEOUT,

@@ -32,12 +32,6 @@ SAVING = (
 )
 """Note of a run that Ctrl-C has asked to end."""
 
-GRACE = PATIENCE / 4
-"""Seconds that the local launcher waits for its processes, once after SIGTERM and once after SIGKILL.
-
-It is then still in time to report what was saved.
-"""
-
 _interruption: "Interrupted | None" = None
 """Exception that a handler has raised in this process."""
 
@@ -50,6 +44,8 @@ class _Deferral:
     """Seconds that the process may take to end; None while signals interrupt."""
     requested: int = 0
     """Number of the first signal."""
+    handled: bool = False
+    """Whether `raise_signals` was called."""
 
 
 _deferral = _Deferral()
@@ -78,6 +74,11 @@ class Interrupted(BaseException):
         """Message to print; empty where nothing is known of what was saved."""
         verb = "interrupted" if self.number == signal.SIGINT else "ended by SIGTERM"
         return f"{verb} {self.saved}" if self.saved else ""
+
+
+def handles_signals() -> bool:
+    """Check whether this process is a command, with `raise_signals`; False in a notebook or a test."""
+    return _deferral.handled
 
 
 def find_interruption() -> Interrupted | None:
@@ -138,6 +139,7 @@ def raise_signals() -> None:
 
     A signal that this process inherits as ignored stays ignored, as in a shell's background job.
     """
+    _deferral.handled = True
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     # Handlers in Python run only between steps of Python; this pipe is written to at once.

@@ -14,7 +14,7 @@ from realrl.config.errors import UserCodeError
 from realrl.data.batch import Ragged
 from realrl.program.instructions import Run
 from realrl.program.text import format_instruction
-from realrl.runtime.monitor.activity import Activity
+from realrl.runtime.supervision.heartbeat import Activity
 from realrl.runtime.worker.trace_recorder import Trace
 
 

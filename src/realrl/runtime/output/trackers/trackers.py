@@ -9,12 +9,12 @@ from realrl.config.errors import UserError
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import dump_settings
 from realrl.recipe.sections.trackers import TrackersConfig
-from realrl.runtime.monitor.note_file import read_notes
 from realrl.runtime.output.trackers.background import BackgroundTracker
 from realrl.runtime.output.trackers.mlflow import MlflowTracker
 from realrl.runtime.output.trackers.tensorboard import BOARD, TensorBoardTracker
 from realrl.runtime.output.trackers.tracker import IDS, TrackedRun, Tracker
 from realrl.runtime.output.trackers.wandb import WandbTracker
+from realrl.runtime.supervision.run_end import read_notes
 
 TRACKED = (IDS, BOARD, "wandb")
 """Directories that trackers make in that of a run."""

@@ -1,0 +1,146 @@
+"""Ranks in processes of this machine. No torch."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from realrl.config.files import write_whole
+from realrl.runtime.launcher.launch import Start
+from realrl.runtime.network.interfaces import INTERFACE_VARIABLES, find_loopback
+from realrl.runtime.prepare.host import count_threads
+from realrl.runtime.processes.environment import (
+    LAUNCHER_VARIABLE,
+    PLAN_VARIABLE,
+    RESTART_VARIABLE,
+    SCRATCH_VARIABLE,
+    SLOT_VARIABLE,
+    STORE_VARIABLE,
+)
+from realrl.runtime.processes.logs import keep_logs, name_log_file
+from realrl.runtime.processes.signals import show_cursor
+from realrl.runtime.supervision.board import FileBoard
+from realrl.runtime.supervision.failures import ERROR_FILE_VARIABLE
+from realrl.runtime.supervision.orphans import Scratch, kill_ranks
+
+_LAST = 30.0
+"""Seconds after SIGKILL in which the system ends a process, unless a driver or file system keeps it forever."""
+_TEMPORARY = "tmp"
+"""Directory in the scratch directory for temporary files of ranks."""
+
+
+class LocalRanks(FileBoard):
+    """Ranks of one start, with a scratch directory, which is their board."""
+
+    poll_seconds = 0.05
+
+    def __init__(self, start: Start, devices: Sequence[int], restart: int) -> None:
+        """Start a process for each device. It sees only the GPUs with these numbers."""
+        self._scratch = Scratch()
+        self._path = scratch = self._scratch.path
+        super().__init__(scratch)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            variables = {RESTART_VARIABLE: str(restart), **hide_gpus(devices)}
+            if start.plan is not None:
+                variables[PLAN_VARIABLE] = str(scratch / "plan.yaml")
+                write_whole(scratch / "plan.yaml", start.plan)
+            (scratch / _TEMPORARY).mkdir()
+            for rank, device in enumerate(devices):
+                environment = _describe_rank(rank, len(devices), scratch)
+                environment |= {**variables, SLOT_VARIABLE: str(device)}
+                self._processes.append(start_process(start.arguments, environment, rank, scratch))
+        except BaseException:
+            self.kill()
+            self.close()
+            raise
+
+    def poll(self) -> list[int | None]:
+        """Find the exit status of each rank."""
+        return [process.poll() for process in self._processes]
+
+    def signal(self, number: int, ranks: Sequence[int]) -> None:
+        """Signal these ranks, if they still run."""
+        for rank in ranks:
+            if self._processes[rank].poll() is None:
+                self._processes[rank].send_signal(number)
+
+    def kill(self) -> None:
+        """Kill the ranks. If one had to be killed, also end what it has started."""
+        killed = any(process.poll() is None or process.returncode < 0 for process in self._processes)
+        self.signal(signal.SIGKILL, range(len(self._processes)))
+        deadline = time.monotonic() + _LAST
+        for rank, process in enumerate(self._processes):
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                print(
+                    f"note: the system does not end process {process.pid} of rank {rank}: it waits in the kernel,"
+                    " for a device or a file system",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        if killed:
+            kill_ranks(self._path)
+        if self._processes and (self._processes[0].returncode or 0) < 0:
+            show_cursor()
+        self._processes = []
+
+    def keep_logs(self, directory: Path | None) -> Path | None:
+        """Keep the logs of ranks that have ended, in `directory` if possible; return where they are."""
+        return keep_logs(self._path, directory)
+
+    def close(self) -> None:
+        """Remove the scratch directory."""
+        self._scratch.close()
+
+
+def start_process(
+    arguments: Sequence[str], environment: Mapping[str, str], rank: int, scratch: Path
+) -> "subprocess.Popen[bytes]":
+    """Start a rank.
+
+    Only the first one has the screen, and the only one also the keyboard. A terminal sends Ctrl-C and SIGHUP to all
+    processes; ranks do not get them, since the launcher ends ranks.
+    """
+    command = [sys.executable, "-m", "realrl", *arguments]
+    stdin = None if environment["WORLD_SIZE"] == "1" else subprocess.DEVNULL
+    # A child inherits the blocked signals. If one comes now, this process gets it afterwards.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+    try:
+        with nullcontext() if rank == 0 else name_log_file(scratch, rank).open("ab") as log:
+            return subprocess.Popen(command, env=environment, stdin=stdin, stdout=log, stderr=log)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _describe_rank(rank: int, world: int, scratch: Path) -> dict[str, str]:
+    """Make the environment of a rank."""
+    return {
+        "OMP_NUM_THREADS": str(count_threads(world)),
+        **dict.fromkeys(INTERFACE_VARIABLES, find_loopback()),
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        STORE_VARIABLE: str(scratch / "store"),
+        SCRATCH_VARIABLE: str(scratch),
+        ERROR_FILE_VARIABLE: str(scratch / f"failure-{rank}.json"),
+        LAUNCHER_VARIABLE: str(os.getpid()),
+        # Files that a killed rank leaves there are removed with the scratch directory.
+        "TMPDIR": str(scratch / _TEMPORARY),
+    }
+
+
+def hide_gpus(devices: Sequence[int]) -> dict[str, str]:
+    """Make the variable that hides all GPUs but these; no variable if the first ones are used."""
+    if list(devices) == list(range(len(devices))):
+        return {}
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(device) for device in range(max(devices) + 1)] if given is None else given.split(",")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[device] for device in devices if device < len(names))}
