@@ -156,13 +156,13 @@ def test_what_others_wait_for_is_told_once_for_each_place() -> None:
 
 def test_a_killed_rank_leaves_its_latest_instruction(tmp_path: Path) -> None:
     activity, board = Activity(3), FileBoard(tmp_path, 3)
-    activity.on_instruction = lambda: board.publish(activity.describe())
+    activity.on_change = lambda: board.publish(activity.describe())
     activity.enter("train")
     board.publish(activity.beat())
     activity.begin("run        actor.train", "actor.train", order=2, position=4)
     found = FileBoard(tmp_path).read_heartbeats()[3]
     assert (found.instruction, found.call, found.key) == ("run actor.train", "actor.train", (0, 2, 4))
-    with activity.function("my.py:score"):
+    with activity.run_function("my.py:score"):
         board.publish(activity.beat())
         assert FileBoard(tmp_path).read_heartbeats()[3].function == "my.py:score"
     activity.begin("run " + 1500 * "\u754c", "actor.train", order=2, position=5)

@@ -17,6 +17,7 @@ from realrl.plan.cluster import Cluster
 from realrl.recipe.sections.launch import LaunchConfig
 from realrl.runtime.processes.logs import LOGS
 from realrl.runtime.processes.signals import SAVING, deferred_termination, end_by_signal, stop_requested
+from realrl.runtime.supervision.board import Board
 from realrl.runtime.supervision.failures import (
     USER_STATUS,
     Failure,
@@ -49,23 +50,14 @@ class Start:
     """Text of the plan file that was found for a recipe with `plan: search`."""
 
 
-class Ranks(Protocol):
-    """Ranks of one start of a run. `close` must be called in the end."""
+class Ranks(Board, Protocol):
+    """Ranks of one start of a run, and their board. `close` must be called in the end."""
 
     poll_seconds: float
     """Seconds between two polls."""
 
     def poll(self) -> Sequence[int | None]:
         """Find the exit status of each rank: minus N if signal N ended it, None while it runs."""
-
-    def read_heartbeats(self) -> Mapping[int, Heartbeat]:
-        """Read the last heartbeat of every rank."""
-
-    def read_failures(self) -> Sequence[Failure]:
-        """Read the failures that ranks have reported."""
-
-    def works(self, heartbeat: Heartbeat) -> bool:
-        """Check whether a rank without heartbeats works, see `Board.works`."""
 
     def signal(self, number: int, ranks: Sequence[int]) -> None:
         """Signal these ranks, if they still run."""

@@ -7,9 +7,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 from realrl.config.files import write_whole
+from realrl.plan.cluster import Cluster
 from realrl.runtime.launcher.launch import Start
 from realrl.runtime.network.interfaces import INTERFACE_VARIABLES, find_loopback
 from realrl.runtime.prepare.host import count_threads
@@ -29,31 +31,50 @@ from realrl.runtime.supervision.orphans import Scratch, kill_ranks
 
 _LAST = 30.0
 """Seconds after SIGKILL in which the system ends a process, unless a driver or file system keeps it forever."""
+SCREEN = "screen"
+"""File in the scratch directory for the first rank's output, on a node of a Ray cluster."""
 _TEMPORARY = "tmp"
 """Directory in the scratch directory for temporary files of ranks."""
 
 
+@dataclass(frozen=True)
+class RayNode:
+    """Node of a Ray cluster on which ranks are started."""
+
+    node: int
+    """Its number among the nodes of the run."""
+    address: str
+    """Where all ranks of the run meet."""
+    port: int
+    job: str
+    """Name of the run, the same after restarts."""
+
+
 class LocalRanks(FileBoard):
-    """Ranks of one start, with a scratch directory, which is their board."""
+    """Ranks of one start, or of one node of it, with a scratch directory, which is their board."""
 
     poll_seconds = 0.05
 
-    def __init__(self, start: Start, devices: Sequence[int], restart: int) -> None:
+    def __init__(
+        self, start: Start, devices: Sequence[int], restart: int, ray: RayNode | None = None
+    ) -> None:
         """Start a process for each device. It sees only the GPUs with these numbers."""
         self._scratch = Scratch()
-        self._path = scratch = self._scratch.path
+        self.path = scratch = self._scratch.path
         super().__init__(scratch)
         self._processes: list[subprocess.Popen[bytes]] = []
+        shared = {RESTART_VARIABLE: str(restart), **hide_gpus(devices)}
+        ranks = start.cluster.ranks(0 if ray is None else ray.node)
         try:
-            variables = {RESTART_VARIABLE: str(restart), **hide_gpus(devices)}
             if start.plan is not None:
-                variables[PLAN_VARIABLE] = str(scratch / "plan.yaml")
+                shared[PLAN_VARIABLE] = str(scratch / "plan.yaml")
                 write_whole(scratch / "plan.yaml", start.plan)
             (scratch / _TEMPORARY).mkdir()
-            for rank, device in enumerate(devices):
-                environment = _describe_rank(rank, len(devices), scratch)
-                environment |= {**variables, SLOT_VARIABLE: str(device)}
-                self._processes.append(start_process(start.arguments, environment, rank, scratch))
+            for rank, device in zip(ranks, devices, strict=True):
+                variables = _describe_rank(rank, start.cluster, scratch, ray)
+                variables |= {**shared, SLOT_VARIABLE: str(device)}
+                output = name_log_file(scratch, rank) if rank else None if ray is None else scratch / SCREEN
+                self._processes.append(start_process(start.arguments, variables, output))
         except BaseException:
             self.kill()
             self.close()
@@ -85,14 +106,14 @@ class LocalRanks(FileBoard):
                     flush=True,
                 )
         if killed:
-            kill_ranks(self._path)
+            kill_ranks(self.path)
         if self._processes and (self._processes[0].returncode or 0) < 0:
             show_cursor()
         self._processes = []
 
     def keep_logs(self, directory: Path | None) -> Path | None:
         """Keep the logs of ranks that have ended, in `directory` if possible; return where they are."""
-        return keep_logs(self._path, directory)
+        return keep_logs(self.path, directory)
 
     def close(self) -> None:
         """Remove the scratch directory."""
@@ -100,35 +121,45 @@ class LocalRanks(FileBoard):
 
 
 def start_process(
-    arguments: Sequence[str], environment: Mapping[str, str], rank: int, scratch: Path
+    arguments: Sequence[str], environment: Mapping[str, str], output: Path | None
 ) -> "subprocess.Popen[bytes]":
-    """Start a rank.
+    """Start a rank, which writes to a file, or to the screen. The only rank of a run also has the keyboard.
 
-    Only the first one has the screen, and the only one also the keyboard. A terminal sends Ctrl-C and SIGHUP to all
-    processes; ranks do not get them, since the launcher ends ranks.
+    A terminal sends Ctrl-C and SIGHUP to all processes. Ranks do not get them, since the launcher ends ranks.
     """
     command = [sys.executable, "-m", "realrl", *arguments]
     stdin = None if environment["WORLD_SIZE"] == "1" else subprocess.DEVNULL
     # A child inherits the blocked signals. If one comes now, this process gets it afterwards.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
-        with nullcontext() if rank == 0 else name_log_file(scratch, rank).open("ab") as log:
+        with nullcontext() if output is None else output.open("ab") as log:
             return subprocess.Popen(command, env=environment, stdin=stdin, stdout=log, stderr=log)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _describe_rank(rank: int, world: int, scratch: Path) -> dict[str, str]:
-    """Make the environment of a rank."""
+def _describe_rank(rank: int, cluster: Cluster, scratch: Path, ray: RayNode | None) -> dict[str, str]:
+    """Make the environment of a rank, as torchrun would."""
+    node = cluster.node(rank)
+    here = cluster.ranks(node)
+    if ray is None:
+        # What the user has set stays.
+        loopback = dict.fromkeys(INTERFACE_VARIABLES, find_loopback())
+        environment = {"OMP_NUM_THREADS": str(count_threads(len(here))), **loopback, **os.environ}
+        meeting = {STORE_VARIABLE: str(scratch / "store")}
+    else:
+        # Ray has set the number of threads for all ranks of the node together.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        meeting = {"MASTER_ADDR": ray.address, "MASTER_PORT": str(ray.port), "TORCHELASTIC_RUN_ID": ray.job}
     return {
-        "OMP_NUM_THREADS": str(count_threads(world)),
-        **dict.fromkeys(INTERFACE_VARIABLES, find_loopback()),
-        **os.environ,
+        **environment,
+        **meeting,
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        STORE_VARIABLE: str(scratch / "store"),
+        "LOCAL_RANK": str(rank - here.start),
+        "WORLD_SIZE": str(cluster.size),
+        "LOCAL_WORLD_SIZE": str(len(here)),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(cluster.nodes),
         SCRATCH_VARIABLE: str(scratch),
         ERROR_FILE_VARIABLE: str(scratch / f"failure-{rank}.json"),
         LAUNCHER_VARIABLE: str(os.getpid()),

@@ -1,13 +1,10 @@
-"""Ranks on a Ray cluster: an actor for each rank, placed as the plan numbers nodes and devices. No torch."""
+"""Ranks on a Ray cluster: an actor on each node holds the ranks there, as `local.py` does here. No torch."""
 
 import os
 import secrets
-import signal
 import socket
-import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,146 +16,115 @@ from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.recipe.sections.launch import LaunchConfig
 from realrl.runtime.launcher.launch import Start, StartRanks
-from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, RESTART_VARIABLE, SCRATCH_VARIABLE
-from realrl.runtime.processes.logs import name_log_file
-from realrl.runtime.supervision.board import FileBoard
-from realrl.runtime.supervision.failures import DEATH, ERROR_FILE_VARIABLE, RUN_STATUS, Failure
+from realrl.runtime.launcher.local import SCREEN, LocalRanks, RayNode
+from realrl.runtime.supervision.failures import DEATH, RUN_STATUS, Failure
 from realrl.runtime.supervision.heartbeat import Heartbeat
-from realrl.runtime.supervision.orphans import Scratch, kill_ranks
 
 PLACING = 120.0
 """Seconds for the nodes to become free, and for actors to start there."""
 RETURNING = 600.0
 """Seconds for nodes to become free that the run has had before: one may be rebooting."""
-_SCREEN = "screen"
-
-
-@dataclass(frozen=True)
-class ActorPlace:
-    """Place of an actor: a node of the Ray cluster, its address and a free port of it, and its own GPUs."""
-
-    node: str
-    address: str
-    port: int
-    gpus: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Look:
-    """State of a rank's process, as its actor sees it."""
+    """State of the ranks of one node."""
 
-    status: int | None = None
-    """Exit status, minus N if signal N ended it; None while it runs."""
+    statuses: Sequence[int | None]
+    heartbeats: Mapping[int, Heartbeat]
     screen: bytes = b""
-    """Output since the last look; only of the first rank."""
-    heartbeat: Heartbeat | None = None
+    """Output of the first rank since the last look."""
 
 
-class RankActor:
-    """Holder of a rank's process on its node. Every method is called from the launcher, through Ray."""
+class NodeActor:
+    """Holder of the ranks of one node. Every method is called from the launcher, through Ray."""
 
     def __init__(self) -> None:
-        self._scratch = Scratch()
-        self._board = FileBoard(self._scratch.path)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._rank = self._read = 0
+        self._ranks: LocalRanks | None = None
+        self._read = 0
 
-    def place(self) -> ActorPlace:
-        """Tell where this is."""
+    def find_address(self) -> tuple[str, int]:
+        """Find the address of this node, and a free port."""
         import ray
 
-        context = ray.get_runtime_context()
         with socket.socket() as probe:
             probe.bind(("", 0))
-            port = int(probe.getsockname()[1])
-        gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
-        return ActorPlace(context.get_node_id(), str(ray.util.get_node_ip_address()), port, gpus)
+            return str(ray.util.get_node_ip_address()), int(probe.getsockname()[1])
 
-    def start(
-        self, rank: int, arguments: Sequence[str], variables: Mapping[str, str], directory: str
-    ) -> None:
-        """Start `realrl ARGUMENTS` as a rank, with more environment variables, in a directory."""
-        self._rank, scratch = rank, self._scratch.path
-        environment = {
-            **os.environ,
-            SCRATCH_VARIABLE: str(scratch),
-            ERROR_FILE_VARIABLE: str(scratch / f"failure-{rank}.json"),
-            LAUNCHER_VARIABLE: str(os.getpid()),
-            **variables,
-        }
-        file = scratch / _SCREEN if rank == 0 else name_log_file(scratch, rank)
-        with file.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "realrl", *arguments],
-                env=environment,
-                cwd=directory,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
+    def start(self, start: Start, restart: int, node: RayNode, directory: str, import_path: str) -> None:
+        """Start the ranks of this node, in a directory."""
+        os.chdir(directory)
+        # Python has given this process a path of its own.
+        os.environ["PYTHONPATH"] = import_path
+        self._ranks = LocalRanks(start, range(len(start.cluster.ranks(node.node))), restart, node)
 
     def look(self) -> Look:
-        """Look at the process."""
-        status = None if self._process is None else self._process.poll()
-        screen, file = b"", self._scratch.path / _SCREEN
+        """Look at the ranks."""
+        ranks = self.ranks
+        screen, file = b"", ranks.path / SCREEN
         if file.exists():
             with file.open("rb") as opened:
                 opened.seek(self._read)
                 screen = opened.read()
             self._read += len(screen)
-        return Look(status, screen, self._board.read_heartbeats().get(self._rank))
+        return Look(ranks.poll(), ranks.read_heartbeats(), screen)
 
-    def read_failures(self) -> list[Failure]:
-        """Read the failure that the rank has reported, if it has."""
-        return self._board.read_failures()
-
-    def works(self, heartbeat: Heartbeat) -> bool:
-        """Check whether the process works."""
-        return self._board.works(heartbeat)
-
-    def signal(self, number: int) -> None:
-        """Signal the process."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the ranks."""
+        return getattr(self.ranks, method)(*arguments)
 
     def close(self) -> None:
-        """Kill the process and what it has started, and remove its files."""
-        self.signal(signal.SIGKILL)
-        if self._process is not None:
-            self._process.wait()
-        kill_ranks(self._scratch.path)
-        self._scratch.close()
+        """Kill the ranks, if there are any, and remove their files."""
+        if self._ranks is not None:
+            self._ranks.kill()
+            self._ranks.close()
+
+    @property
+    def ranks(self) -> LocalRanks:
+        """Ranks that have been started."""
+        assert self._ranks is not None, "start comes first"
+        return self._ranks
 
 
 class RayRanks:
-    """Ranks of one start, each held by an actor, which reads the rank's board there."""
+    """Ranks of one start, on several nodes."""
 
     poll_seconds = 0.25
 
     def __init__(
         self, gpus: bool, job: str, timeout: float, start: Start, devices: Sequence[int], restart: int
     ) -> None:
-        """Place actors and start the ranks. UserError if nodes do not become free.
+        """Place an actor on each node and start the ranks. UserError if nodes do not become free.
 
-        `job`: names the run, also after a restart. `timeout`: seconds after which a silent node counts as gone.
+        `job`: names the run, also after a restart. `timeout`: seconds after which a silent node counts as lost.
         """
         import ray
 
         self._cluster, self._gpus, self._timeout = start.cluster, gpus, timeout
         self._group: Any = None
         self._actors: list[Any] = []
-        self._places: list[ActorPlace] = []
-        self._looks = [Look()] * start.cluster.size
-        self._gone: dict[int, Failure] = {}
+        self._addresses: list[tuple[str, int]] = []
+        self._looks = [
+            Look([None] * len(self._cluster.ranks(node)), {}) for node in range(self._cluster.nodes)
+        ]
+        self._lost: dict[int, Failure] = {}
+        """Failures of nodes that do not answer any more."""
         self._line = b""
         """Beginning of a line of the first rank's output."""
         try:
             self._place(RETURNING if restart else PLACING)
-            self._start(start.arguments, job, restart)
+            self._addresses = ray.get(
+                [actor.find_address.remote() for actor in self._actors], timeout=PLACING
+            )
+            started = []
+            for node, actor in enumerate(self._actors):
+                own = RayNode(node, *self._addresses[0], job)
+                started.append(actor.start.remote(start, restart, own, os.getcwd(), _list_import_path()))
+            ray.get(started, timeout=PLACING)
         except ray.exceptions.RayError as error:
             # If a node is lost now, that is as if it were lost later: another start may succeed.
             text = f"actors could not be started: {_first_sentence(error)}"
-            self._gone[0] = Failure(text, RUN_STATUS, 0, time.time())
+            self._lost[0] = Failure(text, RUN_STATUS, 0, time.time())
         except BaseException:
             self.kill()
             raise
@@ -170,65 +136,41 @@ class RayRanks:
 
         kinds = ("CPU", "GPU") if self._gpus else ("CPU",)
         sizes = [len(self._cluster.ranks(node)) for node in range(self._cluster.nodes)]
-        # A bundle is always on one node.
         self._group = placement_group(
             [dict.fromkeys(kinds, size) for size in sizes], strategy="STRICT_SPREAD"
         )
         if not self._group.wait(seconds):
             wanted = _describe_nodes(self._cluster, " and ".join(kinds))
             raise UserError(f"launch.by=ray: {wanted} have not become free within {seconds:.0f} seconds")
-        actor = ray.remote(RankActor)
-        for rank in range(self._cluster.size):
-            where = PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=self._cluster.node(rank)
-            )
-            own = actor.options(num_cpus=1, num_gpus=int(self._gpus), scheduling_strategy=where)
-            self._actors.append(own.remote())
-        self._places = ray.get([actor.place.remote() for actor in self._actors], timeout=PLACING)
-
-    def _start(self, arguments: Sequence[str], job: str, restart: int) -> None:
-        import ray
-
-        gpus: defaultdict[str, list[str]] = defaultdict(list)
-        for place in self._places:
-            gpus[place.node] += place.gpus
-        first, cluster = self._places[0], self._cluster
-        started = []
-        for rank, (actor, place) in enumerate(zip(self._actors, self._places, strict=True)):
-            ranks = cluster.ranks(node := cluster.node(rank))
-            variables = {
-                "PYTHONPATH": _list_import_path(),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank - ranks.start),
-                "GROUP_RANK": str(node),
-                "GROUP_WORLD_SIZE": str(cluster.nodes),
-                "WORLD_SIZE": str(cluster.size),
-                "LOCAL_WORLD_SIZE": str(len(ranks)),
-                "MASTER_ADDR": first.address,
-                "MASTER_PORT": str(first.port),
-                "TORCHELASTIC_RUN_ID": job,
-                RESTART_VARIABLE: str(restart),
-                # Ray shows an actor only its own GPU. Ranks of a node share memory, so they must see all of them.
-                **({"CUDA_VISIBLE_DEVICES": ",".join(gpus[place.node])} if self._gpus else {}),
-            }
-            started.append(actor.start.remote(rank, arguments, variables, os.getcwd()))
-        ray.get(started, timeout=PLACING)
+        actor = ray.remote(NodeActor)
+        for node, size in enumerate(sizes):
+            where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
+            options = {"num_cpus": size, "num_gpus": size * self._gpus, "scheduling_strategy": where}
+            self._actors.append(actor.options(**options).remote())
 
     def poll(self) -> list[int | None]:
-        """Find the exit status of each rank, and show the output of the first. A rank without actor has failed."""
+        """Find the exit status of each rank, and show the output of the first. Ranks of a lost node have failed."""
         import ray
 
-        if self._places:
-            left = [rank for rank in range(len(self._looks)) if rank not in self._gone]
-            for rank, call in [(rank, self._actors[rank].look.remote()) for rank in left]:
-                try:
-                    self._looks[rank] = ray.get(call, timeout=self._timeout)
-                except ray.exceptions.RayError as error:
-                    where = self._places[rank].address
-                    message = f"the actor of rank {rank} on {where} has gone: {_first_sentence(error)}"
-                    self._gone[rank] = Failure(message, RUN_STATUS, rank, time.time(), DEATH, device=True)
-            self._show(self._looks[0].screen if 0 not in self._gone else b"")
-        return [RUN_STATUS if rank in self._gone else look.status for rank, look in enumerate(self._looks)]
+        asked = [(node, self._actors[node].look.remote()) for node in self._find_nodes()]
+        for node, look in asked:
+            try:
+                self._looks[node] = ray.get(look, timeout=self._timeout)
+            except ray.exceptions.RayError as error:
+                rank, address = self._cluster.ranks(node).start, self._addresses[node][0]
+                text = f"the actor of rank {rank} on {address} has gone: {_first_sentence(error)}"
+                self._lost[node] = Failure(text, RUN_STATUS, rank, time.time(), DEATH, device=True)
+            else:
+                self._show(self._looks[node].screen)
+        return [
+            RUN_STATUS if node in self._lost else status
+            for node, look in enumerate(self._looks)
+            for status in look.statuses
+        ]
+
+    def _find_nodes(self) -> list[int]:
+        """Find the nodes that answer: none if their ranks have not been started."""
+        return [node for node in range(len(self._addresses)) if node not in self._lost]
 
     def _show(self, output: bytes) -> None:
         """Show whole lines, but not the first rank's own error message: the launcher prints the first cause."""
@@ -240,23 +182,25 @@ class RayRanks:
 
     def read_heartbeats(self) -> dict[int, Heartbeat]:
         """Read the heartbeats of the last poll."""
-        return {rank: look.heartbeat for rank, look in enumerate(self._looks) if look.heartbeat is not None}
+        return {rank: heartbeat for look in self._looks for rank, heartbeat in look.heartbeats.items()}
 
     def read_failures(self) -> list[Failure]:
-        """Read the failures that ranks have reported, and those of lost actors."""
-        found = list(self._gone.values())
-        for rank in range(len(self._places)):
-            found += [] if rank in self._gone else self._ask(rank, "read_failures") or []
+        """Read the failures that ranks have reported, and those of lost nodes."""
+        found = list(self._lost.values())
+        for node in self._find_nodes():
+            found += self._call(node, "read_failures") or []
         return found
 
     def works(self, heartbeat: Heartbeat) -> bool:
-        """Check whether a rank's process works; False if its actor does not answer."""
-        return bool(self._ask(heartbeat.rank, "works", heartbeat))
+        """Check whether a rank's process works; False if its node does not answer."""
+        return bool(self._call(self._cluster.node(heartbeat.rank), "works", heartbeat))
 
     def signal(self, number: int, ranks: Sequence[int]) -> None:
         """Signal these ranks, if they still run."""
-        for rank in ranks:
-            self._actors[rank].signal.remote(int(number))
+        for node in self._find_nodes():
+            here = self._cluster.ranks(node)
+            own = [rank - here.start for rank in ranks if rank in here]
+            self._actors[node].call.remote("signal", int(number), own)
 
     def kill(self) -> None:
         """Kill the ranks, and give the nodes back."""
@@ -267,12 +211,12 @@ class RayRanks:
             try:
                 ray.get(call, timeout=10)
             except ray.exceptions.RayError:
-                continue  # Its node is lost, and the process with it.
+                continue  # The node is lost, and the processes with it.
         for actor in self._actors:
             ray.kill(actor)
         if self._group is not None:
             remove_placement_group(self._group)
-        self._actors, self._group = [], None
+        self._actors, self._addresses, self._group = [], [], None
 
     def keep_logs(self, directory: Path | None) -> Path | None:
         """Find the logs: each rank has written its own into the run directory."""
@@ -282,12 +226,12 @@ class RayRanks:
         """Show what is left of the output."""
         self._show(b"\n" if self._line else b"")
 
-    def _ask(self, rank: int, method: str, *arguments: Any) -> Any:
-        """Call a method of an actor; None if it does not answer."""
+    def _call(self, node: int, method: str, *arguments: Any) -> Any:
+        """Call a method of a node's ranks; None if the node does not answer."""
         import ray
 
         try:
-            return ray.get(getattr(self._actors[rank], method).remote(*arguments), timeout=self._timeout)
+            return ray.get(self._actors[node].call.remote(method, *arguments), timeout=self._timeout)
         except ray.exceptions.RayError:
             return None
 

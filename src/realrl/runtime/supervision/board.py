@@ -1,7 +1,7 @@
 """Boards, on which ranks publish heartbeats and failures, and watchdogs read them. No torch, but in `StoreBoard`.
 
 A launcher on this machine reads files. The launcher on a Ray cluster reads the same files through actors
-(`RayRanks` in `runtime/launcher/on_ray.py`). Ranks that torchrun has started use the store by which they met.
+(`runtime/launcher/on_ray.py`). Ranks that torchrun has started use the store by which they met.
 """
 
 import os
@@ -23,10 +23,7 @@ _SIZE = 4096
 
 
 class Board(Protocol):
-    """Place for heartbeats and failures of all ranks."""
-
-    def publish(self, heartbeat: Heartbeat) -> None:
-        """Replace this rank's heartbeat."""
+    """Heartbeats and failures of all ranks, as a watchdog reads them. Ranks `publish` their heartbeats."""
 
     def read_heartbeats(self) -> Mapping[int, Heartbeat]:
         """Read the last heartbeat of every rank that has published one, by rank."""

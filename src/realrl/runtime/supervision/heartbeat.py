@@ -6,7 +6,6 @@ Watchdogs read them to find ranks that are frozen or stuck. `realrl status` read
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -35,20 +34,8 @@ _PLACES: Mapping[Doing, str] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Memory of a rank, in bytes: in status files only, since reading it takes long."""
-
-    resident_bytes: int = 0
-    peak_resident_bytes: int = 0
-    device_bytes: int = 0
-    """Memory that torch holds on the GPU; on a CPU the resident set."""
-    device_limit_bytes: int | None = None
-    """Memory of the GPU; None on a CPU."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Heartbeat(Memory):
+@dataclass(kw_only=True)
+class Heartbeat:
     """What a rank does at one moment. Times are in seconds since 1970, by the clock of its host."""
 
     rank: int
@@ -95,6 +82,13 @@ class Heartbeat(Memory):
     """Last complete checkpoint, relative to the run directory."""
     ended: bool = False
     """Whether the rank is exiting in an orderly way, so that nobody should miss it."""
+    resident_bytes: int = 0
+    """Memory, in status files only: reading it takes longer than everything else."""
+    peak_resident_bytes: int = 0
+    device_bytes: int = 0
+    """Memory that torch holds on the GPU; on a CPU the resident set."""
+    device_limit_bytes: int | None = None
+    """Memory of the GPU; None on a CPU."""
 
     @property
     def place(self) -> str:
@@ -138,116 +132,80 @@ def _fits(value: object, kind: Any) -> bool:
     return isinstance(value, int | float if kind is float else kind)
 
 
-class Activity:
-    """What this rank does now. The main thread and functions' threads report it, and heartbeats describe it."""
+class Activity(Heartbeat):
+    """What this rank does now: the heartbeat that its main thread and functions' threads keep up to date.
+
+    Without a lock, since every change is an assignment. A heartbeat that is made between two of them may mix two
+    instructions; the next one is right.
+    """
 
     def __init__(self, rank: int = 0, restart: int = 0) -> None:
-        self.rank, self.restart = rank, restart
-        self.host, self.pid, self.started = socket.gethostname(), os.getpid(), time.time()
-        self.step = 0
-        """Number of finished training steps."""
-        self.steps: int | None = None
-        """Number of training steps of the run."""
-        self.checkpoint: str | None = None
-        """Last complete checkpoint, relative to the run directory."""
-        self.phase: str | None = None
-        """Part of what is done, such as a phase of saving."""
-        self.ended = False
-        """Whether this rank exits in an orderly way."""
-        self.on_instruction: Callable[[], None] = lambda: None
-        """Called at the beginning of each instruction."""
-        self._machine = f"{self.host} {_find_pid_namespace()}"
-        self._instruction: dict[str, Any] = {}
-        self._doing: Doing = "start"
-        self._since = self.started
-        self._progress = self._beats = self._finished = 0
+        host, now = socket.gethostname(), time.time()
+        super().__init__(
+            rank=rank, host=host, pid=os.getpid(), time=now, started=now, since=now, restart=restart
+        )
+        self.machine = f"{host} {_find_pid_namespace()}"
         self._functions: dict[str, float] = {}
-        # The main thread reports while the thread of heartbeats describes.
-        self._lock = threading.RLock()
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when an instruction or a part of the run begins."""
 
     def enter(self, doing: Doing) -> None:
         """Begin another part of the run."""
-        with self._lock:
-            self._progress += 1
-            self._doing, self._instruction, self._since = doing, {}, time.time()
-        self.on_instruction()
+        self.progress += 1
+        self.doing = doing
+        self._set(None, None, 0, 0)
 
     @contextmanager
     def part(self, doing: Doing) -> Iterator[None]:
         """Be in another part of the run for a block."""
-        before = self._doing
+        before = self.doing
         self.enter(doing)
         yield
         self.enter(before)
 
     def begin(self, instruction: str, call: str | None, order: int, position: int) -> None:
         """Begin the instruction at `position` of this rank's program; its call is number `order` of the graph."""
-        short = " ".join(instruction.split())[:_LONGEST]
-        with self._lock:
-            self._instruction = {"instruction": short, "call": call, "order": order, "position": position}
-            self._since = time.time()
-        self.on_instruction()
+        self._set(" ".join(instruction.split())[:_LONGEST], call, order, position)
+
+    def _set(self, instruction: str | None, call: str | None, order: int, position: int) -> None:
+        self.instruction, self.call, self.order, self.position = instruction, call, order, position
+        self.since = time.time()
+        self.on_change()
 
     def advance(self) -> None:
         """Report that an instruction, a token, a micro-batch, a file or the like is done."""
-        self._progress += 1
+        self.progress += 1
 
     def done(self, step: int) -> None:
         """Report that this process has finished training step number `step`."""
-        with self._lock:
-            self.step = step
-            self._finished += 1
-            self._progress += 1
+        self.step = step
+        self.finished += 1
+        self.progress += 1
 
     @contextmanager
-    def function(self, reference: str) -> Iterator[None]:
+    def run_function(self, reference: str) -> Iterator[None]:
         """Report that the user's code runs in a block."""
-        self._functions[reference] = time.monotonic()
+        self._functions[reference] = time.time()
         try:
             yield
         finally:
             self._functions.pop(reference, None)
             self.advance()
 
-    @property
-    def place(self) -> str:
-        """Place in the run, as part of a message."""
-        return self.describe().place
-
     def beat(self) -> Heartbeat:
         """Count a heartbeat, and make it."""
-        self._beats += 1
+        self.beats += 1
         return self.describe()
 
     def describe(self) -> Heartbeat:
         """Make a heartbeat without counting it."""
-        functions = self._functions.copy()
-        oldest = min(functions, key=functions.__getitem__) if functions else None
-        times = os.times()
-        with self._lock:
-            return Heartbeat(
-                rank=self.rank,
-                host=self.host,
-                pid=self.pid,
-                time=time.time(),
-                started=self.started,
-                machine=self._machine,
-                restart=self.restart,
-                beats=self._beats,
-                progress=self._progress,
-                cpu_seconds=times.user + times.system,
-                step=self.step,
-                steps=self.steps,
-                finished=self._finished,
-                doing=self._doing,
-                phase=self.phase,
-                since=self._since,
-                function=oldest,
-                function_seconds=0.0 if oldest is None else time.monotonic() - functions[oldest],
-                checkpoint=self.checkpoint,
-                ended=self.ended,
-                **self._instruction,
-            )
+        values = {field.name: getattr(self, field.name) for field in fields(Heartbeat)}
+        functions, times, now = self._functions.copy(), os.times(), time.time()
+        values |= {"time": now, "cpu_seconds": times.user + times.system}
+        if functions:
+            oldest = min(functions, key=functions.__getitem__)
+            values |= {"function": oldest, "function_seconds": now - functions[oldest]}
+        return Heartbeat(**values)
 
 
 def _find_pid_namespace() -> str:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ from realrl.recipe.sections.launch import LaunchConfig
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, SCRATCH_VARIABLE, restart_count
 from realrl.runtime.processes.host_memory import read_memory
 from realrl.runtime.processes.signals import deferred_termination
-from realrl.runtime.supervision.board import Board, FileBoard, StoreBoard
+from realrl.runtime.supervision.board import FileBoard, StoreBoard
 from realrl.runtime.supervision.failures import (
     CONSEQUENCE,
     PLACE,
@@ -26,7 +25,7 @@ from realrl.runtime.supervision.failures import (
     log_error,
     report_end,
 )
-from realrl.runtime.supervision.heartbeat import INTERVAL, RANKS, Activity, Memory, write_status
+from realrl.runtime.supervision.heartbeat import INTERVAL, RANKS, Activity, write_status
 from realrl.runtime.supervision.orphans import end_with_launcher
 from realrl.runtime.supervision.watchdog import PeerWatch
 
@@ -50,7 +49,7 @@ class Supervision:
         scratch = os.environ.get(SCRATCH_VARIABLE)
         if scratch is not None:
             self._board = board = FileBoard(scratch, rank)
-            self.activity.on_instruction = lambda: board.publish(self.activity.describe())
+            self.activity.on_change = lambda: board.publish(self.activity.describe())
             self._begin_heartbeats(board)
             end_with_launcher(int(os.environ[LAUNCHER_VARIABLE]))
 
@@ -109,34 +108,24 @@ class Supervision:
         self._closed.set()
         self._write_status()
 
-    def _begin_heartbeats(self, board: Board) -> None:
+    def _begin_heartbeats(self, board: FileBoard | StoreBoard) -> None:
         if hasattr(signal, "SIGUSR1"):
             # The handler is in C, so that it works while Python waits for native code.
             faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-
-        def beat() -> None:
-            board.publish(self.activity.beat())
-
-        beat()
-        # For ever: a process that is exiting is not frozen.
-        _repeat("heartbeats", INTERVAL, beat, threading.Event())
+        board.publish(self.activity.beat())
+        # Forever: a process that is exiting is not frozen.
+        _repeat("heartbeats", INTERVAL, lambda: board.publish(self.activity.beat()), threading.Event())
 
     def _write_status(self) -> None:
         if self._run_dir is not None:
-            write_status(self._run_dir, replace(self.activity.describe(), **vars(self._read_memory())))
-
-    def _read_memory(self) -> Memory:
-        host, limit = read_memory(), None
-        held = host.resident
-        if self._device.type == "cuda":
-            held = torch.cuda.memory_reserved(self._device)
-            limit = torch.cuda.get_device_properties(self._device).total_memory
-        return Memory(
-            resident_bytes=host.resident,
-            peak_resident_bytes=host.peak,
-            device_bytes=held,
-            device_limit_bytes=limit,
-        )
+            heartbeat, memory = self.activity.describe(), read_memory()
+            heartbeat.resident_bytes, heartbeat.peak_resident_bytes = memory.resident, memory.peak
+            heartbeat.device_bytes = memory.resident
+            if self._device.type == "cuda":
+                heartbeat.device_bytes = torch.cuda.memory_reserved(self._device)
+                properties = torch.cuda.get_device_properties(self._device)
+                heartbeat.device_limit_bytes = properties.total_memory
+            write_status(self._run_dir, heartbeat)
 
 
 def _repeat(name: str, seconds: float, action: Callable[[], None], stop: threading.Event) -> None:

@@ -49,7 +49,7 @@ class Functions:
         def task() -> None:
             try:
                 traced = self._trace.slice(format_instruction(run), host=True, step=step)
-                with traced, self._activity.function(function), torch.no_grad():
+                with traced, self._activity.run_function(function), torch.no_grad():
                     start = time.monotonic()
                     outputs, metrics = method.call(inputs)
                     end = time.monotonic()
