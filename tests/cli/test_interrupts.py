@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from realrl.runtime.processes.screen import open_screen
+from realrl.runtime.processes.logs import open_screen
 from tests.runtime.processes import end, heed_interrupts, start
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")

@@ -38,7 +38,7 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     from realrl.recipe.load import load_experiment
     from realrl.runtime.output.earlier import describe_finished, find_earlier_run
     from realrl.runtime.output.lock import check_unused
-    from realrl.runtime.processes.environment import set_library_defaults, under_launcher
+    from realrl.runtime.processes.environment import is_debugged, set_library_defaults, under_launcher
 
     set_library_defaults()
     recipe, overrides = resolve_recipe(recipe, overrides)
@@ -56,9 +56,10 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
                 return
             cluster = find_training_cluster(experiment)
             plan = _check(experiment, cluster)
-            # One process also gets a launcher, which restarts it and says why it died, unless this process is not
-            # the command, as in a notebook, or has read the recipe from a pipe.
-            if cluster.size > 1 or (handles_signals() and local_path(recipe).is_file()):
+            # One process gets a launcher, too, which restarts it and says why it died. But a debugger follows only
+            # this process; a notebook or a test calls this function; and a recipe cannot be read from a pipe twice.
+            alone = is_debugged() or not handles_signals() or not local_path(recipe).is_file()
+            if cluster.size > 1 or not alone:
                 from realrl.runtime.launcher.launch import Start, launch_training
                 from realrl.runtime.launcher.local import LocalRanks
                 from realrl.runtime.prepare.gpu import count_visible_gpus

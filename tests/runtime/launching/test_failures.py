@@ -191,6 +191,36 @@ def test_ranks_do_not_outlive_their_launcher_even_if_one_is_stopped(runs: Runs, 
     until(lambda: not runs.leftover())
 
 
+def test_a_run_of_one_process_is_started_again_after_it_was_killed(runs: Runs) -> None:
+    code = killed("count == '0'", "'0'", 2)
+    status, error = end(runs.start("sft", code, cluster="1x1"), starts=2)
+    assert status == 0, error
+    assert re.search(
+        r"note: signal 9 \(Killed\) ended the process of rank 0 in step [23].*; starting again", error
+    )
+    assert len(read_metrics(runs.run_dir)) == 5 and "continues after step 2" in error
+
+
+def test_a_debugger_follows_a_run_of_one_process(runs: Runs) -> None:
+    recipe = runs.world.recipe("sft", runs.directory, cluster="1x1")
+    command = [
+        sys.executable,
+        "-m",
+        "pdb",
+        "-c",
+        "b realrl/runtime/train.py:train",
+        "-c",
+        "c",
+        "-m",
+        "realrl",
+    ]
+    command += ["train", str(recipe)]
+    done = subprocess.run(
+        command, input="p 'here', experiment.algorithm\nq\n", capture_output=True, text=True
+    )
+    assert "('here', 'sft')" in done.stdout, done.stdout + done.stderr
+
+
 ALL_AT_ONCE = """
 import os
 import time

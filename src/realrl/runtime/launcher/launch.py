@@ -63,10 +63,10 @@ class Ranks(Board, Protocol):
         """Signal these ranks, if they still run."""
 
     def kill(self) -> None:
-        """Kill the ranks and what they have started."""
+        """Kill the ranks and their children."""
 
     def keep_logs(self, directory: Path | None) -> Path | None:
-        """Keep the logs of ranks that have ended, in `directory` if possible; return where they are."""
+        """Keep the logs of ranks that have ended, in `directory` if possible; return their directory."""
 
     def close(self) -> None:
         """Release everything that the ranks needed."""
@@ -94,7 +94,7 @@ class Outcome:
     """Directory of the logs, if they are worth looking at."""
 
     def describe(self) -> list[str]:
-        """Describe what other ranks did, and where the logs are: notes for the screen."""
+        """Describe the logs and the work of other ranks: notes for the screen."""
         notes = [] if self.logs is None else [f"the logs of all ranks are in {self.logs}"]
         return notes if self.cause is None else notes + describe_others(self.heartbeats, self.cause.rank)
 

@@ -30,7 +30,7 @@ from realrl.runtime.supervision.failures import ERROR_FILE_VARIABLE
 from realrl.runtime.supervision.orphans import Scratch, kill_ranks
 
 _LAST = 30.0
-"""Seconds after SIGKILL in which the system ends a process, unless a driver or file system keeps it forever."""
+"""Seconds that the system gets to end a process after SIGKILL. A driver or file system may keep it forever."""
 SCREEN = "screen"
 """File in the scratch directory for the first rank's output, on a node of a Ray cluster."""
 _TEMPORARY = "tmp"
@@ -39,7 +39,7 @@ _TEMPORARY = "tmp"
 
 @dataclass(frozen=True)
 class RayNode:
-    """Node of a Ray cluster on which ranks are started."""
+    """Node of a Ray cluster that runs ranks."""
 
     node: int
     """Its number among the nodes of the run."""
@@ -91,7 +91,7 @@ class LocalRanks(FileBoard):
                 self._processes[rank].send_signal(number)
 
     def kill(self) -> None:
-        """Kill the ranks. If one had to be killed, also end what it has started."""
+        """Kill the ranks. If one had to be killed, also kill its children."""
         killed = any(process.poll() is None or process.returncode < 0 for process in self._processes)
         self.signal(signal.SIGKILL, range(len(self._processes)))
         deadline = time.monotonic() + _LAST
@@ -112,7 +112,7 @@ class LocalRanks(FileBoard):
         self._processes = []
 
     def keep_logs(self, directory: Path | None) -> Path | None:
-        """Keep the logs of ranks that have ended, in `directory` if possible; return where they are."""
+        """Keep the logs of ranks that have ended, in `directory` if possible; return their directory."""
         return keep_logs(self.path, directory)
 
     def close(self) -> None:

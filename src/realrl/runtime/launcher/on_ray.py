@@ -185,7 +185,7 @@ class RayRanks:
         return {rank: heartbeat for look in self._looks for rank, heartbeat in look.heartbeats.items()}
 
     def read_failures(self) -> list[Failure]:
-        """Read the failures that ranks have reported, and those of lost nodes."""
+        """Read the failures that ranks have reported, and the failures of lost nodes."""
         found = list(self._lost.values())
         for node in self._find_nodes():
             found += self._call(node, "read_failures") or []
@@ -223,7 +223,7 @@ class RayRanks:
         return directory if directory is not None and directory.is_dir() else None
 
     def close(self) -> None:
-        """Show what is left of the output."""
+        """Show the rest of the output."""
         self._show(b"\n" if self._line else b"")
 
     def _call(self, node: int, method: str, *arguments: Any) -> Any:
@@ -271,7 +271,7 @@ def connect_to_ray(cluster: Cluster, *, gpus: bool | None, settings: LaunchConfi
 
 
 def _list_import_path() -> str:
-    """List where this process imports from, as a value of PYTHONPATH: the user's code may be there."""
+    """Make this process's PYTHONPATH absolute: the user's code may be there."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join(dict.fromkeys(str(Path(entry).absolute()) for entry in given if entry))
 
@@ -281,7 +281,7 @@ def _first_sentence(error: Exception) -> str:
 
 
 def _count_fitting(cluster: Cluster, kind: str) -> int:
-    """Count nodes of `cluster` for which the Ray cluster has a node of its own with as many devices."""
+    """Count the nodes of `cluster` that can each get a node of the Ray cluster with enough devices."""
     import ray
 
     have = sorted((node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]), reverse=True)

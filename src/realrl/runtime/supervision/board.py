@@ -1,7 +1,7 @@
-"""Boards, on which ranks publish heartbeats and failures, and watchdogs read them. No torch, but in `StoreBoard`.
+"""Boards: ranks publish heartbeats and failures there, and watchdogs read them. No torch, but in `StoreBoard`.
 
 A launcher on this machine reads files. The launcher on a Ray cluster reads the same files through actors
-(`runtime/launcher/on_ray.py`). Ranks that torchrun has started use the store by which they met.
+(`runtime/launcher/on_ray.py`). Ranks that torchrun has started use torchrun's store.
 """
 
 import os
@@ -87,7 +87,7 @@ class FileBoard:
 
 
 class StoreBoard:
-    """Board of ranks on several machines: the store by which they met."""
+    """Board of ranks on several machines: the store of their rendezvous."""
 
     def __init__(self, rank: int, world: int, token: str, timeout: float) -> None:
         """Connect to the store whose address torchrun has given.
@@ -165,7 +165,7 @@ class StoreBoard:
 
 
 class WorkProbe:
-    """Tells, by what the system knows, whether a process without heartbeats works."""
+    """Asks the operating system whether a process without heartbeats works."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, int]] = {}

@@ -35,7 +35,7 @@ PLACE = "__realrl_place__"
 """Attribute of an exception with the place in the run at which it was raised."""
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-"""Path of the file in which a rank leaves its failure, for torchrun as for our launchers."""
+"""Path of a rank's error file, for torchrun and for our launchers alike."""
 
 _GLOO = re.compile(r"(^|failed with )\[(\S*/)?gloo/\S+:\d+\] ")
 """Start of gloo's error messages: the place in its source."""
@@ -169,7 +169,7 @@ def report_end(message: str, *, prints: bool) -> None:
 
 
 def _write_error_file(failure: Failure) -> None:
-    """Write the file in which the launcher looks for this process's failure; on a full disk, nothing."""
+    """Write this process's error file, which its launcher reads; on a full disk, nothing."""
     if ERROR_FILE_VARIABLE not in os.environ:
         return
     file = Path(os.environ[ERROR_FILE_VARIABLE])

@@ -1,4 +1,4 @@
-"""Heartbeats: each rank publishes one every second, with what it does now. No torch.
+"""Heartbeats: every second, each rank publishes its current work. No torch.
 
 Watchdogs read them to find ranks that are frozen or stuck. `realrl status` reads the copy in the run directory.
 """
@@ -23,7 +23,7 @@ _LONGEST = 1500
 """Characters of an instruction that are kept."""
 
 Doing = Literal["start", "load", "train", "eval", "save", "end"]
-"""Parts of a run, in the order in which a rank reaches them."""
+"""Parts of a run. A rank reaches them in this order."""
 _PLACES: Mapping[Doing, str] = {
     "start": "at the start",
     "load": "while loading",
@@ -63,7 +63,7 @@ class Heartbeat:
     """Number of training steps that this process has finished."""
     doing: Doing = "start"
     phase: str | None = None
-    """Part of what is done, such as a phase of saving."""
+    """Phase of saving."""
     order: int = 0
     """Position of the instruction's call in the graph."""
     position: int = 0

@@ -76,7 +76,7 @@ def end_with_launcher(launcher: int) -> None:
 
 
 def kill_ranks(scratch: Path) -> None:
-    """Kill the other processes of a launcher: ranks and what they have started."""
+    """Kill the other processes of a launcher: ranks and their children."""
     for pid in find_ranks(scratch):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)

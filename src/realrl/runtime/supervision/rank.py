@@ -78,7 +78,7 @@ class Supervision:
         _repeat("status", STATUS_EVERY, self._write_status, self._closed)
 
     def leave(self, error: object) -> None:
-        """Begin to exit; tell the other ranks about a failure that they may not know."""
+        """Begin to exit; report a failure that other ranks may not know."""
         if not isinstance(error, BaseException):
             self.activity.enter("end")
             return

@@ -22,7 +22,7 @@ GAP = 10.0
 _BUSY = 0.5
 """CPU seconds per second above which a process computes."""
 _LIVELY = ("train", "eval", "save")
-"""Parts of a run in which something should always make progress."""
+"""Parts of a run that should always make progress."""
 _SLOW = 4
 """Factor on the limit in all other parts: models come from file systems and networks."""
 
@@ -49,7 +49,7 @@ class Watchdog:
         """CPU seconds of each rank at the last progress of any rank."""
 
     def check(self, heartbeats: Mapping[int, Heartbeat]) -> Failure | None:
-        """Check the ranks that should be alive, every few seconds; return what is wrong."""
+        """Check the ranks that should be alive, every few seconds; return the failure, if there is one."""
         now = self._clock()
         late = now - self._checked
         if late > GAP:
@@ -128,7 +128,7 @@ def _make_failure(rank: int, message: str, *, device: bool = False) -> Failure:
 
 
 def describe_others(heartbeats: Mapping[int, Heartbeat], culprit: int) -> list[str]:
-    """Describe what the other ranks did when one failed: a text for each place, with all ranks there."""
+    """Describe the work of the other ranks when one failed: a text for each place, with all ranks there."""
     places: dict[str, list[Heartbeat]] = {}
     for rank, heartbeat in heartbeats.items():
         if rank != culprit:
