@@ -3,13 +3,9 @@
 import os
 import sys
 
-from realrl.runtime.processes.environment import (
-    SCRATCH_VARIABLE,
-    has_abandoned_threads,
-    leave,
-    under_launcher,
-)
+from realrl.runtime.processes.environment import has_abandoned_threads, leave, under_launcher
 from realrl.runtime.processes.signals import find_interruption, forget_signals, raise_signals
+from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE
 
 
 def main() -> None:

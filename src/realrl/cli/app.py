@@ -25,8 +25,9 @@ from realrl.cli.report import report
 from realrl.cli.show import show
 from realrl.cli.tokenizer import tokenizer
 from realrl.cli.train import train
-from realrl.runtime.processes.environment import SCRATCH_VARIABLE, is_writer
+from realrl.runtime.processes.environment import is_writer
 from realrl.runtime.processes.signals import Interrupted, find_interruption
+from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE
 
 app = typer.Typer(
     name="realrl",

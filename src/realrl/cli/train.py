@@ -153,8 +153,8 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
 def _write_end(run_dir: Path, failure: BaseException | None) -> None:
     """Write how the run ended; in processes of the local launcher, it does, knowing the first cause and whether it
     starts them again."""
-    from realrl.runtime.processes.environment import SCRATCH_VARIABLE
     from realrl.runtime.supervision.failures import describe_failure
+    from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE
     from realrl.runtime.supervision.run_end import write_end
 
     if SCRATCH_VARIABLE in os.environ:

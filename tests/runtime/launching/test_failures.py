@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from realrl.runtime.processes.environment import SCRATCH_VARIABLE
 from realrl.runtime.supervision.heartbeat import read_statuses
+from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE
 from tests.conftest import World, read_metrics
 from tests.runtime.processes import alive, end, ranks, start, until
 

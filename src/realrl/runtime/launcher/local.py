@@ -19,7 +19,6 @@ from realrl.runtime.processes.environment import (
     LAUNCHER_VARIABLE,
     PLAN_VARIABLE,
     RESTART_VARIABLE,
-    SCRATCH_VARIABLE,
     SLOT_VARIABLE,
     STORE_VARIABLE,
 )
@@ -27,7 +26,7 @@ from realrl.runtime.processes.logs import keep_logs, name_log_file
 from realrl.runtime.processes.signals import show_cursor
 from realrl.runtime.supervision.board import FileBoard
 from realrl.runtime.supervision.failures import ERROR_FILE_VARIABLE
-from realrl.runtime.supervision.orphans import Scratch, kill_ranks
+from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE, Scratch, kill_ranks
 
 _LAST = 30.0
 """Seconds that the system gets to end a process after SIGKILL. A driver or file system may keep it forever."""

@@ -11,7 +11,8 @@ from typing import Any
 
 from realrl.config.files import whole_file
 from realrl.config.secrets.redaction import redact
-from realrl.runtime.processes.environment import SCRATCH_VARIABLE, restart_count
+from realrl.runtime.processes.environment import restart_count
+from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE
 
 LOGS = "logs"
 """Directory of a run with the log of each rank."""

@@ -37,8 +37,8 @@ from realrl.runtime.processes.groups import (
 from realrl.runtime.processes.host_memory import steady_memory
 from realrl.runtime.processes.logs import LOGS, move_log
 from realrl.runtime.processes.messages import gather_values
+from realrl.runtime.processes.rank_supervision import Supervision
 from realrl.runtime.supervision.heartbeat import Activity
-from realrl.runtime.supervision.rank import Supervision
 
 Device = Literal["auto", "cpu", "cuda"]
 

@@ -17,7 +17,7 @@ from typing import Self
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.config.files import as_os_error, partial_path, reason_of
 from realrl.config.secrets.redaction import redact
-from realrl.runtime.processes.environment import SCRATCH_VARIABLE, is_writer
+from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE
 
 USER_STATUS, RUN_STATUS = 2, 1
 """Exit status after a mistake that the user can correct, and after any other failure."""
@@ -147,12 +147,12 @@ def report_failure(error: Exception) -> int:
         log_error(error)
     # All ranks of a node find the same mistakes in a user's input, but nodes may have different files.
     elif (
-        is_writer()
+        failure.rank == 0
         or int(os.environ.get("LOCAL_RANK", 0)) == 0
         or failure.alone
         or failure.status != USER_STATUS
     ):
-        print_failure(failure, prefix="" if is_writer() else f"rank {failure.rank}: ")
+        print_failure(failure, prefix="" if failure.rank == 0 else f"rank {failure.rank}: ")
     return failure.status
 
 
@@ -162,7 +162,7 @@ def report_end(message: str, *, prints: bool) -> None:
     distance = CAUSE if prints else CONSEQUENCE
     _write_error_file(Failure(text, RUN_STATUS, _rank(), time.time(), distance))
     if prints:
-        own = "" if is_writer() else f"rank {_rank()}: "
+        own = f"rank {_rank()}: " if _rank() else ""
         print("\n".join([*notes, f"realrl: {own}{text}"]), file=sys.stderr, flush=True)
     else:
         os.write(2, f"ends because {text}\n".encode())

@@ -12,7 +12,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from realrl.runtime.processes.environment import SCRATCH_VARIABLE
+SCRATCH_VARIABLE = "REALRL_SCRATCH"
+"""Environment variable with the directory in which ranks of our launchers leave heartbeats, failures and logs."""
 
 _PREFIX = "realrl-ranks-"
 _LOCK = "lock"

@@ -13,7 +13,7 @@ import torch
 
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.recipe.sections.launch import LaunchConfig
-from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, SCRATCH_VARIABLE, restart_count
+from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, restart_count
 from realrl.runtime.processes.host_memory import read_memory
 from realrl.runtime.processes.signals import deferred_termination
 from realrl.runtime.supervision.board import FileBoard, StoreBoard
@@ -26,7 +26,7 @@ from realrl.runtime.supervision.failures import (
     report_end,
 )
 from realrl.runtime.supervision.heartbeat import INTERVAL, RANKS, Activity, write_status
-from realrl.runtime.supervision.orphans import end_with_launcher
+from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE, end_with_launcher
 from realrl.runtime.supervision.watchdog import PeerWatch
 
 STATUS_EVERY = 2.0
