@@ -26,10 +26,9 @@ from typing import Any
 import torch
 from harness import ROOT, Results, SilentObserver, list_demo_overrides, make_parser
 
-from realrl.checkpoint.state.manifest import read_manifest
-from realrl.checkpoint.state.pieces import TensorPieces
-from realrl.checkpoint.state.reader import read_state
-from realrl.checkpoint.state.writer import write_state
+from realrl.checkpoint.contents import TensorPieces
+from realrl.checkpoint.manifest import read_manifest
+from realrl.checkpoint.storage import read_state, write_state
 from realrl.recipe.load import load_experiment
 from realrl.runtime.train import train
 from realrl.runtime.training_run import TrainingRun

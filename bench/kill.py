@@ -23,9 +23,8 @@ from typing import Any
 
 import yaml
 
-from realrl.testing.models import save_model
 from realrl.testing.records import list_sentences, make_up_records
-from realrl.testing.shape import SHAPE
+from realrl.testing.shrink import SHAPE, save_model
 
 STEPS = 4
 KILLS = 8
@@ -66,7 +65,7 @@ if os.environ.get("RANK") is not None:
 
     if point is not None:
         from realrl.checkpoint.state import writer
-        from realrl.runtime.checkpoints import checkpointer
+        from realrl.runtime import checkpointer
         from realrl.runtime.supervision.heartbeat import Activity
         from realrl.runtime.worker.roles import Roles
 
@@ -116,7 +115,7 @@ class World:
     """Directory with tokenizer, records, models and runs."""
 
     def __init__(self, root: Path) -> None:
-        from realrl.data.tokenizer import train_bpe
+        from realrl.huggingface.tokenizers import train_bpe
 
         self.root = root
         tokenizer = train_bpe(list_sentences(), SHAPE["vocab_size"])

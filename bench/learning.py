@@ -22,15 +22,15 @@ import torch
 import yaml
 from harness import Results, make_parser, realrl
 
-from realrl.algorithms.policy.inference import LogprobsInference
-from realrl.checkpoint import huggingface
+from realrl.algorithms.policy_methods import LogprobsInference
 from realrl.data.batch import Batch, Ragged
-from realrl.data.tokenizer import load_tokenizer
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
-from realrl.recipe.settings import GenerationConfig
-from realrl.runtime.setup import read_stop_token_ids
+from realrl.huggingface import model_files
+from realrl.huggingface.tokenizers import load_tokenizer
+from realrl.recipe.generation import GenerationConfig
+from realrl.runtime.prepare.inputs import read_stop_token_ids
 
 DATA, SFT, REWARD = Path("data/demo"), Path("runs/demo/sft/final"), Path("runs/demo/reward/final")
 NEW_TOKENS, ANSWERS = 32, 4
@@ -108,7 +108,7 @@ class Judgement:
 
         self._judge = vader
         self._tokenizer = load_tokenizer(str(SFT))
-        self._stop = read_stop_token_ids(self._tokenizer, str(SFT), huggingface.read_shape(SFT).vocab_size)
+        self._stop = read_stop_token_ids(self._tokenizer, str(SFT), model_files.read_shape(SFT).vocab_size)
         self._reference = load(SFT)
         lines = (DATA / "prompts_eval.jsonl").read_text(encoding="utf-8").splitlines()
         bos = [] if self._tokenizer.bos_token_id is None else [self._tokenizer.bos_token_id]
@@ -149,9 +149,9 @@ class Judgement:
 
 def load(directory: Path) -> Model:
     """Load a language model without sharding."""
-    shape = huggingface.read_shape(directory)
+    shape = model_files.read_shape(directory)
     model = make_unsharded_model(shape, "lm", dtype=torch.float32, device=torch.device("cpu"))
-    huggingface.load(directory, shape, model.layout.specs, model.parameters)
+    model_files.load(directory, shape, model.layout.specs, model.parameters)
     return model
 
 

@@ -32,12 +32,12 @@ from harness import Results, make_parser
 
 from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import ModelShape
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.memory.kv_cache import kv_cache_bytes
+from realrl.planner.memory.activations import kv_cache_bytes
 from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.workload.flops import count_flops
 from realrl.planner.workload.shard_sizes import LocalSizes

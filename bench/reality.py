@@ -31,15 +31,15 @@ import yaml
 from harness import Results, make_parser, realrl
 from scipy.stats import spearmanr
 
-from realrl.data.tokenizer import train_bpe
 from realrl.dataflow.graph import DataflowGraph
+from realrl.huggingface.tokenizers import train_bpe
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.plan.presets import make_plan
-from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.profile.profile import Profile
+from realrl.planner.report.comparison import Comparison
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.uncertainty.ranking import StepSampler
 from realrl.recipe.graphs import build_graph

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.families.shape import ModelShape
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.routing.routes import Reallocation, reallocate

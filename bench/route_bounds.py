@@ -38,12 +38,11 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 from realrl.families.shape import Head, ModelShape
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.region import Region
-from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import reallocate
-from realrl.plan.cluster import Cluster
+from realrl.plan.cluster import Cluster, Links
 from realrl.plan.placement import Mesh, Placement, Strategy
 
 PER_NODE = 8

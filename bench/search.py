@@ -22,14 +22,14 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from harness import Results, make_parser
 
-from realrl.algorithms.ppo.graph import train_graph
-from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
-from realrl.families.sizes.published import SHAPES
+from realrl.algorithms.ppo import ALGORITHM as PPO_SPEC
+from realrl.algorithms.ppo import train_graph
+from realrl.families.sizes import SHAPES
 from realrl.plan.presets import make_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.evaluate.timeline import Timeline
 from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.search.many_plans import Timeline
 from realrl.planner.search.search import search_plans
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import build_problem

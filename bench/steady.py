@@ -66,9 +66,9 @@ def train_one_rank(recipe: str, changes: list[str], out: Path) -> None:
 
 def make_tiny_world(directory: Path) -> str:
     """Write prompts, a tokenizer, an actor, a reward model and a recipe; return the recipe's path."""
-    from realrl.data.tokenizer import train_bpe
-    from realrl.testing.models import save_model
+    from realrl.huggingface.tokenizers import train_bpe
     from realrl.testing.records import list_sentences, make_up_records
+    from realrl.testing.shrink import save_model
 
     tokenizer = train_bpe(list_sentences(), TINY["vocab_size"])
     for role, head in (("actor", "lm"), ("reward", "scalar")):

@@ -13,21 +13,38 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from realrl.algorithms.base import PlainTrain, StatelessAlgorithm
-from realrl.algorithms.method import GenerateMethod, Method, Metrics, ModelOutput, Sum
-from realrl.algorithms.packed import Responses
-from realrl.algorithms.policy.report import OPTIONAL_CALLS
-from realrl.algorithms.rewards.config import RewardSetting, check_models
-from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
-from realrl.algorithms.rewards.methods import make_reward_methods
-from realrl.config.base import Settings
-from realrl.data.batch import Batch, Ragged
-from realrl.dataflow.call import Call, Key, Kind
-from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
-from realrl.recipe.experiment import Experiment, Models
-from realrl.recipe.model import ModelConfig, TrainedModelConfig
-from realrl.recipe.settings import GenerationConfig
+from realrl.algorithms import (
+    OPTIONAL_CALLS,
+    AlgorithmSpec,
+    Batch,
+    Call,
+    DataflowGraph,
+    Experiment,
+    GenerateMethod,
+    GenerationConfig,
+    Key,
+    Kind,
+    Method,
+    Metrics,
+    ModelConfig,
+    ModelOutput,
+    Models,
+    PlainTrain,
+    Ragged,
+    Responses,
+    RewardSetting,
+    RoleSpec,
+    Settings,
+    StatelessAlgorithm,
+    Sum,
+    SummaryMetric,
+    TrainedModelConfig,
+    check_models,
+    get_eval_generation,
+    list_score_keys,
+    make_reward_methods,
+    score_sequences,
+)
 
 # What a user writes. Docstrings and fields are what `realrl config` prints.
 
@@ -213,8 +230,7 @@ def methods(
     experiment: OnlineDPOExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> StatelessAlgorithm:
     """A method for every call of both graphs."""
-    sampling, eval_sampling = experiment.generation, ALGORITHM.eval_generation(experiment)
-    assert eval_sampling is not None, "the algorithm generates"
+    sampling, eval_sampling = experiment.generation, get_eval_generation(experiment)
     table: dict[str, Method] = {
         **{sample(side).name: GenerateMethod(sampling, eval_sampling) for side in SIDES},
         "ref.inference": Reference(),

@@ -6,6 +6,8 @@ Everything goes to data/examples, takes seconds, and needs no network.
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from string import ascii_lowercase
@@ -14,8 +16,6 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
-
-from realrl.data.tokenizer import train_bpe
 
 PLACE = Path("data/examples")
 KINDS = {
@@ -75,9 +75,12 @@ def main() -> None:
     ]
     write_records("questions.jsonl", questions)
     write_records("films.jsonl", [{"prompt": film} for film in FILMS] * 4)
-    answers = [f"{q['prompt']} {word}" for q in questions for word in q["accepted"]]
-    praise = [f"{film} {word}" for film in FILMS for words in MOODS.values() for word in words]
-    train_bpe([*answers, *praise], 360).save_pretrained(str(PLACE / "tokenizer"))
+    answers = [{"prompt": q["prompt"], "answer": f" {word}"} for q in questions for word in q["accepted"]]
+    praise = [{"prompt": f, "answer": f" {w}"} for f in FILMS for words in MOODS.values() for w in words]
+    write_records("texts.jsonl", [*answers, *praise])
+    texts, tokenizer = str(PLACE / "texts.jsonl"), str(PLACE / "tokenizer")
+    options = ["--out", tokenizer, "--vocab-size", "360", "--overwrite"]
+    subprocess.run([sys.executable, "-m", "realrl", "tokenizer", texts, *options], check=True)
     make_classifier(PLACE / "classifier")
     print(f"{PLACE}: questions.jsonl, films.jsonl, tokenizer, classifier")
 

@@ -17,10 +17,10 @@ if not torch.cuda.is_available():
     # imports it.
     os.environ["TRITON_INTERPRET"] = "1"
 
-from realrl.config.machine.processor import ProductChoice, keep_choice
+from realrl.config.hardware import ProductChoice, keep_choice
 from realrl.testing import compare
 from realrl.testing.records import list_sentences, make_up_records
-from realrl.testing.shape import SHAPE
+from realrl.testing.shrink import SHAPE
 
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["gpu_branches"]
 """These tests give CPU tensors to kernels, which only Triton's interpreter takes; it is off if there is a GPU."""
@@ -148,8 +148,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def build_world(root: Path, sizes: Mapping[str, Any]) -> World:
     """Byte-level BPE tokenizer, data files, and an actor and a reward model of random weights."""
-    from realrl.data.tokenizer import train_bpe
-    from realrl.testing.models import save_model
+    from realrl.huggingface.tokenizers import train_bpe
+    from realrl.testing.shrink import save_model
 
     tokenizer = train_bpe(list_sentences(), sizes["vocab_size"])
     tokenizer.save_pretrained(str(root / "tokenizer"))

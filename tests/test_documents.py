@@ -208,7 +208,7 @@ def test_installing_names_the_extras_there_are() -> None:
 def test_the_description_of_a_recipe_lists_the_names_of_shapes(
     capsys: pytest.CaptureFixture[str], algorithm: str
 ) -> None:
-    from realrl.families.sizes.published import SHAPES
+    from realrl.families.sizes import SHAPES
 
     assert run_app(["config", algorithm]) == 0
     text = capsys.readouterr().out

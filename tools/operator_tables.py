@@ -26,15 +26,15 @@ from numpy.typing import NDArray
 from pyarrow import parquet
 
 from realrl.planner.cluster.devices import DEVICES, DeviceKind
-from realrl.planner.operators.bounds import (
+from realrl.planner.operators.tables import (
+    ROUNDS,
+    Grid,
     TablePoint,
     place_collective,
     place_decode,
     place_prefill,
     place_product,
 )
-from realrl.planner.operators.grid import Grid
-from realrl.planner.operators.tables import ROUNDS
 
 ROOT = Path(__file__).parents[1]
 TABLES = ROOT / "src/realrl/planner/operators/measured"

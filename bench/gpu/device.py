@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from realrl.families.shape import ModelShape
-from realrl.families.sizes.published import SHAPES as PUBLISHED
+from realrl.families.sizes import SHAPES as PUBLISHED
 
 SHAPES = {"0.5B": "qwen2.5-0.5b", "1.5B": "qwen2.5-1.5b", "7B": "qwen2.5-7b"}
 """Published shapes by size. Weights are random."""

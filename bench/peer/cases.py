@@ -15,11 +15,11 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from realrl.checkpoint import huggingface
-from realrl.checkpoint.initial_weights import initialise
 from realrl.engine.model import make_unsharded_model
 from realrl.families.shape import Head, ModelShape
-from realrl.families.sizes.published import SHAPES as PUBLISHED
+from realrl.families.sizes import SHAPES as PUBLISHED
+from realrl.huggingface import model_files
+from realrl.huggingface.initial_weights import initialise
 
 SHAPES = {
     "5M": ModelShape(
@@ -212,7 +212,7 @@ def make_model(directory: Path, shape: ModelShape, head: Head) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token=PAD, eos_token=EOS)
     model = make_unsharded_model(shape, head, dtype=torch.float32, device=torch.device("cpu"))
     initialise(model.parameters, model.layout.specs, shape, 1)
-    huggingface.save(directory, shape, head, model.parameters, tokenizer, torch.float32)
+    model_files.save(directory, shape, head, model.parameters, tokenizer, torch.float32)
 
 
 def reward(completions: list[str], completion_ids: list[list[int]], **fields: Any) -> list[float]:

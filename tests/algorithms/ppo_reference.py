@@ -11,9 +11,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from realrl.algorithms.method import ModelOutput, Sum
-from realrl.algorithms.ppo.config import PPOConfig
+from realrl.algorithms.base.method import ModelOutput, Sum
+from realrl.algorithms.ppo import PPOConfig
+from realrl.algorithms.ppo_methods import PPOAlgorithm
 from realrl.data.batch import Batch, Ragged
+from realrl.recipe.graphs import build_eval_graph, build_graph
+from realrl.recipe.load import parse_experiment
 
 VOCABULARY = 11
 T = TypeVar("T")
@@ -157,3 +160,17 @@ def on_ranks(count: int, work: Callable[[int, Sum], T]) -> list[T]:
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(run, range(count)))
+
+
+def make_algorithm(config: PPOConfig, **generation: float) -> PPOAlgorithm:
+    """The algorithm of a recipe with these settings."""
+    recipe = {
+        "algorithm": "ppo",
+        "run_dir": "r",
+        "data": {"train": "t", "eval": "e", "batch": config.minibatches},
+        "models": {"actor": {"path": "a"}, "reward": {"path": "b"}},
+        "ppo": config.model_dump(),
+        "generation": generation,
+    }
+    experiment = parse_experiment(recipe)
+    return PPOAlgorithm(experiment, build_graph(experiment), build_eval_graph(experiment))

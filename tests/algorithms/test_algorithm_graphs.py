@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 
-from realrl.algorithms.base import PlainTrain, StatelessAlgorithm
+from realrl.algorithms.base.method import GenerateMethod, PlainTrain, StatelessAlgorithm
 from realrl.algorithms.build import build_algorithm
-from realrl.algorithms.method import GenerateMethod
-from realrl.algorithms.ppo.actor import ActorTrain
-from realrl.algorithms.ppo.config import PPOConfig
-from realrl.algorithms.ppo.spec import ALGORITHM as PPO
+from realrl.algorithms.ppo import ALGORITHM as PPO
+from realrl.algorithms.ppo import PPOConfig
+from realrl.algorithms.ppo_methods import ActorTrain
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Kind
 from realrl.recipe.experiment import Experiment
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.load import parse_experiment
-from realrl.recipe.settings import GenerationConfig
 from tests.conftest import PPO_CALLS
 
 MODELS = {
@@ -95,11 +94,11 @@ def test_every_call_has_a_method(algorithm: str) -> None:
         ),
         (
             {"reward.inference": PlainTrain()},
-            "reward.inference has no sequences, which algorithms.method.InferenceMethod needs",
+            "reward.inference has no sequences, which realrl.algorithms.InferenceMethod needs",
         ),
         (
             {"actor.train": PlainTrain()},
-            "actor.train has no sequences, which algorithms.method.TrainMethod needs",
+            "actor.train has no sequences, which realrl.algorithms.TrainMethod needs",
         ),
         ({"actor.train": SimpleNamespace(entropy=False)}, "actor.train has no epochs, which"),
         ({"actor.train": ActorTrain(PPOConfig(epochs=2))}, "actor.train passes 2 times over its items"),
@@ -142,5 +141,5 @@ def test_ppo_keys_per_token_have_the_lengths_of_sequences() -> None:
 
 
 def test_graphs_are_built_without_torch() -> None:
-    code = "import sys, realrl.algorithms.ppo.spec; sys.exit('torch' in sys.modules)"
+    code = "import sys, realrl.algorithms.ppo; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,17 +7,21 @@ import pytest
 import torch
 from ppo_reference import random_items, to_batch
 
-from realrl.algorithms.distillation.config import DistillationConfig, OfflineDistillationConfig
-from realrl.algorithms.distillation.distributions import DivergenceTrain
-from realrl.algorithms.distillation.drawn import DrawnTeacher, DrawnTrain
-from realrl.algorithms.distillation.losses import compute_divergence, estimate_divergence
-from realrl.algorithms.method import ModelOutput
+from realrl.algorithms.base.method import ModelOutput
+from realrl.algorithms.distillation import DistillationConfig, OfflineDistillationConfig
+from realrl.algorithms.distillation_methods import (
+    DivergenceTrain,
+    DrawnTeacher,
+    DrawnTrain,
+    compute_divergence,
+    estimate_divergence,
+)
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
 from realrl.plan.cluster import Cluster
 from realrl.recipe.load import parse_experiment
 from realrl.runtime.prepare.compile import compile_recipe
-from realrl.testing.shape import SHAPE
+from realrl.testing.shrink import SHAPE
 
 KINDS = [("reverse_kl", 1.0), ("forward_kl", 0.0), ("jsd", 0.5), ("jsd", 0.1)]
 VOCABULARY = 40

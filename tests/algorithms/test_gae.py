@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ppo_reference import alone, random_items, reference_advantages, reference_kl, reference_reward, to_batch
 
-from realrl.algorithms.packed import Responses, last_of_rows
-from realrl.algorithms.ppo.advantages import gae
-from realrl.algorithms.ppo.config import PPOConfig
-from realrl.algorithms.ppo.experience import ExperienceMaker
+from realrl.algorithms.base.rows import Responses, last_of_rows
+from realrl.algorithms.ppo import PPOConfig
+from realrl.algorithms.ppo_experience import ExperienceMaker, gae
 from realrl.data.batch import Ragged
 
 

@@ -9,11 +9,11 @@ import torch
 from ppo_reference import on_ranks
 from torch import Tensor
 
-from realrl.algorithms.kto.config import KTOConfig
-from realrl.algorithms.kto.method import KTOTrain, LabelledInference
-from realrl.algorithms.method import ModelOutput
+from realrl.algorithms.base.method import ModelOutput
+from realrl.algorithms.kto import KTOConfig
+from realrl.algorithms.kto_methods import KTOTrain, LabelledInference
 from realrl.data.batch import Batch, Ragged
-from realrl.data.mismatch import mismatch_completions
+from realrl.data.dataset import mismatch_completions
 
 
 def random_batch(seed: int, count: int = 6) -> Batch:

@@ -11,17 +11,17 @@ import torch
 from ppo_reference import Item, on_ranks, random_items, to_batch
 from torch import Tensor
 
-from realrl.algorithms.method import ModelOutput
-from realrl.algorithms.packed import Responses
-from realrl.algorithms.policy_gradient.config import PolicyGradientConfig
-from realrl.algorithms.policy_gradient.spec import make_policy_gradient_spec
-from realrl.algorithms.policy_gradient.train import PolicyGradientTrain, StepSizes
+from realrl.algorithms.base.method import ModelOutput
+from realrl.algorithms.base.rows import Responses
+from realrl.algorithms.policy_gradient import PolicyGradientConfig
+from realrl.algorithms.policy_gradient_methods import PolicyGradientTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
 from realrl.recipe.model import OptimizerConfig
-from realrl.testing.shape import SHAPE
+from realrl.recipe.registry import find_algorithm
+from realrl.testing.shrink import SHAPE
 
 PROMPTS, SAMPLES, MOST = 3, 4, 7
 
@@ -31,12 +31,12 @@ def alone(tensor: Tensor) -> Tensor:
 
 
 def config_of(preset: str, **changes: Any) -> PolicyGradientConfig:
-    section: PolicyGradientConfig = make_policy_gradient_spec(preset).recipe.model_fields["policy"].default
+    section: PolicyGradientConfig = find_algorithm(preset)[0].recipe.model_fields["policy"].default
     return type(section).model_validate(section.model_dump() | changes)
 
 
 def make_train(config: PolicyGradientConfig, *, skips: bool = False) -> PolicyGradientTrain:
-    return PolicyGradientTrain(config, StepSizes(prompts=PROMPTS, max_new_tokens=MOST), skips=skips)
+    return PolicyGradientTrain(config, prompts=PROMPTS, max_new_tokens=MOST, skips=skips)
 
 
 def random_batch(seed: int, samples: int = SAMPLES) -> tuple[list[Item], Batch]:

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realrl.algorithms.policy.losses import approximate_kl, compute_policy_loss
-from realrl.algorithms.ppo.losses import value_loss
+from realrl.algorithms.policy_methods import approximate_kl, compute_policy_loss
+from realrl.algorithms.ppo_methods import value_loss
 
 number = st.floats(-3, 3, width=32)
 triples = st.lists(st.tuples(number, number, number), min_size=1, max_size=12)

@@ -6,6 +6,7 @@ from ppo_reference import (
     TableModel,
     action_rows,
     alone,
+    make_algorithm,
     mean_and_std,
     on_ranks,
     random_items,
@@ -15,30 +16,20 @@ from ppo_reference import (
     to_batch,
 )
 
-from realrl.algorithms.method import Metrics
-from realrl.algorithms.policy.graph import make_eval_graph
-from realrl.algorithms.policy.inference import RefInference
-from realrl.algorithms.ppo.actor import ActorTrain
-from realrl.algorithms.ppo.config import PPOConfig
-from realrl.algorithms.ppo.critic import CriticTrain
-from realrl.algorithms.ppo.graph import train_graph
-from realrl.algorithms.ppo.inference import CriticInference
-from realrl.algorithms.ppo.method import PPOAlgorithm
-from realrl.algorithms.rewards.inference import RewardInference
+from realrl.algorithms.base.method import Metrics
+from realrl.algorithms.policy import make_eval_graph
+from realrl.algorithms.policy_methods import RefInference
+from realrl.algorithms.ppo import PPOConfig, train_graph
+from realrl.algorithms.ppo_methods import ActorTrain, CriticInference, CriticTrain, PPOAlgorithm
+from realrl.algorithms.rewards.methods import RewardInference
 from realrl.data.batch import Batch
-from realrl.recipe.settings import GenerationConfig
 
 ADAPTIVE = {"coef": 0.3, "adaptive": True, "target": 2.0, "horizon": 100}
 EVERYTHING = PPOConfig(kl=ADAPTIVE, value_norm="running", missing_eos_penalty=0.4, truncated="score")
 
 
 def algorithm(config: PPOConfig) -> PPOAlgorithm:
-    return PPOAlgorithm(
-        graph=train_graph(minibatches=config.minibatches),
-        eval_graph=make_eval_graph(),
-        config=config,
-        generation=GenerationConfig(temperature=0.8),
-    )
+    return make_algorithm(config, temperature=0.8)
 
 
 def flat(rows: list[list[float]]) -> list[float]:

@@ -8,34 +8,21 @@ from ppo_reference import (
     TableModel,
     action_rows,
     alone,
+    make_algorithm,
     mean_and_std,
     random_items,
     reference_advantages,
     to_batch,
 )
 
-from realrl.algorithms.method import ModelOutput
-from realrl.algorithms.policy.graph import make_eval_graph
-from realrl.algorithms.policy.inference import RefInference
-from realrl.algorithms.ppo.actor import ActorTrain
-from realrl.algorithms.ppo.config import PPOConfig
-from realrl.algorithms.ppo.critic import CriticTrain
-from realrl.algorithms.ppo.graph import train_graph
-from realrl.algorithms.ppo.method import PPOAlgorithm
-from realrl.algorithms.rewards.inference import RewardInference
+from realrl.algorithms.base.method import ModelOutput
+from realrl.algorithms.policy_methods import RefInference
+from realrl.algorithms.ppo import PPOConfig
+from realrl.algorithms.ppo_methods import ActorTrain, CriticTrain
+from realrl.algorithms.rewards.methods import RewardInference
 from realrl.data.batch import Batch, Ragged
-from realrl.recipe.settings import GenerationConfig
 
 ADAPTIVE = {"coef": 0.3, "adaptive": True, "target": 2.0, "horizon": 100}
-
-
-def make_algorithm(config: PPOConfig, **sampling: float) -> PPOAlgorithm:
-    return PPOAlgorithm(
-        graph=train_graph(minibatches=config.minibatches),
-        eval_graph=make_eval_graph(),
-        config=config,
-        generation=GenerationConfig(**sampling),
-    )
 
 
 def flat(rows: list[list[float]]) -> list[float]:

@@ -11,16 +11,20 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from realrl.algorithms.method import Metrics, ModelOutput
-from realrl.algorithms.preference.config import PreferenceConfig
-from realrl.algorithms.preference.losses import compute_preference_loss
-from realrl.algorithms.preference.method import PairLogprobs, PreferenceInference, PreferenceTrain
-from realrl.algorithms.preference.spec import make_preference_spec
+from realrl.algorithms.base.method import Metrics, ModelOutput
+from realrl.algorithms.preference import PreferenceConfig
+from realrl.algorithms.preference_methods import (
+    PairLogprobs,
+    PreferenceInference,
+    PreferenceTrain,
+    compute_preference_loss,
+)
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.load import parse_experiment
+from realrl.recipe.registry import find_algorithm
 
 VOCABULARY = 7
 
@@ -30,7 +34,7 @@ def alone(tensor: Tensor) -> Tensor:
 
 
 def config_of(preset: str, **changes: Any) -> PreferenceConfig:
-    section: PreferenceConfig = make_preference_spec(preset).recipe.model_fields["preference"].default
+    section: PreferenceConfig = find_algorithm(preset)[0].recipe.model_fields["preference"].default
     return type(section).model_validate(section.model_dump() | changes)
 
 

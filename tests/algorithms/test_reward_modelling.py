@@ -8,12 +8,18 @@ import pytest
 import torch
 from ppo_reference import VOCABULARY, TableModel
 
-from realrl.algorithms.method import ModelOutput
-from realrl.algorithms.reward.config import PairLossConfig, RankingConfig
-from realrl.algorithms.reward.losses import bradley_terry_loss, plackett_luce_loss
-from realrl.algorithms.reward.method import PairInference, RewardTrain
-from realrl.algorithms.reward.process import StepInference, StepTrain
-from realrl.algorithms.reward.ranking import RankingInference, RankingTrain
+from realrl.algorithms.base.method import ModelOutput
+from realrl.algorithms.reward_model import PairLossConfig, RankingConfig
+from realrl.algorithms.reward_model_methods import (
+    PairInference,
+    RankingInference,
+    RankingTrain,
+    RewardTrain,
+    StepInference,
+    StepTrain,
+    bradley_terry_loss,
+    plackett_luce_loss,
+)
 from realrl.data.batch import Batch, Ragged
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from ppo_reference import on_ranks
 
-from realrl.algorithms.samples import gather_samples
+from realrl.algorithms.base.rows import gather_samples
 from realrl.config.errors import UserError
 
 

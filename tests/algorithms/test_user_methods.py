@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from realrl.algorithms.base.method import ModelOutput
 from realrl.algorithms.build import build_algorithm
-from realrl.algorithms.method import ModelOutput
-from realrl.algorithms.output_checks import check_outputs
+from realrl.algorithms.guard import check_outputs
 from realrl.config.errors import UserCodeError, UserError
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.load import parse_experiment
-from realrl.testing.shape import SHAPE
+from realrl.testing.shrink import SHAPE
 
 EXAMPLE = (Path(__file__).parents[2] / "examples" / "online_dpo.py").read_text(encoding="utf-8")
 RECIPE = {
@@ -265,8 +265,8 @@ def test_lack_of_memory_is_not_blamed_on_the_function_where_it_shows(tmp_path: P
 @pytest.mark.parametrize(
     ("new", "problem"),
     [
-        ("return None", "gave None; it must give an algorithms.method.Algorithm, which has graph"),
-        ("return {}", "gave a dict; it must give an algorithms.method.Algorithm, which has graph"),
+        ("return None", "gave None; it must give a realrl.algorithms.Algorithm, which has graph"),
+        ("return {}", "gave a dict; it must give a realrl.algorithms.Algorithm, which has graph"),
     ],
 )
 def test_what_is_no_algorithm_is_named(new: str, problem: str, tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from realrl.cli.app import run_app
 from realrl.families.registry import list_families
 from realrl.families.shape import ModelShape
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 
 FILE = """
 from dataclasses import replace
-from realrl.families.llamas.llama import FAMILY as LLAMA
+from realrl.families.built_in.llama import LLAMA
 
 FAMILY = replace(LLAMA, architectures={**LLAMA.architectures, "lm": "MyLM"})
 """
@@ -95,4 +95,4 @@ def test_an_unknown_family_is_one_error_message(capsys: pytest.CaptureFixture[st
     for more in ([], ["--json"]):
         assert run_app(["models", "lama", *more]) == 2
         out, error = capsys.readouterr()
-        assert (out, error) == ("", "realrl: 'lama' is no model family; did you mean llama?\n")
+        assert (out, error) == ("", "realrl: 'lama' is not a model family; did you mean llama?\n")

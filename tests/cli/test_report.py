@@ -93,8 +93,8 @@ def test_a_last_figure_that_was_not_finite_is_not_taken_from_an_earlier_evaluati
 def test_a_key_that_two_algorithms_use_has_the_name_of_its_algorithm(tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text(
         "from dataclasses import replace\n"
-        "from realrl.algorithms.ppo import spec\n"
-        "ALGORITHM = replace(spec.ALGORITHM, name='other', summary=spec.ALGORITHM.summary[-1:])\n"
+        "from realrl.algorithms.ppo import ALGORITHM as PPO\n"
+        "ALGORITHM = replace(PPO, name='other', summary=PPO.summary[-1:])\n"
     )
     other = write_run(tmp_path / "o", str(tmp_path / "other.py"), [line(0, "eval", ref__kl=1.5)], 2.0)
     (tmp_path / "other.py").unlink()

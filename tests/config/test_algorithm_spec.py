@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from realrl.algorithms.ppo.spec import ALGORITHM as PPO
-from realrl.algorithms.reward.spec import ALGORITHM as REWARD
-from realrl.algorithms.sft.config import SFTExperiment
-from realrl.algorithms.sft.spec import ALGORITHM as SFT
+from realrl.algorithms.ppo import ALGORITHM as PPO
+from realrl.algorithms.reward_model import ALGORITHM as REWARD
+from realrl.algorithms.sft import ALGORITHM as SFT
+from realrl.algorithms.sft import SFTExperiment
 from realrl.cli.app import run_app
 from realrl.config import registered
 from realrl.config.errors import UserCodeError, UserError
@@ -305,9 +305,7 @@ def test_one_name_in_two_packages_names_both(install: Callable[..., None]) -> No
 
 def test_a_package_may_not_replace_a_built_in_algorithm(install: Callable[..., None]) -> None:
     install(Point("sft", SFT, "a"))
-    message = (
-        r"algorithm sft of package a \(theirs.module:ALGORITHM\) .* built-in realrl\.algorithms\.sft\.spec:"
-    )
+    message = r"algorithm sft of package a \(theirs.module:ALGORITHM\) .* built-in realrl\.algorithms\.sft:"
     with pytest.raises(UserError, match=message):
         find_algorithm("ppo")
 
@@ -335,7 +333,7 @@ def test_a_checkout_works_without_installation() -> None:
     assert done.stdout.strip() == "grpo", done.stderr
 
 
-SFT_COPY = "from dataclasses import replace\nfrom realrl.algorithms.sft.spec import ALGORITHM as SFT\n"
+SFT_COPY = "from dataclasses import replace\nfrom realrl.algorithms.sft import ALGORITHM as SFT\n"
 
 
 def test_a_file_may_build_on_another_description(tmp_path: Path) -> None:
@@ -397,10 +395,10 @@ def test_a_contradiction_in_a_file_is_one_message_with_its_line(
 def test_an_error_in_a_function_of_a_users_description_names_its_line(tmp_path: Path, field: str) -> None:
     lines = [
         "from dataclasses import replace",
-        "from realrl.algorithms.sft import spec",
+        "from realrl.algorithms.sft import ALGORITHM as SFT",
         "def broken(experiment):",
         "    return {}['absent']",
-        f"ALGORITHM = replace(spec.ALGORITHM, {field}=broken)",
+        f"ALGORITHM = replace(SFT, {field}=broken)",
     ]
     (tmp_path / "mine.py").write_text("\n".join(lines))
     recipe = {**PPO_RECIPE, "algorithm": str(tmp_path / "mine.py"), "models": {"actor": {"path": "a"}}}
@@ -417,7 +415,7 @@ def test_an_error_in_a_function_of_a_users_description_names_its_line(tmp_path: 
         ("nowhere.py", "algorithm=nowhere.py: there is no file /"),
         ("nowhere.module", "algorithm=nowhere.module: there is no module nowhere.module; write FILE.py or"),
         ("./nowhere", "'./nowhere' is not one of "),
-        ("realrl.config.words", "words.py must hold an AlgorithmSpec named ALGORITHM"),
+        ("realrl.config.errors", "errors.py must hold an AlgorithmSpec named ALGORITHM"),
         ("a.py:ALGORITHM", "'a.py:ALGORITHM' is not one of "),
         ("sfd", "describes one; did you mean sft?"),
         (["sft"], "['sft'] is not one of"),
@@ -430,7 +428,11 @@ def test_a_reference_to_nothing_gets_one_message(reference: Any, message: str) -
 
 
 def test_an_importable_module_is_a_reference() -> None:
-    recipe = {**PPO_RECIPE, "algorithm": "realrl.algorithms.sft.spec", "models": {"actor": {"path": "a"}}}
+    recipe = {**PPO_RECIPE, "algorithm": "realrl.algorithms.sft", "models": {"actor": {"path": "a"}}}
     experiment = parse_experiment(recipe)
     assert isinstance(experiment, SFTExperiment) and get_spec(experiment).recipe is SFTExperiment
-    assert experiment.algorithm == "realrl.algorithms.sft.spec"
+    assert experiment.algorithm == "realrl.algorithms.sft"
+
+
+def test_recipes_of_version_0_1_still_name_sampling() -> None:
+    assert find_algorithm("realrl.algorithms.sampling.spec")[1] == "realrl.algorithms.sampling"

@@ -63,7 +63,7 @@ def test_rotary_settings_are_read_in_every_style(rope: dict) -> None:
         ({"is_decoder": True}, "is_decoder=true is not supported; it must be false"),
         ({"use_mrope": True}, "use_mrope=true is not supported; it must be false"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is not supported; give a model whose"),
-        ({"mystery": 0.5}, "mystery=0.5 is not known, and may change the model"),
+        ({"mystery": 0.5}, "mystery=0.5 is an unknown setting that may change the model"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_key_value_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
         ({"vocab_size": "many"}, "vocab_size='many' is not a whole number above 0"),
@@ -81,7 +81,10 @@ def test_rotary_settings_are_read_in_every_style(rope: dict) -> None:
             {"rope_parameters": {"rope_type": "yarn"}},
             "factor is missing from the yarn rotary",
         ),
-        ({"rope_parameters": {"mrope_section": [1]}}, "rope_parameters: mrope_section=[1] is not known"),
+        (
+            {"rope_parameters": {"mrope_section": [1]}},
+            "rope_parameters: mrope_section=[1] is an unknown setting",
+        ),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5 must be above 0 and at most 1"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported; it must be 1"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor is missing from the llama3"),
@@ -97,7 +100,7 @@ def test_unsupported_config_settings_are_refused_in_one_error_message(change: di
     [
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types has sliding_attention, and there is no sliding_window",
+            "layer_types has sliding_attention, but sliding_window is missing",
         ),
         (
             {"layer_types": ["full_attention"]},
@@ -155,7 +158,7 @@ def test_a_model_of_another_family_is_refused_with_the_nearest_one_and_what_it_l
     config = AutoConfig.for_model("glm4_moe").to_dict()
     check_refused(config, "model_type 'glm4_moe' is not supported; supported are: gemma, ")
     check_refused(
-        config, "the nearest is glm4, which has no moe_intermediate_size=1408; a family of your own"
+        config, "the nearest is glm4, which has no moe_intermediate_size=1408; to use a family of your own"
     )
-    check_refused({"model_type": "bert"}, "starcoder2; a family of your own")
+    check_refused({"model_type": "bert"}, "starcoder2; to use a family of your own")
     assert "the nearest" not in refusal({"model_type": "bert", "hidden_size": 64})

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from realrl.algorithms.ppo.config import PPOExperiment
-from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
+from realrl.algorithms.ppo import ALGORITHM as PPO_SPEC
+from realrl.algorithms.ppo import PPOExperiment
 from realrl.config.errors import UserError
 from realrl.config.yaml_file import parse_yaml
 from realrl.recipe.load import (

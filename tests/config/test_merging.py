@@ -117,7 +117,9 @@ def test_a_section_of_a_section_in_a_default_keeps_what_the_default_says() -> No
 def test_a_kl_coefficient_of_0_has_nothing_to_adapt(recipe: str, setting: str) -> None:
     off = ["policy.kl.adaptive=false", "policy.kl.coef=0"]
     assert load_experiment(recipe, off).models.ref is None  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match=f"policy.kl: {setting} is for a coefficient that adapts, and coef=0"):
+    with pytest.raises(
+        UserError, match=f"policy.kl: {setting} needs a coefficient that can adapt, and coef=0"
+    ):
         load_experiment(recipe, [*off, f"policy.kl.{setting}"])
 
 

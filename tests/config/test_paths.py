@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from realrl.cli.app import run_app
 from realrl.config.files import write_whole
 from realrl.config.paths import make_absolute
-from realrl.config.user_function import UserFunction
+from realrl.config.user_code import UserFunction
 from realrl.config.yaml_file import dump_yaml
 from realrl.recipe.load import load_experiment
 from realrl.recipe.sources import SourceList, make_source_absolute

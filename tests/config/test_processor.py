@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from realrl.config.machine import processor
-from realrl.config.machine.gpus import computes_on_gpus
-from realrl.config.machine.processor import ProductChoice, choose_products, keep_choice
+from realrl.config import hardware
+from realrl.config.hardware import ProductChoice, choose_products, computes_on_gpus, keep_choice
 
 
 @pytest.fixture
@@ -23,7 +22,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]
         answer = "a warning\n" + json.dumps({"onednn": True, "bfloat16": True, "packed": True}) + "\n"
         return subprocess.CompletedProcess(command, 0, answer, "")
 
-    monkeypatch.setattr(processor.subprocess, "run", run)
+    monkeypatch.setattr(hardware.subprocess, "run", run)
     return commands
 
 
@@ -36,7 +35,7 @@ def test_another_processor_is_measured_again(
     measured: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose_products()
-    monkeypatch.setattr(processor, "find_processor_name", lambda: "another one")
+    monkeypatch.setattr(hardware, "find_processor_name", lambda: "another one")
     choose_products()
     assert len(measured) == 2
 
@@ -61,13 +60,13 @@ def test_a_failed_measurement_says_so_and_leaves_full_precision(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     failed = subprocess.CompletedProcess([], 1, "", "No module named torch")
-    monkeypatch.setattr(processor.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(hardware.subprocess, "run", lambda *_, **__: failed)
     assert choose_products() == ProductChoice()
     assert "No module named torch" in capsys.readouterr().err and not list(tmp_path.rglob("*.json"))
 
 
 def test_the_measurement_prints_a_choice() -> None:
-    command = [sys.executable, "-m", "realrl.runtime.profiler.hardware.products"]
+    command = [sys.executable, "-m", "realrl.runtime.profiler.products"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert set(json.loads(done.stdout)) == {"onednn", "bfloat16", "packed"}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from realrl.config.secrets.redaction import (
+from realrl.config.redaction import (
     has_credentials,
     is_secret_name,
     redact,

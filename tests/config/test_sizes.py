@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from realrl.algorithms.sft.config import SFTExperiment
+from realrl.algorithms.sft import SFTExperiment
 from realrl.config.errors import UserError
-from realrl.config.units import format_bytes, parse_bytes
+from realrl.config.values import format_bytes, parse_bytes
 from realrl.config.yaml_file import parse_yaml
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.recipe.load import dump_experiment, parse_experiment
 
 SETTINGS = {"algorithm": "sft", "run_dir": "x", "data": {"train": "a"}}
@@ -101,7 +101,7 @@ def test_bytes_are_read_with_a_unit(text: str, number: int) -> None:
 @pytest.mark.parametrize("text", ["80", "GiB", "80 gigs", "-1GiB", "0GiB", "1iB", ""])
 def test_text_that_is_no_size_is_refused(text: str) -> None:
     settings = {**SETTINGS, "models": {"actor": {"path": "a"}}, "device_memory": text}
-    with pytest.raises(UserError, match=r"device_memory: .* is no size; write a number and a unit"):
+    with pytest.raises(UserError, match=r"device_memory: .* is not a size; write a number and a unit"):
         parse_experiment(settings)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from realrl.data.tokenizer import train_bpe
+from realrl.huggingface.tokenizers import train_bpe
 from realrl.recipe.data import DataConfig
 
 CHAT_TEMPLATE = (

@@ -6,10 +6,10 @@ import torch
 from realrl.config.errors import UserError
 from realrl.data import items
 from realrl.data.dataset import Dataset
-from realrl.data.forms import READERS, Reader, further_fields
-from realrl.data.sources.rejects import BadRecordError
+from realrl.data.reader import READERS, Reader, further_fields
+from realrl.data.rejects import BadRecordError
 from realrl.recipe.forms import FORMS
-from realrl.runtime.setup import read_stop_token_ids
+from realrl.runtime.prepare.inputs import read_stop_token_ids
 
 PROMPTS = ("prompts",)
 PAIRS = ("chosen", "rejected", "pairs_of_prompt")

@@ -1,6 +1,6 @@
 """Origins of items in few bytes."""
 
-from realrl.data.sources.origins import Origins
+from realrl.data.dataset import Origins
 
 
 def test_origins_come_back_as_they_were_added() -> None:

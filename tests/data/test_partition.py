@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realrl.data.partition import (
+from realrl.data.balance import (
     assign,
     even_micro_batches,
     micro_batches,

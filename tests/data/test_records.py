@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 
 from realrl.config.errors import UserError
-from realrl.data.sources import files
-from realrl.data.sources.records import read_records
-from realrl.data.sources.rejects import Rejects
+from realrl.data import files
+from realrl.data.records import read_records
+from realrl.data.rejects import Rejects
 
 RECORDS = [{"prompt": "a"}, {"prompt": "é"}, {"prompt": "c"}]
 
@@ -146,7 +146,7 @@ def test_a_glob_may_name_files_of_several_kinds(tmp_path):
     write_parts(tmp_path, "a.jsonl", "b.jsonl.gz")
     assert [record["i"] for _, record in read(tmp_path / "*")] == ["0", "1"]
     (tmp_path / "c.txt").touch()
-    with pytest.raises(UserError, match=r"c\.txt is of no kind that is read"):
+    with pytest.raises(UserError, match=r"c\.txt has an unsupported format"):
         read(tmp_path / "*")
 
 

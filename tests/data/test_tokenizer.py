@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
-from realrl.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from realrl.huggingface.tokenizers import load_tokenizer, save_tokenizer, train_tokenizer
 from tests.conftest import World
 
 TEXTS = ["the cat sat on the mat", " 2 dogs, née Ω\n\tand <s>", "🙂 end "]
@@ -80,7 +80,7 @@ def test_a_rank_opens_its_tokenizer_without_the_compiler_of_torch(tokenizer, tmp
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     script = (
         "import sys, realrl.runtime.train\n"
-        "from realrl.data.tokenizer import load_tokenizer\n"
+        "from realrl.huggingface.tokenizers import load_tokenizer\n"
         f"load_tokenizer({str(tmp_path)!r})\n"
         "print(*(name for name in ('torch', 'torch._dynamo') if name in sys.modules))"
     )

@@ -9,7 +9,7 @@ import pytest
 
 from realrl.config.errors import UserError
 from realrl.data.dataset import Dataset
-from realrl.data.sources.rejects import BadRecordError
+from realrl.data.rejects import BadRecordError
 from realrl.data.variants import REWRITES, find_common_prompt, rename_fields
 from realrl.recipe.forms import FORMS
 

@@ -4,11 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.algorithms.policy.graph import make_eval_graph
+from realrl.algorithms.policy import make_eval_graph
 from realrl.dataflow.call import Call, Candidates, Key, Kind
-from realrl.dataflow.graph import DataflowGraph
-from realrl.dataflow.periods import share_steps
-from realrl.dataflow.text import format_graph
+from realrl.dataflow.graph import DataflowGraph, format_graph, share_steps
 
 KEYS = (
     Key("prompts", "int64"),
@@ -128,8 +126,8 @@ def test_candidates_are_as_many_whole_numbers_beside_each_token(ids: Key, messag
     ("changes", "message"),
     [
         ({"candidates": Candidates(3)}, "training needs a key with the ids"),
-        ({"candidates": Candidates(3, "other")}, "candidates are 'other', none of its inputs"),
-        ({"candidates": Candidates(0, "ids")}, "0 candidates are less than one"),
+        ({"candidates": Candidates(3, "other")}, "candidates are 'other', which is not among its inputs"),
+        ({"candidates": Candidates(0, "ids")}, "0 candidates; it needs at least one"),
         ({"work": ("prompts", "ids")}, "one key as work"),
         ({"kind": Kind.GENERATE}, "only inference and training have candidates"),
     ],
@@ -172,7 +170,7 @@ def test_a_function_has_edges_of_data_and_no_role() -> None:
     assert REWARD in graph.dependencies(TRAIN) and graph.dependencies(REWARD) == (GENERATE,)
     text = format_graph(graph, ["actor"])
     assert "2. reward.function  (function reward.py:score on the host)" in text
-    assert "further fields of the records  <- data set" in text
+    assert "other fields of the records  <- data set" in text
 
 
 @pytest.mark.parametrize(

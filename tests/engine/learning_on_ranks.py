@@ -8,28 +8,28 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from realrl.algorithms.distillation.config import OfflineDistillationConfig
-from realrl.algorithms.distillation.distributions import DivergenceTrain, TopTeacher
-from realrl.algorithms.method import Metrics, ModelOutput
-from realrl.algorithms.reward.method import PairInference, RewardTrain
-from realrl.algorithms.sft.method import SFTInference, SFTTrain
-from realrl.checkpoint.initial_weights import initialise
+from realrl.algorithms.base.method import Metrics, ModelOutput
+from realrl.algorithms.distillation import OfflineDistillationConfig
+from realrl.algorithms.distillation_methods import DivergenceTrain, TopTeacher
+from realrl.algorithms.reward_model_methods import PairInference, RewardTrain
+from realrl.algorithms.sft_methods import SFTInference, SFTTrain
+from realrl.data.balance import assign, partition_samples
 from realrl.data.batch import Batch, Ragged
-from realrl.data.partition import assign, partition_samples
 from realrl.dataflow.call import Candidates
+from realrl.engine import pipeline
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.parallel_groups import select_groups
-from realrl.engine.pipeline import messages
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head, ModelShape
+from realrl.huggingface.initial_weights import initialise
 from realrl.layout import limits
 from realrl.layout.layout import build_layout
 from realrl.plan.communicators import list_rank_sets
 from realrl.plan.placement import Placement
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import OptimizerConfig
-from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
 from tests.forked import run_forked
@@ -120,7 +120,7 @@ def _be_rank(
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     process = Process(rank, world, place, dist.new_group(backend="gloo"))
     if ordered:
-        messages.needs_order = lambda device: True
+        pipeline.needs_order = lambda device: True
     groups = process.groups(list_rank_sets(placement for _, placement in cases))
     results = []
     for name, placement in cases:

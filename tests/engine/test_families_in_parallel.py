@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from realrl.algorithms.sft.method import SFTInference, SFTTrain
+from realrl.algorithms.sft_methods import SFTInference, SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
@@ -23,8 +23,8 @@ from realrl.layout.layout import build_layout
 from realrl.model.packing import Packing
 from realrl.plan.communicators import list_rank_sets
 from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import OptimizerConfig
-from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
 from tests.model.small_models import make_theirs, random_rows

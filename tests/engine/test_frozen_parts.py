@@ -14,16 +14,16 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from realrl.algorithms.sft.method import SFTTrain
-from realrl.checkpoint.initial_weights import initialise
+from realrl.algorithms.sft_methods import SFTTrain
+from realrl.data.balance import assign
 from realrl.data.batch import Batch, Ragged
-from realrl.data.partition import assign
 from realrl.engine.model import Model
 from realrl.engine.parallel_groups import select_groups
 from realrl.engine.training.trainer import Trainer
 from realrl.families.adapters import ADAPTERS, LowRank
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
+from realrl.huggingface.initial_weights import initialise
 from realrl.layout import limits
 from realrl.layout.layout import build_layout
 from realrl.layout.sets import TUNED, TrainablePart

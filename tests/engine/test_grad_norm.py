@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from realrl.engine.training import grad_norm
-from realrl.engine.training.grad_norm import sum_squares
+from realrl.engine.training import optimizer
+from realrl.engine.training.optimizer import sum_squares
 from tests.allocations import count_allocated
 
 SIZES = (1, 2**16 - 1, 2**16, 5 * 2**16 + 77)
@@ -12,7 +12,7 @@ SIZES = (1, 2**16 - 1, 2**16, 5 * 2**16 + 77)
 
 @pytest.fixture(params=["cpu", "gpu path"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grad_norm, "on_gpu", lambda _: request.param == "gpu path")
+    monkeypatch.setattr(optimizer, "on_gpu", lambda _: request.param == "gpu path")
 
 
 @pytest.mark.usefixtures("path")

@@ -5,16 +5,16 @@ from typing import Any
 import pytest
 import torch
 
-from realrl.algorithms.sft.method import SFTTrain
-from realrl.checkpoint.initial_weights import initialise
+from realrl.algorithms.sft_methods import SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
+from realrl.huggingface.initial_weights import initialise
 from realrl.layout import limits
 from realrl.layout.layout import build_layout
-from realrl.model.parallel.group import Group, make_single_rank_group
+from realrl.model.group import Group, make_single_rank_group
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.recipe.model import OptimizerConfig
 

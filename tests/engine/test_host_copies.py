@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from realrl.engine.buffers.host_memory import PinnedMemory, lock_in_background
-from realrl.engine.buffers.offload import Offloadable, StreamCopies
+from realrl.engine.offload import Offloadable, PinnedMemory, StreamCopies, lock_in_background
 
 CPU = torch.device("cpu")
 
@@ -188,7 +187,7 @@ ENDING = """
 import threading
 from contextlib import nullcontext
 import torch
-from realrl.engine.buffers.host_memory import PinnedMemory, lock_in_background
+from realrl.engine.offload import PinnedMemory, lock_in_background
 
 class Cudart:
     def cudaHostRegister(self, pointer, size, flags):
@@ -294,7 +293,7 @@ def test_tensors_of_a_gpu_are_copied_in_a_stream(cuda: Cuda, monkeypatch: pytest
         def empty_like(self, tensor: Tensor) -> Tensor:
             return torch.empty_like(tensor, device="cpu")
 
-    monkeypatch.setattr("realrl.engine.buffers.offload.PinnedMemory", Memory)
+    monkeypatch.setattr("realrl.engine.offload.PinnedMemory", Memory)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     # Without CUDA, torch does not copy to fake devices either.
     monkeypatch.setattr(Tensor, "copy_", lambda target, source, non_blocking: cuda.log.append("copy"))

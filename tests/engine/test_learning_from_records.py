@@ -6,14 +6,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from realrl.algorithms.reward.method import RewardTrain
-from realrl.algorithms.sft.method import SFTTrain
-from realrl.checkpoint import huggingface
+from realrl.algorithms.reward_model_methods import RewardTrain
+from realrl.algorithms.sft_methods import SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.data.dataset import Dataset
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head
+from realrl.huggingface import model_files
 from realrl.recipe.data import DataConfig
 from realrl.recipe.model import OptimizerConfig
 from tests.conftest import World, write_jsonl
@@ -33,9 +33,9 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, grad_clip=None)
 
 
 def opened(path: str, head: Head) -> Model:
-    shape = huggingface.read_shape(path)
+    shape = model_files.read_shape(path)
     model = make_unsharded_model(shape, head, dtype=torch.float32, device=torch.device("cpu"))
-    huggingface.load(path, shape, model.layout.specs, model.parameters)
+    model_files.load(path, shape, model.layout.specs, model.parameters)
     return model
 
 

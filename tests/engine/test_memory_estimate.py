@@ -11,7 +11,7 @@ from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import build_layout
-from realrl.model.parallel.group import Group, make_single_rank_group
+from realrl.model.group import Group, make_single_rank_group
 from realrl.plan.placement import Dtype, Mesh, Placement, Strategy
 from realrl.program.memory import HeldState, Memory, StoredModel
 from realrl.recipe.model import OptimizerConfig

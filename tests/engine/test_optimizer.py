@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.families.tensors import Place, TensorSpec
-from realrl.model.parallel.group import Group, make_single_rank_group
+from realrl.model.group import Group, make_single_rank_group
 from realrl.recipe.model import OptimizerConfig
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import wait_to_be_scheduled

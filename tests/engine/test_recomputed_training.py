@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from realrl.algorithms.method import TrainMethod
-from realrl.algorithms.reward.method import RewardTrain
-from realrl.algorithms.sft.method import SFTTrain
-from realrl.checkpoint.initial_weights import initialise
+from realrl.algorithms.base.method import TrainMethod
+from realrl.algorithms.reward_model_methods import RewardTrain
+from realrl.algorithms.sft_methods import SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head, ModelShape
+from realrl.huggingface.initial_weights import initialise
 from realrl.layout import limits
 from realrl.model.packing import Packing
 from realrl.recipe.model import OptimizerConfig

@@ -10,22 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realrl.algorithms.method import TrainMethod
-from realrl.algorithms.reward.method import RewardTrain
-from realrl.algorithms.sft.method import SFTTrain
-from realrl.checkpoint.initial_weights import initialise
+from realrl.algorithms.base.method import TrainMethod
+from realrl.algorithms.reward_model_methods import RewardTrain
+from realrl.algorithms.sft_methods import SFTTrain
+from realrl.data.balance import assign
 from realrl.data.batch import Batch, Ragged
-from realrl.data.partition import assign
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.parallel_groups import select_groups
 from realrl.engine.training.trainer import Trainer
-from realrl.families.experts import Mixture
 from realrl.families.registry import model_tensors
-from realrl.families.shape import Head, ModelShape
+from realrl.families.shape import Head, Mixture, ModelShape
+from realrl.huggingface.initial_weights import initialise
 from realrl.layout.layout import build_layout
 from realrl.layout.sets import WHOLE, TrainablePart
-from realrl.model.mixture.balance import BalancedRouting, ExpertCounts
-from realrl.model.mixture.routing import LIKELIEST
+from realrl.model.routing import LIKELIEST, BalancedRouting, ExpertCounts
 from realrl.plan.communicators import list_rank_sets
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.recipe.model import OptimizerConfig

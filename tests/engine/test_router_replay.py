@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from realrl.algorithms.sft.method import SFTInference, SFTTrain
+from realrl.algorithms.sft_methods import SFTInference, SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Replay
 from realrl.engine.generation.generator import generate
@@ -21,14 +21,13 @@ from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.parallel_groups import select_groups
 from realrl.engine.replay import SampledItems
 from realrl.engine.training.trainer import Trainer
-from realrl.families.experts import Mixture
-from realrl.families.shape import ModelShape
+from realrl.families.shape import Mixture, ModelShape
 from realrl.layout.layout import build_layout
 from realrl.model.packing import Packing
 from realrl.plan.communicators import list_rank_sets
 from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import OptimizerConfig
-from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
 from tests.forked import run_forked

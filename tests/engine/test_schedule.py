@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from realrl.engine.training.learning_rate import compute_learning_rate
+from realrl.engine.training.optimizer import compute_learning_rate
 from realrl.recipe.model import OptimizerConfig
 
 

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from realrl.checkpoint import huggingface
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.families.config_json import shape_to_hf
 from realrl.families.registry import list_families, model_tensors
 from realrl.families.shape import Head, ModelShape
+from realrl.huggingface import model_files
 from realrl.layout.layout import build_layout
 from realrl.layout.region import Region
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -78,12 +78,12 @@ def test_a_model_is_exported_as_it_came_and_opens_without_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name, source = saved
-    shape = huggingface.read_shape(source)
+    shape = model_files.read_shape(source)
     assert shape == SHAPES[name].model_copy(update={"init_std": shape.init_std})
     specs = model_tensors(shape, "lm")
     buffer = FlatBuffer(specs, torch.float32, "cpu")
-    assert huggingface.load(source, shape, specs, buffer) == []
-    huggingface.save(tmp_path / "ours", shape, "lm", buffer, None, torch.float32, 60_000)
+    assert model_files.load(source, shape, specs, buffer) == []
+    model_files.save(tmp_path / "ours", shape, "lm", buffer, None, torch.float32, 60_000)
     before, after = stored(source), stored(tmp_path / "ours")
     assert before.keys() == after.keys()
     assert all(torch.equal(values, after[name]) for name, values in before.items())
@@ -103,7 +103,7 @@ def test_ranks_read_their_regions_alone(saved: tuple[str, Path], tp: int) -> Non
     name, source = saved
     shape = SHAPES[name]
     whole = FlatBuffer(model_tensors(shape, "lm"), torch.float32, "cpu")
-    huggingface.load(source, shape, model_tensors(shape, "lm"), whole)
+    model_files.load(source, shape, model_tensors(shape, "lm"), whole)
     placement = Placement(
         Mesh(0, tp),
         Strategy(
@@ -115,7 +115,7 @@ def test_ranks_read_their_regions_alone(saved: tuple[str, Path], tp: int) -> Non
         tensors = layout.tensors(rank)
         regions: dict[str, Region] = {local.spec.name: local.region for local in tensors}
         own = FlatBuffer([local.stored for local in tensors], torch.float32, "cpu")
-        huggingface.load(source, shape, layout.specs, own, regions)
+        model_files.load(source, shape, layout.specs, own, regions)
         for local in tensors:
             expected = whole[local.spec.name][local.region.slices]
             assert torch.equal(own[local.spec.name][: len(expected)], expected), local.spec.name
@@ -132,5 +132,5 @@ def test_files_of_a_base_model_have_names_without_the_first_part(tmp_path: Path)
     specs = model_tensors(shape, "lm")
     buffer = FlatBuffer(specs, torch.float32, "cpu")
     (tmp_path / "config.json").write_text(json.dumps(shape_to_hf(shape, "lm", "float32", {})))
-    assert huggingface.load(tmp_path, shape, specs, buffer) == []
+    assert model_files.load(tmp_path, shape, specs, buffer) == []
     assert torch.equal(buffer["transformer.wte.weight"], theirs.transformer.wte.weight)

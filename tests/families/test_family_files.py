@@ -8,13 +8,13 @@ import pytest
 from realrl.config.errors import UserError
 from realrl.families.config_json import read_config
 from realrl.families.settings import write_sizes
-from realrl.families.sizes.find import find_shape
+from realrl.families.sizes import find_shape
 from realrl.recipe.load import parse_experiment
 from tests.model.small_models import SHAPES
 
 FILE = """
 from realrl.families.family import Family
-from realrl.families.options import LayerOptions
+from realrl.families.shape import LayerOptions
 from realrl.families.settings import read_sizes, write_sizes
 
 def read(config):
@@ -54,25 +54,25 @@ def refusal(family: str) -> str:
 WRITE = "def write(shape, options):\n    return {}"
 BROKEN = {
     WRITE.format("{}['x']"): "FILE raised KeyError: 'x' (FILE:13)",
-    WRITE.format("None"): "FILE: write_config must give a mapping, and gives null",
-    WRITE.format("{3: 4}"): "FILE: write_config gives the key 3, which is not text",
+    WRITE.format("None"): "FILE: write_config must return a mapping, not null",
+    WRITE.format("{3: 4}"): "FILE: write_config returns the key 3, which is not text",
     WRITE.format(
         "{**write_sizes(shape), 'x': {1}}"
-    ): "FILE: write_config gives what config.json cannot hold: ",
-    WRITE.format("{}"): "FILE: what write_config gives: hidden_size is missing",
+    ): "FILE: write_config returns what config.json cannot hold: ",
+    WRITE.format("{}"): "FILE: what write_config returns: hidden_size is missing",
     WRITE.format("write_sizes(shape) | {'num_key_value_heads': 3}"): (
-        "FILE: what write_config gives: heads=4 is not a multiple of kv_heads=3"
+        "FILE: what write_config returns: heads=4 is not a multiple of kv_heads=3"
     ),
     WRITE.format("write_sizes(shape) | {'rms_norm_eps': 0.5}"): (
-        "FILE: read_config does not read what write_config gives: norm_eps=1e-05 comes back as 0.5"
+        "FILE: read_config does not read back what write_config returns: norm_eps=1e-05 becomes 0.5"
     ),
     WRITE.format("write_sizes(shape) | {'model_type': 'other'}"): (
-        "FILE: what write_config gives: model_type 'other' is not that of family FILE, 'mine'"
+        "FILE: what write_config returns: model_type is 'other', but family FILE has 'mine'"
     ),
     "def read(config):\n    return {'layers': {}['depth']}": (
-        "FILE: read_config of what write_config gives: raised KeyError: 'depth' (FILE:13)"
+        "FILE: read_config of what write_config returns: raised KeyError: 'depth' (FILE:13)"
     ),
-    "def read(config):\n    read_sizes(config)": ("FILE: read_config must give a mapping, and gives null"),
+    "def read(config):\n    read_sizes(config)": ("FILE: read_config must return a mapping, not null"),
 }
 
 
@@ -93,7 +93,7 @@ def test_a_family_that_cannot_write_is_refused_with_the_model_that_it_reads(tmp_
     family = family_file(other, WRITE.format("{}"))
     for read in (read_config, lambda path, family: find_shape(str(path), family)):
         with pytest.raises(
-            UserError, match=r"family=.*mine.py: what write_config gives: hidden_size is missing"
+            UserError, match=r"family=.*mine.py: what write_config returns: hidden_size is missing"
         ):
             read(config, family)
 
@@ -106,7 +106,7 @@ def test_a_family_that_cannot_write_is_refused_with_the_model_that_it_reads(tmp_
         ("qk_norms='all'", "FILE:19: LayerOptions: qk_norms: unknown key; did you mean qk_norm?"),
         (
             "norm='layer'), tensors=lambda *given: (",
-            "family=FILE: there is no tensor for parameter attention_norm",
+            "family=FILE: parameter attention_norm has no tensor",
         ),
     ],
 )

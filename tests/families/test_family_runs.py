@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from realrl.families.registry import list_families
 from realrl.families.shape import ModelShape, RopeScaling
 from realrl.testing.compare import read_metrics
-from realrl.testing.models import save_model
 from realrl.testing.ranks import run_on_ranks, sampled
+from realrl.testing.shrink import save_model
 from tests.conftest import PPO_CALLS, World
 from tests.model.small_models import SHAPES as SMALL
 

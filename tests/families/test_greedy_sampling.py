@@ -13,7 +13,7 @@ from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.shape import ModelShape
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 from tests.model.small_models import SHAPES, make_twins, random_rows
 
 PROMPTS, NEW_TOKENS = 32, 16

@@ -9,14 +9,14 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from realrl.checkpoint import huggingface, portions
 from realrl.config.errors import UserError
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.families.config_json import shape_from_hf, shape_to_hf
 from realrl.families.registry import model_tensors
 from realrl.families.shape import RopeScaling
+from realrl.huggingface import model_files, shards
 from realrl.model.rotary import make_rotation
-from realrl.runtime.setup import check_length
+from realrl.runtime.prepare.inputs import check_length
 from tests.model.small_models import SHAPES, make_theirs
 
 SHAPE = SHAPES["llama4"]
@@ -63,7 +63,7 @@ def test_longer_sequences_are_one_message_that_says_what_bounds_them() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"moe_layers": [1]}, "moe_layers=[1] is not supported: all layers of a model must be alike"),
+        ({"moe_layers": [1]}, "moe_layers=[1] is not supported: plans need layers that are all alike"),
         (
             {"moe_layers": None, "interleave_moe_layer_step": 2},
             "interleave_moe_layer_step=2 is not supported",
@@ -83,7 +83,7 @@ def test_a_model_that_differs_otherwise_is_refused(changes: dict[str, Any], word
 
 
 def test_the_model_that_reads_images_too_is_refused_with_the_text_model_in_it() -> None:
-    with pytest.raises(UserError, match=r"'llama4', which reads more than text, is not .* llama4_text, in a"):
+    with pytest.raises(UserError, match=r"'llama4' reads more than text and is not .* llama4_text, is: save"):
         shape_from_hf({"model_type": "llama4", "text_config": config_with()})
 
 
@@ -111,20 +111,20 @@ def test_equal_bounds_of_frequencies_divide_those_below() -> None:
 def test_stacks_of_experts_are_saved_expert_by_expert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    monkeypatch.setattr(portions, "PORTION_BYTES", limit)
+    monkeypatch.setattr(shards, "PORTION_BYTES", limit)
     specs = model_tensors(SHAPE, "lm")
     experts = [spec for spec in specs if spec.expert is not None]
     largest = max(
         sum(part.region.numel for part in portion if part.spec in experts)
-        for portion in portions.list_portions(specs, torch.float32)
+        for portion in shards.list_portions(specs, torch.float32)
     )
     matrices = 2 * SHAPE.intermediate_size * SHAPE.hidden_size
     assert largest == matrices if limit == 1 else largest <= limit / 4
     theirs = make_theirs(SHAPE, "lm")
     theirs.save_pretrained(tmp_path / "theirs")
     buffer = FlatBuffer(specs, torch.float32, "cpu")
-    huggingface.load(tmp_path / "theirs", SHAPE, specs, buffer)
-    huggingface.save(tmp_path / "ours", SHAPE, "lm", buffer, None, torch.float32)
+    model_files.load(tmp_path / "theirs", SHAPE, specs, buffer)
+    model_files.save(tmp_path / "ours", SHAPE, "lm", buffer, None, torch.float32)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
     assert before.keys() == after.keys()
     assert all(torch.equal(values, after[name]) for name, values in before.items())

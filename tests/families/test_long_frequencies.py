@@ -10,14 +10,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from realrl.cli.app import run_app
 from realrl.data.batch import Batch, Ragged
-from realrl.data.tokenizer import load_tokenizer
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import make_unsharded_model
 from realrl.families.shape import ModelShape, RopeScaling
+from realrl.huggingface.tokenizers import load_tokenizer
 from realrl.model.packing import Packing
-from realrl.recipe.settings import GenerationConfig
-from realrl.testing.models import save_model
+from realrl.recipe.generation import GenerationConfig
+from realrl.testing.shrink import save_model
 from tests.conftest import World
 from tests.model.small_models import SHAPES, make_twins, pack, padded, random_rows
 

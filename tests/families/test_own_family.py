@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from realrl.checkpoint import huggingface
 from realrl.cli.app import run_app
-from realrl.data.tokenizer import load_tokenizer
 from realrl.engine.model import make_unsharded_model
+from realrl.huggingface import model_files
+from realrl.huggingface.tokenizers import load_tokenizer
 from realrl.model.packing import Packing
 from realrl.testing.ranks import run_on_ranks
 from tests.conftest import World, read_metrics
@@ -103,9 +103,9 @@ def test_saved_weights_compute_what_the_definition_says(recipes: dict[str, Path]
     config = json.loads((path / "config.json").read_text())
     assert config["model_type"] == "biased_llama" and config["architectures"] == ["BiasedLlamaForCausalLM"]
     assert config["layer_norm_eps"] == 1e-3 and "rms_norm_eps" not in config
-    shape = huggingface.read_shape(path, family)
+    shape = model_files.read_shape(path, family)
     model = make_unsharded_model(shape, "lm", dtype=torch.float32, device=torch.device("cpu"))
-    assert huggingface.load(path, shape, model.layout.specs, model.parameters) == []
+    assert model_files.load(path, shape, model.layout.specs, model.parameters) == []
     tokens = torch.tensor([5, 9, 300, 12, 7, 5, 44])
     with torch.no_grad():
         hidden = model.transformer(tokens, Packing.of([len(tokens)], "cpu"))
@@ -149,7 +149,7 @@ def test_a_saved_model_is_opened_again_by_a_recipe(
 
 BROKEN = {
     "tensors=lambda shape, head, options: decoder_tensors(shape, head, options)[1:]": (
-        ": there is no tensor for parameter embedding"
+        ": parameter embedding has no tensor"
     ),
     "tensors=lambda shape, head, options: 2 * decoder_tensors(shape, head, options)": (
         ": tensor model.embed_tokens.weight is listed twice"

@@ -7,15 +7,15 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from realrl.checkpoint.stored import join_tensors
 from realrl.config.errors import UserError
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.families.adapters import ADAPTERS, LowRank
 from realrl.families.registry import model_tensors
 from realrl.families.tensors import TensorSpec
+from realrl.huggingface.stored import join_tensors
 from realrl.layout.shard import Shard
+from realrl.model.group import make_single_rank_group
 from realrl.model.packing import Packing
-from realrl.model.parallel.group import make_single_rank_group
 from realrl.model.transformer import Transformer
 from tests.model.small_models import RENAMED, SHAPES, make_theirs, pack, random_rows, read_whole
 
@@ -124,6 +124,6 @@ def test_adapters_of_embeddings_and_head_are_refused_with_the_ways_out(target: s
     with pytest.raises(UserError) as caught:
         model_tensors(shape, "lm")
     assert str(caught.value) == (
-        f"lora.targets: adapters of {target} are not supported; train all of it (lora=null), or choose among"
+        f"lora.targets: {target} cannot have adapters; train the whole model (lora=null), or choose from"
         " q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"
     )

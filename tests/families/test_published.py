@@ -4,7 +4,7 @@ import pytest
 
 from realrl.families.config_json import check_writing
 from realrl.families.registry import model_tensors
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 
 TOTALS = {
     "llama-2-7b": 6738415616,

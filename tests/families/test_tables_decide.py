@@ -7,12 +7,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from realrl.checkpoint.headers import find_tensors
 from realrl.config.errors import UserError
 from realrl.families.family import check_family
-from realrl.families.options import LayerOptions
 from realrl.families.registry import find_family, list_families, model_tensors
-from realrl.families.shape import ModelShape
+from realrl.families.shape import LayerOptions, ModelShape
+from realrl.huggingface.headers import find_tensors
 from realrl.planner.workload.shard_sizes import LocalSizes
 
 SIZES = {
@@ -27,7 +26,7 @@ SIZES = {
 FILE = """
 from dataclasses import replace
 from realrl.families.decoder import decoder_tensors
-from realrl.families.options import LayerOptions
+from realrl.families.shape import LayerOptions
 from realrl.families.registry import find_family
 
 def table(shape, head, options):

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_hexdigest
 
-from realrl.checkpoint.state.manifest import FORMAT, MANIFEST, CheckpointError, read_manifest
-from realrl.checkpoint.state.pieces import TensorPieces
-from realrl.checkpoint.state.reader import DTYPES
+from realrl.checkpoint.contents import TensorPieces
+from realrl.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, read_manifest
+from realrl.checkpoint.saved import list_checkpoints
+from realrl.checkpoint.storage import DTYPES
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
-from realrl.runtime.checkpoints.restore import restore
-from realrl.runtime.output.saved import list_checkpoints
+from realrl.runtime.continuation import restore
 from realrl.runtime.processes.process import Process
 from tests.conftest import World
 from tests.fuzz.commands import ends_soon, fuzz

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 
-from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Call, Kind
 from realrl.engine.generation.generator import generate
@@ -14,14 +13,15 @@ from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head, ModelShape
+from realrl.huggingface.initial_weights import initialise
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import OptimizerConfig
-from realrl.recipe.settings import GenerationConfig
-from realrl.runtime.measure.allocations import count_allocations
+from realrl.runtime.measure.step_timer import count_allocations
 from tests.gpu.devices import on_one_device
 from tests.gpu_branches.training_cases import LONG, SHAPES, list_methods, make_batch
 

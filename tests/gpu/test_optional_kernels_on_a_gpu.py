@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from realrl.engine.generation.nucleus import keep_top_k, keep_top_p
+from realrl.engine.generation.sampler import keep_top_k, keep_top_p
 from realrl.engine.optional_kernels import use_kernels
 from realrl.model.attention import varlen_attention
 from realrl.model.attention_rule import CAUSAL, AttentionRule

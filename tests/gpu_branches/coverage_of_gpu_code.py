@@ -18,7 +18,7 @@ ROOMS = ("checkpoint", "config", "data", "engine", "model", "runtime")
 WHOLE = (
     "model/gpu/",
     "model/gpu_logprobs.py",
-    "engine/generation/step_graphs.py",
+    "engine/generation/decode_step.py",
     "runtime/prepare/gpu.py",
 )
 """Files that only GPUs need."""

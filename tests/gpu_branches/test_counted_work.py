@@ -15,21 +15,20 @@ from realrl.engine.generation.row_buffers import RowBuffers
 from realrl.engine.generation.sampler import Sampler
 from realrl.engine.generation.sampling import SamplingNoise, SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
-from realrl.families.experts import Mixture
-from realrl.families.shape import ModelShape
+from realrl.families.shape import Mixture, ModelShape
 from realrl.layout.kv_blocks import CacheSize
 from realrl.model.attention import varlen_attention
 from realrl.model.cache import PagedCache
-from realrl.model.mixture.routing import LIKELIEST
 from realrl.model.packing import Packing
-from realrl.model.parallel.tensor_parallel import TensorParallel
+from realrl.model.routing import LIKELIEST
+from realrl.model.tensor_parallel import TensorParallel
 from realrl.planner.cluster.devices import DEVICES
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.roofline import Roofline
 from realrl.planner.cost.timing import Timing
-from realrl.planner.workload.sampling import UNRESTRICTED, Sampling
 from realrl.planner.workload.shard_sizes import LocalSizes
-from realrl.recipe.settings import GenerationConfig
+from realrl.planner.workload.workload import UNRESTRICTED, Sampling
+from realrl.recipe.generation import GenerationConfig
 from tests.forked import run_forked
 from tests.gpu_branches.fake_gpu import Device, fake_gpu
 

@@ -11,18 +11,16 @@ from torch import Tensor
 from realrl.model import logprobs, rotary
 from realrl.model.arithmetic import elementwise
 from realrl.model.arithmetic.ops import PLAIN
-from realrl.model.parallel.group import Group, make_single_rank_group
+from realrl.model.group import Group, make_single_rank_group
 
 if importlib.util.find_spec("triton") is None:
     assert sys.platform != "linux", "the development requirements bring Triton"
     pytest.skip("Triton is not for this platform", allow_module_level=True)
 
-from realrl.model.gpu.activation import Activate
+from realrl.model.gpu.elementwise import Activate, AddRMSNorm, RMSNorm, RotateHeads, SwiGLU
 from realrl.model.gpu.logits import bound_logits, compute_logit_sums, compute_softmax_gradient
-from realrl.model.gpu.norm import AddRMSNorm, RMSNorm
-from realrl.model.gpu.rotary import RotateHeads
-from realrl.model.gpu.swiglu import SwiGLU
 from realrl.model.gpu_logprobs import TokenLogprobs
+from realrl.model.logprobs import LogprobOptions
 
 # The interpreter computes both sides of a `where`, of which kernels use one.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -182,9 +180,8 @@ def test_log_probabilities_and_gradients_match_the_cpu(
         hidden, table = draw(20, 8).requires_grad_(), draw(34, 8, seed=1).requires_grad_()
         bias = draw(34, seed=3).requires_grad_() if with_bias else None
         group = make_single_rank_group()
-        chosen, entropy = function.apply(
-            hidden, table, bias, targets, temperature, True, group, 31, PLAIN, size, *keeps, cap
-        )
+        options = LogprobOptions(temperature, True, group, 31, PLAIN, size, cap)
+        chosen, entropy = function.apply(hidden, table, bias, targets, options, *keeps)
         (chosen * factor).sum().backward()
         grads = [hidden.grad, table.grad, *([] if bias is None else [bias.grad])]
         results.append([chosen, entropy, *grads])
@@ -197,19 +194,8 @@ def test_gradients_of_likely_tokens_keep_their_precision_in_bfloat16(cuda_rules:
     table = torch.eye(4, 8) * 8
     hidden = (torch.eye(4, 8)[:1] * 1.1).bfloat16().requires_grad_()
     frozen = table.bfloat16()
-    chosen, _ = TokenLogprobs.apply(
-        hidden,
-        frozen,
-        None,
-        torch.zeros(1, 1, dtype=torch.int64),
-        1.0,
-        False,
-        make_single_rank_group(),
-        4,
-        PLAIN,
-        10,
-        None,
-    )
+    options = LogprobOptions(1.0, False, make_single_rank_group(), 4, PLAIN, 10, None)
+    chosen, _ = TokenLogprobs.apply(hidden, frozen, None, torch.zeros(1, 1, dtype=torch.int64), options)
     chosen.sum().backward()
     probability = (hidden.detach().float() @ table.T).softmax(1)
     expected = (torch.tensor([[1.0, 0, 0, 0]]) - probability) @ table
@@ -243,7 +229,8 @@ def test_tensor_parallel_ranks_have_the_log_probabilities_of_one(cap: float | No
     )
     hidden, table = draw(20, 8).requires_grad_(), draw(31, 8, seed=1).requires_grad_()
     single = make_single_rank_group()
-    expected = TokenLogprobs.apply(hidden, table, None, targets, 0.7, True, single, 31, PLAIN, 7, cap)
+    options = LogprobOptions(0.7, True, single, 31, PLAIN, 7, cap)
+    expected = TokenLogprobs.apply(hidden, table, None, targets, options)
     (expected[0] * factor).sum().backward()
     results: list[Tensor] = []
 
@@ -255,9 +242,8 @@ def test_tensor_parallel_ranks_have_the_log_probabilities_of_one(cap: float | No
         local[: len(rows)] = table.detach()[rows.start : rows.stop]
         local.requires_grad_()
         shifted = targets - rows.start
-        chosen, entropy = TokenLogprobs.apply(
-            states, local, None, shifted, 0.7, True, group, len(rows), PLAIN, 7, cap
-        )
+        options = LogprobOptions(0.7, True, group, len(rows), PLAIN, 7, cap)
+        chosen, entropy = TokenLogprobs.apply(states, local, None, shifted, options)
         (chosen * factor).sum().backward()
         return given, (chosen, entropy, states.grad, local.grad[: len(rows)])
 

@@ -22,10 +22,10 @@ from realrl.config.errors import UserError
 from realrl.engine import optional_kernels
 from realrl.engine.generation.sampler import Sampler
 from realrl.engine.optional_kernels import REQUIREMENTS, check_heads, use_kernels
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.recipe import checks
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.load import load_experiment
-from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.output.notes import list_kernel_notes
 from realrl.runtime.prepare.gpu import try_kernels
 from tests.conftest import World
@@ -317,7 +317,7 @@ def test_models_whose_attention_keeps_the_built_in_kernels_are_noted(world: Worl
     recipe = world.recipe("ppo", tmp_path, device="auto", cluster="h100:1x1")
     experiment = load_experiment(recipe, ["kernels=[fa4]", "models.reward.dtype=float32"])
     shapes = {"actor": SHAPES["gemma-2-2b"], "reward": SHAPES["qwen3-0.6b"], "ref": SHAPES["qwen3-0.6b"]}
-    kept = "kernels=[fa4]: attention of models.{} keeps the built-in kernels: it does not know {}"
+    kept = "kernels=[fa4]: attention of models.{} keeps built-in kernels: fa4 does not support {}"
     assert list(list_kernel_notes(experiment, shapes)) == [
         kept.format("actor", "caps or sinks of attention scores"),
         kept.format("reward", "computation in float32"),

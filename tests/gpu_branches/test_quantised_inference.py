@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Ragged
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.tensors import Quantisation
+from realrl.huggingface.initial_weights import initialise
 from realrl.model.packing import Packing
 from tests.forked import run_forked
 from tests.gpu_branches.fake_gpu import fake_gpu

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from realrl.checkpoint.initial_weights import initialise
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import Head
+from realrl.huggingface.initial_weights import initialise
 from realrl.layout import limits
 from realrl.recipe.model import OptimizerConfig
 from tests.gpu_branches.training_cases import SHAPES, SHORT, list_methods, make_batch

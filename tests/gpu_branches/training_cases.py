@@ -2,18 +2,16 @@
 
 import torch
 
-from realrl.algorithms.distillation.config import OfflineDistillationConfig
-from realrl.algorithms.distillation.distributions import DivergenceTrain
-from realrl.algorithms.method import TrainMethod
-from realrl.algorithms.reward.method import RewardTrain
-from realrl.algorithms.sft.method import SFTTrain
+from realrl.algorithms.base.method import TrainMethod
+from realrl.algorithms.distillation import OfflineDistillationConfig
+from realrl.algorithms.distillation_methods import DivergenceTrain
+from realrl.algorithms.reward_model_methods import RewardTrain
+from realrl.algorithms.sft_methods import SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Candidates
 from realrl.families.adapters import LowRank
-from realrl.families.experts import Mixture
-from realrl.families.mixtures.llama4 import MIXTURE
-from realrl.families.options import LayerOptions
-from realrl.families.shape import Head, ModelShape
+from realrl.families.built_in.llama import LLAMA4_MIXTURE
+from realrl.families.shape import Head, LayerOptions, Mixture, ModelShape
 
 SHAPES = {
     "llama, grouped": ModelShape(
@@ -54,7 +52,7 @@ SHAPES = {
     ),
     "llama4, shared": ModelShape(
         family="llama4_text", vocab_size=53, hidden_size=24, intermediate_size=16, layers=2, heads=4, kv_heads=2,
-        head_dim=8, unrotated_layers=(1,), mixture=MIXTURE.model_copy(update={"experts": 3, "per_token": 3}),
+        head_dim=8, unrotated_layers=(1,), mixture=LLAMA4_MIXTURE.model_copy(update={"experts": 3, "per_token": 3}),
     ),
 }  # fmt: skip
 SHORT = (4, 7, 2, 6)

@@ -9,7 +9,7 @@ import pytest
 
 from realrl.cli.app import run_app
 from realrl.runtime.launcher import local
-from realrl.runtime.network.interfaces import SILENCE
+from realrl.runtime.processes.network import SILENCE
 from tests.conftest import World, read_metrics
 from tests.forked import ForkedRank
 from tests.hosts.network import Hosts, why_no_hosts

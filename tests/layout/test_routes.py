@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from realrl.families.shape import ModelShape
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.region import Region
-from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import Reallocation, reallocate
-from realrl.plan.cluster import Cluster
+from realrl.plan.cluster import Cluster, Links
 from realrl.plan.placement import Mesh, Placement, Strategy
 from tests.layout.strategies import moves
 

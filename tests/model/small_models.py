@@ -13,17 +13,15 @@ from transformers import (
     PreTrainedModel,
 )
 
-from realrl.checkpoint.stored import join_tensors, read_parts
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
+from realrl.families.built_in.llama import LLAMA4_MIXTURE
 from realrl.families.config_json import shape_to_hf
-from realrl.families.experts import Mixture
-from realrl.families.mixtures.llama4 import MIXTURE
-from realrl.families.options import LayerOptions
 from realrl.families.registry import model_tensors
-from realrl.families.shape import Head, ModelShape, RopeScaling
+from realrl.families.shape import Head, LayerOptions, Mixture, ModelShape, RopeScaling
 from realrl.families.tensors import Init, TensorSpec
+from realrl.huggingface.stored import join_tensors, read_parts
 from realrl.layout.shard import Shard
-from realrl.model.parallel.group import make_single_rank_group
+from realrl.model.group import make_single_rank_group
 from realrl.model.transformer import Transformer
 
 SHAPES = {
@@ -145,7 +143,7 @@ SHAPES = {
         rope_scaling=RopeScaling(
             factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
         ),
-        mixture=MIXTURE.model_copy(update={"experts": 5, "per_token": 2}),
+        mixture=LLAMA4_MIXTURE.model_copy(update={"experts": 5, "per_token": 2}),
     ),
     "dynamic": ModelShape(
         vocab_size=85, hidden_size=48, intermediate_size=48, layers=2, heads=6, kv_heads=3, head_dim=12,

@@ -14,11 +14,11 @@ from realrl.model.arithmetic.ops import Products, linear
 from realrl.model.attention import varlen_attention
 from realrl.model.attention_rule import CAUSAL, AttentionRule
 from realrl.model.cpu.products import Panels
-from realrl.model.decode_weights import DecodeWeights
+from realrl.model.group import make_single_rank_group
 from realrl.model.layer import Norm
 from realrl.model.logprobs import cap_logits, compute_logprobs
+from realrl.model.matrices import DecodeWeights
 from realrl.model.packing import Packing
-from realrl.model.parallel.group import make_single_rank_group
 from realrl.model.rotary import Rotation, apply_rotary_emb
 
 EXACT = Products(exact=True)

@@ -13,7 +13,7 @@ from realrl.layout.kv_blocks import count_blocks
 from realrl.model.attention_rule import CAUSAL, AttentionRule
 from realrl.model.gpu import paged_attention
 from realrl.model.gpu.paged_attention import PART_KEYS, PARTS, launch_attention
-from realrl.model.gpu.paged_operator import attend_to_blocks
+from realrl.model.paged_attention import attend_to_blocks
 
 ROWS = {
     "no prompts": ([0, 0], [[0], [17]]),

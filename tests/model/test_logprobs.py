@@ -8,8 +8,8 @@ from small_models import SHAPES, pack, random_rows
 
 from realrl.layout import limits
 from realrl.model import logprobs
+from realrl.model.group import make_single_rank_group
 from realrl.model.packing import Packing
-from realrl.model.parallel.group import make_single_rank_group
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from small_models import find_theirs, pack, padded, random_rows, read_whole
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
 from realrl.layout.shard import Shard
+from realrl.model.group import make_single_rank_group
 from realrl.model.packing import Packing
-from realrl.model.parallel.group import make_single_rank_group
 from realrl.model.transformer import Transformer
 
 LENGTHS = [5, 30, 12, 1, 140, 9, 30]

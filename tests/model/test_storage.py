@@ -4,15 +4,15 @@ import pytest
 import torch
 from small_models import SHAPES, pack, random_rows
 
-from realrl.checkpoint import initial_weights
-from realrl.checkpoint.initial_weights import initialise
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.families.registry import model_tensors
 from realrl.families.tensors import TensorSpec
+from realrl.huggingface import initial_weights
+from realrl.huggingface.initial_weights import initialise
 from realrl.layout.region import Region
 from realrl.layout.shard import Shard
+from realrl.model.group import make_single_rank_group
 from realrl.model.packing import Packing
-from realrl.model.parallel.group import make_single_rank_group
 from realrl.model.transformer import Transformer
 
 SHAPE = SHAPES["grouped-tied"]

@@ -4,20 +4,20 @@ from functools import cache
 
 import torch
 
-from realrl.algorithms.sft.method import SFTInference, SFTTrain
-from realrl.checkpoint.initial_weights import initialise
+from realrl.algorithms.sft_methods import SFTInference, SFTTrain
+from realrl.data.balance import assign
 from realrl.data.batch import Batch, Ragged
-from realrl.data.partition import assign
 from realrl.dataflow.call import Kind
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
+from realrl.huggingface.initial_weights import initialise
 from realrl.layout.layout import build_layout
 from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import OptimizerConfig
-from realrl.recipe.settings import GenerationConfig
 from tests.nccl.recording import make_groups, recording
 from tests.nccl.simulator import Action
 

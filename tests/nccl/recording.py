@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from realrl.engine import pipeline
 from realrl.engine.parallel_groups import ParallelGroups, select_groups
-from realrl.engine.pipeline import messages as pipeline_messages
-from realrl.model.parallel import group as model_group
-from realrl.model.parallel.group import Group
+from realrl.model import group as model_group
+from realrl.model.group import Group
 from realrl.plan.communicators import RankSet, list_rank_sets
 from realrl.plan.placement import Placement
 from tests.nccl.simulator import COMPUTE, Action, Collective, Launch, Messages
@@ -131,7 +131,7 @@ def recording() -> Iterator[Recorder]:
         mock.patch.object(dist, "broadcast", broadcast),
         mock.patch.object(model_group, "_all_gather", all_gather),
         mock.patch.object(model_group, "_reduce_scatter", reduce_scatter),
-        mock.patch.object(pipeline_messages, "needs_order", lambda device: True),
+        mock.patch.object(pipeline, "needs_order", lambda device: True),
     ):
         yield recorder
 

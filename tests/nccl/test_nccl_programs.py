@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.layout.layout import build_layout
 from realrl.layout.routing.chunks import RankScheduler, group_messages
 from realrl.layout.routing.routes import reallocate

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from realrl.algorithms.ppo.graph import train_graph
-from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
+from realrl.algorithms.ppo import ALGORITHM as PPO_SPEC
+from realrl.algorithms.ppo import train_graph
 from realrl.config.errors import UserError
 from realrl.families.shape import ModelShape
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.layout.layout import build_layout
 from realrl.layout.routing.routes import reallocate
 from realrl.plan import axes

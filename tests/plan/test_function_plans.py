@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from realrl.algorithms.policy.graph import make_eval_graph
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.policy import make_eval_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, function_placement
@@ -66,15 +66,15 @@ def test_what_is_for_models_is_refused_for_a_function(tmp_path: Path, field: str
     with pytest.raises(UserError) as caught:
         Plan.load(tmp_path / "plan.yaml", GRAPH)
     assert str(caught.value) == (
-        f"plan file {tmp_path}/plan.yaml: {NAME}: {field} is for calls of models; {NAME} is a function, for which"
-        " only mesh and dp can be given; leave it out"
+        f"plan file {tmp_path}/plan.yaml: {NAME}: {field} is for calls of models; {NAME} is a function"
+        " and has only mesh and dp; leave it out"
     )
 
 
 @pytest.mark.parametrize("key", ["offload", "keep"])
 def test_a_function_has_nothing_to_keep_or_offload(key: str) -> None:
     plan = make_plan("symmetric", GRAPH, Cluster(1, 2), 1024)
-    with pytest.raises(UserError, match="reward is none of actor, ref, critic"):
+    with pytest.raises(UserError, match="reward is not one of actor, ref, critic"):
         replace(plan, **{key: ("reward",)}).check(GRAPH)
 
 

@@ -111,9 +111,9 @@ def test_a_missing_plan_file_is_named() -> None:
             plan_of(actor__generate=Placement(Mesh(0, 4), Strategy(dp=4, recompute=True))),
             "actor.generate: recompute is for calls that train",
         ),
-        (replace(plan_of(), offload=("ref",)), "offload: ref is none of actor, reward"),
-        (replace(plan_of(), offload_optimizer=("reward",)), "offload_optimizer: reward is none of actor"),
-        (replace(plan_of(), keep=("critic",)), "keep: critic is none of actor, reward"),
+        (replace(plan_of(), offload=("ref",)), "offload: ref is not one of actor, reward"),
+        (replace(plan_of(), offload_optimizer=("reward",)), "offload_optimizer: reward is not one of actor"),
+        (replace(plan_of(), keep=("critic",)), "keep: critic is not one of actor, reward"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(plan: Plan, sentence: str) -> None:

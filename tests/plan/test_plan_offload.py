@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from realrl.algorithms.policy.graph import make_eval_graph
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.policy import make_eval_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -35,8 +35,8 @@ def test_evaluation_offloads_only_roles_it_has() -> None:
 @pytest.mark.parametrize(
     ("chosen", "sentence"),
     [
-        (plan(("judge",)), "plan: offload: judge is none of actor, reward, ref, critic"),
-        (plan((), ("ref",)), "plan: offload_optimizer: ref is none of actor, critic"),
+        (plan(("judge",)), "plan: offload: judge is not one of actor, reward, ref, critic"),
+        (plan((), ("ref",)), "plan: offload_optimizer: ref is not one of actor, critic"),
     ],
 )
 def test_offloading_state_that_a_role_lacks_is_refused(chosen: Plan, sentence: str) -> None:

@@ -4,17 +4,17 @@ from math import gcd
 
 import pytest
 
-from realrl.algorithms.ppo.graph import train_graph
-from realrl.algorithms.sft.graph import train_graph as sft_graph
+from realrl.algorithms.ppo import train_graph
+from realrl.algorithms.sft import train_graph as sft_graph
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Kind
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.plan.cluster import Cluster
-from realrl.plan.partition import list_mesh_sizes, split_by_weight, split_evenly
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
-from realrl.program.order import waves
+from realrl.plan.split_cluster import list_mesh_sizes, split_by_weight, split_evenly
+from realrl.program.lower import waves
 
 CLUSTERS = (
     "1x1",

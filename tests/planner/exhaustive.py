@@ -5,18 +5,14 @@ import math
 from collections.abc import Iterable
 
 from realrl.dataflow.call import Call, Kind
+from realrl.dataflow.graph import DataflowGraph
+from realrl.plan.plan import Plan
 from realrl.planner.moves.transfers import Layouts, name_mixing, name_refreshing
 from realrl.planner.space.candidate import Candidate
 from realrl.planner.space.problem import Problem
-from realrl.program.order import (
-    Waves,
-    changes,
-    length_calls,
-    length_readers,
-    producers,
-    sharing,
-    waves,
-)
+from realrl.program.order import changes, dependents, length_calls, length_readers, producers
+
+Waves = tuple[tuple[Call, ...], ...]
 
 
 def cheapest(problem: Problem) -> float:
@@ -63,6 +59,54 @@ def host_fill(problem: Problem, homes: dict[str, Candidate]) -> float:
         offloaded = [(rank, home.host_bytes) for home in homes.values() for rank in home.placement.ranks]
         fills.append(sum(size for rank, size in offloaded if problem.cluster.node(rank) == node) / limit)
     return max(fills)
+
+
+def waves(graph: DataflowGraph, plan: Plan) -> Waves:
+    """Sort calls into waves: those of one wave share no device and do not wait for each other.
+
+    A function uses no device: it is in the first wave in which its inputs are there, before the others.
+    """
+    number: dict[Call, int] = {}
+    for call in graph.order:
+        before = [number[other] for other in number if _ordered(graph, plan, other, call)]
+        number[call] = 1 + max(before, default=-1)
+    found: list[list[Call]] = [[] for _ in range(1 + max(number.values(), default=-1))]
+    for call, wave in sorted(number.items(), key=lambda item: not item[0].is_function):
+        found[wave].append(call)
+    return tuple(map(tuple, found))
+
+
+def sharing(graph: DataflowGraph, plan: Plan, order: Waves, call: Call) -> tuple[Call, ...]:
+    """List the calls that can use the same copy of parameters as `call`, in the order they run.
+
+    These are the calls of its role in its layout between two changes of the role, itself included; `call` is no
+    function.
+    """
+
+    def version(wave: int) -> int:
+        return sum(call.role in changes(graph, other) for calls in order[:wave] for other in calls)
+
+    own = next(version(i) for i, calls in enumerate(order) if call in calls)
+    return tuple(
+        other
+        for i, calls in enumerate(order)
+        for other in calls
+        if other.role == call.role and plan[other.name].layout == plan[call.name].layout and version(i) == own
+    )
+
+
+def _ordered(graph: DataflowGraph, plan: Plan, first: Call, second: Call) -> bool:
+    """Check whether `second`, which comes later in the graph's order, must wait for `first`."""
+    if first.is_function or second.is_function:
+        # Functions use no device, and change no parameters.
+        needed = first.is_function and second in dependents(graph, first)
+        return needed or first in graph.dependencies(second)
+    return (
+        first in graph.dependencies(second)
+        or plan[first.name].mesh.overlaps(plan[second.name].mesh)
+        or second.role in changes(graph, first)
+        or first.role in changes(graph, second)
+    )
 
 
 class _Step:

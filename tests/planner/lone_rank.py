@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from realrl.algorithms.distillation.config import OfflineDistillationConfig
-from realrl.algorithms.distillation.distributions import DivergenceInference, DivergenceTrain, TopTeacher
-from realrl.algorithms.method import InferenceMethod, TrainMethod
-from realrl.algorithms.reward.method import PairInference, RewardTrain
-from realrl.algorithms.sft.method import SFTInference, SFTTrain
-from realrl.checkpoint.initial_weights import initialise
+from realrl.algorithms.base.method import InferenceMethod, TrainMethod
+from realrl.algorithms.distillation import OfflineDistillationConfig
+from realrl.algorithms.distillation_methods import DivergenceInference, DivergenceTrain, TopTeacher
+from realrl.algorithms.reward_model_methods import PairInference, RewardTrain
+from realrl.algorithms.sft_methods import SFTInference, SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Candidates
 from realrl.engine.dtypes import find_torch_dtype
@@ -23,18 +22,19 @@ from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model
 from realrl.engine.parallel_groups import ParallelGroups
-from realrl.engine.pipeline.messages import Pipeline
+from realrl.engine.pipeline import Pipeline
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.engine.training.trainer import Trainer
+from realrl.huggingface.initial_weights import initialise
 from realrl.layout.layout import build_layout
+from realrl.model import group as collectives
 from realrl.model.arithmetic.ops import Products
-from realrl.model.parallel import group as collectives
-from realrl.model.parallel.group import Group, make_single_rank_group
+from realrl.model.group import Group, make_single_rank_group
 from realrl.plan.placement import Placement
 from realrl.program.memory import StoredModel
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import OptimizerConfig
-from realrl.recipe.settings import GenerationConfig
-from realrl.runtime.measure.allocations import count_allocations
+from realrl.runtime.measure.step_timer import count_allocations
 
 CPU = torch.device("cpu")
 

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.dataflow.call import Call
 from realrl.families.shape import Head, ModelShape
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.plan.placement import Dtype, Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.workload.workload import Workload

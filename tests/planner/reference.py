@@ -8,9 +8,8 @@ from itertools import product
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.layout.routing.links import Links
 from realrl.layout.sets import BASE, WHOLE, TrainablePart
-from realrl.plan.cluster import Cluster
+from realrl.plan.cluster import Cluster, Links
 from realrl.plan.placement import Dtype, Placement, Strategy, function_placement
 from realrl.planner.moves.exchange import ExchangeModel
 from realrl.planner.moves.links import LinkTransfers, ParameterBytes

@@ -2,7 +2,7 @@
 
 import random
 
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.dataflow.call import Call, Key, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 

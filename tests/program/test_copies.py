@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.dataflow.call import Call, Key, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
@@ -14,8 +14,7 @@ from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
 from realrl.program.instructions import Instruction, Program, Reallocate, Release, Run
-from realrl.program.lower import home_placements, kept_copies, lower, lower_start, offloaded
-from realrl.program.order import waves
+from realrl.program.lower import home_placements, kept_copies, lower, lower_start, offloaded, waves
 from realrl.program.validate import ProgramError, validate, validate_start
 
 PPO = train_graph(minibatches=1)
@@ -132,7 +131,7 @@ def test_validation_finds_a_kept_copy_that_is_not_refreshed() -> None:
     start, step = compiled(TWICE, plan)
     with pytest.raises(ProgramError, match="rank 2 ends with an outdated a"):
         validate(without(step, Reallocate), TWICE, homes, (), kept)
-    with pytest.raises(ProgramError, match="ends with other things in memory"):
+    with pytest.raises(ProgramError, match="ends with other state in memory"):
         validate_start(without(start, Reallocate), homes, (), kept)
 
 

@@ -5,16 +5,15 @@ from itertools import pairwise
 
 import pytest
 
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.dataflow.call import MovingAverage
 from realrl.families.shape import Head, ModelShape
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
-from realrl.program.early_loads import find_early_loads
 from realrl.program.instructions import Load, Program, Run
 from realrl.program.lower import home_placements, kept_copies, lower, offloaded
-from realrl.program.memory import HeldState, Memory, StoredModel
+from realrl.program.memory import HeldState, Memory, StoredModel, find_early_loads
 
 GRAPH = train_graph(minibatches=2, averages=[MovingAverage("ref", "actor", 0.125)])
 ALL, HALF = Placement(Mesh(0, 4), Strategy(dp=2, tp=2)), Placement(Mesh(0, 2), Strategy(tp=2))

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.algorithms.policy.graph import make_eval_graph
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.policy import make_eval_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy, function_placement

@@ -2,10 +2,10 @@
 
 import pytest
 
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.layout import limits
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES, Dtype, Mesh, Placement, Strategy

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster

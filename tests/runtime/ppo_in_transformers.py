@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from realrl.algorithms.ppo.config import PPOConfig
+from realrl.algorithms.ppo import PPOConfig
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realrl.algorithms.ppo.graph import train_graph
-from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
+from realrl.algorithms.ppo import ALGORITHM as PPO_SPEC
+from realrl.algorithms.ppo import train_graph
 from realrl.cli.app import run_app
 from realrl.families.shape import ModelShape
 from realrl.model.arithmetic.ops import PLAIN
@@ -24,18 +24,23 @@ from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.profile.profile import CollectiveTime, Profile
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.load import load_experiment
-from realrl.recipe.settings import GenerationConfig
 from realrl.runtime.processes.process import Process
-from realrl.runtime.profiler.models.decoding import Decoding
-from realrl.runtime.profiler.models.passes import Passes
-from realrl.runtime.profiler.models.shapes import ShapeMeasurements
-from realrl.runtime.profiler.models.shard import make_tensor_rank
-from realrl.runtime.profiler.points.bench import Bench
-from realrl.runtime.profiler.points.clock import Clock
-from realrl.runtime.profiler.points.grid import Sizes
-from realrl.runtime.profiler.points.point import Measurer, Pace, Point, find_sweep_spread, take_medians
-from realrl.testing.shape import SHAPE
+from realrl.runtime.profiler.decoding import Decoding
+from realrl.runtime.profiler.passes import Passes
+from realrl.runtime.profiler.points import (
+    Bench,
+    Clock,
+    Measurer,
+    Pace,
+    Point,
+    find_sweep_spread,
+    take_medians,
+)
+from realrl.runtime.profiler.shapes import ShapeMeasurements, make_tensor_rank
+from realrl.runtime.profiler.sizes import Sizes
+from realrl.testing.shrink import SHAPE
 from tests.conftest import World
 
 TINY = ModelShape.model_validate(SHAPE)
@@ -174,7 +179,7 @@ def test_gpus_that_are_not_there_are_not_measured(capfd: pytest.CaptureFixture) 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"device": "h100"}, "is of device h100"),
+        ({"device": "h100"}, "is for device h100"),
         ({"processes": 2}, "by 2 processes"),
         (None, "not valid JSON"),
     ],

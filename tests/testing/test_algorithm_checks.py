@@ -8,8 +8,8 @@ import yaml
 from realrl.testing import CheckFailure, check_algorithm
 
 ALGORITHM = '''
-from realrl.algorithms.base import PlainTrain, StatelessAlgorithm
-from realrl.algorithms.method import Metrics
+from realrl.algorithms.base.method import PlainTrain, StatelessAlgorithm
+from realrl.algorithms.base.method import Metrics
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec
@@ -108,7 +108,7 @@ def test_an_algorithm_that_learns_the_same_under_every_plan_passes(tmp_path: Pat
         pytest.param(
             '{"seen": self.method("actor.train").seen}',
             '{"seen": 0.0}',
-            r"made anew from its state_dict after each step: step 2: actor\.train/loss is .* in one process",
+            r"rebuilt from its state_dict after each step: step 2: actor\.train/loss is .* in one process",
             id="state that is not saved",
         ),
         pytest.param(

@@ -201,22 +201,22 @@ def list_kernels() -> set[str]:
 
 def launch_elementwise(sizes: Sizes, dtype: torch.dtype, row_counts: Iterable[int]) -> None:
     """Launch norms of these numbers of rows, SwiGLU and rotation, forward and backward."""
-    from realrl.model.gpu import norm, rotary, swiglu
+    from realrl.model.gpu import elementwise
 
     heads = sizes.heads + 2 * sizes.kv_heads
     for rows in row_counts:
         x, weight = _leaf(rows, sizes.hidden, dtype=dtype), _leaf(sizes.hidden, dtype=dtype)
-        norm.RMSNorm.apply(x, weight, 1e-6).sum().backward()
-        total, out = norm.AddRMSNorm.apply(x, _leaf(rows, sizes.hidden, dtype=dtype), weight, 1e-6)
+        elementwise.RMSNorm.apply(x, weight, 1e-6).sum().backward()
+        total, out = elementwise.AddRMSNorm.apply(x, _leaf(rows, sizes.hidden, dtype=dtype), weight, 1e-6)
         torch.autograd.backward((total, out), (torch.zeros_like(total), torch.zeros_like(out)))
         if sizes.head_norms:
             of_heads = torch.zeros(rows, heads, sizes.dim, dtype=dtype)
             for part in (of_heads[:, : sizes.heads], of_heads[:, sizes.heads : -sizes.kv_heads]):
                 x = part.requires_grad_()
-                norm.RMSNorm.apply(x, _leaf(sizes.dim, dtype=dtype), 1e-6).sum().backward()
-    swiglu.SwiGLU.apply(_leaf(2, 2 * sizes.inner, dtype=dtype)).sum().backward()
+                elementwise.RMSNorm.apply(x, _leaf(sizes.dim, dtype=dtype), 1e-6).sum().backward()
+    elementwise.SwiGLU.apply(_leaf(2, 2 * sizes.inner, dtype=dtype)).sum().backward()
     qkv, table = _leaf(2, heads * sizes.dim, dtype=dtype), torch.ones(2, sizes.dim // 2)
-    rotary.RotateHeads.apply(qkv * 1, table, table, sizes.heads + sizes.kv_heads).sum().backward()
+    elementwise.RotateHeads.apply(qkv * 1, table, table, sizes.heads + sizes.kv_heads).sum().backward()
 
 
 def launch_logits(sizes: Sizes, dtype: torch.dtype) -> None:

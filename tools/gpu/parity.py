@@ -22,17 +22,16 @@ if CPU:
     # Triton reads it when it is first imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
-from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
-from realrl.engine.buffers.offload import Offloadable
 from realrl.engine.generation import decode_memory
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampler import choose_tokens_on_gpu
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
-from realrl.engine.training.grad_norm import sum_squares
-from realrl.families.experts import Mixture
-from realrl.families.shape import ModelShape
+from realrl.engine.offload import Offloadable
+from realrl.engine.training.optimizer import sum_squares
+from realrl.families.shape import Mixture, ModelShape
+from realrl.huggingface.initial_weights import initialise
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.model.arithmetic.grouped import Groups
 from realrl.model.arithmetic.ops import PLAIN, Products
@@ -41,13 +40,12 @@ from realrl.model.attention_rule import AttentionRule
 from realrl.model.gpu import exact as exact_kernels
 from realrl.model.gpu import logits as logit_kernels
 from realrl.model.gpu import nucleus, paged_attention
-from realrl.model.gpu.norm import AddRMSNorm, RMSNorm
-from realrl.model.gpu.rotary import RotateHeads
-from realrl.model.gpu.swiglu import SwiGLU
+from realrl.model.gpu.elementwise import AddRMSNorm, RMSNorm, RotateHeads, SwiGLU
 from realrl.model.gpu_logprobs import TokenLogprobs
+from realrl.model.group import make_single_rank_group
+from realrl.model.logprobs import LogprobOptions
 from realrl.model.packing import Packing
-from realrl.model.parallel.group import make_single_rank_group
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 
 torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
 EPS = 1e-6
@@ -469,9 +467,8 @@ def check_logprobs(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype
     targets = torch.randint(vocabulary, (tokens, 1), device=PLACE)
     size = max(1, (1 << small(26, 12)) // vocabulary)
     narrow, weight = h.clone().requires_grad_(), table.clone().requires_grad_()
-    chosen, entropy = TokenLogprobs.apply(
-        narrow, weight, bias, targets, 0.8, True, make_single_rank_group(), vocabulary, PLAIN, size, None
-    )
+    options = LogprobOptions(0.8, True, make_single_rank_group(), vocabulary, PLAIN, size, None)
+    chosen, entropy = TokenLogprobs.apply(narrow, weight, bias, targets, options)
     factor = draw(tokens, 1)
     (chosen * factor).sum().backward()
     few = slice(0, small(64, 8))
@@ -534,7 +531,7 @@ def check_norm_memory() -> dict[str, Any]:
 
 
 def check_update() -> dict[str, Any]:
-    from realrl.engine.buffers.flat import FlatBuffer
+    from realrl.engine.buffers import FlatBuffer
     from realrl.engine.training.optimizer import ShardedAdamW
     from realrl.families.registry import model_tensors
     from realrl.recipe.model import OptimizerConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 from results import BEGUN, CPU, DEVICE, LIMIT, record
 
-from realrl.testing.shape import SHAPE
+from realrl.testing.shrink import SHAPE
 from tests.conftest import World, build_world
 
 PLAN = """

@@ -21,24 +21,25 @@ from parity import time_decode
 from results import CPU, PLACE, attempt, over, record, replayed, seconds_of, sync
 from torch import Tensor
 
-from realrl.algorithms.sft.method import SFTTrain
+from realrl.algorithms.sft_methods import SFTTrain
 from realrl.data.batch import Batch, Ragged
-from realrl.engine.generation import step_graphs
+from realrl.engine.generation import decode_step
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.families.tensors import Init
 from realrl.model.arithmetic.ops import PLAIN
 from realrl.model.gpu_logprobs import TokenLogprobs
-from realrl.model.parallel.group import make_single_rank_group
+from realrl.model.group import make_single_rank_group
+from realrl.model.logprobs import LogprobOptions
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import find_gpu_kind
 from realrl.planner.operators.tables import find_operators
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.model import OptimizerConfig
-from realrl.recipe.settings import GenerationConfig
 
 TINY = SHAPES["qwen2.5-0.5b"].model_copy(
     update={
@@ -219,7 +220,7 @@ class Captures:
     """Counts and times the captures of CUDA graphs inside a `with` block."""
 
     def __enter__(self) -> "Captures":
-        self.seconds, self.count, self._made = 0.0, 0, step_graphs._StepGraph.__init__
+        self.seconds, self.count, self._made = 0.0, 0, decode_step._StepGraph.__init__
 
         def timed(graph: Any, *arguments: Any) -> None:
             begin = time.perf_counter()
@@ -227,11 +228,11 @@ class Captures:
             self.seconds += time.perf_counter() - begin
             self.count += 1
 
-        step_graphs._StepGraph.__init__ = timed
+        decode_step._StepGraph.__init__ = timed
         return self
 
     def __exit__(self, *_: object) -> None:
-        step_graphs._StepGraph.__init__ = self._made
+        decode_step._StepGraph.__init__ = self._made
 
 
 def measure_decoding(model: Model, rows: int) -> dict[str, Any]:
@@ -398,9 +399,8 @@ class HeadCase:
         """Compute log-probabilities with chunks of 2^bits logits."""
         size = (1 << bits) // self.vocabulary
         group, targets = make_single_rank_group(), self.targets[:, None]
-        return TokenLogprobs.apply(
-            self.x, self.table, None, targets, 1.0, False, group, self.vocabulary, PLAIN, size, None
-        )[0][:, 0]
+        options = LogprobOptions(1.0, False, group, self.vocabulary, PLAIN, size, None)
+        return TokenLogprobs.apply(self.x, self.table, None, targets, options)[0][:, 0]
 
     def measure(self, name: str, losses: Callable[[], Tensor]) -> dict[str, Any]:
         """Measure milliseconds, and GiB beside what is held before."""

@@ -1,10 +1,10 @@
-"""Methods of a recipe's algorithm, checked against its description."""
+"""The algorithm of a recipe, checked against its description."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
-from realrl.algorithms.method import (
+from realrl.algorithms.base.method import (
     Algorithm,
     FunctionMethod,
     GenerateMethod,
@@ -12,73 +12,48 @@ from realrl.algorithms.method import (
     Method,
     TrainMethod,
 )
-from realrl.algorithms.user_methods import UserAlgorithm, guard_method
+from realrl.algorithms.guard import GuardedAlgorithm, guard_method
 from realrl.config.errors import UserError
-from realrl.config.user_code import UserCode, find_definition, is_own_module
+from realrl.config.user_code import find_definition, is_own_module
 from realrl.dataflow.call import Call, Kind
-from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import get_spec
+from realrl.recipe.algorithm import AlgorithmSpec, get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.registry import find_user_code
-from realrl.recipe.settings import GenerationConfig
 
 
 def build_algorithm(experiment: Experiment) -> Algorithm:
-    """Build graphs and methods of a recipe, with fresh state. UserError where a call has no method, or one that
-    contradicts the algorithm's description."""
+    """Build the graphs and methods of a recipe, with fresh state.
+
+    Raises UserError if a call has no method, or if a method contradicts the algorithm's description.
+    """
     spec, graph, eval_graph = get_spec(experiment), build_graph(experiment), build_eval_graph(experiment)
-    epochs = spec.epochs(experiment)
-    sampling = None if spec.generation is None else spec.generation(experiment)
-    eval_sampling = spec.eval_generation(experiment)
-    algorithm: Algorithm = spec.methods(experiment, graph, eval_graph)
-    where = _describe_place(spec.methods)
+    algorithm: Any = spec.methods(experiment, graph, eval_graph)
+    place = None if is_own_module(spec.methods.__module__) else find_definition(spec.methods)
+    where = f"algorithm {spec.name}: methods" + (f" ({place[0]}:{place[1]})" if place is not None else "")
     if (absent := _find_missing(algorithm, Algorithm)) is not None:
+        given = "None" if algorithm is None else f"a {type(algorithm).__name__}"
         raise UserError(
-            f"algorithm {spec.name}: methods{where} gave {_describe(algorithm)}; it must give an"
-            f" algorithms.method.Algorithm, which has {absent}"
+            f"{where} gave {given}; it must give a realrl.algorithms.Algorithm, which has {absent}"
         )
     graphs = [of for of in (graph, eval_graph) if of is not None]
     methods: dict[str, Method] = {}
     for call in (call for of in graphs for call in of.calls):
         try:
-            method = methods[call.name] = algorithm.method(call.name)
+            methods[call.name] = algorithm.method(call.name)
         except KeyError:
-            raise UserError(f"algorithm {spec.name}: methods{where}: {call.name} has none") from None
-        if call.kind is Kind.GENERATE:
-            problem = _find_generate_problem(call, method, sampling, eval_sampling)
-        else:
-            problem = _find_problem(call, method, epochs)
+            raise UserError(f"{where}: {call.name} has none") from None
+        problem = _find_problem(spec, experiment, call, methods[call.name])
         if problem is not None:
-            raise UserError(f"algorithm {spec.name}: methods{where}: {call.name} {problem}")
+            raise UserError(f"{where}: {call.name} {problem}")
     code = find_user_code(experiment.algorithm)
-    return algorithm if code is None else _guard(code, algorithm, spec.name, methods, graphs)
-
-
-def _guard(
-    code: UserCode,
-    algorithm: Algorithm,
-    name: str,
-    methods: Mapping[str, Method],
-    graphs: Sequence[DataflowGraph],
-) -> Algorithm:
-    """Guard what a user's algorithm computes, call by call."""
-    guarded = {}
-    for call, method in methods.items():
-        declared = [(of.call(call), of) for of in graphs if any(other.name == call for other in of.calls)]
-        guarded[call] = guard_method(code, method, declared)
-    return UserAlgorithm(code, algorithm, name, guarded)
-
-
-def _describe_place(function: Callable[..., Any]) -> str:
-    """Describe where a user's function is defined, for error messages."""
-    place = None if is_own_module(function.__module__) else find_definition(function)
-    return "" if place is None else f" ({place[0]}:{place[1]})"
-
-
-def _describe(value: Any) -> str:
-    """Describe a wrong value by its type."""
-    return "None" if value is None else f"a {type(value).__name__}"
+    if code is None:
+        return cast(Algorithm, algorithm)
+    for name, method in methods.items():
+        declared = [(of.call(name), of) for of in graphs if any(call.name == name for call in of.calls)]
+        methods[name] = guard_method(code, method, declared)
+    guarded: Any = GuardedAlgorithm(code, algorithm, spec.name, methods)
+    return cast(Algorithm, guarded)
 
 
 _PROTOCOLS: Mapping[Kind, type] = {
@@ -89,35 +64,31 @@ _PROTOCOLS: Mapping[Kind, type] = {
 
 
 def _find_missing(implementation: object, protocol: type) -> str | None:
-    """Find the first member of a protocol that an object lacks, in the order of definition; None if it has all."""
+    """Find the first member of a protocol that an object lacks, in the order of definition."""
     members = [*inspect.get_annotations(protocol), *(name for name in vars(protocol) if name[0] != "_")]
-    # Properties may be asked only later, so most are found without: `head_scale` needs `prepare`.
+    # dir() first: reading a property too early may raise, as `head_scale` may before `prepare`.
     present = dir(implementation)
     return next((m for m in members if m not in present and not hasattr(implementation, m)), None)
 
 
-def _find_generate_problem(
-    call: Call, method: Method, sampling: GenerationConfig | None, eval_sampling: GenerationConfig | None
-) -> str | None:
-    """Find the first mistake of a generate call's method, in words; None if there is none."""
-    if not isinstance(method, GenerateMethod):
-        return "needs a GenerateMethod"
-    greedy = method.sampling.greedy and method.eval_sampling.greedy
-    if not greedy and (method.sampling, method.eval_sampling) != (sampling, eval_sampling):
-        return "samples otherwise than generation and eval_generation of the description say"
-    if method.prompts not in call.inputs:
-        return f"has prompts={method.prompts!r}, which is none of its inputs {', '.join(call.inputs)}"
-    return None
-
-
-def _find_problem(call: Call, method: Method, epochs: int) -> str | None:
-    """Find the first mistake of the method of any other call, in words; None if there is none."""
+def _find_problem(spec: AlgorithmSpec, experiment: Experiment, call: Call, method: Method) -> str | None:
+    """Find the first mistake of a call's method, in words."""
+    if call.kind is Kind.GENERATE:
+        if not isinstance(method, GenerateMethod):
+            return "needs a GenerateMethod"
+        sampling = None if spec.generation is None else spec.generation(experiment)
+        declared = (sampling, spec.eval_generation(experiment))
+        greedy = method.sampling.greedy and method.eval_sampling.greedy
+        if not greedy and (method.sampling, method.eval_sampling) != declared:
+            return "samples otherwise than generation and eval_generation of the description say"
+        if method.prompts not in call.inputs:
+            return f"has prompts={method.prompts!r}, which is none of its inputs {', '.join(call.inputs)}"
+        return None
     protocol = _PROTOCOLS[call.kind]
-    missing = _find_missing(method, protocol)
-    if missing is not None:
-        return f"has no {missing}, which algorithms.method.{protocol.__name__} needs"
+    if (missing := _find_missing(method, protocol)) is not None:
+        return f"has no {missing}, which realrl.algorithms.{protocol.__name__} needs"
     if call.kind is Kind.TRAIN:
-        passes = cast(TrainMethod, method).epochs
+        passes, epochs = cast(TrainMethod, method).epochs, spec.epochs(experiment)
         if passes != epochs:
             return f"passes {passes} times over its items, and the description says {epochs}"
     return None

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,12 +11,13 @@ import typer
 from realrl.cli.recipe import resolve_recipe
 
 if TYPE_CHECKING:
-    from realrl.runtime.doctor.finding import Finding
+    from realrl.runtime.doctor.machine import Finding
 
 DoctorRecipe = Annotated[
     str | None,
     typer.Argument(
-        help="A recipe: YAML file. What it needs is compared with what is here.", show_default=False
+        help="A recipe, or the directory of a run: its needs are compared with this machine.",
+        show_default=False,
     ),
 ]
 
@@ -35,36 +37,32 @@ def doctor(
         ),
     ] = None,
     run_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where a run would write; else the recipe's run_dir.")
+        str | None,
+        typer.Option(metavar="DIR", help="Directory in which a run would write; else the recipe's run_dir."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Examine this machine, or all nodes of torchrun, for what would stop a run or slow it down. Takes seconds.
 
-    Versions, GPUs, links, memory, limits, ports, clocks, the run directory, and variables left over; for each what
-    is wrong and what to do. The exit status is 1 where there is a problem.
+    Versions, GPUs, links, limits, disk, and whether the recipe fits; for each what is wrong and what to do. The
+    exit status is 1 if there is a problem.
     """
     from realrl.recipe.load import load_experiment
-    from realrl.runtime.doctor.examine import examine_locally, find_launched, find_subject
+    from realrl.runtime.doctor.examine import examine_locally, examine_together, find_launched, find_subject
     from realrl.runtime.processes.environment import is_writer, set_library_defaults
 
     set_library_defaults()
     experiment = None if recipe is None else load_experiment(*resolve_recipe(recipe, overrides or []))
     launched = find_launched(os.environ)
     subject = find_subject(experiment, cluster, run_dir, launched=launched)
-    if launched is None:
-        findings = examine_locally(subject)
-    else:
-        from realrl.runtime.doctor.together import examine_together
-
-        findings = examine_together(subject)
+    findings = examine_locally(subject) if launched is None else examine_together(subject)
     if is_writer() or launched is None:
         _print_json(findings) if as_json else _print_table(findings)
     raise typer.Exit(int(any(finding.status == "problem" for finding in findings)))
 
 
 def _print_json(findings: "Sequence[Finding]") -> None:
-    typer.echo(json.dumps([finding.to_json() for finding in findings], indent=2))
+    typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
 
 
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red", "unknown": "magenta"}

@@ -51,8 +51,7 @@ def eval(
         _check_evaluation(experiment)
         where = [] if out is None else ["--out", out]
         launch_ranks(experiment, ["eval", recipe, *overrides, *where])
-    from realrl.runtime.evaluation_run import evaluate_recipe
-    from realrl.runtime.output.evaluation_files import write_evaluation
+    from realrl.runtime.evaluation.run import evaluate_recipe, write_evaluation
 
     report = evaluate_recipe(experiment, lambda text: typer.echo(f"note: {text}", err=True))
     if report is not None:
@@ -66,9 +65,9 @@ def _use_final_models(run_dir: Path, overrides: Sequence[str]) -> list[str]:
 
     UserError if the run has not saved them.
     """
+    from realrl.checkpoint.saved import checkpoint_path
     from realrl.config.errors import UserError
     from realrl.runtime.output.algorithm_record import AlgorithmRecord
-    from realrl.runtime.output.saved import checkpoint_path
 
     found = []
     for number, role in enumerate(AlgorithmRecord.load(run_dir).trained):
@@ -87,7 +86,7 @@ def _use_final_models(run_dir: Path, overrides: Sequence[str]) -> list[str]:
 
 def _check_evaluation(experiment: "Experiment") -> None:
     """Check what can be checked before any process starts, without reading data and models; else UserError."""
-    from realrl.checkpoint.sources import check_directories
+    from realrl.huggingface.directory import check_directories
     from realrl.plan.presets import SEARCH
     from realrl.runtime.prepare.compile import compile_evaluation, make_written_plan
 

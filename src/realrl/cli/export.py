@@ -28,13 +28,12 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace models that lie in DIR.")] = False,
 ) -> None:
     """Write the models of a checkpoint as Hugging Face directories."""
-    from realrl.config.errors import UserError
+    from realrl.checkpoint.saved import find_run_of, list_checkpoints
+    from realrl.config.errors import UserError, join
     from realrl.config.files import check_directory
     from realrl.config.paths import local_path
-    from realrl.config.units import parse_bytes
-    from realrl.config.words import join
+    from realrl.config.values import parse_bytes
     from realrl.runtime.output.algorithm_record import AlgorithmRecord
-    from realrl.runtime.output.saved import find_run_of, list_checkpoints
 
     try:
         shard_bytes = parse_bytes(max_shard_size)

@@ -10,8 +10,8 @@ from realrl.cli.recipe import launch_ranks
 from realrl.config.files import check_file
 
 if TYPE_CHECKING:
-    from realrl.data.sources.records import Record
-    from realrl.recipe.settings import GenerationConfig
+    from realrl.data.records import Record
+    from realrl.recipe.generation import GenerationConfig
 
 
 def generate(
@@ -124,7 +124,7 @@ def generate(
         )
     if best and reward is None and reward_model is None:
         raise UserError("--best chooses by a score; give --reward or --reward-model")
-    from realrl.runtime.sampling import SamplingJob, generate_answers, make_sampling_recipe
+    from realrl.runtime.evaluation.generate import SamplingJob, generate_answers, make_sampling_recipe
 
     job = SamplingJob(
         model_dir=model_dir,
@@ -161,9 +161,9 @@ def _find_model(given: str) -> str:
 
     UserError if the run has not saved one.
     """
+    from realrl.checkpoint.saved import CONFIG, checkpoint_path
     from realrl.config.errors import UserError
     from realrl.config.paths import local_path
-    from realrl.runtime.output.saved import CONFIG, checkpoint_path
 
     run_dir = local_path(given)
     if not (run_dir / CONFIG).is_file():
@@ -182,7 +182,7 @@ def _read_sampling(**options: Any) -> "GenerationConfig":
 
     from realrl.config.errors import UserError
     from realrl.config.explain import explain
-    from realrl.recipe.settings import GenerationConfig
+    from realrl.recipe.generation import GenerationConfig
 
     try:
         return GenerationConfig(**options)
@@ -208,7 +208,7 @@ def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write rows to a file, atomically; RunError if there is no room for it."""
     from realrl.config.errors import RunError
     from realrl.config.files import reason_of
-    from realrl.runtime.output.rows import write_rows
+    from realrl.config.json_file import write_rows
     from realrl.runtime.processes.environment import is_writer
 
     try:

@@ -19,13 +19,12 @@ from realrl.recipe.algorithm import get_spec
 
 if TYPE_CHECKING:
     from realrl.plan.plan import Plan
+    from realrl.planner.report.node_counts import Wanted
     from realrl.planner.report.report import Objective, PlanReport
-    from realrl.planner.report.sizing import Wanted
     from realrl.planner.search.plan_search import UserConstraints
     from realrl.planner.simulate.scenario import Scenario
-    from realrl.runtime.prepare.fit.change import Draft
-    from realrl.runtime.trials.halving import PlanTrials
-    from realrl.runtime.trials.try_plans import TrialSettings
+    from realrl.runtime.prepare.fit.changes import Draft
+    from realrl.runtime.try_plans import PlanTrials, TrialSettings
 
 PlanRecipe = Annotated[
     str | None,
@@ -147,7 +146,7 @@ def plan(
     from realrl.cli.planning import input as plan_input
     from realrl.recipe.load import load_experiment
     from realrl.runtime.prepare.scenarios import read_constraints
-    from realrl.runtime.trials.try_plans import TrialSettings, check_trials, find_fastest_plan
+    from realrl.runtime.try_plans import TrialSettings, check_trials, find_fastest_plan
 
     if recipe is None and calibrate is None:
         raise UserError("name a recipe, a YAML file, to plan for")
@@ -243,8 +242,8 @@ def _report(
 ) -> "PlanReport":
     from rich.console import Console
 
-    from realrl.planner.evaluate.shortage import DoesNotFit
     from realrl.planner.report.make import make_report
+    from realrl.planner.search.shortage import DoesNotFit
     from realrl.runtime.prepare.fit.search import explain_no_plan
 
     try:

@@ -65,7 +65,7 @@ def profile(
     if not under_launcher():
         here = _processes(request, None if experiment is None or cluster is not None else experiment.cluster)
         if here.size > 1:
-            from realrl.recipe.sections.launch import LaunchConfig
+            from realrl.recipe.run_settings import LaunchConfig
             from realrl.runtime.launcher.launch import Start, check_local, launch
             from realrl.runtime.launcher.local import LocalRanks
 

@@ -30,9 +30,9 @@ def resolve_recipe(given: str, overrides: Sequence[str] | None) -> tuple[str, li
     Returns it with the overrides; for a run's directory they begin with those that make a command use this run.
     UserError for a directory without a run.
     """
+    from realrl.checkpoint.saved import CONFIG
     from realrl.config.errors import UserError
     from realrl.config.paths import local_path
-    from realrl.runtime.output.saved import CONFIG
 
     directory = local_path(given)
     if not directory.is_dir():
@@ -98,9 +98,9 @@ def launch_ranks(experiment: "Experiment", arguments: Sequence[str]) -> None:
     from realrl.runtime.launcher.launch import Start, check_local, launch
     from realrl.runtime.launcher.local import LocalRanks
     from realrl.runtime.prepare.devices import check_kind, search_spec
+    from realrl.runtime.prepare.fit.plan_cache import cached_plan
     from realrl.runtime.prepare.functions import check_functions
     from realrl.runtime.prepare.gpu import ask_machine, try_kernels
-    from realrl.runtime.prepare.search.cached_plan import cached_plan
 
     cluster = find_cluster(experiment)
     if cluster.size == 1:

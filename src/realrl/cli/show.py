@@ -30,8 +30,8 @@ def show(
     from realrl.runtime.prepare.compile import compile_recipe
     from realrl.runtime.prepare.devices import search_spec
     from realrl.runtime.prepare.fit.check import check_fit
+    from realrl.runtime.prepare.fit.plan_cache import cached_plan
     from realrl.runtime.prepare.gpu import ask_machine
-    from realrl.runtime.prepare.search.cached_plan import cached_plan
 
     recipe, overrides = resolve_recipe(recipe, overrides)
     experiment = load_experiment(recipe, overrides)
@@ -57,9 +57,9 @@ def show(
 
 def _show_phase(experiment: "Experiment", compiled: "Compiled", name: str) -> None:
     from realrl.cli.planning import drawing
-    from realrl.dataflow.text import format_graph
+    from realrl.dataflow.graph import format_graph
     from realrl.runtime.prepare.devices import memory_spec, spec_of
-    from realrl.runtime.prepare.fit.footprint import compute_device_memory
+    from realrl.runtime.prepare.fit.check import compute_device_memory
     from realrl.runtime.prepare.trained_parts import list_trained_parts
 
     phase = compiled.phases[name]

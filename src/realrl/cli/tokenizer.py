@@ -17,7 +17,7 @@ def tokenizer(
     from realrl.config.errors import UserError
     from realrl.config.files import check_directory
     from realrl.config.paths import local_path
-    from realrl.data.tokenizer import train_tokenizer
+    from realrl.huggingface.tokenizers import train_tokenizer
 
     folder = local_path(out)
     check_directory(f"--out {out}", folder)

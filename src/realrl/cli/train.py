@@ -116,10 +116,10 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
     An interruption learns what has been saved; nothing half written is left. Yields a function for the run's
     directory, None as long as the run has not made it.
     """
+    from realrl.checkpoint.saved import find_saved, remove_partial
     from realrl.program.trace_file import merge_rank_traces
     from realrl.recipe.graphs import build_graph
     from realrl.runtime.output.rundir import RunDirectory
-    from realrl.runtime.output.saved import find_saved, remove_partial
     from realrl.runtime.processes.environment import is_writer
 
     directory = RunDirectory(experiment.run_dir)
@@ -206,17 +206,17 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
 
     One process finds that out itself, since it may ask its GPU.
     """
-    from realrl.checkpoint.sources import check_directories
+    from realrl.huggingface.directory import check_directories
     from realrl.plan.presets import SEARCH
     from realrl.planner.profile.profile import Profile
     from realrl.runtime.launcher.launch import check_local
-    from realrl.runtime.output.trackers.trackers import check_trackers
+    from realrl.runtime.output.trackers import check_trackers
     from realrl.runtime.prepare.compile import compile_recipe, with_sizes
     from realrl.runtime.prepare.devices import check_kind, search_spec
     from realrl.runtime.prepare.fit.check import check_fit
+    from realrl.runtime.prepare.fit.plan_cache import cached_plan
     from realrl.runtime.prepare.functions import check_functions
     from realrl.runtime.prepare.gpu import ask_machine, try_kernels
-    from realrl.runtime.prepare.search.cached_plan import cached_plan
 
     check_trackers(experiment)
     searches = experiment.plan == SEARCH

@@ -1,16 +1,17 @@
 """Base class of recipe settings."""
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, create_model, model_validator
 from pydantic.fields import FieldInfo
 
 DERIVED: dict[str, Any] = {"derived": True}
-"""`json_schema_extra` of a field that other settings decide, and that nobody writes."""
+"""`json_schema_extra` of a field that other settings determine; users cannot write it."""
 
 PRESENCE: dict[str, Any] = {"presence": True}
-"""`json_schema_extra` of a section that means something even if it is empty; `realrl config` comments it out."""
+"""`json_schema_extra` of a section with a meaning even if empty; `realrl config` comments it out."""
 
 
 class Settings(BaseModel):
@@ -54,7 +55,30 @@ def _merge_sections(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> di
     for name, default in defaults.items():
         value = given.get(name)
         if isinstance(default, Settings) and isinstance(value, Mapping):
-            # Only what the default says itself: some settings look at which fields were set.
+            # Only fields that the default sets itself: some settings check which fields were set.
             said = {field: getattr(default, field) for field in default.model_fields_set}
             merged[name] = {**said, **value, **_merge_sections(said, value)}
     return merged
+
+
+def derive_settings(base: type[Settings], name: str, doc: str, defaults: Mapping[str, Any]) -> Any:
+    """Derive settings from `base` with other defaults and the same field documentation."""
+    fields: dict[str, Any] = {}
+    for field, default in defaults.items():
+        info = copy(base.model_fields[field])
+        info.default = default
+        if isinstance(default, Settings):
+            info.annotation = type(default)
+        fields[field] = (info.annotation, info)
+    # Fields inherit their documentation. Otherwise pydantic would search the sources of all loaded modules for
+    # it, which takes half a second.
+    derived = create_model(
+        name,
+        __base__=base,
+        __doc__=doc,
+        __module__=base.__module__,
+        __cls_kwargs__={"use_attribute_docstrings": False},
+        **fields,
+    )
+    derived.model_config["use_attribute_docstrings"] = True
+    return derived

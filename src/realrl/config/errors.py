@@ -1,10 +1,12 @@
-"""Exceptions shown to the user as one message, without a traceback; all others are bugs."""
+"""Exceptions shown to the user as one message without a traceback; all other exceptions are bugs."""
+
+from collections.abc import Sequence
 
 
 class DescriptionError(ValueError):
-    """A contradiction in what code describes: an algorithm, a graph, a family.
+    """A contradiction in a description in code: an algorithm, a graph, a family.
 
-    Where the code is a user's, its text becomes the error message, after the line that it comes from.
+    For a user's code, the error message is the line's place and this text.
     """
 
 
@@ -13,8 +15,9 @@ class UserError(ValueError):
 
 
 class UserCodeError(UserError):
-    """An error in the user's own code. `trace` is its traceback, printed above the message; `alone` whether it may
-    have come up on this rank only."""
+    """An error in the user's own code.
+
+    `trace` is its traceback, printed above the message. `alone`: other ranks may not have the error."""
 
     def __init__(self, message: str, trace: str = "", alone: bool = False) -> None:
         super().__init__(message, trace, alone)
@@ -25,7 +28,12 @@ class UserCodeError(UserError):
 
 
 class RunError(RuntimeError):
-    """A failed run without a mistake or a bug: a full disk, diverged learning.
+    """A run failed without a user's mistake or a bug: a full disk, diverged learning.
 
     Its text is the error message; commands exit with status 1.
     """
+
+
+def join(words: Sequence[str], last: str = "and") -> str:
+    """Join words as text: `a`, `a and b`, `a, b and c`; `last` stands before the last one."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"

@@ -17,10 +17,10 @@ from realrl.config.base import Settings
 from realrl.config.errors import UserError
 
 _KEY = "[key]"
-"""Last part of pydantic's location where the key itself is wrong."""
+"""Last part of pydantic's location if the key itself is wrong."""
 
 CONSEQUENCE = "consequence"
-"""Type of the error of a field that cannot be read because of the error of another one; it is not counted."""
+"""Error type of a field that cannot be read because of another field's error; it is not counted."""
 
 _LONG = 80
 """Maximum characters of a value that an error message repeats."""
@@ -32,17 +32,17 @@ _KNOWN = "; known keys are "
 """Text before the keys of a section, which one message lists once."""
 
 MOST_MISTAKES = 5
-"""Maximum mistakes that an error message lists."""
+"""Maximum number of mistakes in an error message."""
 
 
 @dataclass(frozen=True)
 class OtherName:
-    """Name of a setting in other tools."""
+    """A setting's name in other tools."""
 
     targets: tuple[str, ...]
-    """Dotted paths of what it is here; the first one that there is counts."""
+    """Dotted paths of our settings; the first that exists counts."""
     about: str = ""
-    """Sentence on how that differs; without targets, why there is none."""
+    """Sentence on the difference; without targets, the reason."""
 
 
 _WANTED = {
@@ -72,14 +72,14 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def brief(value: Any) -> str:
-    """Format a value as YAML writes it, on one line, shortened where it is long."""
+    """Format a value as YAML on one line, shortened if it is long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return _BRIEF.repr(value)
 
 
 def shorten(text: str) -> str:
-    """Cut text where it is long."""
+    """Cut long text."""
     return text if len(text) <= _LONG else f"{text[:_LONG]}..."
 
 
@@ -111,7 +111,7 @@ def section_class(field: FieldInfo) -> type[Settings] | None:
 
 
 def find_settings(name: str, base: type[Settings] = Settings) -> type[Settings] | None:
-    """Find the settings class of a name; None where there is none."""
+    """Find the settings class of a name; None if there is none."""
     for cls in base.__subclasses__():
         found = cls if cls.__name__ == name else find_settings(name, cls)
         if found is not None:
@@ -126,12 +126,11 @@ def explain(
     most: int = MOST_MISTAKES,
     other_names: Mapping[str, OtherName] | None = None,
 ) -> str:
-    """Describe up to `most` mistakes, one on each line, the one to fix first in front.
+    """Describe up to `most` mistakes, one per line; the first should be fixed first.
 
-    cls: what was being validated; suggestions come from its fields, and from `other_names` by which other tools
-    know them.
+    cls: the validated class. Suggestions come from its fields, and from `other_names`, their names in other tools.
     """
-    # A misspelt key often also shows up as a missing one; the spelling is what has to be fixed.
+    # A misspelt key often also appears as a missing key; only the spelling must be fixed.
     mistakes = [e for e in error.errors() if e["type"] != CONSEQUENCE]
     mistakes.sort(key=lambda e: e["type"] not in ("extra_forbidden", "invalid_key"))
     names = other_names or {}
@@ -146,7 +145,7 @@ def explain(
 
 
 def join_mistakes(messages: Sequence[str], *, most: int = MOST_MISTAKES) -> str:
-    """Join messages as one text with a line for each of the first `most`, and the number of the others."""
+    """Join messages: a line for each of the first `most`, then the number of the others."""
     others = len(messages) - most
     text = "\n  ".join(messages[:most])
     if others <= 0:
@@ -159,10 +158,10 @@ def _message(error: ErrorDetails, cls: type[Settings], other_names: Mapping[str,
     location = error["loc"]
     if location and location[-1] == _KEY:
         key = brief(location[-2])
-        return f"{_join_path(location[:-2])}: {key} is not text, so it is no name of a key"
+        return f"{_join_path(location[:-2])}: {key} is not text, so it cannot be a key"
     path = _join_path(location)
     problem = _describe_problem(error, cls, other_names)
-    if path and problem.startswith(f"{location[-1]}="):  # it names the field itself, with the value
+    if path and problem.startswith(f"{location[-1]}="):  # the message already names the field and the value
         return path.removesuffix(str(location[-1])) + problem
     return f"{path}: {problem}" if path else problem
 
@@ -172,7 +171,7 @@ def _join_path(location: Iterable[int | str]) -> str:
 
 
 def _show_part(part: int | str) -> str:
-    """Format a part of a location: as it is, unless it is a key that nobody could read."""
+    """Format a part of a location: unchanged, unless it is an unreadable key."""
     text = str(part)
     return text if text.strip() and text.isprintable() and len(text) <= _LONG else brief(part)
 
@@ -204,7 +203,7 @@ def _describe_problem(error: ErrorDetails, cls: type[Settings], other_names: Map
     if kind == "too_long":
         return f"{brief(value)} has {context['actual_length']} entries; at most {context['max_length']} can be used"
     if kind == "invalid_key":
-        return f"{brief(location[-1])} is not text, so it is no name of a key"
+        return f"{brief(location[-1])} is not text, so it cannot be a key"
     if kind == "recursion_loop":
         return "this contains itself"
     wanted = _WANTED.get(kind.split("_")[0])
@@ -221,7 +220,7 @@ def _number(limit: float) -> str:
 def _section(location: tuple[int | str, ...], cls: type[Settings]) -> type[Settings] | None:
     """Find the class that the section at `location` is read into."""
     for part in location:
-        if isinstance(part, int):  # a place in a list: the class is that of its items
+        if isinstance(part, int):  # an index into a list, whose class is its items' class
             continue
         field = cls.model_fields.get(str(part))
         inner = section_class(field) if field else None
@@ -239,11 +238,11 @@ def _field(location: tuple[int | str, ...], cls: type[Settings]) -> FieldInfo | 
 def _suggest(
     error: ErrorDetails, cls: type[Settings], other_names: Mapping[str, OtherName]
 ) -> tuple[str | None, str]:
-    """Find the dotted path of the key that an unknown one may stand for, None if there is none, and say so.
+    """Find the dotted path of the key that the user may have meant, if any, and the text of a suggestion.
 
-    By precedence: what other tools call so, a similar neighbour, a key of that name elsewhere. An unknown section
-    may be another tool's, and is looked up by its first key: `actor_rollout_ref.rollout.n`. The text is empty
-    inside a table of sections, whose keys are free.
+    By precedence: another tool's name, a similar key in the same section, a key of that name elsewhere. An
+    unknown section may be another tool's; it is looked up by its first key: `actor_rollout_ref.rollout.n`. The
+    text is empty inside a table with free keys.
     """
     location, value = error["loc"], error["input"]
     section = _section(location[:-1], cls)
@@ -271,10 +270,10 @@ def _suggest(
 def translate_name(
     path: Sequence[str], place: Sequence[str], cls: type[Settings], other_names: Mapping[str, OtherName]
 ) -> tuple[str | None, str] | None:
-    """Find the setting that other tools call by the last parts of `path`, and say so; None without one.
+    """Find the setting that other tools name by the last parts of `path`, with a suggestion; None if unknown.
 
-    place: path of the section it stands in. Settings in there are preferred, so that `models.critic.learning_rate`
-    is the critic's.
+    place: path of the surrounding section. Its settings are preferred, so `models.critic.learning_rate` is the
+    critic's.
     """
     for length in (3, 2, 1):
         other = other_names.get(".".join(path[-length:]))
@@ -304,7 +303,7 @@ def list_paths(cls: type[Settings], prefix: str = "") -> Iterable[str]:
 
 @contextmanager
 def mistakes_in(where: str, cls: type[Settings]) -> Iterator[None]:
-    """Turn mistakes in the block into one UserError that begins with `where`; `cls` is validated in it."""
+    """Turn mistakes in the block, which validates `cls`, into one UserError that begins with `where`."""
     try:
         yield
     except ValidationError as error:

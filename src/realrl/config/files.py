@@ -1,4 +1,4 @@
-"""Atomic writes of files, and error messages for paths that cannot be written."""
+"""Atomic writes of files, and checks of paths that will be written."""
 
 import io
 import os
@@ -11,19 +11,19 @@ from pathlib import Path
 from realrl.config.errors import UserError
 
 PARTIAL = ".*.partial"
-"""Pattern of the names that `partial_path` gives."""
+"""Pattern of the names of `partial_path`."""
 
 
 def partial_path(path: Path) -> Path:
-    """Name the place of a file or directory until it is complete."""
+    """Name a file or directory while it is incomplete."""
     return path.with_name(f".{path.name}.partial")
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a path to write to; it replaces `path` if the block ends well, else it is removed.
+    """Yield a path to write to. It replaces `path` if the block succeeds, and is removed otherwise.
 
-    The directory is made if need be. What is no file of its own, such as /dev/stdout, is written to as it is.
+    The directory is created if necessary. A special file, such as /dev/stdout, is written directly.
     """
     if _is_special(path):
         yield path
@@ -39,21 +39,21 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a UTF-8 text file atomically: a reader sees the old content or the new. OSError."""
+    """Write a UTF-8 text file atomically: a reader sees the old or the new content. Raises OSError."""
     with whole_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def write_all(file: io.RawIOBase, data: memoryview) -> None:
-    """Write all bytes to an unbuffered file, which takes some of them at a time. OSError."""
+    """Write all bytes to an unbuffered file, which may accept only some at a time. Raises OSError."""
     while data:
         data = data[file.write(data) :]
 
 
 def as_os_error(error: BaseException) -> OSError | None:
-    """Find the operating system's error behind an exception; None where there is none.
+    """Find the operating system's error behind an exception; None if there is none.
 
-    The Rust code of safetensors and tokenizers knows only its own exceptions, and puts the number into their text.
+    The Rust code of safetensors and tokenizers raises its own exceptions, with the error number in the text.
     """
     if isinstance(error, OSError):
         return error
@@ -67,17 +67,17 @@ def reason_of(error: OSError) -> str:
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory that only this user can look into; one that is there keeps its mode. OSError.
+    """Make a directory that only this user can read; an existing directory keeps its mode. Raises OSError.
 
-    Directories above it are made as the user's umask says.
+    Parents are created with the user's umask.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
-    # A mode given to mkdir is still subject to the umask, which can only take away.
+    # The umask can only remove bits from the mode.
     directory.mkdir(mode=0o700, exist_ok=True)
 
 
 def check_file(name: str, path: Path) -> None:
-    """Check that a file could be written, making its directory if need be; UserError beginning with `name`."""
+    """Check that a file and its directory can be written. Raises UserError beginning with `name`."""
     if path.is_dir():
         raise UserError(f"{name}: this is a directory; name a file in it")
     if path.exists() and not os.access(path, os.W_OK):
@@ -87,12 +87,12 @@ def check_file(name: str, path: Path) -> None:
 
 
 def check_directory(name: str, path: Path) -> None:
-    """Check that a directory could be made and written, leaving nothing behind; UserError beginning with `name`."""
+    """Check that a directory can be made and written, without a trace. Raises UserError beginning with `name`."""
     nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     try:
         if not nearest.is_dir():
             raise NotADirectoryError(None, f"{nearest} is a file")
-        # Permissions do not tell: of root, of network and of virtual file systems. /proc can only be tried.
+        # Permissions mean nothing for root, network file systems and /proc; only a try shows it.
         with tempfile.NamedTemporaryFile(dir=nearest):
             pass
     except OSError as error:

@@ -1,20 +1,21 @@
-"""JSON files written by people or other programs, where repeated keys are errors, and our own of JSON lines."""
+"""JSON files of people and other programs, in which repeated keys are errors, and our own JSON lines."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from realrl.config.errors import UserError
-from realrl.config.files import reason_of
+from realrl.config.files import reason_of, whole_file
 
 
 class RepeatedKeyError(ValueError):
-    """A key that occurs twice in a JSON object."""
+    """A key occurs twice in a JSON object."""
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read the object in a JSON file; UserError naming the file if there is none."""
+    """Read the object in a JSON file. Raises UserError with the file's name if there is none."""
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -30,7 +31,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _parse(text: str, where: str) -> Any:
-    """Parse JSON text; UserError starting with `where`."""
+    """Parse JSON text. Raises UserError beginning with `where`."""
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
     except RecursionError:
@@ -40,7 +41,7 @@ def _parse(text: str, where: str) -> Any:
 
 
 def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a mapping from pairs, as a hook for `json`; RepeatedKeyError where a key comes twice."""
+    """Build a mapping from pairs, as a hook for `json`. Raises RepeatedKeyError for a repeated key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -49,7 +50,7 @@ def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_tail(file: Path, limit: int) -> list[bytes]:
-    """Read the whole lines in the last `limit` bytes of a file that may grow; none where it cannot be read."""
+    """Read the complete lines in the last `limit` bytes of a growing file; none if it cannot be read."""
     try:
         start = max(0, file.stat().st_size - limit)
         with file.open("rb") as lines:
@@ -57,12 +58,12 @@ def read_tail(file: Path, limit: int) -> list[bytes]:
             text = lines.read(limit)
     except OSError:
         return []
-    # The first line may have lost its beginning, the last one may lack its end.
+    # The first line may be cut, and the last may be incomplete.
     return text[: text.rfind(b"\n") + 1].split(b"\n")[1 if start else 0 : -1]
 
 
 def parse_rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of lines; those that have none are left out."""
+    """Yield the JSON objects of lines; other lines are skipped."""
     for line in lines:
         try:
             row = json.loads(line)
@@ -70,3 +71,30 @@ def parse_rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(row, dict):
             yield row
+
+
+def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write one JSON object per line, atomically. Raises OSError."""
+    # A function may return half a surrogate pair; it becomes an escape, which is valid JSON.
+    with (
+        whole_file(file) as partial,
+        partial.open("w", encoding="utf-8", errors="backslashreplace") as lines,
+    ):
+        for row in rows:
+            lines.write(json.dumps(replace_infinite(row), ensure_ascii=False) + "\n")
+
+
+def replace_infinite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace infinite numbers and NaN by null."""
+    return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
+
+
+def to_json(value: Any) -> Any:
+    """Convert a value of a record to JSON: infinite numbers become null, dates and similar values text."""
+    if isinstance(value, Mapping):
+        return {str(key): to_json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(inner) for inner in value]
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)

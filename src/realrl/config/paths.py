@@ -1,4 +1,4 @@
-"""Paths that users write: local ones, and names on the Hugging Face hub."""
+"""Paths that users write: local paths, and names on the Hugging Face hub."""
 
 import os
 import re
@@ -12,13 +12,13 @@ from realrl.config.explain import shorten
 
 _HUB_NAME = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
 _LONGEST = 255
-"""Maximum bytes of a file name in every usual file system; longer ones raise errors of their own."""
+"""Maximum bytes of a file name in common file systems."""
 
 
 def local_path(path: str) -> Path:
-    """Resolve `~` in a path, where there is such a home; UserError where no file system could hold it.
+    """Resolve `~` in a path. Raises UserError for a path that no file system can hold.
 
-    Every path from a recipe or a command line passes through here, once.
+    Every path from a recipe or a command line passes through here once.
     """
     found = Path(os.path.expanduser(path))
     if any(len(os.fsencode(part)) > _LONGEST for part in found.parts):
@@ -27,9 +27,9 @@ def local_path(path: str) -> Path:
 
 
 def is_local(path: str) -> bool:
-    """Check whether this can only be a local directory, so that the hub is not asked.
+    """Check whether this can only be a local directory; the hub is not asked then.
 
-    Offline, asking takes most of a minute before it fails.
+    Without a network, a request takes most of a minute to fail.
     """
     local = local_path(path)
     below_a_directory = len(local.parts) == 2 and local.parent.is_dir()
@@ -37,13 +37,13 @@ def is_local(path: str) -> bool:
 
 
 def make_absolute(path: str) -> str:
-    """Make the path of a file or directory that exists absolute; any other text, such as a hub name, stays."""
+    """Make the path of an existing file or directory absolute; any other text, such as a hub name, stays."""
     local = local_path(path)
     return os.path.abspath(local) if os.path.exists(local) else path
 
 
 def is_yaml(path: str) -> bool:
-    """Check by its ending whether a setting that also takes other names names a YAML file."""
+    """Check by its ending whether a setting names a YAML file instead of, for example, a preset."""
     return Path(path).suffix in (".yaml", ".yml")
 
 
@@ -51,9 +51,9 @@ def _make_yaml_absolute(value: str) -> str:
     return make_absolute(value) if is_yaml(value) else value
 
 
-# The config.yaml of a run then works from any directory. Every setting that may name a file has one of these types,
-# `recipe.sources.SourceList`, `user_function.FunctionReference`, or a validator of its own that resolves the path.
+# Absolute paths let the config.yaml of a run work from any directory. A setting that may name a file has one of
+# these types, `recipe.sources.SourceList`, `user_code.FunctionReference`, or a validator of its own.
 PathOrName = Annotated[str, AfterValidator(make_absolute)]
-"""Setting that names a file or directory, or something else; absolute once it is read if it exists here."""
+"""Setting with the name of a file, a directory, or something else; an existing path becomes absolute."""
 YamlOrName = Annotated[str, AfterValidator(_make_yaml_absolute)]
-"""Setting that names a YAML file, or a preset and the like; likewise."""
+"""Setting with the name of a YAML file or, for example, a preset; an existing file becomes absolute."""

@@ -1,4 +1,4 @@
-"""What this package brings by name, and what other packages add by entry points. Nothing is imported before use."""
+"""Named built-in algorithms and families, and those that other packages add by entry points. Imported on use."""
 
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
@@ -10,13 +10,13 @@ _PACKAGE = "realrl"
 
 
 def find_registered(kind: str, group: str, built_in: Mapping[str, str]) -> dict[str, EntryPoint]:
-    """Find the entries of `built_in` (name -> "module:ATTRIBUTE") and those of other packages' entry points.
+    """Find the entries of `built_in` (name -> "module:ATTRIBUTE") and of other packages' entry points.
 
-    UserError if a package uses the name of a built-in entry, or the name of another package.
+    Raises UserError if two entries have the same name.
     """
     found = {name: EntryPoint(name, value, group) for name, value in built_in.items()}
     for point in entry_points(group=group):
-        # An older installation may still declare what is now in `built_in`.
+        # The metadata of an older installation may still declare built-in entries.
         if name_package(point) == _PACKAGE:
             continue
         if point.name in built_in:
@@ -32,7 +32,7 @@ def find_registered(kind: str, group: str, built_in: Mapping[str, str]) -> dict[
 
 
 def load_registered(kind: str, point: EntryPoint) -> Any:
-    """Import what an entry names. UserError that names its package if that fails."""
+    """Import the object of an entry. Raises UserError with the package's name if that fails."""
     try:
         return point.load()
     except Exception as error:
@@ -43,5 +43,5 @@ def load_registered(kind: str, point: EntryPoint) -> Any:
 
 
 def name_package(point: EntryPoint) -> str:
-    """Name the package that brings an entry; a built-in entry belongs to no distribution."""
+    """Name the package of an entry."""
     return point.dist.name if point.dist is not None else _PACKAGE

@@ -1,37 +1,44 @@
-"""Python code that a user names in a recipe: its import, and messages for its errors."""
+"""Python code that a recipe names: its import, messages for its errors, and functions that return numbers."""
 
+import asyncio
 import importlib
 import importlib.util
 import inspect
+import json
+import math
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from importlib.util import find_spec
+from itertools import islice
+from numbers import Number
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 from zlib import crc32
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, ValidationError, ValidationInfo
 
 from realrl.config.errors import DescriptionError, UserCodeError, UserError
-from realrl.config.explain import explain, find_settings
+from realrl.config.explain import brief, explain, find_settings
 from realrl.config.paths import local_path
 
 
 class UserCode:
-    """A Python module of the user, named by a setting of the recipe as `FILE.py` or `package.module`."""
+    """A user's Python module, which a setting names as `FILE.py` or `package.module`."""
 
     def __init__(self, setting: str, reference: str) -> None:
-        """Import the module. `setting` and `reference` are how error messages name it, for example
-        `evaluation.judge` and `judge.py:rate`; what follows a last colon of the reference is not looked at.
+        """Import the module. Text after the last colon of `reference` is ignored.
 
-        UserError where there is no such module, UserCodeError where it cannot be imported.
+        Error messages contain `setting` and `reference`, for example `evaluation.judge` and `judge.py:rate`.
+
+        Raises UserError if there is no such module, and UserCodeError if it cannot be imported.
         """
         self.label = f"{setting}={reference}"
-        """The setting and its value, as error messages name them."""
+        """The setting and its value, for error messages."""
         source = reference.rpartition(":")[0] or reference
         self.file: Path | None = local_path(source).resolve() if source.endswith(".py") else None
         self.module = self._import(source)
@@ -53,7 +60,7 @@ class UserCode:
         if spec.name in sys.modules:
             return sys.modules[spec.name]
         module = importlib.util.module_from_spec(spec)
-        # Where else dataclasses and pickle look for it.
+        # dataclasses and pickle look up the module here.
         sys.modules[spec.name] = module
         try:
             with self.errors("cannot be imported:"):
@@ -64,7 +71,7 @@ class UserCode:
         return module
 
     def attribute(self, name: str) -> Any:
-        """Find an attribute of the module; UserError where it has none of that name."""
+        """Find an attribute of the module. Raises UserError if it does not exist."""
         if not hasattr(self.module, name):
             raise UserError(f"{self.label}: {self.file or self.module.__name__} has no {name}")
         return getattr(self.module, name)
@@ -78,13 +85,11 @@ class UserCode:
         function: Callable[..., Any] | None = None,
         alone: bool = False,
     ) -> Iterator[None]:
-        """Turn errors that the user's code raises in the block into a UserCodeError that names its line.
+        """Turn errors of the user's code in the block into a UserCodeError with its line.
 
-        A DescriptionError, which the package raises, and values that its settings do not have, become a UserError
-        that names the line instead.
-        `verb` is what the code did, for example `raised`. Errors of the types `passing` are left as they are.
-        `function` is what the block calls, where that may be defined in another file of the user's; `alone`: see
-        UserCodeError.
+        A DescriptionError and wrong values of settings become a UserError with the line instead. `verb`
+        describes the failure, for example `raised`. Errors of the types `passing` stay unchanged. `function` is
+        called by the block and may be defined in another file of the user; `alone` is as in UserCodeError.
         """
         defined = None if function is None else find_definition(function)
         files = {self.file, None if defined is None else defined[0]}
@@ -92,7 +97,7 @@ class UserCode:
             yield
         except passing:
             raise
-        except BaseException as error:  # whatever the user's code does
+        except BaseException as error:  # the user's code may raise anything
             if _may_be_signal(error):
                 raise
             mistake = _describe_mistake(error)
@@ -100,7 +105,7 @@ class UserCode:
                 theirs = _frames_in(files, traceback.extract_tb(error.__traceback__))
                 where = _format_place(theirs[-1]) if theirs else self.label
                 raise UserError(f"{where}: {mistake}") from None
-            # The first frame is ours, and for an import so are some more.
+            # The first frames belong to this package.
             frames = traceback.extract_tb(error.__traceback__)
             theirs = _frames_in(files, frames)
             if theirs:
@@ -116,43 +121,43 @@ class UserCode:
 
 
 def find_definition(function: Callable[..., Any]) -> tuple[Path, int] | None:
-    """Find the file and line where a function or method is defined; None where Python does not say."""
+    """Find the file and line of a function's definition; None if Python does not know it."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return None if code is None else (Path(code.co_filename).resolve(), code.co_firstlineno)
 
 
 def is_own_module(name: str | None) -> bool:
-    """Check whether a module is one of this package."""
+    """Check whether a module belongs to this package."""
     return name is not None and name.partition(".")[0] == __name__.partition(".")[0]
 
 
 def find_source(reference: str) -> Path | None:
-    """Find the file of `FILE.py` or `package.module`, with or without `:FUNCTION`; None where there is none.
+    """Find the file of `FILE.py` or `package.module`, with or without `:FUNCTION`; None if there is none.
 
-    No more than the packages around a module is imported.
+    Only the packages around a module are imported.
     """
     source = reference.rpartition(":")[0] or reference
     if source.endswith(".py"):
         return local_path(source)
     try:
         found = importlib.util.find_spec(source)
-    except (Exception, SystemExit):  # of the packages around it; who imports the module itself says so
+    except (Exception, SystemExit):  # the import of the module itself reports this error
         return None
     return Path(found.origin) if found is not None and found.has_location and found.origin else None
 
 
 def _describe_mistake(error: BaseException) -> str | None:
-    """Say what is wrong with what the user describes in terms of the package; None for any other error."""
+    """Describe a wrong use of this package by the user's code; None for any other error."""
     if isinstance(error, ValidationError) and (cls := find_settings(error.title)) is not None:
         return f"{error.title}: {explain(error, cls)}"
     return str(error) if isinstance(error, DescriptionError) else None
 
 
 def _read_message(error: BaseException) -> str:
-    """Text of an exception; empty where its class fails to give one."""
+    """Return the text of an exception; empty if its class fails to produce it."""
     try:
         return str(error)
-    except Exception:  # whatever class the user has made
+    except Exception:  # a user's class may raise anything
         return ""
 
 
@@ -165,9 +170,9 @@ def _format_place(frame: traceback.FrameSummary) -> str:
 
 
 def _may_be_signal(error: BaseException) -> bool:
-    """Tell whether an exception may come from a signal, such as that of the keyboard.
+    """Tell whether an exception may come from a signal handler, such as Ctrl-C's.
 
-    Python calls handlers in the main thread alone: its own raises KeyboardInterrupt, those of a run something else.
+    Python calls handlers in the main thread only. Its own handler raises KeyboardInterrupt; ours raise other types.
     """
     if threading.current_thread() is not threading.main_thread():
         return False
@@ -177,7 +182,7 @@ def _may_be_signal(error: BaseException) -> bool:
 
 
 def _is_module(name: str) -> bool:
-    """Check whether there is a module of that name. Importing the packages around it may raise anything."""
+    """Check whether a module exists. Importing the packages around it may raise anything."""
     try:
         return importlib.util.find_spec(name) is not None
     except ValueError:
@@ -189,5 +194,244 @@ def _is_module(name: str) -> bool:
 
 
 def _module_name(file: Path) -> str:
-    """Make a module name that is unique to the file: files in different folders may share a name."""
+    """Make a module name that is unique for the file: files in different folders may share a name."""
     return f"realrl_user_{crc32(str(file).encode()):08x}_{file.stem}"
+
+
+class UserFunction:
+    """A user's function, which a setting names; it is called and its results are checked."""
+
+    def __init__(self, setting: str, reference: str, *, awaits: bool = False) -> None:
+        """`reference` is `FILE.py:FUNCTION` or `package.module:FUNCTION`.
+
+        Raises UserError if there is no such function, or if it is async although `awaits` is false."""
+        self.label = f"{setting}={reference}"
+        try:
+            resolve_reference(reference)
+        except UserError as error:
+            raise UserError(f"{self.label}: {error}") from None
+        self._code = UserCode(setting, reference)
+        function: Any = self._code.attribute(reference.rpartition(":")[2])
+        if not callable(function):
+            raise UserError(f"{self.label} is not a function")
+        if _is_async_generator(function):
+            raise UserError(f"{self.label} is an async generator; return a list")
+        if _is_async(function) and not awaits:
+            raise UserError(f"{self.label} is async; write a plain function")
+        self._function: Callable[..., Any] = function
+        self._parameters = _parameters(function)
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Arguments that must be given by name."""
+        return tuple(
+            name
+            for name, parameter in (self._parameters or {}).items()
+            if parameter.default is parameter.empty and parameter.kind not in _COLLECTING
+        )
+
+    @property
+    def positional(self) -> tuple[str, ...]:
+        """Arguments that cannot be given by name and must be given."""
+        parameters = (self._parameters or {}).items()
+        return tuple(n for n, p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty)
+
+    @property
+    def first(self) -> str | None:
+        """Argument that the first value without a name goes to; None if there is none, or Python does not know."""
+        kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+        parameters = (self._parameters or {}).items()
+        return next((name for name, parameter in parameters if parameter.kind not in kinds), None)
+
+    @property
+    def has_signature(self) -> bool:
+        """Whether Python knows its arguments, which it does not for some functions written in C."""
+        return self._parameters is not None
+
+    def names(self, name: str) -> bool:
+        """Tell whether it lists an argument of that name that can be given by name."""
+        parameter = (self._parameters or {}).get(name)
+        return parameter is not None and parameter.kind not in (*_COLLECTING, parameter.POSITIONAL_ONLY)
+
+    def accepts(self, name: str) -> bool:
+        """Tell whether it can be given an argument of that name."""
+        if self._parameters is None:
+            return True
+        if name in self._parameters and self._parameters[name].kind not in _COLLECTING:
+            return True
+        return any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
+
+    def state_dict(self) -> Any:
+        """Return its state if it is an object with `state_dict` and `load_state_dict`; None otherwise.
+
+        Raises UserCodeError if that raises, or returns anything except JSON values.
+        """
+        if not all(
+            callable(getattr(self._function, name, None)) for name in ("state_dict", "load_state_dict")
+        ):
+            return None
+        function: Any = self._function
+        with self._code.errors("raised in state_dict:"):
+            state = function.state_dict()
+        try:
+            json.dumps(state)
+        except (TypeError, ValueError, RecursionError):
+            raise UserCodeError(
+                f"{self.label}: state_dict gave {show(state)}; it must give JSON values"
+            ) from None
+        return state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load a state of `state_dict`. Raises UserCodeError if that raises."""
+        function: Any = self._function
+        with self._code.errors("raised in load_state_dict:"):
+            function.load_state_dict(state)
+
+    def numbers(self, count: int, *arguments: Any, **named: Any) -> list[float]:
+        """Call it for `count` completions. Returns a finite number for each.
+
+        Raises UserCodeError if it raises, or returns anything else."""
+        numbers = []
+        for value in self.values(count, *arguments, **named):
+            number = read_number(value)
+            if number is None:
+                raise UserCodeError(f"{self.label} {describe_no_number(value, count)}")
+            numbers.append(number)
+        return numbers
+
+    def values(self, count: int, *arguments: Any, **named: Any) -> list[Any]:
+        """Call it for `count` completions. Returns a value of any type for each.
+
+        An async function runs in its own event loop. Raises UserCodeError if it raises, or returns another
+        number of values."""
+        with self._code.errors("raised"):
+            given = self._function(*arguments, **named)
+            if inspect.isawaitable(given):
+                given = asyncio.run(_wait(given))
+            # For a generator, this runs the function; an endless generator is cut.
+            values = list(islice(given, count + 1)) if _is_vector(given) else None
+            endless = inspect.isgenerator(given)
+        wanted = f"it must give one number for each of {count} completions"
+        if isinstance(given, Set | Mapping):
+            raise UserCodeError(
+                f"{self.label} gave a {type(given).__name__}, whose order is not that of the completions; {wanted},"
+                " in their order"
+            )
+        if values is None:
+            raise UserCodeError(f"{self.label} gave {show(given)}; {wanted}")
+        if len(values) != count:
+            more = f"more than {count}" if endless else str(_length(given, len(values)))
+            found = more if len(values) > count else str(len(values))
+            raise UserCodeError(
+                f"{self.label} gave {found} numbers for {count} completions; it must give one each"
+            )
+        return values
+
+
+async def _wait(given: Awaitable[Any]) -> Any:
+    return await given
+
+
+def _length(given: Any, counted: int) -> int:
+    """Return the number of values, or `counted` if there is no length."""
+    try:
+        return len(given)
+    except Exception:  # a user's class may raise anything
+        return counted
+
+
+def read_number(value: Any) -> float | None:
+    """Read a value as a number; None unless it is finite."""
+    try:
+        # float() would also accept text.
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except Exception:  # a user's class may raise anything
+        return None
+    return number if math.isfinite(number) else None
+
+
+def describe_no_number(value: Any, count: int) -> str:
+    """Describe a function's result for one of `count` completions that is not a number."""
+    return f"gave {show(value)} for a completion; it must give one number for each of {count} completions"
+
+
+_COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def resolve_reference(reference: str) -> str:
+    """Make the path of `FILE.py:FUNCTION` absolute; `package.module:FUNCTION` stays unchanged.
+
+    Nothing is imported. Raises UserError for any other form, or a missing file or package.
+    """
+    source, _, function = reference.rpartition(":")
+    if not source or not function.isidentifier():
+        raise UserError("write FILE.py:FUNCTION or package.module:FUNCTION")
+    if source.endswith(".py"):
+        file = local_path(source).resolve()
+        if not file.is_file():
+            raise UserError(f"there is no file {file}")
+        return f"{file}:{function}"
+    try:
+        found = find_spec(source.partition(".")[0]) is not None
+    except ValueError:  # an impossible package name
+        found = False
+    if not found:
+        raise UserError(f"there is no module {source}; write FILE.py or package.module")
+    return reference
+
+
+_LONGEST = 300
+"""Maximum characters of a reference in an error message."""
+
+
+def resolve_setting(reference: str, setting: str) -> str:
+    """Make a reference absolute, see `resolve_reference`. Raises UserError with the setting's name."""
+    try:
+        return resolve_reference(reference)
+    except UserError as error:
+        shown = reference if reference.isprintable() and len(reference) <= _LONGEST else brief(reference)
+        raise UserError(f"{setting}={shown}: {error}") from None
+
+
+def _resolve_field(reference: str, info: ValidationInfo) -> str:
+    return resolve_setting(reference, info.field_name or "")
+
+
+FunctionReference = Annotated[str, AfterValidator(_resolve_field)]
+"""Setting with a user's function; the path of its file becomes absolute."""
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
+    """Find the parameters of a function by name; None if Python does not know them, as for some C functions."""
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Check whether a call returns an awaitable, for a function or an object with `__call__`."""
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+
+def _is_async_generator(function: Callable[..., Any]) -> bool:
+    """Check whether a call returns an asynchronous iterator."""
+    return any(map(inspect.isasyncgenfunction, (function, type(function).__call__)))
+
+
+def _is_vector(given: Any) -> bool:
+    """Check whether a value is a collection: a list, a vector, a generator; not text or a number."""
+    if isinstance(given, str | bytes) or getattr(given, "ndim", 1) == 0:
+        return False
+    return hasattr(given, "__iter__")
+
+
+def show(value: Any) -> str:
+    """Format a wrong value for an error message."""
+    try:
+        text = str(value) if value is None or isinstance(value, Number) else repr(value)
+    except Exception:  # a user's class may raise anything, and so may a huge number
+        return f"a {type(value).__name__}"
+    if value is None or isinstance(value, Number):
+        return text if len(text) <= 40 else text[:40] + "..."
+    return f"{type(value).__name__} {text if len(text) <= 40 else text[:40] + '...'}"

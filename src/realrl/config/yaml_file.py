@@ -10,14 +10,14 @@ from realrl.config.files import reason_of
 from realrl.config.paths import local_path
 
 _MOST = 10**20
-"""Largest whole number: larger ones are mistakes, and overflow outside of Python."""
+"""Largest integer: larger ones are mistakes, and overflow outside Python."""
 
 _DEEPEST = 100
 """Maximum nesting of lists and sections; recipes need about five."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loader that rejects a key given twice in one mapping, and text that no file name can hold."""
+    """Safe loader that rejects repeated keys, huge numbers, and characters that no file can have."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (own ones, below)
     _depth = 0
@@ -57,13 +57,13 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Safe dumper that quotes text which this loader, or one for YAML 1.1, would read as another type."""
+    """Safe dumper that quotes text if this loader or a YAML 1.1 loader would read it as another type."""
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
-# YAML 1.1, which PyYAML follows, reads 2024-01-01 as a date, 0x2 and 010 as other numbers than they look, 1:30 as
-# 90, and wants 1.0e-5 where everybody else, and everybody's recipes, write 1e-5.
+# PyYAML follows YAML 1.1, which reads 2024-01-01 as a date, 0x2 as 2, 010 as 8 and 1:30 as 90, and accepts only
+# 1.0e-5 for the usual 1e-5.
 for _kind, _form, _first in (
     ("bool", r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF", "yYnNtTfFoO"),
     ("int", r"[-+]?(?:0|[1-9][0-9_]*)", "-+0123456789"),
@@ -81,12 +81,12 @@ for _kind, _form, _first in (
 
 
 def dump_yaml(value: Any) -> str:
-    """Format a value as YAML that `parse_yaml` reads as an equal one; keys keep their order."""
+    """Format a value as YAML that `parse_yaml` reads back equally; keys keep their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_yaml(path: str) -> Any:
-    """Read a YAML file; `~` is the home. UserError naming the file, and the line of a syntax error."""
+    """Read a YAML file; `~` is the home. Raises UserError with the file and the line of a syntax error."""
     try:
         text = local_path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -94,12 +94,12 @@ def read_yaml(path: str) -> Any:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {reason_of(error)}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} cannot be read: it is no text in UTF-8 ({error.reason})") from None
+        raise UserError(f"{path} cannot be read: it is not UTF-8 text ({error.reason})") from None
     return parse_yaml(text, path, multiline=True)
 
 
 def parse_yaml(text: str, where: str, *, multiline: bool = False) -> Any:
-    """Parse YAML text; UserError starting with `where`, and the line if `multiline`."""
+    """Parse YAML text. Raises UserError beginning with `where`, with the line if `multiline`."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -109,5 +109,5 @@ def parse_yaml(text: str, where: str, *, multiline: bool = False) -> Any:
         raise UserError(f"{where}{line}: not valid YAML ({problem})") from None
     except RecursionError:
         raise UserError(f"{where}: not a valid file (lists or sections are nested too deep)") from None
-    except (ValueError, OverflowError) as error:  # a number of thousands of digits, a date that there is not
+    except (ValueError, OverflowError) as error:  # a number with thousands of digits, an invalid date
         raise UserError(f"{where}: not valid YAML ({error})") from None

@@ -14,19 +14,19 @@ KEY_DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-"""Types of the values of keys, by the names that a `Key` has for them."""
+"""Types of the values of keys, by their names in `Key`."""
 
 
 _ALIGNMENT = 16
-"""Bytes to whose multiples tensors are put that share a copy."""
+"""Alignment in bytes of tensors that share a copy."""
 
 
 def copy_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy tensors in host memory to a device, all in one copy that the host does not wait for."""
+    """Copy tensors in host memory to a device, in one asynchronous copy."""
     if device.type == "cpu":
         return list(tensors)
     sizes = [-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors]
-    # Only from pinned memory do copies leave the host free; torch keeps it until they are done.
+    # Only copies from pinned memory are asynchronous; torch keeps the memory until they end.
     pinned = device.type == "cuda"
     together = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
     for part, tensor in zip(together.split(sizes), tensors, strict=True):
@@ -39,7 +39,7 @@ def copy_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tens
 
 
 def copy_numbers(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Copy numbers to a device without waiting. -> [len(numbers)] int64"""
+    """Copy numbers to a device asynchronously. -> [len(numbers)] int64"""
     return copy_to_device([torch.tensor(numbers, dtype=torch.int64)], device)[0]
 
 
@@ -85,7 +85,7 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Iterable[Tensor | Sequence[float]], *, dtype: torch.dtype | None = None) -> "Ragged":
-        """Concatenate rows; `dtype` is needed where there are none."""
+        """Concatenate rows; `dtype` is required without rows."""
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
         values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
         return cls(values, tuple(len(t) for t in tensors))
@@ -102,7 +102,7 @@ class Ragged:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Items of one step and the keys known of each.
+    """Items of one step with their known keys.
 
     `ids[i]` is the item's position in the step's global batch; every field has one row per item.
     """
@@ -141,7 +141,7 @@ class Batch:
 
 
 def _move(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Bring tensors to a device, those in host memory in one copy."""
+    """Move tensors to a device; host tensors share one copy."""
     host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     moved = iter(copy_to_device(host, device))
     return [next(moved) if tensor.device.type == "cpu" else tensor.to(device) for tensor in tensors]

@@ -1,7 +1,7 @@
 """Conversations written with the chat template, and the positions of answers in the text.
 
-Training and generation must see the same prompts, so an answer begins where the text that the template writes
-for the turns before it, generation prompt included, ends.
+Training and generation must see the same prompts. An answer therefore begins at the end of the text that the
+template writes for the earlier turns with the generation prompt.
 """
 
 import re
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import jinja2
 
 from realrl.config.errors import UserError
-from realrl.data.sources.rejects import BadRecordError
+from realrl.data.rejects import BadRecordError
 from realrl.data.tools import find_arguments, write_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Message = dict[str, Any]
-"""{role, content}, both text; a message that calls tools may have no content."""
+"""{role, content}, both text; a message with tool calls may lack content."""
 
 _REWRITTEN = (
     "the chat template writes the turns before an answer differently once it follows, so the answer cannot be told"
@@ -35,37 +35,37 @@ class Turn:
     """Position of an assistant turn in a text, in characters."""
 
     start: int
-    """First character that the assistant writes."""
+    """First character of the assistant's text."""
     content: int
-    """End of its content; `start` where the template rewrites the content.
+    """End of its content; `start` if the template rewrites the content.
     
     The content may itself contain the text of an end-of-sequence token."""
     stop: int
-    """End of all that the template writes for the turn."""
+    """End of the template's text for the turn."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Text of a conversation: a prompt to generate from, or answers to learn from."""
+    """Text of a conversation: a prompt for generation, or answers for training."""
 
     text: str
     turns: tuple[Turn, ...] = ()
-    """Turns to learn, in order; none in a prompt."""
+    """Turns to train on, in order; none in a prompt."""
     cut: bool = False
-    """Whether what the template writes behind the last turn's end of sequence is dropped."""
+    """Whether text after the last turn's end of sequence is dropped."""
     last: str = ""
     """Content of the last message of a prompt."""
 
     @property
     def prompt(self) -> str:
-        """Text before the last turn to learn, which is what generation would be given."""
+        """Text before the last turn to train on: the prompt of generation."""
         return self.text[: self.turns[-1].start] if self.turns else self.text
 
 
 def write_prompt(
     tokenizer: "PreTrainedTokenizerFast", messages: list[Message], options: Mapping[str, Any] = _NO_OPTIONS
 ) -> Conversation:
-    """Write a prompt for the turn after `messages`. `options`: arguments of the template besides them."""
+    """Write a prompt for the turn after `messages`. `options`: further arguments of the template."""
     text = _render(tokenizer, messages, options, prompt=True)
     return Conversation(text, last=messages[-1].get("content", ""))
 
@@ -78,13 +78,13 @@ def write_conversation(
     after: int = 1,
     options: Mapping[str, Any] = _NO_OPTIONS,
 ) -> list[Conversation]:
-    """Write a conversation to learn from: its last assistant turn, or each one after the first `after`.
+    """Write a conversation to train on its last assistant turn, or on each one after the first `after` messages.
 
-    Turns whose `weight` is 0 are not learnt. `options`: arguments of the template besides the messages.
+    Turns with `weight` 0 are not trained on. `options`: further arguments of the template.
 
-    All turns are in one conversation if the template writes each of them the same way whatever follows. Otherwise
-    there is a conversation for each turn: the prompt that generation would start from, and the answer to it.
-    BadRecordError if there is nothing to learn, or an answer cannot be told apart from its prompt.
+    If the template writes every turn independently of later turns, the result is one conversation. Otherwise
+    there is a conversation per turn: the prompt of generation, and its answer. Raises BadRecordError without a
+    turn to train on, or if an answer cannot be separated from its prompt.
     """
     if len(messages) == 1:
         raise BadRecordError(
@@ -112,10 +112,10 @@ def write_side(
     after: int,
     options: Mapping[str, Any] = _NO_OPTIONS,
 ) -> Conversation:
-    """Write one side of a pair: all that follows the first `after` turns, its prompt, is the answer.
+    """Write one side of a pair: the first `after` turns are the prompt, the rest is the answer.
 
-    BadRecordError if the template writes one of several answers differently once others follow: no single sequence
-    would then hold what generation gives.
+    Raises BadRecordError if the template writes an answer differently when other turns follow: then no single
+    sequence has the text of generation.
     """
     last = _write_answer(tokenizer, messages, options)
     if len(messages) == after + 1:
@@ -134,10 +134,10 @@ def write_side(
 def find_turn_end(
     tokenizer: "PreTrainedTokenizerFast", options: Mapping[str, Any] = _NO_OPTIONS
 ) -> int | None:
-    """Find the special token that the chat template writes right behind an answer; None if there is none.
+    """Find the special token that the chat template writes directly after an answer; None if there is none.
 
     Templates such as Gemma's end a turn with a token that is not the tokenizer's end of sequence. `options`:
-    arguments of the template besides the messages.
+    further arguments of the template.
     """
     if not tokenizer.chat_template:
         return None
@@ -145,7 +145,7 @@ def find_turn_end(
     try:
         text = _render(tokenizer, messages, options, prompt=False)
     except BadRecordError:
-        return None  # records tell what the template refuses
+        return None  # reading records reports this error
     _, found, behind = text.rpartition(_PROBE)
     if not found or not behind.strip():
         return None
@@ -157,7 +157,7 @@ def find_turn_end(
 def _write_answer(
     tokenizer: "PreTrainedTokenizerFast", messages: list[Message], options: Mapping[str, Any]
 ) -> Conversation:
-    """Write the last turn as the answer to the prompt that the template writes for the turns before it."""
+    """Write the last turn as the answer to the template's prompt for the earlier turns."""
     message = messages[-1]
     prompt = _render(tokenizer, messages[:-1], options, prompt=True)
     written = _render(tokenizer, messages, options, prompt=False)
@@ -174,11 +174,11 @@ def _write_answer(
 
 
 def _find_answer(prompt: str, opening: str, written: str, asked: str, message: Message) -> str:
-    """Find what generation would give after `prompt`, which is not the beginning of `written`, the whole.
+    """Find the text of generation after `prompt`, if the whole conversation `written` does not begin with it.
 
-    The template may write earlier turns otherwise once the answer follows, or end the prompt with more than it
-    writes before an answer: `<think>`, or an empty block of reasoning. `opening` is what it opens the answer with,
-    and `asked` the turn before.
+    The template may write earlier turns differently when the answer follows. It may also end a prompt with more
+    text than it writes before an answer: `<think>`, or an empty block of reasoning. `opening` is its text
+    before an answer, `asked` the turn before.
     """
     content = message.get("content", "").strip().rpartition("</think>")[2].strip()
     ends = written.rfind(content) if content in written else len(written)
@@ -188,7 +188,7 @@ def _find_answer(prompt: str, opening: str, written: str, asked: str, message: M
     if place >= 0:
         answer = written[place + len(header) :]
         return _follow_reasoning(answer, block[2], bool(block[3]), message) if block else answer
-    # The template opens answers with nothing, or with something else: the end of the turn before must do.
+    # No known text opens the answer, so search from the end of the turn before.
     start = prompt.rfind(asked)
     place = written.rfind(asked, 0, ends) if asked else -1
     if min(start, place) < 0:
@@ -201,16 +201,16 @@ def _find_answer(prompt: str, opening: str, written: str, asked: str, message: M
 
 
 def _count_alike(a: str, b: str) -> int:
-    """Count the characters that two texts begin with alike."""
+    """Count the characters of the common beginning of two texts."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((i for i, (one, other) in pairs if one != other), min(len(a), len(b)))
 
 
 def _follow_reasoning(answer: str, tag: str, closed: bool, message: Message) -> str:
-    """Write an answer after a prompt that ends with `<tag>`, or if `closed` with an empty block of reasoning.
+    """Write an answer after a prompt that ends with `<tag>`, or, if `closed`, with an empty block of reasoning.
 
-    The template may have dropped the reasoning from `answer`, as many do with that of earlier turns. An answer that
-    has none closes its block at once.
+    The template may have dropped the reasoning from `answer`; many do so in earlier turns. An answer without
+    reasoning closes its block at once.
     """
     opener, closer = f"<{tag}>", f"</{tag}>"
     if closed:
@@ -247,14 +247,14 @@ def _render(
 
     try:
         return _choose_arguments(render, messages)
-    except Exception as error:  # a template is a program, which may fail in any way
+    except Exception as error:  # a template is a program and may raise anything
         known = isinstance(error, jinja2.TemplateError | TypeError | ValueError)
         reason = str(error) if known else f"{type(error).__name__}: {error}"
         raise BadRecordError(f"the chat template refuses the messages: {reason}") from None
 
 
 def _choose_arguments(render: Callable[[list[Message]], str], messages: list[Message]) -> str:
-    """Render arguments of calls as objects, or as the JSON text of the record if the template wants text."""
+    """Render arguments of tool calls as objects, or as the record's JSON text if the template needs text."""
     found = list(find_arguments(messages))
     try:
         text = render(messages)
@@ -263,13 +263,13 @@ def _choose_arguments(render: Callable[[list[Message]], str], messages: list[Mes
         if not found:
             raise
         return render(write_arguments(messages))
-    # A template that prints them as they are would print an object in Python's form.
+    # A template that prints arguments directly would print an object in Python's syntax.
     forms = [form for form in (str(dict(arguments)) for arguments in found if arguments) if form in text]
     if not forms:
         return text
     try:
         other = render(write_arguments(messages))
-    except Exception:  # it needs objects
+    except Exception:  # the template needs objects
         return text
     # A message may quote that form, which then stays.
     return other if any(other.count(form) < text.count(form) for form in forms) else text

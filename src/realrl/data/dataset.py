@@ -12,13 +12,9 @@ import torch
 
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
-from realrl.data.further import FieldFilter, FurtherFields, keep_nothing
-from realrl.data.items import ItemReader
-from realrl.data.mismatch import mismatch_completions
-from realrl.data.numbers import NumberRows, type_code
-from realrl.data.sources.origins import Origins
-from realrl.data.sources.records import RecordReader, read_records
-from realrl.data.sources.rejects import Rejects
+from realrl.data.items import FieldFilter, FurtherFields, ItemReader, NumberRows, keep_nothing, type_code
+from realrl.data.records import RecordReader, read_records
+from realrl.data.rejects import Rejects
 from realrl.data.tokenization import Row, make_field
 from realrl.recipe.data import DataConfig
 from realrl.recipe.sources import RecordSource, list_sources, name_sources
@@ -27,25 +23,54 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+class Origins:
+    """Origins of many items in few bytes: each file name is kept once."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, int] = {}
+        self._names: list[str] = []
+        self._file = array("i")
+        self._line = array("q")
+
+    def add(self, origin: str) -> None:
+        """Add an item's origin: FILE:LINE, or any other text."""
+        file, _, line = origin.rpartition(":")
+        known = line.isdecimal() and len(line) < 19
+        name = file if known else origin
+        if name not in self._files:
+            self._files[name] = len(self._names)
+            self._names.append(name)
+        self._file.append(self._files[name])
+        self._line.append(int(line) if known else -1)
+
+    def list(self, indices: Sequence[int]) -> list[str]:
+        """List the origins of the items at `indices`; empty if none were added."""
+        return [self._text(i) for i in indices] if self._file else []
+
+    def _text(self, item: int) -> str:
+        name, line = self._names[self._file[item]], self._line[item]
+        return name if line < 0 else f"{name}:{line}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SourceCount:
-    """Number of records and items of a source. Its items follow those of the source before it."""
+    """Number of records and items of a source. Sources follow each other in the data set."""
 
     path: str
     weight: float
     """Passes over its items in an epoch."""
     items: int
-    """Number of items that are used."""
+    """Number of used items."""
     skipped: int
-    """Number of records, or pairs made of a record, that were left out."""
+    """Number of skipped records, or pairs of a record."""
     too_long: int
-    """Number of them that are too long."""
+    """Number of skipped ones that are too long."""
     reasons: tuple[str, ...]
-    """Reasons for the first few of them, each as FILE:LINE: message."""
+    """Reasons for the first few skipped ones, as FILE:LINE: message."""
 
 
 Watch = Callable[[int, str, Sequence[Row]], None]
-"""Function of the number of a source, and the origin, FILE:LINE, and rows of an item that is used."""
+"""Called with the number of the source, origin (FILE:LINE) and rows of each used item."""
 
 
 class Dataset:
@@ -68,31 +93,30 @@ class Dataset:
         self._fields = fields
         self._longest_mismatched = longest_mismatched
         self.further = dict(further or {})
-        """Fields of the records that no key is made of, where they are kept: name -> a value per item, None where
-        its record has no such field."""
+        """Extra columns on this rank: name -> a value per item, None if its record lacks the field."""
         self.sources = tuple(sources)
-        """Numbers of items by source, in the order in which they were read."""
+        """Counts of each source, in order."""
         self._origins = origins or Origins()
         self._template = template
         self.notes = tuple(notes)
-        """Notes for the user on how the records were read."""
+        """Notes for the user on the reading of records."""
 
     def __len__(self) -> int:
         return len(next(iter(self._fields.values())))
 
     @property
     def skipped(self) -> int:
-        """Number of records, or pairs made of a record, that were left out."""
+        """Number of skipped records, or pairs of a record."""
         return sum(source.skipped for source in self.sources)
 
     @property
     def too_long(self) -> int:
-        """Number of those that were left out because they are too long."""
+        """Number of skipped records that are too long."""
         return sum(source.too_long for source in self.sources)
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Reasons for the first few of each source, each as FILE:LINE: message."""
+        """Reasons for the first few skipped records of each source, as FILE:LINE: message."""
         return tuple(reason for source in self.sources for reason in source.reasons)
 
     def identify(self) -> dict[str, int]:
@@ -105,7 +129,7 @@ class Dataset:
         return {"items": len(self), "crc32": checksum, "chat_template": self._template}
 
     def identify_further(self) -> dict[str, int]:
-        """Identify the further fields that are kept on this rank: a checksum of the values of each."""
+        """Compute a checksum of each extra column that is kept on this rank."""
         found = {}
         for name, values in self.further.items():
             checksum = 0
@@ -128,11 +152,11 @@ class Dataset:
         return Batch(tuple(range(len(indices))), fields)
 
     def further_fields(self, indices: Sequence[int]) -> dict[str, list[Any]]:
-        """Select the further fields of the items at `indices`: name -> a value per item."""
+        """Select the extra columns of the items at `indices`: name -> a value per item."""
         return {name: [values[i] for i in indices] for name, values in self.further.items()}
 
     def list_origins(self, indices: Sequence[int]) -> list[str]:
-        """List where the records of the items at `indices` come from, FILE:LINE; empty where that is not known."""
+        """List the origins, FILE:LINE, of the items at `indices`; empty if unknown."""
         return self._origins.list(indices)
 
     @classmethod
@@ -151,10 +175,10 @@ class Dataset:
     ) -> "Dataset":
         """Read and tokenise `source` (see `list_sources`), records of `form`, into the rows that `keys` name.
 
-        `stop_token_ids` are the ids that end a sequence, at least one. `keep` says which fields of records
-        are kept that no key is made of; `watch` is called with each item; `read` reads a source. UserError where a
-        source cannot be used, nothing of it is left, or, under `config.on_error=fail` and
-        `config.on_too_long=fail`, at the first record that is malformed or too long.
+        `stop_token_ids` end a sequence; there is at least one. `keep` decides which extra columns are kept;
+        `watch` is called with each item; `read` reads a source. Raises UserError if a source cannot be used or
+        has no usable record, and at the first malformed or too long record under `config.on_error=fail` and
+        `config.on_too_long=fail`.
         """
         columns, further, origins, counts = _Columns(keys), FurtherFields(), Origins(), []
         reader = ItemReader(form, keys, tokenizer, config, seed, stop_token_ids, keep, read)
@@ -181,11 +205,11 @@ class Dataset:
 
 
 class _Columns:
-    """Rows of every source key, appended as they are read."""
+    """Rows of every source key; grows while records are read."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
         self.records = array("q")
-        """Record of each item."""
+        """Number of each item's record."""
         self._weighted = "pairs_of_prompt" in keys
         made_later = ("pairs_of_prompt", "mismatched")
         self._values: dict[str, array[Any]] = {
@@ -204,7 +228,7 @@ class _Columns:
     def fields(self, pair_weight: Literal["pair", "prompt"]) -> dict[str, Ragged]:
         """Collect all rows by key.
 
-        `pairs_of_prompt` is 1 or, where prompts weigh the same, the number of items of the prompt.
+        `pairs_of_prompt` is 1 or, if prompts have equal weight, the number of the prompt's items.
         """
         fields = {
             key: Ragged(torch.from_numpy(np.array(values)), tuple(self._lengths[key]))
@@ -218,7 +242,7 @@ class _Columns:
 
 
 def _count(source: RecordSource, items: int, rejects: Rejects) -> SourceCount:
-    """Count the items of a source; UserError where none is used."""
+    """Count the items of a source. Raises UserError if none is used."""
     if not items:
         if not rejects.count:
             raise UserError(f"no usable records in {source.path}: it is empty")
@@ -232,3 +256,17 @@ def _count(source: RecordSource, items: int, rejects: Rejects) -> SourceCount:
         too_long=rejects.too_long,
         reasons=tuple(rejects.reasons),
     )
+
+
+def mismatch_completions(tokens: Ragged, prompt_length: Ragged, longest: int) -> Ragged:
+    """Join each prompt with the previous item's completion; the first prompt takes the last completion.
+
+    KTO estimates its divergence from these rows. They depend on the step alone, not on the placement of its items
+    (Ethayarajh et al. 2024, section 4.1). Rows are cut off at `longest` tokens.
+    """
+    starts = prompt_length.values.tolist()
+    prompts = [row[:start] for row, start in zip(tokens.rows(), starts, strict=True)]
+    completions = [row[start:] for row, start in zip(tokens.rows(), starts, strict=True)]
+    before = [completions[-1], *completions[:-1]] if completions else []
+    rows = ([*prompt, *completion][:longest] for prompt, completion in zip(prompts, before, strict=True))
+    return Ragged.of(rows, dtype=tokens.values.dtype)

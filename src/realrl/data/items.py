@@ -1,24 +1,108 @@
 """Items of a data set: records renamed, read and tokenised."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from realrl.config.errors import UserError
 from realrl.data.conversation import Conversation
-from realrl.data.forms import Item, Reader, further_fields, is_plain_text, plain_text_note
-from realrl.data.further import FieldFilter
-from realrl.data.numbers import NumberRows, read_numbers
-from realrl.data.sources.records import RecordReader, read_records
-from realrl.data.sources.rejects import BadRecordError, Rejects
+from realrl.data.reader import Item, Reader, further_fields, is_plain_text, plain_text_note
+from realrl.data.records import RecordReader, read_records
+from realrl.data.rejects import BadRecordError, Rejects
 from realrl.data.tokenization import Row, cut_rows, find_excess, find_problem, tokenize
 from realrl.data.tools import read_template_options
 from realrl.data.variants import find_field, rename_fields, rewrite
 from realrl.recipe.data import DataConfig
+from realrl.recipe.forms import FORMS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+FieldFilter = Callable[[str], bool]
+"""Tells whether a column is kept."""
+
+
+def keep_nothing(name: str) -> bool:
+    """Keep no column."""
+    return False
+
+
+class FurtherFields:
+    """Extra columns: fields of records that no key is made of, such as a reference answer. Functions see them.
+
+    A column has a value per item. Items of one record share references, and no record is kept as a whole.
+    """
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list[Any]] = {}
+        self._items = 0
+
+    def add(self, fields: Mapping[str, Any]) -> None:
+        """Add an item with these fields; missing columns are None."""
+        for name in fields.keys() - self.columns.keys():
+            self.columns[name] = [None] * self._items
+        for name, column in self.columns.items():
+            column.append(fields.get(name))
+        self._items += 1
+
+
+NumberRows = Mapping[str, Sequence[float]]
+"""Row of an item by key."""
+
+FLOATS = ("margin", "ref_chosen_logps", "ref_rejected_logps")
+"""Keys with a float per item; the record's field has the key's name."""
+
+
+def type_code(key: str) -> str:
+    """Find the type code of `array` for the rows of a key."""
+    return "f" if key in FLOATS else "i"
+
+
+def read_numbers(
+    record: Mapping[str, Any], form: str, keys: Collection[str], items: int
+) -> list[dict[str, Sequence[float]]]:
+    """Read the numbers among `keys` for each of the `items` of a record.
+
+    Raises BadRecordError if a field is missing or not a number of its kind.
+    """
+    rows: dict[str, list[Sequence[float]]] = {}
+    for key in FLOATS:
+        if key in keys:
+            rows[key] = [[_float(record, key, form)]] * items
+    if "label" in keys:
+        other = FORMS[form].is_other(record)
+        rows["label"] = [[1], [0]] * (items // 2) if other else [[_label(record["label"], "label")]]
+    if "step_labels" in keys:
+        rows["step_labels"] = [[_label(label, "labels") for label in record["labels"]]]
+    return [{key: of[i] for key, of in rows.items()} for i in range(items)]
+
+
+def _float(record: Mapping[str, Any], field: str, form: str) -> float:
+    if FORMS[form].is_other(record):
+        raise BadRecordError(
+            f"field {field!r} is a number of one pair; write the record as"
+            f" {{{', '.join((*FORMS[form].fields, field))}}}"
+        )
+    if field not in record:
+        present = ", ".join(record) or "none"
+        raise BadRecordError(f"no field {field!r} (fields: {present}), which the recipe asks for")
+    value = record[field]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise BadRecordError(f"field {field!r} must be a finite number, not {value!r}")
+    return float(value)
+
+
+def _label(value: Any, field: str) -> int:
+    if isinstance(value, bool) or value in (0, 1):
+        return int(value)
+    texts = {"true": 1, "false": 0, "1": 1, "0": 0}  # pandas writes such tables of text
+    if isinstance(value, str) and value.lower() in texts:
+        return texts[value.lower()]
+    raise BadRecordError(f"field {field!r} must be true or false, or 1 or 0, not {value!r}")
+
 
 CHUNK = 4096
 """Items tokenised at a time: enough to keep the tokenizer's threads busy, few enough to stay small."""

@@ -1,4 +1,4 @@
-"""Order in which a run reads the items of a data set."""
+"""Order of the items of a data set in a run."""
 
 import math
 from collections.abc import Sequence
@@ -6,15 +6,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from realrl.config.errors import UserError
-from realrl.data.shuffle import permute
 
 
 class Order:
-    """Order of items in training: epochs laid end to end, cut into batches. A function of the seed and the step.
+    """Order of items in training: consecutive epochs, cut into batches. A function of the seed and the step.
 
-    An epoch is a permutation of the data set or, where sources have weights, of what is drawn from each: of n
-    items with weight w the nearest number to w * n, at least 1. Draws go through permutations of a source, from
-    where those of the epoch before ended, so that all its items are drawn equally often, give or take one.
+    An epoch is a permutation of the data set. If sources have weights, it is a permutation of draws: round(w *
+    n), at least 1, from a source with n items and weight w. Draws walk through permutations of the source
+    across epochs, so the numbers of draws of its items differ by at most one.
     """
 
     def __init__(
@@ -26,14 +25,14 @@ class Order:
         *,
         sources: Sequence[tuple[int, float]] = (),
     ) -> None:
-        """Prepare the order; `sources`: items and weight of each, in order, none where all items weigh 1.
+        """`sources`: (items, weight) of each source in order; empty if all weights are 1.
 
-        UserError where a batch is larger than an epoch.
+        Raises UserError if a batch is larger than an epoch.
         """
         assert not sources or sum(items for items, _ in sources) == size, "sources have all items"
         self._sources = sources if any(weight != 1 for _, weight in sources) else ()
         self.size = sum(map(count_drawn, self._sources)) or size
-        """Number of items that an epoch takes."""
+        """Number of items in an epoch."""
         if batch > self.size:
             raise UserError(f"data.batch={batch} is more than the {self.size} records of the training data")
         self.batch = batch
@@ -42,18 +41,18 @@ class Order:
         self._cached: tuple[int, np.ndarray] | None = None
 
     def steps(self, epochs: float) -> int:
-        """Count the steps in which every item is taken at least `epochs` times, or as often as its weight says."""
+        """Count the steps of `epochs` epochs, rounded up."""
         return math.ceil(epochs * self.size / self.batch - 1e-9)
 
     def indices(self, step: int) -> list[int]:
-        """List the items of a step, counted from 0.
+        """List the `batch` items of a step, counted from 0.
 
-        These are `batch` indices; one whose source has no weight above 1 may recur only where two epochs meet.
+        Unless its source has a weight above 1, an item repeats only if two epochs meet in the step.
         """
         return self.take(step * self.batch, self.batch)
 
     def take(self, first: int, count: int) -> list[int]:
-        """List `count` items, at most an epoch, after the `first` items of all epochs laid end to end."""
+        """List `count` items, at most an epoch, after the `first` items of all epochs."""
         epoch, offset = divmod(first, self.size)
         head = self._epoch(epoch)[offset : offset + count]
         rest = count - len(head)
@@ -75,12 +74,12 @@ class Order:
         return np.concatenate(drawn)[order]
 
     def _draw(self, source: int, epoch: int) -> np.ndarray:
-        """Draw the items of a source for an epoch, numbered from its first one."""
+        """Draw the items of a source for an epoch; items are numbered within the source."""
         items, _ = self._sources[source]
         count = count_drawn(self._sources[source])
         first = epoch * count
         passes = range(first // items, (first + count - 1) // items + 1)
-        # Streams of epochs are small numbers; those of sources are above all of them.
+        # Streams of sources are above all streams of epochs.
         walked = [
             permute(items, seed=self.seed, stream=(source + 1 << 40) + number)
             if self.shuffle
@@ -92,7 +91,7 @@ class Order:
 
 
 def count_drawn(source: tuple[int, float]) -> int:
-    """Count the items that an epoch takes of a source with these items and this weight."""
+    """Count the draws of an epoch from a source with (items, weight)."""
     items, weight = source
     return max(1, round(items * weight))
 
@@ -104,3 +103,14 @@ def split_eval_batches(size: int, batch: int) -> list[list[int]]:
     """
     count = -(-size // batch)
     return [list(range(size * i // count, size * (i + 1) // count)) for i in range(count)]
+
+
+def permute(size: int, *, seed: int, stream: int) -> np.ndarray:
+    """Permute 0..size-1. int64 [size]. Streams of one seed are independent of each other.
+
+    The result is equal on every rank and for every version of numpy: numpy guarantees the raw output of a bit
+    generator, but not the results of `Generator`.
+    """
+    key = np.array([seed % 2**64, stream], dtype=np.uint64)
+    keys = np.random.Philox(key=key).random_raw(size)
+    return np.argsort(keys, kind="stable")

@@ -1,9 +1,9 @@
 """Tokenization of the texts of an item into the rows that a graph's source keys name.
 
-Plain text: [beginning] prompt answer end. Prompt and answer are tokenised apart, so that a prompt has the same
-tokens in training as in generation; so are the steps of an answer. What the tokenizer itself puts before a text
-(its post-processor, not the mere existence of a bos_token) is the beginning. Neither beginning nor end is added
-where the text has it already.
+Plain text: [beginning] prompt answer end. Prompt and answer are tokenised separately, so that a prompt has the same
+tokens in training and generation; so are the steps of an answer. The beginning is whatever the tokenizer's
+post-processor puts before a text; the existence of a bos_token is not enough. Neither beginning nor end is added
+twice.
 
 Conversations are tokenised whole, exactly as `apply_chat_template(tokenize=True)` does, and cut by character
 offsets: a token belongs to whom its last character belongs to, so one that joins the end of a prompt with the
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from realrl.config.errors import UserError
 from realrl.data.conversation import Conversation, Turn
-from realrl.data.forms import Steps, Text
+from realrl.data.reader import Steps, Text
 from realrl.recipe.data import DataConfig
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ class Row:
 
     ids: list[int]
     answers: tuple[tuple[int, int], ...] = ()
-    """First token of each answer to learn, its end of sequence included, and the end of its last."""
+    """First token of each answer to train on, and its end, end of sequence included."""
     joined: bool = False
-    """Whether the tokenizer cuts the end of the prompt differently once the answer follows it."""
+    """Whether the tokenizer splits the end of the prompt differently when the answer follows."""
 
     @property
     def prompt_length(self) -> int:
@@ -51,7 +51,7 @@ class Row:
 
     @property
     def loss_mask(self) -> list[int]:
-        """Mask with 1 for each token to learn; 0 for the first token of a row, which no token precedes."""
+        """Mask with 1 for each token to train on; 0 for the first token of a row, which has no predecessor."""
         mask = [0] * len(self.ids)
         for first, stop in self.answers:
             mask[first:stop] = [1] * (stop - first)
@@ -59,7 +59,7 @@ class Row:
 
 
 def check_tokenizer(tokenizer: "PreTrainedTokenizerFast") -> None:
-    """Check that the tokenizer can end a sequence; else UserError."""
+    """Check that the tokenizer can end a sequence. Raises UserError if not."""
     if tokenizer.eos_token_id is None:
         raise UserError(f"tokenizer {tokenizer.name_or_path} has no end-of-sequence token (eos_token)")
 
@@ -99,7 +99,7 @@ def tokenize(
 
 
 def find_excess(rows: Sequence[Row], config: DataConfig) -> str | None:
-    """Find the limit that an item with these rows is over; None where it is over none."""
+    """Find the limit that an item with these rows exceeds; None if it exceeds none."""
     for row in rows:
         if row.prompt_length > config.max_prompt_tokens:
             return (
@@ -114,10 +114,11 @@ def find_excess(rows: Sequence[Row], config: DataConfig) -> str | None:
 
 
 def cut_rows(rows: Sequence[Row], config: DataConfig, bos: int | None) -> list[Row]:
-    """Cut the rows of an item to the limits on tokens, as `config.on_too_long` says; too long ones may remain.
+    """Cut the rows of an item to the token limits by `config.on_too_long`; too long rows may remain.
 
-    The prompts of all rows lose the same tokens at their beginning, after `bos` if a row begins with it. So the
-    sides of a pair keep one prompt, and the generation prompt stays. The last answer keeps its beginning.
+    The prompts of all rows lose the same tokens at their beginning, after `bos` if a row begins with it. The
+    sides of a pair thus keep the same prompt, and the generation prompt stays. The last answer keeps its
+    beginning.
     """
     keep_end = config.on_too_long == "keep_end"
     excess = max(row.prompt_length for row in rows) - config.max_prompt_tokens
@@ -128,7 +129,7 @@ def cut_rows(rows: Sequence[Row], config: DataConfig, bos: int | None) -> list[R
 
 
 def _cut_beginning(row: Row, tokens: int, bos: int | None) -> Row:
-    """Remove tokens from the beginning of a row, except `bos`; not those of its last answer."""
+    """Remove tokens from the beginning of a row, except `bos` and the last answer."""
     first = int(row.ids[:1] == [bos])
     if not tokens or (row.answers and row.answers[-1][0] < first + tokens):
         return row
@@ -138,13 +139,13 @@ def _cut_beginning(row: Row, tokens: int, bos: int | None) -> Row:
 
 
 def _cut_end(row: Row, longest: int) -> Row:
-    """Cut the answers of a row; a row of which none would be left stays as it is."""
+    """Cut the answers of a row, unless no answer would be left."""
     answers = tuple((start, min(stop, longest)) for start, stop in row.answers if start < longest)
     return replace(row, ids=row.ids[:longest], answers=answers) if answers else row
 
 
 def find_problem(rows: Sequence[Row], form: str) -> str | None:
-    """Find the reason why an item of a form with these rows cannot be used, however long; None where it can."""
+    """Find the reason, other than length, why an item with these rows is unusable; None if it is usable."""
     for row in rows:
         if not row.ids:
             return EMPTY_PROMPT
@@ -188,14 +189,14 @@ def _encode(texts: Sequence[str | None], tokenizer: "PreTrainedTokenizerFast") -
 
 
 def _pieces(text: Text | Conversation | Steps) -> tuple[str | None, ...]:
-    """List the parts of a text that are tokenised apart."""
+    """List the parts of a text that are tokenised separately."""
     if isinstance(text, Steps):
         return (text.prompt, *text.steps)
     return (text.prompt, text.answer) if isinstance(text, Text) else (text.prompt,)
 
 
 def _step_row(before: list[int], prompt: list[int], steps: Sequence[list[int]]) -> Row:
-    """Make the row of a prompt and steps, each of which is an answer to learn; no end of sequence follows."""
+    """Make the row of a prompt and steps. Each step is an answer to train on; no end of sequence follows."""
     ids = prompt if prompt[: len(before)] == before else before + prompt
     answers = []
     for step in steps:
@@ -211,7 +212,7 @@ def _plain_row(
     tokenizer: "PreTrainedTokenizerFast",
     stop_token_ids: tuple[int, ...],
 ) -> Row:
-    """Make the row of a prompt and perhaps an answer; `before` is the beginning of sequence."""
+    """Make the row of a prompt, and possibly its answer; `before` is the beginning of sequence."""
     if not prompt and answer is not None and answer[: len(before)] == before:
         prompt = before
         answer = answer[len(before) :]
@@ -233,7 +234,7 @@ def _last_end(ids: Sequence[int], among: range, stop_token_ids: tuple[int, ...])
 
 
 def _first_of_run(ids: Sequence[int], last: int, stop_token_ids: tuple[int, ...]) -> int:
-    """Find the first of a run of ends of sequence that ends at `last`: generation stops there."""
+    """Find the first of consecutive ends of sequence up to `last`: generation stops there."""
     while last and ids[last - 1] in stop_token_ids:
         last -= 1
     return last
@@ -246,7 +247,7 @@ class _Wholes:
         self, texts: Sequence[str], tokenizer: "PreTrainedTokenizerFast", stop_token_ids: tuple[int, ...]
     ) -> None:
         self.stop_token_ids = stop_token_ids
-        # Added tokens that take the white space behind them with them, which may be the next speaker's.
+        # Some added tokens include the white space after them, which may belong to the next speaker.
         self.rstripping = {id for id, token in tokenizer.added_tokens_decoder.items() if token.rstrip}
         parts = list(dict.fromkeys(texts))
         self.encoded: dict[str, tuple[list[int], list[int]]] = {}
@@ -268,7 +269,7 @@ class _Wholes:
         return list(accumulate(stops, max))
 
     def row(self, conversation: Conversation, prompt: list[int]) -> Row:
-        """Make the row of a conversation with turns to learn; `prompt` are the tokens of its prompt alone."""
+        """Make the row of a conversation with turns to train on; `prompt` has the tokens of its prompt alone."""
         ids, stops = self.encoded[conversation.text]
         answers = [self._answer(turn, ids, stops) for turn in conversation.turns]
         first, stop, closed = answers[-1]
@@ -280,11 +281,11 @@ class _Wholes:
         return Row(ids, spans, joined=ids[: len(prompt)] != prompt)
 
     def _answer(self, turn: Turn, ids: Sequence[int], stops: Sequence[int]) -> tuple[int, int, bool]:
-        """Find the first token of a turn, the end of its last to learn, and whether that is an end of sequence."""
+        """Find the first token of a turn, the end of its last token, and whether that is an end of sequence."""
         first = bisect_right(stops, turn.start)
         behind = bisect_right(stops, turn.stop)
-        # What has the form of an end of sequence inside the content does not end the turn. Generation stops at the
-        # first end after it, whatever else the template writes.
+        # An end of sequence inside the content does not end the turn. Generation stops at the first one after the
+        # content, even if the template writes more.
         content = max(first, bisect_right(stops, turn.content - 1))
         end = next((i for i in range(content, behind) if ids[i] in self.stop_token_ids), None)
         if end is None:

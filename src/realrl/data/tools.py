@@ -1,16 +1,16 @@
-"""Schemas and calls of tools in the forms that data sets have them, and other arguments of a chat template."""
+"""Tool schemas and tool calls in the forms of data sets, and other arguments of a chat template."""
 
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from realrl.data.sources.rejects import BadRecordError
+from realrl.data.rejects import BadRecordError
 
 
 def read_template_options(record: Mapping[str, Any]) -> dict[str, Any]:
-    """List the arguments that a record has for the chat template: `chat_template_kwargs` and `tools`.
+    """List a record's arguments for the chat template: `chat_template_kwargs` and `tools`.
 
-    Nulls are dropped, and so is an empty list of tools.
+    Nulls and an empty list of tools are dropped.
     """
     options = record.get("chat_template_kwargs", {})
     if not isinstance(options, Mapping):
@@ -21,7 +21,7 @@ def read_template_options(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_tools(value: Any) -> list[dict[str, Any]]:
-    """Read schemas of tools: a list of objects or of their JSON texts, one of them, or JSON text of the list."""
+    """Read tool schemas: a list of objects or JSON texts, a single one, or the JSON text of a list."""
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         value = _decode(value, "tools")
     if not value:
@@ -40,7 +40,7 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a call that a record has as JSON text. Most chat templates want an object, some the text."""
+    """Arguments of a tool call that are JSON text in the record. Most templates need an object, some the text."""
 
     def __init__(self, values: Mapping[str, Any], text: str) -> None:
         super().__init__(values)
@@ -48,7 +48,7 @@ class Arguments(dict[str, Any]):
 
 
 def find_arguments(value: Any) -> Iterator[Arguments]:
-    """Find the arguments that a record has as JSON text, at any depth of its messages."""
+    """Find all `Arguments` in messages, at any depth."""
     if isinstance(value, Arguments):
         yield value
     elif isinstance(value, Mapping | list):
@@ -57,7 +57,7 @@ def find_arguments(value: Any) -> Iterator[Arguments]:
 
 
 def write_arguments(value: Any) -> Any:
-    """Replace `Arguments`, at any depth, by the text that the record has."""
+    """Replace `Arguments`, at any depth, by their JSON text."""
     if isinstance(value, Arguments):
         return value.text
     if isinstance(value, Mapping):
@@ -66,7 +66,7 @@ def write_arguments(value: Any) -> Any:
 
 
 def read_calls(value: Any, field: str) -> list[dict[str, Any]]:
-    """Read the calls of tools of a message; `arguments` that are JSON text of an object become `Arguments`."""
+    """Read the tool calls of a message; JSON text of an object in `arguments` becomes `Arguments`."""
     calls = _decode(value, field) if isinstance(value, str) else value
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise BadRecordError(f"field {field!r} must be a list of calls, {{function: {{name, arguments}}}}")
@@ -80,14 +80,14 @@ def _read_call(call: dict[str, Any]) -> dict[str, Any]:
         try:
             arguments = json.loads(call["arguments"])
         except (ValueError, RecursionError):
-            return call  # what a model wrote may be no JSON
+            return call  # a model may have written invalid JSON
         known = isinstance(arguments, dict)
         return {**call, "arguments": Arguments(arguments, call["arguments"])} if known else call
     return call
 
 
 def drop_nulls(value: Any) -> Any:
-    """Drop the keys of objects, at any depth, whose value is null: Arrow adds those that only other rows have."""
+    """Drop null values from objects, at any depth: Arrow adds the keys of other rows."""
     if isinstance(value, Mapping):
         return {name: drop_nulls(inner) for name, inner in value.items() if inner is not None}
     return [drop_nulls(inner) for inner in value] if isinstance(value, list) else value

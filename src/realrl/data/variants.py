@@ -1,21 +1,21 @@
-"""Other usual ways to write records, rewritten into the fields that `data/forms.py` reads."""
+"""Other usual ways to write records, rewritten into the fields that `data/reader.py` reads."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from realrl.data.forms import Fields
-from realrl.data.sources.rejects import BadRecordError
+from realrl.data.reader import Fields
+from realrl.data.rejects import BadRecordError
 from realrl.recipe.forms import FORMS
 
 _ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
-"""Roles of ShareGPT that have other names in chat templates."""
+"""Roles of ShareGPT -> their names in chat templates."""
 
 
 def rename_fields(record: Fields, columns: Mapping[str, str]) -> Fields:
-    """Rename the fields of a record that `columns`, {theirs: ours}, lists and the record has.
+    """Rename the fields of a record by `columns`, {theirs: ours}.
 
-    A dot leads into a nested field, which is copied. BadRecordError where two fields would have one name.
+    A dot leads into a nested field, which is copied. Raises BadRecordError if two fields would have one name.
     """
     renamed: Fields = {}
     for theirs, ours in columns.items():
@@ -37,7 +37,7 @@ def rename_fields(record: Fields, columns: Mapping[str, str]) -> Fields:
 
 
 def find_field(record: Fields, path: str) -> Any:
-    """Find a field of a record, by its name or by the path to a nested one; None where there is none."""
+    """Find a field of a record by its name, or by the path to a nested field; None if there is none."""
     if path in record:
         return record[path]
     value: Any = record
@@ -49,7 +49,7 @@ def find_field(record: Fields, path: str) -> Any:
 
 
 def rewrite(form: str, record: Fields) -> Fields:
-    """Rewrite a record that has the fields of a variant of its form; any other is returned as it is."""
+    """Rewrite a record with the fields of a variant of its form; any other record is returned unchanged."""
     spec = FORMS[form]
     if any(all(field in record for field in fields) for fields in (spec.fields, spec.other_fields)):
         return record
@@ -74,7 +74,7 @@ def _rewrite_text(record: Fields) -> Fields:
 
 
 def _rewrite_conversations(record: Fields) -> Fields:
-    """Rewrite ShareGPT turns, {from, value}; turns that are {role, content} stay as they are."""
+    """Rewrite ShareGPT turns, {from, value}; turns {role, content} stay unchanged."""
     turns = record["conversations"]
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise BadRecordError("field 'conversations' must be a list of {from, value} or {role, content} turns")
@@ -97,7 +97,7 @@ def _rewrite_conversations(record: Fields) -> Fields:
 def _rewrite_instruction(record: Fields) -> Fields:
     """Rewrite a record of Alpaca for training: the input, if any, follows the instruction.
 
-    One with a system message or a history, as of LLaMA-Factory, becomes a conversation.
+    A record with a system message or a history, as in LLaMA-Factory, becomes a conversation.
     """
     before = _list_earlier_turns(record)
     if before:
@@ -140,7 +140,7 @@ def _join_instruction(record: Fields) -> str:
 
 
 def _split_pair(record: Fields) -> Fields:
-    """Split two texts into the prompt that they begin with and the answers; conversations stay as they are."""
+    """Split two texts into their common prompt and the answers; conversations stay unchanged."""
     chosen, rejected = record["chosen"], record["rejected"]
     if not isinstance(chosen, str) or not isinstance(rejected, str):
         return record
@@ -155,14 +155,14 @@ def _prompt_of_pair(record: Fields) -> Fields:
     return {
         **record,
         "prompt": chosen,
-    }  # of a conversation the turns up to the last one of the user are taken
+    }  # the prompt of a conversation ends with the last user turn
 
 
 def find_common_prompt(chosen: str, rejected: str) -> int:
-    """Find the end of the prompt that two texts share: before the word in which they differ first.
+    """Find the end of the common prompt of two texts: before the first different word.
 
-    A space before that word is the answers', as it is for `extract_prompt` of TRL, which however may cut within
-    a word; its parts have other tokens than the word.
+    A space before that word belongs to the answers, like in TRL's `extract_prompt`. TRL may also cut within a word,
+    but parts of a word have other tokens.
     """
     same = next(
         (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
@@ -186,4 +186,4 @@ REWRITES: Mapping[tuple[str, tuple[str, ...]], Callable[[Fields], Fields]] = Map
         ("prompt", ("chosen", "rejected")): _prompt_of_pair,
     }
 )
-"""Form of record and a variant of it, as `recipe.forms.FORMS` lists them -> what rewrites its records."""
+"""(form, variant), as in `recipe.forms.FORMS` -> function that rewrites its records."""

@@ -1,4 +1,4 @@
-"""Calls of models and functions, and the keys that flow between them."""
+"""Calls of models and functions, and the keys that pass between them."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,7 +8,8 @@ from realrl.config.errors import DescriptionError
 
 
 class Kind(StrEnum):
-    """Kind of work that a call does: with its role's model, or, of a function, without one."""
+    """What a call does: it generates, infers or trains with its role's model, or it runs a function without a
+    model."""
 
     GENERATE = "generate"
     INFERENCE = "inference"
@@ -19,16 +20,16 @@ class Kind(StrEnum):
 _BYTES = {"int64": 8, "int32": 4, "int16": 2, "float32": 4, "float64": 8}
 
 ROUTED_EXPERTS = "routed_experts"
-"""Key in which a generate call gives the experts that its model chose, without the call's prefix."""
+"""Key with the experts that the model of a generate call chose, without the call's prefix."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """A named value of every item of a batch: a row of numbers, possibly of different length per item.
+    """A named value that every item of a batch has: a row of numbers.
 
-    `length` is `"own"` (rows have lengths of their own, which ranks must be told), `"one"` (one number per
-    item), or the name of another key with rows of the same lengths. With a `width` there are that many numbers at
-    each position of a row, else one.
+    `length` is `"own"` if each row has its own length, which ranks must learn. It is `"one"` for one number per
+    item. Otherwise it names another key whose rows have the same lengths. `width` is how many numbers each
+    position of a row has; None for one.
     """
 
     name: str
@@ -38,16 +39,15 @@ class Key:
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of one position of a row."""
         return _BYTES[self.dtype] * (self.width or 1)
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Tokens that a model gives log-probabilities of at each position, besides the token that stands there.
+    """Tokens whose log-probabilities a model returns at each position, beside the token that is there.
 
-    `ids` is the key that names them, `count` at each position; None for the `count` likeliest ones. `setting` is
-    what in the recipe says how many, for error messages.
+    `ids` is the key that holds their ids, `count` at each position; None for the `count` likeliest tokens.
+    `setting` is the recipe's name of the count, for error messages.
     """
 
     count: int
@@ -57,10 +57,10 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Replay:
-    """Experts that a call's model takes over from the one that sampled (router replay).
+    """Router replay: the model of a call uses the experts that the sampling model chose.
 
-    `sequences` and `experts` are keys of one generate call: at each position the experts of every layer, -1 where
-    none were chosen.
+    `sequences` and `experts` are keys of one generate call. `experts` holds the experts of every layer at each
+    position, and -1 if none were chosen there.
     """
 
     sequences: str
@@ -69,22 +69,21 @@ class Replay:
 
 @dataclass(frozen=True)
 class MovingAverage:
-    """EMA of a trained role: after training of `source` in every `period`-th step, `role` is updated.
-
-    Its parameters become (1 - factor) * theirs + factor * those of `source`; with a factor of 1, those of `source`.
-    """
+    """EMA of a trained role: `role` is updated after `source` is trained, in every `period`-th step. Its
+    parameters become (1 - factor) * old + factor * source; a factor of 1 copies."""
 
     role: str
     source: str
     factor: float
     same_start: bool = False
-    """Whether both start from the same values, so that what training leaves alone stays equal by itself."""
+    """Whether both start from the same values, so that parameters which training does not touch stay equal
+    anyway."""
     period: int = 1
 
     def __post_init__(self) -> None:
         if self.period < 1:
             raise DescriptionError(
-                f"{self.role} follows {self.source} every {self.period} steps, not 1 or more"
+                f"{self.role} follows {self.source} every {self.period} steps; it must be 1 or more"
             )
 
 
@@ -92,21 +91,22 @@ class MovingAverage:
 class Call:
     """One call of a training step: of a role's model, or of a function on the host.
 
-    `work` names the input keys whose row lengths, added up, are the tokens an item costs; batches are
-    balanced by it. `minibatches` > 1 splits the items of a step, in order, into that many optimizer steps.
+    `work` names input keys. An item costs the sum of the lengths of its rows of these keys, in tokens, and batches
+    are balanced by that cost. With `minibatches` > 1, the items of a step are split, in order, into that number of
+    optimizer steps.
 
-    A function (a reward, a verifier, a tool) has no role: `function` is its reference, for example
-    `reward.py:score`, by which its measured seconds are known. With `record_fields` it sees those fields of its
-    items' records that no key is made of.
+    A function (a reward, a verifier, a tool) has no role. Its `function` is a reference such as `reward.py:score`,
+    under which its measured seconds are known. With `record_fields` it also sees the fields of its items' records
+    that are not keys.
 
-    A generate call has the keys `sequences`, `logprobs`, `prompt_length` and `finished` to offer, with `prefix` in
-    front of each: so that a graph can have two of them.
+    A generate call can output `sequences`, `logprobs`, `prompt_length` and `finished`, each with `prefix` in
+    front. The prefix lets a graph have two generate calls.
 
-    With `candidates`, a language model gives log-probabilities of further tokens at each position of its one row
-    per item, the `work` of the call.
+    With `candidates`, a language model returns the log-probabilities of more tokens at each position. The call
+    then has one key in `work`.
 
-    With `replays`, a mixture of experts chooses those that the sampler chose, wherever a row of the i-th key of
-    `work` repeats the sequence of the i-th of them; `dataflow.replay` sets them.
+    `replays` has an entry for each key of `work`; `dataflow.replay` sets them. For rows that repeat the sequence
+    of their replay, a mixture of experts uses the experts that the sampler chose.
     """
 
     name: str
@@ -146,17 +146,17 @@ class Call:
                 f"call {self.name}: only inference and training have candidates, and one key as work"
             )
         if candidates.count < 1:
-            raise DescriptionError(f"call {self.name}: {candidates.count} candidates are less than one")
+            raise DescriptionError(f"call {self.name}: {candidates.count} candidates; it needs at least one")
         if candidates.ids is None and self.kind is Kind.TRAIN:
             raise DescriptionError(f"call {self.name}: training needs a key with the ids of its candidates")
         if candidates.ids is not None and candidates.ids not in self.inputs:
             raise DescriptionError(
-                f"call {self.name}: candidates are {candidates.ids!r}, none of its inputs {self.inputs}"
+                f"call {self.name}: candidates are {candidates.ids!r}, which is not among its inputs {self.inputs}"
             )
 
     @property
     def records_experts(self) -> bool:
-        """Whether a generate call gives the experts that its model chose."""
+        """Whether a generate call outputs the experts that its model chose."""
         return self.kind is Kind.GENERATE and f"{self.prefix}{ROUTED_EXPERTS}" in self.outputs
 
     @property
@@ -166,6 +166,6 @@ class Call:
 
     @property
     def model_role(self) -> str:
-        """The role whose model it uses; no call of a function must be asked for it."""
+        """The role whose model it uses. Only for calls that are not functions."""
         assert self.role is not None, f"{self.name} is a function, which has no model"
         return self.role

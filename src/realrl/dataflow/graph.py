@@ -1,26 +1,28 @@
-"""The calls of one training step, and the edges between them."""
+"""The calls of one training step, the edges between them, and their text form."""
 
 from collections.abc import Collection, Iterable
 from functools import cached_property
+from itertools import combinations
+from math import lcm
 
 from realrl.config.errors import DescriptionError
 from realrl.dataflow.call import Call, Key, Kind, MovingAverage
 
 
 class DataflowGraph:
-    """Calls, the keys they exchange, and the order their dependencies demand.
+    """Calls, the keys that they exchange, and an order that respects dependencies.
 
-    Data edges follow from keys: a call depends on the calls that produce its inputs. Parameter edges follow
-    from roles: a role is trained after every other use of it in the step, so that all of them see the same
-    parameters. Functions have no role, and none of these edges. Inputs that no call produces are `sources`: they
-    come from the data set.
+    Data edges follow from keys: a call depends on the calls that produce its inputs. Parameter edges follow from
+    roles: a role is trained after every other use of it in the step, so that all of them see the same parameters.
+    Functions have no role, hence no parameter edges. Inputs that no call produces are `sources`: they come from
+    the data set.
     """
 
     def __init__(
         self, calls: Iterable[Call], keys: Iterable[Key], averages: Iterable[MovingAverage] = ()
     ) -> None:
-        """Raises DescriptionError on duplicate names, unknown keys, two producers of a key, or a cycle, and on an
-        average of a role that is trained or from one that is not."""
+        """Raises DescriptionError for duplicate names, unknown keys, a key with two producers, or a cycle. It also
+        does so for an average of a role that is trained itself, or that follows a role which is not trained."""
         self.calls = tuple(calls)
         self.averages = tuple(averages)
         for average in self.averages:
@@ -58,10 +60,20 @@ class DataflowGraph:
                 )
         for call in self.calls:
             self._check_candidates(call)
+        # Computing the order raises DescriptionError if there is a cycle.
         _ = self.order
 
+    @classmethod
+    def using(
+        cls, calls: Iterable[Call], keys: Iterable[Key], averages: Iterable[MovingAverage] = ()
+    ) -> "DataflowGraph":
+        """Make the graph of calls, with only those of `keys` that the calls use."""
+        calls = tuple(calls)
+        used = {key for call in calls for key in (*call.inputs, *call.outputs)}
+        return cls(calls, [key for key in keys if key.name in used], averages)
+
     def _check_candidates(self, call: Call) -> None:
-        """Check that the ids of a call's candidates are as many, and lie beside the tokens that it is run on."""
+        """Check that the key of candidate ids has `count` whole numbers at each position of the call's tokens."""
         if call.candidates is None or call.candidates.ids is None:
             return
         key, (tokens,) = self.keys[call.candidates.ids], call.work
@@ -82,7 +94,7 @@ class DataflowGraph:
         return self._producer.get(key)
 
     def length_key(self, key: str) -> str | None:
-        """Find the key whose own lengths `key` has; None where every row is one number long."""
+        """Find the key that determines the row lengths of `key`; None if every row is one number."""
         length = self.keys[key].length
         if length == "one":
             return None
@@ -101,7 +113,7 @@ class DataflowGraph:
 
     @cached_property
     def functions(self) -> tuple[Call, ...]:
-        """Calls that have no model, in the order they run."""
+        """Functions, in the order they run."""
         return tuple(call for call in self.order if call.is_function)
 
     def role_calls(self, role: str) -> tuple[Call, ...]:
@@ -109,7 +121,7 @@ class DataflowGraph:
         return tuple(call for call in self.order if call.role == role)
 
     def home(self, role: str) -> Call:
-        """Find the call where a role lives between steps: where it is trained, else where it is first used."""
+        """Find the call whose placement holds a role between steps: its training call, otherwise its first call."""
         return max(self.role_calls(role), key=lambda call: call.kind is Kind.TRAIN)
 
     def trained(self, role: str) -> bool:
@@ -122,11 +134,11 @@ class DataflowGraph:
         return frozenset(average.period for average in self.averages)
 
     def due(self, step: int) -> frozenset[int]:
-        """Find the periods of the moving averages that are due in a training step, the first of which is 1."""
+        """Find the periods of the moving averages that are due in a training step; steps count from 1."""
         return frozenset(period for period in self.periods if step % period == 0)
 
     def with_due(self, periods: Collection[int]) -> "DataflowGraph":
-        """Make the graph of the steps in which the moving averages of these periods alone are due."""
+        """Copy the graph with only the moving averages of these periods."""
         averages = [average for average in self.averages if average.period in periods]
         return DataflowGraph(self.calls, self.keys.values(), averages)
 
@@ -140,7 +152,7 @@ class DataflowGraph:
         return tuple(before)
 
     def upstream(self, key: str) -> "DataflowGraph":
-        """Select the calls that must run for `key` to be there, its producer included, without any training."""
+        """Select the calls that must run to produce `key`, its producer included."""
         needed: set[str] = set()
         wanted = [key]
         while wanted:
@@ -165,3 +177,62 @@ class DataflowGraph:
             waiting.remove(ready)
             done.append(ready)
         return tuple(done)
+
+
+def share_steps(periods: Collection[int]) -> dict[frozenset[int], float]:
+    """Find which sets of periods can be due together, and the share of steps with exactly that set.
+
+    The shares add up to 1. All periods of a set W are due in 1 / lcm(W) of steps, perhaps with others. Inclusion
+    and exclusion gives the share of steps without others.
+    """
+    sets = [frozenset(chosen) for n in range(len(periods) + 1) for chosen in combinations(periods, n)]
+    shares = {}
+    for due in sets:
+        if all(lcm(*due) % other for other in periods if other not in due):
+            wider = [other for other in sets if other >= due]
+            shares[due] = sum((-1) ** (len(other) - len(due)) / lcm(*other) for other in wider)
+    return shares
+
+
+def format_graph(graph: DataflowGraph, trained: Collection[str]) -> str:
+    """Format the calls in the order they run, each with its inputs, outputs and dependencies. `trained` are the
+    roles that training updates, even if this graph is an evaluation."""
+    lines = [f"data set -> {', '.join(graph.sources)}"]
+    for number, call in enumerate(graph.order, 1):
+        lines += ["", f"{number}. {call.name}  ({_about(call, trained)})"]
+        inputs = _inputs(graph, call)
+        labels = ("in", *[""] * (len(inputs) - 1))
+        lines += [f"   {label:<6} {line}" for label, line in zip(labels, inputs, strict=True)]
+        lines += [f"   out    {', '.join(call.outputs)}"] if call.outputs else []
+        for average in graph.averages if call.kind is Kind.TRAIN else ():
+            if average.source == call.role:
+                moves = f"moves by {average.factor:g} towards" if average.factor < 1 else "becomes"
+                every = f" every {average.period} steps" if average.period > 1 else ""
+                lines.append(f"   then   {average.role} {moves} {call.role}{every}")
+        after = ", ".join(other.name for other in graph.dependencies(call))
+        lines += [f"   after  {after}"] if after else []
+    return "\n".join(lines) + "\n"
+
+
+def _about(call: Call, trained: Collection[str]) -> str:
+    if call.role is None:
+        return f"{call.kind} {call.function} on the host"
+    frozen = "" if call.role in trained else " frozen"
+    split = f" in {call.minibatches} mini-batches" if call.minibatches > 1 else ""
+    candidates = call.candidates
+    tokens = ""
+    if candidates is not None:
+        tokens = (
+            f", {candidates.count} {'likeliest ' if candidates.ids is None else ''}tokens at each position"
+        )
+    return f"{call.kind}{split}{tokens},{frozen} role {call.role}"
+
+
+def _inputs(graph: DataflowGraph, call: Call) -> list[str]:
+    """Format one line per call that keys come from; the data set counts as one."""
+    places: dict[str, list[str]] = {}
+    for key in call.inputs:
+        producer = graph.producer(key)
+        places.setdefault(producer.name if producer else "data set", []).append(key)
+    lines = [f"{', '.join(keys)}  <- {place}" for place, keys in places.items()]
+    return lines + ["other fields of the records  <- data set"] * call.record_fields

@@ -1,7 +1,5 @@
-"""Router replay: calls of a mixture of experts take over the experts that the same role chose while it sampled.
-
-As "Rollout Routing Replay" (R3, Ma et al. 2025, arXiv 2510.11370).
-"""
+"""Router replay: calls of a mixture of experts use the experts that the same role chose while it sampled. "Rollout
+Routing Replay" (R3, Ma et al. 2025, arXiv 2510.11370)."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -11,15 +9,16 @@ from realrl.dataflow.graph import DataflowGraph
 
 
 def find_replaying_roles(graph: DataflowGraph) -> tuple[str, ...]:
-    """List the roles that infer or train on sequences of their own."""
+    """List the roles that infer or train on sequences that they sampled themselves."""
     pairs = [(call, reader) for call in graph.calls for reader in _readers(graph, call)]
     return tuple(dict.fromkeys(call.model_role for call, _ in pairs))
 
 
 def add_router_replay(graph: DataflowGraph, widths: Mapping[str, int]) -> DataflowGraph:
-    """Have roles record the experts that they choose as they sample, and use them again on the same sequences.
+    """Let roles record their experts while they sample, and use the same experts on the same sequences later.
 
-    `widths` are the experts of a token in all layers, by role. Calls of other roles do not change.
+    `widths` is, by role, the number of experts that a token uses in all layers together. Calls of other roles do
+    not change.
     """
     calls = {call.name: call for call in graph.calls}
     keys = [*graph.keys.values()]
@@ -36,7 +35,8 @@ def add_router_replay(graph: DataflowGraph, widths: Mapping[str, int]) -> Datafl
 
 
 def _readers(graph: DataflowGraph, call: Call, roles: Collection[str] | None = None) -> list[Call]:
-    """Calls of the role of a generate call whose model runs on its sequences; none of other roles or calls."""
+    """List the calls that run the model of a generate call on its sequences; empty if `call` is of another kind or
+    role."""
     if call.kind is not Kind.GENERATE or (roles is not None and call.role not in roles):
         return []
     return [

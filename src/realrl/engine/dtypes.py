@@ -1,26 +1,25 @@
-"""Data types of models as torch sees them: how parameters are stored, and how matrices are multiplied."""
+"""Data types of models in torch: how parameters are stored, and how matrices are multiplied."""
 
 import torch
 
 from realrl.config.errors import UserError
-from realrl.config.machine.processor import choose_products
+from realrl.config.hardware import choose_products
 from realrl.layout.sets import QUANTISED
 from realrl.model.arithmetic.ops import PLAIN, Products
 from realrl.plan.placement import Dtype
 
 
 def find_torch_dtype(dtype: Dtype) -> torch.dtype:
-    """Find the type that parameters are stored in."""
     return torch.bfloat16 if dtype == "bfloat16" else torch.float32
 
 
 def find_set_dtype(parameter_set: str, dtype: torch.dtype) -> torch.dtype:
-    """Find the type that a parameter set is stored in, of a model whose parameters have a type."""
+    """Type that a parameter set is stored in; `dtype` is the type of the model's parameters."""
     return torch.uint8 if parameter_set == QUANTISED else dtype
 
 
 def find_products(dtype: Dtype, device: torch.device, *, exact: bool = False) -> Products:
-    """Find how matrices of a model are multiplied; UserError for `mixed` on a GPU."""
+    """Choose how a model multiplies matrices; UserError for `mixed` on a GPU."""
     if device.type != "cpu":
         if dtype == "mixed":
             raise UserError("dtype=mixed is for CPUs; on a GPU, choose bfloat16 or float32")
@@ -29,7 +28,7 @@ def find_products(dtype: Dtype, device: torch.device, *, exact: bool = False) ->
     return Products(
         onednn=choice.onednn,
         bfloat16=dtype == "mixed",
-        # Where the processor multiplies bfloat16 numbers itself, a library does so, too.
+        # If the processor multiplies bfloat16 itself, a library uses that, and our packed kernel does not.
         packed=choice.packed and not (choice.bfloat16 and dtype != "float32"),
         exact=exact,
     )

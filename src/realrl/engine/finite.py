@@ -1,4 +1,4 @@
-"""Checks for numbers that are not finite, and the errors they cause."""
+"""Checks for numbers that are not finite, and the errors that they cause."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,14 @@ from realrl.config.errors import RunError
 
 
 class NotFiniteError(RunError):
-    """NaN or infinite numbers where a run cannot continue, or a model must not be saved."""
+    """NaN or infinite numbers that end a run or prevent saving a model."""
 
 
 class NotFiniteLogitsError(NotFiniteError):
     """Logits from which no token can be sampled."""
 
     def __init__(self, token: int, item: int) -> None:
-        """`token` of what follows the prompt, and `item` of the step's batch, both counted from 0."""
+        """`token` counts from the end of the prompt, `item` within the step's batch; both from 0."""
         super().__init__(token, item)
         self.token = token
         self.item = item
@@ -23,12 +23,12 @@ class NotFiniteLogitsError(NotFiniteError):
         return self.describe(f"the prompt of item {self.item + 1} of this step's batch")
 
     def describe(self, prompt: str) -> str:
-        """Write the error message that names the prompt, for example by its place in a file."""
+        """Write the error message with a description of the prompt, for example its place in a file."""
         return f"the logits of token {self.token + 1} after {prompt} are not finite (NaN or infinity)"
 
 
 def all_finite(values: Tensor) -> bool:
-    """Check that there is neither NaN nor infinity, without a temporary of the size of the input."""
+    """Check for NaN and infinity without a temporary of the size of the input."""
     if not values.numel():
         return True
     lowest, highest = torch.aminmax(values.detach())  # NaN if any value is

@@ -1,4 +1,4 @@
-"""Model of a role in one layout: flat parameters, and computation without training."""
+"""Model of a role in one layout: flat parameters, inference, and the parts that training shares."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -7,33 +7,32 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from realrl.algorithms.method import InferenceMethod, Metrics, ModelOutput
+from realrl.algorithms.base.method import InferenceMethod, Metrics, ModelOutput
+from realrl.data.balance import even_micro_batches, micro_batches
 from realrl.data.batch import Batch, Ragged
-from realrl.data.partition import even_micro_batches, micro_batches
 from realrl.dataflow.call import Candidates, Replay
-from realrl.engine.buffers.local_set import LocalSet, Parameters
+from realrl.engine.buffers import LocalSet, Parameters
 from realrl.engine.dtypes import find_set_dtype
 from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.pass_counts import PassCounts
-from realrl.engine.pipeline.messages import Pipeline, prefetch_receives
+from realrl.engine.pipeline import Pipeline, prefetch_receives
 from realrl.engine.reduced_metrics import reduce_metrics
 from realrl.engine.replay import SampledItems
-from realrl.engine.sharding.gathered import GatheredParameters
-from realrl.engine.sharding.passes import ShardedPasses
+from realrl.engine.sharding import GatheredParameters, ShardedPasses
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.sets import BASE, WHOLE, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
 from realrl.model.arithmetic.ops import PLAIN, Products
-from realrl.model.mixture.routing import LIKELIEST, Routing
+from realrl.model.group import make_single_rank_group
 from realrl.model.packing import Packing
-from realrl.model.parallel.group import make_single_rank_group
+from realrl.model.routing import LIKELIEST, Routing
 from realrl.model.transformer import Transformer
 from realrl.plan.placement import Mesh, Placement, Strategy
 
 
 class Model:
-    """Parameters of a role as this rank holds them, bound to its shard of the transformer."""
+    """Parameters of a role as this rank holds them, and its shard of the transformer on top of them."""
 
     def __init__(
         self,
@@ -48,10 +47,10 @@ class Model:
         base: LocalSet | None = None,
         products: Products = PLAIN,
     ) -> None:
-        """`rank` is global, `layout` that of the whole model, `groups` its groups under the layout's placement;
-        `temperature` divides logits before log-probabilities, `part` says which parameter sets there are, and
-        `products` how matrices are multiplied. `base` is the base set if another model, whose layout is the same,
-        has it already; that may have tensors which this model does without."""
+        """`rank` is global, `layout` describes the whole model, `groups` are the rank's groups under the layout's
+        placement. `temperature` divides logits before log-probabilities. `part` says which parameter sets exist and
+        are trained. `base` is the base set of another model with an equal layout, which may have more tensors, to
+        be shared."""
         self.layout = layout
         self.rank = rank
         self.groups = groups
@@ -72,19 +71,21 @@ class Model:
         }
         """By name, in storage order."""
         self.parameters = Parameters({name: of.buffer for name, of in self.sets.items()})
-        """What this rank stores."""
+        """The parameters that this rank stores."""
         self.gathered: GatheredParameters | None = None
-        """What it computes with under ZeRO-3, section by section."""
+        """Under ZeRO-3, the parameters that this rank computes with, section by section."""
         if layout.placement.strategy.shards_parameters:
             self.gathered = GatheredParameters(self.sets, self.shard, rank, groups.data)
         weights = self.parameters.fused if self.gathered is None else self.gathered.fused
-        self.transformer = Transformer(self.shard, weights, groups.tensor, products)
+        self.transformer = Transformer(
+            self.shard, weights, groups.tensor, products, sequence_parallel=self.sequence_parallel
+        )
         self.passes: ShardedPasses | None = None
-        """Passes of ranks that share out parameters."""
+        """Passes with gathered parameters (ZeRO-3)."""
         if self.gathered is not None:
             self.passes = self.transformer.hooks = self.make_passes()
         self.counts = PassCounts(device)
-        """What has passed through this rank's part of the model."""
+        """Work of this rank's part of the model."""
         self.pipeline = Pipeline(
             groups.pipeline,
             groups.reverse_pipeline,
@@ -94,18 +95,18 @@ class Model:
         )
 
     def make_passes(self) -> ShardedPasses:
-        """Make the passes of ranks that share out parameters, or only their gradients."""
+        """Make the passes of ranks that shard parameters and gradients, or only gradients."""
         tied = self.transformer.ties_embeddings
         return ShardedPasses(self.shard, self.gathered, tied=tied)
 
     def agree_on_passes(self, count: int) -> int:
-        """Agree with data-parallel ranks on the number of micro-batches that all take part in: the most."""
+        """Agree with data-parallel ranks on the number of micro-batches that all join: the largest."""
         found = torch.tensor(float(count), device=self.device)
         return int(self.groups.data.max(found))
 
     @torch.no_grad()
     def initialise_magnitudes(self) -> None:
-        """Set the magnitudes of DoRA to the norms of the rows that they are of; ranks call it together."""
+        """Set DoRA's magnitudes to the norms of the adapted rows; all ranks call it together."""
         for layer in range(len(self.shard.layers)):
             if self.gathered is not None:
                 self.gathered.gather(layer)
@@ -116,7 +117,7 @@ class Model:
 
     @property
     def resident(self) -> bool:
-        """Whether all parameters are in device memory: neither freed nor offloaded."""
+        """Whether all parameters are in device memory, neither freed nor offloaded."""
         return all(of.resident for of in self.sets.values())
 
     def forward(
@@ -130,15 +131,11 @@ class Model:
     ) -> Tensor:
         """Compute this stage's hidden states of packed token rows.
 
-        `received` are the hidden states of the stage before, if any; `routing` chooses the experts of mixtures.
-
-        With `recompute` the backward pass computes layers again, of which only the inputs are kept. `routing`
-        chooses the experts of mixtures.
+        `received` are the hidden states of the previous stage, if there is one. With `recompute`, only the inputs
+        of layers are kept, and the backward pass computes layers again. `routing` chooses the experts of mixtures.
         """
         x = rows.values if received is None else received
-        hidden: Tensor = self.transformer(
-            x, packing, sequence_parallel=self.sequence_parallel, recompute=recompute, routing=routing
-        )
+        hidden: Tensor = self.transformer(x, packing, recompute=recompute, routing=routing)
         self.counts.add_micro_batch(packing)
         return hidden
 
@@ -154,33 +151,20 @@ class Model:
     ) -> ModelOutput:
         """Compute the outputs of the last stage from the hidden states of the rows.
 
-        Further log-probabilities are those of `candidates` [T, k], or of as many of the `likeliest` tokens.
+        Log-probabilities are also computed for `candidates` [T, k], or for the `likeliest` tokens in each place.
         """
         if self.head == "scalar":
-            values = self.transformer.compute_values(
-                hidden, packing, sequence_parallel=self.sequence_parallel
-            )
+            values = self.transformer.compute_values(hidden, packing)
             return ModelOutput(rows.lengths, values=values)
         if likeliest:
             logprobs, candidates, best = self.transformer.find_likeliest(
-                hidden,
-                rows.values,
-                packing,
-                count=likeliest,
-                temperature=self.temperature,
-                sequence_parallel=self.sequence_parallel,
+                hidden, rows.values, packing, count=likeliest, temperature=self.temperature
             )
             return ModelOutput(
                 rows.lengths, logprobs=logprobs, candidates=candidates, candidate_logprobs=best
             )
         logprobs, entropies, others = self.transformer.compute_logprobs(
-            hidden,
-            rows.values,
-            packing,
-            temperature=self.temperature,
-            entropy=entropy,
-            candidates=candidates,
-            sequence_parallel=self.sequence_parallel,
+            hidden, rows.values, packing, temperature=self.temperature, entropy=entropy, candidates=candidates
         )
         return ModelOutput(
             rows.lengths,
@@ -191,11 +175,11 @@ class Model:
         )
 
     def count_hidden_rows(self, tokens: int) -> int:
-        """Count the rows of hidden states that stages exchange for a number of tokens."""
+        """Rows of hidden states that stages exchange for a number of tokens."""
         return -(-tokens // self.shard.tp) if self.sequence_parallel else tokens
 
     def receive_activations(self, tokens: Sequence[int]) -> Iterator[Tensor | None]:
-        """Receive hidden states of the stage before, per micro-batch; None on the first stage."""
+        """Receive the previous stage's hidden states, per micro-batch; None on the first stage."""
         if self.pipeline.first:
             return repeat(None, len(tokens))
         return prefetch_receives(self.pipeline.post_recv, map(self.count_hidden_rows, tokens))
@@ -206,17 +190,14 @@ class Model:
             return repeat(None, len(tokens))
         return prefetch_receives(self.pipeline.post_recv_gradient, map(self.count_hidden_rows, tokens))
 
-    def split_micro_batches(
-        self, costs: Sequence[int], max_tokens: int, *, per_stage: int = 2
-    ) -> list[list[int]]:
-        """Split items into micro-batches of at most `max_tokens` tokens.
-
-        There are enough of them to keep a pipeline busy: about `per_stage` for each of its stages.
-        """
+    def split_micro_batches(self, costs: Sequence[int], max_tokens: int) -> list[list[int]]:
+        """Split items into micro-batches of at most `max_tokens` tokens; a pipeline gets about two per stage or
+        more."""
         stages = self.groups.pipeline.size
         if stages == 1:
             return micro_batches(costs, max_tokens)
-        return even_micro_batches(costs, max_tokens, stages=stages, per_stage=per_stage)
+        # Two as in the planner: `Efficiency.pass_chunks_per_stage`.
+        return even_micro_batches(costs, max_tokens, stages=stages, per_stage=2)
 
     @torch.no_grad()
     def infer(
@@ -230,11 +211,11 @@ class Model:
     ) -> tuple[Batch, Metrics]:
         """Run an inference call on this rank's items, in micro-batches of at most `max_tokens` tokens.
 
-        `after_micro_batch` is called after each of them; `candidates` and `replays` are those of the call.
+        `after_micro_batch` is called after each micro-batch; `candidates` and `replays` are those of the call.
 
-        On the last stage, returns the batch with the call's outputs among its fields, and metrics added up
-        over data-parallel ranks; on the others the batch as it was, and no metrics. Data-parallel ranks without
-        items only take part in what all do together.
+        The last stage returns the batch with the call's outputs added, and metrics summed over data-parallel ranks.
+        Other stages return the batch unchanged and no metrics. Data-parallel ranks without items only join the
+        collectives.
         """
         collected: dict[str, list[Tensor | None]] = {}
         sampled = SampledItems.of(batch, replays)
@@ -272,7 +253,7 @@ class Model:
         candidates: Candidates | None,
         sampled: SampledItems,
     ) -> dict[str, Ragged]:
-        """Run a micro-batch of an inference call; its outputs on the last stage, none on the others."""
+        """Run a micro-batch of an inference call; returns outputs on the last stage only."""
         rows = method.sequences(part)
         packing = Packing.of(rows.lengths, self.device)
         routing = sampled.make_routing(self.shard, rows, packing)
@@ -297,7 +278,7 @@ def make_unsharded_model(
     temperature: float = 1.0,
     products: Products = PLAIN,
 ) -> Model:
-    """Make a model that lies whole on one rank, outside any run."""
+    """Make a model that lies whole on one rank, outside a run."""
     placement = Placement(Mesh(0, 1), Strategy())
     single = make_single_rank_group()
     groups = ParallelGroups(
@@ -317,13 +298,13 @@ def make_unsharded_model(
 
 
 def read_candidates(batch: Batch, candidates: Candidates | None) -> Tensor | None:
-    """Read the ids of the candidates of a call from its inputs, [T, k] int64; None where no key has them."""
+    """Read the candidate ids of a call from its inputs, [T, k] int64; None if the call has no such input."""
     if candidates is None or candidates.ids is None:
         return None
     return batch[candidates.ids].values.long()
 
 
 def count_item_tokens(batch: Batch, rows: Ragged) -> Sequence[int]:
-    """Count the tokens per item, where every item has the same number of consecutive rows."""
+    """Count the tokens of each item; every item has the same number of consecutive rows."""
     per_item = len(rows) // len(batch)
     return [sum(rows.lengths[i : i + per_item]) for i in range(0, len(rows), per_item)]

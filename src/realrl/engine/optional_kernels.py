@@ -1,6 +1,6 @@
-"""Kernels of other packages in the place of built-in ones on a GPU: FlashAttention 4 and FlashInfer.
+"""Kernels of other packages that replace built-in ones on a GPU: FlashAttention 4 and FlashInfer.
 
-Both are registered with torch's dispatcher, for the whole process: callers of the operators do not know them.
+Both are registered with torch's dispatcher for the whole process, so callers of the operators need no change.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -21,23 +21,23 @@ from realrl.config.errors import UserError
 from realrl.model.gpu.library import NAMESPACE
 
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
-    # With later versions of what it is compiled by, earlier betas did not compile.
+    # Earlier betas do not compile with later versions of these compilers.
     "fa4": ("flash-attn-4==4.0.0b36", "nvidia-cutlass-dsl<4.9", "quack-kernels<0.7"),
-    # Before 0.7.1, the sums of top-k depend on the order in which blocks finish.
+    # Before 0.7.1, top-k's sums depend on the order in which blocks finish.
     "flashinfer": ("flashinfer-python>=0.7.1,<0.8",),
 }
-"""The packages of each extra."""
+"""Packages of each extra."""
 
 _FA4, _FA4_MODULE = "realrl-fa4", "realrl.model.gpu.flash_attention_4"
 _FA4_TORCH = Version("2.12")
-"""The adapter of torch 2.11 refuses windows in backward passes, and `varlen_attn` always passes one."""
+"""torch 2.11's adapter refuses windows in backward passes, and `varlen_attn` always passes a window."""
 _FA4_DIMS = {9: 256, 10: 128}
-"""Major compute capability -> most dims of a head."""
+"""Major compute capability -> largest supported head dim."""
 
 
 @contextmanager
 def use_kernels(names: Collection[str], device: torch.device) -> Iterator[None]:
-    """Let the kernels of some extras compute on a GPU while the context lasts; UserError if they cannot."""
+    """Use the kernels of some extras on a GPU inside this context; UserError if they cannot be used."""
     with ExitStack() as stack:
         for name in dict.fromkeys(names):
             if device.type == "cpu":
@@ -77,18 +77,16 @@ def _check_fa4(device: torch.device) -> None:
         )
     major, minor = torch.cuda.get_device_capability(device)
     if major not in _FA4_DIMS:
-        raise _refuse(
-            "fa4", f"it is for GPUs of compute capability 9.x and 10.x, and this one has {major}.{minor}"
-        )
+        raise _refuse("fa4", f"it needs compute capability 9.x or 10.x, and this GPU has {major}.{minor}")
 
 
 def check_heads(head_dims: Mapping[str, int], device: torch.device) -> None:
-    """Check that FlashAttention 4, if it is switched on, takes the heads of all roles; else UserError."""
+    """Check that FlashAttention 4, if it is in use, supports the heads of all roles; otherwise UserError."""
     if device.type == "cpu" or attention.current_flash_attention_impl() != _FA4:
         return
     major, minor = torch.cuda.get_device_capability(device)
     for role, dims in head_dims.items():
-        # Others are padded, and torch's attention of padded sequences would take the same kernels.
+        # Other heads are padded, and torch's attention of padded sequences would use FlashAttention 4 too.
         if dims % 8 or dims > _FA4_DIMS[major]:
             raise _refuse(
                 "fa4",
@@ -113,7 +111,7 @@ def _use_flashinfer(device: torch.device) -> Iterator[None]:
     sampling = import_module("flashinfer.sampling")
     sampling.get_sampling_module()  # compiled now, not in the first decode step
 
-    # They divide what is kept by its sum, which makes no difference to a choice of tokens.
+    # FlashInfer normalises the kept probabilities, which does not change the choice of tokens.
     def restrict_to_top_k(probabilities: Tensor, count: int) -> Tensor:
         kept: Tensor = sampling.top_k_renorm_probs(probabilities.contiguous(), count, is_deterministic=True)
         return kept

@@ -1,9 +1,9 @@
-"""Process groups of a placement, and the place of this rank in them."""
+"""Process groups of a placement, and this rank's index in them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from realrl.model.parallel.group import Group, make_single_rank_group
+from realrl.model.group import Group, make_single_rank_group
 from realrl.plan.communicators import RankSet, list_own_rank_sets
 from realrl.plan.placement import Placement
 
@@ -12,9 +12,9 @@ from realrl.plan.placement import Placement
 class ParallelGroups:
     """Groups of one rank under a placement.
 
-    `reverse_pipeline` are the ranks of `pipeline` once more, last stage first: on gloo a connection of their own
-    for what flows against the stages. `embedding`: the first and the last stage of its pipeline, where it is one
-    of them (Megatron's embedding group, for tied embeddings); `mesh`: all ranks of the placement.
+    `reverse_pipeline` has the ranks of `pipeline`, last stage first; on gloo it is a second connection, for
+    gradients and tokens that flow backwards. `embedding` is the first and the last stage of the pipeline, if this
+    rank is one of them (Megatron's embedding group, for tied embeddings). `mesh` has all ranks of the placement.
     """
 
     data: Group
@@ -26,7 +26,7 @@ class ParallelGroups:
 
 
 def select_groups(placement: Placement, rank: int, groups: Mapping[RankSet, Group]) -> ParallelGroups:
-    """Select the groups of a rank of the placement among `groups`, those of `Process.make_groups`."""
+    """Select the groups of a rank of the placement from `groups`, which `Process.make_groups` made."""
     single = make_single_rank_group(rank)
     own = {
         role: single if len(ranks) == 1 else groups[ranks]

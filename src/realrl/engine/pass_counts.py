@@ -1,4 +1,4 @@
-"""Counts of what one rank passes through a model in a call."""
+"""Counts of the work that one rank does in a call."""
 
 import time
 from collections.abc import Iterator
@@ -15,46 +15,43 @@ _Span = tuple[torch.cuda.Event, torch.cuda.Event]
 class PassCounts:
     """Counter of the micro-batches and decode steps of a call, as one rank executes them.
 
-    All counts are numbers of the host that are known anyway, so that no device is waited for.
+    All counts are known on the host, so counting never waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Tests trace what a GPU would do on fake devices, where nothing has a time.
+        # Tests trace the GPU path on fake devices, which have no events.
         self._by_events = device.type == "cuda" and torch.cuda.is_available()
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, with another call."""
         self.micro_batches = 0
         """Forward passes of packed sequences."""
         self.tokens = 0
-        """Tokens of those, without padding."""
+        """Tokens in these passes, without padding."""
         self.squares = 0
-        """Sum of their squared sequence lengths."""
+        """Sum of the squared sequence lengths."""
         self.padded_tokens = 0
-        """Tokens of those with the padding of attention; 0 where it pads nothing."""
+        """Tokens including the padding of attention; 0 if attention does not pad."""
         self.decode_steps = 0
-        """Forward passes of one token of each row of a decode batch."""
+        """Forward passes over one token of each row of a decode batch."""
         self.decode_rows = 0
-        """Rows of those, finished ones included."""
+        """Rows of these passes, finished rows included."""
         self._host_seconds = 0.0
         self._prefills: list[_Span] = []
 
     def add_micro_batch(self, packing: Packing) -> None:
-        """Count a forward pass of training or inference."""
         self.micro_batches += 1
         self.tokens += sum(packing.lengths)
         self.squares += sum(length * length for length in packing.lengths)
         self.padded_tokens += packing.padded_tokens
 
     def add_decode_step(self, rows: int) -> None:
-        """Count a decode step of a decode batch with so many rows in its cache."""
         self.decode_steps += 1
         self.decode_rows += rows
 
     @contextmanager
     def prefill(self) -> Iterator[None]:
-        """Time the block, which computes prompts; on a GPU by events in its stream, for which nobody waits."""
+        """Time the block, which prefills; on a GPU by events in its stream, without waiting for them."""
         if self._by_events:
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
@@ -68,5 +65,5 @@ class PassCounts:
 
     @property
     def prefill_seconds(self) -> float:
-        """Seconds of all `prefill` blocks; on a GPU once the stream has been waited for."""
+        """Seconds of all `prefill` blocks; on a GPU valid once the stream has been waited for."""
         return self._host_seconds + sum(start.elapsed_time(end) / 1000 for start, end in self._prefills)

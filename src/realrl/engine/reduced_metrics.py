@@ -1,18 +1,18 @@
-"""Metrics added up over data-parallel ranks."""
+"""Metrics summed over data-parallel ranks."""
 
 from zlib import crc32
 
 import torch
 
-from realrl.algorithms.method import Metrics
-from realrl.model.parallel.group import Group
+from realrl.algorithms.base.method import Metrics
+from realrl.model.group import Group
 
 _MOST = 1 << 14
-"""Numbers of metrics are below this."""
+"""Calls have fewer metrics than this."""
 
 
 class DifferentMetricsError(Exception):
-    """Ranks of a call have metrics of different names, so that they cannot be added up."""
+    """Ranks of a call have metrics with different names, which cannot be summed."""
 
     def __init__(self, metrics: Metrics) -> None:
         names = ", ".join((*metrics.means, *metrics.maxima)) or "none"
@@ -25,7 +25,7 @@ class DifferentMetricsError(Exception):
 def reduce_metrics(metrics: Metrics, group: Group, device: torch.device, *, idle: bool = False) -> None:
     """All-reduce metrics over a group, in place.
 
-    A rank that is `idle` has none, and does not learn those of the others. DifferentMetricsError, on every rank,
+    An `idle` rank has no metrics and does not learn those of the others. Raises DifferentMetricsError on every rank
     unless all others have the same names in the same order.
     """
     if group.size == 1:
@@ -47,15 +47,16 @@ def reduce_metrics(metrics: Metrics, group: Group, device: torch.device, *, idle
 
 
 def _agree_on_names(metrics: Metrics, group: Group, device: torch.device, *, idle: bool) -> tuple[int, int]:
-    """Check that names agree; else an all-reduce would hang, or add up what does not belong together.
+    """Check that names agree; otherwise an all-reduce would hang, or add different metrics.
 
-    Returns the numbers of means and of maxima, which a rank that is `idle` learns from the others.
+    Returns the numbers of means and of maxima, which an `idle` rank learns here.
     """
     digest = crc32("\n".join((*metrics.means, "", *metrics.maxima)).encode())
-    # Both numbers beside the digest, so that one small all-reduce says everything.
+    # Both numbers go with the digest, so that one small all-reduce is enough.
     mine = (digest * _MOST + len(metrics.means)) * _MOST + len(metrics.maxima)
-    said = [-1, -(1 << 62)] if idle else [mine, -mine]
-    most, least = group.max(torch.tensor(said, device=device)).tolist()
+    # An idle rank sends numbers that are below all others, so that it changes neither maximum.
+    sent = [-1, -(1 << 62)] if idle else [mine, -mine]
+    most, least = group.max(torch.tensor(sent, device=device)).tolist()
     if most != -least:
         raise DifferentMetricsError(metrics)
     return int(most) // _MOST % _MOST, int(most) % _MOST

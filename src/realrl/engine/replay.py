@@ -1,4 +1,4 @@
-"""Router replay in calls of a model: experts of sampled sequences, beside the rows that the model is run on."""
+"""Router replay in calls of a model: recorded experts of sampled sequences, for the rows that the model runs on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,33 +9,31 @@ from torch import Tensor
 from realrl.data.batch import Batch, Ragged, copy_to_device
 from realrl.dataflow.call import Replay
 from realrl.layout.shard import Shard
-from realrl.model.mixture.replay import EXPERT_DTYPE, NONE_CHOSEN, ReplayedRouting
-from realrl.model.mixture.routing import LIKELIEST, Routing
 from realrl.model.packing import Packing
+from realrl.model.routing import EXPERT_DTYPE, LIKELIEST, NONE_CHOSEN, ReplayedRouting, Routing
 
 _NO_TOKEN = -1
 
 
 @dataclass(frozen=True, eq=False)
 class SampledItems:
-    """Items whose sequences were sampled, with the experts that were chosen; in host memory, which has room."""
+    """Items with sampled sequences and the experts chosen for them, in host memory, which has room."""
 
     batch: Batch
     """Sequences and experts of all items."""
     replays: Sequence[Replay | None]
-    """Keys of these, for each row of an item; None for a row that was not sampled by the model."""
+    """For each row of an item, the keys of its sequence and experts; None if the model has not sampled the row."""
     positions: Sequence[int]
-    """Items of the batch that are selected."""
+    """The selected items of the batch."""
 
     @classmethod
     def of(cls, batch: Batch, replays: Sequence[Replay | None]) -> "SampledItems":
-        """Take all items of a call, with what there is to replay of them."""
         names = [name for made in replays if made is not None for name in (made.sequences, made.experts)]
         return cls(Batch(batch.ids, {name: batch[name] for name in names}), replays, range(len(batch)))
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of experts, which methods have no use for."""
+        """Keys of experts, which methods do not need."""
         return tuple(made.experts for made in self.replays if made is not None)
 
     def select(self, positions: Sequence[int]) -> "SampledItems":
@@ -43,15 +41,16 @@ class SampledItems:
         return replace(self, positions=[self.positions[i] for i in positions])
 
     def make_routing(self, shard: Shard, rows: Ragged, packing: Packing) -> Routing:
-        """Make the routing of rows that a method has selected, equally many for each item.
+        """Make the routing of the rows that a method has selected, equally many for each item.
 
-        At each token of the j-th row of an item its experts are those of the j-th replay, as far as the row repeats
-        the sequence that was sampled: in a part of it, too, and up to where it differs.
+        The recorded experts are replayed for the longest prefix of a row that matches its sampled sequence; the
+        rest is routed normally. The j-th row of an item matches the j-th replay.
         """
         if not any(self.replays):
             return LIKELIEST
         tokens, experts = self._pack(rows.lengths, shard)
         tokens, experts = copy_to_device((tokens, experts), rows.values.device)
+        # From the first difference of a row on, more tokens differ than before its start.
         differs = tokens != rows.values
         count = differs.cumsum(0)
         starts = torch.arange(len(tokens), device=tokens.device) - packing.positions

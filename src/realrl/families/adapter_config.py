@@ -24,9 +24,9 @@ _TRAINING = (
 )
 _SCALAR_HEADS = ("classifier", "score")
 _IN_FILE = "target_modules task_type fan_in_fan_out modules_to_save"
-"""Settings that say how adapters were trained, or what their file of tensors says as well."""
+"""Settings that are only about training, or that the file of tensors repeats."""
 _BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
-"""Beginnings of adapters that leave the model that they are for as it is."""
+"""Initialisations that leave the base model as it is, so that its own weights can be used."""
 _FIXED: Mapping[str, Any] = {
     "peft_type": "LORA",
     "bias": "none",
@@ -36,25 +36,23 @@ _FIXED: Mapping[str, Any] = {
     "rank_pattern": {},
     "alpha_pattern": {},
 }
-"""Settings that adapters here have no other value for."""
+"""Settings for which only this value is supported."""
 
 
 @dataclass(frozen=True)
 class SavedAdapters:
-    """Adapters in a directory of PEFT's format."""
+    """Adapters in a directory in PEFT's format."""
 
     directory: Path
     base: str
-    """The model that they are for: a directory or hub name."""
+    """Model that the adapters belong to: a directory or hub name."""
     lora: LowRank
-    """Their settings; no targets where these are not just names of matrices, in all layers."""
+    """Settings; `targets` is None unless the file lists plain names of matrices and adapts all layers."""
 
 
 def find_adapters(path: str | Path) -> SavedAdapters | None:
-    """Read the settings of the adapters in a directory; None where it is none, or holds a whole model.
-
-    UserError where adapters cannot be used.
-    """
+    """Read the settings of the adapters in a directory; None if it has no adapters, or holds a whole model. Raises
+    UserError for adapters that are not supported."""
     file = local_path(str(path)) / ADAPTER_CONFIG
     if not file.is_file() or (file.parent / "config.json").is_file():
         return None
@@ -63,7 +61,7 @@ def find_adapters(path: str | Path) -> SavedAdapters | None:
     if config.read("init_lora_weights", True) not in _BEGINNINGS:
         raise config.fail(
             f"init_lora_weights={brief(config.read('init_lora_weights'))} is not supported: it changes the model"
-            " that the adapters are for; let PEFT convert them to plain LoRA"
+            " that the adapters belong to; convert them to plain LoRA with PEFT"
         )
     whole = settings.get("modules_to_save") or []
     unsupported = (
@@ -71,15 +69,15 @@ def find_adapters(path: str | Path) -> SavedAdapters | None:
     )
     if unsupported:
         raise config.fail(
-            f"modules_to_save={brief(unsupported)} is not supported, only a scalar head; merge the adapters into"
-            " their model with PEFT's merge_and_unload() first"
+            f"modules_to_save={brief(unsupported)} is not supported except for a scalar head; first merge the"
+            " adapters into their model with PEFT's merge_and_unload()"
         )
     for key, wanted in _FIXED.items():
         if config.has(key):
             config.fixed({key: wanted})
     base = config.read("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise config.fail(f"base_model_name_or_path={brief(base)} names no model")
+        raise config.fail(f"base_model_name_or_path={brief(base)} does not name a model")
     try:
         lora = LowRank(
             rank=config.size("r", 8),
@@ -91,14 +89,14 @@ def find_adapters(path: str | Path) -> SavedAdapters | None:
     except ValidationError as error:
         raise UserError(f"{file}: {explain(error, LowRank)}") from error
     config.skip(*_TRAINING.split(), *_IN_FILE.split())
-    # All others are off where they are null, empty or false.
+    # Every other setting is off if it is null, empty or false.
     config.skip(*(key for key in config.unread() if not settings[key]))
     config.check_all_read()
     return SavedAdapters(file.parent, base, lora)
 
 
 def _read_targets(settings: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Read the last parts of the names of adapted matrices; None where not all such matrices are adapted."""
+    """Read the names of adapted matrices; None unless they are plain names that apply to all layers."""
     names = settings.get("target_modules")
     some = any(settings.get(key) for key in ("layers_to_transform", "exclude_modules"))
     plain = isinstance(names, list) and all(isinstance(name, str) and name.isidentifier() for name in names)
@@ -108,7 +106,8 @@ def _read_targets(settings: Mapping[str, Any]) -> tuple[str, ...] | None:
 def write_adapter_config(
     tensors: Sequence[TensorSpec], lora: LowRank, head: Head, base: str
 ) -> dict[str, Any]:
-    """Make the contents of `adapter_config.json`, for PEFT. `tensors`: all of the model's, and of the adapters."""
+    """Make the contents of `adapter_config.json` for PEFT. `tensors` are all tensors of the model, adapters
+    included."""
     adapted = {
         spec.file_name.partition(".lora_A")[0] for spec in tensors if spec.file_name.endswith("lora_A.weight")
     }
@@ -132,5 +131,5 @@ def write_adapter_config(
 
 
 def adapter_tensors(tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Select the tensors that files of adapters hold: those of the adapters, and a scalar head."""
+    """Select the tensors that a file of adapters holds: the adapters, and a scalar head."""
     return tuple(s for s in tensors if s.parameter in ADAPTERS or s.parameter == "scalar_head")

@@ -1,24 +1,23 @@
-"""Low-rank adapters (LoRA): their settings, and the tensors that they add to a model's."""
+"""Low-rank adapters (LoRA): settings, and the tensors that they add to a model."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import sqrt
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast, get_args
 
 from pydantic import Field, PositiveFloat
 
 from realrl.config.base import Settings
-from realrl.config.errors import UserError
-from realrl.config.words import join
+from realrl.config.errors import UserError, join
 from realrl.families.tensors import Init, Parameter, Partial, TensorSpec
 
 AdaptedMatrix = Literal["qkv", "out", "gate_up", "down"]
-"""Matrices of a layer that may have adapters."""
+"""Matrices of a layer that can have an adapter."""
 
 
 class LowRank(Settings):
-    """Low-rank adapters (LoRA, arXiv 2106.09685): a frozen matrix W becomes W + scale * B A, of which A and B are
+    """Low-rank adapters (LoRA, arXiv 2106.09685). A frozen matrix W becomes W + scale * B A, and only A and B are
     trained."""
 
     rank: Annotated[int, Field(gt=0, le=10**5)] = 16
@@ -35,54 +34,42 @@ class LowRank(Settings):
 
     @property
     def scale(self) -> float:
-        """Factor of the product of B and A."""
+        """Factor that multiplies B A."""
         return self.alpha / (sqrt(self.rank) if self.rslora else self.rank)
 
 
-LORA_A: dict[AdaptedMatrix, Parameter] = {
-    "qkv": "qkv_lora_a",
-    "out": "out_lora_a",
-    "gate_up": "gate_up_lora_a",
-    "down": "down_lora_a",
-}
-LORA_B: dict[AdaptedMatrix, Parameter] = {
-    "qkv": "qkv_lora_b",
-    "out": "out_lora_b",
-    "gate_up": "gate_up_lora_b",
-    "down": "down_lora_b",
-}
-MAGNITUDES: dict[AdaptedMatrix, Parameter] = {
-    "qkv": "qkv_magnitude",
-    "out": "out_magnitude",
-    "gate_up": "gate_up_magnitude",
-    "down": "down_magnitude",
-}
+def _parameters(ending: str) -> dict[AdaptedMatrix, Parameter]:
+    return {matrix: cast(Parameter, f"{matrix}_{ending}") for matrix in get_args(AdaptedMatrix)}
+
+
+LORA_A, LORA_B, MAGNITUDES = _parameters("lora_a"), _parameters("lora_b"), _parameters("magnitude")
 ADAPTERS: frozenset[Parameter] = frozenset({*LORA_A.values(), *LORA_B.values(), *MAGNITUDES.values()})
-"""Parameters of adapters."""
+"""All parameters that adapters add."""
 
 
 @dataclass(frozen=True)
 class AdaptedModule:
-    """A matrix as a family's files have it, which may be a part of a parameter of the transformer."""
+    """A matrix as the files of a family hold it: a whole parameter of the transformer, or a part such as
+    `q_proj`."""
 
     name: str
-    """That of its tensor in files, without `.weight`."""
+    """Name of the file tensor, without `.weight`."""
     parts: tuple[TensorSpec, ...]
-    """Tensors of the model that are its rows, in order."""
+    """Model tensors that make up its rows, in order."""
 
     @property
     def highest_rank(self) -> int:
-        """The smaller one of its numbers of rows and columns."""
+        """Smaller of the numbers of rows and columns; a higher rank would add nothing."""
         return min(sum(part.shape[0] for part in self.parts), self.parts[0].shape[1])
 
     @property
     def target(self) -> str:
-        """The last part of its name, by which settings name it."""
+        """Last part of the name, which `LowRank.targets` uses."""
         return self.name.rpartition(".")[2]
 
 
 def list_modules(tensors: Iterable[TensorSpec]) -> tuple[AdaptedModule, ...]:
-    """Divide the tensors of a parameter of a layer into the matrices of files."""
+    """Group the tensors of one parameter of a layer into the matrices that files hold."""
     return tuple(
         AdaptedModule(name.removesuffix(".weight"), tuple(parts))
         for name, parts in groupby(tensors, key=lambda spec: spec.file_name)
@@ -90,10 +77,8 @@ def list_modules(tensors: Iterable[TensorSpec]) -> tuple[AdaptedModule, ...]:
 
 
 def add_adapters(tensors: Sequence[TensorSpec], lora: LowRank) -> tuple[TensorSpec, ...]:
-    """Add the adapters of each layer after its other tensors.
-
-    UserError for a target that there is not, or a rank that no adapted matrix can have.
-    """
+    """Add adapters to a tensor table, after the other tensors of each layer. Raises UserError for a target that
+    the model does not have, or a rank that no adapted matrix can have."""
     found: list[TensorSpec] = []
     known: dict[str, None] = {}
     highest = 0
@@ -111,14 +96,14 @@ def add_adapters(tensors: Sequence[TensorSpec], lora: LowRank) -> tuple[TensorSp
     unknown = [target for target in lora.targets or () if target not in known]
     if unknown and unknown[0] in ("embed_tokens", "lm_head"):
         raise UserError(
-            f"lora.targets: adapters of {unknown[0]} are not supported; train all of it (lora=null), or choose"
-            f" among {join([*known])}"
+            f"lora.targets: {unknown[0]} cannot have adapters; train the whole model (lora=null), or choose from"
+            f" {join([*known])}"
         )
     if unknown:
-        raise UserError(f"lora.targets: there is no matrix {unknown[0]}; there are {join([*known])}")
+        raise UserError(f"lora.targets: the model has no matrix {unknown[0]}; it has {join([*known])}")
     if lora.rank > highest:
         raise UserError(
-            f"lora.rank={lora.rank} is above {highest}, the highest rank that any of the adapted matrices can have"
+            f"lora.rank={lora.rank} is above {highest}, the highest rank that any adapted matrix can have"
         )
     return tuple(found)
 
@@ -129,12 +114,13 @@ def is_adapted(module: AdaptedModule, lora: LowRank) -> bool:
 
 
 def _adapt(matrix: AdaptedMatrix, modules: Sequence[AdaptedModule], lora: LowRank) -> list[TensorSpec]:
-    """Describe the adapters of the matrices that are one parameter: all A, all B, and all magnitudes."""
+    """Make the adapter tensors of one parameter: every A, then every B, then every magnitude."""
     found: list[TensorSpec] = []
     for module in modules:
         weight = module.parts[0]
         rows = weight.partition is None or weight.partition.dim == 0
-        # A rank with some rows of B has a part of the gradient of A, and one with some columns of A of that of B.
+        # If ranks divide the rows of the matrix, each has a part of B and so computes a part of A's gradient.
+        # If they divide the columns, A is cut like the matrix, and each computes a part of B's gradient.
         found.append(
             TensorSpec(
                 name=f"{module.name}.lora_A.weight",
@@ -156,7 +142,7 @@ def _adapt(matrix: AdaptedMatrix, modules: Sequence[AdaptedModule], lora: LowRan
 def _describe_rows(
     module: AdaptedModule, part: TensorSpec, columns: int | None, parameter: Parameter
 ) -> TensorSpec:
-    """Describe a tensor with a row for each row of a part of a matrix: B, or a magnitude, without `columns`."""
+    """Make a tensor with one row per row of a matrix part: B, or a magnitude if `columns` is None."""
     ending = ".lora_B.weight" if columns else ".lora_magnitude_vector"
     further = () if columns is None else (columns,)
     rows = part.partition is not None and part.partition.dim == 0

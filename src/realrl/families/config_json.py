@@ -1,4 +1,4 @@
-"""Hugging Face `config.json` files, to and from shapes, by the family that they name."""
+"""Read a model's shape from a Hugging Face `config.json`, and write it back, by the family that the file names."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,13 @@ from realrl.families.shape import Head, ModelShape
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _COMPARABLE = 5
-"""Settings from which on a `config.json` says enough to look for the nearest family."""
+"""Least number of settings in a `config.json` for a comparison with known families to mean something."""
 _UNTOUCHED = ("attention_dropout", "use_cache", *SPECIAL_TOKENS)
 
 
 def read_config(file: Path, family: str | None = None) -> ModelShape:
-    """Read the shape that a `config.json` describes; see `shape_from_hf`. UserError where there is no such file."""
+    """Read the shape that a `config.json` describes; see `shape_from_hf`. Raises UserError if the file does not
+    exist."""
     return shape_from_hf(read_json(file), str(file), family)
 
 
@@ -33,9 +34,9 @@ def shape_from_hf(
 ) -> ModelShape:
     """Derive the shape that the contents of a `config.json` describe.
 
-    `where` names the file in errors. `family` is how `find_family` finds the model's family; by default it is the
-    registered one of the file's `model_type`. UserError for another family, a setting that models here do not have,
-    or a family that does not read what it writes.
+    `where` names the file in errors. `family` is a reference for `find_family`; by default it is the file's
+    `model_type`. Raises UserError if the file is of another family, has a setting that models here do not support,
+    or cannot be written back by its family.
     """
     model_type = config.get("model_type")
     if family is None:
@@ -44,14 +45,14 @@ def shape_from_hf(
             text = config.get("text_config")
             if isinstance(text, Mapping) and text.get("model_type") in known:
                 raise UserError(
-                    f"{where}: model_type {brief(model_type)}, which reads more than text, is not supported; its"
-                    f" text model is, {text['model_type']}, in a directory of its own: save it by itself, and its"
-                    " text_config as config.json"
+                    f"{where}: model_type {brief(model_type)} reads more than text and is not supported, but its"
+                    f" text model, {text['model_type']}, is: save that model in a directory of its own, with"
+                    " text_config as its config.json"
                 )
             raise UserError(
                 f"{where}: model_type {brief(model_type)} is not supported; supported are: {', '.join(known)};"
-                f" {_compare_with_nearest(config, known)}a family of your own is named by models.ROLE.family in a"
-                " recipe, or by --family"
+                f" {_compare_with_nearest(config, known)}to use a family of your own, name its file in"
+                " models.ROLE.family of a recipe, or with --family"
             )
         family = str(model_type)
     found = find_family(family)
@@ -62,7 +63,8 @@ def shape_from_hf(
 
 
 def _compare_with_nearest(config: Mapping[str, Any], known: Sequence[str]) -> str:
-    """Say which family has most of the settings of a `config.json`, and which setting it does not have."""
+    """Describe the known family that is nearest to a `config.json`, and a setting that it lacks; empty if none is
+    near."""
     if len(config) < _COMPARABLE:
         return ""
     nearest: tuple[int, float, str, str] | None = None
@@ -78,6 +80,7 @@ def _compare_with_nearest(config: Mapping[str, Any], known: Sequence[str]) -> st
         alike = SequenceMatcher(None, name, str(config.get("model_type"))).ratio()
         if nearest is None or (len(unread), -alike) < nearest[:2]:
             nearest = len(unread), -alike, name, problem
+    # A family that does not know half of the settings is not a relative.
     if nearest is None or nearest[0] > len(config.keys() - IRRELEVANT) / 2:
         return ""
     *_, name, problem = nearest
@@ -85,20 +88,18 @@ def _compare_with_nearest(config: Mapping[str, Any], known: Sequence[str]) -> st
 
 
 def check_writing(shape: ModelShape) -> None:
-    """Check that a shape's family writes a `config.json` from which it reads that shape; UserError if not.
-
-    Families write when a model is saved, when it is too late for a mistake to come up.
-    """
+    """Raise UserError unless a shape's family reads back the `config.json` that it writes for the shape. A family
+    writes only when a model is saved, hours into a run; a mistake should come up before."""
     label, family = f"family={shape.family}", find_family(shape.family)
     if (shape.mixture is not None) != family.mixture:
-        problem = "needs a mixture: experts and per_token" if family.mixture else "has no mixture of experts"
-        raise UserError(f"{label}: a shape of it {problem}")
+        problem = "needs a mixture: experts and per_token" if family.mixture else "cannot have a mixture"
+        raise UserError(f"{label}: a shape of this family {problem}")
     config = shape_to_hf(shape, "lm", "float32", {})
     try:
         config = json.loads(json.dumps(config))
     except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"{label}: write_config gives what config.json cannot hold: {error}") from None
-    where = "what write_config gives"
+        raise UserError(f"{label}: write_config returns what config.json cannot hold: {error}") from None
+    where = "what write_config returns"
     try:
         _check_model_type(family, config, where, shape.family)
         again = _read_shape(family, config, where, shape.family)
@@ -111,13 +112,13 @@ def check_writing(shape: ModelShape) -> None:
     if changed is not None:
         name, given, read = changed
         raise UserError(
-            f"{label}: read_config does not read what write_config gives:"
-            f" {name}={brief(given)} comes back as {brief(read)}"
+            f"{label}: read_config does not read back what write_config returns:"
+            f" {name}={brief(given)} becomes {brief(read)}"
         )
 
 
 def _find_change(given: Settings, read: Settings) -> tuple[str, Any, Any] | None:
-    """Find the first setting that two objects of a class differ in: its name, and its values."""
+    """Find the first field that differs between two settings of one class: its name and both values."""
     for name in type(given).model_fields:
         one, other = getattr(given, name), getattr(read, name)
         if isinstance(one, Settings) and type(one) is type(other):
@@ -133,7 +134,7 @@ def _check_model_type(found: Family, config: Mapping[str, Any], where: str, fami
     model_type = config.get("model_type")
     if found.model_type != model_type:
         raise UserError(
-            f"{where}: model_type {brief(model_type)} is not that of family {family}, {brief(found.model_type)}"
+            f"{where}: model_type is {brief(model_type)}, but family {family} has {brief(found.model_type)}"
         )
 
 
@@ -150,21 +151,20 @@ def _read_shape(found: Family, config: Mapping[str, Any], where: str, family: st
 
 
 def _mapping(given: Any, family: str, function: str) -> Mapping[str, Any]:
-    """Check what a family's function gives; UserError if that is no mapping from names."""
+    """Raise UserError unless a family's function returned a mapping from names."""
     if not isinstance(given, Mapping):
-        raise UserError(f"family={family}: {function} must give a mapping, and gives {brief(given)}")
+        raise UserError(f"family={family}: {function} must return a mapping, not {brief(given)}")
     wrong = next((key for key in given if not isinstance(key, str)), None)
     if wrong is not None:
-        raise UserError(f"family={family}: {function} gives the key {brief(wrong)}, which is not text")
+        raise UserError(f"family={family}: {function} returns the key {brief(wrong)}, which is not text")
     return given
 
 
 def shape_to_hf(shape: ModelShape, head: Head, dtype: str, others: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the contents of `config.json`, understood by transformers 5 and 4 and by inference servers.
+    """Make the contents of a `config.json` that transformers 4 and 5 and inference servers understand.
 
-    `dtype` is torch's name, such as `float32`; `others` are the settings of the model that was opened, of which
-    those are kept that training does not touch; absent ones are left to the class of transformers. A scalar head is
-    a sequence classifier with one label.
+    `dtype` is torch's name, such as `float32`. Settings that training does not touch are copied from `others`, the
+    settings of the model that was opened. A scalar head becomes a sequence classifier with one label.
     """
     family = find_family(shape.family)
     config: dict[str, Any] = {

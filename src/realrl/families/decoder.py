@@ -1,12 +1,11 @@
-"""The tensor table of decoders: layer options and names in, tensors out."""
+"""The tensor table that all built-in families share: a shape, layer options and names in, tensors out."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from realrl.families.options import LayerOptions
-from realrl.families.shape import Head, ModelShape
+from realrl.families.shape import Head, LayerOptions, ModelShape
 from realrl.families.tensors import (
     Init,
     Parameter,
@@ -30,10 +29,8 @@ _BIASES: dict[_NormName, Parameter] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """Names that a family's files have for tensors, without `.weight` and `.bias`, and how they hold some of them.
-
-    Those of a layer follow `layers` and its number. The defaults are Llama's.
-    """
+    """Names of tensors in a family's files, without `.weight` and `.bias`, and how files arrange them. Names of a
+    layer's tensors follow `layers` and the layer's number. The defaults are Llama's."""
 
     embedding: str = "model.embed_tokens"
     positions: str = "model.positions"
@@ -43,9 +40,9 @@ class Names:
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
     qkv: str | None = None
-    """A tensor that holds queries, keys and values; None where each has its own."""
+    """Tensor that holds queries, keys and values; None if each has its own."""
     qkv_by_heads: bool = False
-    """Whether it holds them head by head, and not all queries, then all keys, then all values."""
+    """Whether `qkv` holds them head by head, rather than all queries, then all keys, then all values."""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"
@@ -55,47 +52,48 @@ class Names:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     gate_up: str | None = None
-    """A tensor that holds gate and up, one after the other; None where each has its own."""
+    """Tensor that holds gate and then up; None if each has its own."""
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
     expert: str = "mlp.experts"
-    """What comes before the number of an expert, after which are the names of its own matrices."""
+    """Name before an expert's number; the names of its matrices come after the number."""
     expert_gate: str = "gate_proj"
     expert_up: str = "up_proj"
     expert_down: str = "down_proj"
     experts_gate_up: str | None = None
-    """A tensor that holds gate and up of all experts, [experts, inputs, outputs], those of gates first; None where
-    each expert has its own."""
+    """Tensor that holds gate and then up of all experts, [experts, inputs, outputs]; None if each expert has its
+    own."""
     experts_down: str | None = None
-    """A tensor that holds the last matrices of all experts, [experts, inputs, outputs]."""
+    """Tensor that holds the last matrices of all experts, [experts, inputs, outputs]; None if each expert has its
+    own."""
     mlp_post_norm: str = "post_feedforward_layernorm"
     norm: str = "model.norm"
     head: str = "lm_head"
     scalar_head: str = "score"
     transposed: bool = False
-    """Whether the matrices of layers are stored as [inputs, outputs]."""
+    """Whether files store the matrices of layers as [inputs, outputs]."""
     interleaved: bool = False
-    """Whether rotary embeddings pair neighbouring dims of a head, and not those of its two halves."""
+    """Whether rotary embeddings pair neighbouring dims of a head, rather than dims of its two halves."""
 
 
-LLAMA = Names()
+LLAMA_NAMES = Names()
 
 
 def decoder_tensors(
-    shape: ModelShape, head: Head, options: LayerOptions, names: Names = LLAMA
+    shape: ModelShape, head: Head, options: LayerOptions, names: Names = LLAMA_NAMES
 ) -> tuple[TensorSpec, ...]:
     """Build the tensor table of a model, in storage order.
 
-    Matrices are [output rows, input columns]. Tensors that are one parameter of the transformer are neighbours, so
-    that they are one matrix, or one vector, when stored back to back. A language-model head is listed only where
-    it is not the embedding table; a scalar head is one row. Dims of rotated heads are in the order that the
-    transformer rotates: the first half of a head with the second one.
+    Matrices are [output rows, input columns]. Tensors that form one parameter of the transformer are neighbours,
+    so that stored back to back they are one matrix or one vector. A language-model head is listed unless it is
+    tied to the embedding table. A scalar head is one row. Dims of rotated heads are in the order of the
+    transformer, which pairs the first half of a head with the second.
     """
     return tuple(_Table(shape, head, options, names).tensors())
 
 
 def named_decoder(names: Names) -> Callable[[ModelShape, Head, LayerOptions], Sequence[TensorSpec]]:
-    """Make the table function of a family whose files have these names."""
+    """Make the tensor table function of a family whose files use these names."""
     return partial(decoder_tensors, names=names)
 
 
@@ -207,14 +205,11 @@ class _Table:
             start += heads * dim
         yield from self._columns(parts, "qkv", layer)
         if options.qkv_bias:
-            yield from self._column_biases(parts, "qkv_bias", layer)
+            yield from self._columns(parts, "qkv_bias", layer, bias=True)
         if options.qk_norm in ("heads", "all"):
-            yield self._qk_norm(
-                f"{root}.{names.q_norm}.weight", "q_norm", shape.heads, Units.QUERY_HEADS, layer
-            )
-            yield self._qk_norm(
-                f"{root}.{names.k_norm}.weight", "k_norm", shape.kv_heads, Units.KV_HEADS, layer
-            )
+            q, k = f"{root}.{names.q_norm}.weight", f"{root}.{names.k_norm}.weight"
+            yield self._qk_norm(q, "q_norm", shape.heads, Units.QUERY_HEADS, layer)
+            yield self._qk_norm(k, "k_norm", shape.kv_heads, Units.KV_HEADS, layer)
 
     def _gate_up(self, root: str, layer: int) -> Iterator[TensorSpec]:
         names, ffn_dim = self.names, self.shape.intermediate_size
@@ -233,12 +228,14 @@ class _Table:
             parts.append((part, ffn_dim, Units.FEED_FORWARD, stored))
         yield from self._columns(parts, "gate_up", layer)
         if self.options.mlp_bias:
-            yield from self._column_biases(parts, "gate_up_bias", layer)
+            yield from self._columns(parts, "gate_up_bias", layer, bias=True)
 
     def _experts(self, root: str, layer: int, experts: int) -> Iterator[TensorSpec]:
-        """Describe a router and its experts; tensor-parallel ranks hold a part of the units of each expert.
+        """Describe a router and its experts.
 
-        Each rank applies the router to all tokens, and what it gives to its own part of the experts.
+        Tensor-parallel ranks hold a part of the units of each expert. Each rank applies the whole router to all
+        tokens, but its output only weighs the rank's part of the experts. So each rank has only a part of the
+        router's gradient.
         """
         shape, names = self.shape, self.names
         cut = Partition(Units.FEED_FORWARD)
@@ -275,46 +272,38 @@ class _Table:
     def _in_stack(
         self, spec: TensorSpec, root: str, stack: str | None, number: int, *, parts: int
     ) -> TensorSpec:
-        """Describe an expert's matrix where files may stack those of all; it is one of `parts` of that."""
+        """Describe an expert's matrix if files stack those of all experts; the stacked matrix has `parts` such
+        parts."""
         if stack is None or self.shape.mixture is None:
             return spec
+        # Files stack these matrices transposed, so that `rows` are columns of each matrix in the stack.
         each = spec.shape[0]
         rows = StoredRows(
             name=f"{root}.{stack}", rows=parts * each, start=number * each, block=each, period=each
         )
         return rows.describe(spec, transposed=True, stack=self.shape.mixture.experts)
 
-    def _columns(self, parts: "Iterable[_Part]", parameter: Parameter, layer: int) -> Iterator[TensorSpec]:
-        """Describe column-parallel matrices."""
+    def _columns(
+        self, parts: "Iterable[_Part]", parameter: Parameter, layer: int, *, bias: bool = False
+    ) -> Iterator[TensorSpec]:
+        """Describe column-parallel matrices, whose rows ranks divide, or their biases, which are cut alike."""
+        ending = ".bias" if bias else ".weight"
         for name, rows, units, stored in parts:
             spec = TensorSpec(
-                name=f"{name}.weight",
-                shape=(rows, self.shape.hidden_size),
+                name=f"{name}{ending}",
+                shape=(rows,) if bias else (rows, self.shape.hidden_size),
                 parameter=parameter,
                 place=layer,
                 partition=Partition(units),
+                init=Init.ZEROS if bias else Init.NORMAL,
+                decay=not bias,
             )
-            yield stored.describe(spec, ".weight", transposed=self.names.transposed)
-
-    @staticmethod
-    def _column_biases(parts: "Iterable[_Part]", parameter: Parameter, layer: int) -> Iterator[TensorSpec]:
-        """Describe biases cut like the rows of their matrices; each rank has the whole gradient of its part."""
-        for name, rows, units, stored in parts:
-            spec = TensorSpec(
-                name=f"{name}.bias",
-                shape=(rows,),
-                parameter=parameter,
-                place=layer,
-                partition=Partition(units),
-                init=Init.ZEROS,
-                decay=False,
-            )
-            yield stored.describe(spec, ".bias")
+            yield stored.describe(spec, ending, transposed=self.names.transposed and not bias)
 
     def _out(
         self, name: str, parameter: Literal["out", "down"], bias: Parameter, units: Units, layer: int
     ) -> Iterator[TensorSpec]:
-        """Describe a row-parallel matrix, which writes to the residual stream, and its bias if there is one."""
+        """Describe a row-parallel matrix, which writes to the residual stream, and its bias if it has one."""
         shape, options = self.shape, self.options
         hidden = shape.hidden_size
         inputs = shape.heads * shape.head_dim if parameter == "out" else shape.intermediate_size
@@ -338,10 +327,8 @@ class _Table:
             yield self._residual_vector(f"{name}.bias", _BIASES[parameter], Init.ZEROS, place)
 
     def _residual_vector(self, name: str, parameter: Parameter, init: Init, place: int | Place) -> TensorSpec:
-        """Describe a vector that is applied to the residual stream, or added to it.
-
-        Every tensor-parallel rank does so to all tokens or, with sequence parallelism, to its own.
-        """
+        """Describe a vector that is applied or added to the residual stream. Every tensor-parallel rank does this
+        to all tokens, or to its own tokens with sequence parallelism."""
         return TensorSpec(
             name=name,
             shape=(self.shape.hidden_size,),
@@ -369,10 +356,10 @@ class _Table:
         return stored.describe(spec, "")
 
     def _rotated_order(self) -> tuple[int, ...] | None:
-        """Dims of a stored head, in the order of the transformer's; None where that is theirs.
+        """Dims of a stored head in the order of the transformer; None if the orders are the same.
 
-        Its dim i is rotated with dim i + head_dim / 2. Those that are not rotated come last in a stored head, and
-        last in each half here.
+        The transformer rotates dim i with dim i + head_dim / 2. Files put unrotated dims last in the head; here
+        half of them are last in each half.
         """
         dim, rotated = self.shape.head_dim, self.shape.rotary_dim or self.shape.head_dim
         if self.options.learned_positions or (rotated == dim and not self.names.interleaved):
@@ -386,4 +373,4 @@ class _Table:
 
 
 _Part = tuple[str, int, Units, StoredRows]
-"""Name of a tensor of the model, its rows, what they are, and where they are stored."""
+"""Name of a model tensor, its number of rows, their units, and where files hold them."""

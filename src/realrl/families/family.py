@@ -1,4 +1,4 @@
-"""Description of a model family, which one file gives."""
+"""The description of a model family, and the check of its tensor table."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,41 +6,42 @@ from typing import Any, get_args
 
 from realrl.config.errors import DescriptionError
 from realrl.families.decoder import decoder_tensors
-from realrl.families.experts import Mixture
-from realrl.families.options import LayerOptions
 from realrl.families.settings import ConfigReader
-from realrl.families.shape import Head, ModelShape
+from realrl.families.shape import Head, LayerOptions, Mixture, ModelShape
 from realrl.families.tensors import Parameter, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model family: its `config.json` both ways, its tensors, and the options of its layers."""
+    """A model family: how it reads and writes `config.json`, its tensors, and what its layers compute."""
 
     model_type: str
-    """What `config.json` calls it."""
+    """`model_type` in `config.json`."""
     architectures: Mapping[Head, str]
-    """Classes of transformers: that of language models and, with one label, that of sequence classifiers."""
+    """Classes of transformers by head: the language model, and the sequence classifier with one label."""
     read_config: Callable[[ConfigReader], Mapping[str, Any]]
-    """Settings of a `config.json` -> fields of `ModelShape`, without `family`. Raises UserError for settings that
-    models here have no other value for. A setting that it does not read, and that is neither usual nor untouched,
-    is refused."""
+    """Turn the settings of a `config.json` into fields of `ModelShape`, without `family`.
+
+    Raises UserError for values that models here do not support. Settings that it does not read are refused, unless
+    they are in `IRRELEVANT` or `untouched`.
+    """
     write_config: Callable[[ModelShape, LayerOptions], Mapping[str, Any]]
-    """The settings of `config.json` that follow from a shape and the options of its layers; `read_config` must read
-    these from them."""
+    """Turn a shape and its layer options into settings of `config.json`, from which `read_config` gets the same
+    shape."""
     layer: LayerOptions = field(default_factory=LayerOptions)
-    """What layers compute where a shape does not say it."""
+    """What layers compute, unless the shape has options of its own."""
     tensors: Callable[[ModelShape, Head, LayerOptions], Sequence[TensorSpec]] = decoder_tensors
-    """All tensors of a model in storage order, under their names in Hugging Face files."""
+    """List all tensors of a model in storage order, named as in Hugging Face files."""
     mixture: bool = False
-    """Whether its feed-forward blocks are mixtures of experts, so that shapes have a `mixture`."""
+    """Whether feed-forward blocks are mixtures of experts; if so, every shape has a `mixture`."""
     position_bounds: str = ""
-    """What makes sequences of shapes shorter than their files declare, where something does, for error messages."""
+    """For error messages: the settings that limit sequences to less than the declared length, if the family has
+    any."""
     untouched: tuple[str, ...] = ()
-    """Settings of `config.json` besides the usual ones that a shape does not hold and training leaves as they
-    are."""
+    """Settings of `config.json` that a shape does not hold and that training copies unchanged, beside the usual
+    ones."""
     buffers: tuple[str, ...] = ()
-    """Endings of names of stored tensors that are computed anew instead of read."""
+    """Endings of the names of file tensors that are not read, because they are computed when needed."""
 
 
 _REQUIRED: frozenset[Parameter] = frozenset({"embedding", "qkv", "out", "norm"})
@@ -48,23 +49,21 @@ _FEED_FORWARD: Mapping[bool, frozenset[Parameter]] = {
     False: frozenset({"gate_up", "down"}),
     True: frozenset({"router", "experts_gate_up", "experts_down"}),
 }
-"""Matrices of a feed-forward block, and of a mixture."""
+"""Matrices that a feed-forward block needs (False), and those that a mixture needs (True)."""
 _NORMS: Mapping[str, frozenset[Parameter]] = {
     "before": frozenset({"attention_norm", "mlp_norm"}),
     "after": frozenset({"attention_post_norm", "mlp_post_norm"}),
     "around": frozenset({"attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm"}),
 }
-"""Norms of a layer, by where they are."""
+"""Norms that a layer needs, by `LayerOptions.norm_place`."""
 
 _LAYERS = 16
-"""Layers of the model that is checked: enough to show patterns such as a different layer among every eight."""
+"""Layers of the sample that is checked: enough to catch a pattern such as one different layer in eight."""
 
 
 def check_family(family: Family) -> None:
-    """Check that the transformer can be made of a family's tensors, and that all layers are alike.
-
-    DescriptionError if not. The planner counts on equal layers.
-    """
+    """Check that a family's tensors make a transformer, and that all layers are alike; the planner counts on that.
+    Raises DescriptionError."""
     sample = ModelShape(
         vocab_size=16,
         hidden_size=8,
@@ -83,7 +82,7 @@ def check_family(family: Family) -> None:
         required |= {"lm_head" if head == "lm" else "scalar_head"}
         missing = required - {spec.parameter for spec in specs}
         if missing:
-            raise DescriptionError(f"there is no tensor for parameter {min(missing)}")
+            raise DescriptionError(f"parameter {min(missing)} has no tensor")
         _check_parameters(specs)
         _check_layers(family, specs)
         parameters = {spec.parameter for spec in specs}
@@ -94,7 +93,7 @@ def check_family(family: Family) -> None:
 
 
 def _check_layers(family: Family, specs: Sequence[TensorSpec]) -> None:
-    """Check that all layers have equal tensors but for names and initial values; DescriptionError if not."""
+    """Raise DescriptionError unless all layers have the same tensors, apart from names and initial values."""
     layers: dict[int, list[tuple[object, ...]]] = {layer: [] for layer in range(_LAYERS)}
     for spec in specs:
         if spec.layer is None:
@@ -107,13 +106,13 @@ def _check_layers(family: Family, specs: Sequence[TensorSpec]) -> None:
     for layer, tensors in layers.items():
         if tensors != layers[0]:
             raise DescriptionError(
-                f"layer {layer} has other tensors than layer 0; all layers of a model"
-                " must be alike, as plans take them to be"
+                f"layer {layer} has other tensors than layer 0; plans need layers that are all alike"
             )
 
 
 def _check_parameters(specs: Sequence[TensorSpec]) -> None:
-    """Check that parameters are known, and parts of one neighbours; DescriptionError if not."""
+    """Raise DescriptionError for unknown parameters, repeated names, or a parameter whose tensors are not
+    neighbours."""
     seen: set[tuple[object, str]] = set()
     names: set[str] = set()
     previous = None
@@ -123,7 +122,7 @@ def _check_parameters(specs: Sequence[TensorSpec]) -> None:
         if spec.parameter not in get_args(Parameter):
             known = ", ".join(get_args(Parameter))
             raise DescriptionError(
-                f"tensor {spec.name} is part of {spec.parameter!r}, which is none of {known}"
+                f"tensor {spec.name} is part of {spec.parameter!r}, which is not a parameter; known are {known}"
             )
         key = (spec.place, spec.parameter)
         if key in seen and key != previous:

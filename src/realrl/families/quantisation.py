@@ -1,4 +1,4 @@
-"""Quantised matrices: which they are, and the tensors of scales that they add to a model's. No torch."""
+"""Which matrices a quantised model stores as bytes, and the tensors of scales that it has beside them. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,26 +15,27 @@ SCALES: dict[Parameter, Parameter] = {
 }
 """Matrices that a quantised model stores as bytes -> the scales of their rows."""
 SCALE_BYTES = 4
-"""Bytes of a scale, a float32 number."""
+"""Bytes of one scale, which is a float32 number."""
 LARGEST: dict[Quantisation, int] = {"int8": 127, "fp8": 448}
-"""What the largest number of a row is stored as; that of float8_e4m3fn is its largest finite number."""
+"""Stored value of the largest number in a row. For fp8 it is the largest finite float8_e4m3fn."""
 
 
 def name_scale(matrix: str) -> str:
-    """Name the tensor of scales of a matrix."""
+    """Name the tensor that holds the row scales of a matrix."""
     return f"{matrix}_scale"
 
 
 def is_scale(spec: TensorSpec) -> bool:
-    """Tell whether a tensor is scales of a matrix, which no file has."""
+    """Tell whether a tensor holds scales, which files do not have: they are computed when a model is read."""
     return spec.init is Init.SCALE
 
 
 def quantise_tensors(tensors: Sequence[TensorSpec], quantisation: Quantisation) -> tuple[TensorSpec, ...]:
-    """Store the matrices of layers as bytes, and put the scales of their rows before all other tensors.
+    """Mark the matrices of layers as bytes, and put the scales of their rows before all other tensors.
 
-    A row's scale is that of the whole row, also on a rank that holds some of its columns. Scales are bytes, too, so
-    that they are in one buffer with the matrices; there they come first, where numbers of four bytes are aligned.
+    A scale belongs to a whole row, even on a rank that holds only some of the columns. Scales are stored as bytes
+    so that they share one buffer with the matrices. They come first in it, where their four-byte numbers are
+    aligned.
     """
     scales, found = [], []
     for spec in tensors:

@@ -1,4 +1,4 @@
-"""Model families by name, or from a user's own file."""
+"""Find model families by name or in a user's own file, and the tensors of a model by its shape."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,34 +14,33 @@ from realrl.config.registered import find_registered, load_registered, name_pack
 from realrl.config.user_code import UserCode
 from realrl.families.adapters import add_adapters
 from realrl.families.family import Family, check_family
-from realrl.families.options import LayerOptions
 from realrl.families.quantisation import quantise_tensors
-from realrl.families.shape import Head, ModelShape
+from realrl.families.shape import Head, LayerOptions, ModelShape
 from realrl.families.tensors import Place, TensorSpec
 
 GROUP = "realrl.families"
-"""Entry points `MODEL_TYPE = "package.module:FAMILY"` that other packages declare."""
+"""Group of entry points through which other packages register families: `MODEL_TYPE = "package.module:FAMILY"`."""
 BUILT_IN = {
-    "gemma": "realrl.families.further.gemma:FAMILY",
-    "gemma2": "realrl.families.further.gemma2:FAMILY",
-    "gemma3_text": "realrl.families.further.gemma3:FAMILY",
-    "glm4": "realrl.families.further.glm4:FAMILY",
-    "gpt2": "realrl.families.further.gpt2:FAMILY",
-    "gpt_neox": "realrl.families.further.gpt_neox:FAMILY",
-    "granite": "realrl.families.llamas.granite:FAMILY",
-    "llama": "realrl.families.llamas.llama:FAMILY",
-    "llama4_text": "realrl.families.mixtures.llama4:FAMILY",
-    "ministral": "realrl.families.llamas.ministral:FAMILY",
-    "mistral": "realrl.families.llamas.mistral:FAMILY",
-    "mixtral": "realrl.families.mixtures.mixtral:FAMILY",
-    "olmo2": "realrl.families.further.olmo2:FAMILY",
-    "olmo3": "realrl.families.further.olmo3:FAMILY",
-    "phi3": "realrl.families.llamas.phi3:FAMILY",
-    "qwen2": "realrl.families.llamas.qwen2:FAMILY",
-    "qwen3": "realrl.families.llamas.qwen3:FAMILY",
-    "qwen3_moe": "realrl.families.mixtures.qwen3_moe:FAMILY",
-    "smollm3": "realrl.families.llamas.smollm3:FAMILY",
-    "starcoder2": "realrl.families.further.starcoder2:FAMILY",
+    "gemma": "realrl.families.built_in.gemma:GEMMA",
+    "gemma2": "realrl.families.built_in.gemma:GEMMA2",
+    "gemma3_text": "realrl.families.built_in.gemma:GEMMA3",
+    "glm4": "realrl.families.built_in.glm:GLM4",
+    "gpt2": "realrl.families.built_in.gpt:GPT2",
+    "gpt_neox": "realrl.families.built_in.gpt:GPT_NEOX",
+    "granite": "realrl.families.built_in.granite:GRANITE",
+    "llama": "realrl.families.built_in.llama:LLAMA",
+    "llama4_text": "realrl.families.built_in.llama:LLAMA4",
+    "ministral": "realrl.families.built_in.mistral:MINISTRAL",
+    "mistral": "realrl.families.built_in.mistral:MISTRAL",
+    "mixtral": "realrl.families.built_in.mistral:MIXTRAL",
+    "olmo2": "realrl.families.built_in.olmo:OLMO2",
+    "olmo3": "realrl.families.built_in.olmo:OLMO3",
+    "phi3": "realrl.families.built_in.phi:PHI3",
+    "qwen2": "realrl.families.built_in.qwen:QWEN2",
+    "qwen3": "realrl.families.built_in.qwen:QWEN3",
+    "qwen3_moe": "realrl.families.built_in.qwen:QWEN3_MOE",
+    "smollm3": "realrl.families.built_in.smollm:SMOLLM3",
+    "starcoder2": "realrl.families.built_in.gpt:STARCODER2",
 }
 """Families of this package by `model_type`."""
 
@@ -51,42 +50,36 @@ _T = TypeVar("_T")
 
 
 def list_families() -> tuple[str, ...]:
-    """List the names of the registered families."""
     return tuple(sorted(_registered()))
 
 
 def find_family(reference: str) -> Family:
-    """Find the family of a registered name, or the `FAMILY` of a user's FILE.py.
-
-    UserError, naming the registered ones, where there is none; UserCodeError where the user's file cannot be run.
-    """
+    """Find a registered family by name, or load `FAMILY` from a user's FILE.py. Raises UserError, with the
+    registered names, for an unknown name, and UserCodeError if the file fails to run."""
     if reference.endswith(".py"):
         return _from_file(reference, local_path(reference).resolve())
     return _from_package(reference)
 
 
-def model_tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
-    """List all tensors of a model in storage order, under their Hugging Face names."""
-    return _tensors(shape, head)
-
-
-def ties_embeddings(shape: ModelShape, head: Head) -> bool:
-    """Tell whether the embedding table is the head, too, so that both ends of a pipeline hold it."""
-    return any(spec.place is Place.BOTH_ENDS for spec in model_tensors(shape, head))
-
-
-def find_layer_options(shape: ModelShape) -> LayerOptions:
-    """Find the options of a model's layers: its own, or else its family's."""
-    return find_family(shape.family).layer if shape.layer is None else shape.layer
-
-
 @lru_cache(maxsize=256)
-def _tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
+def model_tensors(shape: ModelShape, head: Head) -> tuple[TensorSpec, ...]:
+    """List all tensors of a model, adapters and scales included, in storage order and named as in Hugging Face
+    files."""
     family = find_family(shape.family)
     tensors = tuple(family.tensors(shape, head, find_layer_options(shape)))
     if shape.lora is not None:
         tensors = add_adapters(tensors, shape.lora)
     return tensors if shape.quantised is None else quantise_tensors(tensors, shape.quantised)
+
+
+def ties_embeddings(shape: ModelShape, head: Head) -> bool:
+    """Tell whether the embedding table is also the head, so that both ends of a pipeline hold it."""
+    return any(spec.place is Place.BOTH_ENDS for spec in model_tensors(shape, head))
+
+
+def find_layer_options(shape: ModelShape) -> LayerOptions:
+    """Find what a model's layers compute: the shape's own options, otherwise those of its family."""
+    return find_family(shape.family).layer if shape.layer is None else shape.layer
 
 
 @cache
@@ -99,8 +92,8 @@ def _from_package(name: str) -> Family:
     registered = _registered()
     if name not in registered:
         hint = nearest(name, registered)
-        known = f"there are {', '.join(sorted(registered))}, and files of your own, FILE.py"
-        raise UserError(f"{brief(name)} is no model family; {f'did you mean {hint}?' if hint else known}")
+        known = f"known are {', '.join(sorted(registered))}; you can also name a file of your own, FILE.py"
+        raise UserError(f"{brief(name)} is not a model family; {f'did you mean {hint}?' if hint else known}")
     point = registered[name]
     family = load_registered("family", point)
     if not isinstance(family, Family):
@@ -111,9 +104,10 @@ def _from_package(name: str) -> Family:
 
 @cache
 def _from_file(file: str, resolved: Path) -> Family:
-    """Load the family in a user's file, whose functions then raise nothing but UserError.
+    """Load the family in a user's file, and wrap its functions so that they raise only UserError.
 
-    `file` is how error messages name it.
+    `file` is the name in error messages. `resolved` is part of the cache key: the same name can mean another file
+    in another working directory.
     """
     code = UserCode("family", file)
     family = code.attribute("FAMILY")
@@ -130,7 +124,7 @@ def _from_file(file: str, resolved: Path) -> Family:
 
 
 def _guarded(code: UserCode, function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Wrap a user's function: whatever it raises but UserError becomes a UserCodeError."""
+    """Wrap a user's function, so that every exception other than UserError becomes a UserCodeError."""
 
     def call(*arguments: _P.args, **options: _P.kwargs) -> _T:
         with code.errors("raised"):
@@ -138,6 +132,7 @@ def _guarded(code: UserCode, function: Callable[_P, _T]) -> Callable[_P, _T]:
                 return function(*arguments, **options)
             except UserError as error:
                 refused = error
+        # Raised here, because inside `code.errors` it would become a UserCodeError.
         raise refused
 
     return call

@@ -1,14 +1,22 @@
-"""Settings of `config.json`: a reader that leaves none unread, and those that most decoders have in common."""
+"""Settings of `config.json`: a reader that notices settings nobody read, and the settings that most families
+share."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any, TypeVar
 
-from realrl.config.errors import UserError
+from realrl.config.errors import UserError, join
 from realrl.config.explain import brief
-from realrl.config.words import join
-from realrl.families.options import Activation, LayerOptions
-from realrl.families.shape import MOST_LAYERS, OPTIONAL_SCALING_FIELDS, SCALING_FIELDS, ModelShape
+from realrl.families.shape import (
+    MOST_EXPERTS,
+    MOST_LAYERS,
+    OPTIONAL_SCALING_FIELDS,
+    SCALING_FIELDS,
+    Activation,
+    LayerOptions,
+    Mixture,
+    ModelShape,
+)
 
 _T = TypeVar("_T")
 
@@ -19,16 +27,16 @@ _FILE = (
     " output_hidden_states return_dict chunk_size_feed_forward gradient_checkpointing base_model_tp_plan"
     " base_model_pp_plan pretraining_tp is_llama_config transformers.js_config unsloth_fixed unsloth_version"
 )
-"""What a file is about, and how a program runs the model."""
+"""About the file itself, or about how a program runs the model."""
 _TOKENS = "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id"
-"""Special tokens, which sampling and tokenizers read."""
+"""Special tokens, which concern sampling and tokenizers."""
 _CLASSES = "id2label label2id num_labels _num_labels problem_type finetuning_task task_specific_params"
-"""Classes, of which there is one here, and their loss."""
+"""Classes of a classifier and their loss; models here have one class and losses of their own."""
 _DROPOUT = (
     "attention_dropout hidden_dropout attn_pdrop embd_pdrop resid_pdrop residual_dropout embedding_dropout"
     " classifier_dropout attention_probs_dropout_prob hidden_dropout_prob"
 )
-"""Dropout, which is off here."""
+"""Dropout, which is always off here."""
 _GENERATION = (
     "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature"
     " top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size"
@@ -36,9 +44,9 @@ _GENERATION = (
     " forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty"
     " suppress_tokens begin_suppress_tokens"
 )
-"""Settings of generation, which recipes have."""
+"""Generation settings; recipes have their own."""
 IRRELEVANT = frozenset(" ".join((_FILE, _TOKENS, _CLASSES, _DROPOUT, _GENERATION)).split())
-"""Settings that change nothing of what a forward pass computes."""
+"""Settings that do not change the result of a forward pass."""
 
 FIXED = {
     "is_encoder_decoder": False,
@@ -50,9 +58,9 @@ FIXED = {
     "rope_interleaved": False,
     "use_mrope": False,
 }
-"""Settings of any model that models here have no other value for."""
+"""Settings of any family for which only this value is supported."""
 
-ACTIVATIONS: Mapping[str, Activation] = {
+_ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -60,31 +68,36 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
 }
-"""Activations by their names in files."""
+"""Names of activations in files."""
 
-_ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+_ACTIVATION_NAMES: Mapping[Activation, str] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+}
 
 
 class ConfigReader:
-    """The settings of a `config.json`, which `where` names in errors, and which of them have been read."""
+    """Reader of a `config.json` that remembers which settings were read. `where` names the file in errors."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self._config, self.where = config, where
         self._read: set[str] = set()
 
     def read(self, key: str, default: Any = None) -> Any:
-        """Read a setting of any kind; the default where it is absent or null."""
+        """Read a setting of any type; the default if it is absent or null."""
         self._read.add(key)
         value = self._config.get(key)
         return default if value is None else value
 
     def has(self, key: str, default: Any = None) -> bool:
-        """Tell whether a setting is given, or has a default that no null replaces."""
+        """Tell whether a setting has a value: its own, or a default if it is absent. An explicit null is not a
+        value."""
         self._read.add(key)
         return self._config[key] is not None if key in self._config else default is not None
 
     def size(self, key: str, default: int | None = None, *, least: int = 1, most: int = 10**9) -> int:
-        """Read a whole number from `least` to `most`; UserError where it is none, or absent without a default."""
+        """Read a whole number from `least` to `most`. Raises UserError if it is missing and has no default."""
         value = self.read(key, default)
         if value is None:
             raise self.fail(f"{key} is missing")
@@ -95,28 +108,28 @@ class ConfigReader:
         return value
 
     def number(self, key: str, default: float) -> float:
-        """Read a number; UserError where it is none, or not finite."""
+        """Read a finite number; UserError for anything else."""
         value = self.read(key, default)
         if type(value) not in (int, float) or not _is_finite(value):
             raise self.fail(f"{key}={brief(value)} is not a finite number")
         return float(value)
 
     def positive(self, key: str, default: float) -> float:
-        """Read a number above 0, of which there is a reciprocal; UserError where it is none."""
+        """Read a number above 0 whose reciprocal is finite; UserError for anything else."""
         value = self.number(key, default)
         if value <= 0 or not _is_finite(1 / value):
             raise self.fail(f"{key}={value:g} is not a number above 0")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """Read true or false; UserError where it is neither."""
+        """Read true or false; UserError for anything else."""
         value = self.read(key, default)
         if not isinstance(value, bool):
             raise self.fail(f"{key}={brief(value)} is not true or false")
         return value
 
     def choice(self, key: str, meanings: Mapping[str, _T], default: str) -> _T:
-        """Read one of several words, and return what it means; UserError where it is none of them."""
+        """Read one of the words in `meanings`, and return its meaning; UserError for any other word."""
         value = self.read(key, default)
         if not isinstance(value, str) or value not in meanings:
             accepted = join([*meanings], "or")
@@ -124,39 +137,39 @@ class ConfigReader:
         return meanings[value]
 
     def fixed(self, settings: Mapping[str, Any]) -> None:
-        """Read settings that must have the only value that is supported, or none; UserError if one does not."""
+        """Read settings that, if given, must have these values; UserError for other values."""
         for key, wanted in settings.items():
             value = self.read(key, wanted)
             if value != wanted or type(value) is not type(wanted):
                 raise self.fail(f"{key}={brief(value)} is not supported; it must be {brief(wanted)}")
 
     def skip(self, *keys: str) -> None:
-        """Note settings that change nothing here as read."""
+        """Count settings as read, because they change nothing here."""
         self._read.update(keys)
 
     def section(self, key: str) -> "ConfigReader":
-        """Read a section of keys, empty where it is absent; UserError where it is no section."""
+        """Read a nested section, empty if it is absent; UserError if it is not a section."""
         value = self.read(key, {})
         if not isinstance(value, Mapping):
             raise self.fail(f"{key}={brief(value)} is not a section of keys")
         return ConfigReader(value, f"{self.where}: {key}")
 
     def fail(self, problem: str) -> UserError:
-        """Make the error of a setting that does not suit."""
+        """Make an error that names the file."""
         return UserError(f"{self.where}: {problem}")
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """All settings as they are given."""
+        """All settings, unchanged."""
         return self._config
 
     @property
     def keys(self) -> Iterable[str]:
-        """Settings that are given, in their order."""
+        """Names of settings that are not null, in the order of the file."""
         return [key for key, value in self._config.items() if value is not None]
 
     def check_all_read(self, irrelevant: Iterable[str] = ()) -> None:
-        """Check that every setting has been read, or is irrelevant; UserError if one is neither."""
+        """Raise UserError unless every setting was read or is known to be irrelevant."""
         self.fixed(FIXED)
         if self.read("quantization_config") is not None:
             raise self.fail(
@@ -164,12 +177,12 @@ class ConfigReader:
             )
         for key in self.unread(irrelevant):
             raise self.fail(
-                f"{key}={brief(self._config[key])} is not known, and may change the model; if it does not, remove"
-                " it from the file"
+                f"{key}={brief(self._config[key])} is an unknown setting that may change the model; if it does"
+                " not, remove it from the file"
             )
 
     def unread(self, irrelevant: Iterable[str] = ()) -> list[str]:
-        """List the settings that nobody has read, and that are not known to be irrelevant."""
+        """List the settings that were not read and are not known to be irrelevant."""
         known = self._read | IRRELEVANT | {*FIXED, *irrelevant}
         return [key for key in self.keys if key not in known]
 
@@ -184,11 +197,11 @@ def _is_finite(value: int | float) -> bool:
 def read_sizes(
     config: ConfigReader, defaults: Mapping[str, Any] | None = None, *, rotary: bool = True
 ) -> dict[str, Any]:
-    """Read the fields of `ModelShape` that most families have, and their layers' activation.
+    """Read the fields of `ModelShape` that most families share.
 
-    `defaults`: values of the family's configuration class for settings that a file may leave out, where they are
-    not the usual ones; with `partial_rotary_factor` for families that may rotate a part of each head. Without
-    `rotary`, the family reads rotary settings itself. UserError for what is missing or not supported.
+    `defaults` are the defaults of the family's configuration class that differ from those here, by setting. With
+    `partial_rotary_factor` among them, files may rotate part of each head. With `rotary=False` the family reads
+    rotary settings itself. Raises UserError for missing or unsupported settings.
     """
     given = dict(defaults or {})
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
@@ -217,7 +230,7 @@ def read_sizes(
 
 
 def write_sizes(shape: ModelShape) -> dict[str, Any]:
-    """Write the settings that `read_sizes` reads, rotary ones in the style of transformers 5 and of before."""
+    """Write the settings that `read_sizes` reads; rotary ones as transformers 5 and as transformers 4 have them."""
     return {
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
@@ -241,11 +254,8 @@ WINDOWED, FULL = "sliding_attention", "full_attention"
 def read_windows(
     config: ConfigReader, layers: int, usual: Callable[[int], bool], default: int | None
 ) -> dict[str, Any]:
-    """Read the window, and which layers have it: those of `layer_types`, or else those for which `usual` is true.
-
-    `default`: the window of the family's configuration class, where a file names none. UserError for a
-    `layer_types` that does not suit.
-    """
+    """Read the window, and the layers that have it: `layer_types` names them, otherwise `usual` is true for them.
+    `default` is the window of the family's configuration class, for files that do not name one."""
     window = config.size("sliding_window", default) if config.has("sliding_window", default) else None
     kinds = config.read("layer_types")
     if kinds is None:
@@ -260,7 +270,7 @@ def read_windows(
         )
     windowed = tuple(layer for layer, kind in enumerate(kinds) if kind == WINDOWED)
     if windowed and window is None:
-        raise config.fail("layer_types has sliding_attention, and there is no sliding_window")
+        raise config.fail("layer_types has sliding_attention, but sliding_window is missing")
     return {"window": window, "windowed_layers": windowed} if windowed else {}
 
 
@@ -274,12 +284,10 @@ def write_windows(shape: ModelShape) -> dict[str, Any]:
 
 
 def read_rope(config: ConfigReader, head_dim: int, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the rotary settings, as transformers 5 has them (`rope_parameters`), or as it had them before.
-
-    UserError for what is missing or not supported.
-    """
+    """Read rotary settings, from `rope_parameters` (transformers 5) or the older `rope_scaling` and
+    `rope_theta`."""
     older, rope = config.section("rope_scaling"), config.section("rope_parameters")
-    if older.keys:  # as in transformers, which takes the other one only where there is none
+    if older.keys:  # transformers also prefers the older section
         rope = older
     return _read_rotation(config, rope, head_dim, defaults)
 
@@ -287,9 +295,9 @@ def read_rope(config: ConfigReader, head_dim: int, defaults: Mapping[str, Any]) 
 def read_rope_by_layer_type(
     config: ConfigReader, head_dim: int, defaults: Mapping[str, Any], windowed: str | None
 ) -> dict[str, Any]:
-    """Read rotary settings that layers with a window have on their own, of which only the base may differ.
+    """Read rotary settings of a family whose windowed layers may have another base; nothing else may differ.
 
-    `windowed`: the setting that had that base in older files, None where it was the same.
+    `windowed` is the setting that held this base in older files; None if older files had one base for all layers.
     """
     given = config.section("rope_parameters")
     full, sliding = (given.section(kind) for kind in (FULL, WINDOWED))
@@ -319,7 +327,7 @@ def write_rope_by_layer_type(shape: ModelShape, windowed: str | None) -> dict[st
 def _read_rotation(
     config: ConfigReader, rope: ConfigReader, head_dim: int, defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Read base, rotated part and scaling of rotary embeddings."""
+    """Read base, rotated dims and scaling of rotary embeddings."""
     theta = rope.number("rope_theta", config.number("rope_theta", defaults.get("rope_theta", 10000.0)))
     usual = defaults.get("partial_rotary_factor")
     share = rope.number(
@@ -339,24 +347,24 @@ def _read_rotation(
 
 
 _SCALINGS = {"default": "default", **{kind: kind for kind in SCALING_FIELDS}, "su": "longrope"}
-"""Kinds of rotary embeddings by their names in files."""
+"""Names of kinds of rotary embeddings in files; older Phi-3 files say `su` for `longrope`."""
 
 
 def _read_scaling(config: ConfigReader, rope: ConfigReader, kind: str) -> dict[str, Any]:
-    """Read the scaling of a kind."""
+    """Read the fields of `RopeScaling` that a kind of scaling has."""
     fields: dict[str, Any] = {"kind": kind}
     original, longest = (
         config.size(key) if config.has(key) else None
         for key in ("original_max_position_embeddings", "max_position_embeddings")
     )
-    # As transformers does, for Phi-3 and others that leave it out.
+    # transformers computes it like this for Phi-3 and other files that leave it out.
     factor = rope.read("factor", longest / original if original and longest else None)
     if factor is None:
         raise config.fail(f"factor is missing from the {kind} rotary settings")
     for name in (*SCALING_FIELDS[kind], *OPTIONAL_SCALING_FIELDS.get(kind, ())):
         value = rope.read(name)
         if name == "original_max_position_embeddings":
-            # The order in which transformers looks for it.
+            # transformers looks for it in this order.
             value = original or value or longest
         if value is None and name in SCALING_FIELDS[kind]:
             raise config.fail(f"{name} is missing from the {kind} rotary settings")
@@ -388,11 +396,76 @@ def write_rope(shape: ModelShape) -> dict[str, Any]:
 
 
 def write_partial_rotary(shape: ModelShape) -> dict[str, Any]:
-    """Write the rotary settings of a family that by default rotates a part of each head."""
+    """Write the rotary settings of a family whose default is to rotate part of each head, so that the part is
+    always said."""
     share = {"partial_rotary_factor": (shape.rotary_dim or shape.head_dim) / shape.head_dim}
     return {**share, "rope_parameters": {**write_rope(shape)["rope_parameters"], **share}}
 
 
+def read_layer(config: ConfigReader, usual: LayerOptions | None = None, **others: Any) -> LayerOptions:
+    """Read layer options that most families share: `attention_bias` of all projections, and the activation.
+
+    `usual` are the options of the family's layers, by default Llama's. `others` are options that it reads itself.
+    """
+    usual = LayerOptions() if usual is None else usual
+    bias = config.flag("attention_bias", usual.qkv_bias)
+    activation = others.get("activation") or read_activation(config, usual.activation)
+    return usual.model_copy(update={"qkv_bias": bias, "out_bias": bias, **others, "activation": activation})
+
+
+def write_layer(options: LayerOptions) -> dict[str, Any]:
+    """Write the settings that `read_layer` reads."""
+    return {"attention_bias": options.qkv_bias, "hidden_act": write_activation(options)}
+
+
+def read_activation(config: ConfigReader, usual: Activation = "silu", key: str = "hidden_act") -> Activation:
+    """Read the activation of the feed-forward block; `usual` if the file does not say it."""
+    return config.choice(key, _ACTIVATIONS, _ACTIVATION_NAMES[usual])
+
+
 def write_activation(options: LayerOptions) -> str:
-    """Write the name that files have for an activation."""
+    """Name the activation as files do."""
     return _ACTIVATION_NAMES[options.activation]
+
+
+ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef")
+"""Settings of the auxiliary loss of transformers; recipes have their own, `models.ROLE.router_loss`."""
+
+_NAMES = "num_local_experts", "num_experts"
+"""Names of the number of experts; transformers 5 writes the first for all families and reads both."""
+
+
+def read_mixture(config: ConfigReader, *, experts: int, per_token: int, normalised: bool) -> Mixture:
+    """Read the numbers of experts. `experts` and `per_token` are the defaults of the family."""
+    counts = {name: config.size(name, most=MOST_EXPERTS) for name in _NAMES if config.has(name)}
+    if len({*counts.values()}) > 1:
+        raise config.fail(" and ".join(f"{name}={count}" for name, count in counts.items()) + " differ")
+    found = next(iter(counts.values()), experts)
+    chosen = config.size("num_experts_per_tok", per_token, most=MOST_EXPERTS)
+    if chosen > found:
+        raise config.fail(f"num_experts_per_tok={chosen} is more than the {found} experts")
+    return Mixture(experts=found, per_token=chosen, normalised=normalised)
+
+
+def write_mixture(shape: ModelShape) -> dict[str, Any]:
+    """Write the settings that `read_mixture` reads."""
+    mixture = shape.mixture
+    assert mixture is not None, "`check_writing` refuses such shapes"
+    return {**dict.fromkeys(_NAMES, mixture.experts), "num_experts_per_tok": mixture.per_token}
+
+
+def read_unrotated(config: ConfigReader, layers: int) -> tuple[int, ...]:
+    """Read which layers have no rotary embeddings: those with a 0 in `no_rope_layers`, otherwise every n-th layer.
+    Files of Llama 4 have an empty list, which counts as absent."""
+    interval = config.size("no_rope_layer_interval", 4)
+    rotated = config.read("no_rope_layers")
+    if rotated is None or rotated == []:
+        rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if not isinstance(rotated, list) or len(rotated) != layers or any(n not in (0, 1) for n in rotated):
+        raise config.fail(f"no_rope_layers={brief(rotated)} must be a list of {layers} numbers, each 0 or 1")
+    return tuple(layer for layer, on in enumerate(rotated) if not on)
+
+
+def write_unrotated(shape: ModelShape) -> dict[str, Any]:
+    """Write `no_rope_layers`; the interval is not needed beside it."""
+    return {"no_rope_layers": [int(layer not in shape.unrotated_layers) for layer in range(shape.layers)]}

@@ -1,4 +1,4 @@
-"""The shape of a decoder model: sizes and what its layers compute, no weights and no torch."""
+"""The shape of a decoder model: its sizes and what its layers compute. No weights and no torch."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
@@ -7,64 +7,147 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from realrl.config.base import DERIVED, Settings
 from realrl.families.adapters import LowRank
-from realrl.families.experts import Mixture
-from realrl.families.options import LayerOptions
 from realrl.families.tensors import Quantisation
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+"""`gelu_tanh` is GELU's approximation by a tanh."""
+
+
+class LayerOptions(Settings):
+    """What the layers of a decoder compute; the defaults are Llama's."""
+
+    norm: Literal["rms", "layer"] = "rms"
+    """RMSNorm, or LayerNorm with a bias."""
+    norm_offset: bool = False
+    """Whether norms multiply by 1 + weight (Gemma), so that weights start at 0."""
+    norm_place: Literal["before", "after", "around"] = "before"
+    """Norms at the input of a block, at its output before it is added (OLMo 2), or at both."""
+    parallel_blocks: bool = False
+    """Whether attention and feed-forward block read the same input and are both added to it (GPT-NeoX)."""
+    qk_norm: Literal["none", "heads", "all", "rotated"] = "none"
+    """RMSNorm of queries and keys. `heads`: of each head over its dims. `all`: of all heads together (OLMo 2).
+    `rotated`: of each head after its rotation, without weights and only in layers that rotate heads (Llama 4)."""
+    qkv_bias: bool = False
+    """Whether the projections to queries, keys and values have biases."""
+    out_bias: bool = False
+    """Whether the output projection of attention has a bias."""
+    mlp_bias: bool = False
+    """Whether the matrices of the feed-forward block have biases."""
+    head_bias: bool = False
+    """Whether the language-model head has a bias."""
+    activation: Activation = "silu"
+    """Activation of the feed-forward block."""
+    gated: bool = True
+    """Whether the activated output of one matrix multiplies the output of a second; otherwise the first is all
+    there is."""
+    learned_positions: bool = False
+    """Whether a learned vector per position is added to embeddings, instead of rotary embeddings."""
+    attention_scale: PositiveFloat | None = None
+    """Factor of attention scores; null for 1 / sqrt(head_dim)."""
+    attention_cap: PositiveFloat | None = None
+    """Bound c of attention scores: a score x becomes c * tanh(x / c) (Gemma 2)."""
+    sinks: bool = False
+    """Whether the softmax of each head has one more, learned score whose weight goes to no token (gpt-oss)."""
+    embedding_scale: PositiveFloat | Literal["root"] = 1.0
+    """Factor of embeddings, rounded to their dtype; `root` is the square root of the hidden size (Gemma)."""
+    residual_scale: PositiveFloat = 1.0
+    """Factor of what each block adds to the residual stream (Granite)."""
+    logit_scale: PositiveFloat = 1.0
+    """Factor of the logits."""
+    logit_cap: PositiveFloat | None = None
+    """Bound of the logits, applied like `attention_cap`."""
+
+    @property
+    def scores_in_memory(self) -> bool:
+        """Whether attention on a GPU must write its scores to memory, because library kernels support neither caps
+        nor sinks."""
+        return self.attention_cap is not None or self.sinks
+
+
+MOST_EXPERTS = 10**4
+Experts = Annotated[int, Field(gt=0, le=MOST_EXPERTS)]
+"""Number of experts. Code loops over them, hence a limit of about ten times the largest published number."""
+
+
+class Mixture(Settings):
+    """A mixture of experts: a router chooses some of a layer's feed-forward blocks for each token."""
+
+    experts: Experts
+    """Feed-forward blocks in each layer, each `intermediate_size` wide."""
+    per_token: Experts
+    """Experts that each token passes through: those with the highest router scores."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """How router outputs become scores: probabilities that add up to 1, or each on its own between 0 and 1."""
+    normalised: bool = True
+    """Whether the weights of a token's experts are their scores divided by the sum of these scores."""
+    weighed: Literal["outputs", "inputs"] = "outputs"
+    """Whether weights multiply the outputs of experts or their inputs (Llama 4)."""
+    shared: bool = False
+    """Whether all tokens also pass through one shared block, as wide as an expert."""
+
+    @model_validator(mode="after")
+    def _enough(self) -> Self:
+        if self.per_token > self.experts:
+            raise ValueError(f"per_token={self.per_token} is more than the {self.experts} experts of a layer")
+        return self
+
 
 Head = Literal["lm", "scalar"]
 """`lm`: a next-token distribution per position; `scalar`: one number per position (reward and critic)."""
 
 
 Size = Annotated[int, Field(gt=0, le=10**9)]
-"""A width; a thousand times what there is."""
+"""A width; the limit is about a thousand times the widest published one."""
 
 MOST_LAYERS = 10**4
 Count = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
-"""Of layers and of heads, which are gone through one by one; some ten times what there is."""
+"""Number of layers or heads. Code loops over them, hence a limit of about ten times the largest published
+number."""
 
 Index = Annotated[int, Field(ge=0)]
 
 
 class RopeScaling(Settings):
-    """Stretched rotary frequencies, under the names that Hugging Face files have for them."""
+    """Scaling of rotary frequencies for longer sequences, with the names of Hugging Face files."""
 
     kind: Literal["linear", "dynamic", "yarn", "llama3", "longrope"] = "llama3"
-    """`linear` divides all frequencies. `dynamic` leaves them as they are up to `max_positions`, which no sequence
-    exceeds here. `yarn` (arXiv 2309.00071) and `llama3` divide low ones and blend in between, `longrope` (arXiv
-    2402.13753) divides each by a factor of its own."""
+    """`linear` divides all frequencies. `dynamic` changes nothing up to `max_positions`, which sequences here
+    never exceed. `yarn` (arXiv 2309.00071) and `llama3` divide low frequencies and blend in between. `longrope`
+    (arXiv 2402.13753) divides each frequency by its own factor."""
     factor: PositiveFloat
-    """Low frequencies are divided by this. With `longrope`, the longest sequence over the original one."""
+    """Divisor of low frequencies. With `longrope`, the longest sequence over the original one."""
     original_max_position_embeddings: PositiveInt | None = None
-    """Length, in tokens, the model was first trained for."""
+    """Length, in tokens, that the model was first trained for."""
     low_freq_factor: PositiveFloat | None = None
-    """llama3: wavelengths above the original length over this are stretched in full."""
+    """llama3: wavelengths above the original length divided by this are scaled in full."""
     high_freq_factor: PositiveFloat | None = None
-    """llama3: wavelengths below the original length over this are left alone."""
+    """llama3: wavelengths below the original length divided by this are not scaled."""
     beta_fast: PositiveFloat = 32.0
-    """yarn: frequencies with more rotations than this in the original length are left alone."""
+    """yarn: frequencies with more rotations than this within the original length are not scaled."""
     beta_slow: PositiveFloat = 1.0
-    """yarn: frequencies with fewer rotations than this are stretched in full."""
+    """yarn: frequencies with fewer rotations than this within the original length are scaled in full."""
     truncate: bool = True
-    """yarn: whether the range in between ends at whole numbers of dims."""
+    """yarn: whether the blended range starts and ends at whole dims."""
     mscale: float | None = None
-    """yarn: with `mscale_all_dim`, the coefficients of the logarithms of which `attention_factor` is made."""
+    """yarn: with `mscale_all_dim`, the coefficients of the logarithms that make up `attention_factor`."""
     mscale_all_dim: float | None = None
     """yarn: see `mscale`."""
     attention_factor: PositiveFloat | None = None
-    """yarn and longrope: factor of cosines and sines, hence the root of that of scores. If not given, it follows
-    from `factor`."""
+    """yarn and longrope: factor of cosines and sines, which multiplies scores twice. If not given, it follows from
+    `factor`."""
     short_factor: tuple[PositiveFloat, ...] | None = Field(default=None, strict=False)
     """longrope: divisors of the frequencies, for sequences up to the original length."""
     long_factor: tuple[PositiveFloat, ...] | None = Field(default=None, strict=False)
-    """longrope: divisors where sequences may be longer."""
+    """longrope: divisors of the frequencies, if sequences may be longer."""
     long: bool = False
-    """longrope: whether that is so. A run decides it for all its sequences, whose keys must not change."""
+    """longrope: whether `long_factor` applies. A run decides this once for all its sequences, because cached keys
+    must not change."""
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
         for name in SCALING_FIELDS[self.kind]:
             if getattr(self, name) is None:
-                raise ValueError(f"{name} is missing, which kind={self.kind} needs")
+                raise ValueError(f"{name} is missing; kind={self.kind} needs it")
         low, high = self.low_freq_factor, self.high_freq_factor
         if self.kind == "llama3" and low is not None and high is not None and low > high:
             raise ValueError(f"low_freq_factor={low:g} must be at most high_freq_factor={high:g}")
@@ -78,26 +161,26 @@ SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "longrope": ("original_max_position_embeddings", "short_factor", "long_factor"),
 }
-"""Fields that a kind of scaling needs besides `factor`."""
+"""Fields that each kind of scaling needs beside `factor`."""
 OPTIONAL_SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
     "yarn": ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor"),
     "longrope": ("attention_factor",),
 }
-"""Fields that it may have."""
+"""Fields that each kind of scaling may have."""
 
 
 class ModelShape(Settings):
     """Sizes of a decoder-only transformer, and what its layers compute."""
 
     family: str = "llama"
-    """Model family, which decides the tensors, the options of layers and the configuration class: the name of a
-    registered one, or a file of your own, FILE.py. A shape that names none is a Llama."""
+    """Model family: the name of a registered one, or a file of your own, FILE.py. It decides the tensors, what
+    layers compute by default, and the configuration class of transformers."""
     vocab_size: Size
     """Rows of the embedding table."""
     hidden_size: Size
     """Width of the residual stream."""
     intermediate_size: Size
-    """Width inside the feed-forward block, or inside each expert."""
+    """Width inside the feed-forward block, or inside each expert of a mixture."""
     layers: Count
     """Number of decoder layers."""
     heads: Count
@@ -107,21 +190,22 @@ class ModelShape(Settings):
     head_dim: Size
     """Width of one attention head."""
     max_positions: Size = 2048
-    """Longest sequence, in tokens, the model is declared for."""
+    """Longest sequence, in tokens, that the model supports."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Stretching of the frequencies; none for plain rotary embeddings."""
+    """Scaling of the rotary frequencies; null for none."""
     rotary_dim: Size | None = None
-    """Dims of a head that are rotated; all where it is not given."""
+    """Dims of each head that are rotated; null for all."""
     unrotated_layers: tuple[Index, ...] = Field(default=(), strict=False)  # YAML has lists, not tuples
     """Layers without rotary embeddings (SmolLM 3)."""
     window: Size | None = None
     """Tokens that a token of a windowed layer sees, itself included."""
     windowed_layers: tuple[Index, ...] = Field(default=(), strict=False)
-    """Layers with a sliding window; all others see every token before."""
+    """Layers with a sliding window; in all others a token sees every token before it."""
     windowed_rope_theta: PositiveFloat | None = None
-    """Base of the rotary frequencies of windowed layers, which are not stretched then (Gemma 3)."""
+    """Base of the rotary frequencies of windowed layers, which are then not scaled (Gemma 3); null if all layers
+    are alike."""
     norm_eps: PositiveFloat = 1e-5
     """Epsilon inside the norms."""
     tied_embeddings: bool = False
@@ -129,18 +213,18 @@ class ModelShape(Settings):
     init_std: float = Field(default=0.02, gt=0, le=10)
     """Standard deviation of a freshly initialised weight."""
     mixture: Mixture | None = None
-    """Experts of each layer and their router; none where a layer has one feed-forward block."""
+    """Experts of each layer and their router; null for one feed-forward block per layer."""
     layer: LayerOptions | None = None
-    """What layers compute; what the family's usually do where it is not given."""
+    """What layers compute; null for what the family's layers usually compute."""
     lora: LowRank | None = Field(default=None, json_schema_extra=DERIVED)
-    """Low-rank adapters of a role (`models.ROLE.lora`), which are no part of its `config.json`."""
+    """Low-rank adapters of a role (`models.ROLE.lora`); they are not part of its `config.json`."""
     quantised: Quantisation | None = Field(default=None, json_schema_extra=DERIVED)
-    """What the matrices of layers are stored as (`models.ROLE.dtype`); None for the type of all else."""
+    """Byte format of the matrices of layers (`models.ROLE.dtype`); None if they have the same dtype as all else."""
     grown_from: Size | None = Field(default=None, json_schema_extra=DERIVED)
-    """Rows that the embedding table has in the model's files, if a role adds some (`models.ROLE.vocab_size`)."""
+    """Rows of the embedding table in the model's files, if the role adds rows (`models.ROLE.vocab_size`)."""
 
     def for_lengths(self, longest: int) -> "ModelShape":
-        """Return the shape for sequences of up to so many tokens, as `RopeScaling.long` needs to know."""
+        """Copy the shape for sequences of at most `longest` tokens; this decides `RopeScaling.long`."""
         scaling = self.rope_scaling
         if scaling is None or scaling.kind != "longrope" or scaling.original_max_position_embeddings is None:
             return self
@@ -148,19 +232,22 @@ class ModelShape(Settings):
         return self.model_copy(update={"rope_scaling": scaling.model_copy(update={"long": long})})
 
     def with_layers(self, layers: int) -> "ModelShape":
-        """Return the shape with another number of layers, of which about the same share have a window.
+        """Copy the shape with another number of layers, about the same share of them windowed.
 
-        Where some have one and others have none, so do the second and the third of three or more.
+        If only some layers have a window, so do only some of the copy's, if it has more than two: the second has
+        one and the third does not.
         """
         share = len(self.windowed_layers) / self.layers
         count = round(share * layers)
         if 0 < share < 1 and layers > 2:
             count = min(max(count, 1), layers - 1)
+        # Layer 1 gets a window first and layer 2 last, so that even few layers have both kinds.
         order = sorted(range(layers), key=lambda layer: (layer == 2, layer != 1))
         return self.model_copy(update={"layers": layers, "windowed_layers": tuple(sorted(order[:count]))})
 
     def layer_kind(self, layer: int) -> tuple[bool, bool]:
-        """Tell layers apart that compute differently: whether one has a window, and whether it rotates heads."""
+        """Tell whether a layer has a window, and whether it rotates heads; layers that agree in both compute
+        alike."""
         return layer in self.windowed_layers, layer not in self.unrotated_layers
 
     @model_validator(mode="after")
@@ -175,7 +262,7 @@ class ModelShape(Settings):
         for name in ("unrotated_layers", "windowed_layers"):
             numbers = getattr(self, name)
             if list(numbers) != sorted({*numbers}) or any(n >= self.layers for n in numbers):
-                raise ValueError(f"{name} must be numbers of layers below layers={self.layers}, in order")
+                raise ValueError(f"{name} must list layers below layers={self.layers}, in ascending order")
         if self.windowed_layers and self.window is None:
             raise ValueError("windowed_layers needs a window")
         scaling = self.rope_scaling

@@ -1,4 +1,4 @@
-"""Descriptions of a model's global tensors. No torch."""
+"""The global tensors of a model, before any rank holds a part of them. No torch."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -54,46 +54,47 @@ Parameter = Literal[
     "experts_gate_up_scale",
     "experts_down_scale",
 ]
-"""Parameters of the transformer (`model/transformer.py`). One may consist of several tensors, stacked by rows:
-`qkv` of queries, keys and values, `gate_up` of gate and up, or of up alone where a feed-forward block has no gate.
-In a mixture, `router` has a row for each expert, `experts_gate_up` is gate and up of the first expert, then of the
-next one, and `experts_down` likewise.
-`positions` are learned vectors, `sinks` further scores of query heads. Norms are those of a block's input, and post
-norms of its output. A scalar head gives a reward model or a critic its numbers. The last ones are adapters
-of matrices (`families/adapters.py`), and scales of quantised ones (`families/quantisation.py`)."""
+"""Parameters of the transformer (`model/transformer.py`). Several tensors, stacked by rows, may form one
+parameter.
+
+`qkv` holds queries, keys and values. `gate_up` holds gate and up, or only up if the block has no gate. In a
+mixture, `router` has one row per expert; `experts_gate_up` holds gate and up of the first expert, then of the
+second, and so on, and `experts_down` likewise. `positions` are learned position vectors. `sinks` are extra
+attention scores, one per query head. Norms apply to the input of a block, post norms to its output. `scalar_head`
+gives a reward model or critic its numbers. The last entries are adapters of matrices (`families/adapters.py`) and
+scales of quantised ones (`families/quantisation.py`).
+"""
 
 Quantisation = Literal["int8", "fp8"]
-"""Numbers of one byte that a frozen matrix is stored as; each of its rows has a scale."""
+"""One-byte number format of a frozen matrix; each row of the matrix has its own scale."""
 
 
 class Units(StrEnum):
-    """Units in which the ranks along an axis of a mesh divide a dim of a tensor."""
+    """Units that ranks divide among themselves when they cut a dim of a tensor."""
 
     VOCABULARY = "vocabulary"
-    """Tokens, padded to equal numbers of rows."""
+    """Token ids; each rank allocates the same number of rows, so the last ranks may have padding."""
     QUERY_HEADS = "query heads"
-    """The dims of query heads."""
+    """`head_dim` elements per query head."""
     HEADS = "heads"
-    """Query heads as such, of which there is one number each."""
+    """One element per query head."""
     KV_HEADS = "key/value heads"
-    """Neighbouring ranks may hold the same ones."""
+    """`head_dim` elements per key/value head. Neighbouring ranks may hold the same heads."""
     FEED_FORWARD = "feed-forward units"
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Cut of a tensor over the ranks along an axis of a mesh."""
+    """How the ranks along one mesh axis divide a tensor."""
 
     units: Units
     dim: int = 0
-    """The dim of the tensor that is cut."""
+    """Index of the dim that is cut."""
     axis: str = "tp"
-    """Name of the axis of the mesh, see `plan.axes`."""
+    """Name of the mesh axis, see `plan.axes`."""
 
 
 class Init(StrEnum):
-    """Initial values."""
-
     NORMAL = "normal"
     """normal(0, init_std)."""
     RESIDUAL = "residual"
@@ -101,25 +102,27 @@ class Init(StrEnum):
     ONES = "ones"
     ZEROS = "zeros"
     ADAPTER = "adapter"
-    """uniform(-1 / sqrt(columns), 1 / sqrt(columns)), as PEFT has it for A."""
+    """uniform(-1 / sqrt(columns), 1 / sqrt(columns)), as PEFT initialises A."""
     MAGNITUDE = "magnitude"
-    """Norms of the rows of the matrix that is adapted."""
+    """Row norms of the adapted matrix."""
     SCALE = "scale"
-    """Scales of the rows of the matrix that is quantised."""
+    """Row scales of the quantised matrix."""
 
 
 class Partial(StrEnum):
-    """Condition under which each TP rank computes only a part of the gradient of a tensor that all of them hold."""
+    """When a TP rank computes only part of the gradient of a tensor that all TP ranks hold, so that parts must be
+    summed."""
 
     NEVER = "never"
     SEQUENCE_PARALLEL = "sequence parallel"
-    """With sequence parallelism: each rank applies the tensor to its own tokens."""
+    """Only with sequence parallelism, because each rank then applies the tensor to its own tokens alone."""
     TENSOR_PARALLEL = "tensor parallel"
-    """Always: each rank applies the tensor to its own heads."""
+    """Always: what the tensor computes goes into the rank's own part of a matrix, of the heads or of the
+    experts."""
 
 
 class Place(StrEnum):
-    """Pipeline stages that hold a tensor outside the layers."""
+    """Pipeline stage of a tensor outside the decoder layers."""
 
     FIRST = "first"
     LAST = "last"
@@ -128,28 +131,27 @@ class Place(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """Rows of a tensor of a file that are a tensor of a model, where these are not the same.
-
-    Row `r` of the model's is row `start + r // block * period + order[r % block]` of the file's.
-    """
+    """Where the rows of a model tensor are in a file tensor, if the two differ. Row `r` of the model tensor is row
+    `start + r // block * period + order[r % block]` of the file tensor."""
 
     name: str
-    """The file's tensor."""
+    """Name of the file tensor."""
     shape: tuple[int, ...]
     start: int = 0
     block: int
-    """Rows that lie together, such as those of a head."""
+    """Number of consecutive rows that stay together, such as the rows of a head."""
     period: int
-    """From one block to the next."""
+    """Distance between the starts of two blocks, in rows of the file tensor."""
     order: tuple[int, ...] | None = None
-    """Where each row of a block is in it; None where they are in order."""
+    """File position of each row within its block; None if the order is the same."""
     transposed: bool = False
-    """Whether these rows are the file's columns."""
+    """Whether the rows of the model tensor are columns of the file tensor."""
     number: int | None = None
-    """Where the file's tensor is a stack of matrices, the number of the one that these rows are in."""
+    """Index of the matrix, if the file tensor is a stack of matrices."""
 
     def rows(self, first: int, last: int) -> list[int]:
-        """List the file's rows (columns, if transposed) of the model's from `first` until before `last`."""
+        """List the file rows (columns, if transposed) of the model rows from `first` up to, not including,
+        `last`."""
         order = range(self.block) if self.order is None else self.order
         return [
             self.start + r // self.block * self.period + order[r % self.block] for r in range(first, last)
@@ -158,56 +160,55 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """A named global tensor, with all that storage, training and planning need to know of it."""
+    """Everything that storage, training and planning need to know about one global tensor."""
 
     name: str
     shape: tuple[int, ...]
     parameter: Parameter
-    """The parameter of the transformer that it is, or is a part of."""
+    """The transformer parameter that this tensor forms, alone or with others."""
     place: int | Place
-    """The number of its decoder layer, or the pipeline stages that hold it."""
+    """Index of the decoder layer; a `Place` outside the layers."""
     expert: int | None = None
-    """The number of the expert that it belongs to; None for what all tokens of a layer pass through."""
+    """Index of the expert; None for tensors that all tokens of a layer pass through."""
     partition: Partition | None = None
-    """How it is cut over tensor-parallel ranks; None where each of them holds all of it."""
+    """How tensor-parallel ranks divide the tensor; None if each of them holds all of it."""
     init: Init = Init.NORMAL
     decay: bool = True
     """Whether weight decay applies."""
     partial_gradient: Partial = Partial.NEVER
     stored: Stored | None = None
-    """Where it is in files; None where a tensor of its name and shape is it."""
+    """Where files hold the tensor; None if a file tensor has the same name and shape."""
     quantised: Quantisation | None = None
-    """What it is stored as, or what the matrix is whose scales it has; None where its elements are numbers of the
-    model's type."""
+    """Byte format of a quantised matrix, also stated on the tensor of its scales; None for numbers of the model's
+    dtype."""
 
     @property
     def file_name(self) -> str:
-        """Name of the tensor in files that it is, or is a part of."""
+        """Name of the file tensor that holds this tensor."""
         return self.name if self.stored is None else self.stored.name
 
     @property
     def file_shape(self) -> tuple[int, ...]:
-        """Shape of that tensor."""
+        """Shape of the file tensor that holds this tensor."""
         return self.shape if self.stored is None else self.stored.shape
 
     @property
     def layer(self) -> int | None:
-        """Number of its decoder layer; None outside the layers."""
+        """Index of the decoder layer; None outside the layers."""
         return None if isinstance(self.place, Place) else self.place
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRows:
-    """Rows of a tensor of a file, or of each matrix of a stack of them."""
+    """Rows of a file tensor, or of each matrix in a stack; see `Stored` for the fields."""
 
     name: str
     rows: int
-    """Of all of it."""
+    """Number of rows of the whole file tensor, or of each matrix in the stack."""
     start: int = 0
     block: int
     period: int
@@ -216,10 +217,8 @@ class StoredRows:
     def describe(
         self, spec: TensorSpec, ending: str = "", *, transposed: bool = False, stack: int | None = None
     ) -> TensorSpec:
-        """Say of a tensor that these rows are it, where that is not what its name and shape say.
-
-        `stack`: number of experts whose matrices the file's tensor has one after the other, None where it has one.
-        """
+        """Record in `spec` that these rows hold it, unless its name and shape already say so. `stack` is the
+        number of experts if the file tensor stacks one matrix per expert; None if it is a single matrix."""
         name = f"{self.name}{ending}"
         if name == spec.name and self.order is None and not transposed:
             return spec

@@ -1,4 +1,4 @@
-"""Layout of a model: the regions that each rank of a placement holds."""
+"""The layout of a model: which regions each rank of a placement holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,17 +16,17 @@ from realrl.plan.placement import Placement
 
 @dataclass(frozen=True)
 class Layout:
-    """A model under a placement; make one with `build_layout`, which checks that the two fit together."""
+    """A model under a placement. `build_layout` makes one and checks that the two fit together."""
 
     shape: ModelShape
     head: Head
     placement: Placement
     subset: tuple[TensorSpec, ...] | None = None
-    """Global tensors of the one parameter set that is laid out; None for the whole model."""
+    """Global tensors of the parameter set that is laid out; None for the whole model."""
     _known: dict[tuple[bool, tuple[int, ...]], tuple[LocalTensor, ...]] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
-    """Tensors that ranks compute with (False) or store (True), by the coordinates on the axes that decide it."""
+    """Tensors that ranks compute with (False) or store (True), by the coordinates on the axes that decide them."""
 
     def tensors(self, rank: int) -> tuple[LocalTensor, ...]:
         """List the tensors that a global rank stores, in storage order; none for a rank outside the mesh."""
@@ -42,7 +42,8 @@ class Layout:
         return self._known[key]
 
     def gathered_tensors(self, rank: int) -> tuple[LocalTensor, ...]:
-        """List the tensors that a global rank computes with: those that it stores, under ZeRO-3 with all rows."""
+        """List the tensors that a global rank computes with. They differ from `tensors` only under ZeRO-3: they
+        have all rows."""
         placement = self.placement
         if rank not in placement.ranks:
             return ()
@@ -57,7 +58,8 @@ class Layout:
         return self._known[key]
 
     def cut(self, spec: TensorSpec, rank: int) -> LocalTensor:
-        """Cut out the part of a global tensor that a rank of one of its stages computes with."""
+        """Cut out the part of a global tensor that a rank computes with; the rank must be on one of the tensor's
+        stages."""
         if spec.partition is None:
             return local_tensor(self.shape, spec, 1, 0)
         axis = spec.partition.axis
@@ -65,14 +67,14 @@ class Layout:
         return local_tensor(self.shape, spec, parts, index)
 
     def cut_stored_rows(self, stack: Sequence[LocalTensor], rank: int) -> Sequence[LocalTensor]:
-        """Cut out the rows of a parameter that a rank stores: all of them, unless ZeRO-3 shards parameters."""
+        """Cut out the rows of a parameter that a rank stores: all rows, unless ZeRO-3 shards parameters."""
         strategy = self.placement.strategy
         if not strategy.shards_parameters:
             return stack
         return cut_rows(stack, strategy.dp, self.placement.item_index(rank))
 
     def list_parts(self, spec: TensorSpec) -> list[LocalTensor]:
-        """List the parts of a global tensor along the axis of its partition."""
+        """List the parts into which ranks divide a global tensor; a single part if it has no partition."""
         if spec.partition is None:
             return [local_tensor(self.shape, spec, 1, 0)]
         parts = self.placement.strategy.degrees[spec.partition.axis]
@@ -85,13 +87,13 @@ class Layout:
 
     @cached_property
     def stacks(self) -> tuple[tuple[TensorSpec, ...], ...]:
-        """Global tensors in storage order, by the parameter of the transformer that they are stacked in."""
+        """Global tensors in storage order, grouped by parameter of the transformer."""
         by_parameter = groupby(self.specs, key=lambda spec: (spec.place, spec.parameter))
         return tuple(tuple(specs) for _, specs in by_parameter)
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """Pipeline stages that hold each global tensor."""
+        """Pipeline stages that hold each tensor of `specs`."""
         last = self.placement.strategy.pp - 1
         of_layer = {
             layer: (stage,)
@@ -106,7 +108,7 @@ class Layout:
 
 
 def group_stacks(tensors: tuple[LocalTensor, ...]) -> list[tuple[LocalTensor, ...]]:
-    """Group tensors in storage order by the parameter of the transformer that they are stacked in."""
+    """Group tensors in storage order by parameter of the transformer."""
     by_parameter = groupby(tensors, key=lambda tensor: (tensor.spec.place, tensor.spec.parameter))
     return [tuple(stack) for _, stack in by_parameter]
 
@@ -114,10 +116,8 @@ def group_stacks(tensors: tuple[LocalTensor, ...]) -> list[tuple[LocalTensor, ..
 def build_layout(
     shape: ModelShape, head: Head, placement: Placement, subset: tuple[TensorSpec, ...] | None = None
 ) -> Layout:
-    """Lay out a model, or a subset of its tensors, under a placement.
-
-    Raises UserError for more pipeline stages than layers and for more tensor ranks than attention heads.
-    """
+    """Lay out a model, or a subset of its tensors, under a placement. Raises UserError for more pipeline stages
+    than layers, or more tensor-parallel ranks than attention heads."""
     stage_layers(shape.layers, placement.strategy.pp)
     query_heads(shape, placement.strategy.tp, 0)
     return Layout(shape, head, placement, subset)

@@ -1,70 +1,73 @@
-"""Sizes of what is computed, sent or kept at a time: the engine works by them, and the planner counts with them."""
+"""How much is computed, sent or kept at a time. The engine works by these sizes, and the planner counts with
+them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 BUCKET_ELEMENTS = 2**24
-"""Gradients or parameters in one collective: 64 MiB of float32, enough for full bandwidth, and few enough that
-several buckets can overlap with computation."""
+"""Elements in one collective: 64 MiB of float32. That is enough for full bandwidth, and small enough that several
+buckets overlap with computation."""
 
 GATHER_STAGES = 4
-"""Groups of buckets that are updated and all-gathered one after the other, each all-gather during the next update.
+"""Groups of buckets that are updated and all-gathered in turn; each all-gather runs during the next update.
 
-An update reads and writes 34 bytes of device memory per parameter of a rank's part; an all-gather brings 2 bytes
-per parameter of all parts, over links that are several times slower. With four groups at most a quarter of the
-shorter one is not hidden, and the host launches four updates, not one per bucket."""
+An update reads and writes 34 bytes of device memory per parameter of a rank's part. An all-gather receives 2 bytes
+per parameter of all parts, over links that are several times slower. With four groups, at most a quarter of the
+shorter one is not hidden, and the host launches four updates rather than one per bucket.
+"""
 
 CPU_LOGITS = 2**20
-"""Logits computed at a time on a CPU: what its caches hold."""
+"""Logits computed at a time on a CPU; this many fit its caches."""
 CPU_KEPT_LOGITS = 2**24
-"""Log-probabilities of a micro-batch that are kept for the backward pass on a CPU, 64 MiB; of more, logits are
-computed again."""
+"""Log-probabilities of a micro-batch that are kept for the backward pass on a CPU: 64 MiB. If there are more,
+logits are computed again."""
 GPU_LOGITS = 2**28
-"""Logits computed at a time on a GPU, at most: 1 GiB of float32. Each time, the gradient of the whole table is read
-and written, which then takes less time than the products."""
+"""Maximum logits computed at a time on a GPU: 1 GiB of float32. Each chunk reads and writes the gradient of the
+whole table; with chunks of this size that takes less time than the matrix products."""
 GPU_LOGIT_ROWS = 128
-"""Rows of logits of a GPU come in multiples of these, which tiles of its products have."""
+"""Logit rows on a GPU come in multiples of 128, the height of the tiles of its matrix products."""
 
 GPU_SCORES = 2**24
-"""Scores of attention computed at a time on a GPU where no kernel takes a layer's rule: 64 MiB of float32."""
+"""Attention scores computed at a time on a GPU if no kernel supports a layer's options: 64 MiB of float32."""
 
 KERNEL_ELEMENTS = 2**13
-"""Elements of one operand that a thread of a CPU takes at a time in an elementwise kernel: they stay in its first
-cache, together with the other operands, and work is divided well among threads."""
+"""Elements of an operand that a CPU thread handles at a time in an elementwise kernel. They stay in its first
+cache with the other operands, and work divides well among threads."""
 
 LANES = 16
-"""Numbers of a vector in compiled kernels of a CPU; weights that they multiply by are packed in as many rows."""
+"""Numbers per vector in compiled CPU kernels; weights that the kernels multiply by are packed in this many rows."""
 
 ADDED_ELEMENTS = 2**20
-"""Elements of a matrix's gradient that are computed at a time where the product cannot add to what is there."""
+"""Elements of a matrix's gradient that are computed at a time if the product cannot add to existing values."""
 
 CPU_WIDENED = 2**18
-"""Numbers of a quantised matrix that are widened at a time on a CPU: what its caches hold."""
+"""Numbers of a quantised matrix that are widened at a time on a CPU; this many fit its caches."""
 
 SENDS_PER_STAGE = 4
-"""Messages that a pipeline stage may have under way, for each stage of the pipeline: the buffers of older ones have
-surely arrived, and are freed."""
+"""Messages that a pipeline stage may have in flight, per stage of the pipeline. Older messages have surely
+arrived, so their buffers are freed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageLimits:
-    """Sizes of the messages of a reallocation, and how many are under way."""
+    """Sizes of the messages of a reallocation, and how many may be in flight."""
 
     message_bytes: int
-    """Maximum bytes of one message, unless a single row has more."""
+    """Maximum bytes of one message; a single longer row may exceed it."""
     alone_bytes: int
-    """Bytes from which a contiguous run gets a message of its own, because it need not be packed."""
+    """A contiguous run of at least this many bytes gets a message of its own, because it need not be packed."""
     posted_messages: int
     """Messages that are posted at a time, as one group of operations."""
     posted_groups: int
-    """Groups that may be under way."""
+    """Groups that may be in flight."""
     staged_messages: int
-    """Packed messages under way above which nothing more is posted."""
+    """Nothing more is posted while more packed messages than this are in flight."""
     one_per_peer: bool
-    """Whether a group has at most one message to, and one from, each peer: the n-th of each."""
+    """Whether a group has at most one message to and one from each peer: the n-th of each."""
 
     @property
     def staging_buffers(self) -> int:
-        """Buffers for packed messages that a rank can have in use at once, and keeps."""
+        """Buffers for packed messages that a rank keeps: the most that can be in use at once."""
         return self.staged_messages + self.posted_messages
 
     @property
@@ -81,7 +84,7 @@ CPU_MESSAGES = MessageLimits(
     staged_messages=4,
     one_per_peer=False,
 )
-"""Messages over gloo: small, so that staging buffers are, and packing goes on while others are under way."""
+"""Messages over gloo. They are small, so that staging buffers are small and packing overlaps with sending."""
 
 GPU_MESSAGES = MessageLimits(
     message_bytes=64 << 20,
@@ -91,30 +94,64 @@ GPU_MESSAGES = MessageLimits(
     staged_messages=0,
     one_per_peer=True,
 )
-"""Messages over NCCL: posting one takes the host tens of microseconds, in which NVLink carries more than 8 MiB.
+"""Messages over NCCL. The host takes tens of microseconds to post one; meanwhile NVLink moves more than 8 MiB.
 
-The groups of a communicator run one after the other, so that more of them under way do not overlap. NCCL's kernels
-go through large groups by the distance of peers; with the n-th message of each peer alone in a group, that is the
-order of messages anyway."""
+Groups of a communicator run one after the other, so that more of them in flight would not overlap. NCCL's kernels
+work through large groups by the distance of peers. A group with only the n-th message of each peer has the order
+of messages anyway.
+"""
 
 
 def bucket_count(elements: int) -> int:
-    """Count the buckets of equal size that a flat buffer is divided into."""
+    """Count the buckets of equal size in a flat buffer."""
     return max(1, round(elements / BUCKET_ELEMENTS))
 
 
 def count_logit_rows(columns: int, *, cpu: bool) -> int:
-    """Count the rows of logits, of so many columns each, that are computed at a time: a chunk."""
+    """Count the rows of logits in a chunk, which is computed at a time; each row has `columns` logits."""
     if cpu:
         return max(1, CPU_LOGITS // columns)
     return max(1, GPU_LOGITS // columns // GPU_LOGIT_ROWS) * GPU_LOGIT_ROWS
 
 
 def count_kept_logit_rows(columns: int, *, cpu: bool) -> int:
-    """Count the rows of a micro-batch up to which logits are kept for the backward pass: on a GPU one chunk."""
+    """Count the rows of the largest micro-batch that keeps its logits for the backward pass; on a GPU one chunk."""
     return CPU_KEPT_LOGITS // columns if cpu else count_logit_rows(columns, cpu=False)
 
 
 def message_limits(*, cpu: bool) -> MessageLimits:
-    """Sizes of the messages of a reallocation between devices of a kind."""
+    """Message limits of a reallocation, by the kind of devices."""
     return CPU_MESSAGES if cpu else GPU_MESSAGES
+
+
+_MULTIPLE = 8
+"""Lengths are rounded up to multiples of 8, so that there are few buckets."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of similar length, padded at the end to `length` each. GPU attention uses buckets if its kernel
+    for packed sequences does not support a layer."""
+
+    sequences: tuple[int, ...]
+    """Indices of the sequences."""
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens, including padding."""
+        return len(self.sequences) * self.length
+
+
+def bucket_lengths(lengths: Sequence[int]) -> tuple[Bucket, ...]:
+    """Group sequences by length, longest first, so that padding stays small."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    groups: list[tuple[int, list[int]]] = []
+    shortest = 0
+    for i in order:
+        if not groups or lengths[i] < shortest:
+            longest = -(-lengths[i] // _MULTIPLE) * _MULTIPLE
+            shortest = min(longest - _MULTIPLE, longest * 3 // 4) + 1
+            groups.append((longest, []))
+        groups[-1][1].append(i)
+    return tuple(Bucket(tuple(sequences), length) for length, sequences in groups)

@@ -1,4 +1,4 @@
-"""Part of a global tensor that one rank stores: a tensor-parallel part, or rows of it."""
+"""The part of a global tensor that one rank stores: a tensor-parallel part, or rows of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +14,8 @@ from realrl.layout.region import Region
 class LocalTensor:
     """A tensor as one rank stores it.
 
-    `shape` is allocated; `region.size`, the part of the global tensor that fills it from the first row on,
-    has as many columns and at most as many rows: fewer only where a vocabulary, or a shard of rows, is padded.
+    `shape` is allocated. `region` is the part of the global tensor that fills it from the first row on, with the
+    same number of columns. It has fewer rows only if a vocabulary or a ZeRO-3 shard is padded.
     """
 
     spec: TensorSpec
@@ -25,7 +25,7 @@ class LocalTensor:
 
     @property
     def stored(self) -> TensorSpec:
-        """Description of the tensor in its allocated shape."""
+        """The tensor's description, with the allocated shape."""
         return replace(self.spec, shape=self.shape)
 
     @property
@@ -34,7 +34,7 @@ class LocalTensor:
         return prod(self.shape)
 
     def take_rows(self, first: int, last: int) -> "LocalTensor":
-        """Take allocated rows `first` until before `last` of it."""
+        """Take the allocated rows from `first` up to, not including, `last`."""
         (top, *columns), (filled, *widths) = self.region.offset, self.region.size
         start, stop = min(first, filled), min(last, filled)
         region = Region(self.region.tensor, (top + start, *columns), (stop - start, *widths))
@@ -42,10 +42,8 @@ class LocalTensor:
 
 
 def local_tensor(shape: ModelShape, spec: TensorSpec, parts: int, index: int) -> LocalTensor:
-    """Compute part `index` of the `parts` of a global tensor along the axis of its partition.
-
-    A tensor without a partition is whole on every rank. Tensors are cut as in Megatron-LM (arXiv 1909.08053).
-    """
+    """Compute part `index` of the `parts` that the axis of a tensor's partition makes; without a partition, all of
+    it. Tensors are cut as in Megatron-LM (arXiv 1909.08053)."""
     offset, size = [0] * len(spec.shape), list(spec.shape)
     stored = list(spec.shape)
     if spec.partition is not None:
@@ -59,17 +57,16 @@ def local_tensor(shape: ModelShape, spec: TensorSpec, parts: int, index: int) ->
 
 
 def count_shard_rows(stack: Sequence[LocalTensor], parts: int) -> int:
-    """Count the rows of a parameter, made of tensors stacked by rows, that each data-parallel rank stores.
-
-    All store as many, so that collectives bring them back to back; the last ranks' are padding in part.
-    """
+    """Count the rows that each data-parallel rank stores of a parameter, whose tensors are stacked by rows. All
+    ranks store the same number, so that collectives put them back to back; the last ranks may have padding."""
     return -(-sum(tensor.shape[0] for tensor in stack) // parts)
 
 
 def cut_rows(stack: Sequence[LocalTensor], parts: int, index: int) -> tuple[LocalTensor, ...]:
-    """Cut out the rows of a parameter, made of tensors stacked by rows, that data-parallel rank `index` stores.
+    """Cut out the rows that data-parallel rank `index` stores of a parameter, whose tensors are stacked by rows.
 
-    It has consecutive rows of the stack, and so of each tensor a box, which may be empty. Padding is at the end.
+    The rows are consecutive in the stack, so that they are a box of each tensor, which may be empty. Padding is at
+    the end.
     """
     height = count_shard_rows(stack, parts)
     found, at = [], 0

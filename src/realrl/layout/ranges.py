@@ -1,4 +1,4 @@
-"""Ranges of heads, rows and layers on a TP rank or a pipeline stage."""
+"""Which heads, rows and layers belong to a TP rank or a pipeline stage."""
 
 from functools import cache
 from itertools import pairwise
@@ -9,37 +9,37 @@ from realrl.families.tensors import Units
 
 
 def query_heads(shape: ModelShape, tp: int, t: int) -> range:
-    """Compute the query heads of TP rank `t` of `tp`: consecutive, their numbers differing by at most one."""
+    """Find the query heads of TP rank `t`. They are consecutive, and counts differ by at most one between ranks."""
     if tp > shape.heads:
         raise UserError(f"tp={tp} is more than the {shape.heads} attention heads of the model")
     return _share(shape.heads, tp, t)
 
 
 def kv_heads(shape: ModelShape, tp: int, t: int) -> range:
-    """Compute the key/value heads that the query heads of TP rank `t` read; neighbouring ranks may share some."""
+    """Find the key/value heads that the query heads of TP rank `t` read; neighbouring ranks may share some."""
     queries = query_heads(shape, tp, t)
     group = shape.heads // shape.kv_heads
     return range(queries.start // group, (queries.stop - 1) // group + 1)
 
 
 def feed_forward(shape: ModelShape, tp: int, t: int) -> range:
-    """Compute the feed-forward units of TP rank `t`; numbers differ by at most one."""
+    """Find the feed-forward units of TP rank `t`; counts differ by at most one between ranks."""
     return _share(shape.intermediate_size, tp, t)
 
 
 def padded_vocabulary(shape: ModelShape, tp: int) -> int:
-    """Compute the rows of the embedding table, and of the head, that every TP rank allocates."""
+    """Count the rows of the embedding table, or of the head, that every TP rank allocates."""
     return -(-shape.vocab_size // tp)
 
 
 def vocabulary(shape: ModelShape, tp: int, t: int) -> range:
-    """Compute the token ids whose rows TP rank `t` holds; the last ranks may hold none."""
+    """Find the token ids whose rows TP rank `t` holds; the last ranks may hold none."""
     rows = padded_vocabulary(shape, tp)
     return range(min(t * rows, shape.vocab_size), min((t + 1) * rows, shape.vocab_size))
 
 
 def find_elements(shape: ModelShape, units: Units, tp: int, t: int) -> range:
-    """Find the elements that rank `t` of `tp` holds along a dim that is divided in these units."""
+    """Find the elements that TP rank `t` holds along a dim that is divided in these units."""
     match units:
         case Units.VOCABULARY:
             return vocabulary(shape, tp, t)
@@ -59,10 +59,8 @@ def _scaled(part: range, width: int) -> range:
 
 @cache
 def stage_layers(layers: int, pp: int) -> tuple[range, ...]:
-    """Divide layers among pipeline stages: consecutive, sizes differ by at most one, larger ones in the middle.
-
-    The first stage also holds the embedding and the last one the head, hence the fewer layers at the ends.
-    """
+    """Divide layers among pipeline stages: consecutive layers, sizes that differ by at most one. Larger stages are
+    in the middle, because the first stage also holds the embedding and the last one the head."""
     if pp > layers:
         raise UserError(f"pp={pp} is more pipeline stages than the model has layers ({layers})")
     size, larger = divmod(layers, pp)

@@ -10,40 +10,38 @@ from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import TensorSpec
 
 BASE, TUNED, QUANTISED = "base", "tuned", "quantised"
-"""Set that every role has, the set of a role that is trained in part: what training updates, and the set of a role
-whose matrices are quantised: these and their scales, as bytes."""
+"""`base`: every role has it. `tuned`: what training updates of a role that is trained in part. `quantised`:
+quantised matrices and their scales, as bytes."""
 
 
 def element_width(parameter_set: str, width: int) -> int:
-    """Find the bytes of an element of a set, in a model whose other sets have elements of `width` bytes."""
+    """Find the bytes of one element of a set, if elements of other sets have `width` bytes."""
     return 1 if parameter_set == QUANTISED else width
 
 
 @dataclass(frozen=True)
 class TrainablePart:
-    """Part of a model that training updates; by default all of it.
-
-    The final norm and a head of its own always belong to it, but for adapters.
-    """
+    """Part of a model that training updates; by default all of it. Unless `adapters` is set, the final norm and an
+    untied head always belong to it."""
 
     last_layers: int | None = None
-    """Decoder layers that are trained, counted from the last one, without the embeddings; None for all layers."""
+    """Number of decoder layers that are trained, counted from the last, without the embeddings; None for all."""
     freeze_embeddings: bool = False
-    """Whether the embedding table is frozen, and with it a head that is tied to it."""
+    """Whether the embedding table is frozen, and with it a tied head."""
     adapters: bool = False
-    """Whether only low-rank adapters are trained, and a scalar head."""
+    """Whether only low-rank adapters and a scalar head are trained."""
     quantised: bool = False
     """Whether matrices are quantised, so that nothing is trained."""
 
     @property
     def sets(self) -> Mapping[str, bool]:
-        """Names of the role's sets in storage order -> whether training updates the set."""
+        """Names of the role's sets, in storage order -> whether training updates the set."""
         if self.quantised:
             return {BASE: True, QUANTISED: False}
         return {BASE: True} if self == WHOLE else {BASE: False, TUNED: True}
 
     def updates(self, tensor: TensorSpec, layers: int) -> bool:
-        """Check whether training updates a tensor of a model with so many decoder layers."""
+        """Check whether training updates a tensor of a model with `layers` decoder layers."""
         if self.quantised:
             return tensor.quantised is None
         if self.adapters:
@@ -58,19 +56,19 @@ WHOLE = TrainablePart()
 
 @dataclass(frozen=True)
 class ParameterSet:
-    """Global tensors of a role, in storage order, that lie in one buffer per layout and move together.
+    """Global tensors of a role, in storage order, that share one buffer per layout and move together.
 
-    A decoder layer's tensors are all in it or none of them is; adapters are in a set of their own, and so are
-    quantised matrices.
+    A set has all tensors of a decoder layer or none. Adapters and quantised matrices are exceptions: they have
+    sets of their own.
     """
 
     tensors: tuple[TensorSpec, ...]
     trainable: bool
-    """Whether training updates them: only then have they gradients and optimizer state."""
+    """Whether training updates them, so that they have gradients and optimizer state."""
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Decoder layers of which it has tensors, ascending."""
+        """Decoder layers with tensors in this set, ascending."""
         return tuple(sorted({tensor.layer for tensor in self.tensors if tensor.layer is not None}))
 
 
@@ -78,10 +76,8 @@ class ParameterSet:
 def build_parameter_sets(
     shape: ModelShape, head: Head, part: TrainablePart = WHOLE, *, trained: bool
 ) -> Mapping[str, ParameterSet]:
-    """Divide a role's tensors into its sets, by name, in storage order.
-
-    A role that is not `trained` itself is divided as `part` says, too: it may follow one that is.
-    """
+    """Divide a role's tensors into its sets, by name, in storage order. `part` applies even to a role that is not
+    `trained`, because it may follow a role that is trained in part."""
     assert part.quantised == (shape.quantised is not None), (
         "a quantised model has a set for what is quantised"
     )

@@ -1,4 +1,4 @@
-"""Part of a model that one rank computes with, in terms of heads, rows and layers."""
+"""The part of a model that one rank computes with, in terms of heads, rows and layers."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,12 +22,11 @@ class Shard:
 
     @classmethod
     def of(cls, shape: ModelShape, head: Head, placement: Placement, rank: int) -> "Shard":
-        """Make the shard of a global rank of the placement."""
         s = placement.strategy
         return cls(shape, head, s.tp, placement.index(rank, "tp"), s.pp, placement.stage(rank))
 
     def holds(self, spec: TensorSpec) -> bool:
-        """Check whether this stage holds any of a tensor."""
+        """Check whether this stage holds a tensor or a part of it."""
         match spec.place:
             case Place.FIRST:
                 return self.first
@@ -50,17 +49,15 @@ class Shard:
 
     @cached_property
     def layers(self) -> range:
-        """Decoder layers of this stage."""
         return stage_layers(self.shape.layers, self.pp)[self.pp_index]
 
     @cached_property
     def queries(self) -> range:
-        """Query heads of this TP rank."""
         return query_heads(self.shape, self.tp, self.tp_index)
 
     @cached_property
     def keys(self) -> range:
-        """Key/value heads of this TP rank; neighbours may hold the same ones."""
+        """Key/value heads of this TP rank; neighbours may hold some of them too."""
         return kv_heads(self.shape, self.tp, self.tp_index)
 
     @cached_property
@@ -70,19 +67,20 @@ class Shard:
 
     @cached_property
     def key_holders(self) -> tuple[int, ...]:
-        """Number of TP ranks that hold each key/value head of this one."""
+        """Number of TP ranks that hold each key/value head of this rank."""
         ranges = [kv_heads(self.shape, self.tp, t) for t in range(self.tp)]
         return tuple(sum(head in keys for keys in ranges) for head in self.keys)
 
     @property
     def shares_keys(self) -> bool:
-        """Whether some key/value head lies on more than one TP rank."""
+        """Whether more than one TP rank holds some key/value head."""
         ranges = [kv_heads(self.shape, self.tp, t) for t in range(self.tp)]
         return sum(map(len, ranges)) > self.shape.kv_heads
 
     @cached_property
     def uneven_groups(self) -> tuple[int, ...] | None:
-        """Local key/value head of each local query head where the groups are unequal; None where they are equal."""
+        """Local key/value head that each local query head reads, if the groups are uneven; None if they are
+        even."""
         group = self.shape.heads // self.shape.kv_heads
         reads = tuple(head // group - self.keys.start for head in self.queries)
         per_key, rest = divmod(len(reads), len(self.keys))

@@ -1,4 +1,4 @@
-"""Low-rank adapters of matrices: what they add to products, and the norms of rows that DoRA divides by."""
+"""Low-rank adapters (LoRA, DoRA): the part that they add to a product, and the row norms that DoRA divides by."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,34 +19,33 @@ from realrl.families.adapters import (
 )
 from realrl.families.tensors import Parameter, TensorSpec
 from realrl.model.arithmetic.autograd import apply_function
-from realrl.model.arithmetic.matrices import Multiply
-from realrl.model.arithmetic.ops import Products, find_gradient
-from realrl.model.parallel.group import Group
+from realrl.model.arithmetic.ops import Multiply, Products, find_gradient
+from realrl.model.group import Group
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """Adapter of a matrix as one rank holds it: of all of its rows or of some blocks, each with an A of its own."""
+    """Adapter of a matrix as one rank holds it: of all rows, or of some blocks of rows with an A each."""
 
     weight: Tensor
     """The frozen matrix. [M, K]"""
     a: Tensor
-    """A of each block, one after the other. [blocks * rank, K]"""
+    """A of each block, stacked. [blocks * rank, K]"""
     b: Tensor
-    """B of each block, one after the other. [rows of all blocks, rank]"""
+    """B of each block, stacked. [rows of all blocks, rank]"""
     blocks: Sequence[range]
-    """Rows of the matrix."""
+    """The adapted rows of the matrix, block by block."""
     scale: float
     products: Products
     magnitude: Tensor | None = None
-    """Norms that the rows of all blocks shall have, with DoRA. [rows of all blocks]"""
+    """DoRA only: the norm that each adapted row is scaled to. [rows of all blocks]"""
     column_group: Group | None = None
-    """TP ranks that hold the other columns of the matrix; None where this one has whole rows."""
+    """TP ranks that hold the other columns of the matrix; None if this rank has whole rows."""
     factors: Tensor | None = None
-    """What `compute_factors` gave, as long as nothing changes."""
+    """A result of `compute_factors` that is reused while parameters do not change (see `fix`)."""
 
     def multiply(self, x: Tensor, bias: Tensor | None, multiply: Multiply) -> Tensor:
-        """Multiply by the adapted matrix, and add a bias. x: [N, K] -> [N, M]"""
+        """Multiply by the adapted matrix and add a bias. x: [N, K] -> [N, M]"""
         if self.magnitude is None:
             return self._add(x, multiply(x, self.weight, bias))
         factors = self.compute_factors() if self.factors is None else self.factors
@@ -54,11 +53,11 @@ class Adapter:
         return out if bias is None else out + bias
 
     def fix(self) -> "Adapter":
-        """Make an adapter that is valid, and faster, until parameters change."""
+        """Return an adapter with DoRA's factors computed once; it is valid until parameters change."""
         return self if self.magnitude is None else replace(self, factors=self.compute_factors().detach())
 
     def compute_factors(self) -> Tensor:
-        """Compute what DoRA multiplies each row of the adapted matrix by. -> [M]
+        """Compute DoRA's factor for each row of the matrix; rows without an adapter get 1. -> [M]
 
         The norms are constants in the gradient (arXiv 2402.09353, section 4.3).
         """
@@ -74,7 +73,7 @@ class Adapter:
     def compute_norms(self) -> Tensor:
         """Compute the norms of the adapted rows of weight + scale * B A. -> [rows of all blocks] float32
 
-        Without that matrix: |w + s b A|^2 = |w|^2 + 2 s (w A^T) b + s^2 b (A A^T) b, for its rows w and b.
+        The sum is never formed. For rows w and b, |w + s b A|² = |w|² + 2 s (w Aᵀ) b + s² b (A Aᵀ) b.
         """
         squares = []
         for number, (block, b) in enumerate(zip(self.blocks, self._split_b(), strict=True)):
@@ -96,12 +95,12 @@ class Adapter:
         return torch.cat(rows).to(self.weight.device)
 
     def _add(self, x: Tensor, out: Tensor) -> Tensor:
-        """Add what the adapter gives to a product. x: [N, K], out: [N, M], which becomes the result"""
+        """Add the low-rank part to a product, in place. x: [N, K], out: [N, M] -> out"""
         return apply_function(_AddLowRank, x, out, self.a, self.b, self)
 
 
 class _AddLowRank(Function):
-    """Sum of a product and scale * x A^T B^T, block by block."""
+    """Add scale * x Aᵀ Bᵀ to a product, block by block."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, out: Tensor, a: Tensor, b: Tensor, adapter: Adapter) -> Tensor:
@@ -139,7 +138,7 @@ class _AddLowRank(Function):
 
 
 def adapt(multiply: Multiply, adapters: Mapping[int, Adapter]) -> Multiply:
-    """Make a function that multiplies by adapted matrices; `adapters` are by the `id` of their matrices."""
+    """Make a function that multiplies by adapted matrices. `adapters` are keyed by the `id` of their matrix."""
     if not adapters:
         return multiply
 
@@ -159,9 +158,10 @@ def make_adapters(
     products: Products,
     tensor_group: Group,
 ) -> dict[int, Adapter]:
-    """Give a layer its adapters, whose parameters are those of the layer, too; by the `id` of their matrices.
+    """Register the adapters' parameters in a layer, and return its adapters, keyed by the `id` of their matrix.
 
-    `tensors`: those that each matrix consists of, of which `weights` gives the rank's rows by name.
+    `tensors` lists the tensors that each matrix is stacked from; `weights(name)` returns this rank's rows of one;
+    `parameter` returns an adapter's tensor, or None if this rank has none.
     """
     found = {}
     for matrix, parts in tensors.items():

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ _LOG2_E = 1.4426950408889634
 
 
 class _Pad(Function):
-    """Packed heads to one query, key and value tensor per bucket. [T, C] -> 3 tensors [rows, D] per bucket"""
+    """Copy packed heads to one query, key and value tensor per bucket. [T, C] -> 3 tensors [rows, D] per bucket"""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, padded: PaddedHeads) -> tuple[Tensor, ...]:
@@ -41,7 +41,7 @@ class _Pad(Function):
 
 
 class _Unpad(Function):
-    """Attention's output per bucket back to packed tokens. [rows, D] per bucket -> [T, heads * D]"""
+    """Copy attention's output per bucket back to packed tokens. [rows, D] per bucket -> [T, heads * D]"""
 
     @staticmethod
     def forward(ctx: Any, padded: PaddedHeads, *outputs: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class _Unpad(Function):
 
 
 def _attend_padded(qkv: Tensor, padded: PaddedHeads, rule: AttentionRule) -> Tensor:
-    """Compute causal attention by a rule. [T, (heads + 2 kv_heads) * D] -> [T, heads * D]"""
+    """Compute causal attention by a rule on padded sequences. [T, (heads + 2 kv_heads) * D] -> [T, heads * D]"""
     parts = iter(_Pad.apply(qkv, padded))
     outputs = []
     group = padded.heads // padded.kv_heads
@@ -82,26 +82,29 @@ def _attend_padded(qkv: Tensor, padded: PaddedHeads, rule: AttentionRule) -> Ten
     return _Unpad.apply(padded, *outputs)
 
 
+@dataclass(frozen=True, eq=False)
+class _Attention:
+    """What attention depends on apart from its tensors."""
+
+    packing: Packing
+    heads: int
+    kv_heads: int
+    rule: AttentionRule
+
+
 class _SequenceAttention(Function):
-    """Attention on a CPU, which saves its output and a number for each query."""
+    """Attention on a CPU. Saves its output and one number per query (the log-sum of the softmax)."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: Tensor,
-        sinks: Tensor | None,
-        packing: Packing,
-        heads: int,
-        kv_heads: int,
-        rule: AttentionRule,
-    ) -> Tensor:
+    def forward(ctx: Any, qkv: Tensor, sinks: Tensor | None, of: _Attention) -> Tensor:
+        heads, kv_heads, packing = of.heads, of.kv_heads, of.packing
         ctx.sizes = heads, kv_heads, qkv.shape[1] // (heads + 2 * kv_heads), packing.max_length
         ctx.starts = packing.starts
-        ctx.bounds = rule.bounds
+        ctx.bounds = of.rule.bounds
         wide = qkv.float()
         out, sums = torch.empty(len(qkv), heads * ctx.sizes[2]), torch.empty(len(qkv), heads)
         pieces = len(packing.lengths) * kv_heads
-        attend_forward(pieces, wide, ctx.starts, *ctx.sizes, *rule.for_kernel(heads), out, sums, claim=1)
+        attend_forward(pieces, wide, ctx.starts, *ctx.sizes, *of.rule.for_kernel(heads), out, sums, claim=1)
         out = out.to(qkv.dtype)
         ctx.save_for_backward(qkv, out, sums, sinks)
         return out
@@ -115,18 +118,19 @@ class _SequenceAttention(Function):
         attend_backward(pieces, qkv, ctx.starts, *ctx.sizes, *ctx.bounds, out, sums, wide, grad_qkv, claim=1)
         grad_sinks = None
         if sinks is not None and ctx.needs_input_grad[1]:
-            # Their weight takes from the others what it is times what these add up to.
+            # d loss / d sink = -sum over tokens of softmax(sink) * (out · grad_out)
             weights = torch.exp2(sinks.float() * _LOG2_E - sums)
             sizes = (len(out), ctx.sizes[0], ctx.sizes[2])
             grad_sinks = -(weights * (out * wide).view(sizes).sum(2)).sum(0)
-        return grad_qkv.to(grad.dtype), grad_sinks, None, None, None, None
+        return grad_qkv.to(grad.dtype), grad_sinks, None
 
 
 @cache
 def load_packed_attention() -> tuple[Callable[..., Tensor], dict[str, Any]]:
-    """Import torch's flash kernel for packed sequences; the function, and options it needs for grouped heads.
+    """Import torch's flash kernel for packed sequences. Returns the function, and the options it needs for grouped
+    heads.
 
-    Importing it takes two seconds, as long as torch itself: not where a rank on a CPU would wait for it.
+    The import takes two seconds, as long as torch itself, so ranks on a CPU must not pay for it.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -136,53 +140,43 @@ def load_packed_attention() -> tuple[Callable[..., Tensor], dict[str, Any]]:
 
 
 def _has_varlen_kernel(qkv: Tensor, dim: int) -> bool:
-    """Check whether the flash kernel for packed sequences takes these heads: half precision, a multiple of 8 dims.
+    """Check whether the flash kernel for packed sequences supports these heads; other inputs are padded.
 
-    It needs compute capability 8.0 (Ampere); what it does not take is padded.
+    It needs half precision, a multiple of 8 dims up to 256, and compute capability 8.0 (Ampere).
     """
     if qkv.dtype == torch.float32 or dim % 8 or dim > 256:
         return False
     return has_flash_attention(qkv.device)
 
 
-def _attend_exactly(qkv: Tensor, packing: Packing, heads: int, kv_heads: int, rule: AttentionRule) -> Tensor:
-    """Compute `varlen_attention` without gradient, each row as a decode step would, from keys in blocks.
+def _attend_exactly(qkv: Tensor, of: _Attention) -> Tensor:
+    """Compute `varlen_attention` without gradient, each row as a decode step would compute it, from keys in blocks.
 
     qkv: [T, (heads + 2 kv_heads) * D] -> [T, heads * D]
     """
-    heads_of_rows = qkv.view(len(qkv), heads + 2 * kv_heads, -1)
-    k, v = heads_of_rows[:, heads : heads + kv_heads], heads_of_rows[:, heads + kv_heads :]
-    blocked = packing.arrange_blocks(count_run_rows(heads, kv_heads))
+    _, k, v = split_heads(qkv, of.heads, of.kv_heads)
+    blocked = of.packing.arrange_blocks(count_run_rows(of.heads, of.kv_heads))
     cache = PagedCache(
         CacheSize(blocked.count, 1),
         layers=1,
-        kv_heads=kv_heads,
-        head_dim=qkv.shape[1] // (heads + 2 * kv_heads),
+        kv_heads=of.kv_heads,
+        head_dim=k.shape[2],
         dtype=qkv.dtype,
         device=qkv.device,
     )
     with torch.no_grad():
         cache.store(0, k, v, blocked.places)
-        return attend_to_runs(qkv, cache.k[0], cache.v[0], blocked.runs, heads, rule)
+        return attend_to_runs(qkv, cache.k[0], cache.v[0], blocked.runs, of.heads, of.rule)
 
 
 class _ExactAttention(Function):
-    """Attention by the exact kernel, whose gradient is that of the fast one: nothing is said of its last bits."""
+    """Attention by the exact kernel, with the gradient of the fast kernel: only forward passes need to be exact."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: Tensor,
-        sinks: Tensor | None,
-        packing: Packing,
-        heads: int,
-        kv_heads: int,
-        rule: AttentionRule,
-    ) -> Tensor:
+    def forward(ctx: Any, qkv: Tensor, sinks: Tensor | None, of: _Attention) -> Tensor:
         ctx.save_for_backward(qkv, sinks)
-        ctx.arguments = packing, heads, kv_heads
-        ctx.rule = rule
-        return _attend_exactly(qkv, packing, heads, kv_heads, rule)
+        ctx.of = of
+        return _attend_exactly(qkv, of)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -190,12 +184,12 @@ class _ExactAttention(Function):
         inputs = [saved.detach().requires_grad_(True)]
         if sinks is not None:
             inputs.append(sinks.detach().requires_grad_(True))
-        rule = replace(ctx.rule, sinks=inputs[1] if sinks is not None else None)
+        of: _Attention = ctx.of
+        rule = replace(of.rule, sinks=inputs[1] if sinks is not None else None)
         with torch.enable_grad():
-            packing, heads, kv_heads = ctx.arguments
-            out = varlen_attention(inputs[0], packing, heads, kv_heads, rule)
+            out = varlen_attention(inputs[0], of.packing, of.heads, of.kv_heads, rule)
         grads = torch.autograd.grad(out, inputs, grad)
-        return grads[0], grads[1] if sinks is not None else None, None, None, None, None
+        return grads[0], grads[1] if sinks is not None else None, None
 
 
 def varlen_attention(
@@ -207,16 +201,15 @@ def varlen_attention(
     *,
     exact: bool = False,
 ) -> Tensor:
-    """Compute causal attention: each token attends to itself and those before it in its sequence, by a rule.
+    """Compute causal attention by a rule: a token attends to itself and to earlier tokens of its sequence.
 
-    If `exact`, a token's result is that of a decode step, bit for bit.
+    If `exact`, a token's result equals that of a decode step, bit for bit.
 
     qkv: [T, (heads + 2 kv_heads) * D], queries first, then keys, then values -> [T, heads * D]
     """
-    if exact:
-        return apply_function(_ExactAttention, qkv, rule.sinks, packing, heads, kv_heads, rule)
-    if not on_gpu(qkv):
-        return apply_function(_SequenceAttention, qkv, rule.sinks, packing, heads, kv_heads, rule)
+    if exact or not on_gpu(qkv):
+        function = _ExactAttention if exact else _SequenceAttention
+        return apply_function(function, qkv, rule.sinks, _Attention(packing, heads, kv_heads, rule))
     q, k, v = split_heads(qkv, heads, kv_heads)
     if not rule.needs_scores and _has_varlen_kernel(qkv, q.shape[-1]):
         attend, options = load_packed_attention()
@@ -242,14 +235,13 @@ def split_heads(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor,
 
 
 def find_repeated_heads(shard: Shard, device: torch.device) -> Tensor | None:
-    """Find the heads to select so that each query head has a key head and a value head; None where groups are even.
+    """Find the rows of qkv's heads to select so that each query head has its own key and value head.
 
-    -> [3 * query heads] int64
+    Returns None if every key head of the rank serves equally many query heads. -> [3 * query heads] int64
     """
     if shard.uneven_groups is None:
         return None
     heads = len(shard.queries)
-    # Every query head is given the key head and the value head that it reads.
     key_heads = heads + torch.tensor(shard.uneven_groups)
     value_heads = key_heads + len(shard.keys)
     return torch.cat([torch.arange(heads), key_heads, value_heads]).to(device)

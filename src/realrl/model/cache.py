@@ -1,7 +1,7 @@
 """Paged KV cache: keys and values of sequences that are being generated, in blocks of one pool.
 
-A row's sequence lies in two segments of blocks (`layout.kv_blocks`): its prompt's, which rows of the prompt share,
-and its own. Block tables say where; the cache itself does not know which rows there are.
+A row's sequence lies in two segments of blocks (`layout.kv_blocks`): its prompt's, which all rows of the prompt
+share, and its own. Block tables say where. The cache itself does not know its rows.
 """
 
 import torch
@@ -9,17 +9,16 @@ from torch import Tensor
 
 from realrl.layout.kv_blocks import BLOCK_TOKENS, CacheSize
 from realrl.model.attention_rule import CAUSAL, AttentionRule
-from realrl.model.mixture.replay import EXPERT_DTYPE, RecordedRouting
-from realrl.model.mixture.routing import LIKELIEST
 from realrl.model.paged_attention import CachedRows, CachePlaces, attend_to_cache, attend_to_runs
+from realrl.model.routing import EXPERT_DTYPE, LIKELIEST, RecordedRouting
 
 
 class PagedCache:
     """Keys and values of all layers of a stage, in a pool of blocks.
 
-    k, v: [layers, blocks, kv_heads, BLOCK_TOKENS, D]. On a CPU, keys of a block are stored dim by dim, so that
-    scores of its tokens are computed side by side, and values are padded to whole vectors.
-    experts: [layers, blocks, BLOCK_TOKENS, k], those that tokens passed through, if they are recorded.
+    k, v: [layers, blocks, kv_heads, BLOCK_TOKENS, D]. On a CPU the keys of a block are stored dim by dim, so that
+    one vector holds the scores of its tokens, and values are padded to whole vectors. experts: [layers, blocks,
+    BLOCK_TOKENS, k], the experts that tokens passed through, if they are recorded.
     """
 
     def __init__(
@@ -33,7 +32,7 @@ class PagedCache:
         device: torch.device,
         experts: int = 0,
     ) -> None:
-        """`experts`: how many of a token are recorded in each layer; 0 for none."""
+        """`experts` is the number of experts per token to record in each layer; 0 records none."""
         pool = (layers, size.blocks + 1, kv_heads)  # and the scratch block
         if device.type == "cpu":
             width = -(-head_dim // BLOCK_TOKENS) * BLOCK_TOKENS
@@ -49,12 +48,11 @@ class PagedCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
         pools = (self.k, self.v) if self.experts is None else (self.k, self.v, self.experts)
         return sum(pool.untyped_storage().nbytes() for pool in pools)
 
     def record(self, places: CachePlaces) -> RecordedRouting:
-        """Make the routing of tokens that records their experts at their places."""
+        """Make a routing that records the experts of tokens at their places."""
         assert self.experts is not None, "the cache has no room for experts"
         return RecordedRouting(self.experts, (places.blocks, places.offsets), places.source, LIKELIEST)
 
@@ -75,7 +73,9 @@ class PagedCache:
         *,
         exact: bool = False,
     ) -> Tensor:
-        """Store each row's newest token and attend from it to all of its row; if `exact`, as training does.
+        """Store the newest token of each row, and attend from it to its whole row.
+
+        With `exact`, the result equals that of training, bit for bit.
 
         qkv: [B, (heads + 2 kv_heads) * D], rotated -> [B, heads * D]
         """

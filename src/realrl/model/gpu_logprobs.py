@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens on a GPU, in chunks of which only sums are kept."""
+"""Log-probabilities of tokens on a GPU: logits are computed in chunks, and only their sums are kept."""
 
 from typing import Any
 
@@ -6,44 +6,35 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from realrl.model.arithmetic.ops import PLAIN, Products, find_gradient
+from realrl.model.arithmetic.ops import PLAIN, find_gradient
 from realrl.model.gpu.logits import bound_logits, compute_logit_sums, compute_softmax_gradient
-from realrl.model.parallel.group import Group
+from realrl.model.group import Group
+from realrl.model.logprobs import LogprobOptions
 
 
 class TokenLogprobs(Function):
-    """Log-probabilities at the targets, and entropies; arguments as those of `logprobs.compute_token_logprobs`.
+    """Log-probabilities at the targets, and entropies; arguments as for `logprobs.compute_token_logprobs`.
 
-    The backward pass computes the logits once more: a fourth product beside the three that cannot be spared
-    (logits, gradient of the hidden states, gradient of the table). By what the gradient of each token's logits is
-    weighted, only the loss tells, after all of them; logits that waited for it would be [N, V].
+    The backward pass computes the logits again: a fourth product beside the three that nobody can avoid (logits,
+    gradient of the hidden states, gradient of the table). The gradient of a token's logits depends on the loss,
+    which is known only after the forward pass, and keeping the logits until then would take [N, V].
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        table: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        with_entropy: bool,
-        group: Group,
-        rows: int,
-        products: Products,
-        size: int,
-        cap: float | None,
+        ctx: Any, hidden: Tensor, table: Tensor, bias: Tensor | None, targets: Tensor, options: LogprobOptions
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute both; `size` rows of logits at a time."""
-        scale = 1 / temperature
+        """Compute log-probabilities and entropies, `options.size` rows of logits at a time."""
+        rows, size, group = options.rows, options.size, options.group
+        scale = 1 / options.temperature
         chosen = hidden.new_empty(targets.shape, dtype=torch.float32)
         log_sums = chosen.new_empty(len(hidden))
-        means = chosen.new_empty(len(hidden)) if with_entropy else None
+        means = chosen.new_empty(len(hidden)) if options.entropy else None
         logits: Tensor | None = None
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
             logits = None  # frees the previous chunk first, so that there is one at a time
-            logits = _compute_logits(hidden[part], table, bias, rows, products, cap)
+            logits = _compute_logits(hidden[part], table, bias, options)
             compute_logit_sums(logits, scale, log_sums[part], None if means is None else means[part])
             torch.mul(_select(logits, targets[part], rows), scale, out=chosen[part])
         log_sums, means = _merge_ranks(log_sums, means, group)
@@ -52,53 +43,45 @@ class TokenLogprobs(Function):
         entropy = None if means is None else log_sums - means
         if entropy is not None:
             ctx.mark_non_differentiable(entropy)
-        ctx.scale, ctx.rows, ctx.products, ctx.size = scale, rows, products, size
-        ctx.cap = cap
-        # A single chunk is saved; several are recomputed, which costs less than the memory.
+        ctx.options = options
+        # A single chunk is saved. Several are recomputed, which costs less than their memory.
         ctx.save_for_backward(hidden, table, bias, targets, log_sums, logits if len(hidden) <= size else None)
         return chosen, entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of hidden states and bias, and add the table's to `table.grad`."""
+        """Compute the gradients of hidden states and bias, and add the gradient of the table to `table.grad`."""
         hidden, table, bias, targets, log_sums, saved = ctx.saved_tensors
+        options: LogprobOptions = ctx.options
+        rows, size, scale = options.rows, options.size, 1 / options.temperature
         grad_hidden = torch.empty_like(hidden)
-        grad_table = find_gradient(table)[: ctx.rows] if ctx.needs_input_grad[1] else None
+        grad_table = find_gradient(table)[:rows] if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        scaled = grad * ctx.scale
-        for start in range(0, len(hidden), ctx.size):
-            part = slice(start, start + ctx.size)
+        scaled = grad * scale
+        for start in range(0, len(hidden), size):
+            part = slice(start, start + size)
             logits = saved
             if logits is None:
-                logits = _compute_logits(hidden[part], table, bias, ctx.rows, ctx.products, ctx.cap)
+                logits = _compute_logits(hidden[part], table, bias, options)
             gradient = _differentiate(
-                logits,
-                log_sums[part],
-                targets[part],
-                scaled[part],
-                ctx.scale,
-                ctx.cap,
-                ctx.rows,
-                hidden.dtype,
+                logits, log_sums[part], targets[part], scaled[part], options, hidden.dtype
             )
             del logits
             if grad_bias is not None:
-                grad_bias[: ctx.rows] += gradient.sum(0, dtype=torch.float32)
-            grad_hidden[part] = PLAIN.matmul_nt(gradient, table[: ctx.rows].T)
+                grad_bias[:rows] += gradient.sum(0, dtype=torch.float32)
+            grad_hidden[part] = PLAIN.matmul_nt(gradient, table[:rows].T)
             if grad_table is not None:
                 PLAIN.add_weight_gradient(gradient, hidden[part], grad_table)
             del gradient  # freed before the next chunk's is allocated
-        return grad_hidden, None, grad_bias, *([None] * 8)
+        return grad_hidden, None, grad_bias, *([None] * 2)
 
 
-def _compute_logits(
-    hidden: Tensor, table: Tensor, bias: Tensor | None, rows: int, products: Products, cap: float | None
-) -> Tensor:
-    logits = products.matmul_nt_float32(hidden, table[:rows])
+def _compute_logits(hidden: Tensor, table: Tensor, bias: Tensor | None, options: LogprobOptions) -> Tensor:
+    logits = options.products.matmul_nt_float32(hidden, table[: options.rows])
     if bias is not None:
-        logits.add_(bias[:rows])
-    if cap is not None:
-        bound_logits(logits, cap)
+        logits.add_(bias[: options.rows])
+    if options.cap is not None:
+        bound_logits(logits, options.cap)
     return logits
 
 
@@ -111,7 +94,7 @@ def compute_logprobs_on_gpu(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _select(values: Tensor, targets: Tensor, rows: int) -> Tensor:
-    """Select values at the targets, 0 where another rank has the target. [n, rows], [n, m] -> [n, m]"""
+    """Select values at the targets, 0 if another rank has the target. [n, rows], [n, m] -> [n, m]"""
     if not rows:
         return values.new_zeros(targets.shape)
     is_local = (targets >= 0) & (targets < rows)
@@ -119,7 +102,7 @@ def _select(values: Tensor, targets: Tensor, rows: int) -> Tensor:
 
 
 def _merge_ranks(log_sums: Tensor, means: Tensor | None, group: Group) -> tuple[Tensor, Tensor | None]:
-    """Merge sums over this rank's columns into those over all ranks' columns. [N] each"""
+    """Merge log-sums and means over this rank's columns into those over all ranks' columns. [N] each"""
     if group.size == 1:
         return log_sums, means
     highest = group.max(log_sums.clone())
@@ -134,15 +117,14 @@ def _differentiate(
     log_sums: Tensor,
     targets: Tensor,
     factors: Tensor,
-    scale: float,
-    cap: float | None,
-    rows: int,
+    options: LogprobOptions,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute the gradient of a chunk of logits, before they were bounded by `cap`, in the type of products.
+    """Compute the gradient of a chunk of logits as they were before `cap` bounded them, in type `dtype`.
 
     factors: gradients of the log-probabilities [n, m] -> [n, rows]
     """
+    rows, scale, cap = options.rows, 1 / options.temperature, options.cap
     total = factors.sum(1)
     is_local = (targets >= 0) & (targets < rows)
     index = targets.clamp(0, max(0, rows - 1))
@@ -152,7 +134,8 @@ def _differentiate(
         slope = 1 - (logits.gather(1, index) / cap).square()
         at_targets = at_targets * slope
     if targets.shape[1] > 1 or not rows:
-        # Targets may recur in a row, and are added in float32: beside a likely one, what is left is small.
+        # A target may occur twice in a row, so contributions are added in float32, before the cast to
+        # `dtype`: the remaining gradient is small if the target is likely.
         compute_softmax_gradient(logits, log_sums, total, scale, bound, logits)
         if rows:
             logits.scatter_add_(1, index, at_targets)

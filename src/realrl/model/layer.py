@@ -1,6 +1,7 @@
 """A layer of the decoder: attention and feed-forward blocks, with their norms."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,26 +10,76 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from realrl.families.registry import find_layer_options
-from realrl.families.shape import ModelShape
+from realrl.families.shape import Activation, Mixture, ModelShape
 from realrl.families.tensors import Parameter
 from realrl.layout.shard import Shard
 from realrl.model.arithmetic.autograd import apply_function
 from realrl.model.arithmetic.elementwise import activate, add_one, add_rms_norm, rms_norm
-from realrl.model.arithmetic.matrices import Matrices
+from realrl.model.arithmetic.grouped import Groups, gather_weighed, sum_copies
 from realrl.model.attention import split_heads
 from realrl.model.attention_rule import AttentionRule
-from realrl.model.mixture.experts import ExpertBlock
-from realrl.model.mixture.routing import Routing
-from realrl.model.parallel.group import Group
-from realrl.model.parallel.tensor_parallel import TensorParallel
+from realrl.model.group import Group
+from realrl.model.matrices import Matrices
 from realrl.model.rotary import apply_rotary_emb
+from realrl.model.routing import Routing
+from realrl.model.tensor_parallel import TensorParallel
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertBlock:
+    """A layer's experts and their router. A tensor-parallel rank holds a part of the units of each expert."""
+
+    router: Tensor
+    """[E, H]"""
+    gate_up: Tensor
+    """Gate and up matrices of the experts, stacked. [E * 2 * units, H]"""
+    down: Tensor
+    """[E * H, units]"""
+    mixture: Mixture
+    activation: Activation
+    layer: int
+    """Number of the layer in its stage."""
+
+    def run(self, x: Tensor, matrices: Matrices, routing: Routing) -> Tensor:
+        """Compute the weighted sum of each token's experts, over this rank's units. x: [T, H] -> [T, H]"""
+        mixture = self.mixture
+        scores = self._score(matrices.multiply(x, self.router, None))
+        scores, experts = routing.route(self.layer, scores, mixture.per_token)
+        weights = scores.gather(1, experts)
+        if mixture.normalised:
+            weights = weights / weights.sum(1, keepdim=True)
+        groups = Groups.of(experts, mixture.experts)
+        weights = weights.flatten().index_select(0, groups.order)
+        if mixture.weighed == "inputs":
+            rows = gather_weighed(x, weights, groups)
+            gate_up = matrices.multiply_groups(rows, self.gate_up, groups)
+            del rows
+        else:
+            gate_up = matrices.multiply_groups(x, self.gate_up, groups, of_tokens=True)
+        inner = activate(gate_up, self.activation, gated=True)
+        del gate_up
+        if mixture.weighed == "outputs":
+            # Weighted before the last product: its output has more columns than most experts have units.
+            inner = inner * weights.to(inner.dtype)[:, None]
+        rows = matrices.multiply_groups(inner, self.down, groups)
+        del inner
+        return sum_copies(rows, groups)
+
+    def _score(self, logits: Tensor) -> Tensor:
+        """Score the experts of tokens. [T, E] -> [T, E] float32"""
+        if self.mixture.scores == "softmax":
+            return logits.float().softmax(1)
+        # torch vectorises most of a row and computes the rest one by one, and the two differ in the last bits
+        # of float64. Rounding to float32 hides that, so a row does not depend on its place.
+        return logits.double().sigmoid().float()
+
 
 RotaryTables = tuple[Tensor, Tensor] | None
-"""Cosines and sines of a layer's rotation, [T, D / 2] each; None where heads are not rotated."""
+"""Cosines and sines of a layer's rotation, [T, D / 2] each; None if the layer's heads are not rotated."""
 
 
 class Norm:
-    """Norm of a model's layers."""
+    """Norm of a model's layers: RMSNorm or LayerNorm."""
 
     def __init__(self, shape: ModelShape) -> None:
         options = find_layer_options(shape)
@@ -42,7 +93,7 @@ class Norm:
         return F.layer_norm(x, weight.shape, weight, bias, self._eps)
 
     def normalize_plainly(self, x: Tensor, ones: Tensor) -> Tensor:
-        """Divide rows by the roots of their mean squares, whatever norms multiply by. x: [..., H], ones: [H]"""
+        """Divide rows by their root mean square, without the family's weight. x: [..., H], ones: [H]"""
         return rms_norm(x, ones, self._eps)
 
     def add(self, x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -55,16 +106,17 @@ class Norm:
     def normalize_together(
         self, heads: Tensor, weight: Tensor, shares: Tensor, total: int, group: Group
     ) -> Tensor:
-        """Normalize rows of heads, those of other tensor-parallel ranks included. heads: [T, n, D] -> [T, n * D]
+        """Normalize all heads of a token as one row, across the tensor-parallel ranks. heads: [T, n, D] -> [T, n *
+        D]
 
-        weight: [n * D]; shares: [n], 1 over the number of ranks that hold a head; total: numbers in a whole row.
+        weight: [n * D]; shares: [n], 1 over the number of ranks that hold a head; total: elements of a whole row.
         """
         weight = add_one(weight) if self._offset else weight
         return apply_function(_NormalizeTogether, heads, weight, shares, total, self._eps, group)
 
 
 class _NormalizeTogether(Function):
-    """RMS norm of rows whose heads are divided among ranks, some of them held by several."""
+    """RMS norm of rows whose heads are divided among ranks; several ranks may hold the same head."""
 
     @staticmethod
     def forward(
@@ -82,7 +134,8 @@ class _NormalizeTogether(Function):
         heads, weight, shares, scale = ctx.saved_tensors
         unit = heads.float().flatten(1) * scale
         upstream = grad.float() * weight.float()
-        # Of a head that several ranks hold, each has a part of the gradient; together they subtract its mean once.
+        # Ranks that hold the same head each have a part of its gradient. Together they must subtract its mean
+        # once, so each subtracts its share.
         mean = ctx.group.sum((upstream * unit).sum(1, keepdim=True)) / ctx.total
         each = shares.repeat_interleave(heads.shape[2])
         grad_heads = ((upstream - unit * mean * each) * scale).to(heads.dtype).view(heads.shape)
@@ -90,12 +143,13 @@ class _NormalizeTogether(Function):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward blocks, each added to the residual stream, with norms before or after."""
+    """Attention and feed-forward blocks, each added to the residual stream, with norms before or after them."""
 
     def __init__(
         self, shard: Shard, number: int, parameter: Callable[[Parameter], nn.Parameter | None]
     ) -> None:
-        """Make the layer of a number; `parameter` gives its parameters, None for those that the family has not."""
+        """`number` counts the whole model's layers. `parameter` returns None for parameters that the family
+        lacks."""
         super().__init__()
 
         def require(name: Parameter) -> nn.Parameter:
@@ -110,7 +164,7 @@ class Layer(nn.Module):
         self._cap = options.attention_cap
         self._norm = Norm(shard.shape)
         self._activation, self._gated = options.activation, options.gated
-        self._parallel, self._scale = options.parallel_blocks, options.residual_scale
+        self._parallel, self._residual_scale = options.parallel_blocks, options.residual_scale
         self._norms_all = options.qk_norm == "all"
         self._widths = shard.shape.heads * shard.shape.head_dim, shard.shape.kv_heads * shard.shape.head_dim
         self.attention_norm = parameter("attention_norm")
@@ -121,7 +175,7 @@ class Layer(nn.Module):
         self.k_norm = parameter("k_norm")
         self.sinks = parameter("sinks")
         self._ones: Tensor | None = None
-        """Weights of norms without any, of heads that are rotated."""
+        """Weight of the norm of rotated heads, which has no parameter."""
         if options.qk_norm == "rotated" and number not in shard.shape.unrotated_layers:
             self._ones = torch.ones(shard.shape.head_dim, device=self.qkv.device)
         if self._norms_all:
@@ -157,18 +211,17 @@ class Layer(nn.Module):
 
     @property
     def rule(self) -> AttentionRule:
-        """Rule of the layer's attention."""
         return AttentionRule(self._window, self._cap, self.sinks)
 
     @property
     def matrices(self) -> tuple[Tensor, ...]:
-        """Weights that all rows are multiplied by."""
+        """Weights that every row is multiplied by."""
         own = self.qkv, self.out, self.gate_up, self.down
         return tuple(weight for weight in own if weight is not None)
 
     @property
     def stacks(self) -> tuple[Tensor, ...]:
-        """Weights of experts, each stacked by rows."""
+        """Weights of experts, each a stack of matrices by rows."""
         return () if self._experts is None else (self._experts.gate_up, self._experts.down)
 
     def forward(
@@ -180,11 +233,8 @@ class Layer(nn.Module):
         matrices: Matrices,
         routing: Routing,
     ) -> Tensor:
-        """Apply the layer. x: [T, H] -> [T, H]
-
-        With sequence parallelism a rank holds a part of the rows of x.
-        """
-        # Each intermediate result is freed once the next is computed.
+        """Apply the layer. x: [T, H] -> [T, H]; with sequence parallelism, each rank has some of the rows."""
+        # `del` frees each intermediate result as soon as the next one is computed.
         attended = attend(self.compute_qkv(x, tables, tp, matrices), self.rule)
         block = tp.reduce_from_region(matrices.multiply(attended, self.out, None))
         del attended
@@ -216,7 +266,7 @@ class Layer(nn.Module):
         return x + self._finish(block, self.down_bias, self.mlp_post_norm, self.mlp_post_norm_bias)
 
     def compute_qkv(self, x: Tensor, tables: RotaryTables, tp: TensorParallel, matrices: Matrices) -> Tensor:
-        """Compute queries, keys and values, heads normalised where the family does so, queries and keys rotated.
+        """Compute queries, keys and values; normalize heads if the family does, and rotate queries and keys.
 
         -> [T, (heads + 2 kv_heads) * D]
         """
@@ -244,18 +294,18 @@ class Layer(nn.Module):
         return torch.cat((normed, heads[:, rotated:]), 1).view(len(qkv), -1)
 
     def _enter(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Normalize the input of a block, where the family does so."""
+        """Normalize the input of a block, if the family does."""
         return x if weight is None else self._norm.normalize(x, weight, bias)
 
     def _finish(
         self, block: Tensor, bias: Tensor | None, norm: Tensor | None, norm_bias: Tensor | None
     ) -> Tensor:
-        """Make what is added to the residual stream of what a block's tensor-parallel ranks have summed.
+        """Finish a block's output, which tensor-parallel ranks have summed, for the residual stream.
 
-        The bias is added once and not on every rank.
+        The bias is added here, once, because every rank would add it before the sum.
         """
         if bias is not None:
             block = block + bias
         if norm is not None:
             block = self._norm.normalize(block, norm, norm_bias)
-        return block if self._scale == 1 else block * self._scale
+        return block if self._residual_scale == 1 else block * self._residual_scale

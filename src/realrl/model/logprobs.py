@@ -1,5 +1,6 @@
-"""Log-probabilities of tokens without the whole [T, V] matrix of logits."""
+"""Log-probabilities of tokens, without ever holding the whole [T, V] matrix of logits."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,10 +10,25 @@ from torch.autograd import Function
 
 from realrl.layout.limits import count_kept_logit_rows, count_logit_rows
 from realrl.model.arithmetic.ops import PLAIN, Products, find_gradient
-from realrl.model.cpu.logits import bound_rows
+from realrl.model.cpu.elementwise import bound_rows
 from realrl.model.cpu.products import Panels
 from realrl.model.gpu.path import on_gpu
-from realrl.model.parallel.group import Group
+from realrl.model.group import Group
+
+
+@dataclass(frozen=True, eq=False)
+class LogprobOptions:
+    """How one rank computes log-probabilities from hidden states."""
+
+    temperature: float
+    entropy: bool
+    group: Group
+    rows: int
+    """Rows of the table that hold this rank's part of the vocabulary."""
+    products: Products
+    size: int
+    """Rows of logits that are computed at a time."""
+    cap: float | None
 
 
 class _TokenLogprobs(Function):
@@ -23,24 +39,15 @@ class _TokenLogprobs(Function):
         table: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        temperature: float,
-        with_entropy: bool,
-        group: Group,
-        rows: int,
-        products: Products,
-        size: int,
+        options: LogprobOptions,
         keeps: bool,
-        cap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
+        rows, size, group, products = options.rows, options.size, options.group, options.products
+        temperature, cap = options.temperature, options.cap
         weight, local_bias = _cut_padding(table, bias, rows)
-        ctx.cap = cap
         chosen = hidden.new_empty(targets.shape, dtype=torch.float32)
-        entropy = chosen.new_empty(len(hidden)) if with_entropy else None
-        ctx.size = size
-        ctx.rows = rows
-        ctx.products = products
-        ctx.temperature = temperature
-        ctx.group = group
+        entropy = chosen.new_empty(len(hidden)) if options.entropy else None
+        ctx.options = options
         logp: Tensor | None = None
         several = len(hidden) > size
         prepared = products.prepare(weight)
@@ -67,45 +74,47 @@ class _TokenLogprobs(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         hidden, table, bias, targets, kept = ctx.saved_tensors
-        weight, local_bias = _cut_padding(table, bias, ctx.rows)
-        scaled = grad / ctx.temperature
+        options: LogprobOptions = ctx.options
+        rows, size, products, cap = options.rows, options.size, options.products, options.cap
+        weight, local_bias = _cut_padding(table, bias, rows)
+        scaled = grad / options.temperature
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = find_gradient(table)[: ctx.rows] if ctx.needs_input_grad[1] else None
+        grad_weight = find_gradient(table)[:rows] if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        prepared = ctx.products.prepare(weight) if kept is None else weight
-        for start in range(0, len(hidden), ctx.size):
-            part = slice(start, start + ctx.size)
+        prepared = products.prepare(weight) if kept is None else weight
+        for start in range(0, len(hidden), size):
+            part = slice(start, start + size)
             factor = scaled[part]
             slope = None
             if kept is None:
-                logits = _compute_logits(hidden[part], prepared, local_bias, ctx.products)
-                if ctx.cap is not None:
-                    slope = cap_logits(logits, ctx.cap).div(ctx.cap).square_().neg_().add_(1)
-                grad_logits = _log_softmax(logits, ctx.temperature, ctx.group).exp_()
+                logits = _compute_logits(hidden[part], prepared, local_bias, products)
+                if cap is not None:
+                    slope = cap_logits(logits, cap).div(cap).square_().neg_().add_(1)
+                grad_logits = _log_softmax(logits, options.temperature, options.group).exp_()
                 del logits
             else:
                 grad_logits = kept[part].exp()
             grad_logits.mul_(-factor.sum(1, keepdim=True))
-            is_local, index = _localise_targets(targets[part], ctx.rows)
-            if ctx.rows:
+            is_local, index = _localise_targets(targets[part], rows)
+            if rows:
                 grad_logits.scatter_add_(1, index, factor * is_local)
             if slope is not None:
                 grad_logits.mul_(slope)
             del slope
             if grad_bias is not None:
-                grad_bias[: ctx.rows] += grad_logits.sum(0)
+                grad_bias[:rows] += grad_logits.sum(0)
             grad_logits = grad_logits.to(hidden.dtype)
-            grad_hidden[part] = ctx.products.matmul_nt(grad_logits, weight.T)
+            grad_hidden[part] = products.matmul_nt(grad_logits, weight.T)
             if grad_weight is not None:
-                ctx.products.add_weight_gradient(grad_logits, hidden[part], grad_weight)
+                products.add_weight_gradient(grad_logits, hidden[part], grad_weight)
             del grad_logits  # freed before the next chunk's is allocated
-        return grad_hidden, None, grad_bias, *([None] * 9)
+        return grad_hidden, None, grad_bias, *([None] * 3)
 
 
 def _chunk_size(hidden: Tensor, table: Tensor) -> int:
     """Count the rows of logits that are computed at a time.
 
-    The same on every rank, because chunks are summed over ranks one by one.
+    The count is the same on every rank, because chunks are summed over ranks one by one.
     """
     return count_logit_rows(len(table), cpu=not on_gpu(hidden))
 
@@ -118,8 +127,8 @@ def _cut_padding(table: Tensor, bias: Tensor | None, rows: int) -> tuple[Tensor,
 def cap_logits(logits: Tensor, cap: float) -> Tensor:
     """Bound logits softly, in place: cap * tanh(x / cap). [n, V] float32
 
-    By kernels of our own: whether last bits of torch's tanh depend on a number's place is up to the library that it
-    was built with, and exact runs do not leave it to that.
+    Our own kernels compute it: in some builds of torch, the last bits of tanh depend on an element's place in the
+    tensor, and exact runs must not.
     """
     if on_gpu(logits):
         from realrl.model.gpu.logits import bound_logits  # needs Triton
@@ -141,7 +150,7 @@ def _compute_logits(
 def _log_softmax(logits: Tensor, temperature: float, group: Group, out: Tensor | None = None) -> Tensor:
     """Turn this rank's columns of logits into those of the log-softmax over all ranks' columns, float32.
 
-    The result is `out`, where given, else takes their place.
+    Writes to `out` if given, otherwise over `logits`.
     """
     if temperature != 1.0:
         logits.div_(temperature)
@@ -156,13 +165,13 @@ def _log_softmax(logits: Tensor, temperature: float, group: Group, out: Tensor |
 
 
 def _localise_targets(targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Find whether each target is one of this rank's rows, as 0 or 1, and a valid index. [n, m] -> two of [n, m]"""
+    """Whether this rank has each target's row, and an index that is valid either way. [n, m] -> two of [n, m]"""
     is_local = (targets >= 0) & (targets < rows)
     return is_local, targets.masked_fill(~is_local, 0)
 
 
 def _select_targets(logp: Tensor, targets: Tensor) -> Tensor:
-    """Select log-probabilities at the targets, 0 where another rank has the target. [n, rows] -> [n, m]"""
+    """Select log-probabilities at the targets, 0 if another rank has the target. [n, rows] -> [n, m]"""
     if not logp.shape[1]:
         return logp.new_zeros(targets.shape)
     is_local, index = _localise_targets(targets, logp.shape[1])
@@ -186,26 +195,29 @@ def compute_token_logprobs(
 
     With `cap`, logits are bounded softly before they are divided (see `cap_logits`).
 
-    hidden: [N, H], table: [P, H], a parameter, of which the first `rows` are this rank's and the others padding, P
-    the same on every rank of `group`; bias: [P] or None, targets: [N, m] int64, counted from this rank's first row
-    -> [N, m] float32, and [N] float32 without gradient; the same on every rank. The gradient of `hidden` is this
-    rank's part of a sum over the group; that of the table is added to `table.grad` (`ops.find_gradient`).
+    hidden: [N, H]. table: [P, H], a parameter: its first `rows` are this rank's rows of the vocabulary, the others
+    padding; P is the same on every rank of `group`. bias: [P] or None. targets: [N, m] int64, counted from this
+    rank's first row. -> [N, m] float32, and [N] float32 without gradient; the same on every rank. The gradient of
+    `hidden` is this rank's part of a sum over the group; the table's gradient is added to `table.grad`
+    (`ops.find_gradient`).
     """
-    size = _chunk_size(hidden, table)
-    arguments = (hidden, table, bias, targets, temperature, entropy, group, rows)
+    options = LogprobOptions(
+        temperature, entropy, group, rows, products, size=_chunk_size(hidden, table), cap=cap
+    )
     if on_gpu(hidden):
         from realrl.model.gpu_logprobs import TokenLogprobs  # needs Triton
 
-        return TokenLogprobs.apply(*arguments, products, size, cap)
-    # What is not kept is computed again: for large vocabularies that costs less than the memory.
+        return TokenLogprobs.apply(hidden, table, bias, targets, options)
+    # Log-probabilities are kept for the backward pass up to a limit: for large vocabularies, recomputing them costs
+    # less than their memory. With a cap they are recomputed, because its derivative needs the logits.
     keeps = torch.is_grad_enabled() and len(hidden) <= count_kept_logit_rows(len(table), cpu=True)
-    return _TokenLogprobs.apply(*arguments, products, size, keeps and cap is None, cap)
+    return _TokenLogprobs.apply(hidden, table, bias, targets, options, keeps and cap is None)
 
 
 def compute_logprobs(logits: Tensor, temperature: float) -> Tensor:
     """Compute log softmax(logits / temperature) with the arithmetic of `compute_token_logprobs` on one rank.
 
-    logits: [n, V] float32, which stay as they are -> [n, V]
+    logits: [n, V] float32, not changed -> [n, V]
     """
     if on_gpu(logits):
         from realrl.model.gpu_logprobs import compute_logprobs_on_gpu  # needs Triton
@@ -229,7 +241,7 @@ def find_likeliest_tokens(
     first: int,
     products: Products = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute log-probabilities of the targets and of the `count` likeliest tokens, the likeliest first.
+    """Compute log-probabilities of the targets, and of the `count` likeliest tokens, best first.
 
     Arguments as for `compute_token_logprobs`; `first` is the token of this rank's first row. -> [N, m] float32 at
     the targets, [N, count] int64 tokens, and [N, count] float32, without gradient and the same on every rank.
@@ -259,7 +271,7 @@ def _select_likeliest(
 ) -> tuple[Tensor, Tensor]:
     """Select the likeliest tokens among all ranks' columns. logp: [n, this rank's rows] -> two of [n, count]
 
-    The likeliest of each rank, at most `count`, are gathered: those of the whole vocabulary are among them.
+    Each rank contributes its own `count` likeliest tokens; those of the whole vocabulary are among them.
     """
     if group.size == 1:
         best = logp.topk(count, dim=1)

@@ -1,30 +1,118 @@
-"""Matrices of a shard as training, inference and prefill multiply by them."""
+"""Matrices of a shard, and how a pass multiplies by them: as they are stored, or prepared for decode steps."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
 
+from realrl.families.shape import Mixture
 from realrl.model.adapter import Adapter, adapt
-from realrl.model.arithmetic.grouped import Groups, grouped_linear
-from realrl.model.arithmetic.ops import Products, linear
+from realrl.model.arithmetic.grouped import Groups, grouped_linear, has_grouped_kernel
+from realrl.model.arithmetic.ops import Multiply, Products, linear
+from realrl.model.cpu.products import Panels
+from realrl.model.gpu.path import on_gpu
 from realrl.model.quantised import QuantisedMatrix, multiply_widened, widen_if_quantised
 
 
-class OwnMatrices:
-    """Parameters of a shard as they are, with their adapters; gradients flow."""
+class Matrices:
+    """Parameters of a shard as they are stored, with their adapters; gradients flow.
+
+    `adapters` and `quantised` are keyed by the `id` of the matrix that they belong to.
+    """
 
     def __init__(
-        self,
-        products: Products,
-        adapters: Mapping[int, Adapter],
-        quantised: Mapping[int, QuantisedMatrix],
+        self, products: Products, adapters: Mapping[int, Adapter], quantised: Mapping[int, QuantisedMatrix]
     ) -> None:
-        """`adapters` and `quantised`: those of some of the matrices, by their `id`."""
         self.multiply = adapt(multiply_widened(partial(linear, products=products), quantised), adapters)
+        """Compute x @ weight.T + bias."""
         self._products, self._quantised = products, quantised
 
     def multiply_groups(self, x: Tensor, stack: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
-        """See `Matrices`."""
+        """Multiply each row by the matrix of its group; see `grouped_linear`."""
         stack = widen_if_quantised(stack, self._quantised, x.dtype)
         return grouped_linear(x, stack, groups, self._products, of_tokens=of_tokens)
+
+
+class DecodeWeights(Matrices):
+    """Matrices of a shard for the decode steps of one generate call, without gradients.
+
+    On a CPU the matrices are packed if packing makes products of few rows faster, or if products are exact. Packed
+    copies, and DoRA's factors, do not follow later changes of the parameters (see `follow_parameters`). Quantised
+    matrices are widened for each product instead: packed copies would take the memory that quantisation saves.
+    """
+
+    def __init__(
+        self,
+        weights: Iterable[Tensor],
+        head: Tensor | None,
+        products: Products,
+        adapters: Mapping[int, Adapter] | None = None,
+        quantised: Mapping[int, QuantisedMatrix] | None = None,
+        stacks: Iterable[Tensor] = (),
+        mixture: Mixture | None = None,
+    ) -> None:
+        """`weights` are the matrices of the layers, `head` the matrix of the logits (last stage only), `stacks` the
+        matrices of a mixture's experts; `adapters` and `quantised` as for `Matrices`."""
+        adapters, quantised = adapters or {}, quantised or {}
+        super().__init__(products, adapters, quantised)
+        panels = {
+            id(weight): products.pack(weight)
+            for weight in weights
+            if products.packs and not on_gpu(weight) and id(weight) not in quantised
+        }
+        fixed = {number: adapter.fix() for number, adapter in adapters.items()}
+        self.multiply = adapt(multiply_widened(_multiply_by(panels, products), quantised), fixed)
+        self._head = head
+        self._stacks: dict[int, Sequence[Panels]] = {}
+        self.runs_ahead = True
+        """Whether the host may launch decode steps without reading from the device, as a CUDA graph must."""
+        for stack in stacks:
+            assert mixture is not None, "only mixtures have stacks"
+            experts = stack.view(mixture.experts, -1, stack.shape[1])
+            if on_gpu(stack):
+                self.runs_ahead &= has_grouped_kernel(experts, products)
+            elif products.packs and id(stack) not in quantised:
+                self._stacks[id(stack)] = [products.pack(weight) for weight in experts]
+        packs_head = products.packs and head is not None and not on_gpu(head)
+        self._packed_head = products.pack(head) if head is not None and packs_head else None
+        packed = panels or self._stacks or packs_head
+        scaled = any(adapter.magnitude is not None for adapter in adapters.values())
+        self.follow_parameters = not packed and not scaled
+        """Whether the matrices stay valid when parameters change at the same addresses."""
+
+    def multiply_groups(self, x: Tensor, stack: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
+        """Multiply each row by the matrix of its group; see `grouped_linear`."""
+        panels = self._stacks.get(id(stack))
+        if panels is None:
+            return super().multiply_groups(x, stack, groups, of_tokens=of_tokens)
+        rows = groups.gather(x) if of_tokens else x
+        out = rows.new_empty(len(rows), panels[0].columns)
+        for group, first, end in groups.bounds:
+            out[first:end] = self._products.multiply_packed(rows[first:end], panels[group])
+        return out
+
+    def multiply_by_head(self, hidden: Tensor) -> Tensor:
+        """Compute logits without bias: hidden @ head.T. [N, H] -> [N, rows of the head] float32"""
+        assert self._head is not None, "only a language model's last stage has a vocabulary"
+        if self._packed_head is None:
+            return self._products.matmul_nt_float32(hidden, self._head)
+        logits = self._products.multiply_packed(hidden, self._packed_head)
+        # On a CPU training rounds logits to the model's type, unless products are exact. Sampling must do the same.
+        return logits if self._products.exact else logits.to(hidden.dtype).float()
+
+
+def _multiply_by(panels: Mapping[int, Panels], products: Products) -> Multiply:
+    """Make a function that computes x @ weight.T + bias, with the packed copy of a weight if there is one.
+
+    A closure instead of a method: it is in no reference cycle, so packed copies are freed when the call ends.
+    """
+
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        packed = panels.get(id(weight))
+        if packed is None:
+            return linear(x, weight, bias, products)
+        # Rounded before the bias is added, as in training.
+        out = products.multiply_packed(x, packed).to(x.dtype)
+        return out if bias is None else out.add_(bias)
+
+    return multiply

@@ -1,4 +1,4 @@
-"""Packed batches: positions of sequences, and their layout for attention that does not take packed ones."""
+"""Packed batches: positions of sequences, and their layout for attention that needs padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,20 +9,20 @@ from torch import Tensor
 
 from realrl.data.batch import copy_to_device
 from realrl.layout.kv_blocks import BLOCK_TOKENS
-from realrl.layout.padding import Bucket, bucket_lengths
+from realrl.layout.limits import Bucket, bucket_lengths
 from realrl.model.paged_attention import CachePlaces, KeyRuns
 
 
 @dataclass(frozen=True, eq=False)
 class PaddedHeads:
-    """Index tensors between packed heads and heads laid out by sequence, for buckets of sequences.
+    """Index tensors between packed heads and heads padded by sequence, for buckets of sequences.
 
-    Rows are one head of one token. Padded rows are ordered (bucket, query | key | value, sequence, head,
-    position); `pad_input_index` finds each of them among the packed rows [T * (heads + 2 kv_heads)] (padding takes
-    any row: causality keeps it from being seen) and `unpad_input_index` finds each packed row among them.
-    Attention's output has padded rows (bucket, sequence, head, position); `pad_output_index` finds them among
-    packed output rows [T * heads], `output_padding` lists those that are padding, and `unpad_output_index` finds
-    each packed output row.
+    A row is one head of one token. Padded rows are ordered (bucket, query | key | value, sequence, head, position).
+    `pad_input_index` finds each padded row among the packed rows [T * (heads + 2 kv_heads)]; padding takes an
+    arbitrary row, which the causal mask hides. `unpad_input_index` finds each packed row among the padded rows.
+    Attention's padded output rows are ordered (bucket, sequence, head, position). `pad_output_index` finds them
+    among the packed output rows [T * heads], `output_padding` lists the padding among them, and
+    `unpad_output_index` finds each packed output row among the padded rows.
     """
 
     heads: int
@@ -48,7 +48,7 @@ class PaddedHeads:
 
 @dataclass(frozen=True, eq=False)
 class BlockedKeys:
-    """Places of packed tokens in blocks of their sequences, as in a cache, and the keys that each token sees."""
+    """Places of packed tokens in blocks of their sequences, as in a KV cache, and the keys that each token sees."""
 
     count: int
     """Number of blocks."""
@@ -60,8 +60,8 @@ class BlockedKeys:
 class Packing:
     """B sequences stored back to back, T tokens in all.
 
-    positions: [T] within the sequence. cu_seqlens: [B + 1] int32, where each sequence begins and the last
-    ends. target_indices: [T - B] indices of the tokens that have one before them in their sequence.
+    positions: [T] within the sequence. cu_seqlens: [B + 1] int32, the start of each sequence and the end of the
+    last. target_indices: [T - B], all tokens except the first of each sequence.
     """
 
     lengths: tuple[int, ...]
@@ -78,24 +78,20 @@ class Packing:
         sizes = torch.tensor(lengths)
         starts = _find_starts(sizes)
         positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(sizes)
-        # Every token but the first of its sequence is the target of a prediction.
+        # Every token except the first of its sequence is the target of a prediction.
         index = [positions, starts.int(), positions.nonzero().squeeze(-1)]
         positions, cu_seqlens, target_indices = copy_to_device(index, torch.device(device))
         return cls(
-            lengths=tuple(lengths),
-            positions=positions,
-            cu_seqlens=cu_seqlens,
-            target_indices=target_indices,
+            lengths=tuple(lengths), positions=positions, cu_seqlens=cu_seqlens, target_indices=target_indices
         )
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest sequence."""
         return max(self.lengths)
 
     @property
     def padded_tokens(self) -> int:
-        """Tokens of the padded layout, padding included; 0 where no layout has been computed."""
+        """Tokens of the padded layout, padding included; 0 if no layout has been computed."""
         layout = next(iter(self._padded.values()), None)
         return 0 if layout is None else sum(bucket.tokens for bucket in layout.buckets)
 
@@ -112,14 +108,14 @@ class Packing:
         return copy_to_device([rows], self.positions.device)[0]
 
     def pad_heads(self, heads: int, kv_heads: int) -> PaddedHeads:
-        """Compute the padded layout for these numbers of heads, once."""
+        """Compute the padded layout for these numbers of heads; cached."""
         key = (heads, kv_heads)
         if key not in self._padded:
             self._padded[key] = _compute_padded_heads(self, heads, kv_heads)
         return self._padded[key]
 
     def arrange_blocks(self, run_rows: int) -> BlockedKeys:
-        """Arrange keys in blocks, once; at most `run_rows` neighbouring tokens of a sequence read them together."""
+        """Arrange keys in blocks; up to `run_rows` neighbouring tokens of a sequence read them together. Cached."""
         if run_rows not in self._blocked:
             self._blocked[run_rows] = _arrange_blocks(self, run_rows)
         return self._blocked[run_rows]
@@ -201,5 +197,5 @@ def _compute_padded_heads(packing: Packing, heads: int, kv_heads: int) -> Padded
 
 
 def _find_starts(lengths: Tensor) -> Tensor:
-    """Find where sequences begin, and where the last one ends. [B] -> [B + 1] int64"""
+    """Find the start of each sequence, and the end of the last. [B] -> [B + 1] int64"""
     return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))

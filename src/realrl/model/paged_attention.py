@@ -1,6 +1,6 @@
-"""Attention over keys and values in blocks, by the kernel of the device: of decode steps, and of exact runs.
+"""Attention over keys and values in blocks, by the kernel of the device: for decode steps, and for exact runs.
 
-In exact runs a query's result is a function of the query, its keys and its values alone, bit for bit. Decode steps,
+In exact runs a query's result depends only on the query, its keys and its values, bit for bit: decode steps,
 prefills and training go through one kernel.
 """
 
@@ -13,53 +13,52 @@ from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.model.attention_rule import CAUSAL, AttentionRule
 from realrl.model.cpu.exact_attention import attend_runs_bfloat16, attend_runs_float32
 from realrl.model.cpu.paged_attention import attend_bfloat16, attend_float32
-from realrl.model.gpu.paged_operator import attend_to_blocks
-from realrl.model.gpu.path import load_exact_kernels, on_gpu
+from realrl.model.gpu.path import load_kernels, on_gpu
 
 RUN_QUERIES = 16
-"""Most queries of a run, unless more heads share a key: the least that a GPU's tensor cores multiply."""
+"""Most queries of a run, unless more heads share a key: the smallest tile of a GPU's tensor cores."""
 
 _PROMPTS_PER_THREAD = 4
-"""Prompts per thread from which on a thread takes whole ones: the last one that is left does not take long then."""
+"""With so many prompts per thread or more, threads take whole prompts: waiting for the last costs little then."""
 
 
 @dataclass(frozen=True, eq=False)
 class CachePlaces:
-    """Places in the cache for tokens of packed sequences."""
+    """Where tokens of packed sequences lie in the cache."""
 
     source: Tensor | None
-    """Tokens that are stored, as indices into the packed ones; None for all of them. [N] int64"""
+    """The tokens that are stored, as indices into the packed ones; None for all. [N] int64"""
     blocks: Tensor
     """[N] int64"""
     offsets: Tensor
-    """Place within the block. [N] int64"""
+    """Position within the block. [N] int64"""
 
 
 @dataclass(frozen=True, eq=False)
 class KeyRuns:
-    """Keys that N rows see, by blocks. A run is neighbouring rows that have keys in common."""
+    """Keys that N rows see, by blocks. A run is a range of neighbouring rows that share keys."""
 
     shared_tables: Tensor
-    """Blocks of the keys that rows of a run share. [runs, any] int64"""
+    """Blocks of the keys that the rows of a run share. [runs, any] int64"""
     shared_lengths: Tensor
-    """How many of them each row sees. [N] int64"""
+    """How many of the shared keys each row sees. [N] int64"""
     own_tables: Tensor
-    """Blocks of the keys that a row sees after those. [N, any] int64, or [any] where there are none"""
+    """Blocks of a row's keys after the shared ones. [N, any] int64, or [any] if rows have no own keys"""
     own_lengths: Tensor
-    """How many of its own keys each row sees. [N] int64"""
+    """How many own keys each row sees. [N] int64"""
     starts: Tensor
     """First row of each run, and N. [runs + 1] int64"""
     most: int
     """Most rows of a run."""
     longest: int
-    """Most keys that a row sees, or more; known on a CPU."""
+    """Upper bound on the keys that a row sees; known on the host."""
 
 
 @dataclass(frozen=True, eq=False)
 class CachedRows:
     """Block tables of B rows that are decoded, as attention reads them.
 
-    Blocks of a table beyond a row's length are any that exist. Rows that share a prompt are neighbours.
+    A table may name any existing block beyond a row's length. Rows that share a prompt are neighbours.
     """
 
     prompt_tables: Tensor
@@ -69,11 +68,11 @@ class CachedRows:
     own_tables: Tensor
     """[B, blocks of the longest continuation] int64"""
     own_lengths: Tensor
-    """Tokens in the row's own segment, without the one that is decoded now. [B] int64"""
+    """Tokens in the row's own segment, without the token that is decoded now. [B] int64"""
     prompt_starts: Tensor | None = None
-    """First row of each prompt, and B; known on a CPU. [prompts + 1] int64"""
+    """First row of each prompt, and B; on the host. [prompts + 1] int64"""
     most: int = 0
-    """Most rows of a prompt; known on a CPU."""
+    """Most rows of a prompt."""
 
     @property
     def newest(self) -> CachePlaces:
@@ -84,7 +83,7 @@ class CachedRows:
 
     @property
     def runs(self) -> KeyRuns:
-        """Keys that each row sees, the newest included: prompt by prompt on a CPU, row by row on a GPU."""
+        """Keys that each row sees, the newest included; a run is a prompt's rows on a CPU, one row on a GPU."""
         own_lengths = self.own_lengths + 1
         if self.prompt_starts is None or on_gpu(own_lengths):
             starts = torch.arange(len(own_lengths) + 1, device=own_lengths.device)
@@ -104,27 +103,42 @@ class CachedRows:
         )
 
 
+@torch.library.custom_op("realrl::attend_to_blocks", mutates_args=("k", "v"), device_types="cuda")
+def attend_to_blocks(
+    qkv: Tensor, k: Tensor, v: Tensor, prompt_tables: Tensor, prompt_lengths: Tensor, own_tables: Tensor,
+    own_lengths: Tensor, heads: int, window: int, cap: float, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Run `attend_to_cache` on a GPU. It is an operator of torch, so that its result has a shape in traces.
+
+    prompt_tables, own_tables: [B, blocks]; prompt_lengths, own_lengths: [B]; window, cap (0 for none) and sinks as
+    in `AttentionRule`.
+    """
+    # Triton comes only with builds of torch for GPUs.
+    from realrl.model.gpu.paged_attention import launch_attention
+
+    tables = prompt_tables, prompt_lengths, own_tables, own_lengths
+    return launch_attention(qkv.contiguous(), k, v, *tables, heads, window, cap, sinks)
+
+
+@attend_to_blocks.register_fake
+def _(
+    qkv: Tensor, k: Tensor, v: Tensor, prompt_tables: Tensor, prompt_lengths: Tensor, own_tables: Tensor,
+    own_lengths: Tensor, heads: int, window: int, cap: float, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return qkv.new_empty(len(qkv), heads * k.shape[3])
+
+
 def attend_to_cache(
     qkv: Tensor, k: Tensor, v: Tensor, rows: CachedRows, heads: int, rule: AttentionRule = CAUSAL
 ) -> Tensor:
-    """Store each row's newest token, and attend from it to all tokens of its row.
+    """Store the newest token of each row, and attend from it to all tokens of its row.
 
     qkv: [B, (heads + 2 kv_heads) * D], rotated; k, v: [blocks, kv_heads, BLOCK_TOKENS, D] -> [B, heads * D]
     """
     if qkv.device.type == "cpu":
         return _attend_on_cpu(qkv, k, v, rows, heads, rule)
-    return attend_to_blocks(
-        qkv,
-        k,
-        v,
-        rows.prompt_tables,
-        rows.prompt_lengths,
-        rows.own_tables,
-        rows.own_lengths,
-        heads,
-        *rule.bounds,
-        rule.sinks,
-    )
+    tables = rows.prompt_tables, rows.prompt_lengths, rows.own_tables, rows.own_lengths
+    return attend_to_blocks(qkv, k, v, *tables, heads, *rule.bounds, rule.sinks)
 
 
 def _attend_on_cpu(
@@ -133,41 +147,35 @@ def _attend_on_cpu(
     assert rows.prompt_starts is not None, "kernels on a CPU work prompt by prompt"
     kv_heads, dim = k.shape[1], k.shape[3]
     out = torch.empty(len(qkv), heads * dim)
-    kernel = attend_float32
-    # Kernels know where keys and values lie; they get their addresses.
-    pools = [pool.as_strided((1,), (1,)) for pool in (k, v)]
-    if k.dtype == torch.bfloat16:
-        kernel = attend_bfloat16
-        pools = [pool.view(torch.int16) for pool in pools]
+    kernel = attend_bfloat16 if k.dtype == torch.bfloat16 else attend_float32
     prompts = len(rows.prompt_starts) - 1
+    tables = rows.prompt_tables, rows.prompt_lengths, rows.own_tables, rows.own_lengths
+    sizes = heads, kv_heads, dim, rows.most
+    claim = _claim_heads(prompts, kv_heads)
+    pools = _view_addresses(k), _view_addresses(v)
     kernel(
-        prompts * kv_heads,
-        qkv.float(),
-        *pools,
-        rows.prompt_tables,
-        rows.prompt_lengths,
-        rows.own_tables,
-        rows.own_lengths,
-        rows.prompt_starts,
-        heads,
-        kv_heads,
-        dim,
-        rows.most,
-        *rule.for_kernel(heads),
-        out,
-        claim=_claim_heads(prompts, kv_heads),
-    )
+        prompts * kv_heads, qkv.float(), *pools, *tables, rows.prompt_starts, *sizes, *rule.for_kernel(heads), out,
+        claim=claim,
+    )  # fmt: skip
     return out.to(qkv.dtype)
 
 
+def _view_addresses(pool: Tensor) -> Tensor:
+    """View a pool as its first element. CPU kernels know the layout of pools, and need only their address."""
+    first = pool.as_strided((1,), (1,))
+    return first.view(torch.int16) if pool.dtype == torch.bfloat16 else first
+
+
 def _claim_heads(prompts: int, kv_heads: int) -> int:
-    """Count the heads of prompts that a thread takes at a time: all of a prompt, whose keys lie side by side, but
-    where that leaves threads without work."""
+    """Count the heads that a thread takes at a time.
+
+    All heads of a prompt lie side by side, so a thread takes them together unless that leaves threads idle.
+    """
     return kv_heads if prompts >= _PROMPTS_PER_THREAD * torch.get_num_threads() else 1
 
 
 def count_run_rows(heads: int, kv_heads: int) -> int:
-    """Count the rows of a run of a sequence that is prefilled or trained on."""
+    """Count the rows of a run in a sequence that is prefilled or trained on."""
     return max(1, RUN_QUERIES // (heads // kv_heads))
 
 
@@ -176,50 +184,20 @@ def attend_to_runs(
 ) -> Tensor:
     """Attend from each row to the keys that it sees.
 
-    qkv: [N, (heads + 2 kv_heads) * D], of which queries are read; k, v: [blocks, kv_heads, BLOCK_TOKENS, D], as a
-    layer of a `PagedCache` has them -> [N, heads * D]
+    qkv: [N, (heads + 2 kv_heads) * D], only queries are read; k, v: [blocks, kv_heads, BLOCK_TOKENS, D], as a layer
+    of a `PagedCache` has them -> [N, heads * D]
     """
     kv_heads, dim = k.shape[1], k.shape[3]
+    tables = runs.shared_tables, runs.shared_lengths, runs.own_tables, runs.own_lengths, runs.starts
     if on_gpu(qkv):
         out = qkv.new_empty(len(qkv), heads * dim)
-        load_exact_kernels().launch_run_attention(
-            qkv.contiguous(),
-            k,
-            v,
-            runs.shared_tables,
-            runs.shared_lengths,
-            runs.own_tables,
-            runs.own_lengths,
-            runs.starts,
-            heads,
-            *rule.bounds,
-            rule.sinks,
-            out,
-        )
+        launch = load_kernels().exact.launch_run_attention
+        launch(qkv.contiguous(), k, v, *tables, heads, *rule.bounds, rule.sinks, out)
         return out
     out = torch.empty(len(qkv), heads * dim)
-    kernel = attend_runs_float32
-    # Kernels know where keys and values lie; they get their addresses.
-    pools = [pool.as_strided((1,), (1,)) for pool in (k, v)]
-    if k.dtype == torch.bfloat16:
-        kernel = attend_runs_bfloat16
-        pools = [pool.view(torch.int16) for pool in pools]
-    kernel(
-        (len(runs.starts) - 1) * kv_heads,
-        qkv.float(),
-        *pools,
-        runs.shared_tables,
-        runs.shared_lengths,
-        runs.own_tables,
-        runs.own_lengths,
-        runs.starts,
-        heads,
-        kv_heads,
-        dim,
-        runs.most,
-        runs.longest,
-        *rule.for_kernel(heads),
-        out,
-        claim=1,
-    )
+    kernel = attend_runs_bfloat16 if k.dtype == torch.bfloat16 else attend_runs_float32
+    sizes = heads, kv_heads, dim, runs.most, runs.longest
+    pools = _view_addresses(k), _view_addresses(v)
+    pieces = (len(runs.starts) - 1) * kv_heads
+    kernel(pieces, qkv.float(), *pools, *tables, *sizes, *rule.for_kernel(heads), out, claim=1)
     return out.to(qkv.dtype)

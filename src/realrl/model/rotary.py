@@ -17,12 +17,12 @@ from realrl.model.gpu.path import load_kernels, on_gpu
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """Rotation of the heads of queries and keys by their positions."""
+    """Rotation of query and key heads by their positions."""
 
     frequencies: Tensor
-    """Radians per position of each pair of dims; 0 where it is not rotated. [head_dim / 2] float32"""
+    """Radians per position of each pair of dims; 0 for pairs that are not rotated. [head_dim / 2] float32"""
     factors: Tensor | None
-    """What each pair is multiplied by; None where it is 1. [head_dim / 2] float32"""
+    """Factor of each pair; None if all are 1. [head_dim / 2] float32"""
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Compute cosines and sines of the angles, times the factors. [T] -> two of [T, head_dim / 2] float32"""
@@ -31,17 +31,16 @@ class Rotation:
         return (cos, sin) if self.factors is None else (cos.mul_(self.factors), sin.mul_(self.factors))
 
     def to(self, device: torch.device) -> "Rotation":
-        """Copy to a device."""
         return Rotation(
             self.frequencies.to(device), None if self.factors is None else self.factors.to(device)
         )
 
 
 def make_rotation(shape: ModelShape, layer: int) -> Rotation | None:
-    """Make the rotation of a layer, on the CPU; None where heads stay as they are.
+    """Make the rotation of a layer, on the CPU; None if it leaves heads unchanged.
 
-    Where scores have another factor than 1 / sqrt(head_dim), queries and keys are each multiplied by the root of
-    what it is more than that.
+    Attention kernels scale scores by 1 / sqrt(head_dim). If the family scales them differently, queries and keys
+    are each multiplied by the square root of the ratio.
     """
     options = find_layer_options(shape)
     half = shape.head_dim // 2
@@ -88,18 +87,18 @@ def _compute_frequencies(dims: int, theta: float, scaling: RopeScaling | None) -
 
 
 def _scale_as_llama3(plain: Tensor, scaling: RopeScaling, original: int) -> Tensor:
-    """Divide frequencies of long wavelengths, leave short ones alone, and blend in between."""
+    """Divide frequencies with long wavelengths, keep those with short ones, and blend in between."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     assert low is not None and high is not None, "RopeScaling has checked it"
     rotations = original * plain / (2 * math.pi)
-    # Llama 4 has equal bounds.
+    # Llama 4 has equal bounds, so there is nothing to blend.
     blend = ((rotations - low) / (high - low)).clamp(0, 1) if low < high else (rotations > low).float()
     return blend * plain + (1 - blend) * plain / scaling.factor
 
 
 def _scale_by_yarn(plain: Tensor, theta: float, scaling: RopeScaling, original: int) -> Tensor:
-    """Divide frequencies with few rotations in the original length, and blend linearly by dim (arXiv 2309.00071,
-    section 3.2)."""
+    """Divide frequencies with few rotations in the original length; blend linearly by dim (arXiv 2309.00071,
+    3.2)."""
     dims = 2 * len(plain)
 
     def find_dim(rotations: float) -> float:
@@ -114,7 +113,7 @@ def _scale_by_yarn(plain: Tensor, theta: float, scaling: RopeScaling, original: 
 
 
 def _find_yarn_factor(scaling: RopeScaling) -> float:
-    """Find the factor of cosines and sines, 0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4) if not given."""
+    """Factor of cosines and sines: as given, or 0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4)."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.factor <= 1:
@@ -148,5 +147,5 @@ def apply_rotary_emb(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tenso
 
     qkv: [T, all heads * D]; cos, sin: [T, D / 2] of a `Rotation`; computed in float32.
     """
-    function = load_kernels().RotateHeads if on_gpu(qkv) else _ApplyRotaryEmb
+    function = load_kernels().elementwise.RotateHeads if on_gpu(qkv) else _ApplyRotaryEmb
     return apply_function(function, qkv, cos, sin, heads)

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,34 +14,52 @@ from realrl.families.tensors import Parameter, TensorSpec
 from realrl.layout.shard import Shard
 from realrl.model.adapter import Adapter, make_adapters
 from realrl.model.arithmetic.autograd import checkpoint_activations
-from realrl.model.arithmetic.matrices import Matrices
 from realrl.model.arithmetic.ops import PLAIN, Products, embed, linear
 from realrl.model.attention import find_repeated_heads, split_heads, varlen_attention
 from realrl.model.attention_rule import AttentionRule
 from realrl.model.cache import PagedCache
-from realrl.model.decode_weights import DecodeWeights
+from realrl.model.group import Group
 from realrl.model.layer import Layer, Norm, RotaryTables
 from realrl.model.logprobs import cap_logits, compute_token_logprobs, find_likeliest_tokens
-from realrl.model.matrices import OwnMatrices
-from realrl.model.mixture.routing import LIKELIEST, Routing
+from realrl.model.matrices import DecodeWeights, Matrices
 from realrl.model.packing import Packing
 from realrl.model.paged_attention import CachedRows, CachePlaces
-from realrl.model.parallel.group import Group
-from realrl.model.parallel.sections import NoHooks, SectionHooks
-from realrl.model.parallel.tensor_parallel import TensorParallel
 from realrl.model.quantised import find_matrices
 from realrl.model.rotary import make_rotation
+from realrl.model.routing import LIKELIEST, Routing
+from realrl.model.tensor_parallel import TensorParallel
+
+Section = int | Literal["embedding", "head"]
+"""The embedding, a layer (by its number in the stage), or the final norm with the head. If embeddings are tied and
+one stage has both ends, the head also needs the embedding's parameters."""
+
+
+class SectionHooks:
+    """Hooks that a forward pass calls at the borders of sections. The hooks of this class do nothing.
+
+    The head is entered with the hidden states before the final norm. It is never left, since its outputs are
+    computed later, by `compute_logprobs` for example.
+    """
+
+    def enter(self, section: Section, x: Tensor) -> Tensor:
+        """Begin a section with input `x`, and return `x`."""
+        return x
+
+    def leave(self, section: Section, x: Tensor) -> Tensor:
+        """End a section with output `x`, and return `x`."""
+        return x
+
 
 AttentionFunction = Callable[[int, Tensor, AttentionRule], Tensor]
-"""Attention function: (layer of the stage, rotated qkv [T, C], rule) -> output [T, query heads * D]."""
+"""Function (layer of the stage, rotated qkv [T, C], rule) -> attention output [T, query heads * D]."""
 
 
 class Transformer(nn.Module):
-    """Decoder, or one rank's shard of it, whose parameters are views of storage owned by others.
+    """Decoder, or one rank's shard of it. Its parameters are views of memory that others own.
 
-    `weights(*names)` returns the view over these global tensors as the rank stores them, stacked by rows.
-    `sources` maps each parameter's name to the global tensors it is made of. `tensor_group` are the ranks
-    that hold the other tensor-parallel shards of this stage, `products` how matrices are multiplied.
+    `weights(*names)` returns a view of the rank's rows of these global tensors, stacked. `sources` maps each
+    parameter's name to the global tensors that it is stacked from. `tensor_group` are the ranks with the other
+    tensor-parallel shards of this stage, `products` says how matrices are multiplied.
     """
 
     def __init__(
@@ -50,6 +68,8 @@ class Transformer(nn.Module):
         weights: Callable[..., Tensor],
         tensor_group: Group,
         products: Products = PLAIN,
+        *,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         shape = shard.shape
@@ -57,8 +77,9 @@ class Transformer(nn.Module):
         self.shape = shape
         self.tensor_group = tensor_group
         self._products = products
+        self._sequence_parallel = sequence_parallel
         options = find_layer_options(shape)
-        self.hooks: SectionHooks = NoHooks()
+        self.hooks = SectionHooks()
         self._norm = Norm(shape)
         self._logit_scale, self._logit_cap = options.logit_scale, options.logit_cap
         self.sources: dict[str, tuple[str, ...]] = {}
@@ -79,7 +100,7 @@ class Transformer(nn.Module):
         self._embedding_scale = 1.0
         if self.embedding is not None:
             scale = shape.hidden_size**0.5 if options.embedding_scale == "root" else options.embedding_scale
-            # As the original code has it, in the type of the embeddings.
+            # The original code rounds the factor to the type of the embeddings.
             self._embedding_scale = torch.tensor(scale, dtype=self.embedding.dtype, device="cpu").item()
         self.positions = parameter(None, "positions")
         self.layers = nn.ModuleList(Layer(shard, i, partial(parameter, i)) for i in shard.layers)
@@ -92,7 +113,7 @@ class Transformer(nn.Module):
                     layer, of_layer, shape.lora, weights, partial(parameter, number), products, tensor_group
                 )
         self._quantised = find_matrices(numbered, parameter, shape.quantised)
-        self._matrices = OwnMatrices(products, self._adapters, self._quantised)
+        self._matrices = Matrices(products, self._adapters, self._quantised)
         self.norm = parameter(None, "norm")
         self.norm_bias = parameter(None, "norm_bias")
         self.lm_head = parameter(None, "lm_head")
@@ -108,7 +129,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise_magnitudes(self, layer: int) -> None:
-        """Set the magnitudes of DoRA to the norms of the rows that they are of; TP ranks call it together."""
+        """Set DoRA's magnitudes in a layer to the norms of the adapted rows; TP ranks call it together."""
         for matrix in cast(Layer, self.layers[layer]).matrices:
             adapter = self._adapters.get(id(matrix))
             if adapter is not None and adapter.magnitude is not None:
@@ -116,29 +137,23 @@ class Transformer(nn.Module):
 
     @property
     def ties_embeddings(self) -> bool:
-        """Whether the head computes with the embedding of this stage."""
+        """Whether the head uses the embedding matrix of this stage."""
         return self.shard.first and self.shard.last and self.shard.head == "lm" and self.lm_head is None
 
     @property
     def cache_kv_heads(self) -> int:
-        """Key/value heads in a cache for this shard."""
+        """Number of key/value heads in this shard's cache."""
         return len(self.shard.queries if self._kv_head_index is not None else self.shard.keys)
 
     def forward(
-        self,
-        x: Tensor,
-        packing: Packing,
-        *,
-        sequence_parallel: bool = False,
-        recompute: bool = False,
-        routing: Routing = LIKELIEST,
+        self, x: Tensor, packing: Packing, *, recompute: bool = False, routing: Routing = LIKELIEST
     ) -> Tensor:
-        """One stage over packed sequences. x: [T] tokens on the first stage, else what the stage before it
-        returned. Returns [T, H], after the final norm on the last stage.
+        """Run one stage over packed sequences; returns [T, H], after the final norm on the last stage.
 
-        With `sequence_parallel`, [T, H] between stages and before the head is ceil(T / tp) rows a rank.
-        With `recompute` only the inputs of layers are kept for the backward pass, which computes each layer
-        once more, communication of TP ranks included. `routing` chooses the experts of mixtures.
+        x: [T] tokens on the first stage, otherwise the output of the stage before. With sequence parallelism,
+        hidden states between stages and before the head are ceil(T / tp) rows per rank. With `recompute`, only the
+        inputs of layers are kept; the backward pass computes each layer again, communication of TP ranks included.
+        `routing` chooses the experts of mixtures.
         """
         heads = len(self.shard.queries)
         kv_heads = self.cache_kv_heads
@@ -148,15 +163,15 @@ class Transformer(nn.Module):
                 self._repeat_kv_heads(qkv), packing, heads, kv_heads, rule, exact=self._products.exact
             )
 
-        tp = TensorParallel(self.tensor_group, len(packing.positions), sequence_parallel)
+        tp = self._make_tp(packing)
         positions = packing.positions
         return self._run_layers(x, positions, attend, tp, self._matrices, routing, recompute=recompute)
 
     def prefill(self, x: Tensor, packing: Packing, cache: PagedCache, places: CachePlaces) -> Tensor | None:
         """Compute keys and values of packed sequences, and store them at their places in the cache.
 
-        x: as for `forward`. Returns hidden states for the next stage [T, H]; None on the last stage, where nothing
-        is computed after the last layer's keys and values.
+        x: as for `forward`. Returns hidden states for the next stage [T, H]. The last stage returns None and stops
+        after the last layer's keys and values: nothing needs its output.
         """
         heads = len(self.shard.queries)
         kv_heads = self.cache_kv_heads
@@ -183,7 +198,7 @@ class Transformer(nn.Module):
         return None
 
     def prepare_decoding(self) -> DecodeWeights:
-        """Make the matrices of decode steps, which are valid until parameters change."""
+        """Make the matrices for decode steps, which are valid until parameters change."""
         layers = [cast(Layer, layer) for layer in self.layers]
         return DecodeWeights(
             [matrix for layer in layers for matrix in layer.matrices],
@@ -196,9 +211,9 @@ class Transformer(nn.Module):
         )
 
     def decode(self, x: Tensor, weights: DecodeWeights, cache: PagedCache, rows: CachedRows) -> Tensor:
-        """Decode the next token of every row, whose keys and values are added to the cache.
+        """Decode one token of every row, and add its keys and values to the cache.
 
-        x: [B] tokens on the first stage, else [B, H] -> [B, H], after the final norm on the last stage
+        x: [B] tokens on the first stage, otherwise [B, H] -> [B, H], after the final norm on the last stage
         """
         heads = len(self.shard.queries)
 
@@ -211,8 +226,12 @@ class Transformer(nn.Module):
         routing = LIKELIEST if cache.experts is None else cache.record(rows.newest)
         return self._run_layers(x, positions, attend, tp, weights, routing)
 
+    def _make_tp(self, packing: Packing) -> TensorParallel:
+        """Make the TP communication of training and inference; prefill and decoding do not divide tokens."""
+        return TensorParallel(self.tensor_group, len(packing.positions), self._sequence_parallel)
+
     def _repeat_kv_heads(self, qkv: Tensor) -> Tensor:
-        """Repeat key/value heads to one per query head where groups are uneven."""
+        """Repeat key/value heads to one per query head, if key heads serve different numbers of query heads."""
         if self._kv_head_index is None:
             return qkv
         heads = qkv.view(len(qkv), -1, self.shape.head_dim)
@@ -232,7 +251,8 @@ class Transformer(nn.Module):
         x, tables = self._enter(x, positions, tp)
         for i, layer in enumerate(self.layers):
             if recompute and not x.requires_grad and any(p.requires_grad for p in layer.parameters()):
-                # Everything before is frozen; checkpointing computes gradients only if its input requires one.
+                # Everything before this layer is frozen, but checkpointing computes gradients only if its
+                # input requires one.
                 x = x.detach().requires_grad_(True)
             x = self.hooks.enter(i, x)
             run_layer = partial(
@@ -244,7 +264,7 @@ class Transformer(nn.Module):
         return self._norm.normalize(self.hooks.enter("head", x), self.norm, self.norm_bias)
 
     def _enter(self, x: Tensor, positions: Tensor, tp: TensorParallel) -> tuple[Tensor, list[RotaryTables]]:
-        """Compute the input of the first layer, and cosines and sines of each."""
+        """Compute the input of the first layer, and each layer's cosines and sines."""
         if self.shard.first:
             x = tp.reduce_from_region(self._embed(self.hooks.enter("embedding", x)))
             if self._embedding_scale != 1:
@@ -256,7 +276,7 @@ class Transformer(nn.Module):
         return x, [found[kind] for kind in self._kinds]
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Embed tokens: [T] -> [T, H], zero where another TP rank has the token's row."""
+        """Embed tokens; rows are zero if another TP rank has the token. [T] -> [T, H]"""
         assert self.embedding is not None, "only the first stage embeds"
         if self.shard.tp == 1:
             return embed(tokens, self.embedding)
@@ -267,7 +287,7 @@ class Transformer(nn.Module):
 
     @property
     def _table(self) -> Tensor:
-        """Matrix of the head: this TP rank's rows of the vocabulary, and padding after them. [P, H]"""
+        """The head's matrix: this TP rank's rows of the vocabulary, then padding. [P, H]"""
         assert self.shard.head == "lm" and self.shard.last, (
             "only a language model's last stage has a vocabulary"
         )
@@ -277,13 +297,13 @@ class Transformer(nn.Module):
 
     @property
     def _head(self) -> Tensor:
-        """Matrix of the head without padding: this TP rank's rows of the vocabulary. [rows, H]"""
+        """The head's matrix without padding. [rows, H]"""
         return self._table[: len(self.shard.vocabulary)]
 
     def compute_logits(self, hidden: Tensor, weights: DecodeWeights | None = None) -> Tensor:
         """Compute unscaled logits over the whole vocabulary, without gradient. hidden: [N, H] -> [N, V] float32
 
-        `weights`: those of decode steps, in which the head's matrix may be packed.
+        `weights` are the matrices of decode steps, which may hold a packed copy of the head.
         """
         hidden = self._scale(hidden)
         if weights is not None:
@@ -307,16 +327,16 @@ class Transformer(nn.Module):
         temperature: float,
         entropy: bool = False,
         candidates: Tensor | None = None,
-        sequence_parallel: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Compute log p(token t | tokens before it), and that of each candidate in its place.
+        """Compute log p(token t | earlier tokens), and the log-probability of each candidate in its place.
 
-        With `entropy`, the entropy of that distribution in nats, too. Logits are divided by `temperature`. All are
-        0 at the first token of each sequence. hidden: [T, H] as `forward` returned it, tokens: [T], candidates:
-        [T, k] or None -> [T] float32, entropies [T] float32 without gradient or None, and those of candidates
-        [T, k] float32 or None; the same on every TP rank.
+        With `entropy`, also the entropy of that distribution in nats. Logits are divided by `temperature`. Results
+        are 0 at the first token of each sequence, and equal on every TP rank.
+
+        hidden: [T, H] as returned by `forward`; tokens: [T]; candidates: [T, k] or None -> [T] float32, entropies
+        [T] float32 without gradient or None, candidates' log-probabilities [T, k] float32 or None
         """
-        targets, predicting, wanted = self._predict(hidden, tokens, packing, sequence_parallel)
+        targets, predicting, wanted = self._predict(hidden, tokens, packing)
         if candidates is not None:
             wanted = torch.cat([wanted, candidates[targets]], 1)
         logprobs, entropies = compute_token_logprobs(
@@ -339,21 +359,14 @@ class Transformer(nn.Module):
         return full, entropies, zeros.new_zeros(candidates.shape).index_copy(0, targets, logprobs[:, 1:])
 
     def find_likeliest(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        packing: Packing,
-        *,
-        count: int,
-        temperature: float,
-        sequence_parallel: bool = False,
+        self, hidden: Tensor, tokens: Tensor, packing: Packing, *, count: int, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute log-probabilities of tokens, and of the `count` likeliest ones in the place of each.
+        """Compute the log-probabilities of tokens, and the `count` likeliest tokens in each place.
 
-        Arguments as for `compute_logprobs`, without gradient. -> [T] float32, [T, count] int64 tokens, and
-        [T, count] float32; all are 0 at the first token of each sequence, and the same on every TP rank.
+        Arguments as for `compute_logprobs`, without gradient. -> [T] float32, [T, count] int64 tokens, [T, count]
+        float32; 0 at the first token of each sequence, and equal on every TP rank
         """
-        targets, predicting, wanted = self._predict(hidden, tokens, packing, sequence_parallel)
+        targets, predicting, wanted = self._predict(hidden, tokens, packing)
         logprobs, likeliest, best = find_likeliest_tokens(
             predicting,
             self._table,
@@ -372,29 +385,27 @@ class Transformer(nn.Module):
         ids = likeliest.new_zeros(places).index_copy_(0, targets, likeliest)
         return full, ids, best.new_zeros(places).index_copy_(0, targets, best)
 
-    def _predict(
-        self, hidden: Tensor, tokens: Tensor, packing: Packing, sequence_parallel: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Select the N places that are predicted, the hidden states that predict them, and the tokens there.
+    def _predict(self, hidden: Tensor, tokens: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
+        """Select the N predicted places, the hidden states that predict them, and the tokens there.
 
         -> [N], [N, H], [N, 1]
         """
         targets = packing.target_indices
-        tp = TensorParallel(self.tensor_group, len(tokens), sequence_parallel)
         # Position t - 1 predicts token t.
+        tp = self._make_tp(packing)
         predicting = self._scale(tp.copy_to_region(hidden).index_select(0, targets - 1))
         return targets, predicting, tokens[targets, None]
 
     def _scale(self, hidden: Tensor) -> Tensor:
-        """Multiply hidden states by the factor of the logits: all products of them are scaled then, bit for bit."""
+        """Multiply hidden states by the factor of the logits; all paths to logits are then scaled bit for bit
+        alike."""
         return hidden if self._logit_scale == 1 else hidden * self._logit_scale
 
-    def compute_values(self, hidden: Tensor, packing: Packing, *, sequence_parallel: bool = False) -> Tensor:
+    def compute_values(self, hidden: Tensor, packing: Packing) -> Tensor:
         """Compute the scalar head's output at every position, equal on every TP rank. [T, H] -> [T] float32"""
         assert self.scalar_head is not None, "only the last stage of a model with a scalar head has values"
-        tp = TensorParallel(self.tensor_group, len(packing.positions), sequence_parallel)
-        # As a product in float32, whatever the type of others: values are regressed on.
-        hidden = tp.gather_from_region(hidden).float()
+        # Always in float32, because values are regressed on.
+        hidden = self._make_tp(packing).gather_from_region(hidden).float()
         if self._products.exact:
             return linear(hidden, self.scalar_head, products=Products(exact=True)).squeeze(-1)
         return (hidden @ self.scalar_head.float().T).squeeze(-1)

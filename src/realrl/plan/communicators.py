@@ -1,7 +1,5 @@
-"""Groups of ranks that a plan communicates in, and the NCCL communicators made for them. A pure function of a plan.
-
-The runtime makes them, and the planner reserves memory for them.
-"""
+"""Groups of ranks that communicate under a plan, and the NCCL communicators made for them: a pure function of the
+plan. The runtime makes them, and the planner reserves memory for them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,14 +20,15 @@ CTAS: Mapping[Role, int] = {
     "mesh": 4,
     "embedding": 4,
 }
-"""Thread blocks of a collective or message, by what its group is for: channels of the communicator, too.
+"""Thread blocks of an operation, by the role of its group; also the number of channels of the communicator.
 
-Memory of a communicator grows with them, and what spins on the device is taken from computing. 16 is what NCCL
-itself gives NVLink SHARP on Hopper (`NVLS_NCHANNELS_SM90` of nccl's src/transport/nvls.cc); messages between stages
-and numbers of a whole mesh need few."""
+A communicator's memory grows with them, and thread blocks that spin on the device cannot compute. 16 is NCCL's own
+number for NVLink SHARP on Hopper (`NVLS_NCHANNELS_SM90` in nccl's src/transport/nvls.cc). Messages between stages
+and numbers of a whole mesh need few.
+"""
 
 WORLD_CTAS = 8
-"""Thread blocks of the communicator of all ranks, over which parameters are reallocated."""
+"""Thread blocks of the communicator of all ranks, which reallocates parameters."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +38,15 @@ class Communicator:
     ranks: RankSet
     ctas: int
     roles: frozenset[Role]
-    """What groups of these ranks are for; those of two calls may differ."""
+    """Roles of the groups with these ranks; groups of two calls may have different roles."""
 
 
 def list_own_rank_sets(placement: Placement, rank: int) -> dict[Role, RankSet]:
-    """List the ranks of each group that a rank of a placement needs; the rank need not be in `embedding`.
-
-    `reverse_pipeline` are the stages from last to first, and `embedding` the first and the last stage.
-    """
+    """List the groups that a rank of a placement needs, with their ranks. `reverse_pipeline` is the stages from
+    last to first. `embedding` is the first and the last stage; a rank of another stage is not in it."""
     degrees, position = placement.strategy.degrees, rank - placement.mesh.first
     return {
+        # The position of the group's first rank is this position without its offset in the group.
         role: _members(placement, role, position - degrees.offsets(*axes)[degrees.index(position, *axes)])
         for role in CTAS
         for axes in [_role_axes(role)]
@@ -56,7 +54,7 @@ def list_own_rank_sets(placement: Placement, rank: int) -> dict[Role, RankSet]:
 
 
 def _role_axes(role: Role) -> tuple[str, ...]:
-    """Axes along which the groups of a role lie, outermost first."""
+    """Name the axes that the groups of a role span, outermost first."""
     match role:
         case "data":
             return axes_dividing(Divided.ITEMS)
@@ -82,7 +80,7 @@ def _members(placement: Placement, role: Role, origin: int) -> RankSet:
 
 
 RankSets = Mapping[RankSet, frozenset[Role]]
-"""Groups of more than one rank, in an order that all ranks agree on, and what each is for."""
+"""Groups of more than one rank and their roles, in an order that all ranks agree on."""
 
 
 def list_rank_sets(placements: Iterable[Placement]) -> RankSets:
@@ -96,20 +94,20 @@ def list_rank_sets(placements: Iterable[Placement]) -> RankSets:
 
 
 def list_groups(placement: Placement) -> Iterator[tuple[Role, RankSet]]:
-    """List the groups of all ranks of a placement, each once.
-
-    Asking every rank would take time that grows with the square of their number.
-    """
+    """List the groups of all ranks of a placement, each once. Asking every rank for its groups would take time
+    that grows with the square of their number."""
     for role in CTAS:
         for origin in placement.strategy.degrees.origins(*_role_axes(role)):
             yield role, _members(placement, role, origin)
 
 
 def list_communicators(rank_sets: RankSets, world: int) -> tuple[Communicator, ...]:
-    """List the communicators for groups, and first that of all ranks, which reallocates. Equal ranks share one.
+    """List the communicators for groups; the first is that of all ranks, which reallocates. Groups of the same
+    ranks share one.
 
-    Both directions of a pipeline do, too: NCCL delivers in the order of posting, see `engine.pipeline.transport`.
-    Groups of all ranks share that of all ranks if it has as many thread blocks.
+    So do both directions of a pipeline, because NCCL delivers in the order of posting; see
+    `engine.pipeline`. Groups of all ranks share the communicator of all ranks if it has enough thread
+    blocks.
     """
     everyone = tuple(range(world))
     roles: dict[RankSet, frozenset[Role]] = {}
@@ -128,7 +126,7 @@ def list_communicators(rank_sets: RankSets, world: int) -> tuple[Communicator, .
 
 
 def group_splits(communicators: Iterable[Communicator]) -> list[list[Communicator]]:
-    """Group communicators that one collective split of the world can make: disjoint ones of equal options."""
+    """Group communicators that one collective split of the world can make: disjoint ones with equal options."""
     splits: list[tuple[int, set[int], list[Communicator]]] = []
     for communicator in communicators:
         ranks = set(communicator.ranks)
@@ -143,7 +141,7 @@ def group_splits(communicators: Iterable[Communicator]) -> list[list[Communicato
 
 
 def reallocates(placements: Iterable[Placement]) -> bool:
-    """Check whether parameters may move between ranks: calls of a plan have several layouts."""
+    """Check whether parameters may move between ranks, because calls have different layouts."""
     return len({placement.layout for placement in placements}) > 1
 
 

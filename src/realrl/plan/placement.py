@@ -1,4 +1,4 @@
-"""Mesh and strategy of one call."""
+"""The placement of a call: its mesh and its strategy."""
 
 import re
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ ELEMENT_BYTES: dict[Dtype, int] = {"float32": 4, "mixed": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, order=True)
 class Mesh:
-    """A run of `size` consecutive ranks from `first` on: of one node, or from one node into others."""
+    """A run of `size` consecutive ranks from `first` on, inside a node or across nodes."""
 
     first: int
     size: int
@@ -37,12 +37,12 @@ class Mesh:
         return self.first < other.first + other.size and other.first < self.first + self.size
 
     def check(self, cluster: Cluster) -> None:
-        """Check that the mesh lies inside a cluster; else UserError."""
+        """Raise UserError unless the mesh is inside a cluster."""
         if self.first < 0 or self.size < 1 or self.first + self.size > cluster.size:
             raise UserError(f"mesh {self} lies outside the {cluster.size} devices of cluster {cluster}")
 
     def nodes(self, cluster: Cluster) -> Cluster:
-        """Find the nodes of `cluster` under the mesh, each with so many devices as the mesh has of it."""
+        """Find the nodes of the mesh, each with only the devices that the mesh has."""
         return cluster.part(self.first, self.size)
 
     @classmethod
@@ -59,19 +59,18 @@ class Mesh:
 
 @dataclass(frozen=True, order=True, init=False)
 class Strategy:
-    """Degrees of parallelism, micro-batch size and ways to save memory: how a call uses its mesh.
-
-    `Strategy(dp=2, tp=4)` gives degrees by axis name; axes that are not named have degree 1.
-    """
+    """How a call uses its mesh: degrees of parallelism, micro-batch size, and ways to save memory. `Strategy(dp=2,
+    tp=4)` gives degrees by axis name; axes that are not named have degree 1."""
 
     degrees: Degrees
     micro_batch_tokens: int
     sequence_parallel: bool
     """Whether TP ranks also split tokens in the layers that they would otherwise replicate."""
     dtype: Dtype | None
-    """Data type of the parameters; None for the role's own. Another data type is another layout, with a copy."""
+    """Data type of the parameters; None for the role's own. Another data type is another layout, so it needs a
+    copy."""
     recompute: bool
-    """Whether training checkpoints activations: keeps the inputs of layers and recomputes the rest."""
+    """Whether training checkpoints activations: it keeps the inputs of layers and recomputes the rest."""
     zero: int
     """Stage of ZeRO: ranks shard the optimizer state (1), also gradients (2), also parameters (3)."""
 
@@ -86,7 +85,7 @@ class Strategy:
         zero: int = 1,
         **by_axis: int,
     ) -> None:
-        """Take `degrees`, or degrees by axis name."""
+        """Take `degrees`, or degrees by axis name. Raises UserError for values that do not fit together."""
         assert degrees is None or not by_axis, "degrees are given once"
         degrees = Degrees.of(by_axis) if degrees is None else degrees
         if min(*degrees.values, micro_batch_tokens) < 1:
@@ -96,7 +95,7 @@ class Strategy:
             name, size = next((name, size) for name, size in sizes if size < 1)
             raise UserError(f"strategy: {name}={size} must be at least 1")
         if zero not in ZERO_STAGES:
-            raise UserError(f"strategy: zero={zero} is none of the stages 1, 2 and 3")
+            raise UserError(f"strategy: zero={zero} is not one of the stages 1, 2 and 3")
         if zero > 1 and degrees.count(*axes_dividing(Divided.ITEMS)) == 1:
             raise UserError(
                 f"strategy: zero={zero} shards over data-parallel ranks, but dp=1 is a single rank; leave zero out,"
@@ -133,7 +132,7 @@ class Strategy:
 
     @property
     def size(self) -> int:
-        """Number of devices that the strategy fills."""
+        """Number of devices that the strategy needs."""
         return self.degrees.size
 
     @property
@@ -154,7 +153,7 @@ class Strategy:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Names of the settings, other than degrees and micro-batches, that differ from the defaults."""
+        """Names of settings that differ from the defaults, apart from degrees and micro-batches."""
         given = {
             "sequence parallel": self.sequence_parallel,
             "recompute": self.recompute,
@@ -180,7 +179,6 @@ class Placement:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The global ranks of the mesh."""
         return self.mesh.ranks
 
     def rank(self, **coordinates: int) -> int:
@@ -204,7 +202,7 @@ class Placement:
         return self.index(rank, *axes_dividing(Divided.LAYERS))
 
     def is_copy(self, rank: int) -> bool:
-        """Check whether a lower rank holds and computes the same, since an axis between them divides nothing."""
+        """Check whether a lower rank holds and computes the same, because an axis between them divides nothing."""
         return self.index(rank, *axes_dividing(None)) > 0
 
     @property
@@ -215,13 +213,14 @@ class Placement:
 
     @property
     def layout(self) -> str:
-        """Text that is equal for two placements exactly if parameters lie alike: `d2 t1 p1 @0-1`."""
+        """Text such as `d2 t1 p1 @0-1`; equal for two placements exactly if their parameters have the same
+        layout."""
         s = self.strategy
         sharded = " z3" if s.shards_parameters else ""
         return f"{s.degrees}{sharded} @{self.mesh}{f' {s.dtype}' if s.dtype else ''}"
 
     def __str__(self) -> str:
-        """Format it in one line: `d2 t1 p1 @0-1 mb=8192`, then ` sp`, ` rc` and ` z2` if they are on."""
+        """Format the placement in one line: `d2 t1 p1 @0-1 mb=8192`, then ` sp`, ` rc` and ` z2` if they are on."""
         s = self.strategy
         on = {"sp": s.sequence_parallel, "rc": s.recompute, "z2": s.zero == 2}
         flags = "".join(f" {name}" for name, value in on.items() if value)
@@ -251,5 +250,6 @@ class Placement:
 
 
 def function_placement(mesh: Mesh) -> Placement:
-    """Placement of a function: every rank of the mesh calls it with its share of the items, in one batch."""
+    """Make the placement of a function: every rank of the mesh calls it with its share of the items, in one
+    batch."""
     return Placement(mesh, Strategy(dp=mesh.size))

@@ -1,4 +1,4 @@
-"""Plan: a placement for every call of a dataflow graph, and its file."""
+"""A plan: a placement for every call of a dataflow graph, and its file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,11 +10,10 @@ import yaml
 from pydantic import Field, PositiveInt, create_model, field_validator
 
 from realrl.config.base import Settings
-from realrl.config.devices import check_cluster
-from realrl.config.errors import UserError
+from realrl.config.errors import UserError, join
 from realrl.config.explain import brief, mistakes_in, nearest
 from realrl.config.files import write_whole
-from realrl.config.words import join
+from realrl.config.values import check_cluster
 from realrl.config.yaml_file import read_yaml
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
@@ -31,15 +30,15 @@ class _Entry(Settings):
     mesh: str
     """Ranks, as FIRST-LAST or one rank."""
     micro_batch_tokens: PositiveInt | None = None
-    """Maximum tokens in one forward pass; the recipe's number when not given."""
+    """Maximum tokens in one forward pass; the recipe's number if not given."""
     sequence_parallel: bool = False
     """Whether TP ranks also split tokens in the layers that they would otherwise replicate."""
     dtype: Dtype | None = None
-    """Data type of the parameters in a call that does not train; the role's own when not given."""
+    """Data type of the parameters in a call that does not train; the role's own if not given."""
     recompute: bool = False
-    """Whether training checkpoints activations: keeps the inputs of layers and recomputes the rest."""
+    """Whether training checkpoints activations: it keeps the inputs of layers and recomputes the rest."""
     zero: Literal[1, 2, 3] = 1
-    """Stage of ZeRO: ranks share out optimizer state (1), gradients, too (2), or parameters, too (3)."""
+    """Stage of ZeRO: ranks shard the optimizer state (1), also gradients (2), also parameters (3)."""
 
     @field_validator("mesh", mode="before")
     @classmethod
@@ -52,7 +51,7 @@ class _Entry(Settings):
 
 
 def _entry_model() -> type[_Entry]:
-    """Model of a call in a plan file, with a field for the degree of each axis."""
+    """Make the model of a call in a plan file, with a field for the degree of each axis."""
     return _make_entry_model(plan_axes.AXES)
 
 
@@ -72,9 +71,9 @@ class _File(Settings):
     """A plan file. Entries are validated one by one, so that errors name the call."""
 
     cluster: str
-    """Devices, as nodes x devices per node; joined by `+` where nodes differ."""
+    """Devices, as nodes x devices per node; joined by `+` if nodes differ."""
     calls: dict[str, Any]
-    """Name of a call -> where and how it runs."""
+    """Name of a call -> its placement."""
     offload: tuple[str, ...] = Field(default=(), strict=False)
     """Roles whose parameters are in host memory between their calls."""
     offload_optimizer: tuple[str, ...] = Field(default=(), strict=False)
@@ -98,12 +97,11 @@ class _File(Settings):
 
 @dataclass(frozen=True)
 class Plan:
-    """Placement of each call, and the state that is offloaded or kept. `placements` must not be changed.
+    """A placement for each call, and the state that is offloaded or kept. `placements` must not be changed.
 
-    Parameters of the roles in `offload`, and what else the training of those in `offload_optimizer` needs, are
-    kept in host memory while they are not in use. Roles in `keep` have shadow copies: where a call runs in
-    another layout than that of the role's home, the copy made for it stays and is refreshed after each update,
-    instead of being made anew in each step.
+    Parameters of roles in `offload` are in host memory while they are not in use. So are gradients and optimizer
+    state of roles in `offload_optimizer`. Roles in `keep` have shadow copies: a copy for a call in another layout
+    than the role's home stays and is refreshed after each update, instead of being made in each step.
     """
 
     cluster: Cluster
@@ -117,10 +115,10 @@ class Plan:
         return self.placements[call]
 
     def check(self, graph: DataflowGraph, shapes: Mapping[str, ModelShape] | None = None) -> None:
-        """Check that the plan fits a graph and its models; else UserError.
+        """Raise UserError unless the plan fits a graph and its models.
 
-        It must place exactly the calls of `graph`, on meshes of its cluster, in layouts that the models have, and
-        offload and keep only state that its roles have. Roles without a shape may be of any size.
+        It must place exactly the calls of `graph`, on meshes of its cluster, in layouts that the models support.
+        It may offload and keep only state that its roles have. A role without a shape may have any size.
         """
         names = [call.name for call in graph.calls]
         for name in self.placements:
@@ -144,16 +142,16 @@ class Plan:
         ):
             for role in chosen:
                 if role not in roles:
-                    raise UserError(f"plan: {key}: {role} is none of {', '.join(roles)}")
+                    raise UserError(f"plan: {key}: {role} is not one of {', '.join(roles)}")
 
     def check_exact(self) -> None:
-        """Check that calls of a role can agree bit for bit, as `exact` of a recipe asks; else UserError."""
+        """Raise UserError unless calls of a role can agree bit for bit, as `exact` in a recipe demands."""
         for name, placement in self.placements.items():
             strategy = placement.strategy
             if strategy.tp > 1:
                 raise UserError(
-                    f"plan: {name}: tp={strategy.tp}: exact=true needs tp=1, since tensor parallelism adds up parts"
-                    " of sums in another order; set tp=1 in the plan, or exact=false"
+                    f"plan: {name}: tp={strategy.tp}: exact=true needs tp=1, because tensor parallelism adds sums"
+                    " in another order; set tp=1 in the plan, or exact=false"
                 )
             if strategy.dtype is not None:
                 raise UserError(
@@ -178,7 +176,7 @@ class Plan:
             )
 
     def _check_layouts(self, calls: Sequence[Call]) -> None:
-        """Check that calls which share a layout use it alike, and that all training of a role is in one layout."""
+        """Check that calls in one layout use it alike, and that all training of a role is in one layout."""
         first: dict[str, Call] = {}
         for call in calls:
             other = first.setdefault(self[call.name].layout, call)
@@ -199,18 +197,18 @@ class Plan:
                 raise UserError(f"plan: {call.name}: recompute is for calls that train")
             if call.kind is not Kind.TRAIN and strategy.zero == 2:
                 raise UserError(
-                    f"plan: {call.name}: zero=2 shares out gradients, which only calls that train have; leave it"
-                    " out, or set zero=3, which shares out parameters"
+                    f"plan: {call.name}: zero=2 shards gradients, which only calls that train have; leave it out,"
+                    " or set zero=3, which shards parameters"
                 )
             if call.kind is Kind.GENERATE and strategy.zero == 3:
                 raise UserError(
                     f"plan: {call.name}: zero=3 would gather all parameters for every token that is generated;"
-                    f" leave it out: {call.role} is reallocated where its other calls have it"
+                    f" leave it out: {call.role} is reallocated if its other calls have zero=3"
                 )
         training = [call.name for call in calls if call.kind is Kind.TRAIN]
         if len({(self[name].layout, self[name].strategy.zero) for name in training}) > 1:
             raise UserError(
-                f"plan: {' and '.join(training)} train one role, so they must have one layout, and stage of ZeRO"
+                f"plan: {' and '.join(training)} train one role, so they must have one layout and stage of ZeRO"
             )
 
     def recomputing(self, graph: DataflowGraph) -> "Plan":
@@ -223,11 +221,11 @@ class Plan:
         return replace(self, placements=placements)
 
     def evaluation(self, eval_graph: DataflowGraph, graph: DataflowGraph) -> "Plan":
-        """Derive the plan of an evaluation whose roles are those of `graph`, the graph this plan is for.
+        """Derive the plan of an evaluation that uses roles of `graph`, the graph of this plan.
 
-        An evaluation call runs where the call of the same name runs. One that the training step does not have
-        runs where a call of its role runs: one of the same kind, else one that does not generate. A function that
-        the training step does not have runs on all devices.
+        An evaluation call has the placement of the call with the same name. Without one, it has that of another
+        call of its role: one of the same kind, otherwise one that does not generate. A function that the training
+        step does not have runs on all devices.
         """
         placements = {}
         for call in eval_graph.calls:
@@ -264,13 +262,12 @@ class Plan:
         return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=120)
 
     def save(self, path: str | Path, graph: DataflowGraph) -> None:
-        """Write the plan file that `load` reads."""
         write_whole(Path(path), self.to_text(graph))
 
     @classmethod
     def load(cls, path: str | Path, graph: DataflowGraph, micro_batch_tokens: int = 8192) -> "Plan":
-        """Read a plan file for `graph`; `micro_batch_tokens` is for calls that give none. Whether it fits the graph
-        is for `check`; errors name file and call."""
+        """Read a plan file for `graph`. Calls without `micro_batch_tokens` get the given number. Errors name file
+        and call; `check` decides whether the plan fits the graph."""
         content = read_yaml(str(path))
         with mistakes_in(f"plan file {path}", _File):
             file = _File.model_validate(content)
@@ -289,18 +286,17 @@ class Plan:
 
 
 def _check_function_entry(name: str, entry: _Entry) -> None:
-    """Check that a function has only a mesh and dp: it has no parameters to divide and no tokens to batch."""
+    """Raise UserError if a function has more than a mesh and dp: it has no parameters to divide and no tokens to
+    batch."""
     allowed = ("mesh", *axes_dividing(Divided.ITEMS))
     for field in type(entry).model_fields:
         if field in entry.model_fields_set and field not in allowed:
             raise UserError(
-                f"{field} is for calls of models; {name} is a function, for which only {join(allowed)} can be"
-                " given; leave it out"
+                f"{field} is for calls of models; {name} is a function and has only {join(allowed)}; leave it out"
             )
 
 
 def _write_entry(placement: Placement, *, is_function: bool) -> dict[str, Any]:
-    """Make the entry of a call."""
     strategy = placement.strategy
     if is_function:
         return {"mesh": str(placement.mesh), "dp": strategy.dp}

@@ -1,40 +1,41 @@
 """Published strategies as plans, by name. Users read the docstring of each preset as its description."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from math import gcd
 
-from realrl.config.errors import UserError
+from realrl.config.errors import UserError, join
 from realrl.config.explain import brief, nearest
 from realrl.config.paths import is_yaml
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.families.sizes.products import count_layer_weights
+from realrl.families.shape import ModelShape
+from realrl.families.sizes import count_layer_weights
 from realrl.plan.cluster import Cluster
-from realrl.plan.partition import split_by_weight, split_evenly
 from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
 from realrl.plan.plan import Plan
-from realrl.plan.zero_systems import Shapes, deepspeed_chat, openrlhf
+from realrl.plan.split_cluster import split_by_weight, split_evenly
+
+Shapes = Mapping[str, ModelShape]
+"""Role -> shape, for roles whose shapes are known."""
 
 SEARCH = "search"
-"""Name that stands for the plan which the planner finds for the recipe."""
+"""Name of the plan that the planner finds for the recipe."""
 
 
 def symmetric(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
-    """Every call on all devices under one and the same strategy: data parallelism.
-
-    The "flattening" of Xiao et al. (2023, arXiv 2312.11819).
-    """
+    """Every call on all devices under the same strategy: data parallelism. The "flattening" of Xiao et al. (2023,
+    arXiv 2312.11819)."""
     everywhere = Mesh(0, cluster.size)
     placement = _data_parallel(everywhere, micro_batch_tokens)
     return Plan(cluster, {call.name: placement for call in _models(graph)} | _functions(graph, everywhere))
 
 
 def disjoint(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
-    """Each role owns devices of its own, so that calls of different roles run side by side.
+    """Each role has devices of its own, so that calls of different roles run side by side.
 
-    The simplest disjoint placement, without engines of their own for generation (see `openrlhf`). Every role gets
-    the same number of devices, the largest that makes valid meshes, and uses them for data parallelism. A function
-    runs where what it reads first comes from.
+    The simplest disjoint placement, without separate engines for generation (see `openrlhf`). Every role gets the
+    same number of devices, the largest that makes valid meshes, and uses them for data parallelism. A function
+    runs where its first input is produced.
     """
     roles = graph.roles
     if cluster.size < len(roles):
@@ -48,20 +49,18 @@ def disjoint(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, sh
         if call.role is not None:
             placements[call.name] = _data_parallel(meshes[call.role], micro_batch_tokens)
         else:
-            made_by = next((p for key in call.inputs if (p := graph.producer(key)) is not None), None)
-            mesh = Mesh(0, cluster.size) if made_by is None else placements[made_by.name].mesh
-            placements[call.name] = function_placement(mesh)
+            placements[call.name] = _beside_producer(graph, call, placements, cluster)
     return Plan(cluster, {call.name: placements[call.name] for call in graph.calls})
 
 
 def interleave(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
-    """Generation and training on all devices; inference calls that do not depend on each other get exclusive
-    parts of the cluster and run side by side.
+    """Generation and training on all devices; inference calls that do not depend on each other get exclusive parts
+    of the cluster and run side by side.
 
-    The "interleaving" of Xiao et al. (2023, arXiv 2312.11819). Larger models get the larger parts; where there
-    are fewer devices than such calls, calls share a device. Every part is used for data parallelism. Trained
-    models live on all devices, and a copy of their parameters is made on a part while inference needs it.
-    Functions, which use no device, run on the hosts of all.
+    The "interleaving" of Xiao et al. (2023, arXiv 2312.11819). Larger models get larger parts. If there are fewer
+    devices than such calls, calls share a device. Every part is used for data parallelism. Trained models live on
+    all devices, and a copy of their parameters is made on a part while inference needs it. Functions use no device
+    and run on all hosts.
     """
     everywhere = Mesh(0, cluster.size)
     meshes = {call.name: everywhere for call in _models(graph)}
@@ -80,14 +79,15 @@ def interleave(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, 
 
 
 def separate(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
-    """Split devices into a training side and an inference side. Generation, all inference and functions run on
-    the inference side, which has shadow copies of trained models; these are refreshed once after each update.
+    """Devices split into a training side and an inference side. Generation, all inference and functions run on the
+    inference side, which has shadow copies of trained models; these are refreshed once after each update.
 
     The "separation" of Xiao et al. (2023, arXiv 2312.11819). The two sides are halves of the cluster, or the
-    training side is the larger one where there are no halves; each is used for data parallelism.
+    training side is larger if the cluster has no halves. Each is used for data parallelism.
     """
     if cluster.size < 2:
         raise UserError(f"plan separate needs at least 2 devices; cluster {cluster} has {cluster.size}")
+    # The training side weighs more, so it is the side that grows if two halves do not fill the cluster.
     training, inference = split_by_weight(cluster, [2, 1])
     placements = {
         call.name: _data_parallel(training if call.kind is Kind.TRAIN else inference, micro_batch_tokens)
@@ -98,17 +98,71 @@ def separate(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, sh
 
 
 def heuristic(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
-    """Every call on all devices, with tensor parallelism inside a node and pipeline parallelism between nodes:
-    tp = devices per node, pp = nodes, dp = 1. Functions, which cannot be divided like that, run on all hosts.
+    """Every call on all devices, with tensor parallelism inside a node and pipeline parallelism between nodes: tp
+    = devices per node, pp = nodes, dp = 1. Functions run on all hosts.
 
-    The Megatron-style baseline of ReaL (Mei et al. 2024, arXiv 2406.14088). Where nodes differ in size, each is
-    divided into as many stages as it takes to make them equal.
+    The Megatron-style baseline of ReaL (Mei et al. 2024, arXiv 2406.14088). If nodes differ in size, tp is the
+    greatest common divisor of their devices, and a node has several stages.
     """
     tp = gcd(*(devices for _, devices in cluster.runs))
     pp = cluster.size // tp
     everywhere = Mesh(0, cluster.size)
     placement = Placement(everywhere, Strategy(tp=tp, pp=pp, micro_batch_tokens=micro_batch_tokens))
     return Plan(cluster, {call.name: placement for call in _models(graph)} | _functions(graph, everywhere))
+
+
+def deepspeed_chat(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
+    """Every call on all devices: training and inference under ZeRO-3, generation by the hybrid engine, with tensor
+    parallelism inside a node and data parallelism over nodes.
+
+    DeepSpeed-Chat (Yao et al. 2023, arXiv 2308.01320, section 4). One device has nothing to shard.
+    """
+    everywhere = Mesh(0, cluster.size)
+    placements = {}
+    for call in graph.calls:
+        if call.is_function:
+            placements[call.name] = function_placement(everywhere)
+        elif call.kind is Kind.GENERATE:
+            shape = shapes.get(call.model_role)
+            placements[call.name] = _generate(everywhere, cluster, micro_batch_tokens, shape)
+        else:
+            placements[call.name] = _share_out(everywhere, micro_batch_tokens)
+    return Plan(cluster, placements)
+
+
+def openrlhf(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
+    """Equal parts of the devices for the generation engines and for each trained role, under ZeRO-3; frozen roles
+    share the parts of trained ones, in turn from the last. Engines get the weights after each update.
+
+    OpenRLHF (Hu et al. 2024, arXiv 2405.11143), with the parts that its performance guide recommends: generation,
+    actor and critic 1:1:1, the reference beside the actor, the reward model beside the critic. Engines use tensor
+    parallelism inside a node. A function runs on the devices of the first call that it reads from.
+    """
+    generating = tuple(call for call in graph.calls if call.kind is Kind.GENERATE)
+    owners = [role for role in graph.roles if graph.trained(role)]
+    frozen = [role for role in graph.roles if not graph.trained(role)]
+    if not owners:
+        owners, frozen = frozen, []
+    names = [*(["engines that generate"] if generating else []), *owners]
+    if cluster.size < len(names):
+        raise UserError(
+            f"plan openrlhf needs at least {len(names)} devices, for {join(names)};"
+            f" cluster {cluster} has {cluster.size}"
+        )
+    meshes = split_by_weight(cluster, [1.0] * len(names))
+    engines, of_owners = meshes[0], meshes[len(names) - len(owners) :]
+    of_roles = dict(zip(owners, of_owners, strict=True))
+    of_roles |= {role: of_owners[-1 - i % len(owners)] for i, role in enumerate(frozen)}
+    placements: dict[str, Placement] = {}
+    for call in graph.order:
+        if call.role is None:
+            placements[call.name] = _beside_producer(graph, call, placements, cluster)
+        elif call.kind is Kind.GENERATE:
+            placements[call.name] = _generate(engines, cluster, micro_batch_tokens, shapes.get(call.role))
+        else:
+            placements[call.name] = _share_out(of_roles[call.role], micro_batch_tokens)
+    kept = tuple(role for role in owners if any(call.role == role for call in generating))
+    return Plan(cluster, {call.name: placements[call.name] for call in graph.calls}, keep=kept)
 
 
 PRESETS: dict[str, Callable[[DataflowGraph, Cluster, int, Shapes], Plan]] = {
@@ -120,7 +174,7 @@ PRESETS: dict[str, Callable[[DataflowGraph, Cluster, int, Shapes], Plan]] = {
     "deepspeed-chat": deepspeed_chat,
     "openrlhf": openrlhf,
 }
-"""Name -> function of the graph, the cluster, the micro-batch tokens and the shapes that are known by role."""
+"""Name -> function of the graph, the cluster, the micro-batch tokens, and the known shapes by role."""
 
 
 def make_plan(
@@ -132,10 +186,10 @@ def make_plan(
     *,
     recompute: bool = False,
 ) -> Plan:
-    """Make the plan that a preset's name or a plan file stands for, checked against the graph and the models.
+    """Make the plan that a preset's name or a plan file stands for, and check it against the graph and the models.
 
-    `recompute` says whether training calls of a preset compute activations again; a plan file says it itself.
-    Raises UserError if it is neither, if the file is for another cluster, or if the plan does not fit.
+    `recompute` decides whether training calls of a preset recompute activations; a plan file says so itself.
+    Raises UserError for an unknown name, a file for another cluster, or a plan that does not fit.
     """
     shapes = shapes or {}
     if name_or_file in PRESETS:
@@ -150,7 +204,8 @@ def make_plan(
 
 
 def load_plan(file: str, graph: DataflowGraph, micro_batch_tokens: int) -> Plan:
-    """Load a plan file for a graph, given where a preset's name could be; UserError where it is no plan file."""
+    """Load a plan file for a graph, named in a setting that also accepts presets. Raises UserError if it is not
+    one."""
     if is_yaml(file):
         return Plan.load(file, graph, micro_batch_tokens)
     hint = nearest(file, (*PRESETS, SEARCH))
@@ -162,13 +217,19 @@ def load_plan(file: str, graph: DataflowGraph, micro_batch_tokens: int) -> Plan:
 
 
 def _models(graph: DataflowGraph) -> list[Call]:
-    """Calls that are no functions."""
     return [call for call in graph.calls if not call.is_function]
 
 
 def _functions(graph: DataflowGraph, mesh: Mesh) -> dict[str, Placement]:
-    """Placement of every function on one mesh."""
     return {call.name: function_placement(mesh) for call in graph.functions}
+
+
+def _beside_producer(
+    graph: DataflowGraph, call: Call, placements: Mapping[str, Placement], cluster: Cluster
+) -> Placement:
+    """Place a function on the mesh of the first call that it reads from; on all devices if there is none."""
+    made_by = next((p for key in call.inputs if (p := graph.producer(key)) is not None), None)
+    return function_placement(Mesh(0, cluster.size) if made_by is None else placements[made_by.name].mesh)
 
 
 def _data_parallel(mesh: Mesh, micro_batch_tokens: int) -> Placement:
@@ -187,8 +248,23 @@ def _independent_inference(graph: DataflowGraph) -> Iterable[list[Call]]:
 
 
 def _weight(call: Call, calls: Iterable[Call], shapes: Shapes) -> float:
-    """Weight of an inference call: parameters that a token meets in its model; 1 unless known for all `calls`."""
+    """Weigh an inference call by the parameters that each token is multiplied by; 1 unless known for all
+    `calls`."""
     if any(other.model_role not in shapes for other in calls):
         return 1.0
     shape = shapes[call.model_role]
     return shape.layers * count_layer_weights(shape)
+
+
+def _share_out(mesh: Mesh, micro_batch_tokens: int) -> Placement:
+    zero = 3 if mesh.size > 1 else 1
+    return Placement(mesh, Strategy(dp=mesh.size, micro_batch_tokens=micro_batch_tokens, zero=zero))
+
+
+def _generate(mesh: Mesh, cluster: Cluster, micro_batch_tokens: int, shape: ModelShape | None) -> Placement:
+    """Use tensor parallelism inside a node, limited by the number of attention heads, and data parallelism
+    beyond."""
+    inside = gcd(*(devices for _, devices in cluster.part(mesh.first, mesh.size).runs))
+    most = inside if shape is None else shape.heads
+    tp = max(t for t in range(1, inside + 1) if inside % t == 0 and t <= most)
+    return Placement(mesh, Strategy(dp=mesh.size // tp, tp=tp, micro_batch_tokens=micro_batch_tokens))

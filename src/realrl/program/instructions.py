@@ -1,4 +1,4 @@
-"""Instructions of programs. Each names every rank that takes part, so that it can be read alone."""
+"""Instructions of programs. Each names all ranks that execute it together, so that it can be read on its own."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,21 +9,22 @@ from realrl.plan.placement import Placement
 
 @dataclass(frozen=True)
 class Feed:
-    """Take this step's records from the data set: their keys become known here, lengths and values."""
+    """Take this step's records from the data set. Every rank then knows the values and lengths of these keys."""
 
     keys: tuple[str, ...]
 
 
 StateKind = Literal["parameters", "optimizer"]
-"""State kinds of a parameter set that may be offloaded: the parameters, or all else that its training needs."""
+"""What can be offloaded of a parameter set: its parameters, or its gradients and optimizer state."""
 
 
 @dataclass(frozen=True)
 class Reallocate:
-    """Turn a parameter set of a role from the layout of `source` into that of `target`, on the ranks of both.
+    """Reallocate a role's parameter set from the layout of `source` to the layout of `target`, on the ranks of
+    both.
 
-    With a `mix`, this is an EMA update: that set of the role `into`, which is in the layout of `target` already,
-    becomes (1 - mix) * old + mix * received.
+    With `mix` this is an EMA update of the role `into`, whose set is already in the layout of `target`: it becomes
+    (1 - mix) * old + mix * received.
     """
 
     role: str
@@ -40,7 +41,7 @@ class Reallocate:
 
 @dataclass(frozen=True)
 class Release:
-    """Free the copy of a role's parameter set that was reallocated into the layout of `placement`."""
+    """Free the copy of a role's parameter set that an earlier `Reallocate` made in the layout of `placement`."""
 
     role: str
     placement: Placement
@@ -49,7 +50,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Offload:
-    """Move one kind of state of a role's parameter set on these ranks into host memory."""
+    """Move one kind of state of a role's parameter set into host memory."""
 
     role: str
     placement: Placement
@@ -71,8 +72,8 @@ class Load:
 class Run:
     """Execute a call on the ranks of its placement.
 
-    A function, which has no role, is only started: its rank goes on, and waits where its outputs or metrics are
-    needed, at `ShareLengths`, `Send` or `Report`, and at the end of the step.
+    A function, which has no role, is only started. Its rank continues, and waits for the result at the next
+    `ShareLengths`, `Send` or `Report` that needs it, at the latest at the end of the step.
     """
 
     call: str
@@ -82,10 +83,8 @@ class Run:
 
 @dataclass(frozen=True)
 class ShareLengths:
-    """Broadcast the row lengths of a key, which `call` just produced on its `output_ranks`, to `readers`.
-
-    The output ranks send theirs to the first of them, which broadcasts all.
-    """
+    """Broadcast to `readers` the row lengths of a key that `call` just produced. All `output_ranks` send their
+    lengths to the first of them, which broadcasts them."""
 
     key: str
     call: str
@@ -95,13 +94,11 @@ class ShareLengths:
 
 @dataclass(frozen=True)
 class Send:
-    """Send the rows of keys that `producer` left here to the ranks of `consumer` that work on them.
-
-    Does not wait for the receivers.
-    """
+    """Send rows that `producer` left on this rank to the ranks of `consumer` that need them. Does not wait for the
+    receivers."""
 
     number: int
-    """Identifier of the exchange within a program; equal in its `Send` and its `Receive`."""
+    """Identifier of the exchange, the same in its `Send` and its `Receive`."""
     keys: tuple[str, ...]
     producer: str
     consumer: str
@@ -110,7 +107,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Receive:
-    """Receive the rows that `consumer` works on here; waits for the matching `Send`."""
+    """Receive the rows that `consumer` needs on this rank; waits for the matching `Send`."""
 
     number: int
     keys: tuple[str, ...]
@@ -121,9 +118,10 @@ class Receive:
 
 @dataclass(frozen=True)
 class Report:
-    """Send the metrics of a call from the ranks that have them to the rank that adds them up and writes them.
+    """Send the metrics of a call to the rank that adds them up and writes them.
 
-    Of a model it is one rank, since its ranks have added them up; every rank of a function has those of its items.
+    Ranks of a model have already added theirs up, so that one of them sends. Each rank of a function has the
+    metrics of its own items, so that all of them send.
     """
 
     call: str

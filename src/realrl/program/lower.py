@@ -1,6 +1,8 @@
 """Compile a dataflow graph and a plan into one program per rank."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import numpy as np
 
 from realrl.dataflow.call import Call, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
@@ -24,24 +26,21 @@ from realrl.program.instructions import (
 from realrl.program.order import (
     TrainableParts,
     changed_sets,
-    changes,
-    collecting_wave,
     dividing_keys,
     keys_between,
     length_readers,
     producers,
     set_names,
-    sharing,
     trained_sets,
-    waves,
 )
+from realrl.program.step import Activity, Decisions, Phase, StepFacts, StepGraph, find_places
 
 WRITER = 0
 """Rank that writes metrics, samples and progress."""
 
 
 def home_placements(graph: DataflowGraph, plan: Plan) -> dict[str, Placement]:
-    """Find the placement in which each role's parameters live between steps."""
+    """Find the placement that holds each role's parameters between steps."""
     return {role: plan[graph.home(role).name] for role in graph.roles}
 
 
@@ -54,10 +53,10 @@ def offloaded(plan: Plan) -> set[tuple[str, StateKind]]:
 def kept_copies(
     graph: DataflowGraph, plan: Plan, homes: Mapping[str, Placement]
 ) -> dict[str, tuple[Placement, ...]]:
-    """Find the placements of the copies that the plan keeps, by role.
+    """Find the placements of the copies that a plan keeps, by role.
 
-    There is one for each layout of the role's calls outside its home, in the order of these calls. `graph` is that
-    of the training step.
+    A role has one for each layout that its calls use outside its home, in the order of these calls. `graph` must
+    be that of the training step.
     """
     kept: dict[str, tuple[Placement, ...]] = {}
     for role in plan.keep:
@@ -79,36 +78,26 @@ def lower(
 ) -> list[Program]:
     """Compile one step into one program per rank of the plan's cluster.
 
-    `homes` and `kept` say where each role's parameters lie when the step starts (see `home_placements` and
-    `kept_copies`). A copy in another layout is made before the first call that needs it and released after the
-    last one; of one that is kept, the parameter sets that a call has changed are refreshed. `parts` says which sets
-    roles have that are trained in part. Every rank's program is a part of one
-    global order of instructions, and nothing waits for a later one, so programs cannot deadlock; `validate`
-    proves it again for any programs.
+    `homes` and `kept` locate each role's parameters when the step starts; see `home_placements` and `kept_copies`.
+    A copy in another layout is made before the first call that needs it and released after the last. A kept copy
+    stays; the parameter sets that a call changed are refreshed in it. `parts` says which parameter sets roles have
+    that are trained in part.
 
-    `done`: calls that have run already, whose outputs are where they put them (see `SampledStep`); the programs
-    send them on, and run the others.
+    All programs are parts of one global order of instructions, and nothing waits for a later instruction, so they
+    cannot deadlock. `validate` proves this again for any programs.
+
+    `done` are calls that have already run, with outputs on their output ranks (see `SampledStep`). The programs
+    send these outputs and run the other calls.
     """
     step = _Lowering(graph, plan, homes, kept or {}, parts or {}, done)
-    step.emit(tuple(range(plan.cluster.size)), Feed(graph.sources))
+    step.emit(range(plan.cluster.size), Feed(graph.sources))
     for call in graph.order:
         if call.name in done:
-            step.share_outputs(call)
-    collected = {f: collecting_wave(graph, step.waves, f) for f in graph.functions if f.name not in done}
-    # Collective steps of a wave come before its long calls, so that the calls run side by side on their meshes.
-    for number, wave in enumerate(step.waves):
-        models = [call for call in wave if not call.is_function]
-        for call in wave:
-            if call.is_function:  # first, so that they run while everything else goes on
-                step.run(call)
-        step.bring_parameters(models)
-        for call in models:
-            step.run(call)
-        for call in (*models, *(f for f in collected if collected[f] == number)):
-            step.share_outputs(call)
-        step.put_parameters_back(models)
-    for function in (f for f in collected if collected[f] == len(step.waves)):
-        step.share_outputs(function)
+            step.hand_on(call)
+    activities, facts = step.graph.activities, step.facts
+    for number in np.argsort(facts.sort_keys(activities, find_places(activities))[:, 0]).tolist():
+        if facts.present(activities[number])[0]:
+            step.perform(activities[number])
     step.report()
     return step.programs()
 
@@ -119,18 +108,28 @@ def lower_start(
     kept: Mapping[str, Sequence[Placement]],
     parts: TrainableParts | None = None,
 ) -> list[Program]:
-    """Compile one program per rank that makes the kept copies, before the first step."""
+    """Compile one program per rank that makes the kept copies, to run before the first step."""
     start = _Lowering(DataflowGraph((), ()), plan, homes, kept, parts or {})
-    for role in kept:
-        if kept[role]:
-            start.load(role)
-            start.refresh(role, set_names(role, start.parts))
-            start.unload(role)
+    for role, copies in kept.items():
+        if copies:
+            loads = role in plan.offload
+            start.copy(Load, role) if loads else None
+            for copy in copies:
+                start.reallocate(role, copy, set_names(role, start.parts))
+            start.copy(Offload, role) if loads else None
     return start.programs()
 
 
+def waves(graph: DataflowGraph, plan: Plan) -> list[list[Call]]:
+    """Sort calls into waves. Calls of one wave share no device and do not wait for each other.
+
+    A function uses no device. It runs first in the first wave that has its inputs.
+    """
+    return _Lowering(graph, plan, home_placements(graph, plan), {}, {}).waves()
+
+
 class _Lowering:
-    """Programs of all ranks while they are built."""
+    """The programs of all ranks while they are built."""
 
     def __init__(
         self,
@@ -141,73 +140,106 @@ class _Lowering:
         parts: TrainableParts,
         done: Collection[str] = (),
     ) -> None:
-        self.graph, self.plan, self.homes, self.kept = graph, plan, homes, kept
-        self.parts, self.done = parts, frozenset(done)
-        left = (tuple(call for call in wave if call.name not in done) for wave in waves(graph, plan))
-        self.waves = tuple(wave for wave in left if wave)
+        self.plan, self.homes, self.kept, self.parts = plan, homes, kept, parts
+        rows = {role: len(graph.order) + i for i, role in enumerate(homes)}
+        self.graph = StepGraph(graph, rows, done)
+        self.facts = StepFacts(self.graph, self._decide())
         pairs = [(p.name, c.name) for c in graph.order for p in producers(graph, c)]
         self.numbers = {pair: number for number, pair in enumerate(pairs)}
-        self._loaded: set[str] = set()
-        """Roles of `plan.offload` whose parameters are in device memory now."""
         self._shared: set[str] = set(graph.sources)
-        """Keys whose lengths are known where they are needed."""
+        """Keys whose lengths are known on all ranks that need them."""
         self._unsent: list[tuple[Call, Call]] = []
-        """Producers and consumers of rows that wait for the lengths by which the consumer's items are divided."""
+        """Producer and consumer of rows that cannot be sent yet, because the consumer's items are divided by
+        unknown lengths."""
         self._programs: list[list[Instruction]] = [[] for _ in range(plan.cluster.size)]
 
+    def _decide(self) -> Decisions:
+        """Make the arrays of the plan's decisions: first the calls, then the homes."""
+        calls = self.graph.calls
+        places = [*(self.plan[call.name] for call in calls), *self.homes.values()]
+        numbers: dict[str, int] = {}
+        roles = [*(call.role for call in calls), *self.homes]
+        kept = {role: {copy.layout for copy in copies} for role, copies in self.kept.items()}
+        return Decisions(
+            first=np.array([[place.mesh.first] for place in places], dtype=np.int64),
+            end=np.array([[place.mesh.first + place.mesh.size] for place in places], dtype=np.int64),
+            code=np.array([[numbers.setdefault(place.layout, len(numbers))] for place in places]),
+            kept=np.array(
+                [
+                    [place.layout in kept.get(role or "", ())]
+                    for place, role in zip(places, roles, strict=True)
+                ]
+            ),
+            offloaded=np.array([[role in self.plan.offload] for role in roles]),
+        )
+
+    def waves(self) -> list[list[Call]]:
+        """List the calls of each wave, functions first."""
+        found: dict[int, list[Call]] = {}
+        for c in np.argsort(self.facts.wave[:, 0], kind="stable").tolist():
+            if c not in self.graph.done:
+                found.setdefault(int(self.facts.wave[c, 0]), []).append(self.graph.calls[c])
+        return [sorted(calls, key=lambda call: not call.is_function) for calls in found.values()]
+
     def programs(self) -> list[Program]:
-        """Return the programs built so far."""
         return [Program(rank, tuple(instructions)) for rank, instructions in enumerate(self._programs)]
 
-    def emit(self, ranks: tuple[int, ...], instruction: Instruction) -> None:
+    def emit(self, ranks: Iterable[int], instruction: Instruction) -> None:
         """Append an instruction to the programs of `ranks`."""
         for rank in ranks:
             self._programs[rank].append(instruction)
 
-    def load(self, role: str) -> None:
-        """Load the role's parameters into device memory at home, unless they are there."""
-        if role in self.plan.offload and role not in self._loaded:
-            home = self.homes[role]
-            for name in set_names(role, self.parts):
-                self.emit(home.ranks, Load(role, home, "parameters", name))
-            self._loaded.add(role)
+    def perform(self, activity: Activity) -> None:
+        """Emit the instructions of an activity."""
+        call = self.graph.calls[activity.call]
+        role = call.role or ""
+        if activity.average is not None:
+            role = activity.average.role
+        match activity.phase:
+            case Phase.START | Phase.RUN:
+                self.run(call)
+            case Phase.HAND_ON | Phase.HAND_ON_COLLECTED:
+                self.hand_on(call)
+            case Phase.LOAD | Phase.LOAD_FOLLOWER:
+                self.copy(Load, role)
+            case Phase.OFFLOAD_SOURCE | Phase.OFFLOAD | Phase.OFFLOAD_CHANGED | Phase.OFFLOAD_FOLLOWER:
+                self.copy(Offload, role)
+            case Phase.REALLOCATE:
+                self.reallocate(role, self.plan[call.name], set_names(role, self.parts))
+            case Phase.REFRESH | Phase.REFRESH_FOLLOWER:
+                layout = self.plan[self.graph.calls[activity.target].name].layout
+                (copy,) = (copy for copy in self.kept[role] if copy.layout == layout)
+                self.reallocate(role, copy, changed_sets(self.graph.graph, call, role, self.parts))
+            case Phase.UPDATE_FOLLOWER:
+                assert activity.average is not None, "a follower has a moving average"
+                self._mix(call, activity.average)
+            case Phase.RELEASE:
+                for name in set_names(role, self.parts):
+                    release = Release(role, self.plan[call.name], name)
+                    self.emit(release.placement.ranks, release)
 
-    def unload(self, role: str) -> None:
-        """Offload the role's parameters again, if the plan keeps them in host memory between uses."""
-        if role in self._loaded:
-            home = self.homes[role]
-            for name in set_names(role, self.parts):
-                self.emit(home.ranks, Offload(role, home, "parameters", name))
-            self._loaded.remove(role)
+    def copy(self, kind: type[Load] | type[Offload], role: str) -> None:
+        """Load a role's parameters into device memory at home, or offload them again."""
+        home = self.homes[role]
+        for name in set_names(role, self.parts):
+            self.emit(home.ranks, kind(role, home, "parameters", name))
 
-    def refresh(self, role: str, names: Sequence[str]) -> None:
-        """Reallocate parameter sets of the role, loaded at home, into its kept copies."""
-        for placement in self.kept.get(role, ()):
-            self._reallocate(role, placement, names)
-
-    def bring_parameters(self, models: Sequence[Call]) -> None:
-        """Load and reallocate the parameters of the models of a wave, and offload all others."""
-        at_home = {call.model_role for call in models if not self._is_copy(call)}
-        for call in models:
-            role = call.model_role
-            if role in at_home:
-                self.load(role)
-            if self._borrowed(call) and sharing(self.graph, self.plan, self.waves, call)[0] == call:
-                self.load(role)
-                self._reallocate(role, self.plan[call.name], set_names(role, self.parts))
-        for role in {call.model_role: None for call in models}:
-            if role not in at_home:
-                self.unload(role)
+    def reallocate(self, role: str, target: Placement, names: Iterable[str]) -> None:
+        """Reallocate parameter sets of a role from its home into another layout."""
+        home = self.homes[role]
+        for name in names:
+            move = Reallocate(role, home, target, parameter_set=name)
+            self.emit(_union(home.ranks, target.ranks), move)
 
     def run(self, call: Call) -> None:
-        """Emit the call itself, with its inputs."""
-        placement, role = self.plan[call.name], call.role
-        for producer in producers(self.graph, call):
-            keys = keys_between(self.graph, producer, call)
+        """Emit the call, after the receives of its inputs."""
+        placement, role, graph = self.plan[call.name], call.role, self.graph.graph
+        for producer in producers(graph, call):
+            keys = keys_between(graph, producer, call)
             number = self.numbers[producer.name, call.name]
             receive = Receive(number, keys, producer.name, call.name, self.plan[producer.name].output_ranks)
             self.emit(placement.ranks, receive)
-        # Micro-batches of a plan file mean nothing to a function.
+        # A function has no micro-batches, even if the plan file gives their size.
         where = function_placement(placement.mesh) if call.is_function else placement
         run = Run(call.name, role, where)
         if role is None or call.kind is not Kind.TRAIN or role not in self.plan.offload_optimizer:
@@ -219,72 +251,42 @@ class _Lowering:
         for name in trained_sets(role, self.parts):
             self.emit(placement.ranks, Offload(role, placement, "optimizer", name))
 
-    def share_outputs(self, call: Call) -> None:
-        """Emit what follows a call: lengths, then the rows its consumers need.
+    def hand_on(self, call: Call) -> None:
+        """Emit what follows a call: lengths of its outputs, then rows for its consumers.
 
-        Rows of earlier calls follow, too, if their senders know only now which ranks work on which items.
+        Rows of earlier calls follow too, if their senders needed these lengths to divide the items.
         """
-        output_ranks = self.plan[call.name].output_ranks
+        graph, output_ranks = self.graph.graph, self.plan[call.name].output_ranks
         for key in call.outputs:
-            if self.graph.keys[key].length == "own":
-                readers = length_readers(self.graph, self.plan, key)
+            if graph.keys[key].length == "own":
+                readers = length_readers(graph, self.plan, key)
                 self.emit(_union(output_ranks, readers), ShareLengths(key, call.name, output_ranks, readers))
                 self._shared.add(key)
-        left = [consumer for consumer in self.graph.order if consumer.name not in self.done]
-        self._unsent += [(call, consumer) for consumer in left if call in producers(self.graph, consumer)]
-        ready = [pair for pair in self._unsent if self._shared.issuperset(dividing_keys(self.graph, pair[1]))]
+        left = [consumer for c, consumer in enumerate(graph.order) if c not in self.graph.done]
+        self._unsent += [(call, consumer) for consumer in left if call in producers(graph, consumer)]
+        ready = [pair for pair in self._unsent if self._shared.issuperset(dividing_keys(graph, pair[1]))]
         for producer, consumer in ready:
-            keys = keys_between(self.graph, producer, consumer)
+            keys = keys_between(graph, producer, consumer)
             number, ranks = self.numbers[producer.name, consumer.name], self.plan[consumer.name].ranks
             send = Send(number, keys, producer.name, consumer.name, ranks)
             self.emit(self.plan[producer.name].output_ranks, send)
         self._unsent = [pair for pair in self._unsent if pair not in ready]
 
-    def put_parameters_back(self, models: Sequence[Call]) -> None:
-        """Refresh copies after the calls of models in a wave, release borrowed ones and offload."""
-        for call in models:
-            for average in self.graph.averages if changes(self.graph, call) else ():
-                if average.source == call.role:
-                    self.load(average.role)
-                    self._mix(call, average)
-            for role in changes(self.graph, call):
-                self.refresh(role, changed_sets(self.graph, call, role, self.parts))
-                self.unload(role)
-            if self._borrowed(call) and sharing(self.graph, self.plan, self.waves, call)[-1] == call:
-                for name in set_names(call.model_role, self.parts):
-                    release = Release(call.model_role, self.plan[call.name], name)
-                    self.emit(release.placement.ranks, release)
-        for call in models:
-            self.unload(call.model_role)
-
     def report(self) -> None:
-        """Send the metrics of all calls to the writer, at the end, when it has nothing else to do."""
-        for call in (call for wave in self.waves for call in wave if call.kind is not Kind.GENERATE):
+        """Send the metrics of all calls to the writer, at the end of the step, when the writer is idle."""
+        for call in (call for wave in self.waves() for call in wave if call.kind is not Kind.GENERATE):
             output_ranks = self.plan[call.name].output_ranks
-            # Ranks of a model add up their metrics; those of a function know nothing of each other.
+            # Ranks of a model have added up their metrics; ranks of a function know only those of their own
+            # items.
             having = output_ranks if call.is_function else output_ranks[:1]
             senders = tuple(rank for rank in having if rank != WRITER)
             if senders:
                 self.emit(_union(senders, (WRITER,)), Report(call.name, senders, WRITER))
 
-    def _is_copy(self, call: Call) -> bool:
-        return self.plan[call.name].layout != self.homes[call.model_role].layout
-
-    def _borrowed(self, call: Call) -> bool:
-        """Check whether the call uses a copy that is made for this step."""
-        layout = self.plan[call.name].layout
-        return self._is_copy(call) and layout not in [p.layout for p in self.kept.get(call.model_role, ())]
-
-    def _reallocate(self, role: str, target: Placement, names: Sequence[str]) -> None:
-        home = self.homes[role]
-        for name in names:
-            move = Reallocate(role, home, target, parameter_set=name)
-            self.emit(_union(home.ranks, target.ranks), move)
-
     def _mix(self, call: Call, average: MovingAverage) -> None:
-        """Let a role follow the one that the call has trained."""
+        """Update a moving average of the role that the call trained."""
         source, into = self.homes[average.source], self.homes[average.role]
-        for name in changed_sets(self.graph, call, average.role, self.parts):
+        for name in changed_sets(self.graph.graph, call, average.role, self.parts):
             mixing = Reallocate(average.source, source, into, average.role, average.factor, name)
             self.emit(_union(source.ranks, into.ranks), mixing)
 

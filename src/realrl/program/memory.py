@@ -1,12 +1,11 @@
-"""Device memory held by programs: parameters, gradients and optimizer states. Functions hold none.
+"""Device memory that programs hold: parameters, gradients and optimizer states. Functions hold none.
+`planner.memory` models the memory that calls need while they run. `planner.simulate.footprints` adds up both."""
 
-Memory that calls need while they run is modelled in `planner.memory`; `planner.simulate.footprints` adds both up.
-"""
-
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
+from realrl.config.errors import UserError
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.limits import bucket_count
@@ -20,16 +19,24 @@ from realrl.layout.sets import (
 )
 from realrl.plan.axes import Divided, axes_dividing
 from realrl.plan.placement import ELEMENT_BYTES, Dtype, Placement, Strategy
-from realrl.program.instructions import Instruction, Load, Offload, Program, Reallocate, Release, StateKind
-from realrl.program.shared_bases import find_holders, order_sharers
+from realrl.plan.plan import Plan
+from realrl.program.instructions import (
+    Instruction,
+    Load,
+    Offload,
+    Program,
+    Reallocate,
+    Release,
+    Run,
+    StateKind,
+)
 from realrl.program.text import name_parameters
-from realrl.program.training_state import count_training_state
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """Storage of a role: the sizes of its model, the type of its parameters, whether it is trained, and which part
-    of it training updates."""
+    """How a role is stored: the shape of its model, the dtype of its parameters, and the part that training
+    updates."""
 
     shape: ModelShape
     head: Head
@@ -37,9 +44,9 @@ class StoredModel:
     trained: bool
     part: TrainablePart = WHOLE
     exact: bool = False
-    """Whether forward passes are the same arithmetic for a token wherever it is (`exact` of a recipe)."""
+    """Whether a forward pass computes the same for a token at every place in a batch (`exact` of a recipe)."""
     base: str | None = None
-    """Name of the frozen weights in its base set, where other roles may have the same ones; see `shared_bases`."""
+    """Name of the frozen weights in the set `base`, if roles with the same weights can share their memory."""
 
     @property
     def sets(self) -> Mapping[str, ParameterSet]:
@@ -52,23 +59,24 @@ class StoredModel:
         return ELEMENT_BYTES[self.dtype]
 
     def dtype_under(self, strategy: Strategy) -> Dtype:
-        """Find the type of the parameters, and of activations, under a strategy."""
+        """Find the dtype of parameters and activations under a strategy."""
         return self.dtype if strategy.dtype is None else strategy.dtype
 
     def width(self, strategy: Strategy) -> int:
-        """Compute the bytes of a parameter that is not quantised, and of an activation, under a strategy."""
+        """Find the bytes of an activation, and of a parameter that is not quantised, under a strategy."""
         return ELEMENT_BYTES[self.dtype_under(strategy)]
 
 
 @dataclass(frozen=True)
 class HeldState:
-    """State that a rank may hold: a parameter set of a role in a layout, or all else that its training needs."""
+    """State that a rank may hold of a parameter set in a layout: its parameters, or its gradients and optimizer
+    state."""
 
     role: str
     layout: str
     state: StateKind
     host: bool = False
-    """Whether it is the host copy of offloaded state, on devices whose memory is the host's."""
+    """Whether it is the host copy of offloaded state, on devices whose memory is that of the host."""
     parameter_set: str = BASE
 
     def __str__(self) -> str:
@@ -78,18 +86,18 @@ class HeldState:
 
 
 def list_sharers(stored: Mapping[str, StoredModel]) -> list[tuple[str, ...]]:
-    """List the roles that have the same frozen weights (see `order_sharers`)."""
+    """Group the roles that have the same frozen weights; see `order_sharers`."""
     return order_sharers(
         {role: of.base for role, of in stored.items()}, {role: of.head for role, of in stored.items()}
     )
 
 
 Holdings = Mapping[HeldState, int]
-"""State held by a rank -> its bytes."""
+"""State that a rank holds -> its bytes."""
 
 
 class Memory:
-    """Memory model of programs, in bytes. Roles that are not in `stored` count nothing."""
+    """Memory model of programs, in bytes. Roles that are not in `stored` count as 0."""
 
     def __init__(
         self,
@@ -100,30 +108,30 @@ class Memory:
         *,
         shared: bool = False,
     ) -> None:
-        """`shared`: whether devices are processes that share the host's memory, so that what is offloaded stays
-        there: copies in host memory are never given back."""
+        """`shared` says whether devices are processes in the host's memory. Offloading then frees nothing, because
+        host copies are never given back."""
         self._shared = shared
         self.stored, self._homes, self._offloaded, self._kept = stored, homes, offloaded, kept
         self.holders = find_holders(list_sharers(stored), homes)
-        """Role that shares its base set with others at home -> the one in whose memory it lies."""
+        """Role whose set `base` shares memory with other roles at home -> the role that holds it."""
         self._layouts: dict[tuple[str, str, str], Layout] = {}
         self._numbers: dict[tuple[str, str, str, tuple[int, ...]], int] = {}
 
     def in_host_memory(self) -> "Memory":
-        """Copy the model for devices that are processes which share the host's memory."""
+        """Copy the model for devices that are processes in the host's memory."""
         return Memory(self.stored, self._homes, self._offloaded, self._kept, shared=True)
 
     def home(self, role: str) -> str:
-        """Find the layout in which a role lives between steps."""
+        """Find the layout that a role has between steps."""
         return self._homes[role].layout
 
     @property
     def resting(self) -> tuple[Placement, ...]:
-        """Placements that hold state between steps."""
+        """Placements that hold state between steps: homes and kept copies."""
         return (*self._homes.values(), *(copy for copies in self._kept.values() for copy in copies))
 
     def at_rest(self, rank: int) -> Holdings:
-        """Compute the state that a rank holds between steps."""
+        """Compute the state that a rank's device holds between steps."""
         held: dict[HeldState, int] = {}
         for role, home in self._homes.items():
             for state in get_args(StateKind):
@@ -136,14 +144,14 @@ class Memory:
         return held
 
     def in_host(self, rank: int) -> Holdings:
-        """Compute the state of a rank that waits in host memory, or has a copy there that is never given back."""
+        """Compute the offloaded state of a rank, which occupies host memory for the whole run."""
         held: dict[HeldState, int] = {}
         for role, state in self._offloaded:
             held |= self._items(role, self._homes[role], state, rank, host=True)
         return held
 
     def timeline(self, program: Program) -> Iterator[tuple[Instruction, Holdings]]:
-        """Yield each instruction of a step with the state that the rank holds once it has started."""
+        """Yield each instruction of a step with the state that the rank holds while it executes it."""
         held = dict(self.at_rest(program.rank))
         for instruction in program.instructions:
             match instruction:
@@ -161,7 +169,7 @@ class Memory:
     def _items(
         self, role: str, placement: Placement, state: StateKind, rank: int, *, host: bool = False
     ) -> dict[HeldState, int]:
-        """`_item` for every set of a role."""
+        """Count one kind of state for every parameter set of a role."""
         found: dict[HeldState, int] = {}
         for name in self.stored[role].sets if role in self.stored else ():
             elsewhere = name == BASE and self.holders.get(role, role) != role
@@ -182,6 +190,8 @@ class Memory:
             updated = (
                 placement if strategy.zero == 1 else replace(placement, strategy=replace(strategy, zero=3))
             )
+            # Under ZeRO-2 and ZeRO-3 a rank accumulates and updates only the rows that it would store under
+            # ZeRO-3.
             number = self._parameters(role, name, updated, rank)
             counted = count_training_state(strategy.zero, strategy.dp, number, stored.element_bytes)
             size = counted.kept if host else counted.bytes
@@ -191,7 +201,8 @@ class Memory:
         return {HeldState(role, placement.layout, state, host, name): size}
 
     def _parameters(self, role: str, name: str, placement: Placement, rank: int) -> int:
-        """Count the parameters of a set that a rank stores, padded so that ranks with the same share them out."""
+        """Count the parameters of a set that a rank stores, padded so that data-parallel ranks get equal shares of
+        each bucket."""
         where = (role, name, placement.layout)
         key = (*where, placement.coordinates(rank, axes_dividing(Divided.LAYERS, Divided.MATRICES)))
         if key not in self._numbers:
@@ -203,3 +214,115 @@ class Memory:
             multiple = placement.strategy.replicas * bucket_count(elements)
             self._numbers[key] = -(-elements // multiple) * multiple
         return self._numbers[key]
+
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Bytes on one rank; numbers or arrays, depending on what `count_training_state` was given."""
+
+    gradients: Any
+    """Accumulated gradients."""
+    optimizer: Any
+    """Moments, master weights, and the reduced part of the gradients if data-parallel ranks accumulate all of
+    them."""
+    kept: Any
+    """Bytes that must survive between steps."""
+
+    @property
+    def bytes(self) -> Any:
+        """All of it, in device memory."""
+        return self.gradients + self.optimizer
+
+
+def count_training_state(zero: int, dp: Any, elements: Any, element_bytes: int) -> TrainingState:
+    """Count the bytes of gradients and optimizer state on a rank that accumulates the gradients of `elements`
+    parameters.
+
+    Under ZeRO-1 these are all parameters that the rank computes with, otherwise the parameters that it updates.
+    `element_bytes` is the width of a parameter. Float32 master weights exist for narrower parameters, and under
+    ZeRO-2, which updates a copy of a rank's part.
+    """
+    masters = element_bytes < _FLOAT32 or zero == 2
+    parts, divisor = 2 + masters, dp if zero == 1 else 1
+    reduced = divisor > 1
+    return TrainingState(
+        gradients=_FLOAT32 * elements,
+        optimizer=_FLOAT32 * (parts + reduced) * elements // divisor,
+        kept=_FLOAT32 * parts * elements // divisor,
+    )
+
+
+def order_sharers(bases: Mapping[str, str | None], heads: Mapping[str, Head]) -> list[tuple[str, ...]]:
+    """Group the roles that have the same frozen weights.
+
+    `bases` names, by role, the weights in the set `base`; None if no other role can have them. Language models
+    come first in each group: their weights include the head, which other roles do without.
+    """
+    groups: dict[str, list[str]] = {}
+    for role, base in bases.items():
+        if base is not None:
+            groups.setdefault(base, []).append(role)
+    return [tuple(sorted(found, key=lambda role: heads[role] != "lm")) for found in groups.values()]
+
+
+def find_holders(sharers: Iterable[tuple[str, ...]], homes: Mapping[str, Placement]) -> dict[str, str]:
+    """Find, for each role that shares its set `base` at home, the role that holds it, which may be itself. Roles
+    share it if their homes have the same layout; other roles are left out."""
+    holders: dict[str, str] = {}
+    for group in sharers:
+        at_home: dict[str, list[str]] = {}
+        for role in group:
+            if role in homes:
+                at_home.setdefault(homes[role].layout, []).append(role)
+        for alike in at_home.values():
+            if len(alike) > 1:
+                holders |= dict.fromkeys(alike, alike[0])
+    return holders
+
+
+def check_offloading(plan: Plan, holders: Mapping[str, str]) -> None:
+    """Raise UserError if a plan offloads a role whose set `base` must stay in device memory for another role."""
+    for role in plan.offload:
+        if role in holders:
+            others = [other for other in holders if holders[other] == holders[role] and other != role]
+            raise UserError(
+                f"plan: offload: {role} cannot be offloaded: it shares its frozen weights with {others[0]} in one"
+                " layout, so they stay in device memory"
+            )
+
+
+EarlyLoads = Mapping[int, tuple[Load, ...]]
+"""Position of a call in a program -> later loads that may start with it."""
+
+
+def find_early_loads(program: Program, memory: Memory, needed: Mapping[str, int], limit: int) -> EarlyLoads:
+    """Find loads that may start together with an earlier call: position of the call -> later loads, before the
+    next call.
+
+    `needed` is the bytes of device memory during each call of a model, by name, including moves before it. The
+    device may use `limit` bytes, such as the peak of the step, so that loading early does not raise the peak.
+    """
+    moments = list(memory.timeline(program))
+    held = [sum(holdings.values()) for _, holdings in moments]
+    found: dict[int, tuple[Load, ...]] = {}
+    run, early = None, 0
+    for position, (instruction, holdings) in enumerate(moments):
+        if isinstance(instruction, Run) and instruction.role is not None:
+            run, early = position, 0
+        elif isinstance(instruction, Load) and run is not None:
+            state = _state_of(instruction)
+            size = holdings.get(state, 0)
+            call, during = moments[run]
+            assert isinstance(call, Run)
+            most = max([needed[call.call], *held[run:position]])
+            if size and state not in during and most + early + size <= limit:
+                found[run] = (*found.get(run, ()), instruction)
+                early += size
+    return found
+
+
+def _state_of(load: Load) -> HeldState:
+    return HeldState(load.role, load.placement.layout, load.state, parameter_set=load.parameter_set)

@@ -1,4 +1,4 @@
-"""Text form of programs: one instruction a line, read back to equal programs."""
+"""Text form of programs: one instruction per line, which can be read back to equal programs."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ def _keys(text: str) -> tuple[str, ...]:
 
 
 def name_parameters(role: str, parameter_set: str) -> str:
-    """Name a role's parameter set, as people read it: `actor` for the set `base`, `actor/tuned` for another."""
+    """Name a role's parameter set for people: `actor` for the set `base`, `actor/tuned` for another."""
     return role if parameter_set == BASE else f"{role}/{parameter_set}"
 
 
@@ -144,7 +144,7 @@ _FORMS: dict[str, tuple[str, Callable[..., Instruction]]] = {
 
 
 def parse_instruction(line: str) -> Instruction:
-    """Read the instruction of a line; ValueError where it describes none."""
+    """Read one line; ValueError if it is not an instruction."""
     verb, _, rest = line.strip().partition(" ")
     if verb in _FORMS:
         pattern, build = _FORMS[verb]
@@ -161,7 +161,7 @@ def format_program(program: Program) -> str:
 
 
 def parse_program(text: str) -> Program:
-    """Read what `format_program` writes; ValueError when it is malformed."""
+    """Read what `format_program` writes; ValueError if it is malformed."""
     head, *lines = text.strip().splitlines()
     match = re.fullmatch(r"# rank (\d+)", head)
     if match is None:

@@ -1,27 +1,28 @@
-"""Timeline of the instructions of every rank, measured or predicted, for Perfetto (ui.perfetto.dev)."""
+"""Timelines of every rank's instructions, measured or predicted, in files for Perfetto (ui.perfetto.dev)."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from realrl.config.files import partial_path, write_whole
 
 Source = Literal["measured", "predicted"]
-"""Origin of the times; names the group of rows, so that both files can be opened side by side."""
+"""Origin of the times. It names the group of rows, so that Perfetto can show both files side by side."""
 
 _GROUPS: dict[Source, int] = {"measured": 1, "predicted": 2}
 
 Event = dict[str, Any]
-"""A slice in the Chrome trace format: `name`, `tid` (the row: the rank, or its host's), `ts` and `dur` in
-microseconds, and `args`."""
+"""A slice in the Chrome trace format: `name`, `ts` and `dur` in microseconds, `args`, and `tid`, the row of its
+rank or of the rank's host."""
 
 TRACE, TRACES = "trace.json", "traces"
-"""File of a run directory with the last steps of all ranks, and its folder of a file per rank."""
+"""In a run directory, the file with the last steps of all ranks, and the folder with one file per rank."""
 
 _HOST = 1_000_000
-"""Number of the row of rank 0's host; of other ranks so many more."""
+"""Row of rank 0's host; the host of rank r has row `_HOST + r`."""
 
 
 def make_event(
@@ -33,7 +34,8 @@ def make_event(
     *,
     host: bool = False,
 ) -> Event:
-    """Make the slice of an instruction on one rank; `host`: of a function, which runs beside the others."""
+    """Make the slice of one instruction. With `host` it is a function, which runs beside the rank's other
+    instructions."""
     return {
         "name": name,
         "ph": "X",
@@ -45,13 +47,13 @@ def make_event(
 
 
 def write_trace(path: Path, ranks: Sequence[Iterable[Event]], source: Source) -> None:
-    """Write the events of all ranks, a row for each rank, and one for its host if that calls functions; the first
-    event at time 0."""
+    """Write the events of all ranks, shifted so that the first one starts at 0."""
     write_whole(path, json.dumps(make_trace(dict(enumerate(ranks)), source)))
 
 
 def make_trace(ranks: Mapping[int, Iterable[Event]], source: Source) -> dict[str, Any]:
-    """Make the content of a trace file of ranks; the first event at time 0."""
+    """Make the content of a trace file. Each rank has a row, and a second one for its host if that runs functions.
+    Times are shifted so that the first event starts at 0."""
     events = [event for rank in ranks.values() for event in rank]
     origin = min((event["ts"] for event in events), default=0.0)
     rows = _list_rows(ranks, events, source)
@@ -60,7 +62,7 @@ def make_trace(ranks: Mapping[int, Iterable[Event]], source: Source) -> dict[str
 
 
 def _list_rows(ranks: Iterable[int], events: Iterable[Event], source: Source) -> list[Event]:
-    """List what names the rows of a trace."""
+    """Make the metadata events that name and order the rows of a trace."""
     group = _GROUPS[source]
     document: list[Event] = [{"name": "process_name", "ph": "M", "pid": group, "args": {"name": source}}]
     used = {event["tid"] for event in events}
@@ -76,22 +78,22 @@ def _list_rows(ranks: Iterable[int], events: Iterable[Event], source: Source) ->
 
 
 def find_rank(event: Event) -> int:
-    """Find the rank in whose row, or in whose host's, an event is."""
+    """Find the rank of an event, which may be in the row of the rank's host."""
     row: int = event["tid"]
     return row % _HOST
 
 
 def is_host(event: Event) -> bool:
-    """Tell whether an event is a function, which runs beside the rank's other instructions."""
+    """Tell whether an event is in the row of a rank's host."""
     return bool(event["tid"] >= _HOST)
 
 
 def write_rank_trace(run_dir: Path, rank: int, events: Sequence[Event]) -> None:
-    """Write the events of one rank of a run, at their times of the day. OSError."""
+    """Write the events of one rank of a run, with unshifted times. Raises OSError."""
     slices = [{**event, "pid": _GROUPS["measured"]} for event in events]
     document = {"traceEvents": [*_list_rows([rank], events, "measured"), *slices], "displayTimeUnit": "ms"}
     file = _rank_file(run_dir, rank)
-    # Not by `write_whole`, which would make a run's directory anew that somebody has deleted.
+    # `write_whole` would create a run directory again that somebody has deleted.
     file.parent.mkdir(exist_ok=True)
     partial_path(file).write_text(json.dumps(document), encoding="utf-8")
     partial_path(file).replace(file)
@@ -100,10 +102,8 @@ def write_rank_trace(run_dir: Path, rank: int, events: Sequence[Event]) -> None:
 def read_rank_traces(
     run_dir: Path, most: int | None = None, limit: int | None = None
 ) -> dict[int, list[Event]]:
-    """Read the events of the ranks of a run that have written any; other files are left out.
-
-    Of the first `most` ranks, as far as their files have `limit` bytes together, but always of the first one.
-    """
+    """Read the events of a run by rank; ranks without readable events are left out. At most `most` ranks are read,
+    and no more files than have `limit` bytes together, but always the first one."""
     names = (file.stem.removeprefix("rank-") for file in (run_dir / TRACES).glob("rank-*.json"))
     ranks = sorted(int(name) for name in names if name.isdecimal())
     found: dict[int, list[Event]] = {}
@@ -120,7 +120,7 @@ def read_rank_traces(
 
 
 def read_events(file: Path) -> list[Event]:
-    """Read the slices of a trace; none where the file is absent, or something else."""
+    """Read the slices of a trace file; empty if the file is absent or malformed."""
     try:
         return read_slices(json.loads(file.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -128,8 +128,8 @@ def read_events(file: Path) -> list[Event]:
 
 
 def read_slices(document: Any) -> list[Event]:
-    """Read the slices of the content of a trace file; KeyError, ValueError, TypeError or AttributeError where it is
-    none."""
+    """Read the slices in the content of a trace file. Raises KeyError, ValueError, TypeError or AttributeError if
+    it is not the content of a trace file."""
     return [
         {"name": str(e["name"]), "tid": int(e["tid"]), "ts": float(e["ts"]), "dur": float(e["dur"])}
         | {"ph": "X", "args": dict(e.get("args", {}))}
@@ -139,7 +139,7 @@ def read_slices(document: Any) -> list[Event]:
 
 
 def merge_rank_traces(run_dir: Path) -> None:
-    """Write `trace.json` from what the ranks of a run have left, where that is newer. OSError."""
+    """Write `trace.json` from the files of a run's ranks, if any of them is newer. Raises OSError."""
     ranks = read_rank_traces(run_dir)
     whole = run_dir / TRACE
     newest = max((_rank_file(run_dir, rank).stat().st_mtime_ns for rank in ranks), default=0)
@@ -149,3 +149,49 @@ def merge_rank_traces(run_dir: Path) -> None:
 
 def _rank_file(run_dir: Path, rank: int) -> Path:
     return run_dir / TRACES / f"rank-{rank}.json"
+
+
+PREDICTED = "predicted.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedMemory:
+    """Predicted memory of one device."""
+
+    rank: int
+    capacity_bytes: int
+    """Bytes that a plan may use."""
+    resting_bytes: int
+    """Bytes held between steps."""
+    peak_bytes: int
+    during: str
+    """Call during which the peak occurs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedStep:
+    """Predicted timeline and memory of a step: `predicted.json` in a run directory, for Perfetto beside
+    `trace.json`."""
+
+    seconds: float
+    """Steady-state seconds per step."""
+    ranks: Sequence[Sequence[Event]]
+    """Slices of one step, by rank."""
+    memory: tuple[PredictedMemory, ...]
+    """Memory, by rank."""
+
+    def save(self, run_dir: Path) -> None:
+        """Write `predicted.json` in a run directory. Raises OSError."""
+        document = make_trace(dict(enumerate(self.ranks)), "predicted")
+        document |= {"seconds": self.seconds, "memory": [asdict(device) for device in self.memory]}
+        write_whole(run_dir / PREDICTED, json.dumps(document))
+
+    @classmethod
+    def load(cls, run_dir: Path) -> Self | None:
+        """Read `predicted.json` in a run directory; None if it is absent or malformed."""
+        try:
+            document = json.loads((run_dir / PREDICTED).read_bytes())
+            memory = tuple(PredictedMemory(**device) for device in document["memory"])
+            return cls(seconds=float(document["seconds"]), ranks=[read_slices(document)], memory=memory)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None

@@ -1,4 +1,5 @@
-"""Dry run of programs: proves, before any process starts, that all data and parameters arrive and all ranks end."""
+"""Dry run of programs. It proves, before any process starts, that data and parameters arrive and that all ranks
+end."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,36 +27,37 @@ from realrl.program.text import format_instruction, name_parameters
 
 
 class ProgramError(Exception):
-    """Programs that would hang, or run a call without its data or parameters: our bug, not the user's."""
+    """Programs that would hang, or would run a call without its data or parameters. This is our bug, not the
+    user's."""
 
 
 MessageKey = tuple[object, ...]
-"""Key that identifies a message of the programs."""
+"""Identifies a message."""
 
 Kept = Mapping[str, Sequence[Placement]]
 """Role -> placements of its kept copies."""
 
 
 _Copy = tuple[str, str, str]
-"""A parameter set in a layout: role, layout, set."""
+"""A copy of a parameter set: role, layout, name of the set."""
 
 
 @dataclass
 class _Rank:
-    """State of a rank in the dry run."""
+    """State of one rank in the dry run."""
 
     program: Program
     position: int = 0
     inputs: dict[str, set[str]] = field(default_factory=dict)
-    """call -> keys received for it"""
+    """Call -> keys received for it."""
     fed: set[str] = field(default_factory=set)
     lengths: set[str] = field(default_factory=set)
     produced: set[str] = field(default_factory=set)
-    """keys this rank holds as a head of their producer"""
+    """Keys whose rows this rank has as an output rank of their producer."""
     parameters: dict[_Copy, int] = field(default_factory=dict)
-    """Parameter set in a layout -> version"""
+    """Copy -> version; every update of the role's set counts it up."""
     offloaded: set[tuple[_Copy, StateKind]] = field(default_factory=set)
-    """(parameter set in a layout, state kind) in host memory"""
+    """State in host memory."""
 
     @property
     def current(self) -> Instruction | None:
@@ -66,8 +68,8 @@ class _Rank:
 class _DryRun:
     """Symbolic execution of programs.
 
-    Instructions over several ranks start when all of them are there, except sends and reports, whose senders
-    continue at once, and functions, which every rank calls alone.
+    An instruction of several ranks starts when all of them have reached it. Exceptions are sends and reports,
+    whose senders continue at once, and functions, which each rank calls on its own.
     """
 
     def __init__(
@@ -82,15 +84,15 @@ class _DryRun:
         copies_there: bool,
         done: Mapping[str, Placement],
     ) -> None:
-        """`copies_there`: whether the copies that are kept are there already. `done`: see `validate`."""
+        """`copies_there` says whether the kept copies exist already. `done` is as in `validate`."""
         self.graph, self.parts, self.done = graph, parts, done
         self.ranks = [_Rank(program) for program in programs]
         self.versions = {(role, name): 0 for role in homes for name in set_names(role, parts)}
-        """By role and parameter set."""
+        """Current version of each (role, parameter set)."""
         self.posted: dict[MessageKey, set[int]] = {}
-        """message -> ranks that have sent it"""
+        """Message -> ranks that have sent it."""
         self.promised: dict[MessageKey, set[int]] = {}
-        """message -> ranks it was sent to"""
+        """Message -> ranks that it was sent to."""
         self.received: dict[MessageKey, set[int]] = {}
         self.ran: set[str] = {*done}
         for name, placement in done.items():
@@ -110,7 +112,7 @@ class _DryRun:
     def _place(
         self, rank: _Rank, role: str, home: Placement, offloaded: Collection[tuple[str, StateKind]]
     ) -> None:
-        """Give a rank of a role's home the state that it has when a step starts."""
+        """Give a rank of a role's home the state that it holds when a step starts."""
         for name in set_names(role, self.parts):
             rank.parameters[role, home.layout, name] = 0
             if (role, "parameters") in offloaded:
@@ -123,19 +125,19 @@ class _DryRun:
             progress = [self._advance(rank) for rank in self.ranks]
             if not any(progress):
                 waiting = [r.program.rank for r in self.ranks if r.current is not None]
-                raise self._error("deadlock: no rank can go on", waiting)
+                raise self._error("deadlock: no rank can continue", waiting)
         missing = [call.name for call in self.graph.calls if call.name not in self.ran]
         if missing:
             raise self._error(f"calls never run: {', '.join(missing)}", [])
         for rank, at_rest in zip(self.ranks, self.at_rest, strict=True):
             rests = ({*rank.parameters}, rank.offloaded) == at_rest
-            self._need(rank, rests, "ends with other things in memory than there are between steps")
+            self._need(rank, rests, "ends with other state in memory than it holds between steps")
             for (role, layout, name), version in rank.parameters.items():
                 current = version == self.versions[role, name]
                 self._need(rank, current, f"ends with an outdated {name_parameters(role, name)} [{layout}]")
         for message, receivers in self.promised.items():
             if receivers != self.received.get(message, set()):
-                raise self._error(f"not received by those it was sent to: {message}", [])
+                raise self._error(f"message {message} was not received by all ranks that it was sent to", [])
 
     def _advance(self, rank: _Rank) -> bool:
         """Execute the rank's next instruction if it can start; return whether it did."""
@@ -166,7 +168,7 @@ class _DryRun:
         return True
 
     def _together(self, instruction: Run | Reallocate | ShareLengths) -> bool:
-        """Execute an instruction once all ranks it names have reached it."""
+        """Execute an instruction if all its ranks have reached it; return whether they have."""
         members = [self.ranks[r] for r in _members(instruction)]
         if any(member.current != instruction for member in members):
             return False
@@ -219,6 +221,7 @@ class _DryRun:
         loads = isinstance(instruction, Load)
         already = f"has the {state} of {about} in {'device' if loads else 'host'} memory already"
         self._need(rank, ((copy, state) in rank.offloaded) == loads, already)
+        # Loading removes the state, offloading adds it; the check above has excluded the other cases.
         rank.offloaded ^= {(copy, state)}
 
     def _run_call(self, run: Run, members: list[_Rank]) -> None:
@@ -254,7 +257,7 @@ class _DryRun:
         self._post((send.number, send.keys), rank, send.receivers)
 
     def _need_items(self, rank: _Rank, message: Send | Receive) -> None:
-        """Check that a rank can tell which items go from where to where: they are divided by lengths."""
+        """Check that a rank knows the lengths that decide which items go to which rank."""
         for name in (n for n in (message.producer, message.consumer) if n not in self.done):
             for key in dividing_keys(self.graph, self.graph.call(name)):
                 problem = f"does not know how long {key} is, by which the items of {name} are divided"
@@ -279,7 +282,7 @@ class _DryRun:
         self.promised.setdefault(message, set()).update(receivers)
 
     def _take(self, message: MessageKey, rank: _Rank, senders: tuple[int, ...]) -> bool:
-        """Receive from all senders if they have sent; return whether they have."""
+        """Receive a message if all its senders have sent it; return whether they have."""
         if not self.posted.get(message, set()).issuperset(senders):
             return False
         self.received.setdefault(message, set()).add(rank.program.rank)
@@ -300,7 +303,8 @@ class _DryRun:
 
 
 def _first_member(instruction: Run | Reallocate | ShareLengths) -> int:
-    """The first of the ranks that take part, which every one of them asks for: not from a list of all."""
+    """Find the lowest rank of an instruction. All its ranks ask for it again and again, so this must not build the
+    list of all ranks."""
     match instruction:
         case Run(_, _, placement):
             return placement.mesh.first
@@ -329,12 +333,11 @@ def validate(
     parts: TrainableParts | None = None,
     done: Mapping[str, Placement] | None = None,
 ) -> None:
-    """Dry-run `programs` of a step; ProgramError, with the position of every rank, when they cannot be run.
+    """Dry-run the programs of a step. Raises ProgramError, with the position of every rank, if they cannot run.
 
-    Between steps the parameters of each role are where `homes` says and in the copies that are `kept`;
-    `offloaded` says what of which role is in host memory then, `parts` which parameter sets roles have that are
-    trained in part. `done` are calls that have run already, and their placements: their outputs are there, and
-    every rank knows where each item is.
+    `homes` and `kept` locate each role's parameters and copies between steps; `offloaded` is then in host memory.
+    `parts` says which parameter sets roles have that are trained in part. `done` are calls that have already run,
+    with their placements; their outputs exist, and every rank knows the rank of each item.
     """
     run = _DryRun(
         programs, graph, homes, offloaded, kept or {}, parts or {}, copies_there=True, done=done or {}
@@ -349,6 +352,6 @@ def validate_start(
     kept: Kept,
     parts: TrainableParts | None = None,
 ) -> None:
-    """Dry-run programs that make the kept copies; ProgramError when they cannot be run."""
+    """Dry-run the programs that make the kept copies; ProgramError if they cannot run."""
     empty = DataflowGraph((), ())
     _DryRun(programs, empty, homes, offloaded, kept, parts or {}, copies_there=False, done={}).run()

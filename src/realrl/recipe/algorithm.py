@@ -5,29 +5,28 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from realrl.config.errors import DescriptionError
-from realrl.config.words import join
+from realrl.config.errors import DescriptionError, join
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import Head
 from realrl.recipe.evaluation import JUDGE, AnswerReader
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.forms import FORMS
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 
 _HEADS = get_args(Head)
 
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """Head of a role's model, and the roles that fill in what the recipe leaves out."""
+    """Head of a role's model, and the roles that supply settings that the recipe leaves out."""
 
     head: Head
     weights_from: str | None = None
-    """Role whose path or shape, and tokenizer, it takes; None where the recipe must say where weights come from."""
+    """Role that supplies path or shape, and tokenizer; None if the recipe must name the source of weights."""
     dtype_from: str | None = None
-    """Role whose dtype it takes; `weights_from` when not given."""
+    """Role that supplies the dtype; `weights_from` by default."""
     weights_else: str | None = None
-    """Role that takes the place of `weights_from` in recipes that leave that out."""
+    """Role that replaces `weights_from` in recipes without that role."""
     optional: bool = False
     """Whether a recipe may leave the role out: `null`."""
 
@@ -43,7 +42,7 @@ class SummaryMetric:
     label: str
     """Label in the table."""
     at: Literal["first", "last"] = "last"
-    """The evaluation it is taken from."""
+    """Which evaluation supplies the value."""
 
 
 def _one(experiment: Any) -> int:
@@ -52,65 +51,65 @@ def _one(experiment: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AlgorithmSpec:
-    """One algorithm. Functions take a recipe of class `recipe`; building a spec that contradicts itself raises
-    DescriptionError with the name of the algorithm and of the field.
+    """One algorithm. Functions take a recipe of class `recipe`.
 
-    What depends on a recipe, such as its graphs, is checked when one is read (`recipe.graphs`, `recipe.checks`).
+    An inconsistent spec raises DescriptionError with the names of algorithm and field. Everything that depends on a
+    recipe, such as its graphs, is checked when a recipe is read (`recipe.graphs`, `recipe.checks`).
     """
 
     name: str
     """Value of `algorithm` in recipes."""
     recipe: type[Experiment]
-    """Class of its recipes; the first sentence of its docstring sums up the algorithm."""
+    """Class of its recipes; the first sentence of its docstring describes the algorithm."""
     roles: Mapping[str, RoleSpec]
-    """The roles of `recipe.models`, all of which the training graph uses, but for optional ones that a recipe
+    """The roles of `recipe.models`. The training graph uses all of them, except optional roles that a recipe
     leaves out."""
     form: str
-    """Form of its records, one of `recipe.forms.FORMS`: it yields what no call of the graphs produces."""
+    """Form of its records, one of `recipe.forms.FORMS`: it yields the keys that no call produces."""
     train_graph: Callable[[Any], DataflowGraph]
     """The calls of a training step, mini-batches included."""
     eval_graph: Callable[[Any], DataflowGraph] | None
     """The calls of an evaluation step; None for an algorithm without evaluation."""
     generation: Callable[[Any], GenerationConfig] | None
-    """Sampling of training, from the recipe's section `generation`; None where nothing is generated."""
+    """Sampling of training, from the recipe's section `generation`; None without generation."""
     methods: Callable[[Any, DataflowGraph, DataflowGraph | None], Any]
-    """Makes an `algorithms.method.Algorithm` of a recipe, its training graph and its evaluation graph; the only one
-    of these functions that may import torch."""
+    """Makes an `realrl.algorithms.Algorithm` from a recipe, its training graph and its evaluation graph. Only this
+    function may import torch."""
     headlines: tuple[str, ...]
     """Metrics shown on the terminal, as `call/name`."""
     curves: Mapping[str, str]
     """Metric -> label of its curve in the picture of `realrl report`."""
     summary: tuple[SummaryMetric, ...]
-    """Metrics that `realrl report` sums up."""
+    """Metrics that `realrl report` summarises."""
     sample_keys: tuple[str, ...] = ()
-    """Keys of the evaluation graph, one number per item, that samples of evaluations show beside their texts."""
+    """Keys of the evaluation graph with one number per item; samples of evaluations show them beside the texts."""
     samples_per_prompt: Callable[[Any], int] = _one
-    """Samples that training takes of each prompt, n: items i * n to i * n + n - 1 of a step have the i-th prompt,
-    which generation computes once for those that it decodes together. Evaluation takes `evaluation.samples`."""
+    """Samples per prompt in training, n: items i * n to i * n + n - 1 of a step have the i-th prompt. Generation
+    computes the prompt once for samples that it decodes together. Evaluation takes `evaluation.samples`."""
     sampling_rounds: Callable[[Any], int] = _one
-    """Most rounds in which a training step samples: prompts whose samples all have the same `score`, a key with a
-    number per item that a call produces, are replaced by others in the next round (dynamic sampling, DAPO)."""
+    """Maximum sampling rounds of a training step. The next round replaces prompts whose samples all have the same
+    `score`, a key with a number per item (dynamic sampling, DAPO)."""
     epochs: Callable[[Any], int] = _one
     """Passes of train calls over the items of a step."""
     experience_calls: tuple[str, ...] = ()
-    """Train calls whose `prepare` makes experience of generated samples as PPO does: rewards with a KL penalty, and
-    advantages or returns by GAE. The planner adds the time of this, which the profiler measures; preparation in
-    other train calls counts as free."""
+    """Train calls whose `prepare` computes experience like PPO: rewards with a KL penalty, and advantages or
+    returns by GAE. The planner adds the measured time of this; preparation in other train calls counts as
+    free."""
     trains: bool = True
-    """Whether steps train; False for one that only samples, whose training graph is what plans are made for."""
+    """Whether steps train; False for an algorithm that only samples. Its training graph is used for planning."""
     answers: Callable[[Any], AnswerReader | None] | None = None
-    """Reader of the final answers of completions, for majority votes; None where rewards read none."""
+    """Reader of final answers in completions, for majority votes; None if rewards do not read answers."""
     optional_calls: tuple[str, ...] = ()
-    """Calls that only the graphs of some recipes have; headlines may name them all the same."""
+    """Calls that only some recipes' graphs have; headlines may name them."""
     optional_metrics: tuple[str, ...] = ()
-    """Metrics, without their call, that only the runs of some recipes give; a run without them needs no note."""
+    """Metrics, without their call, that only some recipes' runs produce; their absence causes no note."""
 
     def __post_init__(self) -> None:
         for field, problem in self._problems():
             raise DescriptionError(f"algorithm {self.name}: {field}: {problem}")
 
     def _problems(self) -> list[tuple[str, str]]:
-        """List (field, what is wrong with it), the one to fix first in front."""
+        """List pairs (field, problem); the first should be fixed first."""
         if not isinstance(self.name, str) or not re.fullmatch(r"[A-Za-z][\w-]*", self.name):
             return [("name", f"{self.name!r} is not letters, digits, - and _, beginning with a letter")]
         found = [*self._type_problems()]
@@ -217,13 +216,13 @@ class AlgorithmSpec:
 
     @property
     def given_functions(self) -> dict[str, Callable[..., Any]]:
-        """Fields that are functions, without defaults -> the function."""
+        """Fields with functions that are set -> the function."""
         fields = {field: getattr(self, field) for field in _FUNCTIONS}
         return {field: value for field, value in fields.items() if value is not None and value is not _one}
 
     @property
     def heads(self) -> dict[str, Head]:
-        """Role -> what its model computes."""
+        """Role -> head of its model."""
         return {role: of.head for role, of in self.roles.items()}
 
     @property
@@ -236,15 +235,15 @@ class AlgorithmSpec:
         return {role: of for role, of in self.roles.items() if getattr(experiment.models, role) is not None}
 
     def list_sources_first(self, experiment: Experiment) -> list[str]:
-        """List the roles of a recipe, those that may take their path from another one last.
+        """List the roles of a recipe; roles that may take their path from another role come last.
 
-        An error about a path then names the role that has it.
+        An error about a path then names the role that sets it.
         """
         roles = self.roles_of(experiment)
         return sorted(roles, key=lambda role: roles[role].weights_from is not None)
 
     def eval_generation(self, experiment: Experiment) -> GenerationConfig | None:
-        """Find the sampling of evaluation: that of training but for what the section `evaluation` changes."""
+        """Find the sampling of evaluation: training's sampling with the changes in the section `evaluation`."""
         return None if self.generation is None else experiment.evaluation.change(self.generation(experiment))
 
 
@@ -256,7 +255,7 @@ def get_spec(experiment: Experiment) -> AlgorithmSpec:
 
 
 SCORE = "score"
-"""Key of the numbers by which samples of a prompt are compared, see `AlgorithmSpec.sampling_rounds`."""
+"""Key of the scores that compare samples of a prompt, see `AlgorithmSpec.sampling_rounds`."""
 
 SAMPLE_FIELDS = (
     "prompt",
@@ -268,8 +267,8 @@ SAMPLE_FIELDS = (
     "against_score",
     "against_judge",
 )
-"""Fields of samples of evaluations, whatever the algorithm; those after `finished` only where the recipe's section
-`evaluation` asks for them."""
+"""Fields in samples of evaluations, for every algorithm. Fields after `finished` depend on the recipe's section
+`evaluation`."""
 
 _FUNCTIONS = {
     "train_graph": False,
@@ -281,11 +280,18 @@ _FUNCTIONS = {
     "epochs": False,
     "answers": True,
 }
-"""Fields that are functions -> whether they may be None."""
+"""Fields with functions -> whether they may be None."""
 
 
 def _all(values: Any, container: type[Iterable[Any]], kind: type) -> bool:
-    """Whether `values` is a container of nothing but values of a kind."""
+    """Whether `values` is a container with values of one kind only."""
     if not isinstance(values, container):
         return False
     return all(isinstance(value, kind) for value in values)
+
+
+def get_eval_generation(experiment: Experiment) -> GenerationConfig:
+    """Get the sampling of evaluation of a recipe that generates."""
+    sampling = get_spec(experiment).eval_generation(experiment)
+    assert sampling is not None, "only algorithms that generate ask for it"
+    return sampling

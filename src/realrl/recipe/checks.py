@@ -2,25 +2,23 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from realrl.config.errors import UserError
-from realrl.config.explain import join_mistakes
-from realrl.config.machine.gpus import computes_on_gpus
-from realrl.config.machine.processor import choose_products
-from realrl.config.words import join
+from realrl.config.errors import UserError, join
+from realrl.config.explain import join_mistakes, nearest
+from realrl.config.hardware import choose_products, computes_on_gpus
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import AlgorithmSpec, get_spec
-from realrl.recipe.evaluation_checks import find_evaluation_problems, find_metric_problems
+from realrl.recipe.algorithm import SCORE, AlgorithmSpec, get_spec
+from realrl.recipe.evaluation import EvaluationConfig
 from realrl.recipe.experiment import Experiment
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
-from realrl.recipe.settings import GenerationConfig
 
 
 def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
-    """Bind a recipe to its algorithm, and fill in where the weights of each role come from.
+    """Bind a recipe to its algorithm, and fill in the source of each role's weights.
 
-    UserError that lists the mistakes of the recipe, or else those of its graphs.
+    Raises UserError with the mistakes of the recipe or, without any, of its graphs.
     """
     models, filled = experiment.models, {}
     for role, of in spec.roles_of(experiment).items():
@@ -36,7 +34,7 @@ def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
         dtype_from = of.dtype_from or weights_from
         if dtype_from is not None and "dtype" not in model.model_fields_set:
             source = getattr(models, dtype_from)
-            # How a model is stored says nothing about another one.
+            # The storage of one model does not apply to another.
             update["dtype"] = "auto" if source.quantised else source.dtype
         filled[role] = model.model_copy(update=update)
     bound = experiment.model_copy(update={"models": models.model_copy(update=filled)})
@@ -54,16 +52,16 @@ def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
 
 
 def _refuse(problems: Iterator[str]) -> None:
-    """Raise UserError if there are problems, which it lists."""
+    """Raise UserError with all problems, if there are any."""
     if found := list(problems):
         raise UserError(join_mistakes(found))
 
 
 def _settle_dtypes(experiment: Experiment, graph: DataflowGraph) -> Experiment:
-    """Replace `auto`: bfloat16 on GPUs; on CPUs float32, mixed where the processor multiplies clearly faster so.
+    """Replace `auto`: bfloat16 on GPUs; on CPUs float32, or mixed if that is clearly faster on the processor.
 
-    Roles that follow another one by a moving average stay in float32 on GPUs: it needs all of its digits. Roles
-    whose matrices are quantised compute in the same type.
+    Moving averages of other roles stay in float32 on GPUs, because they need its precision. Quantised roles compute
+    in the same type.
     """
     models = experiment.models
     fields = {
@@ -87,14 +85,14 @@ def _settle_dtypes(experiment: Experiment, graph: DataflowGraph) -> Experiment:
 
 
 _DRAWN = {"greedy=true": "greedy=false", "top_k=1": "top_k=0 or above 1"}
-"""Setting by which the likeliest token is taken -> the setting by which tokens are drawn."""
+"""Setting that takes the likeliest token -> the setting that draws tokens."""
 
 _READ_BY_FORMS: Mapping[str, tuple[str, ...]] = {
     "train_on": ("answer",),
     "max_pairs_per_prompt": ("pair",),
     "pair_weight": ("pair",),
 }
-"""Settings of `data` that only records of some forms take."""
+"""Settings of `data` that apply to some forms of records only."""
 
 
 def _spec_problems(experiment: Experiment) -> Iterator[str]:
@@ -144,7 +142,7 @@ def _graph_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[st
         if name not in {*trained, *spec.optional_calls}:
             yield f"algorithm {spec.name}: experience_calls: {name}: train_graph has no such train call"
     for minibatches in sorted({call.minibatches for call in graph.calls}):
-        # In prompts, so that all samples of a prompt are in one mini-batch.
+        # Counted in prompts, so that all samples of a prompt are in one mini-batch.
         if batch % minibatches:
             calls = join([call.name for call in graph.calls if call.minibatches == minibatches])
             yield (
@@ -181,7 +179,7 @@ def _quantisation_problems(experiment: Experiment, graph: DataflowGraph) -> Iter
 
 
 def _kernel_problems(experiment: Experiment) -> Iterator[str]:
-    """Find kernels of other packages that would compute nothing."""
+    """Find kernels of other packages that no call would use."""
     if not experiment.kernels:
         return
     names, spec = ", ".join(experiment.kernels), get_spec(experiment)
@@ -210,3 +208,67 @@ def _headline_problems(spec: AlgorithmSpec, graphs: Sequence[DataflowGraph]) -> 
         call, slash, _ = headline.rpartition("/")
         if slash and call not in calls:
             yield f"algorithm {spec.name}: headlines: {headline}: no graph has a call {call}"
+
+
+def find_evaluation_problems(experiment: Experiment, sampling: GenerationConfig | None) -> Iterator[str]:
+    """Yield the problems of a recipe's section `evaluation` that do not depend on its graphs.
+
+    `sampling` is training's sampling; None without generation.
+    """
+    spec, settings = get_spec(experiment), experiment.evaluation
+    if sampling is None:
+        if settings.of_text:
+            names = join([f"evaluation.{name}" for name in settings.of_text])
+            one = len(settings.of_text) == 1
+            yield (
+                f"{names} {'is' if one else 'are'} about generated text, and {spec.name} generates none; leave"
+                f" {'it' if one else 'them'} out"
+            )
+    else:
+        yield from _find_sampling_problems(settings, sampling)
+    if settings.measures and experiment.data.eval is None:
+        name = settings.measures[0]
+        off = "[]" if name.endswith("_at") else "null"
+        yield f"evaluation.{name} is about evaluations; give data.eval or set evaluation.{name}={off}"
+
+
+def _find_sampling_problems(settings: EvaluationConfig, sampling: GenerationConfig) -> Iterator[str]:
+    fewest, most = settings.min_new_tokens, sampling.max_new_tokens
+    if fewest is not None and fewest > most:
+        yield f"evaluation.min_new_tokens={fewest} is above generation.max_new_tokens={most}"
+    certain = settings.change(sampling).certain
+    if settings.samples > 1 and certain is not None:
+        change = "evaluation.greedy=false" if certain == "greedy=true" else "generation.top_k=0 or above 1"
+        yield (
+            f"evaluation.samples={settings.samples} would all be the same, since evaluation takes the likeliest"
+            f" token ({certain}); set {change}, or evaluation.samples=1"
+        )
+
+
+def find_metric_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
+    """Yield the metrics that a recipe requests but its evaluation `graph` cannot produce."""
+    spec, settings = get_spec(experiment), experiment.evaluation
+    for name in ("pass_at", "against"):
+        if getattr(settings, name) and (graph.producer(SCORE) is None or graph.length_key(SCORE) is not None):
+            yield f"evaluation.{name} compares rewards, and an evaluation of {spec.name} has none"
+    if settings.majority_at and (spec.answers is None or spec.answers(experiment) is None):
+        yield (
+            "evaluation.majority_at needs a reward with a verifier that reads an answer out of completions:"
+            " exact_match, numeric, or math with extract"
+        )
+    if settings.best is not None:
+        yield from _find_best_problems(settings.best.metric, settings, graph)
+
+
+def _find_best_problems(metric: str, settings: EvaluationConfig, graph: DataflowGraph) -> Iterator[str]:
+    call, slash, _ = metric.rpartition("/")
+    calls = [other.name for other in graph.calls if other.kind is not Kind.GENERATE]
+    if slash and call not in calls:
+        hint = nearest(call, calls)
+        yield (
+            f"evaluation.best.metric={metric}: evaluations have no call {call};"
+            f" {f'did you mean {hint}?' if hint else f'there is {join(calls)}'}"
+        )
+    if not slash and metric not in settings.metrics:
+        known = join([*settings.metrics, f"{calls[0]}/NAME"], "or")
+        yield f"evaluation.best.metric={metric} is none of the metrics of evaluations; give {known}"

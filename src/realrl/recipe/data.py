@@ -11,57 +11,56 @@ from realrl.config.paths import local_path
 from realrl.recipe.sources import SourceList, list_sources
 
 _LONGEST_PATH = 256
-"""Characters of what may be a path; longer text is a template that writes no field, and is cut in messages."""
+"""Maximum characters of a possible path; longer text is a template without a field, and is cut in messages."""
 
 
 class DataConfig(Settings):
-    """Source of records, and how many go into a step."""
+    """Records: sources, lengths, and number per step."""
 
     train: SourceList
-    """A .jsonl, .json, .csv or .parquet file. Globs and .gz or .zst at its end are allowed; so are a directory of
-    such files, a Hugging Face data set as `name:split` or `name/config:split`, and a list of these. In a mixture,
-    `{SOURCE: WEIGHT, ...}`, an epoch takes WEIGHT times as many records as the source has: 2 takes each twice, 0.5
-    another half in every epoch."""
+    """A .jsonl, .json, .csv or .parquet file. Globs and a final .gz or .zst are allowed; so are a directory of
+    such files, a Hugging Face data set as `name:split` or `name/config:split`, and a list of these. In a
+    mixture, `{SOURCE: WEIGHT, ...}`, an epoch takes each record WEIGHT times: 2 takes it twice, 0.5 takes
+    another half of the records in every epoch."""
     eval: SourceList | None = None
-    """Records to evaluate on, in the same form; null for no evaluation. They have no weights."""
+    """Records for evaluation, in the same form and without weights; null for no evaluation."""
     columns: dict[str, str] = Field(default={})
-    """Fields of records by the names that they are to have: `{question: prompt}`. A dot leads into a nested field,
-    which stays where it is: `{reward_model.ground_truth: answer}`."""
+    """New names for fields of records: `{question: prompt}`. A dot leads into a nested field, which is copied:
+    `{reward_model.ground_truth: answer}`."""
     batch: PositiveInt = 64
     """Sequences (or preference pairs, or prompts) per training step, over all devices."""
     eval_batch: PositiveInt | None = None
-    """Records per evaluation step; as many as `batch` when not given."""
+    """Records per evaluation step; by default `batch`."""
     max_tokens: PositiveInt = 1024
-    """Longest training sequence, in tokens, prompt and answer together."""
+    """Maximum length of prompt and answer together, in tokens."""
     max_prompt_tokens: PositiveInt = 512
-    """Longest prompt, in tokens: all that comes before the first answer to learn. Where it is not given, at most
-    `max_tokens`."""
+    """Maximum length of a prompt, in tokens: everything before the first answer to train on. At most `max_tokens`
+    by default."""
     on_error: Literal["fail", "skip"] = "fail"
-    """What to do with a record that is malformed. Skipped records are counted and reported."""
+    """What to do with a malformed record. Skipped records are counted and reported."""
     on_too_long: Literal["fail", "skip", "keep_start", "keep_end"] | None = None
-    """What to do with a record that is longer than `max_tokens`, or its prompt than `max_prompt_tokens`; null for
-    the same as `on_error`. Records that are left out are counted and reported. `keep_start` and `keep_end` cut
-    tokens: a prompt always loses its beginning; of prompt and answer together `keep_start` drops the end of the
-    answer, and `keep_end` more of the beginning. A record that has nothing to learn then is left out."""
+    """What to do with a record longer than `max_tokens`, or a prompt longer than `max_prompt_tokens`; null for the
+    same as `on_error`. Skipped records are counted and reported. `keep_start` and `keep_end` cut tokens: a prompt
+    always loses its beginning; `keep_start` then drops the end of the answer, `keep_end` more of the beginning. A
+    record without any answer left is skipped."""
     apply_chat_template: bool = False
-    """Write prompts of plain text with the tokenizer's chat template, as one user turn, and answers to them as
-    the assistant turn. False uses text as it stands. Messages always take the template."""
+    """Write plain-text prompts with the tokenizer's chat template, as one user turn, and answers as the assistant
+    turn. false uses text unchanged. Messages always use the template."""
     chat_template: str | None = None
-    """Chat template instead of the tokenizer's: a file, or the text itself. A run keeps the text, and saved models
-    have it."""
+    """Chat template that replaces the tokenizer's: a file, or the text itself. A run keeps the text, and saved
+    models contain it."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
-    """Arguments of the chat template, such as `{enable_thinking: false}`; those of a record take precedence."""
+    """Arguments of the chat template, such as `{enable_thinking: false}`; a record's arguments take precedence."""
     train_on: Literal["all", "last"] = "all"
-    """Assistant turns of a {messages} record that are trained on; applies to fine-tuning. `last` has the other
-    turns as the prompt. If the template writes a turn differently once others follow, `all` makes a sequence of
-    each."""
+    """Assistant turns of a {messages} record to train on, in fine-tuning. With `last`, the other turns are the
+    prompt. If the template writes a turn differently when others follow, `all` makes a sequence of each turn."""
     max_pairs_per_prompt: PositiveInt = 8
-    """Most pairs made out of one record with `pos_answers` and `neg_answers`."""
+    """Maximum number of pairs from one record with `pos_answers` and `neg_answers`."""
     pair_weight: Literal["pair", "prompt"] = "pair"
-    """What weighs the same among preference pairs: every `pair`, or every `prompt`, each of the n pairs of one
-    record weighing 1/n."""
+    """Weights of preference pairs: equal for every `pair`, or for every `prompt`, so that each of a record's n
+    pairs weighs 1/n."""
     shuffle: bool = True
-    """Draw records in an order that depends on the seed; false keeps the order of the file."""
+    """Shuffle records by the seed; false keeps their order."""
 
     @field_validator("chat_template")
     @classmethod
@@ -90,38 +89,38 @@ class DataConfig(Settings):
                     f"max_prompt_tokens={self.max_prompt_tokens} is above max_tokens={self.max_tokens}, the most"
                     " that prompt and answer may have together"
                 )
-            # Before anyone else sees the object, so it is still as good as immutable.
+            # Nobody else has seen the object yet, so it is still effectively immutable.
             object.__setattr__(self, "max_prompt_tokens", self.max_tokens)
         return self
 
 
 class SpikeConfig(Settings):
-    """Spikes of a metric, after which training goes back to a checkpoint and leaves out the records since."""
+    """Spikes of a metric. After a spike, training goes back to a checkpoint and skips the records since then."""
 
     metric: str
     """Metric of training steps, `call/name` as in metrics.jsonl, such as `actor.train/loss`."""
     factor: float = Field(default=3.0, gt=1, le=1e6)
-    """A value is a spike where it is farther above the median of the values before than so many times their usual
-    distance from it (the median distance)."""
+    """A value is a spike if its distance above the median of earlier values exceeds this multiple of their median
+    distance."""
     window: int = Field(default=32, ge=4, le=10**5)
-    """Values before that are looked at; there must be at least half as many."""
+    """Number of earlier values; detection begins with half of them."""
     back: PositiveInt = 1
-    """Go back at least so many steps before the spike, to the last checkpoint that is as old as that."""
+    """Minimum steps to go back before the spike, to the latest checkpoint that is old enough."""
     most: PositiveInt = 3
-    """How often in a run; the next spike ends it."""
+    """Maximum number of times in a run; the next spike ends it."""
 
 
 class TrainingConfig(Settings):
-    """Length of training, and what stops it or sets it back."""
+    """Length of training, and reactions to spikes and skipped steps."""
 
     epochs: float = Field(default=1.0, gt=0, le=1e6)
-    """Passes over the training data. Every step has `data.batch` records: the last one fills up with records of the
-    next epoch, and a note says so."""
+    """Passes over the training data. Every step has `data.batch` records: the last step takes additional records of
+    the next epoch, with a note."""
     steps: int | None = Field(default=None, gt=0, le=10**9)
     """Number of training steps; takes precedence over `epochs`."""
     spike: SpikeConfig | None = None
-    """Go back where a metric rises far above its usual values; null for never."""
+    """Go back after a metric rises far above its usual values; null for never."""
     max_skipped: PositiveInt = 10
-    """Stop the run when this many optimizer steps of a call in a row were skipped because their gradient was not
-    finite, or some in each of this many training steps in a row. A run whose last training step skipped all of
-    them, or every one some, ends with an error, too."""
+    """Maximum consecutive optimizer steps of a call with a gradient that is not finite; they are skipped. The same
+    number of consecutive training steps with any skipped step also stops the run. A run also ends with an error if
+    its last training step skipped all of them, or every training step skipped some."""

@@ -29,18 +29,17 @@ BASIC = (
     *("generation.temperature", "*.samples", "*.minibatches", "*.kl.coef", "*.clip", "*.loss", "*.beta"),
     *("distillation.divergence", "distillation.top_k", "expert_iteration.keep", "expert_iteration.threshold"),
 )
-"""Patterns of the dotted paths that most people set."""
+"""Patterns of the dotted paths of common settings."""
 
 
 def describe_settings(
     cls: type[Settings], *, section: str | None = None, basic: bool = False, **given: str
 ) -> str:
-    """Commented YAML of a settings class: each field with its default, or its value in `given`, and above it its
-    meaning and type.
+    """Write commented YAML of a settings class: each field with its meaning, type, and default or value in `given`.
 
-    Sections that are null by default are shown commented out below; one that repeats an earlier section only
-    names it. `section`: dotted path to be shown alone, within the sections around it; UserError if there is none.
-    `basic`: show only what most people set.
+    Sections that are null by default are commented out. A repeated section refers to its first place. `section`:
+    dotted path to show alone, inside its parents; raises UserError if it does not exist. `basic`: show only common
+    settings.
     """
     wanted = set(list_paths(cls))
     if section is not None:
@@ -69,19 +68,19 @@ def _check_section(section: str, cls: type[Settings]) -> None:
 
 
 class _Lines:
-    """Lines of the description, and what they have shown so far."""
+    """Writer of the description; it remembers the sections that it has shown."""
 
     def __init__(self, given: Mapping[str, str], wanted: Container[str]) -> None:
         """given: values by dotted path; wanted: paths to show."""
         self._given, self._wanted = given, wanted
         self._shown: dict[type[Settings], tuple[str, dict[str, Any]]] = {}
-        """Where a class was written out, and the defaults that were not those of the class."""
+        """Class -> the place where it was shown, and defaults that differ from the class's own."""
 
     def describe(
         self, cls: type[Settings], section: Settings | None = None, prefix: str = ""
     ) -> Iterator[str]:
-        """Yield the lines of a section; `section`: its default, None for that of the class; prefix: its dotted path
-        and a dot."""
+        """Yield the lines of a section. `section`: its default, None for the class's; prefix: its dotted path and a
+        dot."""
         pad = "  " * prefix.count(".")
         for name, field in cls.written_fields().items():
             path = prefix + name
@@ -98,7 +97,7 @@ class _Lines:
                 value = self._given.get(path) or _format(field, default)
                 yield f"{pad}{name}: {value}".rstrip()
             else:
-                # A section that means something even if it is empty would change the recipe.
+                # Such a section would change the recipe even if empty.
                 hidden = field.json_schema_extra == PRESENCE
                 yield from self._describe_section(inner, default, path, pad, hidden=hidden)
 
@@ -132,7 +131,7 @@ def _doc(cls: type[Settings]) -> str:
 
 
 def _format(field: FieldInfo, default: Any) -> str:
-    """Format a default as YAML; a literal with one value is no choice, so it is given."""
+    """Format a default as YAML; a literal with a single value is shown as that value."""
     if default is PydanticUndefined:
         options = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
         return str(options[0]) if len(options) == 1 else ""

@@ -8,15 +8,15 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 
 from realrl.config.base import Settings
 from realrl.config.paths import PathOrName
-from realrl.config.user_function import FunctionReference
-from realrl.recipe.settings import GenerationConfig
+from realrl.config.user_code import FunctionReference
+from realrl.recipe.generation import GenerationConfig
 
 JUDGE = "judge"
 """Metric of evaluations with `evaluation.judge`."""
 WIN_RATE = "win_rate"
 """Metric of evaluations with `evaluation.against`."""
 JUDGE_WIN_RATE = "judge_win_rate"
-"""The same by the scores of `evaluation.judge`, where there is one."""
+"""Win rate by the scores of `evaluation.judge`."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class AnswerReader:
     """Reader of the final answers of completions, for majority votes."""
 
     key: str
-    """Key of the evaluation graph with the scores of answers: 1 for a right one, equal ones for equal answers."""
+    """Key of the evaluation graph with the scores of answers: 1 for a right answer; equal answers score equally."""
     read: Callable[[str], str | None]
-    """Function that reads the answer of a completion, as equal texts for equal answers; None where it has none."""
+    """Reads the answer in a completion: equal texts for equal answers; None without an answer."""
 
 
 class BestConfig(Settings):
@@ -42,36 +42,36 @@ class EvaluationConfig(Settings):
     """Evaluation on `data.eval`, in training and by `realrl eval`."""
 
     every: PositiveInt | None = None
-    """Evaluate after every so many training steps, besides at the start and at the end; null for only those."""
+    """Training steps between evaluations; null evaluates only at the start and the end, which always happens."""
     best: BestConfig | None = None
     """Keep the trained models of the best evaluation in RUN_DIR/best; null for no such copy."""
     samples: PositiveInt = 1
     """Answers to each prompt. This and all settings below are for algorithms that generate text."""
     min_new_tokens: NonNegativeInt | None = None
-    """What evaluation takes in place of `generation.min_new_tokens`; null for the same. With 0 the model is
-    evaluated as it will be used, where training keeps it from ending at once."""
+    """Value for evaluation instead of `generation.min_new_tokens`; null for the same. 0 evaluates the model as it
+    will be used, if training keeps it from ending at once."""
     greedy: bool | None = None
-    """What evaluation takes in place of `generation.greedy`; null for the same."""
+    """Value for evaluation instead of `generation.greedy`; null for the same."""
     temperature: float | None = Field(default=None, ge=0.01, le=100)
-    """What evaluation takes in place of `generation.temperature`; null for the same."""
+    """Value for evaluation instead of `generation.temperature`; null for the same."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """What evaluation takes in place of `generation.top_p`; null for the same."""
+    """Value for evaluation instead of `generation.top_p`; null for the same."""
     right: float = 1.0
-    """Score from which on `pass_at` takes an answer for right."""
+    """Minimum score of a right answer, for `pass_at`."""
     pass_at: list[PositiveInt] = Field(default=[])
-    """Report `pass@k` for each of these k, at most `samples`: the probability that one of k answers is right, as a
-    mean over prompts (the unbiased estimate of Chen et al. 2021, arXiv 2107.03374, equation 1)."""
+    """Report `pass@k` for each of these k, at most `samples`: the probability that at least one of k answers is
+    right, averaged over prompts (unbiased estimate of Chen et al. 2021, arXiv 2107.03374, equation 1)."""
     majority_at: list[PositiveInt] = Field(default=[])
-    """Report `majority@k` for each of these k, at most `samples`: the share of prompts to which the most frequent
-    of k answers is right, by a verifier that reads an answer out of completions."""
+    """Report `majority@k` for each of these k, at most `samples`: the share of prompts for which the most
+    frequent of k answers is right. It needs a verifier that reads answers."""
     against: PathOrName | None = None
-    """Directory of another model, whose answers to the same prompts are compared by the same rewards: `win_rate` is
-    the share of pairs of answers in which this model's has the higher score, ties counted half."""
+    """Directory of another model for comparison on the same prompts and rewards: `win_rate` is the share of pairs
+    of answers in which the run's model scores higher; ties count half."""
     judge: FunctionReference | None = None
-    """`FILE.py:FUNCTION`, a function that scores answers independently of training, from the same arguments as a
-    reward function: the mean is the metric `judge`."""
+    """`FILE.py:FUNCTION`, which scores answers independently of training. It takes the arguments of a reward
+    function; the mean is the metric `judge`."""
     shown: PositiveInt = 16
-    """Prompts whose answers are written to RUN_DIR/samples by each evaluation of a training run."""
+    """Number of prompts whose answers each evaluation of a training run writes to RUN_DIR/samples."""
 
     @field_validator("pass_at", "majority_at")
     @classmethod
@@ -100,7 +100,7 @@ class EvaluationConfig(Settings):
 
     @property
     def of_text(self) -> list[str]:
-        """Settings, other than at their defaults, that are about generated text."""
+        """Settings about generated text that differ from their defaults."""
         fields = type(self).model_fields
         return [
             name
@@ -110,14 +110,14 @@ class EvaluationConfig(Settings):
 
     @property
     def measures(self) -> list[str]:
-        """Settings that ask for more metrics."""
+        """Settings that request additional metrics."""
         return [
             name for name in ("best", "pass_at", "majority_at", "against", "judge") if getattr(self, name)
         ]
 
     @property
     def metrics(self) -> list[str]:
-        """Metrics that no call gives."""
+        """Metrics of all answers, which no call produces."""
         return [
             *(f"pass@{k}" for k in self.pass_at),
             *(f"majority@{k}" for k in self.majority_at),
@@ -127,7 +127,7 @@ class EvaluationConfig(Settings):
         ]
 
     def change(self, sampling: GenerationConfig) -> GenerationConfig:
-        """Copy the sampling of training with what evaluation has otherwise."""
+        """Copy the sampling of training with the changes for evaluation."""
         names = ("min_new_tokens", "greedy", "temperature", "top_p")
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         return sampling.model_copy(update={name: value for name, value in given.items() if value is not None})

@@ -1,13 +1,13 @@
-"""Forms of records: fields, and the keys of a dataflow graph that they yield. `data/forms.py` reads them."""
+"""Forms of records: fields, and the keys of a dataflow graph that they yield. `data/reader.py` reads them."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from realrl.config.words import join
+from realrl.config.errors import join
 
 MOST_ANSWERS = 16
-"""Most answers of a record of ranked answers."""
+"""Maximum answers in a record of ranked answers."""
 
 
 @dataclass(frozen=True)
@@ -15,17 +15,17 @@ class RecordForm:
     """Form of record."""
 
     keys: tuple[str, ...]
-    """Keys of a graph that it yields."""
+    """The keys of a graph that the form yields."""
     fields: tuple[str, ...]
-    """Fields of a record that the keys are made of."""
+    """Fields of a record from which the keys are made."""
     other_fields: tuple[str, ...]
-    """Fields of a record that is written another way: one that has a field of these that is not in `fields`."""
+    """Fields of the form's other notation; a record with one of these that is not in `fields` uses it."""
     variants: tuple[tuple[str, ...], ...] = ()
-    """Fields of records in other usual ways, in order of precedence, which `data/variants.py` rewrites."""
+    """Fields of other usual notations, in order of precedence, which `data/variants.py` rewrites."""
 
     @property
     def accepted(self) -> str:
-        """The fields that records may have, for error messages."""
+        """Accepted fields, for error messages."""
         ways, variants = (
             [f"{{{', '.join(fields)}}}" for fields in dict.fromkeys(found)]
             for found in ((self.fields, self.other_fields), self.variants)
@@ -33,11 +33,11 @@ class RecordForm:
         return join(ways, "or") + (f" ({join(variants, 'or')} will do)" if variants else "")
 
     def is_other(self, present: Collection[str]) -> bool:
-        """Tell which way a record with these fields is written: with `other_fields`."""
+        """Tell whether a record with these fields uses `other_fields`."""
         return any(field in present for field in self.other_fields if field not in self.fields)
 
     def fields_of(self, present: Collection[str]) -> tuple[str, ...]:
-        """List the fields that keys are made of, in a record with these fields."""
+        """List the fields of a record from which keys are made."""
         return self.other_fields if self.is_other(present) else self.fields
 
 
@@ -90,5 +90,5 @@ FORMS: Mapping[str, RecordForm] = MappingProxyType(
 
 `answer`: prompts with answers, or conversations. `pair`: preferred and other answers to one prompt. `label`:
 prompts with a completion that is good or bad. `ranked`: answers to one prompt, the best first. `steps`: prompts
-with a completion in steps, each right or wrong. `prompt`: prompts to generate from.
+with a completion in steps, each right or wrong. `prompt`: prompts for generation.
 """

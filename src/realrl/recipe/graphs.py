@@ -15,16 +15,16 @@ from realrl.recipe.model import TrainedModelConfig
 GENERATED = ("sequences", "logprobs", "prompt_length", "finished")
 """Keys that a generate call can produce."""
 SAMPLED = ("sequences", "prompt_length", "finished")
-"""Those that samples of evaluations are written from."""
+"""Keys from which samples of evaluations are written."""
 
 
 def build_graph(experiment: Experiment) -> DataflowGraph:
-    """Build the calls of one training step. UserError where they contradict the algorithm's description."""
+    """Build the calls of one training step. Raises UserError if they contradict the algorithm's description."""
     return _build(experiment, get_spec(experiment).train_graph, "train_graph", _train_problems)
 
 
 def build_eval_graph(experiment: Experiment) -> DataflowGraph | None:
-    """Build the calls of one evaluation step; None for a recipe without evaluation records. UserError likewise."""
+    """Build the calls of one evaluation step; None without evaluation records. Raises UserError likewise."""
     if experiment.data.eval is None:
         return None
     function = get_spec(experiment).eval_graph

@@ -12,7 +12,7 @@ from realrl.config.base import Settings
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, explain, section_class, shorten
 from realrl.config.paths import local_path
-from realrl.config.secrets.redaction import REDACTED, redact_settings
+from realrl.config.redaction import REDACTED, redact_settings
 from realrl.config.yaml_file import dump_yaml, parse_yaml, read_yaml
 from realrl.recipe.checks import complete
 from realrl.recipe.experiment import Experiment
@@ -39,9 +39,9 @@ def load_experiment(path: str, overrides: Sequence[str] = ()) -> Experiment:
 
 
 def _find_code(settings: Any, folder: Path, seen: set[int]) -> None:
-    """Make paths of code absolute that lies beside the recipe in `folder`, unless the current directory has it.
+    """Make paths of code beside the recipe, in `folder`, absolute, unless the current directory has the file.
 
-    Sections that stand in several places, or within themselves, are looked at once.
+    Repeated or recursive sections are visited once.
     """
     if not isinstance(settings, dict | list) or id(settings) in seen:
         return
@@ -58,7 +58,7 @@ _CODE = re.compile(r"([^\n]{1,200}\.py)((?::\w+)?)")
 
 
 def parse_experiment(settings: dict[str, Any]) -> Experiment:
-    """Validate a mapping; UserError with the dotted path of the first wrong field."""
+    """Validate a mapping. Raises UserError with the dotted path of the first wrong field."""
     if settings.get("algorithm") is None:
         raise UserError(f"algorithm: missing; give {describe_choices()}")
     spec, reference = find_algorithm(settings["algorithm"])
@@ -75,7 +75,7 @@ def apply_overrides(settings: Mapping[str, Any], overrides: Iterable[str]) -> di
 
 
 def _parse_override(override: str) -> tuple[str, Any]:
-    """Split `a.b.c=value` into the name and the value; UserError for anything else."""
+    """Split `a.b.c=value` into name and value. Raises UserError for anything else."""
     name, equals, text = override.partition("=")
     if not equals or not all(name.strip().split(".")):
         raise UserError(
@@ -110,7 +110,7 @@ def change_settings(settings: Mapping[str, Any], changes: Iterable[tuple[str, An
 
 
 def _merge(section: dict[str, Any], key: str, value: Any, cls: type[Settings] | None) -> None:
-    """Set a key of a section, which is read into `cls`; merge if both values are mappings of settings."""
+    """Set a key of a section of class `cls`; merge if both values are mappings of settings."""
     inner, before = _class_inside(cls, key), section.get(key)
     if inner is None or not isinstance(value, Mapping) or not isinstance(before, dict):
         section[key] = copy.deepcopy(value)
@@ -120,32 +120,32 @@ def _merge(section: dict[str, Any], key: str, value: Any, cls: type[Settings] | 
 
 
 def _class_inside(cls: type[Settings] | None, key: str) -> type[Settings] | None:
-    """Find the class that a section of `cls` is read into; None for a value, or an unknown key."""
+    """Find the class of a section of `cls`; None for a value or an unknown key."""
     field = None if cls is None else cls.model_fields.get(key)
-    # A list or a table of sections is a value: its entries have no names that two recipes share.
+    # A list or a table of sections counts as a value: its entries have no fixed names.
     if field is None or get_origin(field.annotation) in (list, dict, tuple):
         return None
     return section_class(field)
 
 
 def dump_experiment(experiment: Experiment) -> str:
-    """YAML with every field of an experiment, defaults included; loads back to an equal object.
+    """Write YAML with every field of an experiment, defaults included; it loads back to an equal object.
 
-    Secrets are replaced, and where there were some, it does not load until they are given again.
+    Secrets are replaced; the YAML then loads only after they are given again.
     """
     return dump_yaml(dump_settings(experiment))
 
 
 def dump_settings(experiment: Experiment) -> dict[str, Any]:
-    """Dump the nested settings of an experiment, as JSON has them, without secrets."""
+    """Dump the nested settings of an experiment as JSON values, without secrets."""
     settings: dict[str, Any] = redact_settings(experiment.model_dump(mode="json"))
     return settings
 
 
 def _list_redacted(settings: Any, name: str = "", seen: set[int] | None = None) -> Iterator[str]:
-    """List the dotted paths of settings from which a secret was removed.
+    """List the dotted paths of settings whose secret was removed.
 
-    Lists and sections that stand in several places, or within themselves, are looked at once.
+    Repeated or recursive lists and sections are visited once.
     """
     seen = set() if seen is None else seen
     if isinstance(settings, str) and REDACTED in settings:

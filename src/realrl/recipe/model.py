@@ -21,26 +21,25 @@ from realrl.families.adapters import LowRank
 from realrl.families.config_json import check_writing
 from realrl.families.registry import find_family
 from realrl.families.shape import ModelShape, Size
-from realrl.families.sizes.find import find_shape
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES, find_shape
 from realrl.families.tensors import Quantisation
 
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
-"""How much of a moving average stays per step."""
+"""Share of a moving average that stays per step."""
 
 
 class OptimizerConfig(Settings):
     """AdamW and its learning-rate schedule."""
 
     lr: float = Field(default=1e-5, gt=0, le=1)
-    """Peak learning rate. An update moves every weight by about this, and weights are well below 1."""
+    """Peak learning rate. An update moves every weight by about this much, and weights are well below 1."""
     betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), strict=False)  # YAML has lists, not tuples
     """Decay of the first and second moment."""
     eps: float = Field(default=1e-8, gt=0, le=1)
     """Added to the denominator of the update."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay; not applied to norms and biases. Each step takes `lr * weight_decay` of a
-    weight away, which must be less than all of it."""
+    """Decoupled weight decay, not applied to norms and biases. Each step removes the share `lr * weight_decay` of a
+    weight, which must be below 1."""
     grad_clip: PositiveFloat | None = 1.0
     """Global gradient norm is scaled down to this; null for no clipping."""
     warmup_steps: NonNegativeInt = 0
@@ -64,10 +63,9 @@ class ModelConfig(Settings):
     """Source of a role's weights."""
 
     path: PathOrName | None = None
-    """A Hugging Face directory or hub name to load weights, shape and tokenizer from."""
+    """Hugging Face directory or hub name of weights, shape and tokenizer."""
     family: str | None = None
-    """File of a model family of your own, FILE.py, that the model is of; null where its `config.json` or its shape
-    names a registered family."""
+    """FILE.py of your own model family; null if `config.json` or the shape names a registered family."""
     shape: ModelShape | None = Field(
         default=None,
         description="Sizes of a model to initialise from scratch, when there is no `path`: each of them, a Hugging"
@@ -76,39 +74,38 @@ class ModelConfig(Settings):
         + ".",
     )
     tokenizer: PathOrName | None = None
-    """Tokenizer directory or hub name; taken from `path` when not given."""
+    """Tokenizer directory or hub name; by default `path`."""
     vocab_size: Size | None = None
-    """Number of tokens to which the embeddings and the head of the model in `path` grow when they are read, for a
-    tokenizer that has more tokens than the model. Each new row is the mean of the old ones. null keeps the model's
-    own number."""
+    """Number of tokens to which embeddings and head of the model in `path` grow, for a tokenizer with more tokens
+    than the model. Each new row is the mean of the old ones. null keeps the model's number."""
     dtype: Literal["auto", "float32", "mixed", "bfloat16", "int8", "fp8"] = "auto"
     """Type of the weights in computation. `mixed`, for CPUs, is float32 with matrix products that round their
-    operands to bfloat16 and add up in float32. `auto` is bfloat16 on GPUs, and on CPUs `mixed` where the processor
-    multiplies faster so, which is measured once and kept, else float32. Trained bfloat16 models keep float32 master
-    weights. `int8` and `fp8` are for roles that are not trained: they store the matrices of layers in a byte per
-    number, which saves memory and takes time, and compute in what `auto` is."""
+    operands to bfloat16 and sum in float32. `auto` is bfloat16 on GPUs; on CPUs it is `mixed` if a one-time
+    measurement shows that it is faster, otherwise float32. Trained bfloat16 models keep float32 master weights.
+    `int8` and `fp8` are for frozen roles: they store the matrices of layers in one byte per number, which saves
+    memory but takes time. They compute in the type of `auto`."""
     computes_in: Literal["float32", "mixed", "bfloat16"] | None = Field(
         default=None, exclude=True, json_schema_extra=DERIVED
     )
-    """What `auto` is for a role whose matrices are quantised."""
+    """Type of computation of a quantised role."""
 
     @property
     def quantised(self) -> Quantisation | None:
-        """Numbers that the matrices of layers are stored as; None where they have the type of all else."""
+        """Storage type of the matrices of layers; None if they are not quantised."""
         return next((name for name in get_args(Quantisation) if name == self.dtype), None)
 
     @property
     def compute_dtype(self) -> str:
-        """Type of the computation, and of all weights but quantised ones; `auto` until that has been replaced."""
+        """Type of computation and of all unquantised weights; `auto` until it is replaced."""
         return self.computes_in or self.dtype
 
     @property
     def has_source(self) -> bool:
-        """Whether it says where the weights come from."""
+        """Whether it names a source of weights."""
         return self.path is not None or self.shape is not None
 
     def starts_like(self, other: "ModelConfig") -> bool:
-        """Tell whether both models start from the same values; fresh weights depend on sizes and seed alone."""
+        """Tell whether both models start from equal weights; fresh weights depend on sizes and seed alone."""
         mine, theirs = (
             (m.path, m.shape if m.path is None else None, m.vocab_size, m.dtype) for m in (self, other)
         )
@@ -174,7 +171,7 @@ class ModelConfig(Settings):
 
 
 def _check_family(reference: str) -> str:
-    """Make the path of a family's file absolute; UserError where there is no such family."""
+    """Make the path of a family's file absolute. Raises UserError if there is no such family."""
     find_family(reference)
     return str(local_path(reference).resolve()) if reference.endswith(".py") else reference
 
@@ -184,23 +181,21 @@ class TrainedModelConfig(ModelConfig):
 
     optimizer: OptimizerConfig = OptimizerConfig()
     trainable_layers: int | None = Field(default=None, ge=0, le=10**4)
-    """Train only the last so many decoder layers, the final norm and, where it is not tied to the embeddings, the
-    head, and freeze all below them, the embeddings included, and with them a tied head; null trains all layers. 0
-    trains only the final norm and such a head."""
+    """Number of last decoder layers to train. The final norm and an untied head are trained too; everything below
+    is frozen, including embeddings and a tied head. 0 trains only the final norm and an untied head; null trains
+    all layers."""
     freeze_embeddings: bool = False
-    """Keep the embedding table as it is; a head that is tied to it stays as it is, too."""
+    """Freeze the embedding table, and a head that is tied to it."""
     lora: LowRank | None = None
-    """Freeze the whole model, and train low-rank adapters of its matrices (LoRA), and a scalar head; null trains
-    the model itself. `lora: {}` takes the defaults."""
+    """Freeze the model, and train low-rank adapters of its matrices (LoRA) and a scalar head; null trains the model
+    itself. `lora: {}` takes the defaults."""
     router_loss: NonNegativeFloat = 0.0
-    """Coefficient of a loss of mixtures of experts that keeps routers from preferring a few: of each sequence and
-    layer, the number of experts times the sum over them of the share of tokens that chose one times its mean
-    probability (Switch Transformer, by sequence), averaged over sequences and layers. Frozen layers learn nothing
-    of it."""
+    """Coefficient of the load-balancing loss of mixtures of experts (Switch Transformer, per sequence). For each
+    sequence and layer it is the number of experts times the sum over experts of (share of tokens * mean
+    probability); it is averaged over sequences and layers. Frozen layers do not learn from it."""
     router_replay: bool | None = None
-    """Whether a mixture of experts that samples uses, where it is trained on its samples or infers on them, the
-    experts that were chosen while they were sampled (router replay, R3); null for yes. Else rounding may have a
-    token pass through other experts in training than it did in sampling."""
+    """Whether training and inference on a mixture's own samples use the experts that were chosen during sampling
+    (router replay, R3); null for yes. Without it, rounding may route a token to other experts in training."""
 
     @model_validator(mode="after")
     def _one_part(self) -> Self:
@@ -222,10 +217,10 @@ class TrainedModelConfig(ModelConfig):
 
 
 def trained_models(configs: Mapping[str, ModelConfig]) -> dict[str, TrainedModelConfig]:
-    """Select the roles that are trained; `recipe.graphs` checks that these are those with train calls."""
+    """Select the trained roles; `recipe.graphs` checks that exactly these have train calls."""
     return {role: config for role, config in configs.items() if isinstance(config, TrainedModelConfig)}
 
 
 def freeze(config: ModelConfig) -> ModelConfig:
-    """Copy a role's settings without those of training."""
+    """Copy a role's settings without the settings of training."""
     return ModelConfig.model_construct(**{name: getattr(config, name) for name in ModelConfig.model_fields})

@@ -76,7 +76,7 @@ OTHER_NAMES: Mapping[str, OtherName] = MappingProxyType(
         "ppo_max_token_len_per_gpu": _name("micro_batch_tokens"),
         "ppo_mini_batch_size": _method("minibatches", "It is the number of optimizer steps, not their size."),
         "num_mini_batches": _method("minibatches"),
-        # Length of training, and what is written when.
+        # Length of training, logging and saving.
         "num_train_epochs": _name("training.epochs"),
         "total_epochs": _name("training.epochs"),
         "num_episodes": _name("training.epochs"),
@@ -204,4 +204,4 @@ OTHER_NAMES: Mapping[str, OtherName] = MappingProxyType(
         "tensor_parallel_size": _name("plan", about=_PLAN),
     }
 )
-"""The last parts of a name elsewhere, as many as tell it from others -> the setting here."""
+"""Last parts of another tool's name, enough to identify it -> our setting."""

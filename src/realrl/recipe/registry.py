@@ -1,4 +1,4 @@
-"""Registry of algorithms: installed ones by name, a user's own by file or module."""
+"""Registry of algorithms: installed algorithms by name, a user's own by file or module."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,39 +6,38 @@ from functools import cache, wraps
 from importlib.metadata import EntryPoint
 from typing import Any
 
-from realrl.config.errors import UserError
+from realrl.config.errors import UserError, join
 from realrl.config.explain import brief, nearest
 from realrl.config.registered import find_registered, load_registered, name_package
 from realrl.config.user_code import UserCode, is_own_module
-from realrl.config.words import join
 from realrl.recipe.algorithm import AlgorithmSpec
 
 GROUP = "realrl.algorithms"
-"""Other packages' entry points of this group describe algorithms, each under its name in recipes."""
+"""Group of entry points with which other packages add algorithms, by their names in recipes."""
 
 BUILT_IN = {
-    "sft": "realrl.algorithms.sft.spec:ALGORITHM",
-    "reward": "realrl.algorithms.reward.spec:ALGORITHM",
-    "ranked_reward": "realrl.algorithms.reward.spec:RANKED",
-    "process_reward": "realrl.algorithms.reward.spec:PROCESS",
-    "ppo": "realrl.algorithms.ppo.spec:ALGORITHM",
-    "grpo": "realrl.algorithms.policy_gradient.spec:GRPO",
-    "dr_grpo": "realrl.algorithms.policy_gradient.spec:DR_GRPO",
-    "dapo": "realrl.algorithms.policy_gradient.spec:DAPO",
-    "gspo": "realrl.algorithms.policy_gradient.spec:GSPO",
-    "rloo": "realrl.algorithms.policy_gradient.spec:RLOO",
-    "reinforce_pp": "realrl.algorithms.policy_gradient.spec:REINFORCE_PP",
-    "reinforce_pp_baseline": "realrl.algorithms.policy_gradient.spec:REINFORCE_PP_BASELINE",
-    "remax": "realrl.algorithms.policy_gradient.spec:REMAX",
-    "dpo": "realrl.algorithms.preference.spec:DPO",
-    "orpo": "realrl.algorithms.preference.spec:ORPO",
-    "simpo": "realrl.algorithms.preference.spec:SIMPO",
-    "distillation": "realrl.algorithms.distillation.spec:DISTILLATION",
-    "offline_distillation": "realrl.algorithms.distillation.spec:OFFLINE_DISTILLATION",
-    "expert_iteration": "realrl.algorithms.expert_iteration.spec:ALGORITHM",
-    "kto": "realrl.algorithms.kto.spec:ALGORITHM",
+    "sft": "realrl.algorithms.sft:ALGORITHM",
+    "reward": "realrl.algorithms.reward_model:ALGORITHM",
+    "ranked_reward": "realrl.algorithms.reward_model:RANKED",
+    "process_reward": "realrl.algorithms.reward_model:PROCESS",
+    "ppo": "realrl.algorithms.ppo:ALGORITHM",
+    "grpo": "realrl.algorithms.policy_gradient:GRPO",
+    "dr_grpo": "realrl.algorithms.policy_gradient:DR_GRPO",
+    "dapo": "realrl.algorithms.policy_gradient:DAPO",
+    "gspo": "realrl.algorithms.policy_gradient:GSPO",
+    "rloo": "realrl.algorithms.policy_gradient:RLOO",
+    "reinforce_pp": "realrl.algorithms.policy_gradient:REINFORCE_PP",
+    "reinforce_pp_baseline": "realrl.algorithms.policy_gradient:REINFORCE_PP_BASELINE",
+    "remax": "realrl.algorithms.policy_gradient:REMAX",
+    "dpo": "realrl.algorithms.preference:DPO",
+    "orpo": "realrl.algorithms.preference:ORPO",
+    "simpo": "realrl.algorithms.preference:SIMPO",
+    "distillation": "realrl.algorithms.distillation:DISTILLATION",
+    "offline_distillation": "realrl.algorithms.distillation:OFFLINE_DISTILLATION",
+    "expert_iteration": "realrl.algorithms.expert_iteration:ALGORITHM",
+    "kto": "realrl.algorithms.kto:ALGORITHM",
 }
-"""Algorithms of this package by their names in recipes."""
+"""Built-in algorithms by their names in recipes."""
 
 ATTRIBUTE = "ALGORITHM"
 """Name of the description in a user's file or module."""
@@ -50,11 +49,13 @@ def list_algorithms() -> list[str]:
 
 
 def find_algorithm(reference: Any) -> tuple[AlgorithmSpec, str]:
-    """Find what a recipe's `algorithm` refers to, of a file or module its `ALGORITHM`; also the reference as it is
-    kept, in which a path is absolute.
+    """Find the description for a recipe's `algorithm`: an installed one, or the `ALGORITHM` of a file or module.
 
-    UserError, naming what there is, where nothing is found; UserCodeError where code cannot be imported.
+    Also returns the reference with an absolute path. Raises UserError with the known algorithms if there is
+    none, and UserCodeError if code cannot be imported.
     """
+    if reference == "realrl.algorithms.sampling.spec":  # recipes of version 0.1 have it so
+        reference = "realrl.algorithms.sampling"
     if isinstance(reference, str) and reference in _installed():
         return _load(_installed()[reference]), reference
     if not _is_module(reference):
@@ -70,8 +71,13 @@ def find_algorithm(reference: Any) -> tuple[AlgorithmSpec, str]:
     return _with_errors(spec, code), str(code.file) if reference.endswith(".py") else reference
 
 
+def get_algorithm(reference: str) -> AlgorithmSpec:
+    """Get the description of an algorithm. Raises UserError or UserCodeError as `find_algorithm` does."""
+    return find_algorithm(reference)[0]
+
+
 def find_user_code(reference: str) -> UserCode | None:
-    """Import the code behind an `algorithm` that is not of this package, once per process; None for one that is."""
+    """Import a user's algorithm, once per process; None for an algorithm of this package."""
     point = _installed().get(reference)
     if point is None:
         return None if is_own_module(reference) else UserCode("algorithm", reference)
@@ -79,7 +85,7 @@ def find_user_code(reference: str) -> UserCode | None:
 
 
 def _describe_lack(code: UserCode) -> str:
-    """Describe what a module has instead of an `ALGORITHM` that is an AlgorithmSpec."""
+    """Describe the content of a module without an AlgorithmSpec named `ALGORITHM`."""
     values = vars(code.module)
     where = code.file or code.module.__name__
     has = f"its {ATTRIBUTE} is no AlgorithmSpec" if ATTRIBUTE in values else f"it has no {ATTRIBUTE}"
@@ -93,7 +99,7 @@ def _describe_lack(code: UserCode) -> str:
 
 
 def _with_errors(spec: AlgorithmSpec, code: UserCode) -> AlgorithmSpec:
-    """Let errors of a description's functions name the line of the user's code."""
+    """Add the line of the user's code to errors of a description's functions."""
 
     def guard(field: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -122,7 +128,7 @@ def describe_choices() -> str:
 
 @cache
 def _installed() -> dict[str, EntryPoint]:
-    """Built-in algorithms and those of other packages, by name."""
+    """Algorithms of this and other packages, by name."""
     return find_registered("algorithm", GROUP, BUILT_IN)
 
 

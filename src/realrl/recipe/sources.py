@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
+from realrl.config.errors import join
 from realrl.config.explain import brief
 from realrl.config.paths import local_path, make_absolute
-from realrl.config.words import join
 
 ACCEPTED = "a source, a list of sources, or a mapping {SOURCE: WEIGHT}"
 _ENTRY = ("source", "weight")
@@ -25,13 +25,13 @@ class RecordSource:
     """Source of records."""
 
     path: str
-    """File, glob, directory or name of a data set, see `data.sources.records.read_records`."""
+    """File, glob, directory or name of a data set, see `data.records.read_records`."""
     weight: float = 1.0
-    """Passes over it in an epoch."""
+    """Passes over the source in an epoch."""
 
 
 def split_source(source: str) -> tuple[str, str]:
-    """Split `name:split` into both; a source without a split gives two empty texts."""
+    """Split `name:split` into both parts; without a split, both are empty."""
     named = _NAMED.fullmatch(source)
     return (named[1], named[2]) if named else ("", "")
 
@@ -42,18 +42,18 @@ def is_glob(source: str) -> bool:
 
 
 def make_source_absolute(source: str) -> str:
-    """Make a source absolute: a path that exists, a glob, or `DIR:SPLIT`; the name of a hub data set stays."""
+    """Make a source absolute: an existing path, a glob, or `DIR:SPLIT`; the name of a hub data set stays."""
     name, split = split_source(source)
     if name and not os.path.exists(local_path(source)):
         return f"{make_absolute(name)}:{split}"
     if not is_glob(source):
         return make_absolute(source)
-    # The working directory may have characters of patterns in its own name.
+    # The name of the working directory may contain pattern characters.
     return os.path.normpath(os.path.join(glob.escape(os.getcwd()), local_path(source)))
 
 
 def list_sources(value: Any) -> tuple[RecordSource, ...]:
-    """List the sources that a recipe gives as text, list or mapping; ValueError for anything else."""
+    """List the sources in a recipe's text, list or mapping. Raises ValueError for anything else."""
     if isinstance(value, str):
         entries: Iterable[Any] = [value]
     elif isinstance(value, dict):
@@ -73,7 +73,7 @@ def list_sources(value: Any) -> tuple[RecordSource, ...]:
 
 
 def name_sources(value: Any) -> str:
-    """Name the sources that a recipe gives, for error messages."""
+    """Name the sources of a recipe, for error messages."""
     return join([source.path for source in list_sources(value)])
 
 
@@ -96,9 +96,9 @@ def _read_entry(entry: Any) -> RecordSource:
 
 
 def _check(value: Any) -> Any:
-    """Check the sources, and make their paths absolute, in the form in which they are given."""
+    """Check the sources and make their paths absolute; the written form stays."""
     listed = list_sources(value)
-    # The same file may be written in two ways.
+    # Two different texts may name the same file.
     list_sources([make_source_absolute(source.path) for source in listed])
     if isinstance(value, str):
         return make_source_absolute(value)
@@ -113,4 +113,4 @@ def _check(value: Any) -> Any:
 
 
 SourceList = Annotated[str | list[Any] | dict[str, Any], BeforeValidator(_check)]
-"""Setting that gives one or more sources; kept in the form in which it is written, `list_sources` reads it."""
+"""Setting with one or more sources; it keeps its written form, which `list_sources` reads."""

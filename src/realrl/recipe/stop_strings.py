@@ -3,20 +3,20 @@
 from collections.abc import Sequence
 from typing import Any, Self
 
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 
 _INCOMPLETE = "\ufffd"
-"""What a tokenizer makes of the first bytes of a character until the others follow."""
+"""Decoded text of an incomplete character."""
 _BYTES_OF_CHARACTER = 4
 _MARGIN = 8
-"""Tokens before the longest stop string that are decoded with it: a text may lose blanks at its start."""
+"""Additional tokens that are decoded before the longest stop string: text may lose blanks at its start."""
 
 
 class StopStrings:
-    """Texts of which the first one that stands in a decoded answer ends it, as in vLLM.
+    """Texts that end an answer when one of them appears in it, as in vLLM.
 
-    The answer keeps the tokens up to the one that completes the text, and its text ends before it. Stop strings
-    that are complete within the first `min_new_tokens` tokens do not count.
+    The answer keeps its tokens up to the one that completes the stop string; its text ends before the stop string.
+    Stop strings that are complete within the first `min_new_tokens` tokens do not count.
     """
 
     @classmethod
@@ -28,21 +28,21 @@ class StopStrings:
         self._tokenizer, self._stop, self._least = tokenizer, sampling.stop, sampling.min_new_tokens
         self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._vocabulary = len(tokenizer)
-        # A token of text has one byte at least.
+        # A token of text has at least one byte.
         self._margin = max(len(text.encode()) for text in self._stop) + _MARGIN
 
     def find_end(self, tokens: Sequence[int], looked: int) -> int | None:
-        """Find after how many tokens an answer ends; None if it goes on.
+        """Find the number of tokens after which an answer ends; None if it continues.
 
-        It is known not to end within the first `looked` tokens. Answers are looked at after any number of tokens,
-        and end at the same one.
+        It does not end within the first `looked` tokens. The result does not depend on how often answers are
+        checked.
         """
-        # Decoding all of a long answer again for each token would take longer than generating it.
+        # Decoding a whole long answer for each token would take longer than generating it.
         before, new = self._select_last(tokens, looked), tokens[looked:]
         text = self._decode([*before, *new])
         if _INCOMPLETE not in text and not self._stands_in(text):
             return None
-        # A window that begins within a character may lose the characters behind it, too.
+        # A window that begins inside a character may also lose the following characters.
         windows = [before[start:] for start in range(min(len(before), _BYTES_OF_CHARACTER))]
         for count in range(1, len(new) + 1):
             near = (self._decode([*window, *new[:count]]) for window in windows or [[]])
@@ -51,12 +51,12 @@ class StopStrings:
         return None
 
     def cut(self, tokens: Sequence[int]) -> str:
-        """Decode an answer without special tokens, up to the stop string that ended it."""
+        """Decode an answer without special tokens, up to its stop string."""
         text = self._decode(tokens)
         return text[: self._find(tokens)]
 
     def _find(self, tokens: Sequence[int]) -> int | None:
-        """Find where in the text of an answer the first stop string begins that its last token completes."""
+        """Find the start of the first stop string that an answer's last token completes."""
         if len(tokens) <= self._least:
             return None
         before = len(self._decode(tokens[:-1]).rstrip(_INCOMPLETE))
@@ -65,7 +65,7 @@ class StopStrings:
         return min((place for place in places if place >= 0), default=None)
 
     def _select_last(self, tokens: Sequence[int], looked: int) -> list[int]:
-        """Select the last of the first `looked` tokens that have text: the longest stop string's, and a margin."""
+        """Select the last tokens with text among the first `looked`: as many as the margin."""
         found: list[int] = []
         for position in reversed(range(looked)):
             token = tokens[position]

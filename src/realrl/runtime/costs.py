@@ -1,4 +1,4 @@
-"""Costs of a run's training steps: measured on every rank, compared with the prediction on the writer."""
+"""Time and memory of training steps: measured on every rank, compared with the prediction on one."""
 
 import time
 from collections import deque
@@ -6,34 +6,36 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
+import torch
+import torch.distributed as dist
+
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.planner.calibration.comparison import Comparison
-from realrl.planner.calibration.coverage import describe_times
-from realrl.planner.profile.profile import Profile
-from realrl.planner.profile.versions import read_versions
+from realrl.planner.profile.profile import Profile, read_versions
+from realrl.planner.report.calibrate import describe_times
+from realrl.planner.report.comparison import Comparison
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.measure.compare import Prediction, RunInfo, compare, predict
 from realrl.runtime.measure.performance import Performance
-from realrl.runtime.measure.step_reports import StepReports
-from realrl.runtime.measure.step_timer import StepTimer, measure_clock_offsets
+from realrl.runtime.measure.step_timer import StepTimer, StepTimes, measure_clock_offsets
 from realrl.runtime.measure.timing_log import TimingLog
 from realrl.runtime.prepare.compile import Compiled, stored_models
 from realrl.runtime.prepare.devices import spec_of
 from realrl.runtime.processes.host_memory import HostMemory, read_memory
+from realrl.runtime.processes.messages import pack, unpack
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.store import Store
 
 KEPT_LENGTHS = 1 << 13
-"""Maximum lengths kept of a run, the latest ones, so that memory and messages stay bounded."""
+"""Number of the latest lengths that are kept, so that memory and messages stay bounded."""
 _REST = 100
-"""Ratio of the time between comparisons to the time of one: ranks wait for the writer during a comparison."""
+"""Comparisons are at least so many times their own duration apart, because ranks wait during one."""
 
 
 class Costs:
-    """Collector of the measured training steps; the rank that writes gets those of all ranks."""
+    """Collects the measured training steps; the rank that writes gets the steps of all ranks."""
 
     def __init__(
         self,
@@ -44,20 +46,20 @@ class Costs:
         profile: Profile | None,
         say: Callable[[str], None],
     ) -> None:
-        """`profile` is for the prediction. `say` is called with the reason where there is no prediction."""
+        """`profile` is for the prediction. `say` is called with the reason if there is no prediction."""
         self._experiment, self._compiled, self._process = experiment, compiled, process
         self._roles, self._profile, self._say = roles, profile, say
         self.timer = StepTimer(
             process.device, held=roles.held, staged=roles.staged, kept_beside=roles.kept_beside
         )
         self.spec = spec_of(experiment, compiled.train.plan.cluster, process.gpu or "cpu")
-        """Devices of the run; None where the planner does not know their kind."""
+        """Devices of the run; None if the planner does not know their kind."""
         phase = compiled.train
         self._source = phase.plan[_lengths_call(phase.graph).name].output_ranks[0]
         self._prompts, self._answers = deque[int](maxlen=KEPT_LENGTHS), deque[int](maxlen=KEPT_LENGTHS)
         self._log = TimingLog()
         self._tokens: int | None = None
-        """Tokens of prompts and answers of the last step, on a rank that knows them."""
+        """Tokens of prompts and answers in the last step, on a rank that knows them."""
         self._reports = StepReports(process)
         self._offsets = [0.0] * process.world
         self._performance = Performance(
@@ -70,36 +72,36 @@ class Costs:
         self.predicted: Prediction | None = None
         """Prediction of the last comparison, on the rank that writes."""
         self._next = 0.0
-        """Time from which the next comparison may be made."""
+        """Earliest time of the next comparison."""
 
     @property
     def notes(self) -> list[str]:
-        """Notes on where predicted times come from, and on metrics that are left out."""
+        """Notes on the source of predicted times, and on metrics that are left out."""
         source = self._source_of_times()
         notes = [] if source is None else [f"predictions: {source}"]
         return notes if (missing := self._performance.missing) is None else [*notes, missing]
 
     def _source_of_times(self) -> str | None:
-        """Source of predicted times; None where there are none and no profile that they should come from."""
+        """Describe the source of predicted times; None if there are no times and no profile."""
         path, graph = str(self._experiment.profile), self._compiled.train.graph
         if self.spec is None and self._profile is None:
             return None
         if self.spec is None:
-            return f"no times, since these devices are of an unknown kind; the profile {path} was not used"
+            return f"no times, because these devices are of an unknown kind; the profile {path} was not used"
         stored = stored_models(self._experiment, graph, self._roles.shapes)
         functions = [call.function for call in graph.functions if call.function is not None]
         return "; ".join(describe_times(self._profile, path, self.spec, stored, functions))
 
     def compare_clocks(self) -> None:
-        """Measure how far the clocks of ranks are apart, before the first step. All ranks call this together."""
+        """Measure the offsets of the ranks' clocks, before the first step. All ranks call this together."""
         self._offsets = measure_clock_offsets(self._process, self._compiled.train.plan.cluster.nodes)
 
     def step(self) -> AbstractContextManager[None]:
-        """Measure the block, which executes one step."""
+        """Measure the block as one step."""
         return self.timer.step()
 
     def add_lengths(self, store: Store) -> None:
-        """Add the lengths of prompts and answers that a step has worked on."""
+        """Add the lengths of a step's prompts and answers."""
         if self._process.rank == self._source:
             prompts, answers = lengths(store)
             self._prompts.extend(prompts)
@@ -107,7 +109,7 @@ class Costs:
             self._tokens = sum(prompts) + sum(answers)
 
     def report_step(self) -> dict[str, float]:
-        """Bring the times of the last step to the rank that writes; performance metrics there, none elsewhere."""
+        """Bring the times of a step to the rank that writes. Returns performance metrics there, none elsewhere."""
         (mine,) = self.timer.take()
         everyone = self._reports.exchange(replace(mine, tokens=self._tokens))
         if everyone is None:
@@ -117,8 +119,8 @@ class Costs:
     def collect(self, *, last: bool) -> Comparison | None:
         """Compare all steps so far with the prediction, on the rank that writes; None elsewhere.
 
-        Also None where there are no steps, and too soon after the time before, unless this is the `last`. All ranks
-        call this together.
+        Also None before the first step, and too soon after the previous comparison unless this is the `last`. All
+        ranks call this together.
         """
         self.compare_clocks()
         mine = (self.timer.reserved, read_memory(), list(self._prompts), list(self._answers))
@@ -150,19 +152,19 @@ class Costs:
         return comparison
 
     def _compare(self, info: RunInfo) -> Comparison:
-        """Compare, without a prediction where that fails: by now it must not cost anybody a run."""
+        """Compare; if the prediction fails, without it. A failing prediction must not end a run."""
         try:
             self.predicted = predict(info, self._profile)
             return compare(info, self.predicted, self._log)
         except Exception as error:
-            self._say(f"what steps cost is not predicted: {type(error).__name__}: {error}")
+            self._say(f"steps are compared without a prediction: {type(error).__name__}: {error}")
         self.spec = self.predicted = None
         return compare(replace(info, spec=None), None, self._log)
 
 
 def _lengths_call(graph: DataflowGraph) -> Call:
-    """The call whose lengths say how long prompts and answers are: the first that generates; where none does, the
-    first that trains."""
+    """Find the call with the lengths of prompts and answers: the first that generates, otherwise the first
+    that trains."""
     of_kind = {kind: [call for call in graph.order if call.kind is kind] for kind in Kind}
     return (of_kind[Kind.GENERATE] or of_kind[Kind.TRAIN])[0]
 
@@ -170,8 +172,8 @@ def _lengths_call(graph: DataflowGraph) -> Call:
 def lengths(store: Store) -> tuple[list[int], list[int]]:
     """Find the tokens of prompts and of answers after a step, on a rank that knows them.
 
-    That is the first output rank of the call that generates. Where nothing is generated, tokens of the sequences
-    that the first train call learns from, and no answers.
+    That is the first output rank of the call that generates. If no call generates, prompts are the sequences of the
+    first train call, and there are no answers.
     """
     graph = store.graph
     call = _lengths_call(graph)
@@ -180,3 +182,43 @@ def lengths(store: Store) -> tuple[list[int], list[int]]:
         return prompts, []
     made = next(key for key in call.outputs if graph.keys[key].length == "own")
     return prompts, [whole - prompt for whole, prompt in zip(store.lengths[made], prompts, strict=True)]
+
+
+_TAG = 1 << 22
+"""Above the tags of `Exchange`."""
+
+
+class StepReports:
+    """Sends this rank's times, or receives them on the rank that writes.
+
+    Only that rank waits, after its own part of the step; the others continue.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._under_way: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def exchange(self, mine: StepTimes) -> list[StepTimes] | None:
+        """Send this rank's times of a step. Returns the times of all ranks, in order, on the rank that writes."""
+        if self._process.rank == WRITER:
+            others = range(1, self._process.world)
+            return [mine, *(self._take(rank) for rank in others)]
+        for work, _ in self._under_way:
+            work.wait()
+        message = torch.frombuffer(bytearray(pack(mine)), dtype=torch.uint8)
+        self._under_way = [self._post(torch.tensor([len(message)])), self._post(message)]
+        return None
+
+    def _post(self, message: torch.Tensor) -> tuple[dist.Work, torch.Tensor]:
+        work = dist.isend(message, WRITER, group=self._process.control, tag=_TAG)
+        assert work is not None, "this rank is part of the control group"
+        return work, message
+
+    def _take(self, rank: int) -> StepTimes:
+        size = torch.empty(1, dtype=torch.int64)
+        dist.recv(size, rank, group=self._process.control, tag=_TAG)
+        message = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(message, rank, group=self._process.control, tag=_TAG)
+        found = unpack(message.numpy().tobytes())
+        assert isinstance(found, StepTimes), "nothing else has this tag"
+        return found

@@ -1,35 +1,41 @@
-"""Export of a checkpoint's models as Hugging Face directories, in one process and without a cluster."""
+"""Models of a run as Hugging Face directories: written by the run itself, or later by `realrl export`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from realrl.checkpoint import huggingface
-from realrl.checkpoint.directory import find_base, find_model_shape
-from realrl.checkpoint.origin import read_origin
-from realrl.checkpoint.portions import Portion, list_portions, take_whole
-from realrl.checkpoint.state.manifest import CheckpointError, Manifest, read_manifest
-from realrl.checkpoint.state.pieces import TensorPieces
-from realrl.checkpoint.state.reader import check_tensors, read_state
-from realrl.checkpoint.stored import Weights
+from realrl.algorithms.base.method import Algorithm
+from realrl.checkpoint.contents import PARAMETERS, TensorPieces
+from realrl.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from realrl.checkpoint.saved import CONFIG
+from realrl.checkpoint.storage import check_tensors, read_state
 from realrl.config.errors import RunError, UserError
 from realrl.config.files import as_os_error, reason_of
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.engine.dtypes import find_torch_dtype
 from realrl.families.adapter_config import adapter_tensors
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head
+from realrl.huggingface import model_files
+from realrl.huggingface.directory import find_base, find_model_shape, read_origin
+from realrl.huggingface.shards import Portion, list_portions, take_whole
+from realrl.huggingface.stored import Weights
 from realrl.plan.placement import DTYPES
+from realrl.program.lower import WRITER
 from realrl.recipe.algorithm import get_spec
+from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment
 from realrl.recipe.model import ModelConfig
-from realrl.runtime.checkpoints.contents import PARAMETERS
-from realrl.runtime.output.saved import CONFIG
-from realrl.runtime.setup import load_shared_tokenizer, load_stop_token_ids
+from realrl.runtime.continuation import gather_algorithm_state
+from realrl.runtime.output.rundir import RunDirectory
+from realrl.runtime.prepare.compile import Compiled
+from realrl.runtime.prepare.inputs import load_shared_tokenizer, load_stop_token_ids
+from realrl.runtime.processes.process import Process
+from realrl.runtime.worker.roles import Roles
 
 
 def export_models(
@@ -37,15 +43,15 @@ def export_models(
     checkpoint: Path,
     roles: Sequence[str],
     out: Path,
-    max_shard_bytes: float = huggingface.SHARD_BYTES,
+    max_shard_bytes: float = model_files.SHARD_BYTES,
     *,
     merge: bool = False,
 ) -> Iterator[Path]:
-    """Write models of a checkpoint to `out`/ROLE, and yield each directory once it is there.
+    """Write models of a checkpoint to `out`/ROLE, and yield each directory when it is complete.
 
-    Of a role with adapters these alone, unless they are to be merged into their model. A portion of the tensors is
-    in memory at a time. UserError where the checkpoint or what the recipe names cannot be read, RunError where a
-    model cannot be written.
+    This runs in one process without a cluster; one portion of the tensors is in memory at a time. A role with
+    adapters gets the adapters alone unless `merge` is set. Raises UserError if the checkpoint or a source in the
+    recipe cannot be read, and RunError if a model cannot be written.
     """
     experiment = load_experiment(str(run_dir / CONFIG))
     tokenizer = load_shared_tokenizer(experiment)
@@ -81,7 +87,7 @@ def _make(directory: Path) -> Path:
 
 
 class _Exported:
-    """A role that is written."""
+    """A role to write."""
 
     def __init__(self, role: str, config: ModelConfig, head: Head, max_shard_bytes: float) -> None:
         self._role, self._config, self._head, self._max_shard_bytes = role, config, head, max_shard_bytes
@@ -96,8 +102,8 @@ class _Exported:
         tokenizer: Any,
         stop_token_ids: tuple[int, ...],
     ) -> None:
-        """Write the model, of which `fetch` gives one portion after the other."""
-        huggingface.save(
+        """Write the model; `fetch` returns the portion with a number."""
+        model_files.save(
             directory,
             self._whole,
             self._head,
@@ -115,11 +121,11 @@ class _Exported:
         tensors = adapter_tensors(model_tensors(self.shape, self._head))
         weights = _fetch(checkpoint, manifest, self._role, [take_whole(tensors)], self.dtype, 0)
         base = str(find_base(self._config.path))
-        huggingface.save_adapters(directory, self.shape, self._head, weights, tokenizer, self.dtype, base)
+        model_files.save_adapters(directory, self.shape, self._head, weights, tokenizer, self.dtype, base)
 
     def merge(self, adapters: str) -> Callable[[int], Weights]:
-        """Make a function that gives portions of tensors, with adapters merged into them."""
-        source = huggingface.ModelFiles(adapters, self._whole, model_tensors(self._whole, self._head))
+        """Make a function that returns the portion with a number, with adapters merged."""
+        source = model_files.ModelFiles(adapters, self._whole, model_tensors(self._whole, self._head))
         return lambda number: {
             part.spec.name: source.read(part.spec, part.region) for part in self.portions[number]
         }
@@ -133,7 +139,7 @@ def _fetch(
     dtype: torch.dtype,
     number: int,
 ) -> FlatBuffer:
-    """Read one portion of a model's tensors."""
+    """Read the portion with a number."""
     parts = portions[number]
     buffer = FlatBuffer([part.stored for part in parts], dtype, "cpu")
     tensors = {
@@ -145,3 +151,49 @@ def _fetch(
     check_tensors(checkpoint, manifest, tensors)
     read_state(checkpoint, manifest, tensors, group=None)
     return buffer
+
+
+class ModelSaver:
+    """Saves the trained roles of a run: final models, best models, and models of checkpoints. On every rank."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        compiled: Compiled,
+        process: Process,
+        roles: Roles,
+        directory: RunDirectory,
+        trained: Sequence[str],
+        tokenizer: Any,
+        stop_token_ids: tuple[int, ...],
+        algorithm: Callable[[], Algorithm],
+    ) -> None:
+        """`algorithm` returns the current algorithm object."""
+        self._name, self._compiled, self._process = get_spec(experiment).name, compiled, process
+        self._roles, self._directory, self._trained = roles, directory, trained
+        self._tokenizer, self._stop_token_ids, self._algorithm = tokenizer, stop_token_ids, algorithm
+
+    def save(self, which: Literal["best"] | None) -> None:
+        """Write every trained role: as the best models, or for None as the final ones.
+
+        The graph's first trained role has the directory's name; other roles append theirs. The algorithm's own
+        state, such as the scale of a critic's values, goes into a file beside the models.
+        """
+        with self._process.activity.part("save"):
+            for role in self._trained:
+                name = "" if role == self._trained[0] else role
+                self._save_role(role, self._directory.checkpoint(which, name))
+            state = gather_algorithm_state(self._process, self._compiled.train, self._algorithm())
+            if self._process.rank == WRITER and state:
+                self._directory.write_state(which, self._name, state)
+
+    def export(self, directory: Path) -> None:
+        """Write every trained role into a directory, by its name."""
+        for role in self._trained:
+            self._save_role(role, directory / role)
+
+    def _save_role(self, role: str, path: Path) -> None:
+        """Write a role; the first rank of its home writes the files."""
+        if self._process.rank in self._compiled.homes[role].ranks:
+            with self._directory.writing(path):
+                self._roles.save(role, path, self._tokenizer, self._stop_token_ids)

@@ -1,4 +1,4 @@
-"""Records of a recipe as a run would read them: counts, lengths, fields, and the first ones."""
+"""`realrl data`: the records of a recipe as a run would read them, with counts, lengths, fields and samples."""
 
 from array import array
 from collections import Counter
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from realrl.algorithms.base.method import FunctionMethod
 from realrl.algorithms.build import build_algorithm
-from realrl.algorithms.method import FunctionMethod
 from realrl.data.dataset import Dataset
 from realrl.data.tokenization import Row
 from realrl.dataflow.graph import DataflowGraph
@@ -15,12 +15,12 @@ from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.sources import name_sources
-from realrl.runtime.setup import load_shared_tokenizer, load_stop_token_ids
+from realrl.runtime.prepare.inputs import load_shared_tokenizer, load_stop_token_ids
 
 
 @dataclass
 class Inspection:
-    """Records of `data.train` or `data.eval`, read to the end whatever is wrong with some of them."""
+    """Records of `data.train` or `data.eval`. Wrong records are counted, and reading continues."""
 
     name: str
     """`train` or `eval`."""
@@ -28,18 +28,18 @@ class Inspection:
     """Number of items to keep."""
     data: Dataset | None = None
     lengths: dict[str, array] = field(default_factory=dict)
-    """Tokens of every row that is used: of its prompt, of its answers and in all."""
+    """Tokens of every used row: of its prompt, of its answers, and in total."""
     first: list[tuple[str, Sequence[Row]]] = field(default_factory=list)
-    """First items: origin, FILE:LINE, and rows."""
+    """First items of each source: origin, FILE:LINE, and rows."""
     fields: Counter[str] = field(default_factory=Counter)
-    """Number of records that have each field which no key is made of."""
+    """Extra columns of records, with the number of records that have each."""
     functions: dict[str, list[str]] = field(default_factory=dict)
-    """Fields of records that each function sees."""
+    """Columns that each function sees."""
     _source: int = -1
     _taken: int = 0
 
     def watch(self, source: int, origin: str, rows: Sequence[Row]) -> None:
-        """Take an item that is used; some of every source are kept."""
+        """Count a used item, and keep the first ones of every source."""
         self._taken = self._taken + 1 if source == self._source else 1
         self._source = source
         if self._taken <= self.samples:
@@ -49,7 +49,7 @@ class Inspection:
                 self.lengths.setdefault(name, array("l")).append(tokens)
 
     def see(self, name: str) -> bool:
-        """Count a field; its values are not kept."""
+        """Count a column. Returns False: its values are not kept."""
         self.fields[name] += 1
         return False
 
@@ -62,10 +62,10 @@ def _measure(row: Row) -> dict[str, int]:
 
 
 def inspect_data(experiment: Experiment, samples: int) -> tuple[Any, list[Inspection]]:
-    """Read the records of a recipe: its tokenizer, and what was found in training and evaluation records.
+    """Read the records of a recipe. Returns its tokenizer, and inspections of training and evaluation records.
 
-    Records that cannot be used are counted, also where they would end a run. UserError where a source cannot be
-    read, nothing of it can be used, or a function needs fields that records do not have.
+    Unusable records are counted even if they would end a run. Raises UserError if a source cannot be read or has no
+    usable record, or if records lack a column that a function needs.
     """
     tokenizer = load_shared_tokenizer(experiment)
     stop_token_ids = load_stop_token_ids(experiment, tokenizer)
@@ -101,7 +101,7 @@ def inspect_data(experiment: Experiment, samples: int) -> tuple[Any, list[Inspec
 
 
 def _load_functions(algorithm: Any, graph: DataflowGraph) -> dict[str, FunctionMethod]:
-    """Load the functions that see fields of records, by call."""
+    """Load the functions that see columns of records, by call."""
     functions = {
         call.name: cast(FunctionMethod, algorithm.method(call.name))
         for call in graph.functions
@@ -113,7 +113,7 @@ def _load_functions(algorithm: Any, graph: DataflowGraph) -> dict[str, FunctionM
 
 
 def list_refused(experiment: Experiment, inspection: Inspection) -> list[str]:
-    """List why a run would refuse the records: one message per setting that makes it fail."""
+    """List the reasons for which a run would refuse the records, one message per setting."""
     data, source = experiment.data, inspection.data
     assert source is not None, "it has been read"
     malformed = source.skipped - source.too_long

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from realrl.planner.calibration.comparison import Comparison
+from realrl.planner.report.comparison import Comparison
 from realrl.recipe.experiment import Experiment
 
 
@@ -26,16 +26,16 @@ class RunObserver(Protocol):
     """Listener for the progress of a run, on the rank that writes."""
 
     def begin(self, experiment: Experiment, steps: int) -> None:
-        """Begin, before the first step, when everything is loaded."""
+        """Begin: everything is loaded, and the first step follows."""
 
     def note(self, text: str) -> None:
         """Show a note."""
 
     def record(self, record: MetricsRecord) -> None:
-        """Take a record, after every training step and evaluation."""
+        """Take the metrics of a training step or an evaluation."""
 
     def costs(self, comparison: Comparison) -> None:
-        """Take the measured and predicted costs, after the last step."""
+        """Take measured and predicted costs, after the last step."""
 
     def end(self, run_dir: str, seconds: float) -> None:
         """End, after the last step."""

@@ -1,30 +1,35 @@
-"""Execution of training steps on one rank: records, seeds and learning rates in, metrics out."""
+"""Training steps on one rank: records, seeds and learning rates in, metrics out; dynamic sampling in rounds."""
 
+import math
 import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from realrl.algorithms.method import Metrics
+from realrl.algorithms.base.method import Metrics
 from realrl.config.errors import UserError
 from realrl.config.user_code import find_source, is_own_module
+from realrl.data.batch import Ragged
 from realrl.data.dataset import Dataset
 from realrl.data.order import Order
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.engine.generation.sampling import SamplingSeed
-from realrl.engine.training.learning_rate import compute_learning_rate
-from realrl.recipe.algorithm import get_spec
+from realrl.engine.training.optimizer import compute_learning_rate
+from realrl.plan.plan import Plan
+from realrl.recipe.algorithm import SCORE, get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import trained_models
 from realrl.runtime.costs import Costs
-from realrl.runtime.evaluate import flatten
+from realrl.runtime.evaluation.evaluate import flatten
+from realrl.runtime.measure.step_timer import StepTimer
 from realrl.runtime.prepare.compile import Compiled, SampledStep, models
 from realrl.runtime.processes.process import Process
-from realrl.runtime.rounds import SamplingRounds
 from realrl.runtime.worker.store import Store
 from realrl.runtime.worker.worker import StepInput, Worker
 
 
 class TrainingSteps:
-    """Runner of the training steps of a run, one after another, on every rank."""
+    """Runs the training steps one after another, on every rank."""
 
     def __init__(
         self,
@@ -35,7 +40,7 @@ class TrainingSteps:
         costs: Costs,
         records: Dataset,
     ) -> None:
-        """`costs` measures every step. UserError if an epoch is less than a batch, or the run less than a step."""
+        """`costs` measures every step. Raises UserError if an epoch has less than a batch, or the run no step."""
         self._experiment, self._compiled, self._process = experiment, compiled, process
         self._worker, self._costs, self._records = worker, costs, records
         data, training = experiment.data, experiment.training
@@ -58,16 +63,16 @@ class TrainingSteps:
         """Number of steps of the run."""
         self._samples = get_spec(experiment).samples_per_prompt(experiment)
         self.taken = 0
-        """Records taken so far, with those whose samples were replaced."""
+        """Records taken so far; includes records whose samples were replaced."""
         self.data = records.identify()
-        """What identifies the records and their order."""
+        """Identity of the records and their order."""
         self.scoring = _identify_code(compiled.train.graph) | {
             f"field {name!r} of data.train": checksum for name, checksum in records.identify_further().items()
         }
-        """Checksums of what scores on this rank, by name."""
+        """Checksums of everything that scores on this rank, by name."""
 
     def run(self, step: int) -> dict[str, float]:
-        """Execute a step, counted from 0: its metrics by `call/name`, all of them on the rank that writes."""
+        """Execute a step, counted from 0. Returns metrics by `call/name`: all of them on the rank that writes."""
         phase, sampled = self._compiled.train, self._compiled.sampled
         if sampled is not None:
             return self._run_in_rounds(step, sampled)
@@ -111,7 +116,7 @@ class TrainingSteps:
         return self.order.take(first, count)
 
     def _make_input(self, step: int, prompts: list[int], first_sequence: int = 0) -> StepInput:
-        # Samples of a prompt are consecutive items, so that item // samples is the prompt.
+        # The samples of a prompt are consecutive items: prompt = item // samples.
         indices = [i for i in prompts for _ in range(self._samples)]
         rates = {
             role: compute_learning_rate(config.optimizer, step, self.count)
@@ -128,7 +133,7 @@ class TrainingSteps:
 
 
 def _identify_code(graph: DataflowGraph) -> dict[str, int]:
-    """Identify the files of the user's functions: a checksum of each, by the name of its call and its path."""
+    """Compute a checksum of each file with a function of the user, by call and path."""
     references = {call.name: call.function for call in graph.functions if call.function is not None}
     files = {
         name: find_source(given)
@@ -138,3 +143,149 @@ def _identify_code(graph: DataflowGraph) -> dict[str, int]:
     return {
         f"{name}, {file}": zlib.crc32(file.read_bytes()) for name, file in files.items() if file is not None
     }
+
+
+MakeInput = Callable[[list[int], int], StepInput]
+"""Makes the input of a round from its prompts and the number of samples in earlier rounds."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """Samples of a step, taken in rounds."""
+
+    store: Store
+    """A store with only the rows that this rank has produced; see `Store.place`."""
+    prompts: list[int]
+    """Records of the prompts in the step, in the order of their items."""
+    metrics: dict[str, Metrics]
+    """Metrics of all samples, by call."""
+    rounds: int
+    """Number of rounds."""
+    taken: int
+    """Number of prompts sampled in all rounds."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Round:
+    """One round: this rank's rows, and the holders of all rows."""
+
+    store: Store
+    prompts: list[int]
+    holders: dict[str, list[int]]
+    """Call -> for each item, the data-parallel rank that holds its outputs."""
+    differing: list[bool]
+    """Whether the samples of a prompt have different scores, by prompt."""
+
+
+class SamplingRounds:
+    """Runs the rounds of a step, on every rank.
+
+    Prompts whose samples all have the same score are replaced by other prompts (dynamic sampling).
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        worker: Worker,
+        step: SampledStep,
+        *,
+        graph: DataflowGraph,
+        plan: Plan,
+        samples: int,
+    ) -> None:
+        """`graph` and `plan` are those of the whole step; each prompt gets `samples` samples."""
+        self._process, self._worker, self._step = process, worker, step
+        self._graph, self._plan, self._samples = graph, plan, samples
+        dp = max(plan[call.name].strategy.dp for call in step.sampling.graph.calls)
+        self._fewest = -(-dp // samples)
+        """Fewest prompts of a round that give every data-parallel rank a sample."""
+
+    def run(
+        self,
+        batch: int,
+        take: Callable[[int], list[int]],
+        make_input: MakeInput,
+        timer: StepTimer | None = None,
+    ) -> Sampled:
+        """Sample until `batch` prompts have answers with different scores, or the rounds are used up.
+
+        `take` returns the next prompts; `timer` measures. After the last round, the batch is filled with the latest
+        prompts whose samples have equal scores.
+        """
+        rounds: list[_Round] = []
+        metrics: dict[str, Metrics] = {}
+        differing: list[tuple[int, int]] = []
+        equal: list[tuple[int, int]] = []
+        while len(differing) < batch and len(rounds) < self._step.rounds:
+            prompts = take(batch - len(differing))
+            before = sum(len(earlier.prompts) for earlier in rounds) * self._samples
+            # The results of these copies are ignored. They keep the prompts of a step independent of the plan.
+            padding = prompts[:1] * (self._fewest - len(prompts))
+            latest, found = self._sample(prompts, make_input(prompts + padding, before), timer)
+            for call, more in found.items():
+                metrics.setdefault(call, Metrics()).update(more)
+            for i, differs in enumerate(latest.differing):
+                (differing if differs else equal).append((len(rounds), i))
+            rounds.append(latest)
+        missing = max(0, batch - len(differing))
+        chosen = sorted(differing + equal[len(equal) - missing :])
+        return Sampled(
+            store=self._merge(rounds, chosen),
+            prompts=[rounds[number].prompts[i] for number, i in chosen],
+            metrics=metrics,
+            rounds=len(rounds),
+            taken=sum(len(one.prompts) for one in rounds),
+        )
+
+    def _sample(
+        self, prompts: list[int], inputs: StepInput, timer: StepTimer | None
+    ) -> tuple[_Round, dict[str, Metrics]]:
+        """Run a round, and tell all ranks which rank holds which rows."""
+        phase, rank = self._step.sampling, self._process.rank
+        store = Store(phase.graph, phase.plan, self._samples)
+        metrics = self._worker.run(phase.programs[rank], store, inputs, timer)
+        items: dict[str, tuple[int, list[int]]] = {}
+        scores: dict[int, float] = {}
+        for call in phase.graph.calls:
+            placement = phase.plan[call.name]
+            if rank in placement.output_ranks:
+                dp = placement.item_index(rank)
+                items[call.name] = dp, store.items(call, dp)
+                if SCORE in call.outputs:
+                    held = items[call.name][1]
+                    scores.update(zip(held, store.rows(SCORE, held).values.tolist(), strict=True))
+        holders = {call.name: [0] * store.size for call in phase.graph.calls}
+        table = [math.nan] * store.size
+        for their_items, their_scores in self._process.gather((items, scores)):
+            for name, (dp, held) in their_items.items():
+                for item in held:
+                    holders[name][item] = dp
+            for item, score in their_scores.items():
+                table[item] = score
+        groups = [table[i * self._samples : (i + 1) * self._samples] for i in range(len(prompts))]
+        return _Round(store, prompts, holders, [*map(_differ, groups)]), metrics
+
+    def _merge(self, rounds: Sequence[_Round], chosen: Sequence[tuple[int, int]]) -> Store:
+        """Make the store of the step from the samples of the chosen (round, prompt) pairs; no row moves."""
+        merged = Store(self._graph, self._plan, self._samples)
+        merged.size = len(chosen) * self._samples
+        origins = [(number, i * self._samples + k) for number, i in chosen for k in range(self._samples)]
+        for call in self._step.sampling.graph.calls:
+            placement = self._plan[call.name]
+            places: list[list[int]] = [[] for _ in range(placement.strategy.dp)]
+            for item, (number, old) in enumerate(origins):
+                places[rounds[number].holders[call.name][old]].append(item)
+            merged.place(call, places)
+            if self._process.rank not in placement.output_ranks:
+                continue
+            mine = places[placement.item_index(self._process.rank)]
+            for key in call.outputs:
+                held = [rounds[origins[i][0]].store.rows(key, [origins[i][1]]).values for i in mine]
+                if held:
+                    merged.put(key, mine, Ragged.of(held))
+        return merged
+
+
+def _differ(scores: Sequence[float]) -> bool:
+    """Tell whether samples have different scores; a skipped sample (NaN) does not count."""
+    return len({score for score in scores if not math.isnan(score)}) > 1

@@ -13,8 +13,8 @@ from realrl.recipe.experiment import Experiment
 from realrl.runtime.observer import RunObserver
 from realrl.runtime.output.earlier import EarlierRun, describe_finished, find_earlier_run
 from realrl.runtime.output.lock import RunLock
-from realrl.runtime.output.shared import check_shared
-from realrl.runtime.output.trackers.trackers import check_trackers
+from realrl.runtime.output.shared_directory import check_shared
+from realrl.runtime.output.trackers import check_trackers
 from realrl.runtime.prepare.compile import Compiled, compile_recipe, with_sizes
 from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.fit.check import check_fit
@@ -33,15 +33,15 @@ from realrl.runtime.training_run import TrainingRun
 def train(
     experiment: Experiment, observer: RunObserver, run_class: "type[TrainingRun] | None" = None
 ) -> None:
-    """Run a recipe as one rank of its cluster, by a `run_class` derived from TrainingRun if one is given.
+    """Train a recipe as one rank of its cluster; `run_class` may be derived from TrainingRun.
 
-    UserError for a mistake that the user can correct, RunError for a failure that is no bug.
+    Raises UserError for a mistake of the user, and RunError for a failure that is not a bug.
     """
     started, written = time.monotonic(), experiment
     check_trackers(experiment)
     cluster = resolve_cluster(experiment.cluster, experiment.device)
     for_others = is_for_others(experiment, cluster)
-    # Before the ranks meet, where there is nothing to search for: mistakes in a plan need no meeting.
+    # Mistakes in a written plan are found before the ranks wait for each other.
     compiled = None if experiment.plan == SEARCH or for_others else compile_recipe(experiment, cluster)
     with (
         ExitStack() as until_the_end,
@@ -63,12 +63,12 @@ def train(
                 observer.note(note)
             compiled = None if experiment.plan == SEARCH else compile_recipe(experiment, cluster)
         compiled = _agree(compiled, experiment, cluster, process, here, observer.note)
-        # Every rank has read everything before the directory of an earlier run may be deleted.
+        # Every rank reads its inputs before the directory of an earlier run may be deleted.
         with process.together():
             make = run_class or TrainingRun
             run = make(experiment, compiled, process, observer if process.rank == WRITER else None, earlier)
         check_shared(run.directory.path, process, cluster)
-        # Mistakes that show without weights are found before any rank takes minutes to load some.
+        # Mistakes in the opponent are found before any rank spends minutes on loading weights.
         run.evaluations.face_opponent()
         process.activity.enter("load")
         with process.together():
@@ -81,16 +81,16 @@ def train(
                     raise UserError(f"run_dir={experiment.run_dir}: another command has just trained there")
             run.open()
         process.publish(run.directory.path)
-        # Until this rank has said why it fails, too: torchrun ends by SIGTERM what one dead process leaves.
+        # torchrun sends SIGTERM to all ranks when one dies; this rank must still report its own error.
         until_the_end.enter_context(deferred_termination(experiment.launch.grace_seconds, SAVING))
         try:
             run.execute(started)
         finally:
-            run.directory.close_trackers(done=False)  # unless they are closed
+            run.directory.close_trackers(done=False)  # does nothing if they are closed
 
 
 def _find_earlier(experiment: Experiment, process: Process, lock: RunLock) -> EarlierRun | None:
-    """Find the run that is continued, on all ranks, and lock its directory; UserError as `find_earlier_run`."""
+    """Find the run to continue, on all ranks, and lock its directory. Raises UserError like `find_earlier_run`."""
     earlier: EarlierRun | None = None
     with process.together():
         if process.rank == WRITER:
@@ -108,14 +108,14 @@ def _agree(
     here: Here,
     say: Callable[[str], None],
 ) -> Compiled:
-    """Agree on a plan that fits, on all ranks; `compiled` is the recipe with the one that it names, if it does."""
+    """Agree on a plan that fits, on all ranks. `compiled` is the recipe with its written plan, if it has one."""
     if compiled is None:
         plan = agree_on_plan(experiment, cluster, process, here, say)
-        # What is known of models may differ between nodes.
+        # Nodes may know the shapes of different models.
         with process.together():
             compiled = compile_recipe(experiment, cluster, plan)
     else:
-        # So may the shares that a preset gives models by their sizes.
+        # A preset depends on these shapes too, so all ranks take the first rank's plan.
         plan = process.gather(compiled.train.plan)[WRITER]
         with process.together():
             if plan != compiled.train.plan:

@@ -4,29 +4,36 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+from safetensors.torch import save_file
 from torch.distributed import ProcessGroup
 
+from realrl.algorithms.base.method import FunctionMethod
 from realrl.algorithms.build import build_algorithm
-from realrl.algorithms.method import FunctionMethod
-from realrl.checkpoint.notes import list_saving_notes
+from realrl.checkpoint.contents import CheckpointContents
+from realrl.checkpoint.saved import BEST, find_saved, find_saved_state, load_saved_state
 from realrl.config.errors import RunError, UserCodeError, UserError
-from realrl.config.secrets.redaction import redact
+from realrl.config.files import as_os_error, reason_of, whole_file
+from realrl.config.redaction import redact
+from realrl.data.batch import Batch
 from realrl.engine.training.skipped_steps import SkippedStepsError
+from realrl.huggingface.tokenizers import list_saving_notes
 from realrl.plan.communicators import list_rank_sets, reallocates
-from realrl.planner.calibration.comparison import COSTS, Comparison
 from realrl.planner.profile.profile import Profile
+from realrl.planner.report.comparison import COSTS, Comparison
 from realrl.planner.simulate.predicted_trace import predict_step
 from realrl.program.lower import WRITER
 from realrl.program.trace_file import TRACE, TRACES, write_trace
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.checkpoints.checkpointer import Checkpointer
-from realrl.runtime.checkpoints.contents import CheckpointContents
-from realrl.runtime.checkpoints.continuation import Continuation
-from realrl.runtime.checkpoints.state_keeper import StateKeeper
+from realrl.runtime.checkpointer import Checkpointer
+from realrl.runtime.continuation import Continuation, StatefulParts
 from realrl.runtime.costs import Costs
+from realrl.runtime.evaluation.training import TrainingEvaluations
+from realrl.runtime.export import ModelSaver
 from realrl.runtime.observer import MetricsRecord, RunObserver
 from realrl.runtime.output.earlier import EarlierRun
 from realrl.runtime.output.notes import (
@@ -39,15 +46,9 @@ from realrl.runtime.output.notes import (
     list_state_notes,
 )
 from realrl.runtime.output.rundir import RunDirectory
-from realrl.runtime.output.saved import BEST, find_saved
-from realrl.runtime.output.saved_state import find_saved_state, load_saved_state
-from realrl.runtime.output.stopped import make_stop_error
 from realrl.runtime.prepare.compile import Compiled, models, stored_models
-from realrl.runtime.prepare.trained_parts import list_trained_parts
-from realrl.runtime.processes.process import Process
-from realrl.runtime.processes.signals import end_by_signal
-from realrl.runtime.saving import ModelSaver
-from realrl.runtime.setup import (
+from realrl.runtime.prepare.device_memory import list_early_loads, list_kept_decoding
+from realrl.runtime.prepare.inputs import (
     RecordLoader,
     find_longest,
     list_tokenizer_notes,
@@ -55,20 +56,19 @@ from realrl.runtime.setup import (
     load_shared_tokenizer,
     load_stop_token_ids,
 )
+from realrl.runtime.prepare.trained_parts import list_trained_parts
+from realrl.runtime.processes.process import Process
+from realrl.runtime.processes.signals import end_by_signal
 from realrl.runtime.step import TrainingSteps
 from realrl.runtime.supervision.run_end import NoteFile
-from realrl.runtime.training_evaluations import TrainingEvaluations
-from realrl.runtime.worker.early_loads import list_early_loads
-from realrl.runtime.worker.kept_decoding import list_kept_decoding
 from realrl.runtime.worker.roles import Roles
-from realrl.runtime.worker.trace_files import TraceFiles
-from realrl.runtime.worker.trace_recorder import Trace
+from realrl.runtime.worker.trace import Trace, TraceFiles
 from realrl.runtime.worker.worker import Worker
 
 COLLECT_EVERY = 100
-"""Steps between writes of the measured costs, if evaluations and checkpoints are further apart."""
+"""Steps between two writes of the measured costs, if evaluations and checkpoints are further apart."""
 COLLECT_EARLY = (2, 10, 30)
-"""Steps after which they are written, too, so that a long run says early what its steps cost."""
+"""Costs are also written after these steps, so that a long run shows them early."""
 
 
 class TrainingRun:
@@ -82,13 +82,14 @@ class TrainingRun:
         observer: RunObserver | None,
         earlier: EarlierRun | None = None,
     ) -> None:
-        """Prepare all but weights and the run's directory; UserError for mistakes that show without them.
+        """Prepare everything except weights and the run's directory.
 
-        `earlier` is the run in its directory that it continues.
+        `earlier` is the run in the directory that this one continues. Raises UserError for mistakes that can be
+        found without weights.
         """
         self.experiment, self.compiled, self.process, self.observer = experiment, compiled, process, observer
         self.earlier = earlier
-        # All ranks make groups together, before anything that one of them may fail at.
+        # Making groups needs all ranks, so it comes before anything that can fail on a single rank.
         placements = [p for phase in compiled.phases.values() for p in phase.plan.placements.values()]
         groups = process.groups(list_rank_sets(placements), moves=reallocates(placements))
         group_of_threads = process.make_control_group()
@@ -118,7 +119,7 @@ class TrainingRun:
             exact=experiment.exact,
             longest=find_longest(experiment)[0],
         )
-        # Also what saving would stumble over, hours later.
+        # Making these notes also finds mistakes that saving would meet only hours later.
         self.saving_notes = [
             f"models.{role}: {text}" for role in self.trained for text in self._saving_notes(role)
         ]
@@ -129,7 +130,7 @@ class TrainingRun:
         self.trace = Trace(process.rank, experiment.debug.traced_steps)
         self.trace_files = TraceFiles(self.directory.path, self.trace)
         self._note_file = NoteFile(self.directory.path)
-        kept = list_kept_decoding(experiment, compiled, process)
+        kept = list_kept_decoding(experiment, compiled, process.rank, process.gpu)
         self.roles.keep_decoding(kept)
         self.worker = Worker(
             process,
@@ -138,7 +139,7 @@ class TrainingRun:
             self.stop_token_ids,
             self.trace,
             self.tokenizer,
-            list_early_loads(experiment, compiled, process, kept),
+            list_early_loads(experiment, compiled, process.rank, process.gpu, kept),
         )
         self.training = TrainingSteps(experiment, compiled, process, self.worker, self.costs, self.records)
         self.steps = self.training.count
@@ -168,35 +169,33 @@ class TrainingRun:
     def _prepare_checkpoints(
         self, functions: Mapping[str, FunctionMethod], group: ProcessGroup | None
     ) -> None:
-        """`functions` are those that this rank calls; `group` has all ranks, for the threads that write."""
+        """`functions` are called by this rank; `group` has all ranks, for the threads that write."""
         experiment, process = self.experiment, self.process
-        keeper = StateKeeper(
-            process,
-            self.compiled.train,
-            self.roles,
-            self.training,
-            self.directory,
-            self.notes,
-            self.evaluations.best,
-            functions,
-            lambda: self.algorithm,
+        parts = StatefulParts(
+            process=process,
+            phase=self.compiled.train,
+            roles=self.roles,
+            training=self.training,
+            directory=self.directory,
+            notes=self.notes,
+            best=self.evaluations.best,
+            functions=functions,
+            algorithm=lambda: self.algorithm,
         )
-        contents = CheckpointContents(self.roles)
+        contents = CheckpointContents(self.roles.learning, self.roles.home_model, self.roles.trainers)
         self.checkpointer = Checkpointer(
             experiment, process, contents, self.directory, group, self.saver.export
         )
         self.roles.before_change = self.checkpointer.wait_copied
-        self.continuation = Continuation(
-            experiment, process, self.directory, contents, self.checkpointer, keeper
-        )
+        self.continuation = Continuation(experiment, parts, contents, self.checkpointer)
 
     def load(self) -> None:
-        """Load the weights that are not restored from a checkpoint; UserError when they cannot be used."""
+        """Load the weights that no checkpoint restores. Raises UserError if they cannot be used."""
         checkpoints = () if self.earlier is None else self.earlier.checkpoints
         self.roles.load_weights(restored=self.roles.learning if checkpoints else ())
 
     def restore(self) -> None:
-        """Restore everything from the last checkpoint of the run that is continued; else UserError."""
+        """Restore the last checkpoint of the run that is continued. Raises UserError if that fails."""
         if self.earlier is not None:
             self.continuation.restore(self.earlier.checkpoints, self.steps)
         self.roles.offload_homes()
@@ -204,7 +203,7 @@ class TrainingRun:
     def open(self) -> None:
         """Start the run's directory and notify the observer, on the rank that writes.
 
-        UserError when the directory cannot be used.
+        Raises UserError if the directory cannot be used.
         """
         fresh = {
             role: names for part in self.process.gather(self.roles.fresh) for role, names in part.items()
@@ -228,7 +227,7 @@ class TrainingRun:
             *self.saving_notes,
             *self.costs.notes,
         ]
-        shutil.rmtree(self.directory.path / TRACES, ignore_errors=True)  # of an earlier start
+        shutil.rmtree(self.directory.path / TRACES, ignore_errors=True)  # from an earlier start
         for note in notes:
             self._say(note)
         observer.begin(self.experiment, self.steps)
@@ -236,7 +235,7 @@ class TrainingRun:
     def execute(self, started: float) -> None:
         """Train from the first step, or the one after the checkpoint, to the last.
 
-        `started` is when the run began, by the monotonic clock.
+        `started` is the beginning of the run on the monotonic clock.
         """
         self.continuation.start(started)
         self.costs.compare_clocks()
@@ -248,7 +247,7 @@ class TrainingRun:
                 raise self._saying_what_is_saved(error) from error
             raise
         finally:
-            # Also where it fails: what led to that is in it.
+            # A failed run needs its trace most.
             self.trace_files.write()
         self._finish()
 
@@ -281,8 +280,7 @@ class TrainingRun:
             agreement.say()
 
     def _after_step(self, done: int, *, late: bool = False, resumed: bool = False) -> None:
-        """Save and evaluate where that is due after `done` steps, or `late`; a run that is `resumed` here has been
-        saved."""
+        """Save and evaluate after `done` steps if due. `late`: a checkpoint is overdue. `resumed`: there is one."""
         every = self.experiment.evaluation.every
         last = done >= self.steps
         evaluates = last or bool(every and done % every == 0)
@@ -292,7 +290,7 @@ class TrainingRun:
             self._collect(last=False)
         if last and not resumed:
             self._check_learning()
-        # Before the user's judge may fail.
+        # Save first: the user's judge may fail in the evaluation.
         if saves:
             self.continuation.save(done)
         if keeps:
@@ -301,14 +299,14 @@ class TrainingRun:
             self._evaluate(done)
 
     def _stop(self, done: int) -> NoReturn:
-        """End before the last step, after SIGTERM or Ctrl-C on some rank, with a checkpoint."""
+        """Save a checkpoint and stop, after SIGTERM or Ctrl-C on any rank."""
         self.continuation.save(done)
         self.checkpointer.finish()
         self._collect(last=False)
         end_by_signal()
 
     def _train_step(self, step: int) -> dict[str, float]:
-        """Train a step, counted from 0; its metrics, all of them on the rank that writes."""
+        """Train a step, counted from 0. Returns its metrics: all of them on the rank that writes."""
         start = time.monotonic()
         self.trace.begin_step()
         try:
@@ -324,7 +322,7 @@ class TrainingRun:
         return metrics
 
     def _say(self, text: str) -> None:
-        """Show a note, and keep it in the run's directory, on the rank that writes."""
+        """Show a note and write it to the run's directory, on the rank that writes."""
         if self.observer is not None:
             text = redact(text)
             self.observer.note(text)
@@ -332,7 +330,7 @@ class TrainingRun:
             self.directory.note(text)
 
     def _check_learning(self) -> None:
-        """Check, on all ranks, that the last training step was applied by all of its roles; else RunError."""
+        """Check on all ranks that every role has applied the last step. Raises RunError if not."""
         with self.process.together():
             for trainer in self.roles.trainers.values():
                 try:
@@ -345,7 +343,7 @@ class TrainingRun:
         return make_stop_error(error, step=step, rank=self.process.rank, run_dir=self.directory.path)
 
     def _collect(self, *, last: bool) -> Comparison | None:
-        """Write the costs and the trace of steps so far, and return the costs, on the rank that writes."""
+        """Write the costs and the trace of the steps so far. Returns the costs, on the rank that writes."""
         self.trace_files.write()
         comparison = self.costs.collect(last=last)
         if comparison is not None:
@@ -371,7 +369,7 @@ class TrainingRun:
         self._keep_best(done, result.metrics)
 
     def _keep_best(self, done: int, metrics: Mapping[str, float]) -> None:
-        """Save the trained models of the best evaluation so far, and a checkpoint of one among the best."""
+        """Save the models if this is the best evaluation, and a checkpoint if it is among the best."""
         best = self.evaluations.best
         if best.settings is None:
             return
@@ -392,7 +390,7 @@ class TrainingRun:
             self.checkpointer.keep_best(metrics.get(best.settings.metric, math.nan))
 
     def _saying_what_is_saved(self, error: UserCodeError) -> UserCodeError:
-        """A mistake in a function or in the judge. What was trained before is not lost."""
+        """Add to an error of the user's code what has been saved."""
         saved = find_saved(self.directory.path, self.trained).describe_paths()
         message = f"{error}; {saved}" if saved else str(error)
         return UserCodeError(message, error.trace, error.alone)
@@ -428,3 +426,42 @@ class TrainingRun:
             self.directory.finish(summary)
             self.directory.close_trackers(done=True)
             self.observer.end(self.experiment.run_dir, seconds)
+
+
+MINIBATCHES = "minibatches"
+"""Folder of the run directory with mini-batches on which training failed."""
+
+
+def make_stop_error(error: SkippedStepsError, *, step: int, rank: int, run_dir: Path) -> RunError:
+    """Make the error that ends a run, equal on all ranks, and save this rank's part of the mini-batch.
+
+    step: the failed training step, counted from 1.
+    """
+    folder = run_dir / MINIBATCHES
+    kept = f"the last mini-batch is kept in {folder}"
+    if error.minibatch is not None:
+        try:
+            write_minibatch(folder / f"step-{step:06}-{error.call}-rank-{rank}.safetensors", error.minibatch)
+        except Exception as trouble:
+            refusal = as_os_error(trouble)
+            if refusal is None:
+                raise
+            kept = f"the last mini-batch cannot be kept in {folder}: {reason_of(refusal)}"
+    return RunError(
+        f"{error.call}, step {step}: {error.what} because numbers are not finite, first of all {error.quantity};"
+        f" {kept}"
+    )
+
+
+def write_minibatch(file: Path, minibatch: Batch) -> None:
+    """Write items with all their fields as safetensors.
+
+    A field's rows lie back to back under its name, their lengths under `FIELD.lengths`; `ids` are the items'
+    positions in the step's batch.
+    """
+    tensors = {"ids": torch.tensor(minibatch.ids)}
+    for key, field in minibatch.fields.items():
+        tensors[key] = field.values.detach().contiguous()
+        tensors[f"{key}.lengths"] = torch.tensor(field.lengths)
+    with whole_file(file) as partial:
+        save_file(tensors, partial)

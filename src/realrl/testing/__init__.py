@@ -1,6 +1,18 @@
-"""Checks of an algorithm of one's own, for use in tests: `check_algorithm`."""
+"""Checks of your own algorithms and model families, and tiny models and records to check them with."""
 
+from realrl.families.config_json import check_writing
+from realrl.families.family import check_family
 from realrl.testing.check import check_algorithm
-from realrl.testing.failure import CheckFailure
+from realrl.testing.compare import CheckFailure
+from realrl.testing.records import make_up_records
+from realrl.testing.shrink import SHAPE, save_model
 
-__all__ = ["CheckFailure", "check_algorithm"]
+__all__ = [
+    "SHAPE",
+    "CheckFailure",
+    "check_algorithm",
+    "check_family",
+    "check_writing",
+    "make_up_records",
+    "save_model",
+]

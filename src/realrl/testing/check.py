@@ -1,29 +1,31 @@
-"""Checks of an algorithm: its description, its programs, and that it learns the same however it is run."""
+"""Check an algorithm: its description, its programs, and that it learns the same under every plan."""
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from realrl.algorithms.build import build_algorithm
 from realrl.config.errors import UserError
 from realrl.config.yaml_file import dump_yaml
+from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.plan.cluster import Cluster
+from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
 from realrl.plan.plan import Plan
+from realrl.plan.presets import PRESETS
 from realrl.program.validate import ProgramError
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.load import load_experiment, parse_experiment
 from realrl.runtime.prepare.compile import compile_recipe
-from realrl.testing.compare import compare_runs
-from realrl.testing.failure import CheckFailure
-from realrl.testing.plans import CLUSTERS, list_compiled_cases, list_run_cases
+from realrl.testing.compare import CheckFailure, compare_runs
 from realrl.testing.ranks import RanksFailure, run_on_ranks, sampled
 from realrl.testing.shrink import shrink_recipe
 
 WHOLE, SMALL = 4096, 48
-"""Tokens of micro-batches: all items of a step in one, and two or three of them."""
+"""Tokens of micro-batches: enough for all items of a step, or for two or three of them."""
 
 
 def check_algorithm(
@@ -35,20 +37,23 @@ def check_algorithm(
     tolerance: float = 1e-4,
     processes: int = 4,
 ) -> None:
-    """Check the algorithm of a recipe on tiny models, in processes of this machine.
+    """Check the algorithm of a recipe on tiny models, in processes of this machine; CheckFailure at the first
+    mistake.
 
-    CheckFailure at the first mistake. Models are replaced by tiny ones of random weights, records by `records`, or
-    by some of the algorithm's form; lengths, batch and optimizer by small ones. Settings of the algorithm, its
-    reward and its sampling stay; `overrides` (`a.b=value`, as on the command line) come last, but for those of
-    models. `directory` is for files.
+    Models are replaced by tiny ones with random weights. Records are replaced by `records`, or by made-up ones of
+    the algorithm's form. Lengths, batch and optimizer become small. Settings of the algorithm, its reward and its
+    sampling stay. `overrides` (`a.b=value`, as on the command line) come last, except those of models. `directory`
+    is for files.
 
     1. The description agrees with graphs and methods, and every call has a method.
-    2. Programs of all presets on clusters of 1 to 8 devices are free of deadlock, and every call finds its data.
+    2. Programs of all presets on clusters of 1 to 8 devices cannot deadlock, and every call finds its data.
     3. Two training steps and evaluations give the same metrics, to `tolerance`, in one process and in several:
-       symmetric, two TP ranks, two pipeline stages, and roles on devices of their own (`processes` is the most that
-       are started; where roles are more, training is apart from the rest). So do small micro-batches.
-    4. So does a run whose algorithm is made anew after each step, by `load_state_dict` from what `state_dict` has
-       saved on the first rank of the first train call. Weights and optimizer go on: they are not the algorithm's.
+       symmetric, two TP ranks, two pipeline stages, and roles on devices of their own. At most `processes` are
+       started; if there are more roles, only training is apart from the rest. Small micro-batches give the same
+       metrics too.
+    4. So does a run whose algorithm is rebuilt after each step: `load_state_dict` gets what `state_dict` saved on
+       the first rank of the first train call. Weights and optimizer continue, because they are not the
+       algorithm's.
     """
     place = Path(directory).resolve()
     place.mkdir(parents=True, exist_ok=True)
@@ -74,8 +79,6 @@ def check_algorithm(
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """One run of the checks."""
-
     name: str
     recipe: Path
     size: int = 1
@@ -85,7 +88,6 @@ class _Run:
 
     @property
     def directory(self) -> Path:
-        """Where it writes."""
         return self.recipe.with_suffix("")
 
     def write(self, settings: Mapping[str, Any], graph: DataflowGraph) -> None:
@@ -99,7 +101,8 @@ class _Run:
 
 
 def _check_programs(experiment: Experiment, graph: DataflowGraph) -> None:
-    """Compile the recipe under many plans, which validates the programs; its batch is enough for all of them."""
+    """Compile the recipe under many plans, which validates the programs. Its batch is enlarged to suffice for all
+    of them."""
     most = max(cluster.size for cluster in CLUSTERS)
     data = experiment.data.model_copy(update={"batch": experiment.data.batch * most})
     experiment = experiment.model_copy(update={"data": data})
@@ -113,7 +116,7 @@ def _check_programs(experiment: Experiment, graph: DataflowGraph) -> None:
 
 
 def _list_runs(graph: DataflowGraph, place: Path, processes: int) -> list[_Run]:
-    """List the runs of a check, that which others are compared with first."""
+    """List the runs of a check. The others are compared with the first."""
     runs = [
         _Run(name="one process", recipe=place / "alone.yaml"),
         _Run(
@@ -122,7 +125,7 @@ def _list_runs(graph: DataflowGraph, place: Path, processes: int) -> list[_Run]:
             micro_batch_tokens=SMALL,
         ),
         _Run(
-            name="algorithm made anew from its state_dict after each step",
+            name="algorithm rebuilt from its state_dict after each step",
             recipe=place / "renewed.yaml",
             renewed=True,
         ),
@@ -134,7 +137,7 @@ def _list_runs(graph: DataflowGraph, place: Path, processes: int) -> list[_Run]:
         if number == 0:
             runs.append(
                 _Run(
-                    name=f"{name}, algorithm made anew from its state_dict after each step",
+                    name=f"{name}, algorithm rebuilt from its state_dict after each step",
                     recipe=place / "plan-renewed.yaml",
                     size=size,
                     plan=case.plan,
@@ -145,7 +148,7 @@ def _list_runs(graph: DataflowGraph, place: Path, processes: int) -> list[_Run]:
 
 
 def _execute(runs: Sequence[_Run]) -> None:
-    """Run all of one size, in the same processes."""
+    """Run all recipes of one size in the same processes."""
     recipes = [run.recipe for run in runs]
     try:
         run_on_ranks(runs[0].size, recipes, renewed=[run.recipe for run in runs if run.renewed])
@@ -155,7 +158,7 @@ def _execute(runs: Sequence[_Run]) -> None:
 
 
 def _compare(run: _Run, alone: _Run, tolerance: float) -> None:
-    """Compare metrics, state and samples of a run with those of the one in a single process."""
+    """Compare metrics, state and samples of a run with the run in a single process."""
     small = run.micro_batch_tokens != alone.micro_batch_tokens
     than = f"with {alone.micro_batch_tokens}" if small else f"in {alone.name}"
     compare_runs(run.directory, alone.directory, name=run.name, than=than, tolerance=tolerance)
@@ -163,6 +166,70 @@ def _compare(run: _Run, alone: _Run, tolerance: float) -> None:
     for key in expected:
         if found.get(key) != expected[key]:
             raise CheckFailure(
-                f"{run.name}: step/item {key} is sampled otherwise than {than}: {found.get(key)}, not"
-                f" {expected[key]}; if only one token is drawn otherwise, at the edge of two, set another seed"
+                f"{run.name}: step/item {key} samples {found.get(key)}, but {than} {expected[key]}; if just one"
+                " token differs, two tokens may be nearly equally likely: try another seed"
             )
+
+
+CLUSTERS = (Cluster(1, 1), Cluster(1, 2), Cluster(1, 4), Cluster(2, 2), Cluster(2, 4))
+"""Clusters for which programs are compiled."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan, with its name in failures."""
+
+    name: str
+    plan: Plan
+
+
+def make_uniform_plan(
+    graph: DataflowGraph,
+    cluster: Cluster,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    zero: int = 1,
+    micro_batch_tokens: int,
+) -> Plan:
+    """Make the plan that runs all calls on all devices under one strategy; functions run on all hosts. Calls that
+    do not support the stage of ZeRO, such as generation, have stage 1."""
+    everywhere = Mesh(0, cluster.size)
+    plain = Strategy(dp=cluster.size // (tp * pp), tp=tp, pp=pp, micro_batch_tokens=micro_batch_tokens)
+    stages = {Kind.TRAIN: zero, Kind.INFERENCE: 1 if zero == 2 else zero}
+    placements = {
+        call.name: function_placement(everywhere)
+        if call.is_function
+        else Placement(everywhere, replace(plain, zero=stages.get(call.kind, 1)))
+        for call in graph.calls
+    }
+    return Plan(cluster, placements)
+
+
+def list_run_cases(graph: DataflowGraph, micro_batch_tokens: int, most: int) -> Iterator[Case]:
+    """List the plans to train under: symmetric, two TP ranks, two pipeline stages, and roles on devices of their
+    own. If the last one needs more than `most` devices, it only separates training from the rest."""
+    two = Cluster(1, 2)
+    yield Case("symmetric", PRESETS["symmetric"](graph, two, micro_batch_tokens, {}))
+    for name in ("tp", "pp"):
+        plan = make_uniform_plan(graph, two, **{name: 2}, micro_batch_tokens=micro_batch_tokens)
+        yield Case(f"{name}=2", plan)
+    apart, cluster = "disjoint", Cluster(1, max(2, len(graph.roles)))
+    if cluster.size > most:
+        apart, cluster = "separate", two
+    yield Case(apart, PRESETS[apart](graph, cluster, micro_batch_tokens, {}))
+
+
+def list_compiled_cases(graph: DataflowGraph, micro_batch_tokens: int) -> Iterator[Case]:
+    """List the plans to compile: every preset on clusters of 1 to 8 devices, and a plan that offloads
+    everything."""
+    parts = {call.role for call in graph.calls if call.kind is Kind.TRAIN}
+    engines = any(call.kind is Kind.GENERATE for call in graph.calls)
+    least = {"disjoint": len(graph.roles), "separate": 2, "openrlhf": len(parts) + engines}
+    for cluster in CLUSTERS:
+        for name, preset in PRESETS.items():
+            if cluster.size >= least.get(name, 1):
+                yield Case(name, preset(graph, cluster, micro_batch_tokens, {}))
+    plan = make_uniform_plan(graph, Cluster(2, 2), tp=2, micro_batch_tokens=micro_batch_tokens)
+    trained = tuple(role for role in graph.roles if graph.trained(role))
+    yield Case("tp=2, all offloaded", replace(plan, offload=graph.roles, offload_optimizer=trained))

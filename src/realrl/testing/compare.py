@@ -1,4 +1,4 @@
-"""Comparison of a run with another one of the same recipe."""
+"""Compare a run with another run of the same recipe."""
 
 import json
 import math
@@ -6,30 +6,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from realrl.checkpoint.saved import METRICS
 from realrl.runtime.measure.metric_names import PERFORMANCE
-from realrl.runtime.output.saved import METRICS
-from realrl.testing.failure import CheckFailure
+
+
+class CheckFailure(AssertionError):
+    """A check that an algorithm fails. Its message says under which plan, and which metric differs with both
+    values."""
+
 
 ABSOLUTE = 0.1
-"""Difference that rounding may make of metrics near 0, in units of the relative tolerance."""
+"""Absolute tolerance of metrics near 0, as a multiple of the relative tolerance."""
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Read the lines of metrics.jsonl, without how fast steps were."""
+    """Read the lines of metrics.jsonl, without metrics of performance."""
     lines = [json.loads(line) for line in (run_dir / METRICS).read_text().splitlines()]
     return [{**line, "metrics": _learnt(line["metrics"])} for line in lines]
 
 
 def _learnt(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Select the metrics that say what was learnt."""
     return {name: value for name, value in metrics.items() if not name.startswith(PERFORMANCE)}
 
 
 def compare_runs(run: Path, reference: Path, *, name: str, than: str, tolerance: float) -> None:
-    """Compare metrics of every step, and the saved state, with those of another run; else CheckFailure.
-
-    `name` and `than` are how the failure names both.
-    """
+    """Compare metrics of every step, and the saved state, with those of another run; CheckFailure if they differ.
+    `name` and `than` name both runs in the failure."""
     for ours, theirs in zip(read_metrics(run), read_metrics(reference), strict=True):
         step = ours["step"]
         where = f"{name}: step {step}" if ours["kind"] == "train" else f"{name}: evaluation after step {step}"
@@ -48,10 +50,10 @@ def _compare(
 ) -> None:
     for key in theirs:
         if key not in ours:
-            raise CheckFailure(f"{where}: there is no {key}, which there is {than}")
+            raise CheckFailure(f"{where}: {key} is missing; it exists {than}")
     for key, value in ours.items():
         if key not in theirs:
-            raise CheckFailure(f"{where}: there is {key}, which there is not {than}")
+            raise CheckFailure(f"{where}: {key} exists; it is missing {than}")
         if not _are_close(value, theirs[key], tolerance):
             raise CheckFailure(
                 f"{where}: {key} is {value:.6g}; {than} it is {theirs[key]:.6g} (tolerance {tolerance:g})"

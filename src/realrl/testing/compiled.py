@@ -1,4 +1,4 @@
-"""Loads a compiled kernel, so that processes forked from the importing one need not load the compiler's tables."""
+"""Run a compiled kernel once, so that processes forked from this one need not load the compiler's tables."""
 
 import torch
 

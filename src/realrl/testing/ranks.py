@@ -1,4 +1,5 @@
-"""Recipes in processes of this machine: started once per number of ranks, they run one recipe after the other."""
+"""Run recipes in processes of this machine. Each set of ranks is started once and runs one recipe after the
+other."""
 
 import json
 import multiprocessing
@@ -9,53 +10,69 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from realrl.algorithms.build import build_algorithm
 from realrl.config.errors import RunError, UserError
+from realrl.engine.generation.generator import generate
+from realrl.plan.cluster import Cluster
+from realrl.recipe.load import load_experiment
+from realrl.runtime import train
+from realrl.runtime.continuation import gather_algorithm_state
+from realrl.runtime.evaluation.run import evaluate_recipe, write_evaluation
+from realrl.runtime.output.rundir import EVALUATIONS
+from realrl.runtime.prepare.inputs import load_functions
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, set_library_defaults
-from realrl.testing.failure import CheckFailure
+from realrl.runtime.training_run import TrainingRun
+from realrl.runtime.worker import worker
+from realrl.testing.compare import CheckFailure
 
 Tokens = dict[str, list[list[int]]]
-"""`step/item` -> the sequences that were generated for it, and `step/item prompt` -> how many tokens of each are
-its prompt; evaluations share their step's number."""
+"""`step/item` -> sequences generated for it, and `step/item prompt` -> the number of prompt tokens in each.
+Evaluations have the number of their step."""
 
 PRELOADED = (
-    "realrl.runtime.train",
     "realrl.testing.compiled",
     "torch.distributed.checkpoint",
     "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_tokenizers",
-    "realrl.algorithms.policy_gradient.spec",
+    "realrl.algorithms.policy_gradient",
     __name__,
 )
-"""Modules that processes have imported before they start."""
+"""Modules that the fork server imports, so that processes have them when they start."""
 PATIENCE = 60.0
-"""Seconds after which a run that should have ended is taken to hang."""
+"""Seconds per recipe after which a run counts as hanging."""
 
 
 class Silent:
-    """An observer that is not interested."""
+    """Observer of a run that ignores everything."""
 
     def begin(self, *_: object) -> None:
-        """Ignore the beginning."""
+        """Ignore it."""
 
-    def costs(self, *_: object) -> None:
-        """Ignore the costs."""
-
-    def note(self, *_: object) -> None:
-        """Ignore a note."""
-
-    def record(self, *_: object) -> None:
-        """Ignore a record."""
-
-    def end(self, *_: object) -> None:
-        """Ignore the end."""
+    costs = note = record = end = begin
 
 
 class RanksFailure(CheckFailure):
-    """A run that failed: `recipe` is that of which it was, `message` what was said."""
+    """A failed run: the name of its recipe, and the error message."""
 
     def __init__(self, recipe: str, message: str) -> None:
         super().__init__(f"{recipe}: {message}")
         self.recipe, self.message = recipe, message
+
+
+class RenewedRun(TrainingRun):
+    """Run that rebuilds its algorithm after each step from the state that it saves; weights and optimizer stay."""
+
+    def _train_step(self, step: int) -> dict[str, float]:
+        metrics = super()._train_step(step)
+        saved = gather_algorithm_state(self.process, self.compiled.train, self.algorithm)
+        state: dict[str, Any] = json.loads(json.dumps(saved))
+        self.algorithm = build_algorithm(self.experiment)
+        self.algorithm.load_state_dict(state)
+        load_functions(self.algorithm, self.compiled.phases.values(), self.process.rank)
+        self.worker.use(self.algorithm)
+        return metrics
 
 
 def run_on_ranks(
@@ -66,15 +83,15 @@ def run_on_ranks(
     evaluated: Collection[Path] = (),
     prepare: Callable[[], None] | None = None,
 ) -> None:
-    """Run recipes of `size` devices each; every rank leaves what it generated beside the recipe, for `sampled`.
+    """Run recipes of `size` devices each. Each rank writes the generated tokens beside the recipe, for `sampled`.
 
-    After each step of those that are `renewed`, the algorithm is made anew from what its `state_dict` saves. Those
-    that are `evaluated` are not trained: `realrl eval` writes RUN_DIR/eval.
-    RanksFailure for the first that fails.
+    For recipes in `renewed`, the algorithm is rebuilt after each step from its `state_dict`. Recipes in
+    `evaluated` are not trained but evaluated into RUN_DIR/eval, like `realrl eval`. Raises RanksFailure for the
+    first recipe that fails.
     """
     set_library_defaults()
     context = multiprocessing.get_context("forkserver")
-    # Imported once, in the server, instead of in every process.
+    # The server imports them once, rather than each process.
     context.set_forkserver_preload([*PRELOADED])
     arguments = [(str(recipe), recipe in renewed, recipe in evaluated) for recipe in recipes]
     processes = [context.Process(target=_rank, args=(rank, size, arguments, prepare)) for rank in range(size)]
@@ -98,27 +115,25 @@ def run_on_ranks(
     if failures:
         raise RanksFailure(**json.loads(failures[0].read_text()))
     if not ended:
-        raise CheckFailure(f"{size} processes have not ended within {PATIENCE * len(recipes):g} seconds")
+        raise CheckFailure(f"{size} processes did not end within {PATIENCE * len(recipes):g} seconds")
     codes = [process.exitcode for process in processes]
     if any(codes):
-        raise CheckFailure(f"processes have ended with status {codes}")
+        raise CheckFailure(f"processes ended with status {codes}")
 
 
 def sampled(recipe: Path) -> Tokens:
-    """Collect what all ranks of a run have generated; where several hold the same sequence, it is the same."""
+    """Collect what all ranks of a run generated; CheckFailure if two ranks have different tokens for one item."""
     everything: Tokens = {}
     for file in recipe.parent.glob(f"{recipe.stem}-tokens-*.json"):
         for item, tokens in json.loads(file.read_text()).items():
             if everything.setdefault(item, tokens) != tokens:
-                raise CheckFailure(f"{file.name}: {item} was sampled otherwise on another rank")
+                raise CheckFailure(f"{file.name}: another rank sampled other tokens for {item}")
     return everything
 
 
 def _rank(
     rank: int, size: int, recipes: Sequence[tuple[str, bool, bool]], prepare: Callable[[], None] | None
 ) -> None:
-    import torch
-
     if prepare is not None:
         prepare()
     torch.set_num_threads(1)
@@ -139,17 +154,7 @@ def _rank(
 
 
 def _run(rank: int, recipe: Path, *, renewed: bool, evaluated: bool) -> None:
-    """Run one recipe, whose generation is watched."""
-    from realrl.engine.generation.generator import generate
-    from realrl.plan.cluster import Cluster
-    from realrl.recipe.load import load_experiment
-    from realrl.runtime import train
-    from realrl.runtime.evaluation_run import evaluate_recipe
-    from realrl.runtime.output.evaluation_files import write_evaluation
-    from realrl.runtime.output.rundir import EVALUATIONS
-    from realrl.runtime.worker import worker
-    from realrl.testing.renewed import RenewedRun
-
+    """Run one recipe, and write down the generated tokens."""
     tokens: Tokens = {}
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -163,7 +168,7 @@ def _run(rank: int, recipe: Path, *, renewed: bool, evaluated: bool) -> None:
                 tokens.setdefault(f"{name} prompt", []).append(prompt.tolist())
         return batch
 
-    # In this process, which is the test's own.
+    # This changes only this process, which runs nothing but checks.
     worker.generate = watched
     experiment = load_experiment(str(recipe))
     cluster = Cluster.parse(experiment.cluster)

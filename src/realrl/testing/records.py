@@ -1,4 +1,4 @@
-"""Records made on the spot: short opinions in every form."""
+"""Made-up records of every form: short opinions."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ WORDS = {
 
 
 def write_sentence(i: int, mood: str) -> str:
-    """Make up the i-th opinion; longer ones join several clauses. `mood`: good or bad."""
+    """Make up the i-th opinion, of one to four clauses. `mood` is good or bad."""
     clauses = [
         f"the {NOUNS[(i * 7 + k) % len(NOUNS)]} is {WORDS[mood][(i + 2 * k) % 5]}" for k in range(1 + i % 4)
     ]
@@ -25,7 +25,7 @@ def list_sentences() -> list[str]:
 
 
 def make_up_records(form: str) -> list[dict[str, Any]]:
-    """Make records of a form of `recipe.forms.FORMS`, with all fields that its keys can be made of."""
+    """Make records of a form in `recipe.forms.FORMS`, with all fields that its keys can use."""
     return _MAKERS[form]()
 
 
@@ -93,4 +93,4 @@ _MAKERS = {
     "ranked": _make_ranked,
     "steps": _make_steps,
 }
-assert _MAKERS.keys() == FORMS.keys(), "there are records of every form"
+assert _MAKERS.keys() == FORMS.keys(), "every form has records"

@@ -1,4 +1,4 @@
-"""Recipes made small: tiny models, a few records, two steps."""
+"""Make recipes small: tiny models, a few records, two steps."""
 
 import json
 import math
@@ -6,24 +6,39 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
-from realrl.data.tokenizer import train_bpe
+from realrl.engine.buffers import FlatBuffer
+from realrl.families.registry import model_tensors
+from realrl.families.shape import Head, ModelShape
+from realrl.huggingface import model_files
+from realrl.huggingface.initial_weights import initialise
+from realrl.huggingface.tokenizers import train_bpe
 from realrl.recipe.algorithm import AlgorithmSpec, get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import apply_overrides, dump_experiment
 from realrl.recipe.model import TrainedModelConfig
-from realrl.testing.models import save_model
 from realrl.testing.records import make_up_records
-from realrl.testing.shape import SHAPE
 
+SHAPE: Mapping[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "tied_embeddings": True,
+}
+"""Sizes of a tiny model, which two TP ranks or two pipeline stages can divide."""
 STEPS = 2
-"""Training steps: in the second one, weights and state are those that the first has left."""
+"""Training steps; the second one starts from the weights and the state that the first one left."""
 BATCH = 8
 PROMPT_TOKENS, NEW_TOKENS, LONGEST = 32, 8, 96
 OPTIMIZER: Mapping[str, Any] = {"lr": 1e-3, "eps": 1e-5, "schedule": "constant"}
-"""With the usual `eps`, Adam makes full steps of what is only rounding error in elements without gradient."""
+"""With the usual `eps`, Adam would turn rounding errors into full steps for elements whose gradient is 0."""
 
 
 def shrink_recipe(
@@ -35,8 +50,8 @@ def shrink_recipe(
 ) -> dict[str, Any]:
     """Write tiny models and `records` into `directory`, and return the settings of a recipe that uses them.
 
-    Without `records` some are made, of the algorithm's form. Settings of the algorithm, its reward and its sampling
-    stay as they are, but for lengths; `overrides` come last.
+    Without `records`, some of the algorithm's form are made up. Settings of the algorithm, its reward and its
+    sampling stay, except lengths. `overrides` come last.
     """
     spec = get_spec(experiment)
     kept = make_up_records(spec.form) if records is None else list(records)
@@ -73,17 +88,17 @@ def shrink_recipe(
             "min_new_tokens": 0,
             "stop_token_ids": None,
         }
-    # The experiment has those of models already; the models here are others.
+    # Overrides of models are in the experiment already, and they would not fit the tiny models.
     return apply_overrides(settings, [o for o in overrides if not o.strip().startswith("models.")])
 
 
 def _write_models(
     experiment: Experiment, spec: AlgorithmSpec, directory: Path, tokenizer: Any
 ) -> dict[str, Any]:
-    """Write a model for each role, and return the settings of all.
+    """Write a model for each role, and return the settings of all models.
 
-    No role starts from the weights of another: where actor and reference are equal, rewards are 0 but for rounding,
-    and what is counted by their sign differs between plans.
+    Each role starts from weights of its own. If actor and reference were equal, rewards would be 0 but for
+    rounding, and metrics that count their signs would differ between plans.
     """
     models: dict[str, Any] = dict.fromkeys(spec.roles)
     for number, (role, of) in enumerate(spec.roles_of(experiment).items()):
@@ -100,8 +115,22 @@ def _write_models(
     return models
 
 
+def save_model(
+    directory: Path, head: Head, tokenizer: Any, sizes: Mapping[str, Any] = SHAPE, *, seed: int = 3
+) -> None:
+    """Save a model of random weights with its tokenizer, as a Hugging Face directory. Weights are larger than
+    usual initial ones, so that predictions depend on every layer."""
+    shape = ModelShape.model_validate({**sizes, "init_std": 0.2})
+    tensors = model_tensors(shape, head)
+    buffer = FlatBuffer(tensors, torch.float32, torch.device("cpu"))
+    initialise(buffer, tensors, shape, seed=seed)
+    for tensor in tensors:
+        if tensor.parameter == "scalar_head":  # initialised with zeros
+            buffer[tensor.name].normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
+    model_files.save(directory, shape, head, buffer, tokenizer, torch.float32)
+
+
 def _list_texts(value: Any) -> Iterator[str]:
-    """List all texts inside a record."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

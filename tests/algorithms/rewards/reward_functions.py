@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from realrl.algorithms.method import FunctionInput
+from realrl.algorithms.base.method import FunctionInput
 from realrl.algorithms.rewards.config import RewardTerm
-from realrl.algorithms.rewards.function import RewardFunction
+from realrl.algorithms.rewards.methods import RewardFunction
 from realrl.data.batch import Batch, Ragged
 
 

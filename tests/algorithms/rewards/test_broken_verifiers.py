@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from reward_functions import load_method, make_input, scores_of
 
-from realrl.algorithms.rewards.function import RewardFunction
-from realrl.algorithms.rewards.verifiers import math_process, sandbox
+from realrl.algorithms.rewards.methods import RewardFunction
+from realrl.algorithms.rewards.verifiers import math
+from realrl.algorithms.rewards.verifiers import python_tests as sandbox
 from realrl.config.errors import UserCodeError, UserError
 
 MATH = {"verifier": {"kind": "math"}}
@@ -23,7 +24,7 @@ def score(method: RewardFunction) -> list[float]:
 
 def child_of(method: RewardFunction) -> Any:
     scorer: Any = method._scorer
-    return scorer._opened._process._process
+    return scorer._opened._process
 
 
 def on_path(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
@@ -99,7 +100,7 @@ def test_a_process_that_dies_at_every_question_is_a_failure(
     program.write_text(
         "import sys\nprint('\"x\"', flush=True)\nsys.stdin.readline()\nsys.exit('no memory')\n"
     )
-    monkeypatch.setattr(math_process, "PROGRAM", program)
+    monkeypatch.setattr(math, "PROGRAM", program)
     child_of(method).kill()
     child_of(method).wait()
     message = "lost its process: no memory; record data.jsonl:10"

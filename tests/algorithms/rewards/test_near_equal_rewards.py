@@ -10,16 +10,15 @@ import torch
 from reward_functions import make_input, write_function
 from torch import Tensor
 
-from realrl.algorithms.method import FunctionInput
-from realrl.algorithms.policy_gradient.advantages import subtract_baseline
-from realrl.algorithms.policy_gradient.config import PolicyGradientConfig
-from realrl.algorithms.policy_gradient.spec import make_policy_gradient_spec
-from realrl.algorithms.policy_gradient.train import PolicyGradientTrain, StepSizes
-from realrl.algorithms.ppo.config import PPOConfig
-from realrl.algorithms.ppo.experience import shape_rewards
+from realrl.algorithms.base.method import FunctionInput
+from realrl.algorithms.policy_gradient import PolicyGradientConfig
+from realrl.algorithms.policy_gradient_methods import PolicyGradientTrain, subtract_baseline
+from realrl.algorithms.ppo import PPOConfig
+from realrl.algorithms.ppo_experience import shape_rewards
 from realrl.algorithms.rewards.config import RewardTerm
 from realrl.algorithms.rewards.methods import make_reward_methods
 from realrl.data.batch import Batch, Ragged
+from realrl.recipe.registry import find_algorithm
 
 ANSWERS = ["a", "b", "c", "d"]
 CASES = [(1.0, 1e-5), (10.0, 1e-5), (1000.0, 1e-4), (16384.0, 1e-3)]
@@ -50,10 +49,10 @@ def score(reward: dict[str, RewardTerm]) -> Batch:
 
 def advantages_of(batch: Batch, preset: str, **changes: Any) -> tuple[Tensor, dict[str, float]]:
     """The advantage of each answer, all of one prompt, and metrics."""
-    section: PolicyGradientConfig = make_policy_gradient_spec(preset).recipe.model_fields["policy"].default
+    section: PolicyGradientConfig = find_algorithm(preset)[0].recipe.model_fields["policy"].default
     changed = {"samples": len(ANSWERS), "kl": {"coef": 0.0}, "mask_truncated": False} | changes
     config = type(section).model_validate(section.model_dump() | changed)
-    train = PolicyGradientTrain(config, StepSizes(prompts=1, max_new_tokens=1))
+    train = PolicyGradientTrain(config, prompts=1, max_new_tokens=1)
     prepared, metrics = train.prepare(batch, lambda tensor: tensor)
     assert prepared["advantages"].values.dtype == torch.float32
     return prepared["advantages"].values[1::2], metrics.result()

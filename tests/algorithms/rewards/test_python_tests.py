@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from reward_functions import load_method, make_input, scores_of
 
-from realrl.algorithms.rewards.verifiers.sandbox import Limits, find_not_isolated, run_in_sandbox
+from realrl.algorithms.rewards.verifiers.python_tests import Limits, find_not_isolated, run_in_sandbox
 from realrl.config.errors import UserCodeError
 
 LIMITS = Limits(seconds=1, memory_bytes=256 << 20, output_bytes=1 << 16)

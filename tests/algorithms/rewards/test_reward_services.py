@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from reward_functions import load_method, make_input, scores_of
 
-from realrl.algorithms.rewards.http import client
-from realrl.algorithms.rewards.http.config import HttpConfig
+from realrl.algorithms.rewards import http
 from realrl.config.errors import UserCodeError, UserError
 
 Answer = Callable[[int, dict[str, Any]], tuple[int, Any]]
@@ -73,7 +72,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The waits between tries, none of which takes time."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     waited: list[float] = []
-    monkeypatch.setattr(client, "sleep", waited.append)
+    monkeypatch.setattr(http, "sleep", waited.append)
     return waited
 
 
@@ -174,11 +173,19 @@ def test_retries_wait_longer_each_time_or_as_long_as_the_service_says(waits: lis
 
 
 def test_a_dead_service_is_not_asked_for_every_sample(waits: list[float]) -> None:
-    with serving(lambda number, body: (500, {})) as service:
-        options = {"batch": 1, "concurrency": 1, "retries": 1, "on_error": "skip"}
-        found = score_by(service.url, ["a"] * 40, **options)
-    assert all(score != score for score in found)
-    assert len(service.requests) == 2 * client.TRIPPED_AFTER
+    dead = True
+
+    def answer(number: int, body: dict[str, Any]) -> tuple[int, Any]:
+        return (500, {}) if dead else lengths(number, body)
+
+    with serving(answer) as service:
+        http_options = {"url": service.url, "batch": 1, "concurrency": 1, "retries": 1}
+        method = load_method({"http": http_options, "on_error": "skip"})
+        found = scores_of(method, make_input(["a"] * 40))
+        assert all(score != score for score in found)
+        assert len(service.requests) == 2 * http.GIVEN_UP_AFTER
+        dead = False
+        assert scores_of(method, make_input(["a"] * 2)) == [1, 1]
 
 
 def test_an_address_where_nothing_answers_is_named() -> None:
@@ -210,10 +217,10 @@ def test_an_answer_that_comes_drop_by_drop_is_given_up_in_time() -> None:
 
     thread = threading.Thread(target=drip)
     thread.start()
-    config = HttpConfig(url=f"http://127.0.0.1:{listener.getsockname()[1]}/", request_timeout=0.2, retries=0)
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}/"
     try:
-        with pytest.raises(client.RequestError, match=r"did not answer within 0\.2 s"):
-            client.Client(config).post(b"{}")
+        with pytest.raises(UserCodeError, match=r"did not answer within 0\.2 s"):
+            score_by(address, ["a"], request_timeout=0.2, retries=0)
     finally:
         stop.set()
         thread.join()
@@ -223,6 +230,11 @@ def test_an_answer_that_comes_drop_by_drop_is_given_up_in_time() -> None:
 def test_an_answer_that_is_nested_without_end_is_no_json() -> None:
     with (
         serving(lambda number, body: (200, b"[" * 200_000)) as service,
-        pytest.raises(client.RequestError, match="which is no JSON"),
+        pytest.raises(UserCodeError, match="which is no JSON"),
     ):
-        client.Client(HttpConfig(url=service.url)).post(b"{}")
+        score_by(service.url, ["a"])
+
+
+def test_an_address_with_an_impossible_port_is_refused_before_the_run() -> None:
+    with pytest.raises(UserError, match=r"^reward\.http\.url=http://host:port/: "):
+        score_by("http://host:port/", ["a"])

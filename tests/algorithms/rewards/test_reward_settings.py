@@ -69,16 +69,16 @@ def test_every_term_is_a_call_and_a_sum_adds_them_up(world: World, tmp_path: Pat
 
 
 MISTAKES = [
-    ({}, "{} is no reward; give FILE.py:FUNCTION"),
-    (3, "reward: 3 is no reward; give FILE.py:FUNCTION"),
-    ({"a": 3}, "reward: a: 3 is no reward; give FILE.py:FUNCTION or a section of keys"),
+    ({}, "{} is not a reward; give FILE.py:FUNCTION"),
+    (3, "reward: 3 is not a reward; give FILE.py:FUNCTION"),
+    ({"a": 3}, "reward: a: 3 is not a reward; give FILE.py:FUNCTION or a section of keys"),
     ({"weight": 1.0}, "reward: a reward is one of function, verifier, http, model; none is given"),
     ({**EXACT, "function": "os:abs"}, "reward: a reward is one of function, verifier, http, model; function and"
      " verifier are given"),
     ({**EXACT, "wieght": 1.0}, "reward: wieght: unknown key; did you mean weight?"),
     ({"a": {**EXACT, "wieght": 1.0}}, "reward: a.wieght: unknown key; did you mean weight?"),
     ({"a": "no_module:f"}, "reward: a=no_module:f: there is no module no_module"),
-    ({"a b": EXACT}, "reward: 'a b' is no name of a term"),
+    ({"a b": EXACT}, "reward: 'a b' is not a name of a term"),
     ({"actor": EXACT}, "reward: actor is the name of a role; choose another for the term"),
     ({"a": {"model": "reward"}}, "reward.a.model: reward needs models.reward"),
     ({"model": "critic"}, "reward: model: 'critic' is not 'reward'"),
@@ -87,7 +87,7 @@ MISTAKES = [
     ({**EXACT, "timeout": 0}, "reward: timeout: 0 must be above 0"),
     ({"verifier": {"kind": "exact"}}, "reward: verifier: kind='exact' is unknown; did you mean exact_match?"),
     ({"verifier": {}}, "reward: verifier: kind is missing; give exact_match, numeric, math, regex, json_schema or"),
-    ({"verifier": {"kind": "regex", "pattern": "("}}, "verifier: regex: pattern: '(' is no regular expression"),
+    ({"verifier": {"kind": "regex", "pattern": "("}}, "verifier: regex: pattern: '(' is not a regular expression"),
     ({"verifier": {"kind": "numeric", "tolerance": 1}}, "verifier: numeric: tolerance: unknown key"),
     ({"http": {"url": "localhost"}}, "reward: http: url=localhost: write http://HOST:PORT/PATH, or https"),
     ({"http": {"url": "http://h/", "kind": "chat"}}, "reward: http: kind=chat needs model"),

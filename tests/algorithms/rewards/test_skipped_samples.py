@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from realrl.algorithms.method import Metrics, ModelOutput
-from realrl.algorithms.policy_gradient.config import PolicyGradientConfig
-from realrl.algorithms.policy_gradient.train import PolicyGradientTrain, StepSizes
-from realrl.algorithms.ppo.actor import ActorTrain
-from realrl.algorithms.ppo.config import PPOConfig
-from realrl.algorithms.ppo.critic import CriticTrain
+from realrl.algorithms.base.method import Metrics, ModelOutput
+from realrl.algorithms.policy_gradient import PolicyGradientConfig
+from realrl.algorithms.policy_gradient_methods import PolicyGradientTrain
+from realrl.algorithms.ppo import PPOConfig
+from realrl.algorithms.ppo_methods import ActorTrain, CriticTrain
 from realrl.config.errors import UserCodeError
 from realrl.data.batch import Batch, Ragged
 
@@ -85,7 +84,7 @@ def test_ppo_learns_from_the_rest_as_if_it_were_all(method: Any, truncated: Any)
 
 def train_of(**changes: Any) -> PolicyGradientTrain:
     config = PolicyGradientConfig.model_validate({"samples": 3, "kl": {"coef": 0.0}, **changes})
-    return PolicyGradientTrain(config, StepSizes(prompts=2, max_new_tokens=8), skips=True)
+    return PolicyGradientTrain(config, prompts=2, max_new_tokens=8, skips=True)
 
 
 @pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from reward_functions import load_method, make_input, scores_of
 
-from realrl.algorithms.rewards.verifiers.base import extract
 from realrl.algorithms.rewards.verifiers.numeric import find_number
+from realrl.algorithms.rewards.verifiers.verifier import extract
 from realrl.config.errors import UserCodeError, UserError
 
 
@@ -158,7 +158,9 @@ def test_json_schema(options: dict[str, Any], completion: str, score: int) -> No
 
 def test_a_schema_that_is_none_is_refused() -> None:
     pytest.importorskip("jsonschema")
-    with pytest.raises(UserError, match=r"^verifier json_schema: this is no schema: 'strnig' is not valid"):
+    with pytest.raises(
+        UserError, match=r"^verifier json_schema: this is not a schema: 'strnig' is not valid"
+    ):
         load_method({"verifier": {"kind": "json_schema", "json_schema": {"type": "strnig"}}})
 
 
@@ -206,7 +208,7 @@ def test_expressions_that_take_for_ever_are_not_equal() -> None:
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realrl.algorithms.rewards.verifiers.extra.find_spec", lambda name: None)
+    monkeypatch.setattr("realrl.algorithms.rewards.verifiers.verifier.find_spec", lambda name: None)
     with pytest.raises(
         UserError, match=r"^verifier math needs math-verify, which is not installed; run pip install"
     ):

@@ -8,16 +8,15 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from realrl.algorithms.expert_iteration.config import ExpertIterationConfig
-from realrl.algorithms.expert_iteration.selection import select_answers
-from realrl.algorithms.expert_iteration.train import ExpertIterationTrain
+from realrl.algorithms.expert_iteration import ExpertIterationConfig
+from realrl.algorithms.expert_iteration_methods import ExpertIterationTrain, select_answers
 from realrl.config.errors import UserCodeError
 from realrl.data.batch import Batch
 from realrl.engine.model import make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape
 from realrl.recipe.model import OptimizerConfig
-from realrl.testing.shape import SHAPE
+from realrl.testing.shrink import SHAPE
 from tests.algorithms.ppo_reference import Item, TableModel, alone, on_ranks, random_items, to_batch
 
 PROMPTS, SAMPLES = 3, 4

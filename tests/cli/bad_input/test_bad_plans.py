@@ -46,7 +46,7 @@ CASES: dict[str, tuple[Changes, str, str]] = {
     "keeps what there is not": (
         {},
         "keep: [critc]",
-        "plan: keep: critc is none of actor, reward, ref, critic",
+        "plan: keep: critc is not one of actor, reward, ref, critic",
     ),
     "does not fit in memory": ({}, "offload: [ref]", "plan DIR/plan.yaml: device 2 needs"),
     "no memory at all": (

@@ -213,7 +213,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("tokenizer DIR/gone.jsonl --out DIR/t", "does not exist"),
     ("tokenizer DIR/empty.jsonl --out DIR/t", "holds no text, and a tokenizer needs some to learn from"),
     ("tokenizer DIR/blank.jsonl --out DIR/t", "holds no text"),
-    ("tokenizer DIR/records.tsv --out DIR/t", "is of no kind that is read"),
+    ("tokenizer DIR/records.tsv --out DIR/t", "has an unsupported format"),
     ("tokenizer DIR/folder/records.jsonl --out /proc/x", "--out /proc/x cannot be written"),
     ("tokenizer DIR/folder/records.jsonl --out DIR/text.txt", "text.txt is a file"),
     ("tokenizer DIR/folder/records.jsonl --out DIR/text.txt/x", "text.txt is a file"),
@@ -228,7 +228,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("generate ACTOR", "give --prompt TEXT or --prompts FILE"),
     ("generate ACTOR --prompts DIR/gone.txt", "cannot be read"),
     ("generate ACTOR --prompts DIR/empty.txt", "there is nothing to continue"),
-    ("generate ACTOR --prompts DIR/records.tsv", "is of no kind that is read"),
+    ("generate ACTOR --prompts DIR/records.tsv", "has an unsupported format"),
     (
         "generate ACTOR --prompts DIR/folder",
         "end with .json and .jsonl; give those with records, as in DIR/folder/*.json",
@@ -257,7 +257,7 @@ COMMANDS: list[tuple[str, str]] = [
         'generate ACTOR --prompt a --reward {verifier:{"kind":"numeric"}}',
         "reward (verifier numeric) needs 'answer'",
     ),
-    ("generate ACTOR --prompt a --reward-model ACTOR", "is no sequence classifier"),
+    ("generate ACTOR --prompt a --reward-model ACTOR", "is not a sequence classifier"),
     ("generate ACTOR --prompt a --reward-model DIR/gone", "models.reward.path=DIR/gone: no such directory"),
     ("generate ACTOR --prompt a --cluster 2x1", "has 2 nodes"),
     ("generate ACTOR --prompt a --plan symetric", "did you mean symmetric?"),
@@ -265,14 +265,14 @@ COMMANDS: list[tuple[str, str]] = [
     ("eval gone.yaml", "gone.yaml does not exist"),
     ("eval PPO", "data.eval: missing; give the records to evaluate on"),
     ("eval PPO data.eval=DIR/folder/records.jsonl models.reward.path=DIR/gone", "no such directory"),
-    ("eval PPO data.eval=DIR/folder/records.jsonl models.reward.path=ACTOR", "is no sequence classifier"),
+    ("eval PPO data.eval=DIR/folder/records.jsonl models.reward.path=ACTOR", "is not a sequence classifier"),
     ("eval PPO data.eval=DIR/folder/records.jsonl --out DIR/text.txt", "text.txt is a file"),
     ("eval PPO data.eval=DIR/folder/records.jsonl evaluation.against=DIR/gone", "no such directory"),
     (
         "eval PPO data.eval=DIR/folder/records.jsonl evaluation.against=REWARD",
         "evaluation.against=REWARD: REWARD is a sequence classifier",
     ),
-    ("train PPO algorithm=realrl.algorithms.sampling.spec", "unknown key"),
+    ("train PPO algorithm=realrl.algorithms.sampling", "unknown key"),
     ("generate REWARD --prompt a", "is a sequence classifier, not a language model"),
 ]
 """Command lines; PPO is a recipe, ACTOR and REWARD are models, DIR the directory of `place`."""

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from realrl.checkpoint.state.manifest import MANIFEST
-from realrl.program.prediction_file import PredictedMemory, PredictedStep
-from realrl.program.trace_file import Event, make_event, write_rank_trace
+from realrl.checkpoint.manifest import MANIFEST
+from realrl.program.trace_file import Event, PredictedMemory, PredictedStep, make_event, write_rank_trace
 from realrl.recipe.registry import find_algorithm
 from realrl.runtime.output.algorithm_record import AlgorithmRecord
 from realrl.runtime.supervision.heartbeat import RANKS, Heartbeat, name_status_file

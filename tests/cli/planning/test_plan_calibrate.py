@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from realrl.cli.app import run_app
-from realrl.planner.calibration.calibrate import calibrate_profile
 from realrl.planner.profile.profile import Profile
+from realrl.planner.report.calibrate import calibrate_profile
 from tests.planner.profiles.test_calibrate import run
 from tests.planner.profiles.test_profile_file import profile
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.cli.app import run_app
 from realrl.plan.plan import Plan
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.cli.page.bands import find_areas, find_bands
 from realrl.cli.page.memory import make_memory_cards
 from realrl.cli.page.sections import TERMS, make_time_bars, write_verdict
@@ -21,13 +21,13 @@ from realrl.cli.page.timeline import WIDTH, draw_timeline
 from realrl.cli.planning.page import draw_timeline_svg, write_page
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.memory_model import MemoryModel
-from realrl.planner.report.contenders import compare_contenders
+from realrl.planner.report.make import compare_contenders
 from realrl.planner.report.report import CHOSEN, Alternative, PlanReport, Preset, SizeReport
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan

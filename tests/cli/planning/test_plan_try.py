@@ -5,16 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from realrl.algorithms.sft.graph import train_graph
+from realrl.algorithms.sft import train_graph
 from realrl.cli.app import run_app
 from realrl.plan.plan import Plan
 from realrl.planner.profile.profile import Profile
 from realrl.planner.report.make import make_report
+from realrl.runtime import try_plans as trying
 from realrl.runtime.processes.signals import Interrupted
-from realrl.runtime.trials import try_plans as trying
-from realrl.runtime.trials.halving import PlanTrials
-from realrl.runtime.trials.local_runs import LocalRuns
-from realrl.runtime.trials.try_plans import TrialSettings, choose_contenders, try_plans
+from realrl.runtime.try_plans import LocalRuns, PlanTrials, TrialSettings, choose_contenders, try_plans
 from tests.conftest import World
 from tests.planner.profiles.test_calibrate import run
 from tests.planner.simulating.test_estimate import scenario

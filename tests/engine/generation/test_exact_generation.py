@@ -5,18 +5,17 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from realrl.checkpoint import huggingface
-from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.adapters import LowRank
-from realrl.families.experts import Mixture
-from realrl.families.shape import ModelShape
+from realrl.families.shape import Mixture, ModelShape
+from realrl.huggingface import model_files
+from realrl.huggingface.initial_weights import initialise
 from realrl.model.arithmetic.ops import Products
 from realrl.model.packing import Packing
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 from tests.conftest import World
 
 ROWS = 300
@@ -38,7 +37,7 @@ def model(world: World, request: pytest.FixtureRequest) -> Model:
     given = request.param
     shape = EXPERTS
     if given is not EXPERTS:
-        shape = huggingface.read_shape(world.actor).model_copy(update={"lora": given})
+        shape = model_files.read_shape(world.actor).model_copy(update={"lora": given})
     model = make_unsharded_model(
         shape,
         "lm",
@@ -51,7 +50,7 @@ def model(world: World, request: pytest.FixtureRequest) -> Model:
     if shape is EXPERTS:
         initialise(model.parameters, model.layout.specs, shape, 1)
         return model
-    for missing in huggingface.load(world.actor, shape, model.layout.specs, model.parameters):
+    for missing in model_files.load(world.actor, shape, model.layout.specs, model.parameters):
         model.parameters[missing].uniform_(0.1, 0.3)
     return model
 

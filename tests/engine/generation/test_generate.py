@@ -7,14 +7,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from realrl.checkpoint import huggingface
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.finite import NotFiniteError
 from realrl.engine.generation import generator
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
+from realrl.huggingface import model_files
 from realrl.model.packing import Packing
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 from tests.conftest import World
 
 NEVER = ()
@@ -24,11 +24,11 @@ SEED = SamplingSeed(seed=1, step=2)
 
 
 def load(world: World, temperature: float = 1.0) -> Model:
-    shape = huggingface.read_shape(world.actor)
+    shape = model_files.read_shape(world.actor)
     model = make_unsharded_model(
         shape, "lm", dtype=torch.float32, device=torch.device("cpu"), temperature=temperature
     )
-    huggingface.load(world.actor, shape, model.layout.specs, model.parameters)
+    model_files.load(world.actor, shape, model.layout.specs, model.parameters)
     return model
 
 

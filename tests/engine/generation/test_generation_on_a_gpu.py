@@ -9,21 +9,19 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from realrl.engine.generation import decode_memory, step_graphs
+from realrl.engine.generation import decode_memory, decode_step
 from realrl.engine.generation.decode_memory import KeptDecoding, list_addresses
-from realrl.engine.generation.decode_step import DecodeStep
+from realrl.engine.generation.decode_step import DecodeStep, StepGraphs
 from realrl.engine.generation.row_buffers import BufferedRows, RowBuffers
 from realrl.engine.generation.sampler import Sampler
 from realrl.engine.generation.sampling import SamplingNoise, SamplingSeed
-from realrl.engine.generation.step_graphs import StepGraphs
 from realrl.engine.model import Model, make_unsharded_model
-from realrl.families.experts import Mixture
-from realrl.families.shape import ModelShape
+from realrl.families.shape import Mixture, ModelShape
 from realrl.layout.kv_blocks import GPU_STEPS, MAX_DECODE_ROWS, CacheSize, pad_rows
 from realrl.model.arithmetic import grouped
 from realrl.model.cache import PagedCache
-from realrl.model.decode_weights import DecodeWeights
-from realrl.recipe.settings import GenerationConfig
+from realrl.model.matrices import DecodeWeights
+from realrl.recipe.generation import GenerationConfig
 from tests.engine.generation.test_shared_prompts import assert_same, draw, make_items, make_model
 from tests.engine.test_router_replay import CAPACITIES, make_models, sample, shape_of
 
@@ -49,7 +47,7 @@ class Graphs:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> type[Graphs]:
     """The host's side of generation on a GPU, on a CPU."""
-    monkeypatch.setattr("realrl.engine.generation.call.is_gpu", lambda _: True)
+    monkeypatch.setattr("realrl.engine.generation.decode_batch.is_gpu", lambda _: True)
     monkeypatch.setattr(decode_memory, "StepGraphs", Graphs)
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     Graphs.widths = set()
@@ -239,7 +237,7 @@ class Cuda:
         }
         for name, answer in answers.items():
             monkeypatch.setattr(torch.cuda, name, answer)
-        step_graphs._find_capture_stream.cache_clear()
+        decode_step._find_capture_stream.cache_clear()
 
     def run(self, rows: object, hidden: torch.Tensor | None) -> torch.Tensor:
         """Run a step: it returns what it gets."""
@@ -253,7 +251,7 @@ class Cuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     yield Cuda(monkeypatch)
-    step_graphs._find_capture_stream.cache_clear()
+    decode_step._find_capture_stream.cache_clear()
 
 
 def run_graphs(graphs: StepGraphs, values: int = 3, widths: tuple[int, ...] = (2, 4)) -> None:

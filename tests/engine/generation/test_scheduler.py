@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realrl.engine.generation.blocks import SCRATCH, BlockPool
-from realrl.engine.generation.scheduler import DecodeRow, DecodeTurn, Prompt, Scheduler
+from realrl.engine.generation.scheduler import SCRATCH, BlockPool, DecodeRow, DecodeTurn, Prompt, Scheduler
 from realrl.layout.kv_blocks import BLOCK_TOKENS, CacheSize, count_blocks, count_prompt_blocks, size_cache
 
 
@@ -125,7 +124,7 @@ CALLS = st.builds(
 def test_every_row_is_completed_and_all_blocks_return(call: Call) -> None:
     rows, scheduler = call.run()
     assert all(len(row.tokens) == end and row.done for row, end in rows.items())
-    assert scheduler.free_blocks == call.size.blocks
+    assert scheduler._pool.free == call.size.blocks
     assert not any(row.blocks for row in rows)
 
 
@@ -180,7 +179,7 @@ def test_a_full_pool_preempts_the_youngest_rows_and_prefills_them_again() -> Non
 def test_the_pool_is_taken_from_in_a_fixed_order() -> None:
     pool = BlockPool(4)
     assert pool.take(2) == [1, 2]
-    pool.give_back([1, 2])
+    pool.release([1, 2])
     assert pool.take(3) == [1, 2, 3] and pool.free == 1
 
 

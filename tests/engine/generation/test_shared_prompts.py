@@ -3,15 +3,14 @@
 import pytest
 import torch
 
-from realrl.checkpoint.initial_weights import initialise
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.decode_memory import KeptDecoding
-from realrl.engine.generation.generator import generate
-from realrl.engine.generation.prompts import group_samples
+from realrl.engine.generation.generator import generate, group_samples
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.shape import ModelShape
-from realrl.recipe.settings import GenerationConfig
+from realrl.huggingface.initial_weights import initialise
+from realrl.recipe.generation import GenerationConfig
 
 SAMPLES = 6
 ENDS = tuple(range(9))

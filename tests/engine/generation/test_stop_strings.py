@@ -11,16 +11,16 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from realrl.checkpoint import huggingface
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
-from realrl.engine.generation import call, decode_memory
+from realrl.engine.generation import decode_batch, decode_memory
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import make_unsharded_model
+from realrl.huggingface import model_files
 from realrl.layout.kv_blocks import count_steps_per_look
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.stop_strings import StopStrings
 from tests.conftest import World
 
@@ -100,13 +100,13 @@ def test_an_answer_ends_after_the_token_that_completes_a_stop_string(world: Worl
 def test_generated_answers_are_those_without_stop_strings_cut_off(
     world: World, monkeypatch: pytest.MonkeyPatch, steps: int, kv_capacity: int, least: int
 ) -> None:
-    for module in (call, decode_memory):
+    for module in (decode_batch, decode_memory):
         monkeypatch.setattr(module, "count_steps_per_look", lambda cpu: steps)
     assert count_steps_per_look(cpu=False) == 16
     tokenizer = AutoTokenizer.from_pretrained(world.actor)
-    shape = huggingface.read_shape(world.actor)
+    shape = model_files.read_shape(world.actor)
     model = make_unsharded_model(shape, "lm", dtype=torch.float32, device=torch.device("cpu"))
-    huggingface.load(world.actor, shape, model.layout.specs, model.parameters)
+    model_files.load(world.actor, shape, model.layout.specs, model.parameters)
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(3, 320, (1 + i * 7 % 20,), generator=generator) for i in range(24)]
     prompts = Batch(tuple(range(24)), {"prompts": Ragged.of(rows)})

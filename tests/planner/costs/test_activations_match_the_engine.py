@@ -10,10 +10,8 @@ import pytest
 
 from realrl.dataflow.call import Call, Candidates, Kind
 from realrl.families.adapters import LowRank
-from realrl.families.experts import Mixture
-from realrl.families.mixtures.llama4 import MIXTURE
-from realrl.families.options import LayerOptions
-from realrl.families.shape import ModelShape
+from realrl.families.built_in.llama import LLAMA4_MIXTURE
+from realrl.families.shape import LayerOptions, Mixture, ModelShape
 from realrl.layout.ranges import stage_layers
 from realrl.layout.sets import TrainablePart
 from realrl.plan.placement import Dtype, Mesh, Placement, Strategy
@@ -59,7 +57,7 @@ FAMILIES = {
         "mixtral": {"mixture": Mixture(experts=4, per_token=2), "intermediate_size": 400},
         "qwen3_moe": {"mixture": Mixture(experts=24, per_token=6), "intermediate_size": 96},
         "llama4_text": {
-            "mixture": MIXTURE.model_copy(update={"experts": 8}),
+            "mixture": LLAMA4_MIXTURE.model_copy(update={"experts": 8}),
             "intermediate_size": 400,
             "unrotated_layers": (3,),
         },

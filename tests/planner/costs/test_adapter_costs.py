@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from realrl.dataflow.call import Kind
 from realrl.families.adapters import LowRank
 from realrl.families.shape import ModelShape
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.layout.sets import TrainablePart
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel

@@ -9,7 +9,7 @@ import pytest
 
 from realrl.dataflow.call import Call
 from realrl.families.adapters import LowRank
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec

@@ -9,13 +9,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from realrl.dataflow.call import Kind
 from realrl.families.shape import ModelShape
-from realrl.families.sizes.published import SHAPES as PUBLISHED
+from realrl.families.sizes import SHAPES as PUBLISHED
 from realrl.planner.cluster.devices import DEVICES
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.roofline import Roofline
-from realrl.planner.workload.experts import count_read_weights, count_visited_experts
 from realrl.planner.workload.flops import count_pass_flops
 from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.planner.workload.workload import count_read_weights, count_visited_experts
 from realrl.program.memory import StoredModel
 from tests.model.small_models import SHAPES, make_theirs
 

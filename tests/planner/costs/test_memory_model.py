@@ -2,16 +2,16 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
+from realrl.algorithms.ppo import ALGORITHM as PPO_SPEC
 from realrl.families.shape import Head, ModelShape
-from realrl.families.sizes.published import SHAPES as PUBLISHED
+from realrl.families.sizes import SHAPES as PUBLISHED
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.layout.layout import build_layout
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.placement import Dtype, Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.memory.activations import kv_cache_bytes
 from realrl.planner.memory.gathered import GatheredMemory
-from realrl.planner.memory.kv_cache import kv_cache_bytes
 from realrl.planner.memory.logits import Logits
 from realrl.planner.memory.memory_model import MemoryModel, MemoryNeed
 from realrl.planner.workload.shard_sizes import LocalSizes

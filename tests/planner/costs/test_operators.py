@@ -14,9 +14,7 @@ from realrl.planner.cluster.devices import DEVICES, DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.network import Network, Ring
 from realrl.planner.cost.roofline import Roofline
-from realrl.planner.operators.bounds import LEAST_S
-from realrl.planner.operators.grid import Grid
-from realrl.planner.operators.tables import ROUNDS, Operators, find_operators, read_tables
+from realrl.planner.operators.tables import LEAST_S, ROUNDS, Grid, Operators, find_operators, read_tables
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.strategies import Strategies
 from tests.planner.problems import SMALL, place

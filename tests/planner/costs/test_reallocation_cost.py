@@ -1,6 +1,6 @@
 import pytest
 
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cost.cost_model import CostModel
 from tests.planner.problems import LARGE, NODES, SMALL, stored

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realrl.algorithms.policy.graph import GENERATE, KEYS, infer_on_sequences, make_graph
+from realrl.algorithms.policy import GENERATE, KEYS, infer_on_sequences
 from realrl.dataflow.call import ROUTED_EXPERTS
+from realrl.dataflow.graph import DataflowGraph
 from realrl.dataflow.replay import add_router_replay
-from realrl.families.experts import Mixture
+from realrl.families.shape import Mixture
 from realrl.layout.kv_blocks import size_cache
 from realrl.model.cache import PagedCache
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -24,7 +25,7 @@ MODEL = StoredModel(SHAPE, "lm", "bfloat16", False)
 WIDTH = 15
 PROMPT, NEW, ITEMS = 40, 30, 6
 WORKLOAD = Workload(ITEMS, (PROMPT,), (NEW,), NEW)
-BASE = make_graph([GENERATE, infer_on_sequences("actor.inference", "ref_logprobs")], KEYS)
+BASE = DataflowGraph.using([GENERATE, infer_on_sequences("actor.inference", "ref_logprobs")], KEYS)
 GRAPH = add_router_replay(BASE, {"actor": WIDTH})
 
 

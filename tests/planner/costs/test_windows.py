@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from realrl.dataflow.call import Kind
-from realrl.families.options import LayerOptions
-from realrl.families.shape import ModelShape
-from realrl.families.sizes.products import count_layer_weights
+from realrl.families.shape import LayerOptions, ModelShape
+from realrl.families.sizes import count_layer_weights
 from realrl.layout.sets import TrainablePart
 from realrl.plan.placement import Strategy
 from realrl.planner.cluster.devices import DEVICES
@@ -19,7 +18,7 @@ from realrl.planner.workload.flops import count_pass_flops
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.strategies import Strategies
 from realrl.program.memory import StoredModel
-from realrl.runtime.profiler.models.layer_mix import LayerMix
+from realrl.runtime.profiler.passes import LayerMix
 
 WINDOW = 300
 SHAPE = ModelShape(

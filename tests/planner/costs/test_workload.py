@@ -1,15 +1,14 @@
 import pytest
 
-from realrl.algorithms.reward.graph import PAIR, PAIR_KEYS, list_pair_inputs, make_reward_graph
+from realrl.algorithms.reward_model import PAIR, PAIR_KEYS, list_pair_inputs, make_reward_graph
 from realrl.config.errors import UserError
-from realrl.data.partition import even_micro_batches
+from realrl.data.balance import even_micro_batches
 from realrl.dataflow.call import Call, Kind
 from realrl.layout.kv_blocks import CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS, CacheSize
 from realrl.plan.placement import Strategy
 from realrl.planner.workload.batching import split_work
 from realrl.planner.workload.generation import split_generation
-from realrl.planner.workload.sampling import Sampling
-from realrl.planner.workload.workload import QUANTILES, CallWork, Workload, quantiles
+from realrl.planner.workload.workload import QUANTILES, CallWork, Sampling, Workload, quantiles
 from realrl.recipe.load import load_experiment
 from tests.planner.problems import GRAPH, STEP, call
 

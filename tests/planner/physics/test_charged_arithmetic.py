@@ -6,8 +6,7 @@ import pytest
 
 from realrl.dataflow.call import Candidates, Kind
 from realrl.families.adapters import LowRank
-from realrl.families.experts import Mixture
-from realrl.families.shape import ModelShape
+from realrl.families.shape import Mixture, ModelShape
 from realrl.layout.sets import TrainablePart
 from realrl.planner.workload.workload import Workload
 from tests.planner.unit_device import SHAPE, cost, make_cluster, place, store

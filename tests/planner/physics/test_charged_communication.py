@@ -6,13 +6,12 @@ import pytest
 
 from realrl.dataflow.call import Candidates, Kind
 from realrl.families.adapters import LowRank
-from realrl.families.experts import Mixture
+from realrl.families.shape import Mixture
 from realrl.layout.limits import BUCKET_ELEMENTS
 from realrl.layout.sets import TrainablePart
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.workload.sampling import Sampling
-from realrl.planner.workload.workload import Workload
+from realrl.planner.workload.workload import Sampling, Workload
 from tests.planner.unit_device import (
     NOTHING,
     SHAPE,

@@ -9,9 +9,8 @@ from realrl.dataflow.call import Candidates, Kind
 from realrl.layout.sets import TrainablePart
 from realrl.planner.cost.generation import split_decode_steps
 from realrl.planner.workload.generation import split_generations
-from realrl.planner.workload.sampling import Sampling
 from realrl.planner.workload.strategies import Strategies
-from realrl.planner.workload.workload import Workload
+from realrl.planner.workload.workload import Sampling, Workload
 from tests.planner.unit_device import SHAPE, cost, make_call, make_cluster, place, store
 
 SLOW = make_cluster(memory_bytes_per_s=1.0)

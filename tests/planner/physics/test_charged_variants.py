@@ -4,8 +4,7 @@ import pytest
 
 from realrl.dataflow.call import Kind
 from realrl.families.adapters import LowRank
-from realrl.families.experts import Mixture
-from realrl.families.shape import ModelShape
+from realrl.families.shape import Mixture, ModelShape
 from realrl.layout.sets import TrainablePart
 from tests.planner.physics.test_charged_traffic import (
     ANSWER,

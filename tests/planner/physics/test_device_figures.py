@@ -9,12 +9,11 @@ from realrl.config.errors import UserError
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DEVICES, DeviceKind, compute_thread_speedup
-from realrl.planner.cost.peaks import find_peak_bandwidth, find_peak_flops
-from realrl.planner.memory.memory_model import MemoryModel
-from realrl.planner.memory.reserves import FRAGMENTATION
-from realrl.planner.operators.bounds import place_collective, place_decode, place_prefill, place_product
+from realrl.planner.memory.memory_model import FRAGMENTATION, MemoryModel
+from realrl.planner.operators.tables import place_collective, place_decode, place_prefill, place_product
 from realrl.planner.profile.profile import Profile
 from realrl.planner.workload.strategies import Strategies
+from realrl.runtime.measure.performance import find_peak_bandwidth, find_peak_flops
 from tests.planner.unit_device import SHAPE, place, store
 
 GIB, MIB = 1 << 30, 1 << 20

@@ -8,9 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from realrl.dataflow.call import Kind
 from realrl.families.adapters import LowRank
-from realrl.families.experts import Mixture
-from realrl.families.mixtures.llama4 import MIXTURE
-from realrl.families.shape import Head, ModelShape
+from realrl.families.built_in.llama import LLAMA4_MIXTURE
+from realrl.families.shape import Head, Mixture, ModelShape
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.placement import Placement
 from realrl.planner.workload.flops import count_pass_flops
@@ -30,7 +29,7 @@ SHAPES: dict[str, ModelShape] = {
     "olmo2": SHAPE.model_copy(update={"family": "olmo2"}),
     "mixtral": SHAPE.model_copy(update={"family": "mixtral", "mixture": Mixture(experts=4, per_token=2)}),
     "llama4": SHAPE.model_copy(
-        update={"family": "llama4_text", "mixture": MIXTURE.model_copy(update={"experts": 4})}
+        update={"family": "llama4_text", "mixture": LLAMA4_MIXTURE.model_copy(update={"experts": 4})}
     ),
     "adapted": SHAPE.model_copy(update={"lora": LowRank(rank=8, targets=("q_proj", "o_proj", "down_proj"))}),
 }

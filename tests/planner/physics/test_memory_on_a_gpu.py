@@ -6,9 +6,8 @@ import pytest
 
 from realrl.dataflow.call import Call, Kind
 from realrl.families.adapters import LowRank
-from realrl.families.experts import Mixture
-from realrl.families.mixtures.llama4 import MIXTURE
-from realrl.families.shape import Head, ModelShape
+from realrl.families.built_in.llama import LLAMA4_MIXTURE
+from realrl.families.shape import Head, Mixture, ModelShape
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.memory.memory_model import MemoryModel
@@ -41,7 +40,7 @@ SHAPES = {
     "llama4": PLAIN.model_copy(
         update={
             "family": "llama4_text",
-            "mixture": MIXTURE.model_copy(update={"experts": 8}),
+            "mixture": LLAMA4_MIXTURE.model_copy(update={"experts": 8}),
             "intermediate_size": 400,
             "unrotated_layers": (1,),
         }

@@ -4,14 +4,13 @@ from dataclasses import astuple
 
 import pytest
 
-from realrl.families.experts import Mixture
+from realrl.families.shape import Mixture
 from realrl.layout.kv_blocks import CacheSize
 from realrl.plan.placement import Strategy
 from realrl.planner.workload.batching import PeakChunk, split_work
-from realrl.planner.workload.experts import count_read_weights, count_visited_experts
 from realrl.planner.workload.generation import split_generation
 from realrl.planner.workload.windows import average_context, average_squares
-from realrl.planner.workload.workload import CallWork
+from realrl.planner.workload.workload import CallWork, count_read_weights, count_visited_experts
 from tests.planner.unit_device import SHAPE
 
 

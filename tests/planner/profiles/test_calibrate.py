@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.config.errors import UserError
 from realrl.plan.placement import Mesh, Placement, function_placement
-from realrl.planner.calibration.calibrate import calibrate_profile
-from realrl.planner.calibration.comparison import CallCosts, Comparison, Seconds
-from realrl.planner.calibration.coverage import describe_times
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.profile.corrections import find_correction
 from realrl.planner.profile.profile import Profile
+from realrl.planner.report.calibrate import calibrate_profile, describe_times
+from realrl.planner.report.comparison import CallCosts, Comparison, Seconds
 from tests.planner.problems import GRAPH, GROUPED, SMALL, STEP, call, place, stored
 from tests.planner.profiles.test_profile_file import profile as measured_profile
 from tests.rewards import function_reward

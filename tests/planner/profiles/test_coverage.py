@@ -1,11 +1,10 @@
 """Description of profile coverage: which times of a plan are measured."""
 
 from realrl.families.shape import ModelShape
-from realrl.planner.calibration.coverage import describe_times
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.profile.corrections import Correction
-from realrl.planner.profile.profile import LayerTimes, Measurement, Profile, ShapeKey
-from realrl.planner.profile.versions import read_versions
+from realrl.planner.profile.profile import LayerTimes, Measurement, Profile, ShapeKey, read_versions
+from realrl.planner.report.calibrate import describe_times
 from tests.planner.problems import SMALL, call, place, stored
 
 OTHER = SMALL.model_copy(update={"hidden_size": 2 * SMALL.hidden_size, "head_dim": 2 * SMALL.head_dim})

@@ -5,11 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realrl.config.errors import UserError
-from realrl.families.experts import Mixture
+from realrl.families.shape import Mixture
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.profile.curves import Curve, Surface
-from realrl.planner.profile.profile import CollectiveTime, LayerTimes, Measurement, Profile, ShapeKey
+from realrl.planner.profile.profile import (
+    CollectiveTime,
+    Curve,
+    LayerTimes,
+    Measurement,
+    Profile,
+    ShapeKey,
+    Surface,
+)
 from tests.planner.problems import GRAPH, SMALL, STEP, call, place, stored
 
 MEASURED = [(256, 512, 1e-3), (256, 4096, 6e-3), (1024, 512, 2e-3), (1024, 4096, 9e-3)]

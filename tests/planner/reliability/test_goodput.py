@@ -20,10 +20,10 @@ from realrl.planner.reliability.goodput import (
     compute_expected_seconds,
     predict_goodput,
 )
-from realrl.planner.reliability.homes import find_better_homes
 from realrl.planner.reliability.storage import count_saved_bytes, count_traffic
 from realrl.planner.report.make import make_report
-from realrl.planner.report.sizing import Wanted, choose_cluster
+from realrl.planner.report.node_counts import Wanted, choose_cluster
+from realrl.planner.search.homes import find_better_homes
 from realrl.planner.search.plan_search import UserConstraints, find_best_plan, find_plan
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan

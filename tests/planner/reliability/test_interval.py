@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.planner.reliability.interval import Interruptions, best_interval, expected_step
+from realrl.planner.reliability.goodput import Interruptions, best_interval, expected_step
 
 OFTEN = Interruptions(rate=1 / 300, stop=3.0, write=3.0, restart=25.0)
 

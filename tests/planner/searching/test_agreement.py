@@ -7,29 +7,28 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind, MovingAverage
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.adapters import LowRank
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.plan.placement import Mesh, Placement, Strategy, function_placement
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.evaluate.timeline import Timeline
 from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.profile.profile import FunctionTime, Profile
+from realrl.planner.search.many_plans import Timeline
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace, build_problem
 from realrl.planner.space.problem import Problem
 from realrl.planner.workload.workload import Workload
 from realrl.program.lower import home_placements, offloaded
-from realrl.program.memory import Memory, StoredModel
-from realrl.program.shared_bases import check_offloading
+from realrl.program.memory import Memory, StoredModel, check_offloading
 from tests.plan.meshes import list_all
 from tests.planner.sampled_graphs import late_lengths, sampled_graph
 from tests.rewards import function_reward

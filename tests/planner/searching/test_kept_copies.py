@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.planner.evaluate.shortage import explain_plan_shortage
-from realrl.planner.evaluate.timeline import Timeline
+from realrl.planner.search.many_plans import Timeline
 from realrl.planner.search.search import search_plans
+from realrl.planner.search.shortage import explain_plan_shortage
 from realrl.planner.space.problem import Problem
 from realrl.program.lower import home_placements, kept_copies
 from tests.planner.exhaustive import cheapest

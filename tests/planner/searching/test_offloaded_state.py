@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from realrl.plan.cluster import Cluster
-from realrl.planner.evaluate.offloaded_state import OffloadedState
+from realrl.planner.search.many_plans import OffloadedState
 from tests.plan.meshes import list_all
 
 PLANS = 200

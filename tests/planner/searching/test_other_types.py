@@ -5,10 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.dataflow.call import Kind, MovingAverage
-from realrl.layout.routing.links import Links
-from realrl.plan.cluster import Cluster
+from realrl.plan.cluster import Cluster, Links
 from realrl.plan.placement import Dtype, Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.moves.links import LinkTransfers

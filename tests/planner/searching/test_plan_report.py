@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.config.errors import UserError
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.plan.presets import make_plan

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from realrl.planner.evaluate.scorer import Scorer
+from realrl.planner.search.scorer import Scorer
 
 
 class Timeline:

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from realrl.planner.evaluate.scorer import Scorer
-from realrl.planner.evaluate.shortage import DoesNotFit, explain_call_shortage
-from realrl.planner.evaluate.tables import Tables
-from realrl.planner.evaluate.timeline import Timeline
+from realrl.planner.report.node_counts import search_node_counts
 from realrl.planner.search.bound import Bound
 from realrl.planner.search.groups import ALONE
+from realrl.planner.search.many_plans import Timeline
 from realrl.planner.search.mcmc import anneal
-from realrl.planner.search.nodes import search_node_counts
+from realrl.planner.search.scorer import Scorer
 from realrl.planner.search.search import SearchBudget, SearchResult, search_plans
+from realrl.planner.search.shortage import DoesNotFit, explain_call_shortage
+from realrl.planner.search.tables import Tables
 from realrl.planner.space.problem import Problem
 from tests.planner.exhaustive import cheapest, cost
 from tests.planner.reference import sampled_problem
@@ -128,7 +128,7 @@ def test_what_a_search_finds_does_not_depend_on_how_busy_the_machine_is(
     first = search()
     assert 600 <= first.evaluations + first.nodes / 4 < 100_000
     hours = itertools.count(step=3600.0)
-    monkeypatch.setattr("realrl.planner.evaluate.scorer.time.perf_counter", lambda: next(hours))
+    monkeypatch.setattr("realrl.planner.search.scorer.time.perf_counter", lambda: next(hours))
     second = search()
     assert second.search_seconds > 3600
     assert replace(second, search_seconds=0, history=()) == replace(first, search_seconds=0, history=())

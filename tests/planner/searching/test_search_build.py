@@ -5,18 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.algorithms.ppo.graph import train_graph
-from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
-from realrl.algorithms.sft.graph import train_graph as sft_graph
+from realrl.algorithms.ppo import ALGORITHM as PPO_SPEC
+from realrl.algorithms.ppo import train_graph
+from realrl.algorithms.sft import train_graph as sft_graph
 from realrl.dataflow.call import Kind
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.presets import make_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.evaluate.timeline import Timeline
 from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.search.many_plans import Timeline
 from realrl.planner.search.plan_search import UserConstraints, find_plan
 from realrl.planner.search.search import SearchBudget, search_plans
 from realrl.planner.simulate.scenario import Scenario

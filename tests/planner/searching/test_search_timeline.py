@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from realrl.planner.evaluate.timeline import Timeline
+from realrl.planner.search.many_plans import Timeline
 from realrl.planner.space.problem import Problem
 from realrl.program.order import producers
 from tests.planner.exhaustive import cost

@@ -9,14 +9,12 @@ import pytest
 
 from realrl.families.shape import ModelShape
 from realrl.layout.layout import build_layout
-from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import reallocate
-from realrl.plan.cluster import Cluster
+from realrl.plan.cluster import Cluster, Links
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.arrays.arrays import Floats
-from realrl.planner.moves.boxes import Boxes
-from realrl.planner.moves.links import LinkTransfers, ParameterBytes
+from realrl.planner.moves.links import Boxes, LinkTransfers, ParameterBytes
 from realrl.planner.moves.transfers import Layouts, TransferTable
+from realrl.program.arrays import Floats
 from realrl.program.memory import StoredModel
 from tests.plan.meshes import list_tidy
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.plan.placement import Mesh
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel

@@ -7,15 +7,14 @@ import pytest
 
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.evaluate.timeline import Timeline
 from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.search.bound import Bound
-from realrl.planner.search.core import select_core
+from realrl.planner.search.many_plans import Timeline
 from realrl.planner.search.prune import prune_candidates
-from realrl.planner.search.search import SearchBudget, search_plans
+from realrl.planner.search.search import SearchBudget, search_plans, select_core
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space import build
 from realrl.planner.space.problem import Problem

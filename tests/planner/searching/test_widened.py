@@ -2,17 +2,16 @@
 
 import pytest
 
-from realrl.algorithms.ppo.graph import train_graph
-from realrl.algorithms.ppo.spec import ALGORITHM as PPO_SPEC
-from realrl.families.sizes.published import SHAPES
+from realrl.algorithms.ppo import ALGORITHM as PPO_SPEC
+from realrl.algorithms.ppo import train_graph
+from realrl.families.sizes import SHAPES
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.search import plan_search
-from realrl.planner.search.plan_search import find_plan
-from realrl.planner.search.widened import shrink_scenario, widen_plan
+from realrl.planner.search.plan_search import find_plan, shrink_scenario, widen_plan
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.workload.workload import Workload

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.algorithms.policy.graph import make_eval_graph
+from realrl.algorithms.policy import make_eval_graph
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.durations import Durations

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.algorithms.policy.graph import make_eval_graph
-from realrl.algorithms.ppo.graph import train_graph
+from realrl.algorithms.policy import make_eval_graph
+from realrl.algorithms.ppo import train_graph
 from realrl.dataflow.call import Kind, MovingAverage
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.layout.layout import build_layout
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -19,10 +19,9 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.simulate.durations import Durations
-from realrl.planner.simulate.estimate import Estimate
+from realrl.planner.simulate.estimate import Estimate, MemoryPart, PartKind
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.footprints import compute_footprints
-from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 from realrl.planner.simulate.predicted_trace import predict_trace
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.workload.flops import count_flops, count_layer_weights

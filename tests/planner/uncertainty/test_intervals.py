@@ -8,18 +8,23 @@ import numpy as np
 import pytest
 
 from realrl.plan.plan import Plan
-from realrl.planner.calibration.calibrate import calibrate_profile
-from realrl.planner.calibration.comparison import CallCosts, Comparison, Seconds
 from realrl.planner.profile.profile import Profile, SweepSpread
+from realrl.planner.report.calibrate import calibrate_profile
+from realrl.planner.report.comparison import CallCosts, Comparison, Seconds
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.uncertainty import sampled_steps, spreads
-from realrl.planner.uncertainty.draws import Draws
 from realrl.planner.uncertainty.outlook import LEVEL
 from realrl.planner.uncertainty.ranking import StepSampler, find_interval
-from realrl.planner.uncertainty.sampled_steps import sample_step
-from realrl.planner.uncertainty.sources import CallErrors, find_call_errors, widen
-from realrl.planner.uncertainty.spreads import SPREADS, Spread
+from realrl.planner.uncertainty.sampled_steps import (
+    SPREADS,
+    CallErrors,
+    Draws,
+    Spread,
+    find_call_errors,
+    sample_step,
+    widen,
+)
 from tests.planner.simulating.test_estimate import preset, sampled_plan, scenario
 
 NOTHING = CallErrors("profile", Spread(machine=0.0, call=0.0))

@@ -6,19 +6,19 @@ from random import Random
 import pytest
 
 from realrl.plan.plan import Plan
-from realrl.planner.evaluate.timeline import Timeline
-from realrl.planner.report.contenders import list_contenders
+from realrl.planner.report.make import list_contenders
 from realrl.planner.report.report import CHOSEN, FASTEST
 from realrl.planner.search import plan_search
+from realrl.planner.search.many_plans import Timeline
 from realrl.planner.search.plan_search import find_best_plan
 from realrl.planner.search.variants import Variants
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.space.build import build_problem
 from realrl.planner.space.problem import Assignment, Problem
-from realrl.planner.uncertainty import preference
+from realrl.planner.uncertainty import ranking
 from realrl.planner.uncertainty.outlook import CONVINCING
-from realrl.planner.uncertainty.preference import MOST_LONGER, choose_plan, count_parts
+from realrl.planner.uncertainty.ranking import MOST_LONGER, choose_plan, count_parts
 from tests.planner.simulating.test_estimate import preset, scenario
 
 OF = scenario()
@@ -125,8 +125,8 @@ def test_the_report_names_the_faster_plan_that_a_simpler_one_was_preferred_to(
     plain = find_best_plan(of)
     assert plain.estimate.step_seconds <= plain.fastest.step_seconds * (1 + MOST_LONGER)
     monkeypatch.setattr(plan_search, "MOST_LONGER", 0.5)
-    monkeypatch.setattr(preference, "MOST_LONGER", 0.5)
-    monkeypatch.setattr(preference, "CONVINCING", 1.01)
+    monkeypatch.setattr(ranking, "MOST_LONGER", 0.5)
+    monkeypatch.setattr(ranking, "CONVINCING", 1.01)
     best = find_best_plan(of)
     contenders = list_contenders(of, best)
     assert contenders[CHOSEN].parts < contenders[FASTEST].parts

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from realrl.runtime.output.saved import list_checkpoints
+from realrl.checkpoint.saved import list_checkpoints
 
 
 def interrupt(run_dir: Path, step: int, directory: Path) -> Path:

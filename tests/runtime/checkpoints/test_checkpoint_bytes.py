@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from realrl.checkpoint.saved import list_checkpoints
 from realrl.cli.app import run_app
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
@@ -12,7 +13,6 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.reliability.storage import count_traffic
 from realrl.program.lower import home_placements
 from realrl.recipe.load import load_experiment
-from realrl.runtime.output.saved import list_checkpoints
 from realrl.runtime.prepare.scenarios import make_scenario
 from tests.conftest import World
 from tests.runtime.checkpoints.test_resume import write_recipe

@@ -11,15 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from realrl.checkpoint.state.writer import write_state
+from realrl.checkpoint.retention import choose_kept
+from realrl.checkpoint.saved import list_checkpoints
+from realrl.checkpoint.storage import write_state
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.recipe.data import SpikeConfig
 from realrl.recipe.evaluation import BestConfig
-from realrl.recipe.sections.checkpoint import CheckpointConfig
-from realrl.runtime.checkpoints.retention import choose_kept
-from realrl.runtime.checkpoints.spikes import Spike, SpikeDetector
-from realrl.runtime.output.saved import list_checkpoints
+from realrl.recipe.run_settings import CheckpointConfig
+from realrl.runtime.continuation import Spike, SpikeDetector
 from tests.conftest import World, read_metrics
 from tests.runtime.checkpoints.interrupted import interrupt
 from tests.runtime.checkpoints.test_resume import lines, write_recipe
@@ -86,7 +86,7 @@ def test_training_goes_back_after_a_spike_without_the_records_since(
     assert {*list_checkpoints(run_dir)} == {1, 2, 3, 4, 5}
     assert (run_dir / "checkpoints" / "unused-step-000003").is_dir()
     error = capsys.readouterr().err
-    assert "step 4: actor.train/loss is 9, usually 1; training goes back to step 2, leaving out 32" in error
+    assert "step 4: actor.train/loss is 9, usually 1; training goes back to step 2 and skips 32" in error
 
 
 def test_a_mistake_does_not_lose_the_checkpoint_that_is_being_written(
@@ -97,7 +97,7 @@ def test_a_mistake_does_not_lose_the_checkpoint_that_is_being_written(
         time.sleep(1)
         write_state(*arguments, copied=copied, **more)
 
-    monkeypatch.setattr("realrl.checkpoint.state.writer.write_state", write)
+    monkeypatch.setattr("realrl.checkpoint.storage.write_state", write)
     reward = tmp_path / "broken.py"
     reward.write_text(BROKEN)
     more = {"reward__function": f"{reward}:score", "data__eval": None, "evaluation__every": None}
@@ -176,7 +176,7 @@ def test_an_export_is_what_was_saved(
     assert len(index["weight_map"]) == len(whole) > len({*index["weight_map"].values()}) > 1
     capsys.readouterr()
     assert run_app([*small, "20", "--overwrite"]) == 2
-    assert "--max-shard-size: '20' is no size; write a number and a unit" in capsys.readouterr().err
+    assert "--max-shard-size: '20' is not a size; write a number and a unit" in capsys.readouterr().err
 
 
 def test_a_new_run_from_saved_models_goes_on_with_their_state(
@@ -190,7 +190,7 @@ def test_a_new_run_from_saved_models_goes_on_with_their_state(
     models = {"models__actor": {"path": str(final)}, "models__critic": {"path": f"{final}-critic"}}
     recipe = write_recipe(world, "ppo", tmp_path / "second", **kl, **none, **models)
     assert run_app(["train", str(recipe)]) == 0
-    assert f"the algorithm goes on from {final}-state.json" in capsys.readouterr().err
+    assert f"the algorithm continues from {final}-state.json" in capsys.readouterr().err
     run_dir = tmp_path / "second" / "run"
     first = read_metrics(run_dir)[0]
     assert first["actor.train/kl_coef"] == pytest.approx(coefficient)
@@ -198,5 +198,5 @@ def test_a_new_run_from_saved_models_goes_on_with_their_state(
     for path in (run_dir / "checkpoints", *run_dir.glob("final*"), run_dir / "summary.json"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert run_app(["train", str(recipe)]) == 0
-    assert "has no checkpoint yet, and starts again" in capsys.readouterr().err
+    assert "has no checkpoint yet and starts again" in capsys.readouterr().err
     assert read_metrics(run_dir)[0] == first

@@ -10,8 +10,8 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.presets import PRESETS
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
+from realrl.testing.check import make_uniform_plan
 from realrl.testing.compare import compare_runs
-from realrl.testing.plans import make_uniform_plan
 from realrl.testing.ranks import run_on_ranks
 from tests.conftest import FORMS, World, build_world
 from tests.runtime.checkpoints.interrupted import interrupt

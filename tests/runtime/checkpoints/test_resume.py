@@ -119,7 +119,7 @@ def test_a_run_of_another_recipe_is_not_continued(
     assert run_app(["train", str(run_dir), *longer]) == 0
     said = capsys.readouterr().err
     assert "changed since: models.actor.optimizer.lr: 0.001, now 0.002" in said
-    schedule = "models.actor: the learning rate goes on as the cosine schedule of the new length has it"
+    schedule = "models.actor: the learning rate now follows the cosine schedule of the new length"
     assert schedule in said
     assert run_app(["train", str(run_dir), "training.epochs=3"]) == 0
     said = capsys.readouterr().err
@@ -283,14 +283,14 @@ def test_a_change_of_what_scores_is_noticed(
     for changed in (f"reward.function, {code}", "field 'answer' of data.train"):
         assert run_app(["train", str(recipe), "training.steps=2"]) == 2
         error = capsys.readouterr().err
-        assert f"what scores has changed since {run} was trained ({changed}), so that other scores" in error
+        assert f"scoring has changed since {run} was trained ({changed}), so the run would continue" in error
         assert "set resume=changed" in error
         code.write_text(function)
         write("b")
     assert run_app(["train", str(recipe), "training.steps=2", "resume=changed"]) == 0
-    assert "note: what scores has changed" in capsys.readouterr().err
+    assert "note: scoring has changed" in capsys.readouterr().err
     assert run_app(["train", str(recipe), "training.steps=3"]) == 0
-    assert "what scores" not in capsys.readouterr().err
+    assert "scoring has" not in capsys.readouterr().err
 
 
 TEMPLATE = (

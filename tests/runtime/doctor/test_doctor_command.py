@@ -12,8 +12,7 @@ import pytest
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.runtime.doctor import examine
-from realrl.runtime.doctor.finding import problem
-from realrl.runtime.doctor.local_measurement import RankFigures, measure_locally
+from realrl.runtime.doctor.links import Measured, measure_locally
 from tests.conftest import World
 from tests.runtime.processes import PATIENCE
 
@@ -34,7 +33,7 @@ def test_a_recipe_and_local_ranks_are_examined(
     assert status == int(any(finding["status"] == "problem" for finding in found))
     assert "gloo from rank 0 to rank 1" in by_subject["links"]
     assert "ppo on cluster 1x2 is expected to fit" in by_subject["recipe"]
-    assert "a checkpoint needs" in by_subject["run directory"] and "torch" in by_subject
+    assert "a checkpoint needs" in by_subject["disk"] and "torch" in by_subject
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -45,9 +44,7 @@ def test_problems_are_in_the_table_and_in_the_status(
         raise RuntimeError("no process can be started")
 
     monkeypatch.setattr(examine, "measure_locally", broken)
-    monkeypatch.setattr(
-        examine, "check_versions", lambda: [problem("versions", "all wrong; install another")]
-    )
+    monkeypatch.setattr(examine, "check_versions", lambda: [("problem", "all wrong; install another")])
     recipe = world.recipe("sft", tmp_path, trackers__wandb={}, device_memory="300MiB")
     assert run_app(["doctor", str(recipe), "--run-dir", "/proc/run"]) == 1
     out = " ".join(capsys.readouterr().out.split())
@@ -79,19 +76,19 @@ def test_bad_input_is_told_from_problems(
     assert words in error and error.startswith("realrl: ") and error.count("\n") == 1
 
 
-def test_ranks_that_do_not_end_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_end_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure_locally(10**6, "cpu", 0.0)
-    assert found.torch is None and found.loading == 16 and not found.error
+    assert found.torch is None and found.error == "16 processes did not load torch within 0 s"
     subject = examine.find_subject(None, "1x2", None, launched=None)
     (finding,) = examine.judge_ranks(subject, found)
-    assert finding.status == "warning" and "16 processes were still loading torch" in finding.text
+    assert finding.status == "problem" and finding.subject == "links"
 
-    def stand_still(rank: int, world: int, arguments: list[str], scratch: str, log: Any) -> Any:
-        (Path(scratch) / f"begun-{rank}").touch()
-        return subprocess.Popen(["sleep", "3600"])
-
-    monkeypatch.setattr("realrl.runtime.doctor.local_measurement._start", stand_still)
-    assert "had not ended after 0 s" in measure_locally(2, "cpu", 0.0).error
+    # It stands in for ranks that lose messages after torch is loaded.
+    python = tmp_path / "python"
+    python.write_text("""#!/bin/sh\necho '{"torch": {}, "links": [], "error": ""}' > "$3"; exec sleep 3600""")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert measure_locally(2, "cpu", 2.0).error == "2 processes did not exchange messages within 2 s"
 
 
 def test_a_mistake_of_a_recipe_is_one_finding_among_others(
@@ -102,10 +99,10 @@ def test_a_mistake_of_a_recipe_is_one_finding_among_others(
     def refuse(*_: object) -> None:
         raise UserError("plan: symmetric: device 0 needs more than it has")
 
-    monkeypatch.setattr("realrl.runtime.doctor.recipe_needs.check_fit", refuse)
+    monkeypatch.setattr("realrl.runtime.doctor.examine.check_fit", refuse)
     experiment = load_experiment(str(world.recipe("sft", tmp_path)))
     subject = examine.find_subject(experiment, "1x1", None, launched=None)
-    found = examine.judge_ranks(subject, examine.RankFigures(torch=None, error="too slow"))
+    found = examine.judge_ranks(subject, Measured(error="too slow"))
     assert {(finding.subject, finding.status) for finding in found} == {
         ("links", "problem"),
         ("recipe", "problem"),
@@ -135,8 +132,10 @@ def test_two_nodes_of_torchrun_print_one_table(tmp_path: Path) -> None:
     assert outputs[1] == ""
     found = json.loads(outputs[0])
     texts = {(finding["subject"], finding["text"]) for finding in found}
-    assert ("run directory", "all nodes see the same directory") in texts
-    assert any(subject == "clocks" and text.startswith("2 nodes") for subject, text in texts)
+    assert ("disk", "all nodes see the same run_dir") in texts
+    assert any(
+        subject == "links" and text.startswith("gloo from rank 0 to rank 1") for subject, text in texts
+    )
     assert sum(finding["subject"] == "versions" and bool(finding["node"]) for finding in found) >= 2
     assert list(tmp_path.iterdir()) == []
 
@@ -145,7 +144,7 @@ def test_a_verifier_that_does_not_work_is_a_problem_of_the_recipe(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("math_verify")
-    monkeypatch.setattr(examine, "measure_locally", lambda *given: RankFigures(torch=None))
+    monkeypatch.setattr(examine, "measure_locally", lambda *given: Measured())
     recipe = world.recipe("grpo", tmp_path, reward={"verifier": {"kind": "math"}}, models__reward=None)
     run_app(["doctor", str(recipe)])
     assert "reward.function works" in capsys.readouterr().out

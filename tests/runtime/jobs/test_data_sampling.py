@@ -8,7 +8,7 @@ import pytest
 
 from realrl.cli.app import run_app
 from realrl.runtime.evaluation.answers import Answer
-from realrl.runtime.sampling import choose_best
+from realrl.runtime.evaluation.generate import choose_best
 from tests.conftest import World, write_jsonl
 from tests.runtime.conftest import Command
 

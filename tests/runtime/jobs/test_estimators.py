@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from realrl.runtime.evaluation.estimators import (
+from realrl.runtime.evaluation.answers import (
     compute_win_rate,
     estimate_majority,
     estimate_pass,

@@ -15,7 +15,7 @@ from realrl.recipe.evaluation import BestConfig, EvaluationConfig
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from realrl.runtime.evaluation.answers import Answer, AnswerMetrics
-from realrl.runtime.evaluation.best import BestEvaluation
+from realrl.runtime.evaluation.training import BestEvaluation
 from realrl.testing.ranks import run_on_ranks
 from tests.conftest import World, read_metrics, write_jsonl
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from realrl.cli.app import run_app
-from realrl.data.tokenizer import save_tokenizer, train_bpe
+from realrl.huggingface.tokenizers import save_tokenizer, train_bpe
 from realrl.testing.records import write_sentence
 from tests.conftest import World
 from tests.runtime.processes import end, start

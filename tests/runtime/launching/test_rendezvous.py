@@ -11,9 +11,14 @@ import pytest
 import torch.distributed as dist
 
 from realrl.config.errors import UserError
-from realrl.runtime.network import interfaces
-from realrl.runtime.network.interfaces import INTERFACE_VARIABLE, find_interface, find_own_address, use_route
-from realrl.runtime.network.rendezvous import open_new_store
+from realrl.runtime.processes import network
+from realrl.runtime.processes.network import (
+    INTERFACE_VARIABLE,
+    find_interface,
+    find_own_address,
+    use_route,
+)
+from realrl.runtime.processes.rendezvous import open_new_store
 
 
 def test_a_rendezvous_finds_nothing_of_an_earlier_start() -> None:
@@ -36,8 +41,8 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Peer -> the address of this node on the way to it. The host's own name is on the loopback interface."""
     found = {"node0": "127.0.1.1", "10.0.0.2": "10.0.0.1"}
     monkeypatch.delenv(INTERFACE_VARIABLE, raising=False)
-    monkeypatch.setattr(interfaces, "find_own_address", lambda peer: found[peer])
-    monkeypatch.setattr(interfaces, "find_interface", lambda address: f"to-{address}")
+    monkeypatch.setattr(network, "find_own_address", lambda peer: found[peer])
+    monkeypatch.setattr(network, "find_interface", lambda address: f"to-{address}")
     return found
 
 

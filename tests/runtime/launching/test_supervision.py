@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from realrl.plan.cluster import Cluster
-from realrl.recipe.sections.launch import LaunchConfig
+from realrl.recipe.run_settings import LaunchConfig
 from realrl.runtime.launcher.launch import Start, find_smaller_start
 from realrl.runtime.launcher.local import hide_gpus
 from realrl.runtime.supervision.board import FileBoard, WorkProbe, is_alive

@@ -9,7 +9,7 @@ import pytest
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
-from realrl.runtime.network.node_place import find_node_place
+from realrl.runtime.processes.network import find_node_place
 from tests.conftest import World, read_metrics
 from tests.runtime.processes import PATIENCE
 

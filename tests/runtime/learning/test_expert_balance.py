@@ -9,7 +9,7 @@ from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
-from realrl.testing.shape import SHAPE
+from realrl.testing.shrink import SHAPE
 from tests.conftest import World, read_metrics
 
 MIXTURE = {"family": "mixtral", "intermediate_size": 24, "mixture": {"experts": 8, "per_token": 2}}

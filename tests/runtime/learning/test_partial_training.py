@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.layout.sets import TrainablePart
 from realrl.plan.cluster import Cluster
-from realrl.planner.calibration.comparison import Comparison
+from realrl.planner.report.comparison import Comparison
 from realrl.program.instructions import Instruction, Load, Reallocate
 from realrl.program.memory import StoredModel
 from realrl.recipe.load import load_experiment

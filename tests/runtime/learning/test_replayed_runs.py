@@ -8,13 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from realrl.cli.app import run_app
-from realrl.families.experts import Mixture
+from realrl.families.shape import Mixture
 from realrl.plan.cluster import Cluster
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
-from realrl.testing.models import save_model
 from realrl.testing.ranks import run_on_ranks
-from realrl.testing.shape import SHAPE
+from realrl.testing.shrink import SHAPE, save_model
 from tests.conftest import World, read_metrics
 from tests.model.small_models import SHAPES
 
@@ -175,7 +174,9 @@ def test_a_model_without_experts_has_nothing_to_replay(
     recipe = world.recipe("ppo", tmp_path, models__actor__router_replay=replay)
     assert run_app(["train", str(recipe)]) == 2
     written = " ".join(capsys.readouterr().err.split())
-    assert f"models.actor.router_replay={str(replay).lower()}: the model is no mixture of experts" in written
+    assert (
+        f"models.actor.router_replay={str(replay).lower()}: the model is not a mixture of experts" in written
+    )
 
 
 def test_a_role_that_samples_nothing_has_nothing_to_replay(

@@ -9,10 +9,10 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from realrl.checkpoint.directory import read_shape
 from realrl.cli.app import run_app
+from realrl.huggingface.directory import read_shape
 from realrl.recipe.load import load_experiment
-from realrl.runtime.setup import load_shared_tokenizer, load_stop_token_ids, read_stop_token_ids
+from realrl.runtime.prepare.inputs import load_shared_tokenizer, load_stop_token_ids, read_stop_token_ids
 from tests.conftest import World, read_metrics
 
 TEMPLATE = (
@@ -136,7 +136,7 @@ def test_answers_end_where_the_template_ends_a_turn(
     )
     assert run_app(["train", str(recipe)]) == 0
     end = AutoTokenizer.from_pretrained(turning).convert_tokens_to_ids(TURN_END)
-    assert f"lacks what ends answers here: {end} ({TURN_END})" in capsys.readouterr().err
+    assert f"lacks tokens that end answers here: {end} ({TURN_END})" in capsys.readouterr().err
     assert run_app(["data", str(recipe)]) == 0
     assert f"[[a plot{TURN_END}]]" in capsys.readouterr().out
     ends = read_stop_token_ids(AutoTokenizer.from_pretrained(turning), str(turning), 320)
@@ -173,7 +173,7 @@ def test_end_tokens_of_a_command_take_the_place_of_the_models_own(
     assert any(len(row["tokens"]) > 1 for row in rows)  # which the model's own ends would have been
     command = ["generate", str(opened), "--prompt", "the", "--stop-token-id", "320"]
     assert run_app(command) == 2
-    expected = "stop_token_ids=320 is no token of the model's vocabulary, which ends with 319"
+    expected = "stop_token_ids=320 is outside the model's vocabulary, which ends with 319"
     assert expected in capsys.readouterr().err
 
 
@@ -200,7 +200,7 @@ def test_end_tokens_of_a_recipe_take_the_place_of_the_models_own(
     assert lengths[0] < 2 and lengths[1] > NEW / 2
     recipe = world.recipe("ppo", tmp_path, **changes, generation__stop_token_ids=[2, 320])
     assert run_app(["train", str(recipe)]) == 2
-    assert "generation.stop_token_ids=320 is no token of the model's vocabulary" in capsys.readouterr().err
+    assert "generation.stop_token_ids=320 is outside the model's vocabulary" in capsys.readouterr().err
     recipe = world.recipe("ppo", tmp_path, **changes, generation__stop_token_ids=[])
     assert run_app(["train", str(recipe)]) == 2
     assert "generation.stop_token_ids" in capsys.readouterr().err

@@ -1,23 +1,20 @@
 """Generate calls leave their memory to the next step where the plan's memory has room, and learn the same."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
 
 from realrl.engine.generation.decode_memory import KeptDecoding
 from realrl.engine.generation.generator import generate
+from realrl.planner.simulate.estimate import MemoryPart, PartKind
 from realrl.planner.simulate.footprints import compute_footprints
-from realrl.planner.simulate.memory_part import MemoryPart, PartKind
+from realrl.runtime.prepare.device_memory import list_kept_decoding
 from realrl.runtime.prepare.devices import memory_spec
 from realrl.runtime.prepare.gpu import Gpu
 from realrl.runtime.prepare.scenarios import phase_scenarios
-from realrl.runtime.processes.process import Process
 from realrl.runtime.training_run import TrainingRun
 from realrl.runtime.worker import worker
-from realrl.runtime.worker.kept_decoding import list_kept_decoding
 from tests.conftest import World
 from tests.runtime.models.test_offload import ALONE, copy_of, prepared, recipe
 
@@ -26,8 +23,7 @@ HOME = ALONE.split("offload:")[0]
 
 
 def kept_of(run: TrainingRun, memory: int = 80 << 30) -> dict[str, int]:
-    one = SimpleNamespace(rank=0, gpu=Gpu(NAME, memory))
-    return list_kept_decoding(run.experiment, run.compiled, cast(Process, one))
+    return list_kept_decoding(run.experiment, run.compiled, 0, Gpu(NAME, memory))
 
 
 def test_memory_is_kept_where_everything_else_fits_beside_it(world: World, tmp_path: Path) -> None:
@@ -50,7 +46,7 @@ def test_memory_is_kept_where_everything_else_fits_beside_it(world: World, tmp_p
 
 def test_nothing_is_kept_where_parameters_leave_or_there_are_no_graphs(world: World, tmp_path: Path) -> None:
     home = prepared(recipe(world, tmp_path / "home", HOME))
-    assert list_kept_decoding(home.experiment, home.compiled, home.process) == {}, "a CPU"
+    assert list_kept_decoding(home.experiment, home.compiled, 0, None) == {}, "a CPU"
     assert kept_of(prepared(recipe(world, tmp_path / "offloaded", ALONE))) == {}
 
 

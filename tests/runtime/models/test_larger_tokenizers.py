@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from realrl.cli.app import run_app
-from realrl.data.tokenizer import train_bpe
+from realrl.huggingface.tokenizers import train_bpe
 from realrl.recipe.load import load_experiment
-from realrl.runtime.setup import list_tokenizer_notes, load_shared_tokenizer
+from realrl.runtime.prepare.inputs import list_tokenizer_notes, load_shared_tokenizer
 from tests.conftest import World, read_metrics
 
 

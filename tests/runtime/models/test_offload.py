@@ -7,22 +7,22 @@ from typing import cast
 import pytest
 import torch
 
-from realrl.checkpoint import huggingface
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
-from realrl.engine.buffers.flat import FlatBuffer
-from realrl.engine.buffers.offload import Offloadable, PlainCopies
+from realrl.engine.buffers import FlatBuffer
 from realrl.engine.model import Model
+from realrl.engine.offload import HostCopies, Offloadable
 from realrl.families.registry import model_tensors
+from realrl.huggingface import model_files
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.program.instructions import Load
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
+from realrl.runtime.prepare.device_memory import list_early_loads
 from realrl.runtime.prepare.gpu import Gpu
 from realrl.runtime.processes.process import Process
 from realrl.runtime.training_run import TrainingRun
-from realrl.runtime.worker.early_loads import list_early_loads
 from realrl.runtime.worker.roles import Roles
 from tests.conftest import World, read_metrics
 
@@ -152,7 +152,7 @@ def test_training_begins_with_the_weights_that_were_read(world: World, tmp_path:
     assert torch.equal(master, parameters.float()) and parameters.any()
 
 
-class _Beside(PlainCopies):
+class _Beside(HostCopies):
     """Copies that may begin early, as on a GPU."""
 
     asynchronous = True
@@ -161,12 +161,12 @@ class _Beside(PlainCopies):
 def test_loads_that_begin_early_change_nothing(world: World, tmp_path: Path) -> None:
     usual = prepared(recipe(world, tmp_path / "usual", None))
     offloaded = prepared(recipe(world, tmp_path / "offloaded", ALONE))
-    one = SimpleNamespace(rank=0, gpu=Gpu("NVIDIA H100 80GB HBM3", 80 << 30))
-    early = list_early_loads(offloaded.experiment, offloaded.compiled, cast(Process, one))
+    gpu = Gpu("NVIDIA H100 80GB HBM3", 80 << 30)
+    early = list_early_loads(offloaded.experiment, offloaded.compiled, 0, gpu)
     program = offloaded.compiled.train.programs[0]
     # Of the parameters and the optimizers of two roles, at least, some are loaded after the first call.
     assert sum(len(loads) for loads in next(found for of, found in early if of is program).values()) >= 2
-    assert not list_early_loads(offloaded.experiment, offloaded.compiled, offloaded.process)
+    assert not list_early_loads(offloaded.experiment, offloaded.compiled, 0, None)
     roles = offloaded.roles
     offloaded.worker._early_loads = early
     memories = [held.memory for model in roles._models.values() for held in model.sets.values()]
@@ -229,10 +229,10 @@ def test_the_divergence_is_zero_after_the_reference_has_been_replaced(runs: tupl
 def test_a_sharded_model_is_saved_whole(runs: tuple[Path, Path], name: str) -> None:
     def saved(run: Path) -> FlatBuffer:
         head = "lm" if name == "final" else "scalar"
-        shape = huggingface.read_shape(run / name)
+        shape = model_files.read_shape(run / name)
         tensors = model_tensors(shape, head)
         buffer = FlatBuffer(tensors, torch.float32, "cpu")
-        assert huggingface.load(run / name, shape, tensors, buffer) == []
+        assert model_files.load(run / name, shape, tensors, buffer) == []
         return buffer
 
     alone, mixed = map(saved, runs)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from realrl.checkpoint import huggingface
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.engine.finite import NotFiniteError
+from realrl.huggingface import model_files
 from realrl.recipe.load import load_experiment
 from realrl.runtime.train import train
 from realrl.testing.ranks import Silent
@@ -128,7 +128,7 @@ EARLY: dict[str, tuple[Callable[[World, Path], dict[str, object]], str]] = {
     ),
     "a language model for a reward": (
         lambda w, d: {"models__reward": {"path": w.actor}},
-        "is no sequence classifier: it has no tensor score.weight",
+        "is not a sequence classifier: it has no tensor score.weight",
     ),
     "data": (bad_data, "data.jsonl:1: not valid JSON"),
     "positions": (lambda w, d: {"data__max_prompt_tokens": 2040}, "is more than the 2048 positions"),
@@ -144,7 +144,7 @@ def test_mistakes_that_show_without_weights_come_before_weights_are_loaded(
     def loads(*_: object) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(huggingface, "load", loads)
+    monkeypatch.setattr(model_files, "load", loads)
     fields, words = EARLY[case]
     recipe = world.recipe("ppo", tmp_path, **{"data__max_tokens": 4096, **fields(world, tmp_path)})
     with pytest.raises(UserError) as caught:
@@ -195,9 +195,8 @@ def test_ignored_and_changed_settings_of_opened_models_are_noted(
     assert run_app(["train", str(recipe)]) == 0
     error = capsys.readouterr().err
     assert (
-        "note: models.reward: " in error
-        and "attention_dropout=0.1; training here is without dropout" in error
+        "note: models.reward: " in error and "attention_dropout=0.1; training here uses no dropout" in error
     )
-    assert "padding token </s>: saved with the padding token <pad>" in error
+    assert "padding token </s>; saved with the padding token <pad>" in error
     config = json.loads((tmp_path / "run" / "final" / "config.json").read_text())
     assert config["pad_token_id"] == 2 and config["attention_dropout"] == 0.1

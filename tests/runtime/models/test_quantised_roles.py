@@ -11,10 +11,10 @@ import yaml
 
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
-from realrl.engine.buffers.local_set import LocalSet
+from realrl.engine.buffers import LocalSet
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.families.tensors import Quantisation
 from realrl.layout.layout import build_layout
 from realrl.layout.sets import BASE, QUANTISED, TUNED, TrainablePart
@@ -26,7 +26,7 @@ from realrl.planner.workload.workload import Workload
 from realrl.program.memory import HeldState, Memory, StoredModel
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
-from realrl.testing.shape import SHAPE
+from realrl.testing.shrink import SHAPE
 from tests.conftest import PPO_CALLS, World, read_metrics
 from tests.runtime.checkpoints.interrupted import interrupt
 from tests.runtime.models.test_offload import home, prepared

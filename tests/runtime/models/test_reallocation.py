@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realrl.checkpoint import portions
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.families.shape import ModelShape
+from realrl.huggingface import shards
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.limits import CPU_MESSAGES, GPU_MESSAGES, MessageLimits
 from realrl.layout.routing.chunks import group_tensors
@@ -24,8 +24,7 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
-from realrl.runtime.worker.agreement import ReallocationError
-from realrl.runtime.worker.reallocation import Reallocator, Staging
+from realrl.runtime.worker.reallocation import ReallocationError, Reallocator, Staging
 from tests.forked import run_forked
 
 RANKS = 8
@@ -177,12 +176,12 @@ def groups_of_tensors_can_go_one_by_one(bench: Bench) -> Iterator[str]:
 
 def rows_of_tensors_can_go_one_by_one(bench: Bench) -> Iterator[str]:
     """As they do to the process that saves a model, in portions of a few hundred bytes."""
-    tensors, portions.PORTION_BYTES = whole(), 700
+    tensors, shards.PORTION_BYTES = whole(), 700
     for a, b in ((EVERYWHERE[4], SOMEWHERE[0]), (EVERYWHERE[-1], SOMEWHERE[1]), (SOMEWHERE[9], SOMEWHERE[0])):
         if not takes_part(bench.rank, a, b):
             continue
         source, target = build_layout(SHAPE, "lm", a), build_layout(SHAPE, "lm", b)
-        parts = portions.list_portions(target.specs, torch.float32)
+        parts = shards.list_portions(target.specs, torch.float32)
         groups = [{part.spec.name: part.region for part in portion} for portion in parts]
         reallocator = Reallocator(
             reallocate(source, target, CLUSTERS[1]), bench.process, label="actor", dtypes=SINGLE,

@@ -157,7 +157,10 @@ def test_offloading_what_others_share_is_one_message(world: World, tmp_path: Pat
     document = {"cluster": "1x1", "calls": calls, "offload": ["ref"]}
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(document))
     experiment = load_experiment(str(recipe(world, tmp_path, plan=str(tmp_path / "plan.yaml"))))
-    with pytest.raises(UserError, match=r"offload: ref shares its frozen weights with actor in one layout"):
+    with pytest.raises(
+        UserError,
+        match="offload: ref cannot be offloaded: it shares its frozen weights",
+    ):
         compile_recipe(experiment, Cluster(1, 1))
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from realrl.checkpoint import huggingface
 from realrl.data.batch import Ragged
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.shape import Head
+from realrl.huggingface import model_files
 from realrl.model.packing import Packing
 from realrl.testing.records import write_sentence
 from tests.conftest import World, read_metrics
@@ -20,9 +20,9 @@ TEXTS = [write_sentence(i, mood) for i in range(25) for mood in ("good", "bad")]
 
 
 def load(path: Path, head: Head) -> Model:
-    shape = huggingface.read_shape(path)
+    shape = model_files.read_shape(path)
     model = make_unsharded_model(shape, head, dtype=torch.float32, device=torch.device("cpu"))
-    assert huggingface.load(path, model.shape, model.layout.specs, model.parameters) == []
+    assert model_files.load(path, model.shape, model.layout.specs, model.parameters) == []
     return model
 
 

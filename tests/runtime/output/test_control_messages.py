@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 
 from realrl.data.batch import Batch, Ragged
-from realrl.layout.routing.links import Links
-from realrl.plan.cluster import Cluster
+from realrl.plan.cluster import Cluster, Links
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
 from realrl.planner.moves.exchange import ExchangeModel
 from realrl.program.instructions import ShareLengths
 from realrl.program.lower import home_placements, lower
-from realrl.runtime.measure.step_reports import StepReports
+from realrl.runtime.costs import StepReports
 from realrl.runtime.measure.step_timer import StepTimes
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.exchange import Exchange

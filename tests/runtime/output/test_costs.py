@@ -13,17 +13,23 @@ from realrl.cli.app import run_app
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.calibration.calibrate import calibrate_profile
-from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.profile.profile import Profile
+from realrl.planner.report.calibrate import calibrate_profile
+from realrl.planner.report.comparison import Comparison
 from realrl.program.instructions import Load, Run
 from realrl.program.memory import Memory
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from realrl.runtime.costs import lengths
-from realrl.runtime.measure.allocations import Allocations, count_allocations
-from realrl.runtime.measure.step_timer import StepTimer, StepTimes, TimedSpan, estimate_offset
+from realrl.runtime.measure.step_timer import (
+    Allocations,
+    StepTimer,
+    StepTimes,
+    TimedSpan,
+    count_allocations,
+    estimate_offset,
+)
 from realrl.runtime.measure.timing_log import KEPT_STEPS, TimingLog
 from realrl.runtime.observer import MetricsRecord
 from realrl.runtime.train import train
@@ -258,7 +264,7 @@ def test_a_prediction_that_fails_costs_no_run(
     costs = Comparison.load(run(world, "sft", tmp_path))
     assert costs.predicted_step_seconds is None and costs.step.steps == 4
     error = capsys.readouterr().err
-    assert error.count("what steps cost is not predicted: ZeroDivisionError: nothing by nothing") == 1
+    assert error.count("steps are compared without a prediction: ZeroDivisionError: nothing by nothing") == 1
 
 
 def test_a_run_calibrates_the_prediction_of_its_own_calls(finished: Mapping[str, Path]) -> None:

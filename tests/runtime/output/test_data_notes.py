@@ -40,7 +40,7 @@ def test_sources_without_weights_need_no_note():
 def test_records_of_training_that_are_evaluated_on_are_noted():
     train, held_out = (Dataset({}, sources=[count(path, 1, 10) for path in paths]) for paths in ("ab", "bc"))
     assert list(list_data_notes({"train": train, "eval": held_out})) == [
-        "data.eval: b is in data.train, too, so evaluations do not show how a model does on new records"
+        "data.eval: b is also in data.train, so evaluations do not show how a model does on new records"
     ]
     assert not list(list_data_notes({"train": None, "eval": held_out}))
 

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from realrl.algorithms.ppo.spec import ALGORITHM as PPO
-from realrl.algorithms.sft.spec import ALGORITHM as SFT
+from realrl.algorithms.ppo import ALGORITHM as PPO
+from realrl.algorithms.sft import ALGORITHM as SFT
 from realrl.recipe.algorithm import AlgorithmSpec, SummaryMetric
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import parse_experiment
-from realrl.runtime.output.metric_notes import list_metric_notes
+from realrl.runtime.output.notes import list_metric_notes
 
 TRAINED = {"actor.train/loss": 1.0, "actor.train/grad_norm": 1.0}
 EVALUATED = {"actor.inference/loss": 1.0}

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from realrl.checkpoint.state.manifest import Manifest
+from realrl.checkpoint.manifest import Manifest
+from realrl.checkpoint.saved import list_checkpoints
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
-from realrl.config.user_function import UserFunction
+from realrl.config.user_code import UserFunction
 from realrl.data.order import split_eval_batches
 from realrl.plan.plan import Plan
 from realrl.program.lower import home_placements
@@ -21,7 +22,6 @@ from realrl.program.validate import validate
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.load import dump_experiment, load_experiment
 from realrl.runtime.output.rundir import RunDirectory
-from realrl.runtime.output.saved import list_checkpoints
 from tests.conftest import World, read_metrics
 from tests.runtime.conftest import run
 
@@ -311,7 +311,7 @@ def test_code_and_a_plan_inside_the_run_directory_are_not_deleted(world: World, 
     earlier_run(run_dir)
     (run_dir / "judge.py").write_text("precious")
     judge = {"data__eval": "e.jsonl", "evaluation__judge": f"{run_dir}/judge.py:f"}
-    (run_dir / "family.py").write_text("from realrl.families.llamas.qwen2 import FAMILY")
+    (run_dir / "family.py").write_text("from realrl.families.built_in.qwen import QWEN2 as FAMILY")
     actor = {"path": "x", "family": f"{run_dir}/family.py"}
     for field, fields in {
         "evaluation.judge": judge,

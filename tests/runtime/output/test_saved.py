@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from realrl.checkpoint.saved import find_saved, remove_partial
 from realrl.config.errors import RunError, UserError
 from realrl.config.files import check_directory, check_file, whole_file
 from realrl.data.batch import Batch, Ragged
 from realrl.plan.cluster import Cluster
 from realrl.recipe.load import load_experiment
 from realrl.runtime.output.rundir import RunDirectory
-from realrl.runtime.output.saved import find_saved, remove_partial
-from realrl.runtime.output.stopped import write_minibatch
 from realrl.runtime.prepare.compile import compile_recipe
+from realrl.runtime.training_run import write_minibatch
 
 DEMO = str(Path(__file__).parents[3] / "recipes" / "demo" / "sft.yaml")
 
@@ -121,7 +121,7 @@ def test_kept_mini_batches_are_written_atomically(tmp_path: Path, monkeypatch: p
         file.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("realrl.runtime.output.stopped.save_file", tear)
+    monkeypatch.setattr("realrl.runtime.training_run.save_file", tear)
     minibatch = Batch((0,), {"tokens": Ragged(torch.tensor([1, 2]), (2,))})
     with pytest.raises(OSError, match="No space"):
         write_minibatch(tmp_path / "minibatches" / "step-000001.safetensors", minibatch)

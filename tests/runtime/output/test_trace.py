@@ -25,7 +25,7 @@ from realrl.program.trace_file import (
 )
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.scenarios import make_scenario
-from realrl.runtime.worker.trace_recorder import KEPT, Trace
+from realrl.runtime.worker.trace import KEPT, Trace
 from realrl.runtime.worker.worker import Worker
 from realrl.testing.ranks import run_on_ranks
 from tests.conftest import World

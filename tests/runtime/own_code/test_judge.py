@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from realrl.algorithms.rewards.judge import Judge
+from realrl.algorithms.rewards.scorers import Judge
 from realrl.config.errors import UserCodeError, UserError
-from realrl.config.user_function import UserFunction
+from realrl.config.user_code import UserFunction
 from realrl.recipe.load import load_experiment
 from realrl.runtime.train import train
 from realrl.testing.ranks import Silent

@@ -12,9 +12,9 @@ import pytest
 import torch
 import yaml
 
-from realrl.algorithms.method import ModelOutput
-from realrl.algorithms.preference.config import PreferenceConfig
-from realrl.algorithms.preference.losses import compute_preference_loss
+from realrl.algorithms.base.method import ModelOutput
+from realrl.algorithms.preference import PreferenceConfig
+from realrl.algorithms.preference_methods import compute_preference_loss
 from realrl.cli.app import run_app
 from realrl.config.user_code import UserCode
 from realrl.data.batch import Batch, Ragged
@@ -24,7 +24,7 @@ from realrl.recipe.algorithm import get_spec
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
-from realrl.runtime.profiler.points.grid import Sizes
+from realrl.runtime.profiler.sizes import Sizes
 from realrl.testing.records import write_sentence
 from tests.conftest import World, read_metrics, write_jsonl
 from tests.runtime.conftest import Command

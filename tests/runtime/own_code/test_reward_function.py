@@ -17,7 +17,7 @@ from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import dump_experiment, load_experiment
 from realrl.runtime.train import train
 from realrl.testing.ranks import Silent, run_on_ranks
-from realrl.testing.shape import SHAPE
+from realrl.testing.shrink import SHAPE
 from tests.conftest import World, read_metrics, write_jsonl
 from tests.runtime.conftest import Command
 
@@ -207,7 +207,7 @@ def test_a_nested_field_that_is_asked_for_is_copied_by_data_columns() -> None:
 
 MISTAKES = {
     "nothing": "reward=FILE:nothing: FILE has no nothing",
-    "math": "reward=FILE:math is no function",
+    "math": "reward=FILE:math is not a function",
     "by_position": "reward=FILE:by_position takes completions by position only; it is called with keyword"
     " arguments",
     "waits_often": "reward=FILE:waits_often is an async generator; return a list",
@@ -263,7 +263,7 @@ def test_a_saved_recipe_finds_code_of_the_user_from_any_directory(
     world: World, tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = file.with_name("family.py")
-    family.write_text("from realrl.families.llamas.llama import FAMILY\n")
+    family.write_text("from realrl.families.built_in.llama import LLAMA as FAMILY\n")
     written = recipe(
         world,
         tmp_path,

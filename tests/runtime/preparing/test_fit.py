@@ -13,18 +13,15 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import ModelShape
 from realrl.plan.cluster import Cluster
 from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.simulate.estimate import Footprint
-from realrl.planner.simulate.memory_part import MemoryPart, PartKind
+from realrl.planner.simulate.estimate import Footprint, MemoryPart, PartKind
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment
 from realrl.recipe.model import ModelConfig
 from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.compile import Compiled, compile_recipe, with_sizes
 from realrl.runtime.prepare.devices import memory_spec
-from realrl.runtime.prepare.fit.change import Draft
-from realrl.runtime.prepare.fit.check import check_fit
-from realrl.runtime.prepare.fit.footprint import compute_device_memory, find_peak_device
-from realrl.runtime.prepare.fit.plan_changes import list_plan_changes
+from realrl.runtime.prepare.fit.changes import Draft, list_plan_changes
+from realrl.runtime.prepare.fit.check import check_fit, compute_device_memory, find_peak_device
 from tests.conftest import World
 
 PPO = str(Path(__file__).parents[3] / "recipes" / "reference" / "ppo.yaml")

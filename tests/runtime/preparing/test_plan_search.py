@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from realrl.algorithms.sft.graph import train_graph as sft_graph
+from realrl.algorithms.sft import train_graph as sft_graph
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.config.user_code import UserCode
 from realrl.plan.cluster import Cluster
 from realrl.plan.plan import Plan
-from realrl.planner.calibration.comparison import Comparison
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.failures import Failures
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.report.comparison import Comparison
 from realrl.planner.search.plan_search import UserConstraints, find_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace
@@ -28,11 +28,15 @@ from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import make_written_plan
 from realrl.runtime.prepare.devices import search_spec
 from realrl.runtime.prepare.fit import search as fit_search
+from realrl.runtime.prepare.fit.plan_cache import (
+    cached_plan,
+    make_fingerprint,
+    make_plan_key,
+    plans_directory,
+    read_sources,
+)
 from realrl.runtime.prepare.gpu import Gpu
 from realrl.runtime.prepare.scenarios import make_scenario
-from realrl.runtime.prepare.search.cached_plan import cached_plan, make_plan_key, plans_directory
-from realrl.runtime.prepare.search.fingerprint import make_fingerprint
-from realrl.runtime.prepare.search.sources import read_sources
 from realrl.testing.compare import compare_runs
 from tests.conftest import World, keep_full_precision, read_metrics
 from tests.runtime.conftest import Command

@@ -12,11 +12,11 @@ from realrl.plan.cluster import Cluster
 from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup, load_cluster
 from realrl.planner.cluster.devices import DEVICES
 from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.cost.peaks import find_peak_flops
 from realrl.planner.profile.profile import CollectiveTime, LayerTimes, Measurement, Profile, ShapeKey
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment
+from realrl.runtime.measure.performance import find_peak_flops
 from realrl.runtime.prepare.compile import make_written_plan
 from realrl.runtime.prepare.devices import spec_of
 from realrl.runtime.prepare.host import count_cores, count_threads, cpu_quota

@@ -9,14 +9,25 @@ import pytest
 
 from realrl.config.errors import UserError
 from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.evaluate.shortage import DoesNotFit
 from realrl.planner.search.plan_search import UserConstraints, find_plan
+from realrl.planner.search.shortage import DoesNotFit
 from realrl.planner.space.build import SearchSpace
 from realrl.recipe.load import load_experiment
-from realrl.runtime.prepare.fit.change import Attempts, Change, Draft, in_order, set_fields
-from realrl.runtime.prepare.fit.remedies import Outcome, Trials, describe_remedies
-from realrl.runtime.prepare.fit.search import explain_no_plan, find_remedies
-from realrl.runtime.prepare.fit.search_changes import list_search_changes
+from realrl.runtime.prepare.fit.changes import (
+    Attempts,
+    Change,
+    Draft,
+    in_order,
+    list_search_changes,
+    set_fields,
+)
+from realrl.runtime.prepare.fit.search import (
+    Outcome,
+    Trials,
+    describe_remedies,
+    explain_no_plan,
+    find_remedies,
+)
 from realrl.runtime.prepare.scenarios import Measured
 
 PPO = str(Path(__file__).parents[3] / "recipes" / "reference" / "ppo.yaml")

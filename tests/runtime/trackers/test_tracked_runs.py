@@ -13,9 +13,9 @@ import pytest
 
 from realrl.cli.app import run_app
 from realrl.recipe.load import load_experiment
-from realrl.runtime.output.trackers import tensorboard, trackers
-from realrl.runtime.output.trackers.tracker import TrackedRun
-from realrl.runtime.output.trackers.wandb import WandbTracker
+from realrl.runtime.output import tracker_services, trackers
+from realrl.runtime.output.tracker_services import WandbTracker
+from realrl.runtime.output.trackers import TrackedRun
 from tests.conftest import World, read_metrics
 from tests.runtime.processes import end, start
 
@@ -206,12 +206,12 @@ def test_tensorboard_replaces_steps_that_are_done_again(tmp_path: Path) -> None:
 
     # The second start begins again before the first step, the third one after the second.
     for done, steps, value in ((0, [1, 2], 0.0), (0, [1, 2, 3, 4, 5], 1.0), (2, [3, 4, 5, 4], 2.0)):
-        board = tensorboard.TensorBoardTracker()
+        board = tracker_services.TensorBoardTracker()
         board.open(TrackedRun(directory=tmp_path, settings={"a": 1}, done=done))
         for step in steps:
             board.log(step, {"train/loss": value})
         board.close(done=True)
-    found = EventAccumulator(str(tmp_path / tensorboard.BOARD))
+    found = EventAccumulator(str(tmp_path / tracker_services.BOARD))
     found.Reload()
     assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [(1, 1), (2, 1), (3, 2), (4, 2)]
 
@@ -220,7 +220,7 @@ def test_wandb_offline_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: py
     wandb = pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2
 
-    from realrl.recipe.sections.trackers import WandbConfig
+    from realrl.recipe.run_settings import WandbConfig
 
     assert wandb
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
@@ -271,8 +271,8 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.Mo
     pytest.importorskip("mlflow")
     from mlflow import MlflowClient
 
-    from realrl.recipe.sections.trackers import MlflowConfig
-    from realrl.runtime.output.trackers.mlflow import MlflowTracker
+    from realrl.recipe.run_settings import MlflowConfig
+    from realrl.runtime.output.tracker_services import MlflowTracker
 
     address = f"sqlite:///{tmp_path / 'mlflow.db'}"
     settings = {"seed": 1, "data": {"batch": 8}}

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from realrl.runtime.output.trackers import background
-from realrl.runtime.output.trackers.background import BackgroundTracker
-from realrl.runtime.output.trackers.tracker import TrackedRun
-from realrl.runtime.output.trackers.trackers import Trackers
+from realrl.runtime.output import trackers
+from realrl.runtime.output.trackers import CAPACITY, TRIES, BackgroundTracker, TrackedRun, Trackers
 
 
 class Fake:
@@ -44,12 +42,12 @@ class Fake:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "PAUSE", 0.001)
+    monkeypatch.setattr(trackers, "PAUSE", 0.001)
 
 
 def start(fake: Fake, tmp_path: Path, said: list[str], **more: float) -> Trackers:
     run = TrackedRun(directory=tmp_path, settings={})
-    capacity = int(more.get("capacity", background.CAPACITY))
+    capacity = int(more.get("capacity", CAPACITY))
     tracker = BackgroundTracker("trackers.fake", fake, run, capacity)
     return Trackers([tracker], said.append, more.get("patience", 30.0))
 
@@ -82,7 +80,7 @@ def test_what_fails_for_a_while_is_repeated_and_said_once(tmp_path: Path, call: 
     trackers.close(done=True)
     assert [record[0] for record in fake.got if isinstance(record, tuple)] == [1, 2]
     assert said == [
-        f"trackers.fake fails: RuntimeError: {call} at https://<redacted>@host; the run goes on without it"
+        f"trackers.fake fails: RuntimeError: {call} at https://<redacted>@host; the run continues without it"
     ]
 
 
@@ -97,7 +95,7 @@ def test_what_a_failing_tracker_misses_is_counted_at_the_end(tmp_path: Path) -> 
 
 
 def test_a_record_that_is_refused_does_not_keep_the_others(tmp_path: Path) -> None:
-    fake, said = Fake({"log": background.TRIES}), list[str]()
+    fake, said = Fake({"log": TRIES}), list[str]()
     trackers = start(fake, tmp_path, said)
     for step in (1, 2):
         trackers.log(step, "train", 0.5, {})

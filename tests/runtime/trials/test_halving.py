@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from realrl.planner.calibration.comparison import Comparison
-from realrl.runtime.trials.halving import OutOfTime, PlanTrials, TrialFailed
+from realrl.planner.report.comparison import Comparison
+from realrl.runtime.try_plans import OutOfTime, PlanTrials, TrialFailed
 from tests.planner.profiles.test_calibrate import run
 
 Asked = list[tuple[str, int]]

@@ -2,19 +2,66 @@
 
 import re
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveFloat, ValidationError, ValidationInfo, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PositiveFloat,
+    SerializeAsAny,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
-from realrl.algorithms.rewards.http.config import HttpConfig
-from realrl.algorithms.rewards.verifiers.config import VerifierSetting
+from realrl.algorithms.rewards.http import HttpConfig
+from realrl.algorithms.rewards.verifiers.math import MathEquality
+from realrl.algorithms.rewards.verifiers.numeric import Numeric
+from realrl.algorithms.rewards.verifiers.python_tests import PythonTests
+from realrl.algorithms.rewards.verifiers.text import ExactMatch, JsonSchema, Regex
+from realrl.algorithms.rewards.verifiers.verifier import AnswerVerifier, Verifier
 from realrl.config.base import Settings
-from realrl.config.errors import UserError
-from realrl.config.explain import brief, explain
-from realrl.config.user_function import FunctionReference, resolve_setting
+from realrl.config.errors import UserError, join
+from realrl.config.explain import brief, explain, nearest
+from realrl.config.user_code import FunctionReference, resolve_setting
+from realrl.recipe.evaluation import AnswerReader
+
+VERIFIERS: Mapping[str, type[Verifier]] = MappingProxyType(
+    {
+        "exact_match": ExactMatch,
+        "numeric": Numeric,
+        "math": MathEquality,
+        "regex": Regex,
+        "json_schema": JsonSchema,
+        "python_tests": PythonTests,
+    }
+)
+
+
+def _read_verifier(value: Any) -> Any:
+    if isinstance(value, Verifier):
+        return value
+    kinds = join(list(VERIFIERS), "or")
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{brief(value)} is not a verifier; give a section with a kind: {kinds}")
+    kind = value.get("kind")
+    cls = VERIFIERS.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        hint = nearest(str(kind), VERIFIERS)
+        said = "kind is missing" if kind is None else f"kind={brief(kind)} is unknown"
+        raise ValueError(f"{said}; " + (f"did you mean {hint}?" if hint else f"give {kinds}"))
+    try:
+        return cls.model_validate(value)
+    except ValidationError as error:
+        raise ValueError(f"{kind}: {explain(error, cls, most=1)}") from None
+
+
+VerifierSetting = Annotated[SerializeAsAny[Verifier], BeforeValidator(_read_verifier)]
+"""Setting that describes a verifier: a section with its `kind`."""
 
 SINGLE = "reward"
-"""Name of the term of a reward that is no mixture."""
+"""Name of the only term of a reward."""
 
 SOURCES = ("function", "verifier", "http", "model")
 
@@ -23,26 +70,26 @@ class RewardTerm(Settings):
     """One reward: a function, a verifier, a service, or the model of `models.reward`."""
 
     function: FunctionReference | None = None
-    """`FILE.py:FUNCTION` or `package.module:FUNCTION`: called with `prompts=[...]`, `completions=[...]` and every
-    further field of the records by its name, as lists, or those of them that it names; it returns one number for
-    each completion, None where the reward does not apply. May be `async def`."""
+    """`FILE.py:FUNCTION` or `package.module:FUNCTION`. It is called with `prompts=[...]`, `completions=[...]` and
+    each extra column of the records as a list, by name, or only with those that it names. It returns one number per
+    completion, or None if the reward does not apply. May be `async def`."""
     verifier: VerifierSetting | None = None
-    """A check that ships with the package, chosen by `kind`."""
+    """A built-in check, chosen by `kind`."""
     http: HttpConfig | None = None
-    """A service that is asked for scores."""
+    """A service that gives scores."""
     model: Literal["reward"] | None = None
     """`reward`: the reward model of `models.reward`."""
     weight: float = 1.0
-    """Factor of the score in the sum over terms; 0 for a term that is only measured."""
+    """Factor of the score in the sum over terms. 0 only measures the term."""
     on_error: Literal["fail", "skip"] = "fail"
-    """Samples without a score because the reward failed end the run (`fail`), or leave the loss and all means
+    """If the reward fails for a sample: end the run (`fail`), or leave the sample out of the loss and all means
     (`skip`)."""
     timeout: PositiveFloat | None = 600.0
-    """Seconds within which the scores of a batch must be there; null for no limit."""
+    """Maximum seconds for the scores of a batch; null for no limit."""
 
     @property
     def source(self) -> str:
-        """Name of the one of `SOURCES` that is given."""
+        """The given one of `SOURCES`."""
         return next(name for name in SOURCES if getattr(self, name) is not None)
 
     @model_validator(mode="after")
@@ -52,11 +99,9 @@ class RewardTerm(Settings):
             said = f"{' and '.join(given)} are given" if given else "none is given"
             raise ValueError(f"a reward is one of {', '.join(SOURCES)}; {said}")
         if self.model is not None:
+            fields = type(self).model_fields
             for field in ("on_error", "timeout"):
-                if (
-                    field in self.model_fields_set
-                    and getattr(self, field) != type(self).model_fields[field].default
-                ):
+                if field in self.model_fields_set and getattr(self, field) != fields[field].default:
                     raise ValueError(
                         f"{field} is not for a reward model, which neither fails nor hangs by itself"
                     )
@@ -68,12 +113,12 @@ Rewards = Mapping[str, RewardTerm]
 
 
 def is_mixture(reward: Rewards) -> bool:
-    """Tell whether terms have to be added up: unless there is one, of weight 1."""
+    """Whether terms are added up: there are several, or one whose weight is not 1."""
     return len(reward) > 1 or any(term.weight != 1 for term in reward.values())
 
 
 def may_skip(reward: Rewards | None) -> bool:
-    """Tell whether samples may be left without a score: unless it is a reward model's alone."""
+    """Whether samples may be left without a score. A reward model alone scores all samples."""
     return reward is not None and (is_mixture(reward) or any(term.model is None for term in reward.values()))
 
 
@@ -82,8 +127,13 @@ def name_setting(name: str) -> str:
     return SINGLE if name == SINGLE else f"{SINGLE}.{name}"
 
 
+def name_key(name: str, prefix: str = "") -> str:
+    """Name the key of a term's scores in a mixture."""
+    return f"{prefix}score_{name}"
+
+
 def check_models(reward: Rewards | None, model: object, roles: Collection[str]) -> None:
-    """Check terms against the models of a recipe; ValueError where they contradict each other."""
+    """Check terms against the models of a recipe. Raises ValueError if they contradict each other."""
     uses = [name for name, term in (reward or {}).items() if term.model is not None]
     if reward is None and model is None:
         raise ValueError(
@@ -104,21 +154,24 @@ def check_models(reward: Rewards | None, model: object, roles: Collection[str]) 
 
 
 def _read(value: Any, info: ValidationInfo) -> Any:
-    """Convert what a recipe says to terms by name."""
+    """Read the setting `reward` of a recipe as terms by name."""
     if value is None:
         return None
     if isinstance(value, str):
         return {SINGLE: RewardTerm(function=resolve_setting(value, info.field_name or SINGLE))}
     if not isinstance(value, Mapping) or not value:
         raise ValueError(
-            f"{brief(value)} is no reward; give FILE.py:FUNCTION, package.module:FUNCTION, a term such as"
+            f"{brief(value)} is not a reward; give FILE.py:FUNCTION, package.module:FUNCTION, a term such as"
             " {verifier: {kind: exact_match}}, or terms by name"
         )
-    fields = RewardTerm.model_fields
-    # A term is told from a mixture by its keys, so that no term can have the name of one.
-    if any(key in fields for key in value):
-        return {SINGLE: _read_term("", value)}
-    return {_check_name(name): _read_term(f"{name}", term) for name, term in value.items()}
+    # A section with a key of RewardTerm is a term, so no term of a mixture can have such a name.
+    if any(key in RewardTerm.model_fields for key in value):
+        terms = {SINGLE: _read_term("", value)}
+    else:
+        terms = {_check_name(name): _read_term(f"{name}", term) for name, term in value.items()}
+    if all(term.weight == 0 for term in terms.values()):
+        raise ValueError("all weights are 0; at least one term must count")
+    return terms
 
 
 def _read_term(name: str, value: Any) -> RewardTerm:
@@ -131,7 +184,7 @@ def _read_term(name: str, value: Any) -> RewardTerm:
         except UserError as error:
             raise ValueError(str(error)) from None
     if not isinstance(value, Mapping):
-        raise ValueError(f"{start}{brief(value)} is no reward; give FILE.py:FUNCTION or a section of keys")
+        raise ValueError(f"{start}{brief(value)} is not a reward; give FILE.py:FUNCTION or a section of keys")
     try:
         return RewardTerm.model_validate(value)
     except ValidationError as error:
@@ -141,19 +194,30 @@ def _read_term(name: str, value: Any) -> RewardTerm:
 
 def _check_name(name: Any) -> str:
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][\w-]*", name):
-        raise ValueError(f"{brief(name)} is no name of a term: letters, digits, - and _, a letter first")
+        raise ValueError(f"{brief(name)} is not a name of a term: letters, digits, - and _, a letter first")
     return name
 
 
-def _check_weights(reward: dict[str, RewardTerm] | None) -> dict[str, RewardTerm] | None:
-    if reward is not None and all(term.weight == 0 for term in reward.values()):
-        raise ValueError("all weights are 0; at least one term must count")
-    return reward
-
-
-RewardSetting = Annotated[
-    dict[str, RewardTerm] | None,
-    Field(default=None),
-    BeforeValidator(lambda value, info: _check_weights(_read(value, info))),
-]
+RewardSetting = Annotated[dict[str, RewardTerm] | None, Field(default=None), BeforeValidator(_read)]
 """Setting `reward` of a recipe: a reference to a function, a term, or terms by name; null for `models.reward`."""
+
+
+def find_answer_reader(reward: Rewards | None) -> AnswerReader | None:
+    """Find the verifier of a reward that reads an answer out of completions, if there is one.
+
+    Raises UserError if several terms have one.
+    """
+    found = {
+        name: term.verifier
+        for name, term in (reward or {}).items()
+        if isinstance(term.verifier, AnswerVerifier) and term.verifier.reads_answers
+    }
+    if len(found) > 1:
+        raise UserError(
+            f"evaluation.majority_at: {join([name_setting(name) for name in found])} each read an answer out of"
+            " completions; one term may"
+        )
+    for name, verifier in found.items():
+        key = name_key(name) if is_mixture(reward or {}) else "score"
+        return AnswerReader(key, verifier.read_answer)
+    return None

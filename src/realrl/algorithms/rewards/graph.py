@@ -1,24 +1,17 @@
-"""Calls that score sequences: one for each term of the reward, and their sum. No torch."""
+"""Calls that score sequences: one for each term of the reward, and one for their sum. No torch."""
 
-from collections.abc import Mapping
-
-from realrl.algorithms.rewards.config import SINGLE, Rewards, RewardTerm, is_mixture
+from realrl.algorithms.rewards.config import SINGLE, Rewards, RewardTerm, is_mixture, name_key
 from realrl.dataflow.call import Call, Key, Kind
 
 SUM = "reward.sum"
 """Call that adds up the terms of a mixture."""
 
 
-def name_key(name: str, prefix: str = "") -> str:
-    """Name the key of a term's scores, in a mixture."""
-    return f"{prefix}score_{name}"
-
-
 def list_score_keys(reward: Rewards | None, prefix: str = "") -> list[Key]:
-    """List the keys of `score_sequences`: the score, and those of a mixture's terms."""
+    """List the keys that `score_sequences` produces: the score, and those of a mixture's terms."""
     terms = reward if reward is not None and is_mixture(reward) else {}
     names = [f"{prefix}score", *(name_key(name, prefix) for name in terms)]
-    # Advantages are differences of scores, which float32 would round away: 1e-5 of rewards near 1,000.
+    # Advantages are differences of scores. Float32 would lose a difference of 1e-5 between rewards near 1,000.
     return [Key(name, "float64", "one") for name in names]
 
 
@@ -29,38 +22,39 @@ def name_call(name: str, term: RewardTerm | None, prefix: str = "") -> str:
 
 
 def score_sequences(reward: Rewards | None, extra: tuple[str, ...] = (), *, prefix: str = "") -> list[Call]:
-    """Make the calls that score sequences; None for a reward model alone.
+    """Make the calls that score sequences; None stands for a reward model alone.
 
-    `extra` are inputs for metrics. `prefix` is that of the keys of the sequences, and ends the names of the calls.
+    `extra` are more inputs, for metrics. `prefix` is that of the keys of sequences; it also ends the names of
+    calls.
     """
-    if reward is None:
-        return [_score(SINGLE, None, f"{prefix}score", extra, prefix)]
-    if not is_mixture(reward):
-        return [_score(name, term, f"{prefix}score", extra, prefix) for name, term in reward.items()]
+    extra = tuple(f"{prefix}{key}" for key in extra)
+    terms: dict[str, RewardTerm | None] = {SINGLE: None} if reward is None else {**reward}
+    if reward is None or not is_mixture(reward):
+        return [_score(name, term, f"{prefix}score", extra, prefix) for name, term in terms.items()]
     keys = {name: name_key(name, prefix) for name in reward}
-    calls = [_score(name, term, keys[name], extra, prefix) for name, term in reward.items()]
+    sequences = f"{prefix}sequences"
     total = Call(
         f"{SUM}_{prefix}".rstrip("_"),
         None,
         Kind.FUNCTION,
-        (f"{prefix}sequences", *(f"{prefix}{key}" for key in extra), *keys.values()),
+        (sequences, *extra, *keys.values()),
         (f"{prefix}score",),
-        work=(f"{prefix}sequences",),
-        function="realrl.algorithms.rewards.mixture:RewardSum",
+        work=(sequences,),
+        function="realrl.algorithms.rewards.methods:RewardSum",
     )
-    return [*calls, total]
+    return [*(_score(name, term, keys[name], extra, prefix) for name, term in terms.items()), total]
 
 
 def _score(name: str, term: RewardTerm | None, key: str, extra: tuple[str, ...], prefix: str) -> Call:
     on_host = term is not None and term.model is None
     sequences = f"{prefix}sequences"
-    # On the host it is texts that are scored, which are cut where the prompt ends.
+    # Functions see texts, which start where the prompt ends.
     texts = (f"{prefix}prompt_length",) if on_host else ()
     return Call(
         name_call(name, term, prefix),
         None if on_host else "reward",
         Kind.FUNCTION if on_host else Kind.INFERENCE,
-        tuple(dict.fromkeys((sequences, *texts, *(f"{prefix}{key}" for key in extra)))),
+        tuple(dict.fromkeys((sequences, *texts, *extra))),
         (key,),
         work=(sequences,),
         function=_refer(name, term) if term is not None and on_host else None,
@@ -68,12 +62,10 @@ def _score(name: str, term: RewardTerm | None, key: str, extra: tuple[str, ...],
     )
 
 
-_SHIPPED: Mapping[str, str] = {
-    "verifier": "realrl.algorithms.rewards.scorers",
-    "http": "realrl.algorithms.rewards.http.scorer",
-}
-
-
 def _refer(name: str, term: RewardTerm) -> str:
-    """Write the reference by which the measured seconds of a term are known."""
-    return term.function or f"{_SHIPPED[term.source]}:{name}"
+    """Write the reference under which profiles keep the measured seconds of a term."""
+    built_in = {
+        "verifier": "realrl.algorithms.rewards.scorers",
+        "http": "realrl.algorithms.rewards.http",
+    }
+    return term.function or f"{built_in[term.source]}:{name}"

@@ -1,31 +1,307 @@
-"""Methods of the calls that score sequences."""
+"""Methods of the calls that score sequences: reward models, scorers on the host, and sums of terms."""
 
-from realrl.algorithms.method import Method
-from realrl.algorithms.rewards.config import SINGLE, Rewards, is_mixture
-from realrl.algorithms.rewards.function import RewardFunction
-from realrl.algorithms.rewards.graph import SUM, name_call, name_key
-from realrl.algorithms.rewards.inference import RewardInference
-from realrl.algorithms.rewards.mixture import RewardSum
+import sys
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from realrl.algorithms.base.method import FunctionInput, Method, Metrics, ModelOutput
+from realrl.algorithms.base.rows import Responses, add_answer_means, last_of_rows
+from realrl.algorithms.base.scoring import (
+    NOT_APPLICABLE,
+    SKIPPED,
+    TEXTS,
+    Deadline,
+    LimitedRunner,
+    RewardFailure,
+    Score,
+    TimeLimitError,
+)
+from realrl.algorithms.rewards.config import SINGLE, Rewards, RewardTerm, is_mixture, name_key
+from realrl.algorithms.rewards.graph import SUM, name_call
+from realrl.algorithms.rewards.scorers import FunctionScorer, make_scorer
+from realrl.config.errors import UserCodeError
+from realrl.data.batch import Batch, Ragged
 
 
 def make_reward_methods(
     reward: Rewards | None, *, finished_only: bool = False, prefix: str = ""
 ) -> dict[str, Method]:
-    """Make the methods of `score_sequences`, by call; `finished_only` as of `RewardInference`."""
+    """Make the methods of `score_sequences`, by call.
+
+    finished_only: whether training uses only the scores of answers with an end of sequence. prefix: that of the
+    keys of sequences.
+    """
     if reward is None:
         alone = RewardInference(finished_only=finished_only, prefix=prefix)
         return {name_call(SINGLE, None, prefix): alone}
     mixed = is_mixture(reward)
     methods: dict[str, Method] = {}
     for name, term in reward.items():
-        key = name_key(name, prefix) if mixed else f"{prefix}score"
-        methods[name_call(name, term, prefix)] = (
-            RewardInference(key=key, in_mixture=mixed, finished_only=finished_only, prefix=prefix)
-            if term.model is not None
-            else RewardFunction(
-                name, term, key=key, in_mixture=mixed, finished_only=finished_only, prefix=prefix
-            )
-        )
+        options: dict[str, Any] = {
+            "key": name_key(name, prefix) if mixed else f"{prefix}score",
+            "in_mixture": mixed,
+            "finished_only": finished_only,
+            "prefix": prefix,
+        }
+        method = RewardFunction(name, term, **options) if term.model is None else RewardInference(**options)
+        methods[name_call(name, term, prefix)] = method
     if mixed:
         methods[f"{SUM}_{prefix}".rstrip("_")] = RewardSum(reward, finished_only=finished_only, prefix=prefix)
     return methods
+
+
+def compute_score_metrics(batch: Batch, *, finished_only: bool = False, skips: bool = True) -> Metrics:
+    """Compute metrics of scored answers in evaluations: `score` over answers that training would use, and lengths.
+
+    In training the batch lacks `finished`, and the train call reports these metrics. skips: whether NaN is the
+    score of a skipped answer, which `score` leaves out.
+    """
+    metrics = Metrics()
+    if "prompt_length" in batch.fields and "finished" in batch.fields:
+        trained_on = (batch["finished"].values != 0) | (not finished_only)
+        if skips:
+            trained_on &= ~batch["score"].values.isnan()
+        metrics.mean("score", batch["score"].values[trained_on].sum(), trained_on.sum())
+        add_answer_means(metrics, batch, Responses.of(batch["sequences"], batch["prompt_length"]).counts)
+    return metrics
+
+
+class RewardInference:
+    """Score of each sequence: the reward model's value at its last token."""
+
+    def __init__(
+        self,
+        *,
+        key: str | None = None,
+        in_mixture: bool = False,
+        finished_only: bool = False,
+        prefix: str = "",
+    ) -> None:
+        """key: the output, PREFIXscore by default. in_mixture: whether it is one term of several.
+
+        `finished_only` and `prefix` as in `make_reward_methods`.
+        """
+        self._key = key or f"{prefix}score"
+        self._in_mixture, self._finished_only, self._prefix = in_mixture, finished_only, prefix
+
+    def sequences(self, batch: Batch) -> Ragged:
+        return batch[f"{self._prefix}sequences"]
+
+    def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
+        """Compute one number per sequence."""
+        assert output.values is not None
+        return {self._key: Ragged.scalars(last_of_rows(output.values, output.lengths).double())}
+
+    def metrics(self, batch: Batch) -> Metrics:
+        """Report `compute_score_metrics` or, in a mixture, the mean `term_score`; nothing with a prefix."""
+        metrics = Metrics()
+        if self._prefix:
+            return metrics
+        if self._in_mixture:
+            metrics.mean("term_score", batch[self._key].values.sum(), len(batch))
+            return metrics
+        return compute_score_metrics(batch, finished_only=self._finished_only, skips=False)
+
+
+CULPRIT_SECONDS = 60.0
+"""Maximum search for the sample at which a function raises, in a run that fails anyway."""
+
+
+class RewardFunction:
+    """Score of each sequence by a function, a verifier or a service.
+
+    If the reward fails for a sample, the run ends or, with `on_error: skip`, the score is SKIPPED. If the reward
+    does not apply to a sample, the score is NOT_APPLICABLE in a mixture, and SKIPPED otherwise.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        term: RewardTerm,
+        *,
+        key: str = "score",
+        in_mixture: bool = False,
+        finished_only: bool = False,
+        prefix: str = "",
+    ) -> None:
+        """`name` is that of the term; the rest as in `RewardInference`."""
+        self._term = term
+        self._scorer = make_scorer(name, term)
+        self._runner = LimitedRunner(self._scorer.label)
+        self._key, self._prefix = key, prefix
+        self._in_mixture, self._finished_only = in_mixture, finished_only
+        self._noted = False
+
+    def load(self) -> None:
+        """Load the scorer. Raises UserError if that fails."""
+        self._scorer.load()
+
+    def state_dict(self) -> Any:
+        """Save the state of a user's function that has one."""
+        return self._scorer.state_dict() if isinstance(self._scorer, FunctionScorer) else None
+
+    def load_state_dict(self, state: Any) -> None:
+        if isinstance(self._scorer, FunctionScorer):
+            self._scorer.load_state_dict(state)
+
+    def wants(self, field: str) -> bool:
+        return self._scorer.wants(field)
+
+    def check_fields(self, source: str, fields: Collection[str]) -> None:
+        self._scorer.check_fields(source, fields)
+
+    def call(self, inputs: FunctionInput) -> tuple[dict[str, Ragged], Metrics]:
+        """Score each sequence. Raises UserCodeError, which names reward, record and sample, if one fails."""
+        scores = self._score(inputs)
+        failures = ((i, score) for i, score in enumerate(scores) if isinstance(score, RewardFailure))
+        first = next(failures, None)
+        if first is not None:
+            self._refuse(*first, inputs)
+        absent = NOT_APPLICABLE if self._in_mixture else SKIPPED
+        numbers = [SKIPPED if isinstance(s, RewardFailure) else absent if s is None else s for s in scores]
+        output = Ragged.scalars(torch.tensor(numbers, dtype=torch.float64))
+        return {self._key: output}, self._summarize(scores, output, inputs)
+
+    def _refuse(self, sample: int, failure: RewardFailure, inputs: FunctionInput) -> None:
+        """End the run for a failure or, if failures are skipped, note the first one."""
+        message = f"{self._scorer.label} {failure.reason}; {inputs.describe(sample)}"
+        if self._term.on_error == "fail":
+            raise UserCodeError(message, failure.trace)
+        if not self._noted:
+            self._noted = True
+            print(
+                f"note: {message} (on_error=skip; later ones are only counted)", file=sys.stderr, flush=True
+            )
+
+    def _summarize(self, scores: Sequence[Score], output: Ragged, inputs: FunctionInput) -> Metrics:
+        metrics, count = Metrics(), len(scores)
+        if self._prefix:
+            return metrics
+        skipped = sum(isinstance(score, RewardFailure) for score in scores)
+        if self._in_mixture:
+            given = output.values[output.values.isfinite()]
+            metrics.mean("term_score", given.sum(), len(given))
+        else:
+            batch = inputs.batch.with_fields(score=output)
+            metrics = compute_score_metrics(batch, finished_only=self._finished_only)
+        metrics.mean("skipped", torch.tensor(float(skipped)), count)
+        metrics.mean("not_applicable", torch.tensor(float(scores.count(None))), count)
+        return metrics
+
+    def _score(self, inputs: FunctionInput) -> list[Score]:
+        """Score all samples at once or, if that fails, one by one."""
+        count, deadline = len(inputs.batch), Deadline(self._term.timeout)
+        arguments = self._arguments(inputs)
+        try:
+            return self._ask(arguments, count, deadline.left)
+        except TimeLimitError:
+            reason = (
+                f"did not give the scores of {count} completions within {self._term.timeout:g} s (timeout)"
+            )
+            if self._runner.exhausted:
+                raise UserCodeError(
+                    f"{self._scorer.label} {reason}, and neither did it earlier; too many of its calls are still"
+                    " running"
+                ) from None
+            return [RewardFailure(reason)] * count
+        except UserCodeError as error:
+            return self._score_singly(error, arguments, count, deadline)
+
+    def _score_singly(
+        self, error: UserCodeError, arguments: dict[str, list[Any]], count: int, deadline: Deadline
+    ) -> list[Score]:
+        """Find the samples behind the `error` of all at once, by scoring one after the other."""
+        skips = self._term.on_error == "skip"
+        # A wrong result as a whole, such as one number too few, is not the fault of any sample.
+        if not skips and not error.trace:
+            raise error
+        if not skips:
+            left = deadline.left
+            deadline = Deadline(CULPRIT_SECONDS if left is None else min(left, CULPRIT_SECONDS))
+        scores: list[Score] = []
+        for i in range(count):
+            one = {name: values[i : i + 1] for name, values in arguments.items()}
+            try:
+                scores += self._ask(one, 1, deadline.left)
+            except TimeLimitError:
+                if not skips:
+                    raise error from None
+                late = RewardFailure(f"ran out of time (timeout) after it failed: {error}")
+                return scores + [late] * (count - i)
+            except UserCodeError as single:
+                reason = str(single).removeprefix(f"{self._scorer.label} ")
+                scores.append(RewardFailure(reason, single.trace))
+                if not skips:
+                    return [None] * i + scores[-1:]
+        if not skips:  # the function only fails when it sees certain samples together
+            raise error
+        return scores
+
+    def _ask(self, arguments: dict[str, list[Any]], count: int, limit: float | None) -> list[Score]:
+        # Copies, because a function may change the lists.
+        task = partial(self._scorer.score, count, {name: list(values) for name, values in arguments.items()})
+        return self._runner.run(torch.no_grad()(task), limit)
+
+    def _arguments(self, inputs: FunctionInput) -> dict[str, list[Any]]:
+        """List the texts and columns that the scorer reads, by name."""
+        wants = self._scorer.wants
+        arguments = {name: list(values) for name, values in inputs.fields.items() if wants(name)}
+        texts: tuple[Callable[[str], list[Any]], ...] = (
+            inputs.prompts,
+            inputs.completions,
+            inputs.completion_ids,
+        )
+        for name, read in zip(TEXTS, texts, strict=True):
+            if wants(name):
+                arguments[name] = read(self._prefix)
+        return arguments
+
+
+class RewardSum:
+    """Weighted sum of the scores of terms.
+
+    A sample has no score if a term skipped it, or if no term applies to it.
+    """
+
+    def __init__(self, reward: Rewards, *, finished_only: bool = False, prefix: str = "") -> None:
+        """`finished_only` and `prefix` as in `make_reward_methods`."""
+        self._reward, self._finished_only, self._prefix = reward, finished_only, prefix
+
+    def load(self) -> None:
+        """Nothing to load."""
+
+    def wants(self, field: str) -> bool:
+        return False
+
+    def check_fields(self, source: str, fields: Collection[str]) -> None:
+        """Need no column."""
+
+    def call(self, inputs: FunctionInput) -> tuple[dict[str, Ragged], Metrics]:
+        """Add up the terms of each sequence."""
+        batch = inputs.batch
+        total = torch.zeros(len(batch), dtype=torch.float64)
+        applies = torch.zeros(len(batch), dtype=torch.bool)
+        for name, term in self._reward.items():
+            if term.weight == 0:
+                continue
+            scores = batch[name_key(name, self._prefix)].values
+            if term.model is not None:
+                # A model's NaN is a mistake and must not look like a skipped sample. An infinite score makes the
+                # step not finite, and training reports that.
+                total = torch.where(scores.isfinite(), total + term.weight * scores, torch.inf)
+                applies[:] = True
+                continue
+            given = scores != NOT_APPLICABLE
+            total = torch.where(given, total + term.weight * scores, total)
+            applies |= given
+        # Rounding makes 0.1 + 0.2 equal to 0.3, so that samples with equal scores count as equal.
+        total = torch.tensor([float(f"{value:.12g}") for value in total.tolist()], dtype=torch.float64)
+        score = Ragged.scalars(torch.where(applies, total, SKIPPED))
+        if self._prefix:
+            return {f"{self._prefix}score": score}, Metrics()
+        metrics = compute_score_metrics(batch.with_fields(score=score), finished_only=self._finished_only)
+        metrics.mean("skipped", score.values.isnan().double().sum(), len(batch))
+        return {"score": score}, metrics

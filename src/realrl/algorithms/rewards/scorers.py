@@ -1,22 +1,22 @@
-"""Scorers: functions of the user's, and verifiers of the package."""
+"""Scorers on the host: functions of the user's, verifiers of the package, and the judge of evaluations."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from realrl.algorithms.base.scoring import TEXTS, RewardFailure, RewardScorer, Score, check_required
 from realrl.algorithms.rewards.config import RewardTerm, name_setting
-from realrl.algorithms.rewards.http.scorer import HttpScorer
-from realrl.algorithms.rewards.scoring.scores import TEXTS, RewardFailure, RewardScorer, Score, check_required
-from realrl.algorithms.rewards.verifiers.base import Verification, Verifier
+from realrl.algorithms.rewards.http import HttpScorer
+from realrl.algorithms.rewards.verifiers.verifier import Verification, Verifier
 from realrl.config.errors import UserError
-from realrl.config.user_function import UserFunction, describe_no_number, read_number
+from realrl.config.user_code import UserFunction, describe_no_number, read_number
 
 _LARGEST = torch.finfo(torch.float32).max
 
 
 def make_scorer(name: str, term: RewardTerm) -> RewardScorer:
-    """Make the scorer of a term that is no model."""
+    """Make the scorer of a term other than a reward model."""
     setting = name_setting(name)
     if term.function is not None:
         return FunctionScorer(setting, term.function)
@@ -27,10 +27,10 @@ def make_scorer(name: str, term: RewardTerm) -> RewardScorer:
 
 
 class FunctionScorer:
-    """A function of the user's, called as reward functions of TRL are.
+    """A function of the user's, called like reward functions of TRL.
 
-    It gets keyword arguments `prompts`, `completions`, `completion_ids` and every further field of the records, as
-    lists; one without `**kwargs` gets only those that it names.
+    It gets keyword arguments `prompts`, `completions`, `completion_ids` and each extra column of the records, as
+    lists. Without `**kwargs` it gets only those that it names.
     """
 
     def __init__(self, setting: str, reference: str) -> None:
@@ -44,7 +44,7 @@ class FunctionScorer:
         return self._loaded
 
     def load(self) -> None:
-        """Import the function; UserError where there is none, or it cannot be called by keywords."""
+        """Import the function. Raises UserError if it does not exist or cannot be called by keywords."""
         self._loaded = UserFunction(self._setting, self._reference, awaits=True)
         self._refuse_positional(self._loaded.positional)
 
@@ -55,15 +55,13 @@ class FunctionScorer:
             )
 
     def state_dict(self) -> Any:
-        """Save what the function keeps; None where it keeps nothing."""
         return self._function.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Load what `state_dict` saved."""
         self._function.load_state_dict(state)
 
     def wants(self, name: str) -> bool:
-        """Tell whether the function takes an argument of that name."""
+        """Whether the function takes an argument of that name."""
         return self._function.accepts(name)
 
     @property
@@ -72,7 +70,7 @@ class FunctionScorer:
         return self._function.required
 
     def check_fields(self, source: str, fields: Collection[str]) -> None:
-        """Check that no field has the name of the texts."""
+        """Check that records have the required columns, and none with the name of the texts."""
         clash = next((name for name in TEXTS if name in fields and self.wants(name)), None)
         if clash is not None:
             raise UserError(
@@ -82,9 +80,8 @@ class FunctionScorer:
         check_required(self, source, fields)
 
     def score(self, count: int, arguments: Mapping[str, list[Any]]) -> list[Score]:
-        """Call it once."""
-        values = self._function.values(count, **arguments)
-        return [self._read(value, count) for value in values]
+        """Call the function once."""
+        return [self._read(value, count) for value in self._function.values(count, **arguments)]
 
     def _read(self, value: Any, count: int) -> Score:
         if value is None:
@@ -106,23 +103,73 @@ class VerifierScorer:
         self._opened: Verification | None = None
 
     def load(self) -> None:
-        """Open it; UserError where what it needs is not there."""
+        """Open the verifier. Raises UserError if something that it needs is missing."""
         self._opened = self._verifier.open()
 
     def wants(self, name: str) -> bool:
-        """Tell whether it looks at a field."""
         return name == "completions" or name in self._verifier.fields
 
     @property
     def required(self) -> Sequence[str]:
-        """Fields that it looks at."""
+        """Columns that the verifier reads."""
         return self._verifier.fields
 
     def check_fields(self, source: str, fields: Collection[str]) -> None:
-        """Check that records have them."""
         check_required(self, source, fields)
 
     def score(self, count: int, arguments: Mapping[str, list[Any]]) -> list[Score]:
         """Verify all completions."""
         assert self._opened is not None, "loaded before it is asked"
         return self._opened.verify(arguments["completions"], arguments)
+
+
+class Judge(FunctionScorer):
+    """Function of `evaluation.judge`, which takes no part in training.
+
+    It gets the arguments of reward functions. If it does not name `completions`, it gets them as its first
+    argument, whatever the name of that argument.
+    """
+
+    def __init__(self, reference: str) -> None:
+        super().__init__("evaluation.judge", reference)
+        self._by_name = True
+        """Whether the judge gets completions by name."""
+
+    def load(self) -> None:
+        """Import the function. Raises UserError if it cannot be found or called."""
+        self._loaded = function = UserFunction(self._setting, self._reference, awaits=True)
+        named = function.names("completions") or function.first in ("prompts", "completion_ids")
+        self._by_name = named or (function.has_signature and function.first is None)
+        self._refuse_positional(
+            [name for name in function.positional if self._by_name or name != function.first]
+        )
+
+    def wants(self, name: str) -> bool:
+        """Whether the judge takes an argument of that name."""
+        if self._by_name:
+            return super().wants(name)
+        taken = name in (self._function.first, "completions")
+        return self._function.has_signature and not taken and super().wants(name)
+
+    @property
+    def required(self) -> Sequence[str]:
+        """Arguments without a default that the judge gets by name."""
+        return [name for name in super().required if self._by_name or name != self._function.first]
+
+    def rate(self, arguments: Mapping[str, list[Any]]) -> list[float]:
+        """Score answers. `arguments`: texts, tokens and columns of the records by name, one value per answer.
+
+        Raises UserCodeError if the judge raises, or gives anything but a finite number per answer.
+        """
+        completions = arguments["completions"]
+        named = {name: values for name, values in arguments.items() if self.wants(name)}
+        return self._function.numbers(len(completions), *(() if self._by_name else (completions,)), **named)
+
+
+def load_judge(reference: str | None) -> Judge | None:
+    """Load the judge of a recipe, if it names one. Raises UserError if the judge cannot be used."""
+    if reference is None:
+        return None
+    judge = Judge(reference)
+    judge.load()
+    return judge

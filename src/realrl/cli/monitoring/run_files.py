@@ -5,9 +5,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from realrl.checkpoint.saved import BEST, METRICS, list_checkpoints
 from realrl.cli.reporting.metrics import MetricPart, read_part
 from realrl.config.json_file import parse_rows, read_tail
-from realrl.runtime.output.saved import BEST, METRICS, list_checkpoints
 from realrl.runtime.supervision.run_end import NOTES
 
 _LINES, _WHOLE = 1 << 20, 1 << 22

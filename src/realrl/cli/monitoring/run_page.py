@@ -15,8 +15,7 @@ from realrl.cli.reporting.metrics import find_metric
 from realrl.cli.reporting.status import read_status
 from realrl.config.errors import UserError
 from realrl.config.json_file import read_json
-from realrl.program.prediction_file import PREDICTED, PredictedStep
-from realrl.program.trace_file import TRACE
+from realrl.program.trace_file import PREDICTED, TRACE, PredictedStep
 from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
 
 _RANKS = 512

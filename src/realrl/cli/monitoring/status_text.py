@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from realrl.cli.reporting.speed import describe_idle, describe_speed
 from realrl.cli.reporting.status import LatestMetric, Rates, RunStatus, format_duration
-from realrl.config.units import format_bytes
+from realrl.config.values import format_bytes
 from realrl.runtime.supervision.heartbeat import Heartbeat
 
 _BLOCKS = "▁▂▃▄▅▆▇█"

@@ -10,9 +10,8 @@ from realrl.cli.page.text import format_interval, format_seconds, format_strateg
 from realrl.cli.page.timeline import DrawnBand, DrawnBox, Label, TimelineDrawing, list_labels, list_ticks
 from realrl.cli.page.tips import make_tip
 from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Run
-from realrl.program.prediction_file import PredictedStep
 from realrl.program.text import parse_instruction
-from realrl.program.trace_file import Event, find_rank, is_host, read_rank_traces
+from realrl.program.trace_file import Event, PredictedStep, find_rank, is_host, read_rank_traces
 
 _RANKS, _ALONE = 64, 8
 """Ranks that are read, and the most that are drawn each by itself; of more, those that do the same are one band."""

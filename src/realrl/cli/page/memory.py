@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from realrl.cli.page.sections import Bar, Segment
 from realrl.cli.page.text import format_share
 from realrl.cli.page.tips import find_role_class, make_tip
-from realrl.config.units import format_bytes
-from realrl.planner.simulate.estimate import DeviceMemory
-from realrl.planner.simulate.memory_part import MemoryPart, PartKind
+from realrl.config.values import format_bytes
+from realrl.planner.simulate.estimate import DeviceMemory, MemoryPart, PartKind
 from realrl.program.text import format_ranks
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from realrl.cli.page.text import (
     name_model,
 )
 from realrl.cli.page.tips import find_role_class, make_tip
-from realrl.config.units import format_bytes
+from realrl.config.values import format_bytes
 from realrl.planner.report.shortage_text import describe_misfit
 from realrl.planner.uncertainty.outlook import LEVEL
 

@@ -15,7 +15,7 @@ from realrl.cli.page.text import (
     format_strategy,
 )
 from realrl.cli.page.tips import find_call_class, find_role_class
-from realrl.config.units import format_bytes
+from realrl.config.values import format_bytes
 from realrl.planner.report.shortage_text import describe_misfit
 from realrl.planner.uncertainty.outlook import LEVEL
 from realrl.program.text import name_parameters

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING
 
 from realrl.families.quantisation import is_scale
 from realrl.families.registry import model_tensors
-from realrl.families.sizes.products import count_block_weights
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES, count_block_weights
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.simulate.memory_part import MemoryPart
+from realrl.planner.simulate.estimate import MemoryPart
 from realrl.planner.uncertainty.outlook import Interval
 from realrl.program.memory import StoredModel
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from realrl.cli.page.bands import Block
 from realrl.cli.page.text import format_extras, format_interval, format_seconds, format_share, format_strategy
-from realrl.config.units import format_bytes
+from realrl.config.values import format_bytes
 from realrl.dataflow.call import Call
 from realrl.planner.simulate.estimate import Estimate
 from realrl.program.instructions import Load, Offload, Reallocate, Run

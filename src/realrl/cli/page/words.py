@@ -3,13 +3,12 @@
 from typing import TYPE_CHECKING
 
 from realrl.cli.page.text import format_count, format_seconds, format_share
-from realrl.config.words import join
+from realrl.config.errors import join
 from realrl.plan.plan import Plan
-from realrl.planner.memory.reserves import FRAGMENTATION
+from realrl.planner.memory.memory_model import FRAGMENTATION
 from realrl.program.instructions import Load, Offload, Reallocate, Run
 from realrl.program.lower import home_placements
-from realrl.program.memory import list_sharers
-from realrl.program.shared_bases import find_holders
+from realrl.program.memory import find_holders, list_sharers
 
 if TYPE_CHECKING:
     from realrl.planner.report.report import PlanReport

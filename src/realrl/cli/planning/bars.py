@@ -7,11 +7,10 @@ from rich.table import Table
 from rich.text import Text
 
 from realrl.cli.page.text import find_largest, format_share
-from realrl.config.units import format_bytes
+from realrl.config.values import format_bytes
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.report.shortage_text import describe_full_device
-from realrl.planner.simulate.estimate import DeviceMemory, Estimate
-from realrl.planner.simulate.memory_part import MemoryPart, PartKind
+from realrl.planner.simulate.estimate import DeviceMemory, Estimate, MemoryPart, PartKind
 
 _Parts = Mapping[MemoryPart, int]
 _WIDTH = 30

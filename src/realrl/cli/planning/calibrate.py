@@ -9,8 +9,8 @@ from realrl.config.files import check_file, reason_of
 from realrl.config.paths import local_path
 
 if TYPE_CHECKING:
-    from realrl.planner.calibration.comparison import Comparison
     from realrl.planner.profile.profile import Profile
+    from realrl.planner.report.comparison import Comparison
 
 DEFAULT = "profile.json"
 """Default path of the profile that `realrl profile` writes."""
@@ -21,9 +21,9 @@ def calibrate_file(run_dir: str, path: str | None) -> str:
 
     Where there is no such file, one is written that corrects data-sheet specs.
     """
-    from realrl.planner.calibration.calibrate import calibrate_profile
-    from realrl.planner.calibration.comparison import Comparison
     from realrl.planner.profile.profile import Profile
+    from realrl.planner.report.calibrate import calibrate_profile
+    from realrl.planner.report.comparison import Comparison
 
     file = local_path(path or DEFAULT)
     check_file(f"profile {file}", file)

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TypeVar
 
-from realrl.config.units import format_bytes
+from realrl.config.values import format_bytes
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.layout.layout import build_layout
@@ -14,11 +14,10 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, SEARCH
-from realrl.planner.simulate.estimate import DeviceMemory, Footprint
-from realrl.planner.simulate.memory_part import MemoryPart, PartKind
+from realrl.planner.simulate.estimate import DeviceMemory, Footprint, MemoryPart, PartKind
 from realrl.program.instructions import Program, Reallocate, Run
+from realrl.program.lower import waves
 from realrl.program.memory import Memory
-from realrl.program.order import waves
 from realrl.program.text import format_ranks, name_parameters
 from realrl.runtime.prepare.compile import Compiled, Phase
 

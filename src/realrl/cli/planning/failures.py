@@ -9,9 +9,9 @@ import typer
 from realrl.cli.page.text import format_count, format_seconds, format_share
 from realrl.config.errors import UserError
 from realrl.config.explain import brief
-from realrl.config.units import format_bytes
+from realrl.config.values import format_bytes
 from realrl.planner.cluster.failures import Failures
-from realrl.planner.report.gap import describe_gap
+from realrl.planner.report.report import describe_gap
 
 if TYPE_CHECKING:
     from realrl.planner.report.report import PlanReport

@@ -11,16 +11,16 @@ from realrl.config.explain import brief
 from realrl.config.files import check_file
 from realrl.config.json_file import read_json
 from realrl.config.paths import local_path
-from realrl.config.units import parse_bytes
+from realrl.config.values import parse_bytes
 from realrl.recipe.algorithm import get_spec
 
 if TYPE_CHECKING:
     from realrl.planner.cluster.cluster_spec import ClusterSpec
+    from realrl.planner.report.node_counts import Wanted
     from realrl.planner.report.report import Objective
-    from realrl.planner.report.sizing import Wanted
     from realrl.planner.simulate.scenario import Scenario
     from realrl.recipe.experiment import Experiment
-    from realrl.runtime.prepare.fit.change import Draft
+    from realrl.runtime.prepare.fit.changes import Draft
     from realrl.runtime.prepare.scenarios import Measured
 
 _MOST_EFFORT = 1e12
@@ -140,9 +140,9 @@ def read_scenario(
 ) -> tuple["Draft", "Scenario", str]:
     """Read what is to be planned, as it is written and as it is predicted; also the source of its times, and
     remarks."""
-    from realrl.planner.calibration.coverage import describe_times
     from realrl.planner.profile.profile import Profile
-    from realrl.runtime.prepare.fit.change import Draft
+    from realrl.planner.report.calibrate import describe_times
+    from realrl.runtime.prepare.fit.changes import Draft
     from realrl.runtime.prepare.scenarios import Measured
     from realrl.runtime.prepare.trained_parts import list_trained_parts
 
@@ -172,7 +172,7 @@ def parse_wanted(target_step: str | None, budget: float | None, *, others: bool)
 
     UserError for anything else, and for both, or one beside options that choose a number of nodes (`others`).
     """
-    from realrl.planner.report.sizing import Wanted
+    from realrl.planner.report.node_counts import Wanted
 
     if target_step is None and budget is None:
         return None

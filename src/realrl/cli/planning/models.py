@@ -16,7 +16,7 @@ def print_models(
 
     from realrl.cli.page.text import format_count
     from realrl.families.registry import find_family, list_families, model_tensors
-    from realrl.families.sizes.published import SHAPES
+    from realrl.families.sizes import SHAPES
 
     families = {name: find_family(name) for name in (list_families() if family is None else (family,))}
     found = {

@@ -7,8 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realrl.cli.page.text import format_count, format_seconds, format_share
-from realrl.planner.report.gap import format_gap
-from realrl.planner.report.report import Objective, SizeReport
+from realrl.planner.report.report import Objective, SizeReport, format_gap
 
 
 def make_size_table(sizes: Sequence[SizeReport], chosen: str, objective: Objective) -> RenderableType:

@@ -22,19 +22,32 @@ from realrl.cli.page.words import list_remarks
 from realrl.cli.planning.bars import format_memory_bars, format_time_bars
 from realrl.cli.planning.failures import describe_failures
 from realrl.cli.planning.node_counts_table import make_size_table
-from realrl.config.units import format_bytes
-from realrl.config.words import join
+from realrl.config.errors import join
+from realrl.config.values import format_bytes
 from realrl.plan.axes import degrees_title
 from realrl.plan.placement import Placement
-from realrl.planner.report.gap import describe_gap
-from realrl.planner.report.preference_text import describe_preference
-from realrl.planner.report.report import Alternative, Contender, PlanReport
+from realrl.planner.report.report import Alternative, Contender, PlanReport, describe_gap
 from realrl.planner.simulate.estimate import CallEstimate, Estimate
 from realrl.planner.uncertainty.outlook import CONVINCING, LEVEL
 from realrl.program.text import name_parameters
 
 if TYPE_CHECKING:
     from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.report.report import CHOSEN, FASTEST
+
+
+def describe_preference(report: PlanReport) -> str:
+    """Say what the chosen plan is preferred to, and why; the report must have given up a faster plan."""
+    fastest, chosen = report.given_up, report.contenders[CHOSEN]
+    assert fastest is not None, "a faster plan was given up"
+    longer = chosen.estimate.step_seconds / fastest.estimate.step_seconds - 1
+    text = (
+        f"{CHOSEN} is simpler than the {FASTEST}, and may well be as fast: {chosen.parts} instead of"
+        f" {fastest.parts} layouts, reallocations, kept copies and offloaded states, for a step that is predicted"
+        f" to be {longer:.1%} longer."
+    )
+    return text.replace("%", " %").capitalize()
+
 
 _WIDTH = 100
 """Columns where the terminal does not report its width."""

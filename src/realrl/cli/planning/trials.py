@@ -8,8 +8,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from realrl.planner.report.report import PlanReport
-    from realrl.runtime.trials.halving import PlanTrials, Trial
-    from realrl.runtime.trials.try_plans import TrialSettings
+    from realrl.runtime.try_plans import PlanTrials, Trial, TrialSettings
 
 TryOption = Annotated[
     int | None,
@@ -38,7 +37,7 @@ TryMinutes = Annotated[
 def run_trials(report: "PlanReport", settings: "TrialSettings", *, quiet: bool) -> "PlanTrials":
     """Try the best plans of a report, print what they took unless `quiet`, and remember it in the profile."""
     from realrl.config.paths import local_path
-    from realrl.runtime.trials.try_plans import remember_trials, try_plans
+    from realrl.runtime.try_plans import remember_trials, try_plans
 
     trials = try_plans(report, settings, say_trial)
     if not quiet:

@@ -6,11 +6,11 @@ from rich import box
 from rich.table import Table
 
 from realrl.cli.page.text import format_seconds, format_span
-from realrl.config.units import format_bytes
+from realrl.config.values import format_bytes
 from realrl.planner.uncertainty.outlook import LEVEL
 
 if TYPE_CHECKING:
-    from realrl.planner.calibration.comparison import Comparison
+    from realrl.planner.report.comparison import Comparison
 
 _ENOUGH_STEPS = 20
 """Steps from which on their times are compared with the predicted ones: the first steps of a run warm up."""

@@ -17,7 +17,7 @@ from realrl.runtime.evaluation.answers import PROMPTS
 from realrl.runtime.output.untaught import find_untaught
 
 if TYPE_CHECKING:
-    from realrl.planner.calibration.comparison import Comparison
+    from realrl.planner.report.comparison import Comparison
     from realrl.recipe.experiment import Experiment
     from realrl.runtime.observer import MetricsRecord
 

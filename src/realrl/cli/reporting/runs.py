@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from realrl.checkpoint.saved import find_saved
 from realrl.cli.reporting.metrics import MetricLine, find_metric, read_rows
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
 from realrl.config.yaml_file import read_yaml
 from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
-from realrl.runtime.output.saved import find_saved
 
 LineKind = Literal["train", "eval"]
 

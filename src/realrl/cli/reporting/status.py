@@ -10,16 +10,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from realrl.checkpoint.saved import BEST, CONFIG, METRICS, SUMMARY, list_checkpoints
 from realrl.cli.reporting.metrics import MetricLine, find_metric, read_last
 from realrl.cli.reporting.speed import read_speed
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
 from realrl.config.yaml_file import read_yaml
-from realrl.program.prediction_file import PredictedStep
 from realrl.program.text import format_ranks
+from realrl.program.trace_file import PredictedStep
 from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
-from realrl.runtime.output.history import HISTORY, read_history
-from realrl.runtime.output.saved import BEST, CONFIG, METRICS, SUMMARY, list_checkpoints
+from realrl.runtime.output.rundir import HISTORY, read_history
 from realrl.runtime.output.untaught import UntaughtSteps
 from realrl.runtime.supervision.heartbeat import Heartbeat, read_statuses
 from realrl.runtime.supervision.run_end import RESTARTING, RunEnd

@@ -1,27 +1,107 @@
-"""Decode batch: rows that are decoded together, which come and go, as one stage of a pipeline sees them."""
+"""Decode batch: rows that are decoded together on one stage of a pipeline; rows join and leave between turns."""
 
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from realrl.engine.generation.call import GenerateCall
-from realrl.engine.generation.decode_memory import count_computed_rows
+from realrl.data.batch import Ragged
+from realrl.engine.generation.decode_memory import (
+    DecodeKind,
+    DecodeSize,
+    KeptDecoding,
+    count_computed_rows,
+    is_gpu,
+    list_addresses,
+)
 from realrl.engine.generation.prefill import PrefillPass
-from realrl.engine.generation.scheduler import DecodeTurn, RowPrefill
-from realrl.engine.pipeline.messages import PendingRecv
+from realrl.engine.generation.routed_experts import RoutedExperts
+from realrl.engine.generation.sampling import SamplingNoise, SamplingSeed
+from realrl.engine.generation.scheduler import DecodeRow, DecodeTurn, RowPrefill, Scheduler
+from realrl.engine.model import Model
+from realrl.engine.pipeline import PendingRecv
+from realrl.layout.kv_blocks import (
+    count_prefill_tokens,
+    count_prompt_blocks,
+    count_steps_per_look,
+    size_cache,
+)
+from realrl.recipe.generation import GenerationConfig
+from realrl.recipe.stop_strings import StopStrings
+
+
+class GenerateCall:
+    """Rows, cache and sampling of a generate call on one rank, shared by its decode batches."""
+
+    def __init__(
+        self,
+        model: Model,
+        rows: Sequence[DecodeRow],
+        prompts: Ragged,
+        *,
+        ids: Sequence[int],
+        sampling: GenerationConfig,
+        stop_token_ids: tuple[int, ...],
+        seed: SamplingSeed,
+        kv_capacity: int,
+        stop: StopStrings | None = None,
+        pass_tokens: int | None = None,
+        record_experts: bool = False,
+        kept: KeptDecoding | None = None,
+    ) -> None:
+        """Prepare the continuation of `rows`: allocate memory, or take what earlier calls have left in `kept`.
+
+        `prompts` by number. `ids` are the items' ids, by number of the row. `kv_capacity` is the number of tokens
+        that the cache holds for each decode batch. `pass_tokens` limits a prefill pass; by default it suits the
+        device. With `record_experts`, a mixture's experts are kept as rows leave the cache.
+        """
+        mixture = model.shape.mixture if record_experts else None
+        assert mixture is not None or not record_experts, "only mixtures have experts"
+        self.model = model
+        self.prompts = prompts.to(torch.device("cpu"))
+        self.stop_token_ids, self.stop = frozenset(stop_token_ids), stop
+        self.new_tokens = sampling.max_new_tokens
+        self.batches = batches = model.groups.pipeline.size
+        """Decode batches: one per stage of the pipeline."""
+        self.on_gpu = on_gpu = is_gpu(model.device)
+        self.noise = SamplingNoise(seed)
+        self.keys: list[int] = self.noise.make_keys(torch.tensor(ids)).tolist()
+        """Keys of the sampling noise, by number of the row."""
+        size = size_cache(
+            batches * kv_capacity,
+            prompt_blocks=sum(map(count_prompt_blocks, prompts.lengths)),
+            longest_prompt=max(prompts.lengths),
+            rows=len(rows),
+            new_tokens=self.new_tokens,
+        )
+        recorded = 0 if mixture is None else mixture.per_token
+        kind = DecodeKind(sampling, stop_token_ids, recorded, batches, on_gpu, list_addresses(model))
+        most = count_computed_rows(-(-size.rows // batches), on_gpu=on_gpu)
+        needed = DecodeSize(size.blocks, most, max(prompts.lengths))
+        self.memory = (kept or KeptDecoding()).take(model, kind, needed)
+        record = self.memory.cache.experts
+        self.experts = None if record is None else RoutedExperts(record)
+        """Experts of rows that have left the cache, if they are recorded."""
+        self.scheduler = Scheduler(
+            rows,
+            size,
+            batches=batches,
+            new_tokens=self.new_tokens,
+            steps=count_steps_per_look(cpu=not on_gpu),
+            prefill_tokens=pass_tokens or count_prefill_tokens(cpu=not on_gpu),
+        )
 
 
 class DecodeBatch:
     """Rows that are decoded together, in turns.
 
-    A turn is what happens between two looks of the host at sampled tokens: a prefill of rows that were admitted,
-    and decode steps. All stages of a pipeline take the same turns, since they plan them from the same tokens, which
-    the last stage broadcasts.
+    A turn is a prefill of newly admitted rows and some decode steps; after it, the host looks at the sampled
+    tokens. All stages of a pipeline take the same turns, because they plan them from the same tokens, which the
+    last stage broadcasts.
     """
 
     def __init__(self, call: GenerateCall, number: int) -> None:
-        """`number`: which of the decode batches of the scheduler."""
+        """`number` is the index of the batch in the scheduler."""
         self._call = call
         self._number = number
         self._last_tokens = [int(prompt[-1]) for prompt in call.prompts.rows()]
@@ -37,8 +117,8 @@ class DecodeBatch:
     def run(self) -> Iterator[None]:
         """Yield once when the first turn is planned, then after each step, when this stage has sent its part.
 
-        Turns of several batches are planned in the same order on every stage, so that all of them know the same
-        of each other: after a yield on all stages but the last, before it on the last.
+        Every stage plans the turns of several batches in the same order, so that all stages decide from the same
+        state. The last stage therefore plans before it yields, the others after.
         """
         call = self._call
         pipeline = call.model.pipeline
@@ -51,7 +131,7 @@ class DecodeBatch:
                 yield from self._run_turn()
 
     def _run_turn(self) -> Iterator[None]:
-        """Run a turn on a stage that sends hidden states on and receives the tokens."""
+        """Run a turn on a stage that sends hidden states on and receives tokens."""
         pipeline = self._call.model.pipeline
         self._begin()
         for step in range(self._turn.steps):
@@ -61,13 +141,13 @@ class DecodeBatch:
             tokens = pipeline.post_recv_tokens(self._width)
             yield
             self._rows.advance(tokens.wait())
-        if not self._turn.rows:  # They wait for blocks that other batches hold.
+        if not self._turn.rows:  # rows wait for blocks that other batches hold
             yield
         self._record()
         self._plan()
 
     def _run_turn_of_last_stage(self) -> Iterator[None]:
-        """Run a turn on the stage that samples and broadcasts the tokens."""
+        """Run a turn on the stage that samples and broadcasts tokens."""
         pipeline = self._call.model.pipeline
         self._begin()
         for step in range(self._turn.steps):
@@ -82,7 +162,7 @@ class DecodeBatch:
         yield
 
     def _plan(self) -> None:
-        """Plan the next turn, and post the receives of what it begins with."""
+        """Plan the next turn, and request the messages that it begins with."""
         call = self._call
         turn = call.scheduler.plan(self._number)
         self._turn = turn
@@ -102,14 +182,14 @@ class DecodeBatch:
         self._hidden_recv = self._call.model.pipeline.post_recv(self._width)
 
     def _begin(self) -> None:
-        """RowPrefill the rows that were admitted, and begin the steps of the turn."""
+        """Prefill newly admitted rows, and begin the steps of the turn."""
         if self._turn.prefills:
             self._prefill(self._turn.prefills)
         if self._turn.rows:
             self._rows.begin_turn(self._call.noise if self._call.model.pipeline.last else None)
 
     def _prefill(self, prefills: Sequence[RowPrefill]) -> None:
-        """Fill the cache with sequences."""
+        """Compute the keys and values of sequences, and store them in the cache."""
         call = self._call
         model = call.model
         part = PrefillPass.of(prefills, call.prompts, model.device)
@@ -122,14 +202,14 @@ class DecodeBatch:
             model.pipeline.send(hidden, followed=True)
 
     def _decode(self) -> Tensor:
-        """Run this stage's part of a decode step; return hidden states, or on the last stage tokens."""
+        """Run this stage's part of a decode step; returns hidden states, or tokens on the last stage."""
         pending, self._hidden_recv = self._hidden_recv, None
         hidden = None if pending is None else pending.wait()
         self._call.model.counts.add_decode_step(self._width)
         return self._step.run(self._rows, hidden)
 
     def _record(self) -> None:
-        """Read the tokens of a turn; rows that are complete are done."""
+        """Read the tokens of a turn, and mark complete rows as done."""
         call = self._call
         rows = self._turn.rows
         if not rows:

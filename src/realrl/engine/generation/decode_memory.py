@@ -1,31 +1,30 @@
-"""Memory of decode steps: KV cache, buffers of rows and graphs, which a generate call may leave to the next."""
+"""Memory of decode steps (KV cache, row buffers, CUDA graphs), which a generate call may leave to the next."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from realrl.engine.generation.decode_step import DecodeStep
+from realrl.engine.generation.decode_step import DecodeStep, StepGraphs
 from realrl.engine.generation.row_buffers import RowBuffers
 from realrl.engine.generation.sampler import Sampler
-from realrl.engine.generation.step_graphs import StepGraphs
 from realrl.engine.model import Model
 from realrl.layout.kv_blocks import CacheSize, count_steps_per_look, pad_rows
 from realrl.model.cache import PagedCache
-from realrl.model.decode_weights import DecodeWeights
-from realrl.recipe.settings import GenerationConfig
+from realrl.model.matrices import DecodeWeights
+from realrl.recipe.generation import GenerationConfig
 
 
 @dataclass(frozen=True)
 class DecodeKind:
-    """What graphs of decode steps have in them, besides sizes: calls that differ in it need others."""
+    """What decode graphs depend on, apart from sizes: calls that differ in it cannot share graphs."""
 
     sampling: GenerationConfig
     stop_token_ids: tuple[int, ...]
     experts: int
-    """Experts of a token that are recorded in each layer; 0 for none."""
+    """Experts per token that are recorded in each layer; 0 for none."""
     batches: int
-    """Decode batches."""
+    """Number of decode batches."""
     on_gpu: bool
     addresses: tuple[int, ...]
     """Addresses of the parameters."""
@@ -33,21 +32,21 @@ class DecodeKind:
 
 @dataclass(frozen=True)
 class DecodeSize:
-    """How much memory decode steps have."""
+    """Size of the memory of decode steps."""
 
     blocks: int
     """Blocks of the KV cache."""
     rows: int
-    """Rows of a decode batch, those that only fill a graph included."""
+    """Rows of a decode batch, including rows that only pad a graph."""
     longest_prompt: int
     """Tokens of the longest prompt."""
 
     def holds(self, other: "DecodeSize") -> bool:
-        """Tell whether memory of this size is enough where that of the other is asked for."""
+        """Check whether memory of this size is enough for another size."""
         return self.join(other) == self
 
     def join(self, other: "DecodeSize") -> "DecodeSize":
-        """Find the least size that is enough for both."""
+        """Smallest size that is enough for both."""
         return DecodeSize(
             max(self.blocks, other.blocks),
             max(self.rows, other.rows),
@@ -57,20 +56,19 @@ class DecodeSize:
 
 @dataclass(frozen=True, eq=False)
 class DecodeMemory:
-    """Memory of the decode steps of a generate call, and the steps in it, which know its addresses."""
+    """Memory of a generate call's decode steps, and the steps, which hold its addresses."""
 
     kind: DecodeKind
     size: DecodeSize
     weights: DecodeWeights
     cache: PagedCache
     buffers: Sequence[RowBuffers]
-    """Those of each decode batch."""
+    """By decode batch."""
     steps: Sequence[DecodeStep | StepGraphs]
-    """Those of each decode batch."""
+    """By decode batch."""
 
     @classmethod
     def allocate(cls, model: Model, kind: DecodeKind, size: DecodeSize) -> "DecodeMemory":
-        """Allocate memory, and make the steps."""
         device = model.device
         weights = model.transformer.prepare_decoding()
         cache = PagedCache(
@@ -83,10 +81,7 @@ class DecodeMemory:
             experts=kind.experts,
         )
         sampler = Sampler(
-            kind.sampling,
-            temperature=model.temperature,
-            stop_token_ids=kind.stop_token_ids,
-            device=device,
+            kind.sampling, temperature=model.temperature, stop_token_ids=kind.stop_token_ids, device=device
         )
         step = DecodeStep(model, weights, cache, sampler)
         by_graphs = kind.on_gpu and weights.runs_ahead
@@ -106,15 +101,15 @@ class DecodeMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache and the buffers of rows on the device. torch does not tell those of graphs."""
+        """Bytes of the cache and the row buffers on the device; torch does not report those of graphs."""
         return self.cache.nbytes + sum(buffers.nbytes for buffers in self.buffers)
 
 
 class KeptDecoding:
-    """Memory of decode steps that stays from one generate call to the next, with graphs that are captured once.
+    """Memory of decode steps that survives from one generate call to the next, with graphs captured only once.
 
-    It grows to what the largest of them took. Where a call is of another kind, for instance since parameters have
-    moved, the memory is given back, and allocated anew.
+    It grows to the size of the largest call. If a call is of another kind, for example because parameters have
+    moved, the memory is freed and allocated again.
     """
 
     def __init__(self) -> None:
@@ -131,7 +126,7 @@ class KeptDecoding:
             if self._memory.kind == kind and self._memory.size.holds(size):
                 return self._memory
             size = size.join(self._memory.size)
-            self._memory = None  # its bytes are needed for what follows
+            self._memory = None  # free it before the new memory is allocated
         memory = DecodeMemory.allocate(model, kind, size)
         if memory.weights.follow_parameters:
             self._memory = memory
@@ -139,15 +134,15 @@ class KeptDecoding:
 
 
 def list_addresses(model: Model) -> tuple[int, ...]:
-    """List the addresses of a model's parameters, which change as their memory is given back and allocated."""
+    """List the addresses of a model's parameters, which change when their memory is freed and allocated again."""
     return tuple(of.buffer.data.data_ptr() for of in model.sets.values())
 
 
 def count_computed_rows(rows: int, *, on_gpu: bool) -> int:
-    """Count the rows that are computed for so many: graphs are made for few numbers of rows."""
+    """Count the rows that are computed for `rows` rows: graphs exist for a few numbers of rows only."""
     return pad_rows(rows) if on_gpu else rows
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Tell whether the host runs ahead of a device: turns have several steps, which are graphs of few sizes."""
+    """Check whether the host runs ahead of a device, in turns of several steps that are CUDA graphs."""
     return device.type != "cpu"

@@ -1,6 +1,6 @@
 """Generation: prompts in, sequences with their log-probabilities out."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -8,18 +8,29 @@ import torch
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import ROUTED_EXPERTS
 from realrl.engine.finite import NotFiniteLogitsError, all_finite
-from realrl.engine.generation.call import GenerateCall
-from realrl.engine.generation.decode_batch import DecodeBatch
+from realrl.engine.generation.decode_batch import DecodeBatch, GenerateCall
 from realrl.engine.generation.decode_memory import KeptDecoding
 from realrl.engine.generation.prefill import as_tensor
-from realrl.engine.generation.prompts import group_samples
 from realrl.engine.generation.routed_experts import join_stages
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.generation.scheduler import DecodeRow, Prompt
 from realrl.engine.model import Model
-from realrl.model.mixture.replay import EXPERT_DTYPE
-from realrl.recipe.settings import GenerationConfig
+from realrl.model.routing import EXPERT_DTYPE
+from realrl.recipe.generation import GenerationConfig
 from realrl.recipe.stop_strings import StopStrings
+
+
+def group_samples(ids: Sequence[int], prompts: Ragged, samples: int) -> list[list[int]]:
+    """Group the positions of items that are samples of one prompt, items i * samples to (i + 1) * samples - 1.
+
+    Their rows must also be equal: a graph may continue sequences that were sampled before.
+    """
+    if samples == 1:
+        return [[position] for position in range(len(ids))]
+    groups = defaultdict(list)
+    for position, (item, row) in enumerate(zip(ids, prompts.rows(), strict=True)):
+        groups[item // samples, tuple(row.tolist())].append(position)
+    return list(groups.values())
 
 
 @torch.no_grad()
@@ -40,26 +51,30 @@ def generate(
 ) -> Batch:
     """Continue the rows of field `prompts`, by at most `sampling.max_new_tokens` tokens each.
 
-    At most `kv_capacity` tokens are in the KV cache at a time; in a pipeline, so many for each of its stages.
-    Adds sequences (prompt and continuation, end-of-sequence included), logprobs (aligned with them, 0 on the
-    prompt), prompt_length, and finished (1.0 if the sequence ends with one of `stop_token_ids`, or
-    with the token that completes one of the `stop` strings). Items are
-    identified by their ids: the same ids, seed and parameters give the same tokens whatever else is in the batch,
-    always where the model's products are exact, and else but where rounding turns a choice (docs/exact.md).
-    Items i * `samples` to (i + 1) * `samples` - 1 are samples of one prompt: those that run at the same time share
-    its prefill and its part of the KV cache, which holds at least one row.
-    With `record_experts`, a mixture of experts adds routed_experts, too, on the first TP rank: those of each token
-    in all layers of the model, k a layer, [T, layers * k]. They are -1 where it has not passed through any: the
-    last token in all layers, a prompt but for its last token in the last layer.
-    `kept` is memory that calls of this model leave to each other; without it, all is given back at the end.
-    `after_step` is called after each decode step. NotFiniteLogitsError if the model's logits are not finite.
+    Adds these fields: sequences (prompt and continuation, with end-of-sequence), logprobs (aligned with them, 0 on
+    the prompt), prompt_length, and finished (1.0 if the sequence ends with one of `stop_token_ids`, or with the
+    token that completes one of the `stop` strings).
+
+    The KV cache holds at most `kv_capacity` tokens at a time, for each stage of a pipeline, and at least one row.
+    Items i * `samples` to (i + 1) * `samples` - 1 are samples of one prompt. If they run at the same time, they
+    share its prefill and its part of the cache.
+
+    Items are identified by their ids: equal ids, seed and parameters give equal tokens, whatever else is in the
+    batch. With exact products this always holds; otherwise rounding may turn a choice (docs/exact.md).
+
+    With `record_experts`, the first TP rank of a mixture also adds routed_experts: for each token the k experts of
+    every layer of the model, [T, layers * k]. They are -1 if the token has not passed through a layer: the last
+    token in all layers, and the prompt except its last token in the last layer.
+
+    `kept` is memory that calls of this model leave to each other; without it, all memory is freed at the end.
+    `after_step` is called after each decode step. Raises NotFiniteLogitsError if the model's logits are not finite.
     """
     given = batch[prompts]
     groups = group_samples(batch.ids, given, samples)
-    # Prompts that are prefilled together are of similar length, to which attention pads them where it does.
+    # Prompts that are prefilled together should have similar lengths, because some attention kernels pad them.
     groups.sort(key=lambda group: -given.lengths[group[0]])
     rows = list_rows(groups, given)
-    call = GenerateCall.of(
+    call = GenerateCall(
         model,
         rows,
         given.select([group[0] for group in groups]),
@@ -69,10 +84,11 @@ def generate(
         seed=seed,
         kv_capacity=kv_capacity,
         stop=stop,
-        # Others choose the same ones.
+        # Other TP ranks choose the same experts.
         record_experts=record_experts and model.groups.tensor.index == 0,
         kept=kept,
     )
+    # Each stage of a pipeline works on one decode batch while the other stages have the others.
     _interleave([DecodeBatch(call, number) for number in range(call.batches)], after_step)
     model.pipeline.wait_sends()
     rows.sort(key=lambda row: row.number)
@@ -97,7 +113,7 @@ def generate(
 
 
 def list_rows(groups: Sequence[Sequence[int]], prompts: Ragged) -> list[DecodeRow]:
-    """Make the rows of a call, those of a prompt next to each other."""
+    """Make the rows of a call; the rows of a prompt are neighbours."""
     rows = []
     for number, group in enumerate(groups):
         prompt = Prompt(number, prompts.lengths[group[0]])
@@ -108,8 +124,8 @@ def list_rows(groups: Sequence[Sequence[int]], prompts: Ragged) -> list[DecodeRo
 def _interleave(batches: Sequence[DecodeBatch], after_step: Callable[[], None]) -> None:
     """Advance decode batches step by step.
 
-    While one is on another stage of the pipeline, this stage works on the next. Every stage takes the same steps in
-    the same order.
+    While one batch is on another stage of the pipeline, this stage works on the next. Every stage takes the same
+    steps in the same order.
     """
     active = deque[Iterator[None]](batch.run() for batch in batches)
     for steps in active:
@@ -125,9 +141,9 @@ _ENDED = object()
 
 
 def _check_finite(row: DecodeRow, item: int) -> None:
-    """Raise NotFiniteLogitsError where a log-probability is not finite.
+    """Raise NotFiniteLogitsError if a log-probability is not finite.
 
-    Only at the end, since looking at each token makes a GPU wait.
+    Only at the end, because looking at each token would make the host wait for the GPU.
     """
     logprobs = as_tensor(row.logprobs, torch.float32)
     if not all_finite(logprobs):

@@ -1,4 +1,4 @@
-"""RowPrefill passes: packed sequences, and where their keys and values go."""
+"""Prefill passes: packed sequences, and the places of their keys and values."""
 
 from array import array
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class PrefillPass:
 
     @classmethod
     def of(cls, prefills: Sequence[RowPrefill], prompts: Ragged, device: torch.device) -> "PrefillPass":
-        """Pack sequences. `prompts`: on the CPU, by number."""
+        """Pack sequences. `prompts` are on the host, by number."""
         lengths = [prefill.length for prefill in prefills]
         tokens = torch.cat([_read_tokens(prefill, prompts) for prefill in prefills])
         places = np.concatenate([_find_places(prefill) for prefill in prefills])
@@ -41,7 +41,7 @@ class PrefillPass:
 
 
 def _read_tokens(prefill: RowPrefill, prompts: Ragged) -> Tensor:
-    """Read the tokens of a sequence: its prompt and what it had generated, but for the last of them."""
+    """Read a sequence that is prefilled: its prompt and the tokens generated so far, without the newest token."""
     row = prefill.row
     prompt = prompts.row(row.prompt.number)
     return torch.cat([prompt, as_tensor(row.tokens, torch.int64)])[: prefill.length]

@@ -1,4 +1,4 @@
-"""Experts that tokens passed through while rows were decoded, read from the cache as the rows leave it."""
+"""Experts that tokens passed through during decoding, read from the cache when rows leave it."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -10,27 +10,28 @@ from torch import Tensor
 from realrl.engine.generation.prefill import list_places
 from realrl.engine.generation.scheduler import DecodeRow, ReleasedRow
 from realrl.engine.model import Model
-from realrl.model.mixture.replay import EXPERT_DTYPE, NONE_CHOSEN
+from realrl.model.routing import EXPERT_DTYPE, NONE_CHOSEN
 
 _MESSAGE_BYTES = 64 << 20
-"""Most bytes of rows that the stages of a pipeline put together at a time, but for a longer row alone."""
+"""Most bytes of rows that the stages of a pipeline exchange at a time; a longer row goes alone."""
 
 
 class RoutedExperts:
     """Experts of the rows of a generate call, in the layers of this rank's stage."""
 
     def __init__(self, record: Tensor) -> None:
-        """`record`: that of the cache, [layers, blocks, BLOCK_TOKENS, k]."""
+        """`record` is the cache's tensor, [layers, blocks, BLOCK_TOKENS, k]."""
         self._record = record.flatten(1, 2)
         self._own: defaultdict[int, list[Tensor]] = defaultdict(list)
-        """Parts of a row's own segment, from before and after it was preempted: [n, layers, k] each."""
+        """Parts of a row's own segment, read at each preemption and at the end: [n, layers, k] each."""
         self._prompts: dict[int, Tensor] = {}
         """The prompt's segment, by row."""
 
     def read(self, released: Sequence[ReleasedRow]) -> None:
-        """Read the experts of rows that leave the cache, before others write to their blocks.
+        """Read the experts of rows that leave the cache, before other rows overwrite their blocks.
 
-        Of tokens that are prefilled again after a preemption, those count that they were sampled with.
+        A preempted row is prefilled again later, perhaps with other experts. Its record keeps the experts from
+        sampling, which are read here.
         """
         if not released:
             return
@@ -45,23 +46,23 @@ class RoutedExperts:
             self._own[row.number].append(part[shared:])
 
     def _find_span(self, released: ReleasedRow) -> np.ndarray:
-        """Find the places of the tokens that are read: at the end the prompt, and own ones not yet known."""
+        """Find the places to read: own tokens that are not yet known and, for a finished row, the prompt."""
         row = released.row
         known = sum(len(part) for part in self._own[row.number])
-        # The prompt's last token is the first of the row's own segment; the newest one has not passed through.
+        # The own segment starts with the prompt's last token. The newest token has not passed through the model.
         own = list_places(released.blocks)[known : len(row.tokens)]
         if not row.done:
             return own
         return np.concatenate([list_places(released.prompt_blocks)[: row.prompt.length - 1], own])
 
     def row(self, row: DecodeRow) -> Tensor:
-        """Put the experts of a whole row together, none of its newest token. [T, layers, k]"""
+        """Put together the experts of a whole row; the newest token has none. [T, layers, k]"""
         parts = [self._prompts[row.number], *self._own[row.number]]
         return torch.cat([*parts, parts[0].new_full((1, *parts[0].shape[1:]), NONE_CHOSEN)])
 
 
 def join_stages(model: Model, rows: Sequence[DecodeRow], experts: RoutedExperts) -> list[Tensor]:
-    """Put the experts in the layers of all stages together; all stages call it. -> [T, layers * k] each"""
+    """Put together the experts of the layers of all stages; all stages call it. -> [T, layers * k] each"""
     found: list[Tensor] = []
     layers, mine = model.shape.layers, slice(model.shard.layers.start, model.shard.layers.stop)
     for part in _split(model, rows):
@@ -70,7 +71,7 @@ def join_stages(model: Model, rows: Sequence[DecodeRow], experts: RoutedExperts)
         whole = torch.zeros(sum(lengths), layers, model.shape.mixture.per_token, dtype=EXPERT_DTYPE)
         whole[:, mine] = torch.cat([experts.row(row) for row in part])
         if model.groups.pipeline.size > 1:
-            # As bytes, which every backend adds; those of other stages' layers are 0.
+            # As bytes, which every backend can add; bytes of other stages' layers are 0.
             there = whole.view(torch.uint8).to(model.device)
             whole = model.groups.pipeline.sum(there).cpu().view(EXPERT_DTYPE)
         found += whole.flatten(1).split(lengths)
@@ -78,7 +79,6 @@ def join_stages(model: Model, rows: Sequence[DecodeRow], experts: RoutedExperts)
 
 
 def _split(model: Model, rows: Sequence[DecodeRow]) -> Iterator[Sequence[DecodeRow]]:
-    """Split rows into messages."""
     assert model.shape.mixture is not None, "only mixtures have experts"
     each = model.shape.layers * model.shape.mixture.per_token * EXPERT_DTYPE.itemsize
     part: list[DecodeRow] = []

@@ -1,4 +1,4 @@
-"""Buffers of a decode batch: what decode steps read of its rows, and what they write."""
+"""Buffers of a decode batch: inputs and outputs of its decode steps, and the host's view of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,16 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realrl.engine.generation.blocks import SCRATCH
 from realrl.engine.generation.sampling import SamplingNoise
-from realrl.engine.generation.scheduler import DecodeRow, DecodeTurn
+from realrl.engine.generation.scheduler import SCRATCH, DecodeRow, DecodeTurn
 from realrl.layout.kv_blocks import count_blocks, count_prompt_blocks
 from realrl.model.paged_attention import CachedRows
 
 
 @dataclass(frozen=True, eq=False)
 class BufferedRows:
-    """First B rows of the buffers, as views: all that a decode step works on, at addresses that stay."""
+    """The first B rows of the buffers, as views: everything that a decode step uses, at fixed addresses."""
 
     cached: CachedRows
     tokens: Tensor
@@ -30,18 +29,18 @@ class BufferedRows:
     noise: Tensor
     """Sampling noise of the steps of a turn. [steps, B] float64"""
     sampled: Tensor
-    """Tokens that the steps of a turn have sampled. [steps, B] int64"""
+    """Tokens sampled in the steps of a turn. [steps, B] int64"""
     logprobs: Tensor
     """Their log-probabilities, on the last stage of a pipeline. [steps, B] float32"""
 
     def begin_turn(self, noise: SamplingNoise | None) -> None:
-        """Count steps from 0 again, and compute the noise of all of them where they sample."""
+        """Count steps from 0, and compute the noise of all steps if this stage samples (`noise` is not None)."""
         self.step.zero_()
         if noise is not None:
             self.noise.copy_(noise.draw(self.keys, self.steps + self.cached.own_lengths))
 
     def advance(self, tokens: Tensor, logprobs: Tensor | None = None) -> None:
-        """Record the tokens of a step and make them the input of the next. [B]"""
+        """Record the tokens of a step, and make them the input of the next step. [B]"""
         self.sampled.index_copy_(0, self.step, tokens.unsqueeze(0))
         if logprobs is not None:
             self.logprobs.index_copy_(0, self.step, logprobs.unsqueeze(0))
@@ -51,10 +50,10 @@ class BufferedRows:
 
 
 class RowBuffers:
-    """Buffers of `size` rows, which the host fills as rows come and go, and decode steps advance by themselves.
+    """Buffers of `size` rows. The host fills them as rows join and leave; decode steps advance them by themselves.
 
-    On a CPU both work on the same memory. For a GPU the host has a mirror in pinned memory, which it sends without
-    waiting, and writes again only when it has seen the tokens of the turn.
+    On a CPU both use the same memory. For a GPU the host has a mirror in pinned memory. It sends the mirror without
+    waiting, and writes to it again only after it has seen the tokens of the turn.
     """
 
     def __init__(
@@ -67,8 +66,8 @@ class RowBuffers:
         device: torch.device,
         mirrored: bool,
     ) -> None:
-        """`steps`: decode steps of a turn."""
-        # Rows that are done go on until the end of a turn: their surplus tokens go to the scratch block.
+        """`steps` is the number of decode steps of a turn."""
+        # Finished rows are decoded until the end of the turn; their surplus tokens go to the scratch block.
         own = count_blocks(new_tokens + steps - 1)
         shared = max(1, count_prompt_blocks(longest_prompt))
         self._host = {
@@ -100,7 +99,7 @@ class RowBuffers:
         return sum(tensor.nbytes for tensor in (*self._device.values(), *of_steps))
 
     def arrange(self, turn: DecodeTurn, last_tokens: Sequence[int], keys: Sequence[int]) -> None:
-        """Write what a turn changes. `last_tokens`: by prompt; `keys`: of the sampling noise, by row."""
+        """Write the changes of a turn. `last_tokens` by prompt; `keys` of the sampling noise by row."""
         arrays = self._arrays
         rows = turn.rows
         if turn.rearranged:
@@ -112,7 +111,7 @@ class RowBuffers:
                     self._place(slot, row, last_tokens[row.prompt.number], keys[row.number])
                 row.slot = slot
             for name in ("own_tables", "own_lengths", "prompt_lengths"):
-                arrays[name][len(rows) :] = 0  # rows that only fill a bucket write to the scratch block
+                arrays[name][len(rows) :] = 0  # rows that only pad a graph write to the scratch block
             self._find_prompts(rows)
         for row in turn.grown:
             arrays["own_tables"][row.slot, : len(row.blocks)] = row.blocks
@@ -121,7 +120,6 @@ class RowBuffers:
                 tensor.copy_(self._host[name], non_blocking=True)
 
     def _place(self, slot: int, row: DecodeRow, last_token: int, key: int) -> None:
-        """Write a row that has just been admitted."""
         arrays = self._arrays
         arrays["tokens"][slot] = row.tokens[-1] if row.tokens else last_token
         arrays["keys"][slot] = key
@@ -132,14 +130,12 @@ class RowBuffers:
             arrays[name][slot, : len(blocks)] = blocks
 
     def _find_prompts(self, rows: Sequence[DecodeRow]) -> None:
-        """Find where the rows of each prompt start."""
         prompts = np.fromiter((row.prompt.number for row in rows), np.int64, len(rows))
         changes = np.flatnonzero(np.diff(prompts, prepend=-1, append=-1))
         self._prompt_starts = torch.from_numpy(changes)
         self._most = int(np.diff(changes).max(initial=1))
 
     def view(self, rows: int) -> BufferedRows:
-        """View the first `rows` rows."""
         device = self._device
         return BufferedRows(
             cached=CachedRows(
@@ -160,7 +156,7 @@ class RowBuffers:
         )
 
     def read(self, rows: int, steps: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Wait for the tokens of the steps of a turn; return them and their log-probabilities, by row."""
+        """Wait for the tokens of a turn's steps; return them and their log-probabilities, by row."""
         tokens = self._sampled[:steps, :rows].cpu()
         logprobs = self._logprobs[:steps, :rows].cpu()
         if self._mirrored:

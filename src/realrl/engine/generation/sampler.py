@@ -4,18 +4,75 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realrl.engine.generation.nucleus import keep_top_k, keep_top_p
 from realrl.model.cpu.choice import choose_tokens_on_cpu
-from realrl.model.gpu.path import on_gpu
+from realrl.model.gpu.library import register_default
+from realrl.model.gpu.path import load_kernels, on_gpu
 from realrl.model.logprobs import compute_logprobs
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
+
+_BISECTIONS = 30
+"""Halvings until one candidate is left among the floats from 0 to 1, whose bits are at most 0x3F800000 < 2^30."""
+
+
+def keep_top_k(probabilities: Tensor, count: int) -> Tensor:
+    """Zero all but the `count` largest probabilities of each row; ties with the last of them are kept. [B, V]"""
+    if not 0 < count < probabilities.shape[-1]:
+        return probabilities
+    kept: Tensor = _restrict_to_top_k(probabilities, count)
+    return kept
+
+
+@register_default("restrict_to_top_k(Tensor probabilities, int count) -> Tensor")
+def _restrict_to_top_k(probabilities: Tensor, count: int) -> Tensor:
+    lowest = probabilities.topk(count, dim=-1).values[:, -1:]
+    return probabilities.masked_fill(probabilities < lowest, 0.0)
+
+
+def keep_top_p(probabilities: Tensor, share: float) -> Tensor:
+    """Zero all but the fewest largest probabilities of each row that have at least `share` of its sum. [B, V]
+
+    A token is kept if the tokens before it in descending order have less than the share; among equal probabilities,
+    earlier tokens come first.
+    """
+    if share >= 1:
+        return probabilities
+    kept: Tensor = _restrict_to_top_p(probabilities, share)
+    return kept
+
+
+@register_default("restrict_to_top_p(Tensor probabilities, float share) -> Tensor")
+def _restrict_to_top_p(probabilities: Tensor, share: float) -> Tensor:
+    if on_gpu(probabilities):
+        kept: Tensor = load_kernels().nucleus.keep_top_p_on_gpu(probabilities.contiguous(), share)
+        return kept
+    # Non-negative floats are ordered like their bits.
+    bits = probabilities.view(torch.int32)
+    target = share * probabilities.sum(-1, keepdim=True, dtype=torch.float64)
+    lowest = torch.zeros_like(bits[:, :1])
+    highest = bits.amax(-1, keepdim=True)
+    # Find the largest number that has the share together with all larger numbers.
+    for _ in range(_BISECTIONS):
+        middle = highest - (highest - lowest) // 2
+        enough = _sum_where(bits >= middle, probabilities) >= target
+        lowest = torch.where(enough, middle, lowest)
+        highest = torch.where(enough, highest, middle - 1)
+    larger = bits > lowest
+    equal = bits == lowest
+    before = (equal.cumsum(-1, dtype=torch.int32) - 1).double() * lowest.view(torch.float32)
+    kept = larger | (equal & (before + _sum_where(larger, probabilities) < target))
+    return probabilities.masked_fill(~kept, 0.0)
+
+
+def _sum_where(chosen: Tensor, values: Tensor) -> Tensor:
+    return values.masked_fill(~chosen, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
+
 
 _BLOCK = 128
-"""Neighbouring tokens whose probabilities are summed before cumulative sums are computed."""
+"""Neighbouring tokens whose probabilities are summed before the cumulative sums."""
 
 
 class Sampler:
-    """Sampling of the next token of rows, with everything that does not depend on them made once."""
+    """Sampling of the next token of rows."""
 
     def __init__(
         self,
@@ -25,19 +82,19 @@ class Sampler:
         stop_token_ids: tuple[int, ...],
         device: torch.device,
     ) -> None:
-        """`temperature`: that of recorded log-probabilities, which training computes."""
+        """`temperature` is that of the recorded log-probabilities, as in training."""
         self._sampling = sampling
         self._temperature = temperature
         self._stop_token_ids = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
         self._forbids = sampling.min_new_tokens > 0 and len(stop_token_ids) > 0
 
     def sample(self, logits: Tensor, positions: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample a token per row, a function of its logits and its noise alone.
+        """Sample a token per row; it depends only on the row's logits and noise.
 
-        logits: [B, V] float32, positions: [B], of the tokens in their continuations; noise: [B] in [0, 1), float64.
+        logits: [B, V] float32; positions: [B], of the tokens in their continuations; noise: [B] float64 in [0, 1).
 
-        Returns tokens [B] and their log-probabilities [B] over the whole vocabulary: top-k, top-p, and minimum
-        lengths choose among tokens, but the trainer's log-probabilities do not depend on them.
+        Returns tokens [B] and their log-probabilities [B] over the whole vocabulary. Top-k, top-p and minimum
+        lengths restrict the choice, but not these log-probabilities, because the trainer's do not know such limits.
         """
         sampling = self._sampling
         logprobs = compute_logprobs(logits, self._temperature)
@@ -50,14 +107,14 @@ class Sampler:
             probabilities = (
                 logprobs.exp() if as_recorded else _scale(logits, sampling.temperature).softmax(-1)
             )
-            # One after the other, so that unrestricted probabilities are freed before the second restriction.
+            # Two statements, so that the unrestricted probabilities are freed before the second restriction.
             probabilities = keep_top_k(probabilities, sampling.top_k)
             probabilities = keep_top_p(probabilities, sampling.top_p)
             tokens = choose_tokens(probabilities, noise)
         return tokens, logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
     def _forbid_ends(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Set the logits of stop tokens to -inf where a continuation must not end yet."""
+        """Set the logits of stop tokens to -inf while a continuation is shorter than its minimum."""
         ids = self._stop_token_ids
         too_early = (positions < self._sampling.min_new_tokens).unsqueeze(-1)
         return logits.index_copy(-1, ids, logits.index_select(-1, ids).masked_fill(too_early, -torch.inf))
@@ -70,7 +127,7 @@ def _scale(logits: Tensor, temperature: float) -> Tensor:
 def choose_tokens(probabilities: Tensor, noise: Tensor) -> Tensor:
     """Choose the token at which the cumulative sum of probabilities exceeds noise times their sum.
 
-    probabilities: [B, V] float32, not normalised, noise: [B] in [0, 1), float64 -> [B] int64
+    probabilities: [B, V] float32, not normalised; noise: [B] float64 in [0, 1) -> [B] int64
     """
     choose = choose_tokens_on_gpu if on_gpu(probabilities) else choose_tokens_on_cpu
     return choose(probabilities, noise)
@@ -79,12 +136,12 @@ def choose_tokens(probabilities: Tensor, noise: Tensor) -> Tensor:
 def choose_tokens_on_gpu(probabilities: Tensor, noise: Tensor) -> Tensor:
     """Compute `choose_tokens` without waiting for the device.
 
-    It sums blocks of tokens in float32, and adds their sums, and the tokens of one block, in float64: a sum of all
-    tokens in float64 would first copy them to float64.
+    Blocks of tokens are summed in float32. Only the blocks' sums, and the tokens of one block, are summed in
+    float64: torch would first copy all tokens to float64.
     """
     rows, vocabulary = probabilities.shape
     missing = -vocabulary % _BLOCK
-    padded = F.pad(probabilities, (0, missing)) if missing else probabilities  # to pad by nothing is a copy
+    padded = F.pad(probabilities, (0, missing)) if missing else probabilities  # padding by 0 would copy
     padded = padded.reshape(rows, -1, _BLOCK)
     until = padded.sum(-1).cumsum(-1, dtype=torch.float64)
     threshold = noise.unsqueeze(-1) * until[:, -1:]
@@ -92,7 +149,7 @@ def choose_tokens_on_gpu(probabilities: Tensor, noise: Tensor) -> Tensor:
     before = F.pad(until, (1, 0)).gather(-1, block)
     inside = padded.gather(1, block.unsqueeze(-1).expand(-1, -1, _BLOCK)).squeeze(1)
     inside = inside.cumsum(-1, dtype=torch.float64)
-    # Rounding must not lead beyond the last token of the block that has a probability.
+    # Rounding must not lead past the last token of the block that has a probability.
     rest = torch.minimum(threshold - before, inside[:, -1:] * (1 - 2.0**-52))
     place = torch.searchsorted(inside, rest, right=True)
     return (block * _BLOCK + place).squeeze(-1).clamp_max_(vocabulary - 1)

@@ -1,4 +1,4 @@
-"""Counter-based sampling noise: a function of what is sampled, not of a generator's history."""
+"""Counter-based sampling noise: a hash of seed, step, sequence and position instead of a generator's state."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingSeed:
-    """Seed of the sampling noise, besides the sequence and the position."""
+    """Seed of the sampling noise, without sequence and position."""
 
     seed: int
     step: int
     first_sequence: int = 0
-    """Number of the sequence whose item is 0; the others follow."""
+    """Number of the sequence of item 0; the other items follow."""
     call: int = 0
-    """Number of the generate call among those of its graph, so that two of them draw different answers."""
+    """Index of the generate call in its graph, so that two calls draw different answers."""
 
 
 def _signed(value: int) -> int:
@@ -25,7 +25,7 @@ def _signed(value: int) -> int:
 
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:
-    """Shift without regard to the sign."""
+    """Logical right shift of int64, which fills with zeros."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -42,14 +42,15 @@ _GOLDEN = _signed(0x9E3779B97F4A7C15)
 class SamplingNoise:
     """Uniform numbers in [0, 1) for the tokens of a generate call.
 
-    A function of (seed, step, sequence, position, call) alone: the same under every plan, batch and restart.
+    They depend only on (seed, step, sequence, position, call), so they are the same under every plan, batch and
+    restart.
     """
 
     def __init__(self, seed: SamplingSeed) -> None:
         self.seed = seed
 
     def make_keys(self, items: Tensor) -> Tensor:
-        """Compute what the noise of each sequence follows from. items: int64 -> int64, of the same shape"""
+        """Compute a key for the noise of each sequence. items: int64 -> int64, of the same shape"""
         seed = self.seed
         key = _mix(torch.full_like(items, _signed(seed.seed)) + _GOLDEN)
         for part in (torch.full_like(items, seed.step), items + seed.first_sequence):
@@ -61,4 +62,5 @@ class SamplingNoise:
         key = _mix((keys ^ positions) + _GOLDEN)
         if self.seed.call:
             key = _mix((key ^ self.seed.call) + _GOLDEN)
+        # The upper 53 bits fill the significand of a float64.
         return _shift_right(key, 11).double() * 2.0**-53

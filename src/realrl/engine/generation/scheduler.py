@@ -1,13 +1,13 @@
 """Scheduler of continuous batching: which rows are decoded, and where their keys and values lie.
 
-Rows wait in one queue, rows of a prompt next to each other, and run in as many decode batches as a pipeline has
-stages. `plan` is called once per turn of a decode batch: it retires the rows that are done, gives the others the
-blocks of the coming steps, and admits waiting rows while blocks are free. Where the pool runs dry the youngest row
-of the batch is preempted: it gives its blocks back, returns to the head of the queue, and is prefilled again with
-what it has generated.
+Rows wait in one queue, with the rows of a prompt next to each other. They run in as many decode batches as a
+pipeline has stages. `plan` is called once per turn of a decode batch. It retires finished rows, gives the others
+blocks for the coming steps, and admits waiting rows while blocks are free. If the pool runs dry, the batch's
+youngest row is preempted: it frees its blocks, returns to the head of the queue, and is later prefilled again with
+its generated tokens.
 
-Nothing here depends on anything but the order of calls and the lengths of rows, so that every rank of a pipeline
-and of a tensor-parallel group decides the same from the tokens that all of them know.
+Plans depend only on the order of calls and the lengths of rows. So every rank of a pipeline and of a
+tensor-parallel group decides the same, from tokens that all of them know.
 """
 
 from array import array
@@ -15,8 +15,29 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from realrl.engine.generation.blocks import BlockPool
 from realrl.layout.kv_blocks import REPLACED_TOGETHER, CacheSize, count_blocks, count_prompt_blocks
+
+SCRATCH = 0
+"""Block without an owner: rows without a place write to it, and its content is never used."""
+
+
+class BlockPool:
+    """Free blocks of the KV cache, numbered from 1; the last released blocks are taken first."""
+
+    def __init__(self, blocks: int) -> None:
+        self._free = list(range(blocks, SCRATCH, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Take `count` blocks; there must be enough."""
+        assert count <= len(self._free), "the cache has no free blocks"
+        return [self._free.pop() for _ in range(count)]
+
+    def release(self, blocks: Sequence[int]) -> None:
+        self._free.extend(reversed(blocks))
 
 
 @dataclass(eq=False)
@@ -27,12 +48,12 @@ class Prompt:
     length: int
     blocks: list[int] = field(default_factory=list)
     running: int = 0
-    """Rows that run."""
+    """Number of running rows."""
 
 
 @dataclass(eq=False)
 class DecodeRow:
-    """Prompt with its continuation; `number` identifies it in its generate call."""
+    """Prompt with its continuation; `number` identifies the row in its generate call."""
 
     number: int
     prompt: Prompt
@@ -45,15 +66,14 @@ class DecodeRow:
     stopped: bool = False
     """Whether a stop string ended it."""
     slot: int = -1
-    """Place in the buffers of the decode batch; -1 where it has none yet."""
+    """Index in the buffers of the decode batch; -1 if it has none yet."""
 
 
 @dataclass(frozen=True)
 class RowPrefill:
-    """Sequence whose keys and values are computed before `row` is decoded: its prompt, but for the last token, and
-    what it had generated before it was preempted, but for the newest token.
+    """Tokens that are computed before `row` is decoded: its prompt and generated tokens, without the newest of all.
 
-    Those of positions `first` to `length` - 1 are stored; rows that run hold the others.
+    Keys and values at positions `first` to `length` - 1 are stored; running rows hold the earlier ones already.
     """
 
     row: DecodeRow
@@ -62,17 +82,17 @@ class RowPrefill:
 
     @property
     def tokens(self) -> int:
-        """Tokens that are computed: none where none is stored."""
+        """Tokens that are computed; 0 if none need to be stored."""
         return self.length if self.first < self.length else 0
 
 
 @dataclass(frozen=True)
 class ReleasedRow:
-    """Row that has given its blocks back, done or preempted. What they hold is there until others write to them."""
+    """Row that has released its blocks, finished or preempted; their content lasts until others write to them."""
 
     row: DecodeRow
     prompt_blocks: Sequence[int]
-    """Blocks of its prompt, which other rows may hold on to."""
+    """Blocks of its prompt, which other rows may still hold."""
     blocks: Sequence[int]
 
 
@@ -83,19 +103,19 @@ class DecodeTurn:
     rows: Sequence[DecodeRow] = ()
     """Rows that are decoded, by prompt."""
     rearranged: bool = False
-    """Whether they are others than before."""
+    """Whether the rows differ from those of the previous turn."""
     grown: Sequence[DecodeRow] = ()
-    """Rows with further blocks."""
+    """Rows with new blocks."""
     prefills: Sequence[RowPrefill] = ()
-    """Sequences that are prefilled before, in one forward pass."""
+    """Sequences that are prefilled first, in one forward pass."""
     steps: int = 0
-    """Decode steps."""
+    """Number of decode steps."""
     released: Sequence[ReleasedRow] = ()
     """Rows that have left since the last turn."""
 
 
 class Scheduler:
-    """Rows of a generate call: those that wait, and those that run in each decode batch."""
+    """Rows of a generate call: the waiting rows, and the running rows of each decode batch."""
 
     def __init__(
         self,
@@ -107,13 +127,13 @@ class Scheduler:
         steps: int,
         prefill_tokens: int,
     ) -> None:
-        """`batches`: number of decode batches. `new_tokens`: most tokens of a continuation. `steps`: decode steps
-        of a turn, but one while prompts are still to be prefilled. `prefill_tokens`: tokens of a forward pass, but
-        for a longer sequence alone."""
+        """`batches` is the number of decode batches, `new_tokens` the most tokens of a continuation. `steps` is the
+        number of decode steps of a turn; turns have one step while more prompts are to be prefilled.
+        `prefill_tokens` limits a prefill pass; a longer sequence goes alone."""
         self._queue = deque(rows)
         self._pool = BlockPool(size.blocks)
         self._running: list[list[DecodeRow]] = [[] for _ in range(batches)]
-        """Rows by decode batch, in the order in which they were admitted."""
+        """Rows by decode batch, in the order of admission."""
         self._turns = [DecodeTurn()] * batches
         self._released: list[ReleasedRow] = []
         """Rows that leave in the turn that is being planned."""
@@ -126,11 +146,6 @@ class Scheduler:
     def done(self) -> bool:
         """Whether no row waits or runs."""
         return not self._queue and not any(self._running)
-
-    @property
-    def free_blocks(self) -> int:
-        """Blocks that no row holds."""
-        return self._pool.free
 
     def plan(self, batch: int) -> DecodeTurn:
         """Plan the next turn of a decode batch."""
@@ -145,7 +160,7 @@ class Scheduler:
         kept = len(running)
         grown = self._grow(running)
         preempted = kept - len(running)
-        # Rows that are admitted beside preempted ones would be preempted next.
+        # A row that is admitted in a turn with a preemption would be preempted next.
         prefills, more = ([], False) if preempted else self._admit(running)
         rearranged = before != kept or preempted > 0 or len(running) > kept
         rows = self._turns[batch].rows
@@ -162,11 +177,11 @@ class Scheduler:
         return self._turns[batch]
 
     def _grow(self, running: list[DecodeRow]) -> list[DecodeRow]:
-        """Give rows the blocks of the coming steps, the oldest first; preempt the youngest where there are none."""
+        """Give rows blocks for the coming steps, the oldest first; if blocks run out, preempt the youngest rows."""
         grown = []
         for row in list(running):
             missing = self._count_own_blocks(row) - len(row.blocks)
-            # A row that is preempted has no blocks.
+            # A preempted row has no blocks.
             while row.blocks and missing > self._pool.free:
                 self._preempt(running)
             if row.blocks and missing > 0:
@@ -180,23 +195,24 @@ class Scheduler:
         self._queue.appendleft(row)
 
     def _release(self, row: DecodeRow) -> None:
-        """Give the blocks of a row back, and those of its prompt with its last row."""
+        """Release the blocks of a row and, with the last row of a prompt, those of the prompt."""
         self._released.append(ReleasedRow(row, row.prompt.blocks, row.blocks))
-        self._pool.give_back(row.blocks)
+        self._pool.release(row.blocks)
         row.blocks = []
         row.slot = -1
         row.prompt.running -= 1
         if not row.prompt.running:
-            self._pool.give_back(row.prompt.blocks)
+            self._pool.release(row.prompt.blocks)
             row.prompt.blocks = []
 
     def _admit(self, running: list[DecodeRow]) -> tuple[list[RowPrefill], bool]:
-        """Admit waiting rows while there are slots and blocks, as far as one forward pass prefills them.
+        """Admit waiting rows while there are slots and blocks, up to one forward pass of prefill.
 
-        Returns what is prefilled, and whether more rows could be admitted.
+        Returns the prefills, and whether more rows could be admitted.
         """
         queue = self._queue
         slots = self._limit - len(running)
+        # Rows are replaced several at a time: to prefill fewer costs nearly as much.
         if not queue or (running and slots < min(len(queue), -(-self._limit // REPLACED_TOGETHER))):
             return [], False
         prefills: list[RowPrefill] = []
@@ -208,7 +224,7 @@ class Scheduler:
             resident = row.prompt.running > 0
             own = self._count_own_blocks(row)
             shared = 0 if resident else count_prompt_blocks(row.prompt.length)
-            # A block is left for each row that will need one, so that the next turns preempt none.
+            # Leave a block for each row that will need one, so that the next turns preempt no row.
             if own + shared + growing > self._pool.free:
                 break
             prefill = _make_prefill(row, resident)
@@ -231,7 +247,7 @@ class Scheduler:
 
 
 def _make_prefill(row: DecodeRow, resident: bool) -> RowPrefill:
-    """Make the prefill of a row that is admitted. `resident`: its prompt is in the cache."""
+    """Make the prefill of a row that is admitted; `resident` says whether its prompt is in the cache."""
     shared = row.prompt.length - 1
-    # The row's own segment holds the prompt's last token and what was generated before the newest token.
+    # The row's own segment holds the prompt's last token and the generated tokens except the newest.
     return RowPrefill(row, shared if resident else 0, shared + len(row.tokens))

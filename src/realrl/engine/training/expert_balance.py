@@ -1,22 +1,21 @@
-"""Balance of experts in train calls of a mixture: how it is learnt, and its metrics."""
+"""Balance of a mixture's experts in train calls: its loss and its metrics."""
 
 import torch
 from torch import Tensor
 
-from realrl.algorithms.method import Metrics
+from realrl.algorithms.base.method import Metrics
 from realrl.engine.model import Model
-from realrl.families.experts import Mixture
-from realrl.model.mixture.balance import BalancedRouting, ExpertCounts
-from realrl.model.mixture.routing import Routing
+from realrl.families.shape import Mixture
 from realrl.model.packing import Packing
+from realrl.model.routing import BalancedRouting, ExpertCounts, Routing
 
 
 class ExpertBalance:
     """Balance of a model's experts in train calls.
 
     The loss of an optimizer step is `coefficient` times the balance loss of a sequence in a layer (see
-    `BalancedRouting`), averaged over the sequences of the mini-batch and all layers of the model, so that neither
-    micro-batches nor any parallelism change it.
+    `BalancedRouting`), averaged over the sequences of the mini-batch and all layers of the model. So it does not
+    depend on micro-batches or parallelism.
     """
 
     def __init__(self, model: Model, mixture: Mixture, coefficient: float) -> None:
@@ -24,20 +23,19 @@ class ExpertBalance:
         self.begin_call()
 
     def begin_call(self) -> None:
-        """Begin anew, with another call."""
         model = self._model
         self._counts = ExpertCounts(len(model.transformer.layers), self._mixture.experts, model.device)
         self._sequences = 0
 
     def route(self, inner: Routing, packing: Packing, sequences: Tensor) -> Routing:
-        """Have `inner` choose the experts of a micro-batch, for its only forward pass and its recomputation.
+        """Let `inner` choose the experts of a micro-batch, in its forward pass and its recomputation.
 
-        `sequences`: number of sequences of the mini-batch, on all data-parallel ranks.
+        `sequences` is the number of sequences of the mini-batch on all data-parallel ranks.
         """
         self._sequences += len(packing.lengths)
         coefficient = None
         if self._coefficient:
-            # TP ranks all add the whole gradient to what is summed over them.
+            # Every TP rank computes the whole gradient, and the ranks' gradients are summed later.
             terms = self._model.shape.layers * self._model.shard.tp
             coefficient = self._coefficient / (terms * sequences)
         return BalancedRouting(
@@ -45,11 +43,11 @@ class ExpertBalance:
         )
 
     def end_call(self) -> Metrics:
-        """Compute the metrics of the call, equal on all ranks, which call it together.
+        """Compute the metrics of the call, equal on all ranks; all ranks call it together.
 
-        router_loss: mean of the balance losses; router_busiest: tokens of a layer's busiest expert over those of
-        the average one; router_idle: share of a layer's experts that no token chose. The latter two are means over
-        layers, of choices of the whole call.
+        router_loss: mean of the balance losses. router_busiest: the number of tokens of a layer's busiest expert,
+        divided by the mean over its experts. router_idle: share of a layer's experts that no token chose. The last
+        two are means over layers, for the choices of the whole call.
         """
         device, groups = self._model.device, self._model.groups
         counts = self._counts

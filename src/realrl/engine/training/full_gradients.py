@@ -1,15 +1,17 @@
 """Gradients of ZeRO-1: data-parallel ranks accumulate all of them, and reduce them once per mini-batch."""
 
-from collections.abc import Mapping
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 
-from realrl.engine.buffers.flat import FlatBuffer
-from realrl.engine.buffers.local_set import LocalSet
+from realrl.engine.buffers import FlatBuffer, LocalSet
 from realrl.engine.model import Model
-from realrl.engine.training.grad_reduce import OverlappedGradReduce
 from realrl.engine.training.gradients import (
+    Accumulation,
     finalize_model_grads,
     find_counted_elements,
     list_late_tensors,
@@ -19,11 +21,83 @@ from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.recipe.model import OptimizerConfig
 
 
-class FullGradients:
-    """See `Accumulation`."""
+class OverlappedGradReduce:
+    """Starts the reduce-scatter of a bucket once its gradients are complete (`overlap_grad_reduce` in Megatron's
+    DDP).
+
+    Buckets start from the end of the buffer, because the backward pass completes the last layers first. They always
+    start in that order, so it is the same on every rank. Buckets with late tensors are left to the optimizer's
+    step.
+    """
+
+    def __init__(
+        self, model: Model, gradients: FlatBuffer, optimizer: ShardedAdamW, *, late: Collection[str] = ()
+    ) -> None:
+        """`late`: tensors whose gradients still change after the backward pass."""
+        self._optimizer = optimizer
+        self._parameters = [0] * optimizer.buckets
+        """Number of parameters with elements in each bucket."""
+        self._missing: list[int] | None = None
+        """Number of these parameters with incomplete gradients; None outside a mini-batch's last backward pass."""
+        self._waiting: deque[int] = deque()
+        """Buckets that have not started, in starting order."""
+        self._nodes: list[Node] = []
+        """Autograd's nodes of the parameters. They would lose their hooks if nothing referred to them."""
+        self._late = {bucket for name in late for bucket in self._find_buckets(gradients, (name,))}
+        count = _make_counter(self)
+        for name, parameter in model.transformer.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            touched = self._find_buckets(gradients, model.transformer.sources[name])
+            for bucket in touched:
+                self._parameters[bucket] += 1
+            # The node runs once all uses of the parameter have run backward, even if they have added to its
+            # gradient themselves and return none to autograd. Hooks on the parameter itself would not be
+            # called then.
+            node = get_gradient_edge(parameter).node
+            node.register_hook(lambda *_, touched=touched: count(touched))
+            self._nodes.append(node)
+
+    def _find_buckets(self, gradients: FlatBuffer, names: Sequence[str]) -> range:
+        size = self._optimizer.bucket_size
+        first = gradients.offset(names[0])
+        last = gradients.offset(names[-1]) + gradients[names[-1]].numel() - 1
+        return range(first // size, last // size + 1)
+
+    def start_last_backward(self) -> None:
+        """Announce that the next backward pass is the last of the mini-batch."""
+        self._missing = list(self._parameters)
+        buckets = reversed(range(self._optimizer.buckets))
+        self._waiting = deque(bucket for bucket in buckets if bucket not in self._late)
+
+    def _count_gradient(self, touched: range) -> None:
+        """In the last backward pass, count a parameter's gradient as complete in these buckets."""
+        if self._missing is None:
+            return
+        for bucket in touched:
+            self._missing[bucket] -= 1
+        while self._waiting and self._missing[self._waiting[0]] == 0:
+            self._optimizer.start_reduce(self._waiting.popleft())
+        if not self._waiting:
+            self._missing = None
+
+
+def _make_counter(of: OverlappedGradReduce) -> Callable[[range], None]:
+    """Make a hook that does not keep `of` alive: `of` refers to autograd's nodes, and nodes to their hooks."""
+    found = weakref.ref(of)
+
+    def count(touched: range) -> None:
+        alive = found()
+        if alive is not None:
+            alive._count_gradient(touched)
+
+    return count
+
+
+class FullGradients(Accumulation):
+    """Gradients of ZeRO-1: each rank accumulates all of them; ranks reduce them once per mini-batch."""
 
     def __init__(self, model: Model, trained: LocalSet, config: OptimizerConfig) -> None:
-        """`trained`: the parameter set that is updated."""
         self._model, self.updated = model, trained
         parameters, groups = trained.buffer, model.groups
         multiple = groups.data.size * parameters.buckets
@@ -42,37 +116,9 @@ class FullGradients:
             model, self.gradients, self.optimizer, late=list_late_tensors(model, trained)
         )
 
-    @property
-    def persistent(self) -> list[Tensor]:
-        """See `Accumulation`."""
-        return self.optimizer.persistent
-
-    def agree_on_passes(self, count: int) -> int:
-        """See `Accumulation`."""
-        return count
-
-    def idle_forward(self) -> None:
-        """See `Accumulation`."""
-        raise AssertionError("ranks take part in no passes of others")
-
-    def idle_backward(self) -> None:
-        """See `Accumulation`."""
-        raise AssertionError("ranks take part in no passes of others")
-
     def start_backward(self, *, last: bool) -> None:
-        """See `Accumulation`."""
         if last:
             self._grad_reduce.start_last_backward()
 
-    def finish_backward(self) -> None:
-        """See `Accumulation`."""
-
     def finalize(self) -> Mapping[str, Tensor]:
-        """See `Accumulation`."""
         return finalize_model_grads(self._model, self.gradients)
-
-    def spread(self) -> None:
-        """See `Accumulation`."""
-
-    def adopt(self) -> None:
-        """See `Accumulation`."""

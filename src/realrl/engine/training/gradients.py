@@ -1,17 +1,63 @@
-"""Finalization of gradients that several ranks hold in part, and elements that count once in norms."""
+"""Accumulation of gradients, their sums over ranks with parts of them, and elements that count once in norms."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 
 import torch
 from torch import Tensor
 
-from realrl.engine.buffers.flat import FlatBuffer
-from realrl.engine.buffers.local_set import LocalSet
+from realrl.engine.buffers import FlatBuffer, LocalSet
 from realrl.engine.model import Model
+from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.families.tensors import Partial, Place, TensorSpec, Units
 from realrl.layout.local_tensors import LocalTensor
 from realrl.layout.ranges import kv_heads
+
+
+class Accumulation:
+    """Gradients of a parameter set over the micro-batches of a mini-batch, and the optimizer of this rank's part.
+
+    The default methods suit ZeRO-1, under which a backward pass needs no other data-parallel rank.
+    """
+
+    gradients: FlatBuffer
+    """What this rank has accumulated."""
+    optimizer: ShardedAdamW
+    updated: LocalSet
+    """Tensors, or rows of tensors, that the optimizer works on; a rank may update only a part of them."""
+
+    @property
+    def persistent(self) -> list[Tensor]:
+        """Tensors that must survive between steps, in addition to the model's parameters."""
+        return self.optimizer.persistent
+
+    def agree_on_passes(self, count: int) -> int:
+        """Agree on the number of micro-batches that ranks run together, at least `count`."""
+        return count
+
+    def idle_forward(self) -> None:
+        """Join the collectives of a forward pass that only other ranks compute."""
+        raise AssertionError("this rank needs no passes of others")
+
+    def idle_backward(self) -> None:
+        """Join the collectives of a backward pass that only other ranks compute."""
+        raise AssertionError("this rank needs no passes of others")
+
+    def start_backward(self, *, last: bool) -> None:
+        """Begin a backward pass; `last` for the last one of the mini-batch."""
+
+    def finish_backward(self) -> None:
+        pass
+
+    def finalize(self) -> Mapping[str, Tensor]:
+        """Complete the gradients of a mini-batch; returns gradients that are already summed over ranks, by name."""
+        raise NotImplementedError
+
+    def spread(self) -> None:
+        """Copy updated parameters to the memory that the model computes with, if the optimizer has not."""
+
+    def adopt(self) -> None:
+        """Take over parameters that were set from outside, if the optimizer does not."""
 
 
 def list_late_tensors(model: Model, trained: LocalSet) -> set[str]:
@@ -25,12 +71,12 @@ def list_late_tensors(model: Model, trained: LocalSet) -> set[str]:
 
 
 def finalize_model_grads(model: Model, gradients: FlatBuffer) -> dict[str, Tensor]:
-    """All-reduce gradients of parameters that several ranks hold and each computed in part.
+    """All-reduce gradients of parameters that several ranks hold and each rank computes only in part.
 
-    In place: key/value heads that neighbouring TP ranks share (each served its own query heads), and an embedding
-    table tied to the head of another stage. Returned, by name, and summed over data-parallel ranks, too: what every
-    TP rank applied to tokens or heads of its own (`TensorSpec.partial_gradient`). These are small, and lie between
-    large ones whose reduction has started long before.
+    In place: key/value heads that neighbouring TP ranks share (each serves its own query heads), and an embedding
+    table tied to the head of another stage. Returned by name, and also summed over data-parallel ranks: gradients
+    of parameters that every TP rank applies to its own tokens or heads (`TensorSpec.partial_gradient`). These are
+    small and lie between large gradients, whose reduction has started long before.
     """
     _sum_all_shared_heads(model, gradients)
     sum_tied_embeddings(model, gradients)
@@ -41,7 +87,7 @@ def finalize_model_grads(model: Model, gradients: FlatBuffer) -> dict[str, Tenso
 
 
 def sum_tensor_parallel(model: Model, gradients: FlatBuffer) -> None:
-    """All-reduce, in place, gradients of parameters that several TP ranks hold and each computed in part."""
+    """All-reduce, in place, gradients of parameters that several TP ranks hold and each computes only in part."""
     _sum_all_shared_heads(model, gradients)
     for name, total in _sum_partial(model, gradients).items():
         gradients[name].view(-1).copy_(total)
@@ -56,9 +102,9 @@ def sum_tied_embeddings(model: Model, gradients: FlatBuffer) -> None:
 
 
 def require_gradients(model: Model, trained: LocalSet, view: Callable[..., Tensor]) -> None:
-    """Have backward passes add to float32 gradients of a parameter set, and to no others.
+    """Make backward passes add to the float32 gradients of one parameter set, and of no other set.
 
-    `view(*names)` finds the gradients of neighbouring tensors as one.
+    `view(*names)` returns the gradients of neighbouring tensors as one.
     """
     for name, parameter in model.transformer.named_parameters():
         sources = model.transformer.sources[name]
@@ -77,7 +123,7 @@ def _sum_all_shared_heads(model: Model, gradients: FlatBuffer) -> None:
 
 
 def _sum_partial(model: Model, gradients: FlatBuffer) -> dict[str, Tensor]:
-    """Sum over TP ranks what each of them computed in part. -> flat tensors by name"""
+    """Sum over TP ranks the gradients that each rank has in part. -> flat tensors by name"""
     parts = {spec.name: gradients[spec.name] for spec in gradients.tensors if _is_partial(model, spec)}
     if not parts:
         return {}
@@ -86,7 +132,7 @@ def _sum_partial(model: Model, gradients: FlatBuffer) -> dict[str, Tensor]:
 
 
 def _is_partial(model: Model, spec: TensorSpec) -> bool:
-    """Check whether this rank's gradient of a tensor is a part of a sum over the tensor-parallel ranks."""
+    """Check whether this rank's gradient of a tensor is a part of a sum over tensor-parallel ranks."""
     if model.groups.tensor.size == 1:
         return False
     match spec.partial_gradient:
@@ -109,7 +155,7 @@ def _sum_shared_heads(model: Model, gradient: Tensor) -> None:
     """Add up the gradients of shared key/value heads. gradient: [local heads * D, ...]"""
     local_heads = model.shard.keys
     local = gradient.view(len(local_heads), -1)
-    # Neighbours share different heads, so all heads are reduced, those of other ranks as zeros.
+    # Different neighbours share different heads, so all heads are reduced, with zeros for heads of other ranks.
     all_heads = local.new_zeros(model.shape.kv_heads, local.shape[1])
     all_heads[local_heads.start : local_heads.stop] = local
     local.copy_(model.groups.tensor.sum(all_heads)[local_heads.start : local_heads.stop])
@@ -118,7 +164,7 @@ def _sum_shared_heads(model: Model, gradient: Tensor) -> None:
 def find_counted_elements(model: Model, local: LocalTensor) -> tuple[int, int]:
     """Find the elements (first, end) of a local tensor that this rank counts in sums over the placement.
 
-    What several TP ranks or both ends of a pipeline hold is counted once, as by Megatron's
+    Elements that several TP ranks or both ends of a pipeline hold are counted once, as in Megatron's
     `param_is_not_tensor_parallel_duplicate`.
     """
     shard, spec = model.shard, local.spec
@@ -130,7 +176,7 @@ def find_counted_elements(model: Model, local: LocalTensor) -> tuple[int, int]:
     if spec.partition is None:
         return 0, 0
     if _holds_kv_heads(spec):
-        # The heads that the rank before holds too are counted there.
+        # The previous rank counts the heads that it also holds.
         previous_stop = kv_heads(shard.shape, shard.tp, shard.tp_index - 1).stop
         first_row = previous_stop * (spec.shape[0] // shard.shape.kv_heads)
         shared = min(max(0, first_row - local.region.offset[0]), local.region.size[0])

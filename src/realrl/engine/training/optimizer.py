@@ -1,5 +1,6 @@
-"""AdamW with state sharded over data-parallel ranks."""
+"""AdamW with state sharded over data-parallel ranks, learning rate schedules, and the gradient norm."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -10,20 +11,53 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from realrl.engine.buffers.flat import FlatBuffer
-from realrl.engine.training.grad_norm import sum_squares
+from realrl.engine.buffers import FlatBuffer
 from realrl.families.tensors import TensorSpec
 from realrl.layout.limits import GATHER_STAGES
-from realrl.model.parallel.group import Group, all_gather, reduce_scatter
+from realrl.model.gpu.path import on_gpu
+from realrl.model.group import Group, all_gather, reduce_scatter
 from realrl.recipe.model import OptimizerConfig
+
+_RUN = 2**16
+"""Elements whose squares are summed in float32, a few roundings per lane; the sums of such runs are added in
+float64. Kernels that sum in float64 throughout would first copy all elements to float64, 8 bytes each."""
+
+
+def sum_squares(values: Tensor) -> Tensor:
+    """Sum the squares of float32 values. [n], contiguous -> [] float64"""
+    if not on_gpu(values):
+        return torch.stack([torch.dot(run, run) for run in values.split(_RUN)]).sum(dtype=torch.float64)
+    whole = len(values) - len(values) % _RUN
+    norms = torch.linalg.vector_norm(values[:whole].view(-1, _RUN), dim=1)
+    rest = torch.linalg.vector_norm(values[whole:])
+    return torch.cat([norms, rest[None]]).double().square_().sum()
+
+
+def compute_learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Learning rate of a step: linear warm-up, then the schedule to its end.
+
+    `step` counts from 0; `steps` is the number of all steps.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    progress = min(1.0, progress)
+    match config.schedule:
+        case "constant":
+            return config.lr
+        case "linear":
+            remaining = 1 - progress
+        case "cosine":
+            remaining = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining)
 
 
 @dataclass(frozen=True)
 class OptimizerPart:
-    """Part of a tensor that a rank updates: elements `first` up to `end` of the tensor as the rank stores it.
+    """Part of a tensor that a rank updates: elements `first` to `end` - 1 of the tensor as the rank stores it.
 
-    in_parameters, in_state: where the first of them lies in the flat buffer of parameters, and in the flat tensors
-    of moments and master.
+    in_parameters, in_state: index of the first element in the flat buffer of parameters, and in the flat tensors of
+    moments and master.
     """
 
     tensor: str
@@ -35,9 +69,9 @@ class OptimizerPart:
 
 @dataclass
 class _Pieces:
-    """Pieces of this rank's parts that are updated alike; lists have an entry for each.
+    """Pieces of this rank's parts that are updated alike; each list has one entry per piece.
 
-    Not an optimizer of torch's: making one imports its compiler, which takes a rank a second and a half.
+    This is not an optimizer of torch, because making one imports torch's compiler, which takes 1.5 s.
     """
 
     values: list[Tensor] = field(default_factory=list)
@@ -45,10 +79,10 @@ class _Pieces:
     averages: list[Tensor] = field(default_factory=list)
     squares: list[Tensor] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
-    """Updates so far, as torch's kernel counts them."""
+    """Number of updates so far, as torch's kernel counts them."""
 
     def update(self, config: OptimizerConfig, *, lr: float, decay: float, divisor: Tensor | None) -> None:
-        """Update the values with the gradients divided by a number, all pieces in one kernel."""
+        """Update the values with the gradients divided by `divisor`, all pieces in one kernel."""
         beta1, beta2 = config.betas
         adamw(
             self.values,
@@ -58,7 +92,7 @@ class _Pieces:
             [],
             self.steps,
             fused=True,
-            grad_scale=divisor,  # meant for mixed precision: it spares a pass over the gradients
+            grad_scale=divisor,  # meant for mixed precision; clips gradients without a pass over them
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -72,11 +106,11 @@ class _Pieces:
 class ShardedAdamW:
     """Optimizer of a flat parameter buffer with a flat float32 gradient buffer of the same length.
 
-    The buffers are cut into buckets, and every bucket into equal parts, one per rank. A step adds the gradients
-    of each bucket up over the ranks (reduce-scatter, which can start while others are still being computed),
-    updates this rank's parts in float32, and collects the parameters (all-gather, while further buckets are
-    updated). Parameters of a lower precision have float32 masters, which exist only as this rank's parts. A rank
-    that is alone in its group has all parts, and updates with the gradients where they are.
+    The buffers are cut into buckets, and every bucket into equal parts, one per rank. A step has three phases. It
+    sums the gradients of each bucket over ranks (reduce-scatter), which can start while other gradients are
+    computed. It updates this rank's parts in float32. It collects the parameters (all-gather) while more buckets
+    are updated. Parameters of lower precision have float32 masters, which exist only for this rank's parts. A rank
+    alone in its group has all parts, and reads the gradients where they are.
     """
 
     def __init__(
@@ -90,10 +124,10 @@ class ShardedAdamW:
         counted: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         """Both buffers must be padded to a multiple of `group.size` times their bucket count. They may be empty, on
-        a pipeline stage that has nothing to train.
+        a pipeline stage without trained parameters.
 
-        The gradient norm is taken over `norm_group`, the ranks of all shards of the model, where a rank counts
-        elements `counted[name]`, first and end, of a tensor; by default over `group` and all elements.
+        The gradient norm is taken over `norm_group`, the ranks of all shards of the model. In it, a rank counts the
+        elements `counted[name]` = (first, end) of a tensor; by default all elements, over `group`.
         """
         self._parameters = parameters
         self._gradients = gradients.data
@@ -111,6 +145,7 @@ class ShardedAdamW:
             self._master = local
             self.adopt()
         self._norm_parts = list(self._view_counted(counted))
+        # A few groups of buckets: all-gathers overlap with the next update, and the host launches few kernels.
         stages = 1 if group.size == 1 else min(GATHER_STAGES, self.buckets)
         bounds = [self.buckets * i // max(1, stages) for i in range(stages + 1)]
         self._stages = {
@@ -118,13 +153,13 @@ class ShardedAdamW:
             for buckets in (range(first, end) for first, end in pairwise(bounds))
             if buckets
         }
-        """Pieces of groups of buckets, in the order of their updates: with weight decay, without, and of the scalar
-        head, whose learning rate is its own."""
+        """Pieces of groups of buckets, in the order of their updates. Kinds are with weight decay, without it, and
+        the scalar head, which has its own learning rate."""
         self._reducing: dict[int, dist.Work | None] = {}
 
     @property
     def persistent(self) -> list[Tensor]:
-        """Tensors that must survive between steps, besides the parameters themselves."""
+        """Tensors that must survive between steps, in addition to the parameters."""
         return [*self._moments, *([] if self._master is None else [self._master])]
 
     @property
@@ -134,6 +169,7 @@ class ShardedAdamW:
 
     @steps.setter
     def steps(self, count: int) -> None:
+        """Number of steps applied, which the moments' bias correction needs; 0 with nothing to train."""
         for step in self._iter_steps():
             step.fill_(count)
 
@@ -144,21 +180,20 @@ class ShardedAdamW:
 
     @property
     def master(self) -> Tensor | None:
-        """Float32 values of this rank's parts; None where the parameters are float32 themselves."""
+        """Float32 values of this rank's parts; None if the parameters are float32 themselves."""
         return self._master
 
     @property
     def moments(self) -> dict[str, Tensor]:
-        """First and second moments of this rank's parts, flat, by the names that torch's AdamW has for them."""
+        """First and second moments of this rank's parts, flat, named as in torch's AdamW."""
         return dict(zip(("exp_avg", "exp_avg_sq"), self._moments, strict=True))
 
     @property
     def workspace(self) -> list[Tensor]:
-        """Tensors that are used only during a step, and overwritten then."""
+        """Tensors that are used, and overwritten, only during a step."""
         return [] if self._group.size == 1 else [self._local_gradient]
 
     def list_parts(self) -> Iterator[OptimizerPart]:
-        """List the parts of tensors that this rank updates."""
         for tensor, low, high in self._cut_tensors(range(self.buckets)):
             start = self._parameters.offset(tensor.name)
             yield OptimizerPart(
@@ -171,14 +206,14 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Make the master, if there is one, what the parameters of this rank's parts are."""
+        """Copy the parameters of this rank's parts into the master, if there is one."""
         if self._master is not None:
             everything = range(self.buckets)
             self._select_state(self._master, everything).copy_(self._select_parameters(everything))
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Make the parameters, on all ranks, what this rank's parts of them say: the master where there is one."""
+        """Copy this rank's parts (the master, if there is one) to the parameters of all ranks."""
         _wait_for(self._gather(range(self.buckets)))
 
     def start_reduce(self, bucket: int) -> None:
@@ -193,6 +228,7 @@ class ShardedAdamW:
             self._reducing[bucket] = reduce_scatter(local, whole, self._group, async_op=True)
 
     def _finish_reduce(self) -> None:
+        # From the end, as buckets that started during the backward pass: ranks must agree on the order.
         for bucket in reversed(range(self.buckets)):
             if bucket not in self._reducing:
                 self.start_reduce(bucket)
@@ -203,13 +239,14 @@ class ShardedAdamW:
     def step(
         self, lr: float, *, head_scale: float = 1.0, summed: Mapping[str, Tensor] | None = None
     ) -> float:
-        """Apply the accumulated gradients at learning rate `lr` and set them to zero.
+        """Apply the accumulated gradients at learning rate `lr`, and set them to zero.
 
-        A scalar head's rate is `lr * head_scale`, and its decay per step that of `lr`: it is trained as if it were
-        stored divided by `head_scale`, and so its gradient counts times `head_scale` in the norm.
-        `summed`: gradients of tensors that are summed over the ranks already, in place of the accumulated ones.
-        Returns the global gradient norm before clipping. Where it is not finite, parameters and gradients are left
-        as they were: look at the gradients, and `discard` them.
+        A scalar head is trained as if it were stored divided by `head_scale`: its learning rate is `lr *
+        head_scale`, its decay per step stays that of `lr`, and its gradient counts `head_scale` times in the norm.
+        `summed` has gradients that are already summed over ranks; they replace the accumulated ones.
+
+        Returns the global gradient norm before clipping. If it is not finite, parameters and gradients do not
+        change; the caller can inspect the gradients, and then `discard` them.
         """
         self._finish_reduce()
         self._replace_gradients(summed or {})
@@ -233,13 +270,11 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def discard(self) -> None:
-        """Discard the accumulated gradients."""
         if self._reducing:
             self._finish_reduce()
         self._gradients.zero_()
 
     def _replace_gradients(self, summed: Mapping[str, Tensor]) -> None:
-        """Replace this rank's parts of gradients by those of these tensors."""
         for part in self.list_parts() if summed else ():
             if part.tensor in summed:
                 local = self._local_gradient[part.in_state : part.in_state + part.end - part.first]
@@ -248,7 +283,7 @@ class ShardedAdamW:
     def _update(
         self, buckets: range, lr: float, head_scale: float, divisor: Tensor | None
     ) -> list[dist.Work | None]:
-        """Update buckets with their gradients divided by a number, and start their all-gathers."""
+        """Update buckets with their gradients divided by `divisor`, and start their all-gathers."""
         decay = self._config.weight_decay
         settings = {
             "decay": (lr, decay),
@@ -261,7 +296,6 @@ class ShardedAdamW:
         return self._gather(buckets)
 
     def _gather(self, buckets: range) -> list[dist.Work | None]:
-        """Start the all-gathers of buckets of the parameters."""
         stored = self._select_parameters(buckets)
         if self._master is not None:
             stored.copy_(self._select_state(self._master, buckets))
@@ -273,8 +307,10 @@ class ShardedAdamW:
         ]
 
     def _cut_pieces(self, buckets: range) -> dict[str, _Pieces]:
-        """Cut this rank's parts of buckets into pieces by kind. The moments of all of them are views of two flat
-        tensors, which can be offloaded in one copy."""
+        """Cut this rank's parts of buckets into pieces by kind.
+
+        All moments are views of two flat tensors, which can be offloaded in one copy each.
+        """
         kinds: dict[str, _Pieces] = {}
         for kind, low, high in _merge_runs(
             (_find_kind(tensor), low, high) for tensor, low, high in self._cut_tensors(buckets)
@@ -293,7 +329,8 @@ class ShardedAdamW:
         return kinds
 
     def _view_counted(self, counted: Mapping[str, tuple[int, int]] | None) -> Iterator[tuple[Tensor, bool]]:
-        """Views of this rank's gradient whose elements it counts in the norm, and whether they are the head's."""
+        """Views of the gradient elements that this rank counts in the norm, and whether they are the scalar
+        head's."""
         runs: list[tuple[str, int, int]] = []
         for tensor, low, high in self._cut_tensors(range(self.buckets)):
             if counted is not None:
@@ -308,7 +345,7 @@ class ShardedAdamW:
             yield self._local_gradient[low:high], kind == "head"
 
     def _cut_tensors(self, buckets: range) -> Iterator[tuple[TensorSpec, int, int]]:
-        """Cut tensors into this rank's parts of buckets: which tensor, first element and end in the buffers."""
+        """Cut tensors into this rank's parts of buckets: tensor, first element and end in the buffers."""
         for bucket in buckets:
             begin = bucket * self.bucket_size + self._group.index * self._part_size
             for tensor in self._parameters.tensors:
@@ -318,21 +355,20 @@ class ShardedAdamW:
                     yield tensor, low, high
 
     def _find_in_state(self, element: int) -> int:
-        """Find an element of this rank's parts of the buffers in the flat tensors that hold only these parts."""
+        """Convert the index of an element of the buffers to its index in the flat tensors of this rank's parts."""
         bucket, offset = divmod(element, self.bucket_size)
         return bucket * self._part_size + offset - self._group.index * self._part_size
 
     def _view_bucket(self, flat: Tensor, bucket: int) -> Tensor:
-        """A bucket of a flat buffer."""
         return flat[bucket * self.bucket_size : (bucket + 1) * self.bucket_size]
 
     def _select_parameters(self, buckets: range) -> Tensor:
-        """This rank's parts of buckets in the buffer of parameters. -> [buckets, part]"""
+        """This rank's parts of buckets in the parameter buffer. -> [buckets, part]"""
         by_rank = self._parameters.data.view(self.buckets, self._group.size, self._part_size)
         return by_rank[buckets.start : buckets.stop, self._group.index]
 
     def _select_state(self, flat: Tensor, buckets: range) -> Tensor:
-        """The same parts in a flat tensor that holds only this rank's. -> [buckets, part]"""
+        """This rank's parts of buckets in a flat tensor of its parts. -> [buckets, part]"""
         return flat.view(self.buckets, self._part_size)[buckets.start : buckets.stop]
 
 

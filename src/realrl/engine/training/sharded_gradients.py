@@ -1,4 +1,4 @@
-"""Training under ZeRO-2 and ZeRO-3: ranks accumulate and update rows of their own."""
+"""Gradients and updates under ZeRO-2 and ZeRO-3."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -9,31 +9,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realrl.engine.buffers.local_set import LocalSet
+from realrl.engine.buffers import LocalSet
 from realrl.engine.model import Model
-from realrl.engine.sharding.gradients import SectionGradients
-from realrl.engine.sharding.section_buffers import SectionBuffer, group_by_section
+from realrl.engine.sharding import SectionBuffer, SectionGradients, group_by_section
 from realrl.engine.training.gradients import (
+    Accumulation,
     find_counted_elements,
     require_gradients,
     sum_tensor_parallel,
     sum_tied_embeddings,
 )
 from realrl.engine.training.optimizer import ShardedAdamW
-from realrl.model.parallel.group import all_gather, make_single_rank_group
+from realrl.model.group import all_gather, make_single_rank_group
 from realrl.plan.placement import Placement
 from realrl.recipe.model import OptimizerConfig
 
 
-class ShardedGradients:
-    """See `Accumulation`.
+class ShardedGradients(Accumulation):
+    """Gradients of ZeRO-2 and ZeRO-3: a rank accumulates and updates its own rows.
 
-    Under ZeRO-3 a rank updates the parameters that it stores; under ZeRO-2 float32 copies of the same rows of
-    parameters that every rank has, which `spread` brings to all of them.
+    Under ZeRO-3 a rank updates the parameters that it stores. Under ZeRO-2 every rank has all parameters; a rank
+    updates float32 copies of its rows, and `spread` brings them to all ranks.
     """
 
     def __init__(self, model: Model, trained: LocalSet, config: OptimizerConfig, *, backward: range) -> None:
-        """`trained`: the parameter set that is updated; `backward`: layers that gradients flow through."""
+        """`trained` is the parameter set that is updated; `backward` are the layers that gradients flow through."""
         self._model, self._trained = model, trained
         self._group = model.groups.data
         placement = trained.layout.placement
@@ -63,37 +63,29 @@ class ShardedGradients:
 
     @property
     def persistent(self) -> list[Tensor]:
-        """See `Accumulation`."""
         return [*self.optimizer.persistent, *([self.updated.buffer.data] if self._copies else [])]
 
     def agree_on_passes(self, count: int) -> int:
-        """See `Accumulation`."""
         return self._model.agree_on_passes(count)
 
     def idle_forward(self) -> None:
-        """See `Accumulation`."""
         self._passes.idle_forward(last=False)
 
     def idle_backward(self) -> None:
-        """See `Accumulation`."""
         self._passes.idle_backward()
 
     def start_backward(self, *, last: bool) -> None:
-        """See `Accumulation`."""
         self._passes.start_backward()
 
     def finish_backward(self) -> None:
-        """See `Accumulation`."""
         self._passes.finish_backward()
 
     def finalize(self) -> Mapping[str, Tensor]:
-        """See `Accumulation`."""
         sum_tied_embeddings(self._model, self.gradients)
         return {}
 
     @torch.no_grad()
     def spread(self) -> None:
-        """See `Accumulation`."""
         if not self._copies:
             return
         target = self._trained.buffer
@@ -114,7 +106,7 @@ class ShardedGradients:
                 rows = self.updated.buffer.fused(*names).view(-1).to(target.data.dtype)
                 works.append(all_gather(section.view_stack(names), rows, self._group, async_op=True))
             arriving.append((section, works))
-            if len(arriving) > 1:
+            if len(arriving) > 1:  # one section arrives while the previous one is copied
                 finish()
         while arriving:
             finish()

@@ -1,22 +1,22 @@
-"""Skipped optimizer steps: gradients that are not finite, their first cause, and the error for too many."""
+"""Optimizer steps skipped because a gradient is not finite: their count, their first cause, and the limit."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import isfinite
 
-from realrl.algorithms.method import Metrics
+from realrl.algorithms.base.method import Metrics
 from realrl.data.batch import Batch
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.engine.finite import all_finite
 from realrl.engine.model import Model
 
 
 class SkippedStepsError(Exception):
-    """Too many optimizer steps that were skipped because the gradient was not finite.
+    """Too many optimizer steps were skipped because the gradient was not finite.
 
-    call: the train call; what: how many were skipped, in words; quantity: the first quantity of the last mini-batch
-    that was not finite; minibatch: this rank's part of the last one, with all that the loss was computed from, None
-    where another rank has the same.
+    call: the train call. what: how many steps were skipped, in words. quantity: the first quantity of the last
+    mini-batch that was not finite. minibatch: this rank's part of the last mini-batch, with all inputs of the loss;
+    None if another rank has the same.
     """
 
     def __init__(self, call: str, what: str, quantity: str, minibatch: Batch | None) -> None:
@@ -28,9 +28,9 @@ class SkippedStepsError(Exception):
 
 
 class SkippedSteps:
-    """Counter of the skipped optimizer steps of a role, and whether they are too many.
+    """Counter of a role's skipped optimizer steps.
 
-    Too many are `limit` in a row, or some in each of `limit` train calls in a row; None for no limit.
+    Too many are `limit` in a row, or some in each of `limit` train calls in a row; None sets no limit.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -44,33 +44,26 @@ class SkippedSteps:
         self._last: tuple[str, Batch | None] | None = None
 
     def state_dict(self) -> dict[str, int]:
-        """Save what calls are judged by that come later."""
-        return {
-            "in_a_row": self._in_a_row,
-            "calls": self._calls,
-            "calls_in_a_row": self._calls_in_a_row,
-        }
+        """Save the counts that later calls are judged by."""
+        return {"in_a_row": self._in_a_row, "calls": self._calls, "calls_in_a_row": self._calls_in_a_row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Load what `state_dict` saved."""
         self._in_a_row = state["in_a_row"]
         self._calls = state["calls"]
         self._calls_in_a_row = state["calls_in_a_row"]
 
     def begin_call(self, call: str) -> None:
-        """Begin a train call of this name."""
         self._call = call
         self._applied = 0
         self._by_quantity.clear()
         self._last = None
 
     def count_applied(self) -> None:
-        """Count an applied step."""
         self._in_a_row = 0
         self._applied += 1
 
     def count_skipped(self, quantity: str, minibatch: Batch | None) -> None:
-        """Count a skipped step; SkippedStepsError where it is once too often in a row."""
+        """Count a skipped step; SkippedStepsError at the limit of steps in a row."""
         self._in_a_row += 1
         self._by_quantity[quantity] += 1
         self._last = quantity, minibatch
@@ -78,7 +71,7 @@ class SkippedSteps:
             raise self._error(f"{self._in_a_row} optimizer steps in a row were skipped")
 
     def end_call(self) -> dict[str, int]:
-        """End a train call: its metrics by name. SkippedStepsError after too many calls with skipped steps."""
+        """End a train call and return its metrics; SkippedStepsError at the limit of calls with skipped steps."""
         self._calls += 1
         self._calls_in_a_row = self._calls_in_a_row + 1 if self._by_quantity else 0
         if self._by_quantity and self._calls_in_a_row == self._limit:
@@ -89,9 +82,9 @@ class SkippedSteps:
         return total | {f"skipped_for/{name}": count for name, count in self._by_quantity.items()}
 
     def check(self) -> None:
-        """Check that training makes progress; else SkippedStepsError.
+        """Check that training makes progress; otherwise SkippedStepsError.
 
-        The last train call must have made a step, and not each of several calls may have skipped some.
+        The last train call must have applied a step, and not all of several calls may have skipped steps.
         """
         if not self._by_quantity:
             return
@@ -106,13 +99,13 @@ class SkippedSteps:
 
 
 def find_first_not_finite(model: Model, minibatch: Batch, metrics: Metrics, gradients: FlatBuffer) -> str:
-    """Find the first quantity that is not finite on any rank.
+    """Find the first quantity that is not finite on any rank; all ranks of the model get the same answer.
 
-    In the order of computation: what the mini-batch holds, parameters, metrics of the loss, gradients. The same on
-    every rank of the model. metrics: those of this mini-batch on all ranks; gradients: accumulated by this rank,
-    not yet added up.
+    Quantities are checked in the order of computation: fields of the mini-batch, parameters, metrics of the loss,
+    gradients. `metrics` belong to this mini-batch, on all ranks; `gradients` are accumulated by this rank, not yet
+    summed.
     """
-    # Every rank has the same names in the same order, so that the place among them says which it is.
+    # Every rank has the same names in the same order, so an index identifies a quantity.
     names = list(_list_names(model, minibatch, metrics))
     all_are_finite = _check_finite(model, minibatch, metrics, gradients)
     local_place = next((place for place, finite in enumerate(all_are_finite) if not finite), len(names))
@@ -131,7 +124,7 @@ def _list_names(model: Model, minibatch: Batch, metrics: Metrics) -> Iterator[st
 
 
 def _check_finite(model: Model, minibatch: Batch, metrics: Metrics, gradients: FlatBuffer) -> Iterator[bool]:
-    """Check whether each of `_list_names` is finite, as far as this rank holds it."""
+    """Say for each of `_list_names` whether this rank's part is finite."""
     local_names = {tensor.name for tensor in model.parameters.tensors}
     for field in minibatch.fields.values():
         yield all_finite(field.values)

@@ -1,4 +1,4 @@
-"""Training: gradients over micro-batches, stages and ranks, one optimizer step per mini-batch."""
+"""Training: gradients over micro-batches, stages and ranks, and one optimizer step per mini-batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realrl.algorithms.method import Metrics, TrainMethod
+from realrl.algorithms.base.method import Metrics, TrainMethod
 from realrl.data.batch import Batch
 from realrl.dataflow.call import Candidates, Replay
-from realrl.engine.buffers.local_set import LocalSet
-from realrl.engine.buffers.offload import Offloadable
+from realrl.engine.buffers import LocalSet
 from realrl.engine.model import Model, count_item_tokens, read_candidates
-from realrl.engine.pipeline.schedule import make_1f1b_schedule
+from realrl.engine.offload import Offloadable
+from realrl.engine.pipeline import make_1f1b_schedule
 from realrl.engine.reduced_metrics import reduce_metrics
 from realrl.engine.replay import SampledItems
-from realrl.engine.training.accumulation import Accumulation
 from realrl.engine.training.expert_balance import ExpertBalance
 from realrl.engine.training.full_gradients import FullGradients
+from realrl.engine.training.gradients import Accumulation
 from realrl.engine.training.sharded_gradients import ShardedGradients
 from realrl.engine.training.skipped_steps import SkippedSteps, find_first_not_finite
 from realrl.model.packing import Packing
@@ -30,10 +30,10 @@ LOSS = "loss"
 
 
 class Trainer:
-    """Gradients and optimizer state of the parameter set of a model that training updates.
+    """Gradients and optimizer state of the parameter set that training updates.
 
-    The others are frozen: they have neither, and no gradient is computed for them, or passed back to pipeline
-    stages before the first one that has something to train.
+    Other sets are frozen. They have no gradients, and gradients flow back only to the first pipeline stage with
+    something to train.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Trainer:
         router_loss: float = 0.0,
         max_skipped: int | None = None,
     ) -> None:
-        """`router_loss`: coefficient of the balance loss of a mixture, see `ExpertBalance`; `max_skipped`: see
+        """`router_loss`: coefficient of a mixture's balance loss, see `ExpertBalance`; `max_skipped`: see
         `SkippedSteps`."""
         self.model = model
         self._skipped = SkippedSteps(max_skipped)
@@ -57,9 +57,9 @@ class Trainer:
         trained = model.sets[self.parameter_set]
         first = min(stage for stages in trained.layout.stages for stage in stages)
         self._has_backward = model.shard.pp_index >= first
-        """Whether this pipeline stage, or one before it, has something to train."""
+        """Whether this pipeline stage, or an earlier one, has something to train."""
         self._sends_gradients = model.shard.pp_index > first
-        """Whether one before it has."""
+        """Whether an earlier stage has something to train."""
         self._accumulation: Accumulation = (
             FullGradients(model, trained, config)
             if trained.layout.placement.strategy.zero == 1
@@ -68,13 +68,13 @@ class Trainer:
         self.optimizer = self._accumulation.optimizer
         self.gradients = self._accumulation.gradients
         self.updated = self._accumulation.updated
-        """Tensors, or rows of them, that the optimizer works on."""
+        """Tensors, or rows of tensors, that the optimizer works on."""
         workspace = [self.gradients.data, *self.optimizer.workspace]
         self.memory = Offloadable(self._accumulation.persistent, workspace)
-        """Memory that training needs besides the parameters."""
+        """Memory that training needs in addition to the parameters."""
 
     def _find_backward_layers(self, trained: LocalSet) -> range:
-        """Find the layers of this stage that gradients flow through: the last ones, or all."""
+        """Layers of this stage that gradients flow through: the last ones, or all."""
         shard = self.model.shard
         specs = [tensor.spec for tensor in trained.layout.gathered_tensors(self.model.rank)]
         embeds = shard.first and any(spec.parameter in ("embedding", "positions") for spec in specs)
@@ -90,12 +90,12 @@ class Trainer:
         return (self.memory if own else self.updated.memory).find_values(values)
 
     def spread(self) -> None:
-        """Bring what this rank has of updated parameters to all that compute with them; ranks call it together."""
+        """Bring this rank's updated parameters to all ranks that compute with them; all ranks call it together."""
         self.optimizer.publish()
         self._accumulation.spread()
 
     def adopt(self) -> None:
-        """Copy parameters whose values were set from outside into the optimizer's own copies of them."""
+        """Copy parameters whose values were set from outside into the optimizer's own copies."""
         self._accumulation.adopt()
         self.optimizer.adopt()
 
@@ -116,21 +116,23 @@ class Trainer:
     ) -> Metrics:
         """Run a train call on this rank's items.
 
-        `minibatches` are positions in `batch`, as many and in the same order on every rank of the group.
-        `max_tokens` is the limit of a micro-batch; with `recompute` only inputs of layers are kept of it.
-        `after_pass` is called after each forward and each backward pass of a micro-batch, and `before_update`
-        before parameters or optimizer state change. `call` is the name of the
-        call, for errors, and `candidates` and `replays` are its own.
-        Losses are sums divided by their global weight, so neither micro-batches nor any parallelism change
-        them. An optimizer step whose gradient is not finite is skipped; that of a mini-batch without weight, which
-        has nothing to learn, is left out, so that neither momentum nor weight decay changes anything. Returns
-        metrics added up over data-parallel ranks: the method's own, `loss` unless it reports one (the number whose
-        gradient is taken, without the balance loss of a mixture), `grad_norm` (mean over the steps that were not
-        skipped), `skipped_steps` (their number), `skipped_for/QUANTITY` (by what was not finite first),
-        `empty_steps` (how many were left out, if any were), `learning_rate`, and those of `ExpertBalance.end_call`
-        for a mixture.
+        `minibatches` are positions in `batch`, equally many and in the same order on every rank of the group.
+        `max_tokens` limits a micro-batch. With `recompute`, only the inputs of layers are kept for the backward
+        pass. `after_pass` is called after each forward and backward pass of a micro-batch, `before_update` before
+        parameters or optimizer state change. `call` is the call's name, for errors; `candidates` and `replays` are
+        those of the call.
 
-        Raises SkippedStepsError, on every rank, when too many steps in a row were skipped.
+        Losses are sums divided by their global weight, so they do not depend on micro-batches or parallelism. An
+        optimizer step with a gradient that is not finite is skipped. A mini-batch without weight has nothing to
+        learn; its step is left out, so that momentum and weight decay change nothing.
+
+        Returns metrics summed over data-parallel ranks: those of the method; `loss` unless the method reports one
+        (the loss that is differentiated, without a mixture's balance loss); `grad_norm` (mean over the applied
+        steps); `skipped_steps` and `skipped_for/QUANTITY` (by the first quantity that was not finite);
+        `empty_steps` (steps left out, if any); `learning_rate`; and for a mixture those of
+        `ExpertBalance.end_call`.
+
+        Raises SkippedStepsError, on every rank, when too many steps in a row are skipped.
         """
         model = self.model
         data = model.groups.data
@@ -177,11 +179,10 @@ class Trainer:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Save what is no tensor: the number of steps applied, and what is known of skipped ones. JSON."""
+        """Save the number of applied steps and the counts of skipped ones as JSON; tensors are saved elsewhere."""
         return {"steps": self.optimizer.steps, "skipped": self._skipped.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` saved."""
         self.optimizer.steps = state["steps"]
         self._skipped.load_state_dict(state["skipped"])
 
@@ -190,7 +191,7 @@ class Trainer:
         self._skipped.check()
 
     def _copy_for_report(self, minibatch: Batch) -> Batch | None:
-        """Copy a mini-batch to the host; None where another rank has the same, as other TP ranks and stages do."""
+        """Copy a mini-batch to the host; None if another TP rank or stage has the same."""
         first = self.model.groups.tensor.index == 0 and self.model.shard.last
         return minibatch.to(torch.device("cpu")) if first else None
 
@@ -206,7 +207,7 @@ class Trainer:
     ) -> tuple[Metrics, bool]:
         """Accumulate the gradient of one mini-batch.
 
-        Its metrics over data-parallel ranks, and whether it has any weight, on every stage.
+        Returns its metrics over data-parallel ranks and whether it has any weight, on every stage.
         """
         model = self.model
         rows = method.sequences(batch)
@@ -214,7 +215,7 @@ class Trainer:
         totals = torch.tensor([own_weight, len(rows)], device=model.device)
         weight, sequences = model.groups.data.sum(totals)
         learns = bool(weight != 0)
-        weight = torch.where(weight > 0, weight, 1.0)  # without weight, all losses are 0
+        weight = torch.where(weight > 0, weight, 1.0)  # without weight all losses are 0
         costs = count_item_tokens(batch, rows)
         parts = model.split_micro_batches(costs, max_tokens)
         tokens = [sum(costs[i] for i in positions) for positions in parts]
@@ -226,6 +227,7 @@ class Trainer:
         loss = torch.zeros((), dtype=torch.float64, device=model.device)
         passes: dict[int, _Pass] = {}
         accumulation = self._accumulation
+        # Under ZeRO-2 and ZeRO-3 every micro-batch has collectives, so ranks with fewer of them run idle passes.
         actions = make_1f1b_schedule(stages, accumulation.agree_on_passes(len(parts)))[stage]
         for action in actions:
             if action.micro_batch >= len(parts):
@@ -244,7 +246,7 @@ class Trainer:
                     loss += done.result.detach()
                 if self._has_backward:
                     passes[action.micro_batch] = done
-                del done  # without a backward pass nothing needs it; it is freed before the next micro-batch
+                del done  # without a backward pass, frees the activations before the next micro-batch
             elif gradients is not None:
                 accumulation.start_backward(last=action is actions[-1])
                 self._backward(passes.pop(action.micro_batch), next(gradients))
@@ -252,7 +254,7 @@ class Trainer:
             after_pass()
         model.pipeline.wait_sends()
         if model.shard.last and LOSS not in metrics.means:
-            # A mean over mini-batches weighs each as it weighs in its own loss.
+            # The mean over mini-batches weighs each of them by its own weight.
             metrics.mean(LOSS, loss * weight, own_weight)
         reduce_metrics(metrics, model.groups.data, model.device)
         return model.pipeline.broadcast_metrics(metrics), learns

@@ -1,16 +1,16 @@
-"""Balancing of divisible work: minimises the largest load."""
+"""Balance divisible work so that the largest load is as small as possible."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _TOLERANCE = 1e-4
-"""Loads this close to each other, relative to the largest, count as equal."""
+"""Loads that differ by less than this fraction of the largest count as equal."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Work that `options` can do in any proportion, and `others` too where the options are too busy."""
+    """Work that `options` can share in any proportion; `others` may help if the options are too busy."""
 
     work: float
     options: tuple[int, ...]
@@ -19,18 +19,18 @@ class Task:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Present work of the options, and their speeds where those are not 1."""
+    """What options already have to do, and their speeds if not 1."""
 
     busy: Mapping[int, float] = field(default_factory=dict)
     speed: Mapping[int, float] = field(default_factory=dict)
 
 
 def balance(tasks: Sequence[Task], floor: float, capacity: Capacity | None = None) -> list[dict[int, float]]:
-    """Distribute each task over its options: per task, option -> amount; amounts of 0 are left out.
+    """Distribute each task over its options; returns, per task, option -> amount, without zeros.
 
-    The largest load (work over speed) is the smallest possible, or at most `floor` where that is larger: loads
-    up to the floor cost nothing, and few shares are better than even ones. Tasks with the same options are
-    distributed one after the other, so most of them go to a single option whole.
+    The largest load (work over speed) is as small as possible, or at most `floor` if that is larger. Loads up to
+    the floor are free, and few shares are better than even ones. Tasks with the same options are distributed in
+    turn, so that most of them go to a single option.
     """
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for index, task in enumerate(tasks):
@@ -47,7 +47,7 @@ def balance(tasks: Sequence[Task], floor: float, capacity: Capacity | None = Non
 
 
 def _deal(works: Sequence[float], shares: dict[int, float]) -> Iterable[dict[int, float]]:
-    """Cut the shares of a pool into those of its members, in order."""
+    """Divide the shares of a pool among its members, in order."""
     left = [(option, amount) for option, amount in sorted(shares.items(), reverse=True) if amount > 0]
     slack = 1e-9 * sum(works)
     option = left[-1][0] if left else 0
@@ -62,7 +62,7 @@ def _deal(works: Sequence[float], shares: dict[int, float]) -> Iterable[dict[int
             if amount - used > slack:
                 left.append((option, amount - used))
         if work > 0 and not part:
-            # Too small beside the others to survive rounding, but it must not be lost.
+            # Rounding would lose a task that is tiny beside the others.
             part[option] = work
         yield part
 
@@ -89,7 +89,7 @@ class _Shared:
             self._pour(index, pool.options + pool.others, left)
 
     def level(self) -> None:
-        """Move work from loads above the limit to loads below it; raise the limit only where that must be."""
+        """Move work from loads above the limit to loads below it; raise the limit only if nothing else helps."""
         while True:
             busiest = max(self.loads, key=self.loads.__getitem__, default=None)
             if busiest is None or self.loads[busiest] <= self.limit * (1 + _TOLERANCE):
@@ -99,6 +99,8 @@ class _Shared:
             if free is not None:
                 self._move(reached, free)
                 continue
+            # No option in reach has room, so the limit must rise, at least to the mean load in reach. The
+            # step above the old limit keeps the loop going if rounding hides the difference.
             work = sum(self.loads[o] * self.speed[o] for o in reached)
             mean = work / sum(self.speed[o] for o in reached)
             self.limit = max(self.limit * (1 + _TOLERANCE / 2), mean)
@@ -108,9 +110,11 @@ class _Shared:
         return len(pool.options) + len(pool.others)
 
     def _pour(self, index: int, options: tuple[int, ...], amount: float) -> float:
-        """Add `amount` of work to the least loaded of `options`, raising them to a common level; return it."""
+        """Add `amount` of work to the least loaded options, which raises them to a common level; return the
+        amount."""
         if amount <= 0:
             return 0.0
+        # Fill the lowest loads first; stop when the common level is below the next higher load.
         order = sorted(options, key=self.loads.__getitem__)
         total = amount
         speed = 0.0
@@ -129,7 +133,8 @@ class _Shared:
         self.loads[option] += amount / self.speed[option]
 
     def _reach(self, start: int) -> dict[int, tuple[int, int] | None]:
-        """Find the options that work of `start` can move to, nearest first: option -> (donor, pool)."""
+        """Find the options that can take over work of `start`, directly or in a chain: option -> (donor, pool),
+        nearest first."""
         reached: dict[int, tuple[int, int] | None] = {start: None}
         queue = deque([start])
         seen: set[int] = set()

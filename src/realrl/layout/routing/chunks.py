@@ -1,4 +1,5 @@
-"""Messages and copies of one rank in a reallocation: messages are bounded, places are those of flat buffers."""
+"""What one rank sends, receives and copies in a reallocation: bounded messages, and their places in flat
+buffers."""
 
 import hashlib
 from collections import defaultdict
@@ -24,12 +25,10 @@ class Span:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.rows * self.width
 
     @property
     def contiguous(self) -> bool:
-        """Whether it is a single run."""
         return self.rows == 1
 
     def precedes(self, other: "Span") -> bool:
@@ -39,29 +38,30 @@ class Span:
 
 @dataclass(frozen=True)
 class PackedTransfer:
-    """One send or one receive of a rank. Several spans are packed in their order."""
+    """One send or one receive of a rank. Several spans are packed in order."""
 
     stage: int
     number: int
-    """Place among the messages from sender to receiver in the stage."""
+    """Index among the messages from this sender to this receiver in the stage."""
     peer: int
     sends: bool
     numel: int
     spans: tuple[Span, ...]
-    """Place of the elements: in the source buffer for sends of stage 0, else in the target buffer."""
+    """Where the elements are: in the source buffer for sends of stage 0, otherwise in the target buffer."""
     regions: tuple[Region, ...]
     """Regions of the elements, in the same order."""
 
 
 @dataclass(frozen=True)
 class RankSchedule:
-    """Messages in one global order, so that no number of messages in flight, however small, can deadlock."""
+    """What one rank does in a reallocation. Messages are in one global order, so that they cannot deadlock however
+    few may be in flight."""
 
     copies: tuple[tuple[Span, Span], ...]
-    """(Span of the source buffer, span of the target buffer) of each copy."""
+    """(Span in the source buffer, span in the target buffer) of each copy."""
     messages: tuple[PackedTransfer, ...]
     digests: dict[str, str]
-    """`SENDER-RECEIVER` -> a hash of everything the two exchange, the same on both."""
+    """`SENDER-RECEIVER` -> hash of everything that the two exchange, equal on both ranks."""
 
 
 class Storage:
@@ -90,7 +90,7 @@ class Storage:
 
 
 class RankScheduler:
-    """Scheduler of what one rank does in a reallocation, of all tensors or of some at a time."""
+    """Makes the schedule of one rank in a reallocation, for all tensors or for some at a time."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class RankScheduler:
         *,
         limits: MessageLimits = CPU_MESSAGES,
     ) -> None:
-        """`element_bytes` is the width of an element sent."""
+        """`element_bytes` is the width of an element in messages."""
         self._source, self._target = reallocation.source, reallocation.target
         self._rank, self._ranks = rank, reallocation.cluster.size
         self._element_bytes, self._limits = element_bytes, limits
@@ -115,10 +115,10 @@ class RankScheduler:
         self._before: dict[int, Storage] = {}
 
     def schedule(self, tensors: Collection[str] | Mapping[str, Region] | None = None) -> RankSchedule:
-        """List the messages and copies of the rank, by default of all tensors.
+        """List the messages and copies of the rank, by default for all tensors.
 
-        With `tensors`, or regions of some by name, the target buffer holds only these; the source buffer always
-        holds all that the source layout gives the rank.
+        With `tensors`, or with regions of some by name, the target buffer holds only these. The source buffer
+        always holds everything that the source layout gives the rank.
         """
         names = [spec.name for spec in self._source.specs if tensors is None or spec.name in tensors]
         parts = tensors if isinstance(tensors, Mapping) else {}
@@ -155,6 +155,7 @@ class RankScheduler:
                     spans=spans,
                     regions=tuple(chunk),
                 )
+                # By distance of peers: at each distance a rank sends to one peer and receives from one.
                 ordered.append(((stage, number, (receiver - sender) % self._ranks, sender), message))
         ordered.sort(key=lambda item: item[0])
         copies = [
@@ -173,7 +174,7 @@ class RankScheduler:
 
 
 def _clip(region: Region, parts: Mapping[str, Region]) -> tuple[Region, ...]:
-    """Clip a region to what is moved of its tensor; empty where that is nothing of it."""
+    """Clip a region to the part of its tensor that is moved; empty if nothing is left."""
     part = parts.get(region.tensor)
     common = region if part is None else region.intersect(part)
     return () if common is None else (common,)
@@ -191,7 +192,7 @@ def _clip_tensors(
 def group_messages(
     messages: Iterable[PackedTransfer], limits: MessageLimits
 ) -> Iterator[list[PackedTransfer]]:
-    """Group messages that are posted at a time. None is of two stages: what is sent may be what arrived before."""
+    """A group never spans two stages, because messages of the second stage may forward those of the first."""
     group: list[PackedTransfer] = []
     for message in messages:
         if group:
@@ -220,7 +221,7 @@ def _merge(spans: Iterator[Span]) -> tuple[Span, ...]:
 
 
 def _runs(regions: Sequence[Region], storages: Sequence[Storage]) -> Iterator[list[Region]]:
-    """Group consecutive regions that are contiguous in all of the storages; others stand alone."""
+    """Group consecutive regions that are contiguous in all storages; other regions stay alone."""
     run: list[Region] = []
     ends: list[Span] = []
     for region in regions:
@@ -249,8 +250,8 @@ def _chunks(
 ) -> Iterator[list[Region]]:
     """Divide regions into messages.
 
-    A large run that is contiguous on both sides gets messages of its own and is packed on neither; next, a large
-    run that is contiguous on one side and packed on the other; the rest is sent together.
+    First, a long run that is contiguous on both sides gets messages of its own, which nobody packs. Then a long
+    run that is contiguous on one side does, which only the other side packs. All the rest is packed together.
     """
     for storages in ((sender, receiver), (sender,), (receiver,)):
         loose: list[Region] = []
@@ -264,7 +265,7 @@ def _chunks(
 
 
 def _cut(regions: Sequence[Region], limit: int) -> Iterator[list[Region]]:
-    """Regions in lists of at most `limit` elements, large ones divided by rows."""
+    """Divide regions into lists of at most `limit` elements; large regions are divided by rows."""
     chunk: list[Region] = []
     room = limit
     for region in regions:
@@ -288,10 +289,8 @@ def _cut(regions: Sequence[Region], limit: int) -> Iterator[list[Region]]:
 
 
 def group_tensors(target: Layout, element_bytes: int, limit: int) -> list[tuple[str, ...]]:
-    """Group all tensors in storage order, by size.
-
-    No rank of the target layout holds more than `limit` bytes of a group, or than one tensor.
-    """
+    """Group tensors in storage order so that no target rank holds more than `limit` bytes of a group. A group with
+    a single tensor may exceed the limit."""
     groups: list[list[str]] = []
     used = 0
     for spec in target.specs:

@@ -1,4 +1,4 @@
-"""Hops of a transfer route: the slices of a region group that go from rank to rank."""
+"""The hops of a transfer route: which slices of a region group go from rank to rank."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -8,14 +8,12 @@ from realrl.layout.routing.region_groups import RegionGroup
 from realrl.layout.routing.transfer_routes import Shares, TransferRoute
 
 _NO_RELAY = -1
-"""Stands for a relay: holders send to all receivers directly."""
+"""Stands for no relay: holders send to all receivers directly."""
 
 
 class Hop(NamedTuple):
-    """Elements `begin` to `end` of a region group, sent from rank to rank.
-
-    In stage 0 the sender holds them in the source layout; in a later stage it received them in an earlier one.
-    """
+    """Elements `begin` to `end` of a region group, sent from one rank to another. In stage 0 the sender holds them
+    in the source layout. In later stages it received them in an earlier stage."""
 
     stage: int
     sender: int
@@ -26,7 +24,7 @@ class Hop(NamedTuple):
 
 
 class ElementSlice(NamedTuple):
-    """Elements `begin` to `end` of a region group, for which a rank or a node was chosen."""
+    """Elements `begin` to `end` of a region group, and the rank or node that was chosen for them."""
 
     begin: int
     end: int
@@ -34,7 +32,7 @@ class ElementSlice(NamedTuple):
 
 
 def list_hops(route: TransferRoute) -> Iterator[Hop]:
-    """List all hops of a route: for each slice, first hops before those that forward it."""
+    """List all hops of a route; the first hops of a slice come before the hops that forward it."""
     group = route.group
     if route.entered_nodes:
         for piece in _divide_by_relay(group, route.relays):
@@ -80,11 +78,11 @@ def _within_node(route: TransferRoute, node: int) -> Iterator[Hop]:
     from_outside, from_inside = 1, 0
     for piece in _divide(route.group, whole, {from_outside: remote, from_inside: 1 - remote}):
         if piece.choice == from_outside:
-            # A byte may enter the node only once, so its receivers must forward it among themselves.
+            # A byte enters the node only once, so its receivers must forward it among themselves.
             sources = route.remote_sources[node]
             relays = forwarders or dict.fromkeys(route.receivers[node], 1.0)
         else:
-            # Slices from other nodes are all forwarded, so they use up that much of the forwarders' fractions.
+            # Slices from other nodes are all forwarded, which uses up that much of the forwarders' fractions.
             left = max(0.0, forwarded - remote) / forwarded if forwarded else 0.0
             relays = {_NO_RELAY: max(0.0, 1 - max(forwarded, remote))}
             relays |= {rank: part * left for rank, part in forwarders.items()}
@@ -94,7 +92,7 @@ def _within_node(route: TransferRoute, node: int) -> Iterator[Hop]:
 
 
 def _forward(route: TransferRoute, node: int, piece: ElementSlice, sources: Shares) -> Iterator[Hop]:
-    """Send a slice to its relay, if one was chosen, and from there to all other receivers."""
+    """Send a slice to its relay, if it has one, and from there to all other receivers."""
     receivers = route.receivers[node]
     relay = piece.choice
     first = receivers if relay == _NO_RELAY else [relay]
@@ -109,13 +107,13 @@ def _forward(route: TransferRoute, node: int, piece: ElementSlice, sources: Shar
 
 
 def _divide_by_relay(group: RegionGroup, relays: Shares) -> list[ElementSlice]:
-    """Divide a group by the fractions of relays; the rest is sent without a relay."""
+    """Divide a group by the fractions of relays; the rest has no relay."""
     rest = max(0.0, 1 - sum(relays.values()))
     return _divide(group, ElementSlice(0, group.elements, _NO_RELAY), {_NO_RELAY: rest} | relays)
 
 
 def _divide(group: RegionGroup, piece: ElementSlice, parts: Shares) -> list[ElementSlice]:
-    """Divide a slice in proportion, at the nearest row boundaries; empty slices are left out."""
+    """Divide a slice in proportion to `parts`, at the nearest row boundaries; empty slices are left out."""
     begin, end, _ = piece
     total = sum(parts.values())
     done = 0.0
@@ -130,7 +128,7 @@ def _divide(group: RegionGroup, piece: ElementSlice, parts: Shares) -> list[Elem
 
 
 def _overlay(first: list[ElementSlice], second: list[ElementSlice]) -> Iterator[tuple[int, int, int, int]]:
-    """Intersect two divisions of the same slice: (begin, end, choice of the first, of the second)."""
+    """Intersect two divisions of the same slice: (begin, end, first choice, second choice) of each piece."""
     i = j = 0
     while i < len(first) and j < len(second):
         a = first[i]

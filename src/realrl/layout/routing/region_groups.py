@@ -1,4 +1,4 @@
-"""Regions to move between two layouts, grouped by the ranks that hold them and the ranks that need them."""
+"""Group the regions to move between two layouts by the ranks that hold them and the ranks that need them."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -16,47 +16,44 @@ from realrl.plan.axes import Divided, axes_dividing
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size of a region; the context names its tensor."""
 Holder = int
-"""First position in a stage, counted from the stage's first rank, of the ranks that store the same."""
+"""Stands for all ranks of a stage that store the same: the first of their positions, from the stage's first
+rank."""
 _Shard = tuple[Box, Holder]
 _Atom = tuple[Box, tuple[Holder, ...], tuple[Holder, ...]]
-"""A box that neither layout cuts, and who holds it in the source and in the target."""
+"""A box that neither layout cuts, with its holders in the source and in the target."""
 
 
 @dataclass
 class RegionGroup:
-    """Regions with the same source ranks and the same target ranks, as one line of elements.
-
-    Positions count elements from the start of the first region to the end of the last; a line is cut at the
-    boundaries of rows only, so that every piece is again a list of regions.
-    """
+    """Regions with the same source ranks and the same target ranks, lined up as one line of elements. Positions
+    count elements along the line. It is cut only between rows, so that every piece is again a list of regions."""
 
     holders: tuple[int, ...]
     targets: tuple[int, ...]
     boxes: list[tuple[str, Box]] = field(default_factory=list)
-    """Tensor and box of each region; `Region` objects are made on demand, because few of many are used."""
+    """Tensor and box of each region. `Region` objects are made on demand, because few of them are used."""
     starts: list[int] = field(default_factory=list)
     elements: int = 0
 
     def add(self, tensor: str, box: Box, elements: int) -> None:
-        """Append a region to the line."""
         self.boxes.append((tensor, box))
         self.starts.append(self.elements)
         self.elements += elements
 
     @cached_property
     def receivers(self) -> tuple[int, ...]:
-        """Targets that do not hold the regions already."""
+        """Targets that do not hold the regions yet."""
         holders = set(self.holders)
         return tuple(rank for rank in self.targets if rank not in holders)
 
     @cached_property
     def resident(self) -> tuple[int, ...]:
-        """Targets that hold the regions already."""
+        """Targets that already hold the regions."""
         holders = set(self.holders)
         return tuple(rank for rank in self.targets if rank in holders)
 
     def nearest_row(self, position: float) -> int:
-        """Round a position to the nearest boundary between rows."""
+        """Round a position to the nearest row boundary."""
         if position >= self.elements:
             return self.elements
         index = bisect_right(self.starts, position) - 1
@@ -78,9 +75,10 @@ class RegionGroup:
 
 
 def group_regions(source: Layout, target: Layout) -> list[RegionGroup]:
-    """Group all regions of a model, cut wherever either layout cuts, by their holders and targets.
+    """Group all regions of a model by their holders and targets; regions are cut at every boundary of either
+    layout.
 
-    Parameters whose tensors have the same shapes and partitions are cut alike, so each kind of them is cut once.
+    Parameters whose tensors have the same shapes and partitions are cut alike, so each kind is cut only once.
     """
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], RegionGroup] = {}
     source_ranks = cache(partial(_ranks, source))
@@ -93,7 +91,7 @@ def group_regions(source: Layout, target: Layout) -> list[RegionGroup]:
         if kind not in cuts:
             both = zip(_cut(source, stack), _cut(target, stack), strict=True)
             cuts[kind] = [list(_atoms(before, after)) for before, after in both]
-        # All tensors of a parameter are on the same stages.
+        # All tensors of a parameter are on the same stages, so that those of the first one are enough.
         (before, after), *_ = [next(stages) for _ in stack]
         if (kind, before, after) not in boxes_by_stage:
             boxes_by_stage[kind, before, after] = found = []
@@ -110,7 +108,7 @@ def group_regions(source: Layout, target: Layout) -> list[RegionGroup]:
 
 
 def _ranks(layout: Layout, holders: tuple[Holder, ...], stages: tuple[int, ...]) -> tuple[int, ...]:
-    """List all ranks that `holders` stand for, on some stages."""
+    """List all ranks that `holders` stand for on some stages."""
     placement = layout.placement
     degrees = placement.strategy.degrees
     copies = degrees.origins(*placement.strategy.storing_axes)  # positions of stage 0 that store alike
@@ -120,7 +118,7 @@ def _ranks(layout: Layout, holders: tuple[Holder, ...], stages: tuple[int, ...])
 
 
 def _cut(layout: Layout, stack: Sequence[TensorSpec]) -> list[list[_Shard]]:
-    """Find the boxes of each tensor of a parameter, and who holds them."""
+    """Find the boxes into which a layout cuts each tensor of a parameter, with their holders."""
     placement = layout.placement
     layers = axes_dividing(Divided.LAYERS)
     axes = [axis for axis in placement.strategy.storing_axes if axis not in layers]
@@ -135,7 +133,7 @@ def _cut(layout: Layout, stack: Sequence[TensorSpec]) -> list[list[_Shard]]:
 
 
 def _atoms(source: list[_Shard], target: list[_Shard]) -> Iterator[_Atom]:
-    """Coarsest boxes that no shard of either side cuts, each with those who hold it."""
+    """Yield the largest boxes that no shard on either side cuts, with their holders."""
     rows, *columns = [
         sorted({edge for (offset, size), _ in source + target for edge in (offset[d], offset[d] + size[d])})
         for d in range(len(source[0][0][0]))
@@ -150,7 +148,7 @@ def _atoms(source: list[_Shard], target: list[_Shard]) -> Iterator[_Atom]:
 
 
 def _sort_by_rows(shards: list[_Shard], edges: list[int]) -> list[list[_Shard]]:
-    """List the shards that cover the rows between each two neighbouring edges."""
+    """List the shards that cover the rows between each pair of neighbouring edges."""
     place = {edge: number for number, edge in enumerate(edges)}
     found: list[list[_Shard]] = [[] for _ in edges[1:]]
     for shard in shards:

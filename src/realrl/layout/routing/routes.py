@@ -1,29 +1,26 @@
-"""Reallocation of a model between two layouts: transfers between ranks, their bytes and their time."""
+"""Reallocation of a model between two layouts: transfers between ranks, their bytes, and their time."""
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from realrl.layout.layout import Layout
 from realrl.layout.region import Region
 from realrl.layout.routing.hops import Hop, list_hops
-from realrl.layout.routing.links import Links
-from realrl.layout.routing.ports import PortLoads
 from realrl.layout.routing.region_groups import RegionGroup, group_regions
 from realrl.layout.routing.transfer_routes import SpareCapacity, find_transfer_routes
-from realrl.plan.cluster import Cluster
+from realrl.plan.cluster import Cluster, Links
 
 _CLOSE = 1.001
-"""Ratio of the busiest sender to the busiest receiver up to which remote sources are not tried."""
+"""Remote sources are not tried if the busiest sender needs at most this ratio of the busiest receiver's time."""
 
 
 @dataclass(frozen=True, order=True)
 class Transfer:
-    """A region sent from rank to rank.
-
-    In stage 0 the sender holds it in the source layout; in a later stage it received it in an earlier one.
-    """
+    """A region that is sent from one rank to another. In stage 0 the sender holds it in the source layout. In
+    later stages it received it in an earlier stage."""
 
     stage: int
     sender: int
@@ -41,7 +38,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes that a rank sends and receives, and those that it copies from its own memory."""
+    """Bytes that a rank sends, receives, and copies from its own memory."""
 
     sent: int = 0
     received: int = 0
@@ -58,11 +55,58 @@ class LinkBytes:
 
 
 @dataclass(frozen=True)
-class Reallocation:
-    """Schedule that turns one layout of a model into another; made by `reallocate`.
+class PortLoads:
+    """Elements that pass the ports of devices (by rank) and of nodes."""
 
-    Every region of the target layout is covered exactly once by the copies and the transfers to its rank;
-    nothing else is sent. A node without a region takes it in at most once and spreads it.
+    device_out: Mapping[int, int]
+    device_in: Mapping[int, int]
+    node_out: Mapping[int, int]
+    node_in: Mapping[int, int]
+
+    @classmethod
+    def of(cls, hops: Iterable[Hop], cluster: Cluster) -> "PortLoads":
+        """Count the elements that pass each port of the cluster, idle ports included."""
+        device_out, device_in, node_out, node_in = (defaultdict[int, int](int) for _ in range(4))
+        for hop in hops:
+            size = hop.end - hop.begin
+            device_out[hop.sender] += size
+            device_in[hop.receiver] += size
+            sender = cluster.node(hop.sender)
+            receiver = cluster.node(hop.receiver)
+            if sender != receiver:
+                node_out[sender] += size
+                node_in[receiver] += size
+        ranks = range(cluster.size)
+        nodes = range(cluster.nodes)
+        return cls(
+            {r: device_out[r] for r in ranks},
+            {r: device_in[r] for r in ranks},
+            {n: node_out[n] for n in nodes},
+            {n: node_in[n] for n in nodes},
+        )
+
+    def sending_seconds(self, links: Links) -> float:
+        """Compute the seconds that the busiest out-port takes, at one byte per element."""
+        return _seconds(self.device_out, self.node_out, links)
+
+    def receiving_seconds(self, links: Links) -> float:
+        """Compute the seconds that the busiest in-port takes, at one byte per element."""
+        return _seconds(self.device_in, self.node_in, links)
+
+    def find_spare_capacity(self, links: Links) -> SpareCapacity:
+        """Find the ranks that could also send to other nodes at full speed without becoming the busiest."""
+        busiest = max(self.device_out.values())
+        spare = links.node_bytes_per_s / links.device_bytes_per_s * busiest
+        idle = frozenset(rank for rank, load in self.device_out.items() if load <= busiest - spare)
+        return SpareCapacity(idle, self.node_in, self.node_out)
+
+
+@dataclass(frozen=True)
+class Reallocation:
+    """The schedule that turns one layout of a model into another; `reallocate` makes it.
+
+    Copies and transfers cover every region of the target layout exactly once, and send nothing else. A node that
+    does not hold a region takes it in at most once and spreads it inside.
     """
 
     source: Layout
@@ -73,7 +117,7 @@ class Reallocation:
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """Transfers by stage, sender and receiver; between two ranks in storage order."""
+        """Transfers by stage, sender and receiver; those between two ranks are in storage order."""
         order = {spec.name: index for index, spec in enumerate(self.source.specs)}
         pieces: dict[tuple[int, int, int], list[Region]] = {}
         found = []
@@ -87,7 +131,7 @@ class Reallocation:
 
     @cached_property
     def copies(self) -> tuple[Copy, ...]:
-        """Regions that ranks hold in both layouts; by rank, in storage order."""
+        """Regions that ranks hold in both layouts, by rank and then in storage order."""
         found = []
         for rank in sorted(set(self.source.placement.ranks) & set(self.target.placement.ranks)):
             before = {local.region.tensor: local.region for local in self.source.tensors(rank)}
@@ -104,7 +148,7 @@ class Reallocation:
         return PortLoads.of(self.hops, self.cluster)
 
     def bytes_by_rank(self, element_bytes: int) -> dict[int, RankBytes]:
-        """Count the bytes of every rank of either layout; `element_bytes` is the width of an element sent."""
+        """Count the bytes of every rank of either layout; an element in messages has `element_bytes` bytes."""
         sent = self.loads.device_out
         received = self.loads.device_in
         copied: defaultdict[int, int] = defaultdict(int)
@@ -118,21 +162,23 @@ class Reallocation:
         }
 
     def bytes_by_link(self, element_bytes: int) -> LinkBytes:
-        """Count the bytes on every class of links; `element_bytes` is the width of an element sent."""
+        """Count the bytes on every class of links; an element in messages has `element_bytes` bytes."""
         network = sum(self.loads.node_out.values())
         node = sum(self.loads.device_out.values()) - network
         device = sum(group.elements * len(group.resident) for group in self.groups)
         return LinkBytes(device * element_bytes, node * element_bytes, network * element_bytes)
 
     def busiest_seconds(self, links: Links, element_bytes: int) -> float:
-        """Compute the seconds that the most loaded port, of a device or of a node, needs for its bytes."""
+        """Compute the seconds that the busiest port, of a device or a node, needs for its bytes."""
         loads = self.loads
         return element_bytes * max(loads.sending_seconds(links), loads.receiving_seconds(links))
 
     def seconds(self, links: Links, element_bytes: int) -> float:
-        """Predict the seconds: those of the busiest port and the latency of each message of the busiest rank.
+        """Predict the seconds: the time of the busiest port, plus a latency for each message of the rank with most
+        messages.
 
-        All that one rank sends another in one stage is one message. Copies inside a device are not counted.
+        Everything that one rank sends to another in one stage counts as one message. Copies inside a device are
+        free.
         """
         messages: defaultdict[int, int] = defaultdict(int)
         for _, sender, receiver in {(hop.stage, hop.sender, hop.receiver) for hop in self.hops}:
@@ -154,10 +200,10 @@ class Reallocation:
 
 
 def reallocate(source: Layout, target: Layout, cluster: Cluster, links: Links | None = None) -> Reallocation:
-    """Schedule the transfers that turn `source` into `target`, minimising the load of the busiest port.
+    """Schedule the transfers that turn `source` into `target`, with the smallest load on the busiest port.
 
-    The bandwidths of `links` (default: `Links()`) decide how much sending inside a node counts against sending
-    between nodes. Raises ValueError unless both layouts are of the same tensors.
+    The bandwidths of `links` (default: `Links()`) weigh sending inside a node against sending between nodes.
+    Raises ValueError unless both layouts hold the same tensors.
     """
     if source.specs != target.specs:
         raise ValueError("the two layouts of a reallocation must hold the same tensors")
@@ -174,3 +220,7 @@ def reallocate(source: Layout, target: Layout, cluster: Cluster, links: Links | 
         return plain
     with_remote_sources = schedule(plain.loads.find_spare_capacity(links))
     return min(plain, with_remote_sources, key=lambda r: r.busiest_seconds(links, 1))
+
+
+def _seconds(devices: Mapping[int, int], nodes: Mapping[int, int], links: Links) -> float:
+    return max(max(devices.values()) / links.device_bytes_per_s, max(nodes.values()) / links.node_bytes_per_s)

@@ -1,10 +1,9 @@
-"""Choice of senders for every region group that minimises the load of the busiest port.
+"""Choose the senders of every region group so that the load of the busiest port is as small as possible.
 
-Every receiver gets a byte exactly once and a node takes it in at most once, so the loads of in-ports are fixed;
-only the senders are free. Two kinds of work are balanced, first over nodes, then over the devices of each node:
-the first copy, which a holder must send, and further copies, which any rank that has received the bytes can
-send too. Paths of two hops suffice for any such distribution: a holder sends to a relay, and the relay to all
-others.
+Every receiver gets a byte exactly once, and a node takes it in at most once. So the loads of in-ports are fixed,
+and only the senders are free. Two kinds of work are balanced, first over nodes, then over the devices of each
+node. A holder must send the first copy. Any rank that has received the bytes can send more copies. Two hops are
+enough for every such distribution: a holder sends to a relay, and the relay sends to all others.
 """
 
 from collections import defaultdict
@@ -13,20 +12,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from realrl.layout.routing.balance import Capacity, Task, balance
-from realrl.layout.routing.links import Links
 from realrl.layout.routing.region_groups import RegionGroup
-from realrl.plan.cluster import Cluster
+from realrl.plan.cluster import Cluster, Links
 
 Shares = dict[int, float]
-"""Node or rank -> its share; shares are relative to their sum, fractions to the elements of the group."""
+"""Node or rank -> its share. Shares are relative to their sum, fractions to the elements of the group."""
 
 OUTSIDE = -1
-"""Stands for all other nodes among the ranks of a node."""
+"""Stands for all other nodes in a list of the ranks of a node."""
 
 
 @dataclass
 class TransferRoute:
-    """Path of one region group from its holders to its receivers. Ranks are listed by node."""
+    """How one region group gets from its holders to its receivers. Ranks are listed by node."""
 
     number: int
     group: RegionGroup
@@ -39,13 +37,13 @@ class TransferRoute:
     relays: Shares = field(default_factory=dict)
     """Node without holders -> the fraction that it forwards to all other such nodes."""
     ingress: dict[int, Shares] = field(default_factory=dict)
-    """Node without holders -> its ingress rank -> the share that the rank takes in and forwards inside the node."""
+    """Node without holders -> ingress rank -> the share that this rank takes in and forwards inside the node."""
     local_sources: dict[int, Shares] = field(default_factory=dict)
-    """Node with holders -> its holder -> its share of the elements that holders send inside the node."""
+    """Node with holders -> holder -> its share of the elements that holders send inside the node."""
     local_forwarders: dict[int, Shares] = field(default_factory=dict)
-    """Node with holders -> its receiver -> the fraction that it forwards to all other receivers of the node."""
+    """Node with holders -> receiver -> the fraction that it forwards to all other receivers of the node."""
     remote_fraction: dict[int, float] = field(default_factory=dict)
-    """Node with holders -> the fraction that still comes from other nodes, because its holders are busy."""
+    """Node with holders -> the fraction that comes from other nodes anyway, because its holders are busy."""
     remote_sources: dict[int, Shares] = field(default_factory=dict)
     """Such a node -> holder in another node -> its share of that fraction."""
 
@@ -62,20 +60,20 @@ class TransferRoute:
 
 @dataclass(frozen=True)
 class SpareCapacity:
-    """Send capacity that a schedule leaves unused, with which holders can serve other nodes."""
+    """Send capacity that a schedule leaves unused; holders can serve other nodes with it."""
 
     idle: frozenset[int]
     """Ranks that can send more."""
     node_in: Mapping[int, float]
-    """Node -> elements that it takes in already."""
+    """Node -> elements that it already takes in."""
     node_out: Mapping[int, float]
-    """Node -> elements that it sends out already."""
+    """Node -> elements that it already sends out."""
 
 
 def find_transfer_routes(
     groups: Sequence[RegionGroup], cluster: Cluster, links: Links, spare: SpareCapacity | None = None
 ) -> list[TransferRoute]:
-    """Find the routes of all groups that have receivers; with `spare`, holders in other nodes may send too."""
+    """Find the routes of all groups that have receivers. With `spare`, holders in other nodes may send too."""
     result = [
         TransferRoute(
             number=number,
@@ -101,7 +99,8 @@ def find_transfer_routes(
 
 
 def receiving_seconds(routes: Sequence[TransferRoute], links: Links) -> float:
-    """Compute the seconds of the busiest in-port, at one byte per element, when no node is sent what it holds."""
+    """Compute the seconds of the busiest in-port, at one byte per element, if no node receives what it already
+    holds."""
     nodes: defaultdict[int, int] = defaultdict(int)
     devices: defaultdict[int, int] = defaultdict(int)
     for route in routes:
@@ -122,14 +121,14 @@ def _by_node(ranks: Iterable[int], cluster: Cluster) -> dict[int, list[int]]:
 
 
 def _choose_nodes(routes: Sequence[TransferRoute], floor: float) -> None:
-    """Set `sent` and `relays`."""
+    """Set `sent` and `relays` of each route."""
     crossing = [route for route in routes if route.entered_nodes]
     tasks: list[Task] = []
     for route in crossing:
         size = route.group.elements
         holders = tuple(route.holders)
         entered = route.entered_nodes
-        # A holder sends the first copy; the copies for further nodes can come from any node that has one.
+        # A holder sends the first copy; any node that has a copy can send the next ones.
         tasks += [Task(size, holders), Task(size * (len(entered) - 1), holders, entered)]
     shares = iter(balance(tasks, floor))
     for route in crossing:
@@ -141,10 +140,8 @@ def _choose_nodes(routes: Sequence[TransferRoute], floor: float) -> None:
 def _choose_devices(
     routes: Sequence[TransferRoute], floor: float, links: Links, spare: SpareCapacity | None
 ) -> float:
-    """Set the senders inside nodes, node by node, and return the elements that the busiest device sends.
-
-    `floor`: elements that any device may send.
-    """
+    """Set the senders inside each node; return the elements that the busiest device sends. Loads of a device up to
+    `floor` elements are free."""
     tasks: defaultdict[int, list[Task]] = defaultdict(list)
     for route in routes:
         for node, task in _device_tasks(route, spare):
@@ -178,7 +175,7 @@ def _choose_devices(
 
 
 def _device_tasks(route: TransferRoute, spare: SpareCapacity | None) -> Iterable[tuple[int, Task]]:
-    """Yield (node, task of its devices) in the order in which `_choose_devices` reads the shares."""
+    """Yield (node, task of its devices), in the order in which `_choose_devices` reads the shares."""
     size = route.group.elements
     for node, amount in route.sent.items():
         if node in route.holders:
@@ -196,16 +193,14 @@ def _device_tasks(route: TransferRoute, spare: SpareCapacity | None) -> Iterable
 
 
 def _candidates(route: TransferRoute, node: int, spare: SpareCapacity) -> dict[int, list[int]]:
-    """Idle holders in other nodes, by node."""
+    """Find idle holders in other nodes, by node."""
     idle = {n: [h for h in holders if h in spare.idle] for n, holders in route.holders.items()}
     return {n: holders for n, holders in idle.items() if holders and n != node}
 
 
 def _choose_remote_sources(routes: Sequence[TransferRoute], limit: float, spare: SpareCapacity) -> None:
-    """Set `remote_sources`: nodes by their load so far, all idle holders of a node evenly.
-
-    Shares are scaled down where a node would otherwise send more than `limit` elements.
-    """
+    """Set `remote_sources`: nodes are chosen by their load so far, and all idle holders of a node share evenly.
+    Shares are reduced if a node would otherwise send more than `limit` elements."""
     served = [
         (route, node, part) for route in routes for node, part in route.remote_fraction.items() if part > 0
     ]

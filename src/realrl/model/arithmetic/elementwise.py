@@ -1,4 +1,4 @@
-"""Norms and activations of the transformer, with gradients that save memory traffic."""
+"""Norms and activations of the transformer, with gradients that read and write memory only once."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from realrl.families.options import Activation
+from realrl.families.shape import Activation
 from realrl.model.arithmetic.autograd import apply_function
 from realrl.model.cpu import elementwise as cpu
 from realrl.model.cpu.rows import count_claims
@@ -14,13 +14,13 @@ from realrl.model.gpu.path import load_kernels, on_gpu
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """Make a matrix of the last dim, without a copy where x is one already. [..., H] -> [N, H]"""
+    """View as a matrix over the last dim; copies only if the layout requires it. [..., H] -> [N, H]"""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 class _RMSNorm(Function):
-    """RMS norm on a CPU, of which torch derives the gradients of its many parts one by one."""
+    """RMS norm on a CPU, in one kernel each way; torch would differentiate its parts one by one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -62,15 +62,15 @@ class _AddRMSNorm(Function):
 def _differentiate_norm(
     grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, scales: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Differentiate the norm of the rows of x, and add what flows back to x besides, if anything.
+    """Differentiate the norm of the rows of x, and add `grad_total`, another gradient of x, if there is one.
 
-    -> [N, H] and, of the weight, [H] float32
+    -> grad_x [N, H], and the gradient of the weight [H] float32
     """
     rows = _as_rows(x)
     grad_x = torch.empty_like(rows)
     sums = torch.zeros(count_claims(rows), rows.shape[1])
-    besides = torch.zeros(rows.shape[1]) if grad_total is None else grad_total
-    cpu.rms_norm_backward(len(rows), rows, grad, weight.float(), scales, besides, grad_x, sums)
+    added = torch.zeros(rows.shape[1]) if grad_total is None else grad_total
+    cpu.rms_norm_backward(len(rows), rows, grad, weight.float(), scales, added, grad_x, sums)
     return grad_x, sums.sum(0)
 
 
@@ -79,18 +79,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     x: [..., H], weight: [H] -> [..., H]; computed in float32
     """
-    function = load_kernels().RMSNorm if on_gpu(x) else _RMSNorm
+    function = load_kernels().elementwise.RMSNorm if on_gpu(x) else _RMSNorm
     return apply_function(function, x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, block: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add a block's output to the residual stream, and normalize the sum. x, block: [N, H] -> two of [N, H]"""
-    function = load_kernels().AddRMSNorm if on_gpu(x) else _AddRMSNorm
+    function = load_kernels().elementwise.AddRMSNorm if on_gpu(x) else _AddRMSNorm
     return apply_function(function, x, block, weight, eps)
 
 
 class _AddOne(Function):
-    """1 + weight in float32, whose gradient is float32, too, whatever the weight's type."""
+    """1 + weight in float32; its gradient is float32 too, even if the weight is not."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class _AddOne(Function):
 
 
 def add_one(weight: Tensor) -> Tensor:
-    """Compute 1 + weight in float32, by which some norms multiply. [H] -> [H]"""
+    """Compute 1 + weight in float32, the factor of some families' norms. [H] -> [H]"""
     return apply_function(_AddOne, weight)
 
 
@@ -124,7 +124,7 @@ class _SwiGLU(Function):
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Compute silu(gate) * up (Shazeer 2020). gate_up: [N, 2 I], gate first -> [N, I]"""
-    function = load_kernels().SwiGLU if on_gpu(gate_up) else _SwiGLU
+    function = load_kernels().elementwise.SwiGLU if on_gpu(gate_up) else _SwiGLU
     return apply_function(function, gate_up)
 
 
@@ -132,10 +132,10 @@ _NUMBERS = {"silu": cpu.SILU, "gelu": cpu.GELU, "gelu_tanh": cpu.GELU_TANH}
 
 
 class _Activation(Function):
-    """Activation on a CPU, by a kernel of our own.
+    """Activation on a CPU, by our own kernel.
 
-    torch's vectors, and what is left over beside them, differ in their last bits, so that a row would depend on its
-    place among others.
+    torch vectorises most of a row and computes the rest one by one. The two differ in the last bits, so a row's
+    result would depend on its place among other rows.
     """
 
     @staticmethod
@@ -158,5 +158,5 @@ def activate(x: Tensor, activation: Activation, *, gated: bool) -> Tensor:
     """Compute activation(gate) * up, with gate first in x [N, 2 I], or activation(x) of x [N, I]. -> [N, I]"""
     if gated and activation == "silu":
         return swiglu(x)
-    function = load_kernels().Activate if on_gpu(x) else _Activation
+    function = load_kernels().elementwise.Activate if on_gpu(x) else _Activation
     return apply_function(function, x, activation, gated)

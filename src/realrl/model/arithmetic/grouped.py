@@ -1,4 +1,4 @@
-"""Products of rows with matrices of their groups: tokens with the weights of their experts."""
+"""Products of rows with their group's matrix: tokens with the weights of their experts."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,34 +14,34 @@ from realrl.model.arithmetic.ops import Products, find_gradient
 from realrl.model.gpu.path import has_grouped_products, load_kernels, on_gpu
 
 _ALIGNMENT = 16
-"""Bytes of which rows and addresses must be multiples for the grouped kernel of torch."""
+"""Alignment in bytes that torch's grouped kernel requires of rows and addresses."""
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Copies of tokens, one for each expert of a token, group by group: first those of the first expert.
+    """Copies of tokens, one per expert of a token, sorted by expert.
 
     T tokens with k experts each are R = T * k rows.
     """
 
     order: Tensor
-    """The copy of each row: token * k + number of its expert among the token's. [R]"""
+    """The copy in each row: token * k + the expert's index among the token's. [R]"""
     places: Tensor
     """The row of each copy. [R]"""
     ends: Tensor
-    """The first row after each group. [E] int32"""
+    """The end (first row after) of each group. [E] int32"""
     copies: int
-    """k"""
+    """k, the number of experts per token."""
 
     @classmethod
     def of(cls, experts: Tensor, count: int) -> "Groups":
-        """Group the tokens by their experts, of `count` in all. experts: [T, k] int64"""
+        """Group tokens by expert; `count` is the number of experts. experts: [T, k] int64"""
         flat = experts.flatten()
         numbers, order = flat.sort(stable=True)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
         bounds = torch.arange(count, device=flat.device)
-        # No number of rows has to come to the host for this.
+        # Stays on the device: the host need not know how many rows a group has.
         ends = torch.searchsorted(numbers, bounds, right=True).int()
         return cls(order, places, ends, experts.shape[1])
 
@@ -52,7 +52,7 @@ class Groups:
 
     @cached_property
     def bounds(self) -> list[tuple[int, int, int]]:
-        """Group, first row and end of each group with rows, on the host."""
+        """(group, first row, end) of each group that has rows, on the host."""
         ends = self.ends.tolist()
         return [
             (group, first, end)
@@ -65,14 +65,14 @@ class Groups:
         return x.index_select(0, self.tokens)
 
     def sum_copies(self, rows: Tensor) -> Tensor:
-        """Add up the rows of each token in the order of its experts, without gradient. [R, K] -> [T, K]"""
+        """Sum the rows of each token in the order of its experts, without gradient. [R, K] -> [T, K]"""
         return rows.index_select(0, self.places).view(-1, self.copies, rows.shape[1]).sum(1)
 
 
 def has_grouped_kernel(weights: Tensor, products: Products) -> bool:
-    """Tell whether one kernel multiplies all groups of rows, whose number the host then need not know.
+    """Check whether one kernel multiplies all groups, so that the host need not know their sizes.
 
-    It takes bfloat16 numbers on a GPU, in rows that are aligned. weights: [E, M, K]
+    The kernel takes bfloat16 on a GPU, in aligned rows. weights: [E, M, K]
     """
     aligned = _ALIGNMENT // weights.element_size()
     return (
@@ -100,8 +100,8 @@ def _add_gradients(
 ) -> None:
     """Add the gradients of weights [E, M, K]. grad: [R, M], x: [R, K], into: [E, M, K] float32"""
     if has_grouped_kernel(weights, products):
-        # torch's own would give gradients in bfloat16, each rounded before it is added.
-        load_kernels().add_grouped_gradient(grad, x.contiguous(), groups.ends, into)
+        # torch's kernel returns bfloat16, so each gradient would be rounded before it is added.
+        load_kernels().grouped_gradient.add_grouped_gradient(grad, x.contiguous(), groups.ends, into)
         return
     for group, first, end in groups.bounds:
         products.add_weight_gradient(grad[first:end], x[first:end], into[group])
@@ -124,7 +124,7 @@ class _GroupedLinear(Function):
         need_x, need_stack, *_ = ctx.needs_input_grad
         grad, weights = grad.contiguous(), split_stack(stack, groups)
         if need_stack:
-            # Gathered again: k times as many rows need not be kept.
+            # Gathered again rather than saved: the rows take k times the memory of the tokens.
             rows = groups.gather(x) if ctx.of_tokens else x
             into = split_stack(find_gradient(stack), groups)
             _add_gradients(ctx.products, grad, rows, weights, groups, into)
@@ -136,14 +136,14 @@ class _GroupedLinear(Function):
 
 
 def split_stack(stack: Tensor, groups: Groups) -> Tensor:
-    """View the matrices of all groups, stacked by rows, one by one. [E * M, K] -> [E, M, K]"""
+    """View the groups' matrices, stacked by rows, one by one. [E * M, K] -> [E, M, K]"""
     return stack.view(len(groups.ends), -1, stack.shape[1])
 
 
 def grouped_linear(
     x: Tensor, stack: Tensor, groups: Groups, products: Products, *, of_tokens: bool = False
 ) -> Tensor:
-    """Multiply each row by the matrix of its group. x: [R, K] or, `of_tokens`, [T, K] -> [R, M]
+    """Multiply each row by its group's matrix. x: [R, K] or, with `of_tokens`, [T, K] -> [R, M]
 
     stack: [E * M, K], a parameter or without gradient; its gradient is added to `stack.grad`.
     """
@@ -160,14 +160,14 @@ class _GatherWeighed(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weights = ctx.saved_tensors
-        # Gathered again, as for the gradients of matrices.
+        # Gathered again rather than saved, as for the gradients of matrices.
         grad_weights = ctx.groups.gather(x).mul_(grad).sum(1, dtype=weights.dtype)
         grad_x = ctx.groups.sum_copies(grad * weights.to(grad.dtype)[:, None])
         return grad_x, grad_weights, None
 
 
 def gather_weighed(x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
-    """Copy tokens to their rows, each times the weight of its row. x: [T, K], weights: [R] -> [R, K]"""
+    """Copy tokens to their rows, each times its weight. x: [T, K], weights: [R] -> [R, K]"""
     return apply_function(_GatherWeighed, x, weights, groups)
 
 
@@ -183,5 +183,5 @@ class _SumCopies(Function):
 
 
 def sum_copies(rows: Tensor, groups: Groups) -> Tensor:
-    """Add up the rows of each token. [R, K] -> [T, K]"""
+    """Sum the rows of each token. [R, K] -> [T, K]"""
     return apply_function(_SumCopies, rows, groups)

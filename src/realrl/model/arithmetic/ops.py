@@ -1,6 +1,6 @@
-"""Arithmetic of the transformer, with gradients that save memory traffic."""
+"""Matrix products, linear layers and embeddings; gradients of weights are added to float32 gradients directly."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,45 +13,48 @@ from torch.autograd import Function
 from realrl.layout.limits import ADDED_ELEMENTS
 from realrl.model.arithmetic.autograd import apply_function
 from realrl.model.cpu.products import Panels, multiply_rows
-from realrl.model.gpu.path import load_exact_kernels, on_gpu
+from realrl.model.gpu.path import load_kernels, on_gpu
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Function (x [N, K], weight [M, K], bias [M] or None) -> x @ weight.T + bias [N, M]."""
 
 
 @dataclass(frozen=True)
 class Products:
-    """Multiplication of matrices on a CPU, by one of torch's two libraries or our own kernel; a GPU has one way."""
+    """How matrices are multiplied on a CPU: by one of torch's libraries or our own kernel. A GPU only knows
+    `exact`."""
 
     onednn: bool = False
-    """Whether oneDNN multiplies float32 matrices, and not what torch takes by itself, on x86 MKL."""
+    """Multiply float32 matrices with oneDNN, not with torch's default (MKL on x86)."""
     bfloat16: bool = False
-    """Whether operands of float32 products are rounded to bfloat16; sums are float32. Attention is left alone."""
+    """Round the operands of float32 products to bfloat16; sums stay float32. Attention is not affected."""
     packed: bool = False
-    """Whether a generate call packs weights for its decode steps, which multiply few rows."""
+    """Pack weights in generate calls, because decode steps multiply few rows."""
     exact: bool = False
-    """Whether what a forward pass computes of a row is a function of the row and of weights alone, bit for bit:
-    products, and attention with them. Backward passes multiply as they do otherwise."""
+    """In forward passes, make each row's products and attention depend only on the row and the weights, bit for
+    bit. Backward passes are not affected."""
 
     def forward_nt(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Compute x @ weight.T as a forward pass does, without gradient. x: [N, K], weight: [M, K] -> [N, M]"""
+        """Compute x @ weight.T as in a forward pass, without gradient. x: [N, K], weight: [M, K] -> [N, M]"""
         return self._multiply_exactly(x, weight, x.dtype) if self.exact else self.matmul_nt(x, weight)
 
     def _multiply_exactly(self, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         if on_gpu(x):
             out = x.new_empty(len(x), len(weight), dtype=dtype)
-            load_exact_kernels().launch_products(x.contiguous(), weight.contiguous(), out)
+            load_kernels().exact.launch_products(x.contiguous(), weight.contiguous(), out)
             return out
         return self.multiply_packed(x, self.pack(weight)).to(dtype)
 
     @property
     def packs(self) -> bool:
-        """Whether decode steps on a CPU multiply with packed weights: the kernel for them is the exact one, too."""
+        """Whether decode steps on a CPU use packed weights: the kernel for packed weights is also the exact one."""
         return self.packed or self.exact
 
     def pack(self, weight: Tensor) -> Panels:
-        """Pack a weight on a CPU. [M, K]"""
         return Panels.of(weight.bfloat16() if self.bfloat16 else weight)
 
     def multiply_packed(self, x: Tensor, panels: Panels) -> Tensor:
-        """Compute x @ weight.T as a forward pass does, without gradient. x: [N, K] -> [N, M] float32"""
+        """Compute x @ weight.T as in a forward pass, without gradient. x: [N, K] -> [N, M] float32"""
         return multiply_rows(x.bfloat16() if self.bfloat16 else x, panels)
 
     def matmul_nt(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -75,9 +78,9 @@ class Products:
         return self.pack(weight) if self.exact and not on_gpu(weight) else weight
 
     def matmul_nt_float32(self, x: Tensor, weight: Tensor | Panels) -> Tensor:
-        """Compute x @ weight.T in float32 as a forward pass does, without gradient. [N, K], [M, K] -> [N, M]
+        """Compute x @ weight.T in float32 as in a forward pass, without gradient. [N, K], [M, K] -> [N, M]
 
-        Of bfloat16 numbers a GPU has the sums in float32, which are not rounded to bfloat16; on a CPU they are.
+        For bfloat16 operands, a GPU returns the float32 sums; a CPU has rounded them to bfloat16.
         """
         if isinstance(weight, Panels):
             return self.multiply_packed(x, weight)
@@ -93,7 +96,7 @@ class Products:
         grad_out: [N, M], x: [N, K], into: [M, K] float32, contiguous
         """
         if on_gpu(x):
-            # The product itself accumulates in float32: a product, a conversion and an addition in one kernel.
+            # The product accumulates in float32: one kernel instead of a product, a cast and an addition.
             torch.addmm(into, grad_out.T, x, out_dtype=torch.float32, out=into)
         elif x.dtype == torch.float32 and self.bfloat16:
             with _rounding():
@@ -101,7 +104,7 @@ class Products:
         elif x.dtype == torch.float32 and not self.onednn:
             torch.addmm(into, grad_out.T, x, out=into)
         else:
-            # Some rows at a time, so that no second gradient of the whole matrix is held.
+            # Some rows at a time, so that there is never a second gradient of the whole matrix.
             rows = max(1, ADDED_ELEMENTS // max(1, into.shape[1]))
             for start in range(0, len(into), rows):
                 part = slice(start, start + rows)
@@ -113,13 +116,12 @@ PLAIN = Products()
 
 @contextmanager
 def _rounding() -> Iterator[None]:
-    """Have torch round the operands of float32 products on a CPU to bfloat16.
+    """Make torch round the operands of float32 products on a CPU to bfloat16.
 
-    Not for the whole process: attention on a CPU would become several times slower, and less exact.
+    Only around single products: process-wide, attention on a CPU would be several times slower and less accurate.
     """
-    set_precision = (
-        torch._C._set_fp32_precision_setter
-    )  # that of torch.backends.mkldnn.matmul, without its checks
+    # What torch.backends.mkldnn.matmul calls, without its checks.
+    set_precision = torch._C._set_fp32_precision_setter
     set_precision("mkldnn", "matmul", "bf16")
     try:
         yield
@@ -128,10 +130,11 @@ def _rounding() -> Iterator[None]:
 
 
 def find_gradient(weight: Tensor) -> Tensor:
-    """Find the float32 gradient of a parameter, zero if nothing has been added to it yet.
+    """Return a parameter's float32 gradient; zero if nothing has been added yet.
 
-    Backward passes add to it themselves and give autograd none, which would add it in another pass over memory.
-    Hooks on a parameter's `AccumulateGrad` node see that it is complete (`torch.autograd.graph.get_gradient_edge`).
+    Backward passes add to it themselves and return no gradient: autograd would add it in another pass over memory.
+    Hooks on the parameter's `AccumulateGrad` node see when it is complete
+    (`torch.autograd.graph.get_gradient_edge`).
     """
     assert weight.is_leaf, "gradients are added to those of parameters"
     if weight.grad is None:
@@ -162,7 +165,7 @@ class _Linear(Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, products: Products = PLAIN) -> Tensor:
-    """Multiply x @ weight.T and add the bias, if any. x: [N, K], weight: [M, K], bias: [M] -> [N, M]
+    """Compute x @ weight.T and add the bias, if any. x: [N, K], weight: [M, K], bias: [M] -> [N, M]
 
     `weight` is a parameter or needs no gradient; its gradient is added to `weight.grad` (see `find_gradient`).
     """
@@ -178,7 +181,7 @@ class _Embed(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         tokens, table = ctx.saved_tensors
-        # Only rows that occur; autograd would make and add a gradient of the whole table.
+        # Only the rows that occur; autograd would make and add a gradient of the whole table.
         find_gradient(table).index_add_(0, tokens, grad.float())
         return None, None
 

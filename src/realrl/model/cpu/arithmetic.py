@@ -5,13 +5,13 @@ import numpy as np
 
 LOG2_E = np.float32(1.44269504088896341)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-"""The natural logarithm of 2 as a sum of which the first part has few digits."""
+"""ln 2 as a sum. The first part has few digits, so that n * _LN2_HIGH is exact."""
 
 
 @numba.njit(inline="always", error_model="numpy")
 def exp(x: np.float32) -> np.float32:
-    """Compute e^x to 2 units of the last place (Cephes, expf); 0 below -88, infinite above 89, NaN of NaN."""
-    # Comparisons with NaN are false, so that it stays.
+    """Compute e^x to 2 units in the last place (Cephes, expf); 0 below -88, infinity above 89, NaN for NaN."""
+    # Comparisons with NaN are false, so NaN stays NaN.
     bounded = np.float32(-88.0) if x < np.float32(-88.0) else x
     bounded = np.float32(89.0) if bounded > np.float32(89.0) else bounded
     n = np.floor(bounded * LOG2_E + np.float32(0.5))
@@ -23,7 +23,7 @@ def exp(x: np.float32) -> np.float32:
     p = p * r + np.float32(1.6666665459e-1)
     p = p * r + np.float32(5.0000001201e-1)
     p = p * r * r + r + np.float32(1.0)
-    # 2^n from its exponent bits, in two factors, of which neither overflows before the product does.
+    # 2^n from its exponent bits. Two factors, because one would overflow before the product does.
     half = np.int32(n) >> np.int32(1)
     rest = np.int32(n) - half
     low = np.int32((half + np.int32(127)) << np.int32(23)).view(np.float32)
@@ -41,12 +41,11 @@ def soft_bound(x: np.float32, bound: np.float32) -> np.float32:
 
 @numba.njit(inline="always", error_model="numpy")
 def sigmoid(x: np.float32) -> np.float32:
-    """Compute 1 / (1 + e^-x)."""
     return np.float32(1.0) / (np.float32(1.0) + exp(-x))
 
 
 _TANH_SCALE, _CUBIC = np.float32(1.5957691216057308), np.float32(0.044715)
-"""2 sqrt(2 / pi), and the factor of the cube, of GELU's approximation (arXiv 1606.08415)."""
+"""2 sqrt(2 / pi), and the factor of x³, in GELU's tanh approximation (arXiv 1606.08415)."""
 _ROOT_HALF, _NORMAL_TOP = np.float32(0.7071067811865476), np.float32(0.3989422804014327)
 """sqrt(1 / 2), and the density of the normal distribution at 0."""
 
@@ -55,8 +54,8 @@ _ROOT_HALF, _NORMAL_TOP = np.float32(0.7071067811865476), np.float32(0.398942280
 def normal_cdf(x: np.float32) -> np.float32:
     """Compute the normal distribution function.
 
-    By the approximation of erfc in Press et al., Numerical Recipes (1992), section 6.2, whose relative error is at
-    most 1.2e-7.
+    Uses the approximation of erfc in Press et al., Numerical Recipes (1992), section 6.2, with a relative error of
+    at most 1.2e-7.
     """
     z = abs(x) * _ROOT_HALF
     t = np.float32(1.0) / (np.float32(1.0) + np.float32(0.5) * z)
@@ -82,7 +81,7 @@ def gelu_slope(x: np.float32) -> np.float32:
 
 @numba.njit(inline="always", error_model="numpy")
 def tanh_share(x: np.float32) -> np.float32:
-    """Compute the factor of x in GELU's approximation: (1 + tanh(u)) / 2, which is the sigmoid of 2 u."""
+    """Compute the factor of x in GELU's tanh approximation: (1 + tanh(u)) / 2, the sigmoid of 2 u."""
     return sigmoid(_TANH_SCALE * (x + _CUBIC * x * x * x))
 
 

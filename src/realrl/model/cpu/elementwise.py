@@ -1,4 +1,4 @@
-"""Norm, activation and rotary embedding on a CPU, forward and backward."""
+"""Norm, activation, rotary embedding and soft cap of logits on a CPU, forward and backward."""
 
 import numpy as np
 
@@ -8,9 +8,24 @@ from realrl.model.cpu.arithmetic import (
     normal_cdf,
     sigmoid,
     silu_slope,
+    soft_bound,
     tanh_share,
 )
 from realrl.model.cpu.rows import Work, claim, number, number_of_claim, row, row_kernel
+
+
+@row_kernel(outputs=1)
+def bound_rows(work: Work) -> None:
+    """Compute bound * tanh(x / bound): x [N, V], bound -> out [N, V], which may be x."""
+    bound = number(work, 1)
+    first, last = claim(work)
+    while first < last:
+        for i in range(first, last):
+            x, out = row(work, 0, i), row(work, 2, i)
+            for j in range(len(x)):
+                out[j] = soft_bound(x[j], bound)
+        first, last = claim(work)
+
 
 ONE = np.float32(1.0)
 
@@ -43,7 +58,7 @@ def add_rms_norm_forward(work: Work) -> None:
             x, block, weight = row(work, 0, i), row(work, 1, i), row(work, 2, i)
             total, out = row(work, 4, i), row(work, 5, i)
             squares = np.float32(0.0)
-            for j in range(len(x)):
+            for j in range(len(x)):  # apart from the sum: a loop that sums must not store (see `FAST_MATH`)
                 total[j] = x[j] + block[j]
             for j in range(len(x)):
                 squares += total[j] * total[j]
@@ -56,14 +71,18 @@ def add_rms_norm_forward(work: Work) -> None:
 
 @row_kernel(outputs=2)
 def rms_norm_backward(work: Work) -> None:
-    """Differentiate: x [N, H], grad [N, H], weight [H], scales [N, 1], what flows back to x besides [N, H] or [H]
-    -> grad_x [N, H], and of the weight a sum for the rows of each claim [claims, H], which is zero before."""
+    """Differentiate: x [N, H], grad [N, H], weight [H], scales [N, 1], added [N, H] or [H] -> grad_x [N, H], weight
+    sums [claims, H].
+
+    `added` is another gradient of x. The weight's gradient has one sum per claim of rows, zero before the call. So
+    the result does not depend on which thread takes which rows.
+    """
     first, last = claim(work)
     while first < last:
         sums = row(work, 6, number_of_claim(work, first))
         for i in range(first, last):
             x, grad, weight = row(work, 0, i), row(work, 1, i), row(work, 2, i)
-            besides, grad_x = row(work, 4, i), row(work, 5, i)
+            added, grad_x = row(work, 4, i), row(work, 5, i)
             scale = row(work, 3, i)[0]
             mean = np.float32(0.0)
             for j in range(len(x)):
@@ -72,7 +91,7 @@ def rms_norm_backward(work: Work) -> None:
                 mean += grad[j] * x[j] * weight[j]
             mean = mean * scale * scale / np.float32(len(x))
             for j in range(len(x)):
-                grad_x[j] = besides[j] + scale * (grad[j] * weight[j] - x[j] * mean)
+                grad_x[j] = added[j] + scale * (grad[j] * weight[j] - x[j] * mean)
         first, last = claim(work)
 
 
@@ -108,14 +127,14 @@ def swiglu_backward(work: Work) -> None:
 
 
 SILU, GELU, GELU_TANH = range(3)
-"""Activations by their numbers in kernels."""
+"""Numbers of the activations in kernels."""
 
 
 @row_kernel(outputs=1)
 def activate_forward(work: Work) -> None:
     """Compute an activation: x [N, I], its number -> out [N, I].
 
-    Of x [N, 2 I], that of the first half of each row times the second half.
+    For x [N, 2 I], the activation of each row's first half times the second half.
     """
     kind = int(number(work, 1))
     first, last = claim(work)
@@ -175,8 +194,11 @@ def activate_backward(work: Work) -> None:
 
 @row_kernel(outputs=1)
 def rotate(work: Work) -> None:
-    """Rotate heads: x [T, any number of heads * D] whose first `heads` are rotated, angles' cosines and sines
-    [T, D / 2], heads, 1 or -1 for the inverse -> out [T, the same], which may be x."""
+    """Rotate the first `heads` heads of each row: x [T, any heads * D], cos, sin [T, D / 2], heads, sign -> out,
+    may be x.
+
+    The sign is 1, or -1 for the inverse rotation.
+    """
     heads, sign = int(number(work, 3)), number(work, 4)
     first, last = claim(work)
     while first < last:

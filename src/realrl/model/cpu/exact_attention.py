@@ -1,10 +1,10 @@
-"""Attention of which a query's result is a function of the query, its keys and its values alone, on a CPU.
+"""Attention on a CPU whose results are exact: each depends only on the query, its keys and its values, bit for bit.
 
-One kernel serves decode steps, prefills and training. All scores of a query are computed before its softmax, whose
-sum goes over its keys by their position, as that of the values does; where keys lie, how many a neighbour has, and
-which queries share a read of them makes no difference.
+One kernel serves decode steps, prefills and training. It computes all scores of a query before the softmax, and
+sums weights and values in the order of the keys' positions. Where keys lie, how many keys a neighbour has, and
+which queries are read together makes no difference.
 
-A piece of work is a key/value head of a run: neighbouring rows that have keys in common.
+A unit of work is a key/value head of a run: neighbouring rows that share keys.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ assert BLOCK_TOKENS == LANES, "the scores of a block are a vector"
 def _compute_scores(
     q: Any, a: int, b: int, dim: int, k: Any, block: int, scores: Any, at_a: int, at_b: int
 ) -> None:
-    """Compute the scores of the keys of a block for queries a and b, which may be the same."""
+    """Compute the scores of a block's keys for queries a and b, which may be the same."""
     a_even, a_odd, b_even, b_odd = vectors.zeros(), vectors.zeros(), vectors.zeros(), vectors.zeros()
     for d in range(0, dim, 2):
         even, odd = load_vector(k, block + d * LANES), load_vector(k, block + d * LANES + LANES)
@@ -51,9 +51,10 @@ def _compute_scores(
 def _weigh(
     scores: Any, first: int, hidden: int, keys: int, bound: np.float32, sink: np.float32
 ) -> np.float32:
-    """Turn a query's scores into weights, relative to the largest or to the sink; return their sum and the sink's.
+    """Turn a query's scores into weights, relative to the largest score or the sink; return the sum of all weights.
 
-    The first `hidden` keys get none. Scores are bounded softly where `bound` is above 0.
+    The sum includes the sink's weight. The first `hidden` keys get no weight. Scores are bounded softly if `bound`
+    is above 0.
     """
     if bound > 0:
         steep = fill(np.float32(1.0) / bound)
@@ -90,7 +91,7 @@ def _add_values(
     b: int,
     padded: int,
 ) -> None:
-    """Add the first `count` values of a block to the outputs of queries a and b, by their weights, in order."""
+    """Add the first `count` values of a block, times their weights, to the outputs of queries a and b, in order."""
     for c in range(0, padded, LANES):
         a_sum, b_sum = load_vector(outputs, a * padded + c), load_vector(outputs, b * padded + c)
         for t in range(count):
@@ -103,7 +104,7 @@ def _add_values(
 
 @numba.njit(inline="always")
 def _attend(work: Work, k: Any, v: Any) -> None:
-    """Compute what `attend_runs_float32` says, with keys and values of either type."""
+    """Compute `attend_runs_float32` with keys and values of either type."""
     shared_lengths, own_lengths = int_row(work, 4, 0), int_row(work, 6, 0)
     starts = int_row(work, 7, 0)
     heads, kv_heads, dim = int(number(work, 8)), int(number(work, 9)), int(number(work, 10))
@@ -111,7 +112,7 @@ def _attend(work: Work, k: Any, v: Any) -> None:
     window, bound, sinks = int(number(work, 13)), number(work, 14) * LOG2_E, row(work, 15, 0)
     group = heads // kv_heads
     padded = (dim + LANES - 1) // LANES * LANES
-    # Scores of a block may lie across the last one of a query's keys.
+    # The last block of scores may extend past a query's last key.
     width = (longest + 2 * LANES - 1) // LANES * LANES
     q = np.empty(most * group * dim, np.float32)
     outputs = np.empty(most * group * padded, np.float32)
@@ -184,19 +185,21 @@ def _attend(work: Work, k: Any, v: Any) -> None:
 
 @row_kernel(outputs=1, strict=True)
 def attend_runs_float32(work: Work) -> None:
-    """Attend from rows to keys that a run of rows shares, and then to keys of their own.
+    """Attend from rows to the keys that a run of rows shares, and then to the rows' own keys.
 
-    Rows of work are the key/value heads of runs. Arguments: q [N, heads * D or more], all keys and all values as
-    vectors, tables of blocks that runs share [runs, any], of each row how many of those keys it sees [N], its own
-    table [N, any], how many own keys it has [N], first row of each run and N, heads, kv_heads, D, most rows of a
-    run, most keys of a row, tokens that one sees (itself included), what bounds scores softly (0 for nothing), and
-    a further score of each head, which has no value and may be -inf, [heads] -> out [N, heads * D]. Keys of a block
-    are stored dim by dim, each D x 16, and its values token by token, padded to whole vectors.
+    Units of work are the key/value heads of runs. Arguments:
+        q [N, heads * D or more]; all keys and all values as vectors;
+        shared tables [runs, any], shared lengths [N]; own tables [N, any], own lengths [N];
+        first row of each run and N [runs + 1]; heads, kv_heads, D, most rows of a run, most keys of a row;
+        window (tokens that a token sees, with itself), cap of scores (0 for none), sinks [heads] (-inf for none)
+        -> out [N, heads * D]
+
+    Keys of a block are stored dim by dim, D x 16; values token by token, padded to whole vectors.
     """
     _attend(work, float_pointer(work, 1), float_pointer(work, 2))
 
 
 @row_kernel(outputs=1, strict=True)
 def attend_runs_bfloat16(work: Work) -> None:
-    """Compute the same with keys and values in bfloat16; q and out are float32."""
+    """`attend_runs_float32` with keys and values in bfloat16; q and out are float32."""
     _attend(work, bfloat16_pointer(work, 1), bfloat16_pointer(work, 2))

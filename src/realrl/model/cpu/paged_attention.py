@@ -1,8 +1,9 @@
 """Attention of a decode step over the paged KV cache, on a CPU.
 
-A piece of work is a key/value head of a prompt: its keys are read once for all query heads that share it, and for
-all rows that continue the prompt. Then each row attends to its own keys. Softmax is computed in tiles, which are
-combined as they come (Milakov and Gimelshein, arXiv 1805.02867); a row's result does not depend on other rows.
+A unit of work is a key/value head of a prompt. The prompt's keys are read once for all query heads that share them
+and for all rows that continue the prompt; then each row attends to its own keys. The softmax is computed in tiles,
+which are combined one by one (Milakov and Gimelshein, arXiv 1805.02867). A row's result does not depend on other
+rows.
 """
 
 from typing import Any
@@ -14,7 +15,6 @@ from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.layout.limits import LANES
 from realrl.model.cpu import vectors
 from realrl.model.cpu.arithmetic import LOG2_E
-from realrl.model.cpu.panels import REGISTER_ROWS
 from realrl.model.cpu.rows import (
     Work,
     bfloat16_pointer,
@@ -26,6 +26,7 @@ from realrl.model.cpu.rows import (
     row_kernel,
 )
 from realrl.model.cpu.vectors import (
+    REGISTER_ROWS,
     add,
     fill,
     load_vector,
@@ -38,7 +39,7 @@ from realrl.model.cpu.vectors import (
 assert BLOCK_TOKENS == LANES, "the scores of a block are a vector"
 
 _TILE = 8
-"""Blocks of a tile: few enough that keys, values and scores stay in the nearest caches."""
+"""Blocks per tile: few enough that keys, values and scores stay in the nearest caches."""
 _WIDTH = _TILE * LANES
 
 _multiply_most, _add_most = make_panel_product(REGISTER_ROWS), make_panel_product(REGISTER_ROWS, adds=True)
@@ -57,7 +58,8 @@ def _compute_scores(
     place: int,
     following: int,
 ) -> None:
-    """Compute the scores of the keys of two blocks for queries a and b; both of either may be the same.
+    """Compute the scores of the keys of two blocks for queries a and b. The two blocks, or queries, may be the
+    same.
 
     scores: [queries * _WIDTH]
     """
@@ -77,13 +79,13 @@ def _compute_scores(
 def _add_values(
     scores: Any, a: int, b: int, place: int, v: Any, block: int, count: int, outputs: Any, padded: int
 ) -> None:
-    """Add the values of a block to the outputs of queries a and b, by their weights; a and b may be the same.
+    """Add a block's values, times their weights, to the outputs of queries a and b, which may be the same.
 
     scores: [queries * _WIDTH], outputs: [queries * padded]
     """
     a_weights, b_weights = a * _WIDTH + place, b * _WIDTH + place
     for c in range(0, padded, 2 * LANES):
-        then = min(c + LANES, padded - LANES)  # the same vector again where their number is odd
+        then = min(c + LANES, padded - LANES)  # c again if it is the last vector
         a_sum, b_sum, a_next, b_next = vectors.zeros(), vectors.zeros(), vectors.zeros(), vectors.zeros()
         for t in range(count):
             at = block + t * padded
@@ -91,7 +93,7 @@ def _add_values(
             of_a, of_b = repeat(scores, a_weights + t), repeat(scores, b_weights + t)
             a_sum, b_sum = multiply_add(of_a, value, a_sum), multiply_add(of_b, value, b_sum)
             a_next, b_next = multiply_add(of_a, following, a_next), multiply_add(of_b, following, b_next)
-        # What b shares with a, and `then` with c, is stored twice, not added twice.
+        # If b equals a, or `then` equals c, the same sum is stored twice, not added twice.
         a_sum, b_sum = (
             add(load_vector(outputs, a * padded + c), a_sum),
             add(load_vector(outputs, b * padded + c), b_sum),
@@ -120,7 +122,7 @@ def _weigh(
 ) -> None:
     """Turn a query's scores in a tile into weights, relative to the largest score so far.
 
-    The first `hidden` keys get none. Scores are bounded softly where `bound` is above 0.
+    The first `hidden` keys get no weight. Scores are bounded softly if `bound` is above 0.
     """
     first = query * _WIDTH
     blocks = (keys + LANES - 1) // LANES
@@ -144,7 +146,7 @@ def _weigh(
     for j in range(begin + 1, blocks):
         best = vectors.larger(best, load_vector(scores, first + j * LANES))
     top = max(tops[query], vectors.find_maximum(best))
-    # No branch on whether the largest score is new: it could not be predicted.
+    # Always rescaled: a branch on whether the largest score is new would be mispredicted.
     factor = vectors.exp2(fill(tops[query] - top))
     for c in range(query * padded, (query + 1) * padded, LANES):
         store_vector(outputs, c, vectors.multiply(load_vector(outputs, c), factor))
@@ -159,7 +161,7 @@ def _weigh(
 
 @numba.njit(inline="always")
 def _attend(work: Work, k: Any, v: Any) -> None:
-    """Compute what `attend_float32` says, with keys and values of either type."""
+    """Compute `attend_float32` with keys and values of either type."""
     starts, prompt_lengths, own_lengths = int_row(work, 7, 0), int_row(work, 4, 0), int_row(work, 6, 0)
     heads, kv_heads, dim, most = (
         int(number(work, 8)),
@@ -199,14 +201,15 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                 for d in range(group * dim):
                     q[at + d] = qkv[head * group * dim + d] * scale
             for segment in range(1 + end - begin):
-                # The prompt for all queries, then each row's own tokens for its queries.
+                # Segment 0 is the prompt, for all queries; segment 1 + i holds the own tokens of row i, for
+                # its queries.
                 r = begin if segment == 0 else begin + segment - 1
                 table = int_row(work, 3, r) if segment == 0 else int_row(work, 5, r)
                 length = prompt_lengths[r] if segment == 0 else own_lengths[r] + 1
                 here = 0 if segment == 0 else (r - begin) * group
                 until = queries if segment == 0 else here + group
-                # First key of the segment that a row sees: of all rows, the one that has generated least. Tiles
-                # begin where they do for any other rows, so that no row's sums depend on its neighbours.
+                # First key of the segment that any row sees, from the row that has generated least. Tiles always
+                # begin at multiples of their width, so that a row's sums do not depend on its neighbours.
                 start = length
                 for other in range(begin, end) if segment == 0 else range(r, r + 1):
                     newest = prompt_lengths[other] + own_lengths[other]
@@ -214,7 +217,7 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                 for tile in range(max(0, start) // _WIDTH * _WIDTH, length, _WIDTH):
                     keys = min(_WIDTH, length - tile)
                     for t in range(0, keys, 2 * LANES):
-                        # The same block again where their number is odd.
+                        # t again if it is the last block.
                         then = t + LANES if t + LANES < keys else t
                         block = (table[(tile + t) // LANES] * kv_heads + head) * LANES
                         next_block = (table[(tile + then) // LANES] * kv_heads + head) * LANES
@@ -247,18 +250,9 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                             for c in range(0, padded, LANES):
                                 at, to = a * _WIDTH + t, a * padded + c
                                 _add_most(
-                                    scores,
-                                    at,
-                                    _WIDTH,
-                                    1,
-                                    v,
-                                    block * padded + c,
+                                    scores, at, _WIDTH, 1, v, block * padded + c, padded, count, outputs, to,
                                     padded,
-                                    count,
-                                    outputs,
-                                    to,
-                                    padded,
-                                )
+                                )  # fmt: skip
                             a += REGISTER_ROWS
                         while a < until:
                             b = min(a + 1, until - 1)
@@ -275,18 +269,19 @@ def _attend(work: Work, k: Any, v: Any) -> None:
 
 @row_kernel(outputs=1)
 def attend_float32(work: Work) -> None:
-    """Store new keys and values of rows, and attend from them to all keys of their rows.
+    """Store new keys and values of rows, and attend from the rows to all of their keys.
 
-    Rows of work are the key/value heads of prompts. Arguments: qkv [B, (heads + 2 kv_heads) * D], all keys and all
-    values of a layer, prompt tables [B, blocks] and lengths [B], own tables [B, blocks] and lengths [B] without the
-    new token, first row of each prompt and B [prompts + 1], heads, kv_heads, D, most rows of a prompt, tokens that
-    one sees (itself included), what bounds scores softly (0 for nothing), and a further score of each head, which
-    has no value and may be -inf, [heads] -> out [B, heads * D].
+    Units of work are the key/value heads of prompts. Arguments:
+        qkv [B, (heads + 2 kv_heads) * D]; all keys and all values of a layer;
+        prompt tables [B, blocks] and lengths [B]; own tables [B, blocks] and lengths [B] without the new token;
+        first row of each prompt and B [prompts + 1]; heads, kv_heads, D, most rows of a prompt;
+        window (tokens that a token sees, with itself), cap of scores (0 for none), sinks [heads] (-inf for none)
+        -> out [B, heads * D]
     """
     _attend(work, float_pointer(work, 1), float_pointer(work, 2))
 
 
 @row_kernel(outputs=1)
 def attend_bfloat16(work: Work) -> None:
-    """Compute the same with keys and values in bfloat16; qkv and out are float32."""
+    """`attend_float32` with keys and values in bfloat16; qkv and out are float32."""
     _attend(work, bfloat16_pointer(work, 1), bfloat16_pointer(work, 2))

@@ -1,8 +1,8 @@
-"""Matrix products by a kernel of our own, on a CPU: each number is a function of one row and one column alone.
+"""Matrix products on a CPU by our own kernel: each element depends only on one row and one column.
 
-Libraries choose the order of a sum by the number of rows and of threads, and bring the weight into their order at
-every product, which costs about as much as the product of few rows. Here a weight is packed once, and a number is
-a sum of chains of fused multiplications and additions, wherever in the matrix it is and whatever is beside it.
+Libraries choose the order of a sum by the number of rows and threads. They also reorder the weight at every
+product, which costs about as much as a product of few rows. Here a weight is packed once. An element is a sum of
+chains of fused multiply-adds, in an order that depends neither on its place nor on its neighbours.
 """
 
 from dataclasses import dataclass
@@ -14,29 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realrl.layout.limits import LANES
-from realrl.model.cpu.panels import add_rows_by_panel, multiply_rows_by_panel
-from realrl.model.cpu.rows import (
-    Work,
-    bfloat16_pointer,
-    claim,
-    float_pointer,
-    number,
-    row_kernel,
-    row_stride,
-)
+from realrl.model.cpu.rows import Work, bfloat16_pointer, claim, float_pointer, number, row_kernel, row_stride
+from realrl.model.cpu.vectors import add_rows_by_panel, multiply_rows_by_panel
 
 _BLOCK_ROWS = 192
 """Rows that are multiplied with one panel after another: few enough to stay in a cache."""
 _CLAIMED_ROWS = 32
-"""Products of a row with a panel that a thread takes at a time, at least."""
+"""Rows times panels that a thread takes at a time, at least."""
 _BLOCK_DEPTH = 512
-"""Numbers whose products are summed in one chain, before they are added to the others: rounding errors of a chain
-grow with its length."""
+"""Products in one chain, before it is added to the others: a chain's rounding error grows with its length."""
 
 
 @dataclass(frozen=True, eq=False)
 class Panels:
-    """Weight [M, K] of products x @ weight.T, packed: 16 of its rows side by side, so that it is read in order."""
+    """Packed weight [M, K] of products x @ weight.T: 16 of its rows are interleaved, so it is read in order."""
 
     weight: Tensor
     """[panels, K, LANES] float32 or bfloat16; rows beyond M are zero."""
@@ -54,7 +45,7 @@ class Panels:
 
 @numba.njit(inline="always")
 def _multiply(work: Work, x: Any, weight: Any) -> None:
-    """Compute what `multiply_float32` says, with weights of either type."""
+    """Compute `multiply_float32` with weights of either type."""
     out, rows, depth, panels = (
         float_pointer(work, 2),
         int(number(work, 3)),
@@ -86,14 +77,16 @@ def _multiply(work: Work, x: Any, weight: Any) -> None:
 
 @row_kernel(outputs=1, strict=True)
 def multiply_float32(work: Work) -> None:
-    """Multiply x [N, K] float32 with panels [panels * K * LANES] -> out [N, panels * LANES]. Arguments: x, panels,
-    out, N, K, and the number of panels; rows of work are a panel and `_BLOCK_ROWS` rows of x."""
+    """Multiply x [N, K] float32 with panels [panels * K * LANES] -> out [N, panels * LANES].
+
+    Arguments: x, panels, out, N, K, number of panels. A unit of work is one panel and `_BLOCK_ROWS` rows of x.
+    """
     _multiply(work, float_pointer(work, 0), float_pointer(work, 1))
 
 
 @row_kernel(outputs=1, strict=True)
 def multiply_bfloat16(work: Work) -> None:
-    """Compute the same with panels in bfloat16; x and out are float32."""
+    """`multiply_float32` with panels in bfloat16; x and out are float32."""
     _multiply(work, float_pointer(work, 0), bfloat16_pointer(work, 1))
 
 

@@ -1,7 +1,6 @@
 """Compiled kernels that work row by row, on the threads that torch computes with.
 
-A kernel is a function that Numba compiles when it is first called, and keeps on disk. It takes rows until there are
-none left:
+A kernel is a function that Numba compiles at its first call and caches on disk. It takes rows until none are left:
 
     @row_kernel(outputs=1)
     def double(work):
@@ -36,25 +35,26 @@ from torch import Tensor
 from realrl.layout.limits import KERNEL_ELEMENTS
 
 _NEXT, _ROWS, _CLAIM, _ARGUMENTS = range(4)
-"""Words of a piece of work: next row to be taken, number of rows, rows taken at a time, first argument."""
+"""Words of a work buffer: the next row, the number of rows, rows per claim, the first argument."""
 _WORDS = 3
-"""Words of an argument: address, elements from one row to the next, elements of a row; or a number in the first."""
+"""Words of an argument: address, elements between rows, elements of a row. A number takes only the first word."""
 
 _CLAIMS_CONVERTED = 4
-"""Claims whose rows are converted from bfloat16 and back together: they stay in a cache."""
+"""Claims whose rows are converted from bfloat16 and back at a time: few enough to stay in a cache."""
 
 Work = Any
-"""Pointer to the words of a piece of work, as kernels see it."""
+"""Pointer to the words of a work buffer, as kernels see it."""
 FAST_MATH = {"reassoc", "contract", "nsz"}
-"""Liberties of the compiler: sums in another order, as vectors need them; what is not finite stays so.
+"""Liberties of the compiler: it may reorder sums, as vectors need; NaN and infinity are preserved.
 
-Which of its versions of a loop runs, with vectors or without, depends on how close to each other arrays lie. So
-both must compute the same: quotients are no approximations (`arcp`), and a loop that sums stores nothing."""
+Which version of a loop runs, with or without vectors, depends on how close arrays lie to each other. Both must
+compute the same. So the compiler may not approximate quotients (`arcp`), and a loop that sums must not store.
+"""
 
 
 @intrinsic
 def _add_atomically(context, pointer, value):  # type: ignore[no-untyped-def]
-    """Add `value` to what `pointer` points to, and return what was there before."""
+    """Add `value` to the number at `pointer`, and return the old number."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.atomic_rmw("add", *arguments, "monotonic")
@@ -62,32 +62,24 @@ def _add_atomically(context, pointer, value):  # type: ignore[no-untyped-def]
     return types.int64(types.CPointer(types.int64), types.int64), generate
 
 
-@intrinsic
-def _float_pointer(context, address):  # type: ignore[no-untyped-def]
+def _make_pointer_function(kind: ir.Type, result: types.Type) -> Any:
+    """Make a function for kernels that turns an address into a pointer."""
+
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.inttoptr(arguments[0], ir.FloatType().as_pointer())
+        return builder.inttoptr(arguments[0], kind.as_pointer())
 
-    return types.CPointer(types.float32)(types.int64), generate
+    return intrinsic(lambda context, address: (types.CPointer(result)(types.int64), generate))
 
 
-@intrinsic
-def _int_pointer(context, address):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-
-    return types.CPointer(types.int64)(types.int64), generate
+_float_pointer = _make_pointer_function(ir.FloatType(), types.float32)
+_int_pointer = _make_pointer_function(ir.IntType(64), types.int64)
+_short_pointer = _make_pointer_function(ir.IntType(16), types.uint16)
 
 
 @intrinsic
-def _short_pointer(context, address):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.inttoptr(arguments[0], ir.IntType(16).as_pointer())
+def as_float64(context, word):  # type: ignore[no-untyped-def]
+    """Interpret 64 bits as a float64 number; kernels get rows of float64 as int64."""
 
-    return types.CPointer(types.uint16)(types.int64), generate
-
-
-@intrinsic
-def _as_float64(context, word):  # type: ignore[no-untyped-def]
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.bitcast(arguments[0], ir.DoubleType())
 
@@ -96,14 +88,14 @@ def _as_float64(context, word):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always")
 def claim(work: Work) -> tuple[int, int]:
-    """Take the next rows, from the first up to the last; none are left where the two are equal."""
+    """Take the next rows: the first and the end. None are left if the two are equal."""
     first = min(_add_atomically(work, work[_CLAIM]), work[_ROWS])
     return first, min(first + work[_CLAIM], work[_ROWS])
 
 
 @numba.njit(inline="always")
 def number_of_claim(work: Work, first: int) -> int:
-    """Find the number of the claim with these rows: 0 for the first ones, whichever thread takes them."""
+    """Number of the claim with these rows; 0 for the first rows, whichever thread takes them."""
     return first // work[_CLAIM]
 
 
@@ -125,7 +117,7 @@ def int_row(work: Work, argument: int, index: int) -> np.ndarray:
 
 @numba.njit(inline="always")
 def row_stride(work: Work, argument: int) -> int:
-    """Read how many elements lie from one row of an argument to the next."""
+    """Number of elements from one row of an argument to the next."""
     return work[_ARGUMENTS + _WORDS * argument + 1]
 
 
@@ -137,27 +129,21 @@ def float_pointer(work: Work, argument: int) -> Any:
 
 @numba.njit(inline="always")
 def bfloat16_pointer(work: Work, argument: int) -> Any:
-    """Point to the first element of an int16 argument: the bits of bfloat16, which kernels see as uint16."""
+    """Point to the first element of an int16 argument, the bits of bfloat16; kernels see them as uint16."""
     return _short_pointer(work[_ARGUMENTS + _WORDS * argument])
-
-
-@numba.njit(inline="always")
-def as_float64(word: int) -> float:
-    """Read the bits of a float64 number, which is how kernels get rows of them."""
-    return _as_float64(word)
 
 
 @numba.njit(inline="always")
 def number(work: Work, argument: int) -> np.float32:
     """Read an argument that is a number."""
-    return np.float32(_as_float64(work[_ARGUMENTS + _WORDS * argument]))
+    return np.float32(as_float64(work[_ARGUMENTS + _WORDS * argument]))
 
 
 @cache
 def load_openmp() -> ctypes.CDLL | None:
-    """Load torch's OpenMP library, whose GOMP_parallel runs a function on all threads.
+    """Load torch's own OpenMP library; its GOMP_parallel runs a function on all threads.
 
-    None if torch comes without GNU's library, as on macOS: there a kernel runs on the calling thread.
+    Returns None if torch comes without GNU's library, as on macOS. Kernels then run on the calling thread.
     """
     folder = Path(torch.__file__).parent
     found = [*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")]
@@ -172,13 +158,13 @@ def load_openmp() -> ctypes.CDLL | None:
 def _rows_per_claim(width: int) -> int:
     """Count the rows of `width` elements that a thread takes at a time.
 
-    It does not depend on the number of threads, so that sums over these rows do not either.
+    The count does not depend on the number of threads, so sums per claim do not either.
     """
     return max(1, KERNEL_ELEMENTS // max(1, width))
 
 
 def count_claims(rows: Tensor) -> int:
-    """Count the times that threads take rows of a kernel's first argument. rows: [N, width]"""
+    """Count the claims that a kernel makes of its first argument. rows: [N, width]"""
     return -(-len(rows) // _rows_per_claim(rows.shape[1]))
 
 
@@ -201,7 +187,7 @@ def _pack(argument: Tensor | float) -> bytes:
 def _call_in_float32(
     kernel: Callable[..., None], rows: int, arguments: Sequence[Tensor | float], outputs: int, claim: int
 ) -> None:
-    """Call a kernel for a few rows at a time, with float32 copies of bfloat16 matrices; outputs are copied back."""
+    """Call a kernel for a few rows at a time, with float32 copies of bfloat16 matrices; copy the outputs back."""
     size = _CLAIMS_CONVERTED * claim
     for start in range(0, rows, size):
         count = min(size, rows - start)
@@ -219,13 +205,13 @@ def _call_in_float32(
 def row_kernel(
     *, outputs: int, strict: bool = False
 ) -> Callable[[Callable[[Work], None]], Callable[..., None]]:
-    """Compile a kernel when it is first called; the last `outputs` of its arguments are written.
+    """Compile a kernel at its first call; it writes to its last `outputs` arguments.
 
-    It is called with the number of rows, and arguments: tensors on the CPU of float32 or int64, whose rows may lie
-    apart ([N, width]; [width] is the same row for all), and numbers. Rows are taken `claim` at a time, by default
-    some thousand elements of the first argument. Matrices may be bfloat16, too: they are converted to float32 and
-    back, some rows at a time. What a kernel reads as it is, by its address, may also be int16. With `strict` the
-    compiler changes no order of operations.
+    The compiled function is called with the number of rows and the arguments. An argument is a number, or a CPU
+    tensor of float32 or int64: [N, width] with any row stride, or [width] for the same row each time. Threads claim
+    `claim` rows at a time, by default some thousand elements of the first argument. Matrices may also be bfloat16:
+    some rows at a time are converted to float32 and back. An argument that a kernel reads by its address may also
+    be int16. With `strict` the compiler does not reorder operations.
     """
 
     def decorate(body: Callable[[Work], None]) -> Callable[..., None]:
@@ -259,7 +245,7 @@ def _compile(body: Callable[[Work], None], strict: bool) -> Any:
 
 
 def _run(kernel: Any, rows: int, arguments: Sequence[Tensor | float], claim: int) -> None:
-    """Run a compiled kernel on as many of torch's threads as there is work for."""
+    """Run a compiled kernel on torch's threads, at most one per claim."""
     work = _HEADER.pack(0, rows, claim) + b"".join(map(_pack, arguments))
     buffer = ctypes.create_string_buffer(work, len(work))
     threads = min(torch.get_num_threads(), -(-rows // claim))
@@ -269,8 +255,8 @@ def _run(kernel: Any, rows: int, arguments: Sequence[Tensor | float], claim: int
         kernel.ctypes(ctypes.cast(buffer, ctypes.POINTER(ctypes.c_int64)))
     else:
         openmp.GOMP_parallel(kernel.address, ctypes.addressof(buffer), threads, 0)
-    # A thread that has come to its end has asked for rows once more than it was given any. One that could not
-    # allocate memory has not; Numba prints an exception of compiled functions, and goes on.
+    # A thread that finishes has asked for rows once more than it got any. A thread that could not allocate
+    # memory has not: Numba only prints an exception of compiled code, and returns.
     claims = _FIRST.unpack_from(buffer)[0] // claim
     if claims < -(-rows // claim) + threads:
         raise MemoryError("a compiled kernel could not allocate its scratch memory")

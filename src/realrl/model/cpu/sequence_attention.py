@@ -1,11 +1,11 @@
-"""Causal attention within packed sequences and its gradient, on a CPU, without padding and without whole scores.
+"""Causal attention within packed sequences and its gradient, on a CPU, without padding or whole score matrices.
 
-A piece of work is a key/value head of a sequence, for all query heads that read it. Scores are computed for some
-queries and some keys at a time, and their softmax is combined as they come, as in FlashAttention (Dao et al., arXiv
-2205.14135; backward pass: section B.2 there), so that they stay in a cache. All sums of products go through one
-kernel of matrix products (`model.cpu.panels`), for which keys and values are packed once per piece.
+A unit of work is a key/value head of a sequence, with all query heads that read it. Scores are computed in tiles of
+queries and keys that stay in a cache, and the softmax is combined tile by tile, as in FlashAttention (Dao et al.,
+arXiv 2205.14135; backward pass: section B.2 there). All sums of products go through one panel kernel (`vectors`);
+keys and values are packed for it once per unit of work.
 
-A sequence is computed by no more threads than it has key/value heads.
+A sequence can use at most one thread per key/value head.
 """
 
 from typing import Any
@@ -16,23 +16,19 @@ import numpy as np
 from realrl.layout.limits import LANES
 from realrl.model.cpu import vectors
 from realrl.model.cpu.arithmetic import LOG2_E
-from realrl.model.cpu.panels import add_rows_by_panel, multiply_rows_by_panel
-from realrl.model.cpu.rows import (
-    Work,
-    claim,
-    float_pointer,
-    int_row,
-    number,
-    row,
-    row_kernel,
-    row_stride,
+from realrl.model.cpu.rows import Work, claim, float_pointer, int_row, number, row, row_kernel, row_stride
+from realrl.model.cpu.vectors import (
+    add_rows_by_panel,
+    fill,
+    load_vector,
+    multiply_rows_by_panel,
+    store_vector,
 )
-from realrl.model.cpu.vectors import fill, load_vector, store_vector
 
 _QUERIES = 48
-"""Queries of a tile of scores: a multiple of the rows that are multiplied at a time."""
+"""Queries of a tile of scores: a multiple of the rows that the panel kernel multiplies at a time."""
 _KEYS = 256
-"""Keys of a tile: it takes 48 KiB, and another one in backward passes."""
+"""Keys of a tile. A tile takes 48 KiB; backward passes have two."""
 
 
 @numba.njit(inline="always")
@@ -75,11 +71,11 @@ def _weigh(
     tops: Any,
     totals: Any,
 ) -> Any:
-    """Turn a query's scores in a tile into weights, relative to the largest so far; 0 for keys it does not see.
+    """Turn a query's scores in a tile into weights, relative to the largest score so far.
 
-    scores: [_QUERIES * _KEYS], of which those of the query begin at `first`; it sees the keys from `hidden` until
-    before `seen`. tops, totals: [_QUERIES], the largest scaled score so far, and the sum of weights. Returns the
-    factor for what was summed with weights before.
+    scores: [_QUERIES * _KEYS]; the query's begin at `first`. It sees keys `hidden` to `seen` - 1; other weights are
+    0. tops, totals: [_QUERIES], the largest scaled score so far, and the sum of weights. Returns the factor that
+    earlier sums must be multiplied by.
     """
     begin, blocks = hidden // LANES, (seen + LANES - 1) // LANES
     for j in range(begin):
@@ -97,7 +93,7 @@ def _weigh(
     steep, shift = fill(scale), fill(-top)
     for j in range(begin, blocks):
         exponents = vectors.multiply_add(load_vector(scores, first + j * LANES), steep, shift)
-        # Rounding may lead above 0, where powers are not computed.
+        # Rounding may lead above 0, but `vectors.exp2` takes no positive numbers.
         weights = vectors.exp2(vectors.smaller(exponents, vectors.zeros()))
         store_vector(scores, first + j * LANES, weights)
         total = vectors.add(total, weights)
@@ -118,12 +114,13 @@ def _cap(scores: Any, first: int, keys: int, steep: np.float32, bound: np.float3
 
 @row_kernel(outputs=2)
 def attend_forward(work: Work) -> None:
-    """Attend from each token to itself and those before it in its sequence.
+    """Attend from each token to itself and to earlier tokens of its sequence.
 
-    Rows of work are the key/value heads of sequences. Arguments: qkv [T, (heads + 2 kv_heads) * D], first token of
-    each sequence and T, heads, kv_heads, D, tokens of the longest sequence, tokens that one sees (itself included),
-    what bounds scores softly (0 for nothing), and a further score of each head, which has no value and may be -inf,
-    [heads] -> out [T, heads * D], and the logarithm to base 2 of each query's sum of exponentials [T, heads].
+    Units of work are the key/value heads of sequences. Arguments:
+        qkv [T, (heads + 2 kv_heads) * D]; first token of each sequence and T; heads, kv_heads, D;
+        tokens of the longest sequence; window (tokens that a token sees, itself included);
+        cap of scores (0 for none); sinks [heads] (-inf for none)
+        -> out [T, heads * D], and the logarithm to base 2 of each query's sum of exponentials [T, heads]
     """
     qkv, out, sums = float_pointer(work, 0), float_pointer(work, 9), float_pointer(work, 10)
     starts, sinks = int_row(work, 1, 0), row(work, 8, 0)
@@ -160,19 +157,9 @@ def attend_forward(work: Work) -> None:
                         keys = min(_KEYS, i + rows - j)
                         for t in range(0, keys, LANES):
                             multiply_rows_by_panel(
-                                rows,
-                                qkv,
-                                at_q,
-                                stride,
-                                1,
-                                keys_by_dim,
-                                (j + t) * dim,
-                                LANES,
-                                dim,
-                                scores,
-                                t,
+                                rows, qkv, at_q, stride, 1, keys_by_dim, (j + t) * dim, LANES, dim, scores, t,
                                 _KEYS,
-                            )
+                            )  # fmt: skip
                         for r in range(rows):
                             seen = min(keys, i + r + 1 - j)
                             hidden = max(0, i + r + 1 - j - window)
@@ -190,19 +177,9 @@ def attend_forward(work: Work) -> None:
                         for c in range(0, padded, LANES):
                             at_v = c * height + j * LANES
                             add_rows_by_panel(
-                                rows,
-                                scores,
-                                0,
-                                _KEYS,
-                                1,
-                                values_by_row,
-                                at_v,
-                                LANES,
-                                keys,
-                                outputs,
-                                c,
+                                rows, scores, 0, _KEYS, 1, values_by_row, at_v, LANES, keys, outputs, c,
                                 padded,
-                            )
+                            )  # fmt: skip
                     for r in range(rows):
                         token = begin + i + r
                         part = np.float32(1.0) / totals[r]
@@ -217,9 +194,10 @@ def attend_forward(work: Work) -> None:
 def attend_backward(work: Work) -> None:
     """Compute the gradient of `attend_forward`.
 
-    Rows of work are the same. Arguments: qkv, first token of each sequence and T, heads, kv_heads, D, tokens of the
-    longest sequence, tokens that one sees, what bounds scores, what was returned as out and sums, gradient of out
-    [T, heads * D] -> gradient of qkv.
+    Units of work are the same. Arguments:
+        qkv, first token of each sequence and T, heads, kv_heads, D, longest, window, cap as there;
+        out and sums as returned there; gradient of out [T, heads * D]
+        -> gradient of qkv
     """
     qkv, starts = float_pointer(work, 0), int_row(work, 1, 0)
     heads, kv_heads, dim = int(number(work, 2)), int(number(work, 3)), int(number(work, 4))
@@ -277,19 +255,9 @@ def attend_backward(work: Work) -> None:
                                 rows, qkv, at_q, stride, 1, keys_by_dim, at, LANES, dim, weights, t, _KEYS
                             )
                             multiply_rows_by_panel(
-                                rows,
-                                grad_out,
-                                at_grad,
-                                grad_out_stride,
-                                1,
-                                values_by_dim,
-                                at,
-                                LANES,
-                                dim,
-                                changes,
-                                t,
-                                _KEYS,
-                            )
+                                rows, grad_out, at_grad, grad_out_stride, 1, values_by_dim, at, LANES, dim,
+                                changes, t, _KEYS,
+                            )  # fmt: skip
                         for r in range(rows):
                             token = begin + i + r
                             at_out, at_given = token * out_stride + head * dim, at_grad + r * grad_out_stride
@@ -314,9 +282,7 @@ def attend_backward(work: Work) -> None:
                                 change = vectors.subtract(load_vector(changes, at), fill(mean))
                                 store_vector(weights, at, weight)
                                 store_vector(
-                                    changes,
-                                    at,
-                                    vectors.multiply(weight, vectors.multiply(change, slope)),
+                                    changes, at, vectors.multiply(weight, vectors.multiply(change, slope))
                                 )
                         for c in range(0, padded, LANES):
                             at = c * height + i * LANES
@@ -325,19 +291,9 @@ def attend_backward(work: Work) -> None:
                                 keys, weights, 0, 1, _KEYS, grads_by_row, at, LANES, rows, grad_v, to, padded
                             )
                             add_rows_by_panel(
-                                keys,
-                                changes,
-                                0,
-                                1,
-                                _KEYS,
-                                queries_by_row,
-                                at,
-                                LANES,
-                                rows,
-                                grad_k,
-                                to,
+                                keys, changes, 0, 1, _KEYS, queries_by_row, at, LANES, rows, grad_k, to,
                                 padded,
-                            )
+                            )  # fmt: skip
                             at = c * height + j * LANES
                             add_rows_by_panel(
                                 rows, changes, 0, _KEYS, 1, keys_by_row, at, LANES, keys, grad_q, c, padded

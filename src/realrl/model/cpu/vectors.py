@@ -1,15 +1,20 @@
-"""Vectors of 16 float32 numbers in compiled kernels.
+"""Vectors of 16 float32 numbers in compiled kernels, and products of rows with panels of 16 columns.
 
-Loops over a block of 16 keys are too short for the compiler to find the vectors in them by itself: it checks for
-every loop whether arrays overlap. Kernels that know how long their blocks are say what they want instead. On a
-processor with shorter vectors, the compiler makes several of one.
+The compiler does not vectorise loops over a block of 16 keys by itself: it checks in every loop whether arrays
+overlap. Kernels with blocks of known length therefore use explicit vectors. On a processor with shorter vectors,
+the compiler makes several of one.
+
+A panel is 16 columns side by side, [depth, 16]. An element of a product is one chain of fused multiply-adds in the
+order of the depth, whichever rows are multiplied together. So it depends only on its row and its column.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
@@ -26,7 +31,7 @@ _MINUS_2_LOG2_E = np.float32(-2.88539008177792681)
 
 
 class VectorType(types.Type):
-    """Type of vectors in Numba."""
+    """Numba's type of these vectors."""
 
     def __init__(self) -> None:
         super().__init__(name="float32x16")
@@ -46,20 +51,19 @@ def _repeat(kind: ir.Type, value: float) -> ir.Constant:
 
 
 def _call(builder: Any, name: str, result: ir.Type, *arguments: Any, **options: Any) -> Any:
-    """Call a function that every target of the compiler knows."""
+    """Call a function that LLVM knows on every target."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments, **options)
 
 
 def _fill(builder: Any, scalar: Any) -> Any:
-    """Make a vector of equal numbers."""
     undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(_INT, 0))
     return builder.shuffle_vector(first, undefined, _repeat(_INT, 0))
 
 
 def _find(context: Any, builder: Any, kind: Any, where: Any, index: Any) -> Any:
-    """Find the address of an element, counted from the first one of an array or from what a pointer points to."""
+    """Find the address of an element of an array, or of the memory that a pointer points to."""
     if isinstance(kind, types.Array):
         where = context.make_array(kind)(context, builder, where).data
     return builder.gep(where, [index])
@@ -75,7 +79,7 @@ def _load(builder: Any, kind: Any, place: Any) -> Any:
 
 @intrinsic
 def load_vector(context, where, index):  # type: ignore[no-untyped-def]
-    """Load the numbers from where[index] on: float32, or bfloat16 as uint16. `where`: array or pointer."""
+    """Load 16 numbers from where[index] on: float32, or bfloat16 as uint16. `where`: array or pointer."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return _load(builder, where.dtype, _find(context, builder, where, *arguments))
@@ -95,7 +99,7 @@ def repeat(context, where, index):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def store_vector(context, where, index, value):  # type: ignore[no-untyped-def]
-    """Store a vector from where[index] on, float32. `where`: array or pointer."""
+    """Store a float32 vector at where[index]. `where`: array or pointer."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         place = _find(context, builder, where, *arguments[:2])
@@ -107,7 +111,7 @@ def store_vector(context, where, index, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def store_number(context, pointer, index, number):  # type: ignore[no-untyped-def]
-    """Store a float32 number, or round it to bfloat16 where `pointer` is one to uint16."""
+    """Store a float32 number, rounded to bfloat16 if `pointer` points to uint16."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         place, number = builder.gep(arguments[0], [arguments[1]]), arguments[2]
@@ -135,210 +139,100 @@ def prefetch(context, pointer, index):  # type: ignore[no-untyped-def]
     return types.void(pointer, index), generate
 
 
-@intrinsic
-def fill(context, number):  # type: ignore[no-untyped-def]
-    """Make a vector of equal numbers."""
+def _define(emit: Callable[..., Any], *operands: Any, result: Any = vector) -> Any:
+    """Make a function for kernels; `emit(builder, *values)` generates its instructions for up to three operands."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return _fill(builder, arguments[0])
-
-    return vector(types.float32), generate
-
-
-@intrinsic
-def multiply_add(context, a, b, c):  # type: ignore[no-untyped-def]
-    """Compute a * b + c."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return _call(builder, "llvm.fma.v16f32", _VECTOR, *arguments)
-
-    return vector(vector, vector, vector), generate
-
-
-@intrinsic
-def add(context, a, b):  # type: ignore[no-untyped-def]
-    """Compute a + b."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.fadd(*arguments)
-
-    return vector(vector, vector), generate
-
-
-@intrinsic
-def subtract(context, a, b):  # type: ignore[no-untyped-def]
-    """Compute a - b."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.fsub(*arguments)
-
-    return vector(vector, vector), generate
-
-
-@intrinsic
-def multiply(context, a, b):  # type: ignore[no-untyped-def]
-    """Compute a * b."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.fmul(*arguments)
-
-    return vector(vector, vector), generate
-
-
-@intrinsic
-def divide(context, a, b):  # type: ignore[no-untyped-def]
-    """Compute a / b."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.fdiv(*arguments)
-
-    return vector(vector, vector), generate
-
-
-@intrinsic
-def take_magnitude(context, a):  # type: ignore[no-untyped-def]
-    """Compute |a|."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return _call(builder, "llvm.fabs.v16f32", _VECTOR, *arguments)
-
-    return vector(vector), generate
-
-
-@intrinsic
-def copy_sign(context, a, b):  # type: ignore[no-untyped-def]
-    """Give a the sign of b."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return _call(builder, "llvm.copysign.v16f32", _VECTOR, *arguments)
-
-    return vector(vector, vector), generate
-
-
-@intrinsic
-def larger(context, a, b):  # type: ignore[no-untyped-def]
-    """Choose the larger of a and b in each lane; a where one is NaN."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        a, b = arguments
-        return builder.select(builder.fcmp_ordered(">", b, a), b, a)
-
-    return vector(vector, vector), generate
-
-
-@intrinsic
-def smaller(context, a, b):  # type: ignore[no-untyped-def]
-    """Choose the smaller of a and b in each lane; a where one is NaN."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        a, b = arguments
-        return builder.select(builder.fcmp_ordered("<", b, a), b, a)
-
-    return vector(vector, vector), generate
-
-
-@intrinsic
-def keep_first(context, a, count):  # type: ignore[no-untyped-def]
-    """Set all but the first `count` numbers to -inf."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        lanes = ir.Constant(_INTS, list(range(LANES)))
-        kept = builder.icmp_signed("<", lanes, _fill(builder, builder.trunc(arguments[1], _INT)))
-        return builder.select(kept, arguments[0], _repeat(_FLOAT, float("-inf")))
-
-    return vector(vector, types.int64), generate
-
-
-@intrinsic
-def drop_first(context, a, count):  # type: ignore[no-untyped-def]
-    """Set the first `count` numbers to -inf."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        lanes = ir.Constant(_INTS, list(range(LANES)))
-        dropped = builder.icmp_signed("<", lanes, _fill(builder, builder.trunc(arguments[1], _INT)))
-        return builder.select(dropped, _repeat(_FLOAT, float("-inf")), arguments[0])
-
-    return vector(vector, types.int64), generate
-
-
-@intrinsic
-def find_maximum(context, a):  # type: ignore[no-untyped-def]
-    """Find the largest number."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return _call(builder, "llvm.vector.reduce.fmax.v16f32", _FLOAT, *arguments)
-
-    return types.float32(vector), generate
-
-
-@intrinsic
-def add_up(context, a):  # type: ignore[no-untyped-def]
-    """Add the numbers up, in pairs."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        zero = ir.Constant(_FLOAT, 0.0)
-        name = "llvm.vector.reduce.fadd.v16f32"
-        return _call(builder, name, _FLOAT, zero, *arguments, fastmath=_REORDER)
-
-    return types.float32(vector), generate
-
-
-@intrinsic
-def add_halves(context, a):  # type: ignore[no-untyped-def]
-    """Add the numbers up, one half to the other until one is left: in this order wherever it is compiled."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        (a,) = arguments
-        lanes = LANES
-        while lanes > 1:
-            lanes //= 2
-            undefined = ir.Constant(a.type, ir.Undefined)
-            low, high = (
-                ir.Constant(ir.VectorType(_INT, lanes), list(range(first, first + lanes)))
-                for first in (0, lanes)
-            )
-            a = builder.fadd(
-                builder.shuffle_vector(a, undefined, low), builder.shuffle_vector(a, undefined, high)
-            )
-        return builder.extract_element(a, ir.Constant(_INT, 0))
-
-    return types.float32(vector), generate
-
-
-@intrinsic
-def find_first(context, a):  # type: ignore[no-untyped-def]
-    """Return the first number."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.extract_element(arguments[0], ir.Constant(_INT, 0))
-
-    return types.float32(vector), generate
-
-
-@intrinsic
-def exp2(context, a):  # type: ignore[no-untyped-def]
-    """Compute 2^a of numbers up to 0: 0 below -126, NaN of NaN."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        (a,) = arguments
-        small = builder.fcmp_ordered("<", a, _repeat(_FLOAT, -126.0))
-        x = builder.select(small, _repeat(_FLOAT, 0.0), a)
-        whole = _call(builder, "llvm.floor.v16f32", _VECTOR, builder.fadd(x, _repeat(_FLOAT, 0.5)))
-        rest = builder.fsub(x, whole)
-        value = _repeat(_FLOAT, float(np.float32(_EXP2[0])))
-        for factor in _EXP2[1:]:
-            factor = _repeat(_FLOAT, float(np.float32(factor)))
-            value = _call(builder, "llvm.fma.v16f32", _VECTOR, value, rest, factor)
-        exponent = builder.add(builder.fptosi(whole, _INTS), _repeat(_INT, 127))
-        power = builder.bitcast(builder.shl(exponent, _repeat(_INT, 23)), _VECTOR)
-        return builder.select(small, _repeat(_FLOAT, 0.0), builder.fmul(value, power))
-
-    return vector(vector), generate
+        return emit(builder, *arguments)
+
+    typed = result(*operands), generate
+    # Numba reads the number of operands from the signature of the function that it is given.
+    makers = (lambda context, a: typed), (lambda context, a, b: typed), (lambda context, a, b, c: typed)
+    return intrinsic(makers[len(operands) - 1])
+
+
+def _call_of_vectors(name: str) -> Callable[..., Any]:
+    return lambda builder, *vectors: _call(builder, f"llvm.{name}.v16f32", _VECTOR, *vectors)
+
+
+def _select_lanes(builder: Any, a: Any, count: Any, *, first: bool) -> Any:
+    """Keep the first `count` numbers, or all others; set the rest to -inf."""
+    lanes = ir.Constant(_INTS, list(range(LANES)))
+    is_first = builder.icmp_signed("<", lanes, _fill(builder, builder.trunc(count, _INT)))
+    nothing = _repeat(_FLOAT, float("-inf"))
+    return builder.select(is_first, a, nothing) if first else builder.select(is_first, nothing, a)
+
+
+def _add_up(builder: Any, a: Any) -> Any:
+    zero = ir.Constant(_FLOAT, 0.0)
+    return _call(builder, "llvm.vector.reduce.fadd.v16f32", _FLOAT, zero, a, fastmath=_REORDER)
+
+
+def _add_halves(builder: Any, a: Any) -> Any:
+    lanes = LANES
+    while lanes > 1:
+        lanes //= 2
+        undefined = ir.Constant(a.type, ir.Undefined)
+        low, high = (
+            ir.Constant(ir.VectorType(_INT, lanes), list(range(first, first + lanes))) for first in (0, lanes)
+        )
+        a = builder.fadd(
+            builder.shuffle_vector(a, undefined, low), builder.shuffle_vector(a, undefined, high)
+        )
+    return builder.extract_element(a, ir.Constant(_INT, 0))
+
+
+def _exp2(builder: Any, a: Any) -> Any:
+    small = builder.fcmp_ordered("<", a, _repeat(_FLOAT, -126.0))
+    x = builder.select(small, _repeat(_FLOAT, 0.0), a)
+    whole = _call(builder, "llvm.floor.v16f32", _VECTOR, builder.fadd(x, _repeat(_FLOAT, 0.5)))
+    rest = builder.fsub(x, whole)
+    value = _repeat(_FLOAT, float(np.float32(_EXP2[0])))
+    for factor in _EXP2[1:]:
+        factor = _repeat(_FLOAT, float(np.float32(factor)))
+        value = _call(builder, "llvm.fma.v16f32", _VECTOR, value, rest, factor)
+    exponent = builder.add(builder.fptosi(whole, _INTS), _repeat(_INT, 127))
+    power = builder.bitcast(builder.shl(exponent, _repeat(_INT, 23)), _VECTOR)
+    return builder.select(small, _repeat(_FLOAT, 0.0), builder.fmul(value, power))
+
+
+fill = _define(_fill, types.float32)
+"""Make a vector of equal numbers."""
+multiply_add = _define(_call_of_vectors("fma"), vector, vector, vector)
+"""Compute a * b + c, rounded once."""
+add = _define(lambda builder, a, b: builder.fadd(a, b), vector, vector)
+subtract = _define(lambda builder, a, b: builder.fsub(a, b), vector, vector)
+multiply = _define(lambda builder, a, b: builder.fmul(a, b), vector, vector)
+divide = _define(lambda builder, a, b: builder.fdiv(a, b), vector, vector)
+take_magnitude = _define(_call_of_vectors("fabs"), vector)
+copy_sign = _define(_call_of_vectors("copysign"), vector, vector)
+"""Give a the sign of b."""
+larger = _define(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", b, a), b, a), vector, vector)
+"""Choose the larger of a and b in each lane; a if either is NaN."""
+smaller = _define(lambda builder, a, b: builder.select(builder.fcmp_ordered("<", b, a), b, a), vector, vector)
+"""Choose the smaller of a and b in each lane; a if either is NaN."""
+keep_first = _define(partial(_select_lanes, first=True), vector, types.int64)
+"""Set all but the first `count` numbers to -inf."""
+drop_first = _define(partial(_select_lanes, first=False), vector, types.int64)
+"""Set the first `count` numbers to -inf."""
+find_maximum = _define(
+    lambda builder, a: _call(builder, "llvm.vector.reduce.fmax.v16f32", _FLOAT, a),
+    vector,
+    result=types.float32,
+)
+add_up = _define(_add_up, vector, result=types.float32)
+"""Add the numbers up in an order that the compiler chooses."""
+add_halves = _define(_add_halves, vector, result=types.float32)
+"""Add one half of the numbers to the other until one is left. This order is the same on every processor."""
+find_first = _define(
+    lambda builder, a: builder.extract_element(a, ir.Constant(_INT, 0)), vector, result=types.float32
+)
+exp2 = _define(_exp2, vector)
+"""Compute 2^a for numbers up to 0; 0 below -126, NaN for NaN."""
 
 
 @numba.njit(inline="always")
 def zeros() -> Any:
-    """Make a vector of zeros."""
     return fill(np.float32(0.0))
 
 
@@ -351,12 +245,12 @@ def tanh(a: Any) -> Any:
 
 
 def make_panel_product(rows: int, *, adds: bool = False) -> Any:
-    """Make a function for kernels: the product of so many rows with a panel, whose sums stay in registers.
+    """Make a function for kernels: the product of `rows` rows with a panel, whose sums stay in registers.
 
     multiply(x, at_x, x_stride, x_step, panel, at_panel, panel_step, depth, out, at_out, out_stride) computes, for
     each row r, out[at_out + r * out_stride + lane] = sum over k of x[at_x + r * x_stride + k * x_step] *
-    panel[at_panel + k * panel_step + lane], in the order of k, each step fused; if it `adds`, the sum is added to
-    what is in `out`. x and out: pointers to float32 or arrays, panel: the same, or pointer to uint16 as bfloat16.
+    panel[at_panel + k * panel_step + lane], in the order of k, each step fused. With `adds`, the sum is added to
+    `out`. x and out are pointers to float32 or arrays; panel may also be a pointer to uint16, read as bfloat16.
     """
 
     @intrinsic
@@ -393,3 +287,51 @@ def make_panel_product(rows: int, *, adds: bool = False) -> Any:
         return types.void(*of_x, *of_panel, out, at_out, out_stride), generate
 
     return multiply
+
+
+REGISTER_ROWS = 12 if binding.get_host_cpu_features().get("avx512f") else 6
+"""Rows that are multiplied with a panel at a time. A sum takes one AVX-512 register, or two of the 16 of AVX2."""
+
+
+def _make_rows_product(*, adds: bool) -> Any:
+    """Make a function for any number of rows, from panel products of `REGISTER_ROWS`, 2 and 1 rows."""
+    multiply_most = make_panel_product(REGISTER_ROWS, adds=adds)
+    multiply_two = make_panel_product(2, adds=adds)
+    multiply_one = make_panel_product(1, adds=adds)
+
+    @numba.njit(inline="always")
+    def multiply(
+        rows: int,
+        x: Any,
+        at_x: int,
+        stride: int,
+        step: int,
+        panel: Any,
+        at_panel: int,
+        panel_step: int,
+        depth: int,
+        out: Any,
+        at_out: int,
+        out_stride: int,
+    ) -> None:
+        i = 0
+        while rows - i >= REGISTER_ROWS:
+            a, to = at_x + i * stride, at_out + i * out_stride
+            multiply_most(x, a, stride, step, panel, at_panel, panel_step, depth, out, to, out_stride)
+            i += REGISTER_ROWS
+        while rows - i >= 2:
+            a, to = at_x + i * stride, at_out + i * out_stride
+            multiply_two(x, a, stride, step, panel, at_panel, panel_step, depth, out, to, out_stride)
+            i += 2
+        if i < rows:
+            a, to = at_x + i * stride, at_out + i * out_stride
+            multiply_one(x, a, stride, step, panel, at_panel, panel_step, depth, out, to, out_stride)
+
+    return multiply
+
+
+multiply_rows_by_panel = _make_rows_product(adds=False)
+"""Multiply any number of rows with a panel: (rows, x, at_x, stride, step, panel, at_panel, panel_step, depth, out,
+at_out, out_stride), as in `make_panel_product`."""
+add_rows_by_panel = _make_rows_product(adds=True)
+"""Add that product to `out`."""

@@ -1,34 +1,24 @@
-"""Exact products and attention on a GPU, in Triton: a row's result is a function of the row and of what it reads.
+"""Exact products and attention on a GPU, in Triton: a row's result depends only on the row and on its operands.
 
-Tiles have one size whatever the number of rows, every sum goes over all of its terms in one program in one order,
-and decode steps, prefills and training run the same compiled kernel: Triton compiles another one for a number of
-rows that is 1, or divisible by 16, unless it is told not to look.
+Tiles have one size for any number of rows. One program computes each sum, in one order. Decode steps, prefills and
+training run the same compiled kernel: Triton would compile special ones for a number of rows that is 1 or divisible
+by 16, so `do_not_specialize` forbids that.
 """
 
-import os
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 from realrl.model.gpu.library import register_kernel
+from realrl.model.gpu.paged_attention import LOG2_E, product_type
 
 _ROWS, _COLUMNS, _DEPTH = 64, 64, 32
-"""Tile of a product, the same for all: small enough for decode steps of few rows."""
+"""Tile of every product: small enough for decode steps of few rows."""
 _QUERIES = 16
-"""Queries of a program, the least that tensor cores multiply; no fewer than heads that share a key."""
+"""Queries of a program: the smallest tile of tensor cores; more if more heads share a key."""
 _TILE = 32
 """Keys that a program reads at a time."""
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether kernels run on a CPU, in Triton's interpreter, which knows no products of bfloat16."""
-_LOG2_E = 1.4426950408889634
-
-
-def _product_type(dtype: torch.dtype) -> tl.dtype:
-    return tl.float32 if _INTERPRETED else _TYPES[dtype]
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -57,13 +47,13 @@ def _multiply_kernel(
 
 @register_kernel("multiply_rows(Tensor x, Tensor weight, Tensor(a!) out)")
 def launch_products(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Compute x @ weight.T with sums in float32. x: [N, K], weight: [M, K] -> out [N, M]; all are contiguous"""
+    """Compute x @ weight.T with float32 sums. x: [N, K], weight: [M, K] -> out [N, M]; all are contiguous"""
     rows, depth = x.shape
     if out.numel():
         grid = (triton.cdiv(rows, _ROWS), triton.cdiv(len(weight), _COLUMNS))
         _multiply_kernel[grid](
             x, weight, out, rows, len(weight), depth,
-            ROWS=_ROWS, COLUMNS=_COLUMNS, DEPTH=_DEPTH, PRODUCT=_product_type(x.dtype), num_warps=4,
+            ROWS=_ROWS, COLUMNS=_COLUMNS, DEPTH=_DEPTH, PRODUCT=product_type(x.dtype), num_warps=4,
         )  # fmt: skip
 
 
@@ -75,7 +65,7 @@ def _attend_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """Attend from the rows of a run, with the query heads of a key/value head, to all keys, tile after tile."""
+    """Attend from the rows of a run, with the query heads of one key/value head, to all keys, tile by tile."""
     run = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS
@@ -94,13 +84,13 @@ def _attend_kernel(
         other=0.0,
     )
     seen = tl.load(shared_lengths + row, is_query, other=0) + tl.load(own_lengths + row, is_query, other=0)
-    # A run of several rows has no own keys; its last row sees most.
+    # A run of several rows has no own keys. Its last row sees the most keys.
     shared = tl.load(shared_lengths + end - 1)
     keys = shared + tl.load(own_lengths + end - 1)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     output = tl.zeros([QUERIES, PADDED], tl.float32)
-    # Tiles before the windows of all rows are left out, which changes no bit: their weights would be 0.
+    # Tiles before every row's window are skipped, which changes no bit: their weights would be 0.
     earliest = tl.load(shared_lengths + begin) + tl.load(own_lengths + begin)
     hidden = tl.maximum(earliest - window, 0)
     for first in range(hidden // TILE * TILE, keys, TILE):
@@ -120,7 +110,7 @@ def _attend_kernel(
             scores = bound * (2.0 * tl.sigmoid(2.0 * scores / bound) - 1.0)
         is_seen = (position[None, :] < seen[:, None]) & (position[None, :] >= seen[:, None] - window)
         scores = tl.where(is_seen, scores, float("-inf"))
-        # Queries that see nothing yet would subtract infinity from infinity.
+        # A query that has seen no key yet must not subtract infinity from infinity.
         higher = tl.maximum(top, tl.max(scores, 1))
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         factor = tl.exp2(top - finite)
@@ -146,31 +136,20 @@ def _attend_kernel(
     "Tensor(a!) out)"
 )
 def launch_run_attention(
-    qkv: Tensor,
-    k: Tensor,
-    v: Tensor,
-    shared_tables: Tensor,
-    shared_lengths: Tensor,
-    own_tables: Tensor,
-    own_lengths: Tensor,
-    starts: Tensor,
-    heads: int,
-    window: int,
-    cap: float,
-    sinks: Tensor | None,
-    out: Tensor,
-) -> None:
-    """Attend as `paged_attention.attend_to_runs` says. All are contiguous; only runs of one row have own keys.
+    qkv: Tensor, k: Tensor, v: Tensor, shared_tables: Tensor, shared_lengths: Tensor, own_tables: Tensor,
+    own_lengths: Tensor, starts: Tensor, heads: int, window: int, cap: float, sinks: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
+    """Compute `paged_attention.attend_to_runs`. Tensors are contiguous; only runs of one row have own keys.
 
     qkv: [N, (heads + 2 kv_heads) * D]; k, v: [blocks, kv_heads, BLOCK_TOKENS, D] -> out [N, heads * D]
     """
     _, kv_heads, _, dim = k.shape
     _attend_kernel[(len(starts) - 1, kv_heads)](
         qkv, k, v, shared_tables, shared_lengths, own_tables, own_lengths, starts, out,
-        shared_tables.shape[-1], own_tables.shape[-1] if own_tables.dim() == 2 else 0, _LOG2_E * dim**-0.5,
-        window, _LOG2_E * cap, out if sinks is None else sinks,
-        CAP=cap > 0, SINKS=sinks is not None, LOG2_E=_LOG2_E,
+        shared_tables.shape[-1], own_tables.shape[-1] if own_tables.dim() == 2 else 0, LOG2_E * dim**-0.5,
+        window, LOG2_E * cap, out if sinks is None else sinks,
+        CAP=cap > 0, SINKS=sinks is not None, LOG2_E=LOG2_E,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)),
         QUERIES=max(_QUERIES, triton.next_power_of_2(heads // kv_heads)),
-        BLOCK=BLOCK_TOKENS, TILE=_TILE, PRODUCT=_product_type(k.dtype), num_warps=4,
+        BLOCK=BLOCK_TOKENS, TILE=_TILE, PRODUCT=product_type(k.dtype), num_warps=4,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""FlashAttention 4 by the names that torch's adapter for it looks for (`torch.nn.attention._fa4`)."""
+"""FlashAttention 4, under the names that torch's adapter imports (`torch.nn.attention._fa4`)."""
 
 from typing import Any
 
@@ -9,6 +9,6 @@ _flash_attn_bwd = interface._flash_attn_bwd
 
 
 def _flash_attn_fwd(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """Return the output and its log-sum-exps, which torch unpacks, without the further results of the package."""
+    """Return only the output and its log-sum-exps: torch unpacks two results, and the package returns more."""
     output, sums, *_ = interface._flash_attn_fwd(*arguments, **options)
     return output, sums

@@ -1,6 +1,4 @@
-"""Gradients of stacked matrices, one for each group of rows, added to float32 gradients by the product itself."""
-
-import os
+"""Gradients of stacked matrices, one per group of rows; the product adds to float32 gradients directly."""
 
 import torch
 import triton
@@ -8,13 +6,12 @@ import triton.language as tl
 from torch import Tensor
 
 from realrl.model.gpu.library import register_kernel
+from realrl.model.gpu.paged_attention import product_type
 
 _SIDE, _ROWS = 128, 64
-"""Side of a tile of a gradient, and rows that are multiplied at a time."""
+"""Side of a gradient's tile, and rows that are multiplied at a time."""
 _UNALIGNED_SIDE = 64
-"""Side of a tile of a gradient whose sizes are not multiples of 16: larger ones do not fit into registers."""
-_PRODUCT = tl.float32 if os.environ.get("TRITON_INTERPRET") == "1" else tl.bfloat16
-"""Triton's interpreter knows no products of bfloat16."""
+"""Side of a tile if a gradient's sizes are not multiples of 16: a larger tile would not fit into registers."""
 
 
 @triton.jit
@@ -45,11 +42,10 @@ def _gradient_kernel(
 
 @register_kernel("add_grouped_gradient(Tensor grad, Tensor x, Tensor ends, Tensor(a!) into)")
 def add_grouped_gradient(grad: Tensor, x: Tensor, ends: Tensor, into: Tensor) -> None:
-    """Add grad[rows].T @ x[rows] of the rows of each group to its gradient, with all sums in float32.
+    """Add grad[rows].T @ x[rows] of each group's rows to its gradient, with float32 sums.
 
-    The host need not know how many rows a group has; a group without rows stays as it is.
-    grad: [R, M], x: [R, K] bfloat16, ends: [E] int32, the first row after each group, into: [E, M, K] float32; all
-    are contiguous
+    The host need not know the sizes of groups; the gradient of a group without rows is not touched. grad: [R, M],
+    x: [R, K] bfloat16; ends: [E] int32, the end of each group; into: [E, M, K] float32; all are contiguous
     """
     assert all(of.is_contiguous() for of in (grad, x, ends, into)), "one number after the other"
     assert grad.dtype == x.dtype == torch.bfloat16 and into.dtype == torch.float32
@@ -59,5 +55,5 @@ def add_grouped_gradient(grad: Tensor, x: Tensor, ends: Tensor, into: Tensor) ->
         grid = (triton.cdiv(height, side), triton.cdiv(width, side), groups)
         _gradient_kernel[grid](
             grad, x, ends, into, height, width,
-            HEIGHT=side, WIDTH=side, ROWS=_ROWS, PRODUCT=_PRODUCT, num_warps=8,
+            HEIGHT=side, WIDTH=side, ROWS=_ROWS, PRODUCT=product_type(x.dtype), num_warps=8,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Softmax over logits on a GPU: sums of a chunk in one pass, its gradient in another."""
+"""Softmax over logits on a GPU: the sums of a chunk in one pass, its gradient in another."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ _BLOCK = 4096
 @triton.jit
 def _sums_kernel(logits, log_sum, mean, columns, scale, MEAN: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    # Of each lane, until the end: its highest logit, and sums of exponentials relative to that.
+    # Each lane keeps its highest logit, and sums of exponentials relative to it, until the end.
     highest = tl.full([BLOCK], -float("inf"), tl.float32)
     exponentials = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
@@ -21,7 +21,7 @@ def _sums_kernel(logits, log_sum, mean, columns, scale, MEAN: tl.constexpr, BLOC
         inside = column < columns
         value = tl.load(logits + row * columns + column, inside, other=-float("inf")) * scale
         above = tl.maximum(highest, value)
-        # A lane that has nothing yet, or gets nothing, would subtract infinity from infinity.
+        # A lane without a finite logit would subtract infinity from infinity.
         before = tl.where(highest == -float("inf"), 0.0, tl.exp(highest - above))
         added = tl.where(value == -float("inf"), 0.0, tl.exp(value - above))
         exponentials = exponentials * before + added
@@ -71,9 +71,9 @@ def bound_logits(logits: Tensor, cap: float) -> None:
 
 @register_kernel("logit_sums(Tensor logits, float scale, Tensor(a!) log_sum, Tensor(b!)? mean)")
 def compute_logit_sums(logits: Tensor, scale: float, log_sum: Tensor, mean: Tensor | None) -> None:
-    """Compute log(sum(exp(z))) of each row of z = logits * scale, and the mean of z under softmax(z) if asked.
+    """Compute log(sum(exp(z))) of each row of z = logits * scale and, with `mean`, the mean of z under softmax(z).
 
-    logits: [n, V] float32 -> [n] float32 each; -inf where there are no columns, NaN where a logit is NaN or inf
+    logits: [n, V] float32 -> [n] float32 each; -inf if there are no columns, NaN if a logit is NaN or inf
     """
     if not logits.shape[1]:
         log_sum.fill_(-float("inf"))
@@ -92,8 +92,10 @@ def compute_logit_sums(logits: Tensor, scale: float, log_sum: Tensor, mean: Tens
 def compute_softmax_gradient(
     logits: Tensor, log_sum: Tensor, factor: Tensor, scale: float, cap: float, gradient: Tensor
 ) -> None:
-    """Compute -factor * exp(logits * scale - log_sum); times 1 - (logits / cap)², if `cap` is above 0, the slope of
-    the bound that logits went through. logits: [n, V] float32; log_sum, factor: [n] -> [n, V]"""
+    """Compute -factor * exp(logits * scale - log_sum). logits: [n, V] float32; log_sum, factor: [n] -> [n, V]
+
+    If `cap` is above 0, the result is multiplied by 1 - (logits / cap)², the derivative of the soft cap.
+    """
     grid = (len(logits), triton.cdiv(logits.shape[1], _BLOCK))
     if grid[1]:
         _gradient_kernel[grid](

@@ -1,4 +1,4 @@
-"""Restriction of probabilities to the likeliest tokens that have a share of their sum, in one kernel per row."""
+"""Top-p on a GPU: one kernel, with a program per row."""
 
 import torch
 import triton
@@ -14,11 +14,11 @@ _BLOCK = 1024
 def _top_p_kernel(probabilities, kept, columns, share, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * columns
     digit = tl.arange(0, 16).to(tl.uint32)
-    # Floats that are not negative are ordered as their bits are. Find the bits of the largest number that has the
-    # share together with all larger ones, four bits at a time.
+    # Non-negative floats are ordered like their bits. Find the bits of the largest number that has the share
+    # together with all larger numbers, four bits at a time.
     lowest = tl.full([], 0, tl.uint32)
     target = tl.full([], 0.0, tl.float64)
-    larger = tl.full([], 0.0, tl.float64)  # sum of the probabilities above `lowest`, in the end
+    larger = tl.full([], 0.0, tl.float64)  # in the end, the sum of the probabilities above `lowest`
     for step in range(8):
         shift = 28 - 4 * step
         bounds = lowest + (digit << shift)
@@ -28,11 +28,11 @@ def _top_p_kernel(probabilities, kept, columns, share, BLOCK: tl.constexpr):
             value = tl.load(probabilities + start + column, column < columns, other=0.0)
             bits = value.to(tl.uint32, bitcast=True)
             sums += tl.where(bits[None, :] >= bounds[:, None], value[None, :], 0.0)
-        # Every sum adds in the same order, so that sums of more numbers are never smaller.
+        # All sums add in the same order, so a sum of more numbers is never smaller.
         totals = tl.sum(sums.to(tl.float64), 1)
         target = tl.where(step == 0, share * tl.max(totals, 0), target)
         enough = totals >= target
-        # The first digit is always enough.
+        # Digit 0 always has enough.
         chosen = tl.maximum(tl.sum(enough.to(tl.int32), 0) - 1, 0)
         lowest += chosen.to(tl.uint32) << shift
         larger = tl.maximum(larger, tl.max(tl.where(enough, 0.0, totals), 0))
@@ -44,7 +44,7 @@ def _top_p_kernel(probabilities, kept, columns, share, BLOCK: tl.constexpr):
         value = tl.load(probabilities + start + column, inside, other=0.0)
         bits = value.to(tl.uint32, bitcast=True)
         equal = (bits == lowest) & inside
-        # Of equal probabilities the first come first.
+        # Among equal probabilities, earlier tokens come first.
         place = before + tl.cumsum(equal.to(tl.int32), 0) - 1
         keeps = (bits > lowest) | (equal & (larger + place.to(tl.float64) * each < target))
         tl.store(kept + start + column, tl.where(keeps, value, 0.0), inside)
@@ -53,9 +53,9 @@ def _top_p_kernel(probabilities, kept, columns, share, BLOCK: tl.constexpr):
 
 @register_kernel("keep_top_p(Tensor probabilities, float share, Tensor(a!) kept)")
 def launch_top_p(probabilities: Tensor, share: float, kept: Tensor) -> None:
-    """Copy the likeliest tokens of each row that together have `share` of its sum, and zeros for the others.
+    """Copy the likeliest tokens of each row that together have `share` of its sum; set the others to 0.
 
-    A row's result does not depend on other rows. Both are [B, V] float32, contiguous.
+    A row's result does not depend on other rows. Both tensors are [B, V] float32, contiguous.
     """
     assert probabilities.is_contiguous() and kept.is_contiguous(), "one number after the other"
     if probabilities.numel():
@@ -64,7 +64,6 @@ def launch_top_p(probabilities: Tensor, share: float, kept: Tensor) -> None:
 
 
 def keep_top_p_on_gpu(probabilities: Tensor, share: float) -> Tensor:
-    """Compute `keep_top_p` in one kernel. [B, V] float32"""
     kept = torch.empty_like(probabilities)
     launch_top_p(probabilities, share, kept)
     return kept

@@ -1,8 +1,8 @@
 """Attention of a decode step over the paged KV cache on a GPU, in Triton: split-KV, as in FlashDecoding.
 
-A program attends from the query heads that share a key/value head of a row to a part of the row's keys; a second
-kernel combines the parts by their log-sum-exps. How a row is cut into parts follows from its lengths alone, so that
-its result does not depend on other rows.
+A program attends from the query heads that share a key/value head of a row to a part of the row's keys. A second
+kernel combines the parts by their log-sum-exps. A row's lengths alone decide how it is cut into parts, so its
+result does not depend on other rows.
 """
 
 import os
@@ -15,58 +15,42 @@ from torch import Tensor
 from realrl.layout.kv_blocks import BLOCK_TOKENS
 
 PARTS = 16
-"""Most parts of a row: with few rows, enough programs for all processors of a GPU."""
+"""Most parts of a row: enough programs for all multiprocessors of a GPU even with few rows."""
 PART_KEYS = 256
-"""Keys of a part, unless a row has more than so many for each part: smaller parts cost more than they gain."""
+"""Keys of a part, or more if a row is too long for PARTS such parts: smaller parts cost more than they gain."""
 _TILE_BYTES = 1 << 14
-"""Bytes of the keys, or values, that a program reads at a time: several of them fit into shared memory."""
+"""Bytes of keys, or of values, that a program reads at a time: several tiles fit into shared memory."""
 _QUERIES = 16
-"""Queries of a product, the least that tensor cores multiply; heads that share a key are fewer."""
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+"""Queries of a product: the smallest tile of tensor cores; fewer heads than that share a key."""
+LOG2_E = 1.4426950408889634
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether kernels run on a CPU, in Triton's interpreter, which knows no products of bfloat16."""
-_LOG2_E = 1.4426950408889634
+"""Whether kernels run on a CPU, in Triton's interpreter."""
+
+
+def product_type(dtype: torch.dtype) -> tl.dtype:
+    """Type of the factors of products: float32 in Triton's interpreter, which has no bfloat16 products."""
+    return tl.float32 if _INTERPRETED or dtype == torch.float32 else tl.bfloat16
 
 
 @triton.jit
 def _count_tiles(prompt, own, TILE: tl.constexpr, PARTS: tl.constexpr, PART_TILES: tl.constexpr):
-    """Count the tiles of a prompt's segment, of both segments, and of a part."""
+    """Count the tiles of the prompt, of the whole row, and of a part."""
     of_prompt = tl.cdiv(prompt, TILE)
     tiles = of_prompt + tl.cdiv(own + 1, TILE)
     return of_prompt, tiles, tl.maximum(PART_TILES, tl.cdiv(tiles, PARTS))
 
 
-# These differ from call to call. Triton compiles a kernel anew for an argument of 1, a multiple of 16, or neither.
+# These arguments differ from call to call. Triton would compile the kernel again for 1, for multiples of 16,
+# and for others.
 @triton.jit(do_not_specialize=["prompt_width", "own_width", "window"])
 def attend_part(
-    qkv,
-    k_pool,
-    v_pool,
-    prompt_tables,
-    prompt_lengths,
-    own_tables,
-    own_lengths,
-    outputs,
-    tops,
-    totals,
-    prompt_width,
-    own_width,
-    scale,
-    window,
-    bound,
-    CAP: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    QUERIES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART_TILES: tl.constexpr,
-    PRODUCT: tl.constexpr,
-):
-    """Store the newest key and value of a row, and attend to a part of its keys, of which it sees `window`.
+    qkv, k_pool, v_pool, prompt_tables, prompt_lengths, own_tables, own_lengths, outputs, tops, totals,
+    prompt_width, own_width, scale, window, bound,
+    CAP: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+    PART_TILES: tl.constexpr, PRODUCT: tl.constexpr,
+):  # fmt: skip
+    """Store the newest key and value of a row, and attend to a part of its keys within the window.
 
     qkv: [B, (heads + 2 kv_heads) * D]; pools: [blocks, kv_heads, BLOCK, D]; outputs: [B, heads, PARTS, D] float32,
     not divided by totals; tops, totals: [B, heads, PARTS] float32. PRODUCT: type of the factors of products.
@@ -97,7 +81,7 @@ def attend_part(
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     output = tl.zeros([QUERIES, PADDED], tl.float32)
-    # Tiles before the window are not read: the first token that is seen lies in the prompt or after it.
+    # Tiles before the window are not read. The first visible token may lie in the prompt or after it.
     seen = tl.maximum(prompt + own + 1 - window, 0)
     of_seen = tl.where(seen < prompt, seen // TILE, prompt_tiles + (seen - prompt) // TILE)
     for tile in range(tl.maximum(first, of_seen), tl.minimum(first + each, tiles)):
@@ -110,7 +94,7 @@ def attend_part(
         of_own = tl.load(own_tables + row * own_width + keys // BLOCK, mask=is_own, other=0)
         of_prompt = tl.load(prompt_tables + row * prompt_width + keys // BLOCK, mask=is_prompt, other=0)
         places = (((of_own + of_prompt) * KV_HEADS + head) * BLOCK + keys % BLOCK) * DIM
-        # The newest token's program may not have stored it yet.
+        # Take the newest token from qkv: the program that stores it may not have run yet.
         is_new = is_own & (keys == own)
         k = tl.load(
             k_pool + places[None, :] + dims[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0
@@ -122,7 +106,7 @@ def attend_part(
             scores = bound * (2.0 * tl.sigmoid(2.0 * scores / bound) - 1.0)
         scores = tl.where(is_key[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        # Where no key is seen yet, infinity must not be subtracted from infinity.
+        # If no key has been seen yet, infinity must not be subtracted from infinity.
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         factor = tl.exp2(top - finite)
         weights = tl.exp2(scores - finite[:, None])
@@ -141,22 +125,10 @@ def attend_part(
 
 @triton.jit
 def combine_parts(
-    outputs,
-    tops,
-    totals,
-    prompt_lengths,
-    own_lengths,
-    sinks,
-    out,
-    SINKS: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    TILE: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART_TILES: tl.constexpr,
-    LOG2_E: tl.constexpr,
-):
+    outputs, tops, totals, prompt_lengths, own_lengths, sinks, out,
+    SINKS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
+    PARTS: tl.constexpr, PART_TILES: tl.constexpr, LOG2_E: tl.constexpr,
+):  # fmt: skip
     """Combine the parts of a query head, and its sink if there is one. -> out [B, heads * D]"""
     row = tl.program_id(0).to(tl.int64)
     query = row * HEADS + tl.program_id(1)
@@ -185,19 +157,10 @@ def combine_parts(
 
 
 def launch_attention(
-    qkv: Tensor,
-    k: Tensor,
-    v: Tensor,
-    prompt_tables: Tensor,
-    prompt_lengths: Tensor,
-    own_tables: Tensor,
-    own_lengths: Tensor,
-    heads: int,
-    window: int,
-    cap: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Launch the kernels of `paged_operator.attend_to_blocks`; all tensors are contiguous."""
+    qkv: Tensor, k: Tensor, v: Tensor, prompt_tables: Tensor, prompt_lengths: Tensor, own_tables: Tensor,
+    own_lengths: Tensor, heads: int, window: int, cap: float, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Launch the kernels of `attend_to_blocks`; all tensors are contiguous."""
     _, kv_heads, _, dim = k.shape
     count = len(qkv)
     sizes = {"HEADS": heads, "DIM": dim, "PADDED": max(16, triton.next_power_of_2(dim))}
@@ -208,47 +171,20 @@ def launch_attention(
     totals = torch.empty_like(tops)
     most = _count_parts(prompt_tables.shape[1], own_tables.shape[1], tile)
     attend_part[(count, kv_heads, most)](
-        qkv,
-        k,
-        v,
-        prompt_tables,
-        prompt_lengths,
-        own_tables,
-        own_lengths,
-        outputs,
-        tops,
-        totals,
-        prompt_tables.shape[1],
-        own_tables.shape[1],
-        _LOG2_E * dim**-0.5,
-        window,
-        _LOG2_E * cap,
-        CAP=cap > 0,
-        KV_HEADS=kv_heads,
-        QUERIES=max(_QUERIES, triton.next_power_of_2(heads // kv_heads)),
-        BLOCK=BLOCK_TOKENS,
-        PRODUCT=tl.float32 if _INTERPRETED else _TYPES[k.dtype],
-        **sizes,
-        **parts,
-    )
+        qkv, k, v, prompt_tables, prompt_lengths, own_tables, own_lengths, outputs, tops, totals,
+        prompt_tables.shape[1], own_tables.shape[1], LOG2_E * dim**-0.5, window, LOG2_E * cap,
+        CAP=cap > 0, KV_HEADS=kv_heads, QUERIES=max(_QUERIES, triton.next_power_of_2(heads // kv_heads)),
+        BLOCK=BLOCK_TOKENS, PRODUCT=product_type(k.dtype), **sizes, **parts,
+    )  # fmt: skip
     out = torch.empty(count, heads * dim, dtype=qkv.dtype, device=qkv.device)
     combine_parts[(count, heads)](
-        outputs,
-        tops,
-        totals,
-        prompt_lengths,
-        own_lengths,
-        outputs if sinks is None else sinks,
-        out,
-        SINKS=sinks is not None,
-        LOG2_E=_LOG2_E,
-        **sizes,
-        **parts,
-    )
+        outputs, tops, totals, prompt_lengths, own_lengths, outputs if sinks is None else sinks, out,
+        SINKS=sinks is not None, LOG2_E=LOG2_E, **sizes, **parts,
+    )  # fmt: skip
     return out
 
 
 def _count_parts(prompt_width: int, own_width: int, tile: int) -> int:
-    """Count the most parts that a row of tables of so many blocks may have: further programs would only leave."""
+    """Most parts that a row can have with tables of these widths (in blocks); more programs would exit at once."""
     tiles = sum(-(-width * BLOCK_TOKENS // tile) for width in (prompt_width, own_width))
     return min(PARTS, -(-tiles // (PART_KEYS // tile)))

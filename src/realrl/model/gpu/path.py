@@ -1,4 +1,4 @@
-"""Choice of the path of GPUs, and the kernels for it."""
+"""Which tensors take the GPU path, and the Triton kernels for it."""
 
 from functools import cache
 from importlib.util import find_spec
@@ -8,46 +8,40 @@ import torch
 from torch import Tensor
 
 from realrl.config.errors import UserError
-from realrl.config.machine.c_compiler import find_missing_build_tool
+from realrl.config.hardware import find_missing_build_tool
 
 FLASH_CAPABILITY = (8, 0)
-"""Compute capability from which on there is a flash kernel (Ampere)."""
+"""Lowest compute capability with a flash kernel (Ampere)."""
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Check whether a tensor is on a GPU, where kernels of Triton and of vendors' libraries compute."""
+    """Check whether a tensor is on a GPU, and so computed by Triton and vendor kernels."""
     return tensor.device.type != "cpu"
 
 
 _GROUPED_MAJORS = (9, 10)
-"""Major compute capabilities for which torch has a kernel that multiplies rows by groups (`F.grouped_mm`).
+"""Major compute capabilities for which torch has a grouped product kernel (`F.grouped_mm`).
 
-On others, torch reads the ends of groups on the host. That waits for the device, and no CUDA graph can hold it."""
+On others, torch reads the ends of groups on the host. That waits for the device, and a CUDA graph cannot hold it.
+"""
 
 
 @cache
 def has_flash_attention(device: torch.device) -> bool:
-    """Check whether a GPU has a flash kernel for packed sequences."""
     return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
 
 
 @cache
 def has_grouped_products(device: torch.device) -> bool:
-    """Check whether a GPU has a kernel for products of groups of rows."""
     return torch.cuda.get_device_capability(device)[0] in _GROUPED_MAJORS
-
-
-def load_exact_kernels() -> ModuleType:
-    """Import the kernels of exact products and attention; UserError where Triton is missing."""
-    load_kernels()
-    from realrl.model.gpu import exact
-
-    return exact
 
 
 @cache
 def load_kernels() -> ModuleType:
-    """Import the kernels; UserError if Triton, a C compiler or Python's headers are missing."""
+    """Import the Triton kernels and return their package, `realrl.model.gpu`.
+
+    Raises UserError if Triton, a C compiler or Python's headers are missing.
+    """
     if find_spec("triton") is None:
         raise UserError(
             "device=cuda needs the package triton, which PyTorch for CUDA brings on Linux; on Windows, install"
@@ -56,6 +50,7 @@ def load_kernels() -> ModuleType:
     missing = find_missing_build_tool()
     if missing is not None:
         raise UserError(f"device=cuda: {missing}")
-    from realrl.model.gpu import functions
+    import realrl.model.gpu as kernels
+    from realrl.model.gpu import elementwise, exact, grouped_gradient, nucleus  # noqa: F401
 
-    return functions
+    return kernels

@@ -1,4 +1,4 @@
-"""Attention over padded sequences on a GPU with windows, caps and sinks, by scores in memory, block after block."""
+"""Attention over padded sequences on a GPU with windows, caps and sinks, with scores in memory, block by block."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,20 +11,16 @@ from realrl.layout import limits
 
 
 class ScoredAttention(Function):
-    """Attention by what no kernel of a library knows, block after block of queries; weights are computed again in
-    the backward pass, so that there are never those of all queries."""
+    """Attention that library kernels do not support, block by block of queries.
+
+    The backward pass computes the weights again, so that there are never those of all queries at once.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        window: int | None,
-        cap: float | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, window: int | None, cap: float | None
     ) -> Tensor:
-        """Attend. q, k, v: [N, L, D], sinks: [heads], of which N is a multiple -> [N, L, D]"""
+        """q, k, v: [N, L, D]; sinks: [heads], N is a multiple of heads -> [N, L, D]"""
         ctx.save_for_backward(q, k, v, sinks)
         ctx.window, ctx.cap = window, cap
         out = torch.empty_like(q)
@@ -35,7 +31,6 @@ class ScoredAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Differentiate by queries, keys, values and sinks."""
         q, k, v, sinks = ctx.saved_tensors
         window, cap = ctx.window, ctx.cap
         grad_q = torch.empty_like(q)
@@ -59,7 +54,7 @@ class ScoredAttention(Function):
 
 
 def _split_queries(q: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Split queries into blocks of few enough scores, and yield with each the keys that its queries see."""
+    """Split queries into blocks with a limited number of scores; yield each block with the keys that it sees."""
     count, length, _ = q.shape
     rows = max(1, limits.GPU_SCORES // (count * length))
     for first in range(0, length, rows):
@@ -79,9 +74,11 @@ def _weigh(
     *,
     with_slope: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute the weights of a block of queries, of their sinks, and the slope of the cap if asked, in float32.
+    """Compute the weights of a block of queries, the weights of their sinks, and with `with_slope` the derivative
+    of the cap.
 
-    q, k: [N, L, D], sinks: [heads], of which N is a multiple -> [N, rows, keys], [N, rows, 1], [N, rows, keys]
+    All are float32. q, k: [N, L, D]; sinks: [heads], N is a multiple of heads -> [N, rows, keys], [N, rows, 1], [N,
+    rows, keys]
     """
     scores = _multiply(q[:, rows], k[:, keys].transpose(1, 2)).mul_(q.shape[2] ** -0.5)
     slope = None
@@ -99,13 +96,13 @@ def _weigh(
     if sinks is None:
         weights = scores.sub_(top).exp_()
         return weights.div_(weights.sum(2, keepdim=True)), None, slope
-    further = sinks.float().repeat(len(q) // len(sinks))[:, None, None]
-    top = torch.maximum(top, further)
-    weights, of_sinks = scores.sub_(top).exp_(), (further - top).exp_()
+    sink_scores = sinks.float().repeat(len(q) // len(sinks))[:, None, None]
+    top = torch.maximum(top, sink_scores)
+    weights, of_sinks = scores.sub_(top).exp_(), (sink_scores - top).exp_()
     total = weights.sum(2, keepdim=True) + of_sinks
     return weights.div_(total), of_sinks.div_(total), slope
 
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply matrices with sums in float32, which are not rounded. [N, n, k], [N, k, m] -> [N, n, m] float32"""
+    """Multiply matrices; results are the float32 sums, not rounded. [N, n, k], [N, k, m] -> [N, n, m] float32"""
     return torch.bmm(a, b) if a.dtype == torch.float32 else torch.bmm(a, b, out_dtype=torch.float32)

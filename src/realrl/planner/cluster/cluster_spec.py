@@ -14,7 +14,7 @@ from realrl.config.base import Settings
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, mistakes_in
 from realrl.config.paths import is_yaml
-from realrl.config.units import check_size, parse_bytes
+from realrl.config.values import check_size, parse_bytes
 from realrl.config.yaml_file import read_yaml
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh

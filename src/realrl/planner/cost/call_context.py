@@ -7,11 +7,11 @@ import numpy as np
 
 from realrl.dataflow.call import Candidates
 from realrl.layout.ranges import stage_layers
-from realrl.planner.arrays.arrays import Floats, Ints, Real, tabulate_stages
 from realrl.planner.cost.network import Network
 from realrl.planner.cost.timing import DeviceHostTime, Timing
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import CallWork
+from realrl.program.arrays import Floats, Ints, Real, tabulate_stages
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,10 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.layout import build_layout
 from realrl.layout.limits import message_limits
-from realrl.layout.routing.links import Links
 from realrl.layout.routing.routes import reallocate
 from realrl.layout.sets import BASE, TrainablePart, element_width
+from realrl.plan.cluster import Links
 from realrl.plan.placement import ELEMENT_BYTES, Placement, Strategy
-from realrl.planner.arrays.arrays import Floats, Real
 from realrl.planner.cluster.cluster_spec import ClusterSpec, Site
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
@@ -34,6 +33,7 @@ from realrl.planner.workload.batching import records_per_rank
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.strategies import Strategies, group_strategies
 from realrl.planner.workload.workload import Workload
+from realrl.program.arrays import Floats, Real
 from realrl.program.memory import StoredModel
 from realrl.program.order import changed_sets, changes, set_names
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from realrl.layout.kv_blocks import REPLACED_TOGETHER, count_graphs, count_steps_per_look, pad_rows
-from realrl.planner.arrays.arrays import Floats, Ints, Real, apply_each, truncate
 from realrl.planner.cost.call_context import CallContext
 from realrl.planner.cost.passes import OutsideLayers, at_last, cost_forward_pass
 from realrl.planner.cost.timing import BatchSize
-from realrl.planner.memory.kv_cache import kv_cache_bytes
+from realrl.planner.memory.activations import kv_cache_bytes
 from realrl.planner.workload.generation import ManyGenerations, split_generations
 from realrl.planner.workload.workload import CallWork
+from realrl.program.arrays import Floats, Ints, Real, apply_each, truncate
 
 _SEGMENTS = 8
 """Segments of decode steps in which rows and context length are taken to be constant."""

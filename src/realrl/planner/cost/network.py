@@ -9,13 +9,13 @@ import numpy as np
 
 from realrl.plan.axes import Degrees, Divided, axes_dividing
 from realrl.plan.cluster import Cluster
-from realrl.planner.arrays.arrays import Floats, Ints, Real
 from realrl.planner.cluster.cluster_spec import Site
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.moves.transfers import find_nodes
 from realrl.planner.operators.tables import MOST_RANKS, Operators, Reduction, find_operators
 from realrl.planner.profile.profile import Profile
 from realrl.planner.workload.strategies import Strategies
+from realrl.program.arrays import Floats, Ints, Real
 
 GroupKind = Literal["tp", "dp", "mesh", "embedding"]
 """Process groups of a placement.

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from realrl.layout.limits import GATHER_STAGES, bucket_count
-from realrl.planner.arrays.arrays import Floats, Ints, Real, apply_each, tabulate_stages
 from realrl.planner.cost.call_context import CallContext
 from realrl.planner.cost.sharded import SectionSeconds, ShardedTraffic
 from realrl.planner.cost.timing import BatchSize, DeviceHostTime
 from realrl.planner.workload.batching import ManyChunks, split_all_work
+from realrl.program.arrays import Floats, Ints, Real, apply_each, tabulate_stages
 
 _SMALL = 64
 """Bytes of the all-reduces of metrics and norms, a few of which every optimizer step waits for."""

@@ -8,14 +8,13 @@ from functools import cached_property
 import numpy as np
 
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
-from realrl.planner.arrays.arrays import Real
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.operators.tables import TABULATED, Operators, find_operators
-from realrl.planner.workload.experts import count_visited_experts
-from realrl.planner.workload.sampling import Sampling
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.windows import average_context, average_squares, find_windowed_share
+from realrl.planner.workload.workload import Sampling, count_visited_experts
+from realrl.program.arrays import Real
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ from functools import cached_property
 
 import numpy as np
 
-from realrl.planner.arrays.arrays import Bools, Floats, Ints, Real
 from realrl.planner.cost.call_context import CallContext
 from realrl.planner.cost.network import Ring
 from realrl.planner.memory.gathered import GatheredMemory, SectionBytes
+from realrl.program.arrays import Bools, Floats, Ints, Real
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,14 @@ import numpy as np
 from realrl.layout.kv_blocks import count_steps_per_look
 from realrl.layout.sets import WHOLE as EVERYTHING
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
-from realrl.planner.arrays.arrays import Floats, Ints, Real
 from realrl.planner.cluster.devices import DeviceKind, compute_thread_speedup
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.roofline import Roofline
 from realrl.planner.profile.profile import WHOLE, CollectiveKind, LayerKind, Profile
 from realrl.planner.workload.batching import ManyChunks
-from realrl.planner.workload.sampling import Sampling
 from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.planner.workload.workload import Sampling
+from realrl.program.arrays import Floats, Ints, Real
 
 
 @dataclass(frozen=True)

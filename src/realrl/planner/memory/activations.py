@@ -14,9 +14,7 @@ import numpy as np
 from realrl.dataflow.call import Candidates
 from realrl.layout.limits import SENDS_PER_STAGE
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
-from realrl.planner.arrays.arrays import Bools, Ints, Real, tabulate_stages, truncate
 from realrl.planner.memory.gathered import GatheredMemory
-from realrl.planner.memory.kv_cache import kv_cache_bytes
 from realrl.planner.memory.layer import LayerMemory
 from realrl.planner.memory.logits import Logits
 from realrl.planner.memory.packed_weights import (
@@ -26,6 +24,13 @@ from realrl.planner.memory.packed_weights import (
 )
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.strategies import Strategies
+from realrl.program.arrays import Bools, Ints, Real, tabulate_stages, truncate
+
+
+def kv_cache_bytes(sizes: LocalSizes, *, tokens: Real, layers: Real, element_bytes: int) -> Ints:
+    """Compute the bytes of keys and values of `tokens` in `layers` on one TP rank."""
+    return truncate(2 * layers * tokens * sizes.cache_dim * element_bytes)
+
 
 GATHERED = "gathered layers"
 Parts = Mapping[str, Ints]

@@ -7,9 +7,9 @@ from functools import cached_property
 import numpy as np
 
 from realrl.layout.sets import element_width
-from realrl.planner.arrays.arrays import Bools, Ints, apply_each
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.strategies import Strategies
+from realrl.program.arrays import Bools, Ints, apply_each
 
 _FLOAT32 = 4
 

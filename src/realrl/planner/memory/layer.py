@@ -11,11 +11,18 @@ from functools import cached_property, lru_cache, reduce
 import numpy as np
 
 from realrl.layout import limits
-from realrl.layout.padding import bucket_lengths
-from realrl.planner.arrays.arrays import Floats, Ints, Real, truncate
-from realrl.planner.memory.matrix_gradients import added_bytes
+from realrl.layout.limits import ADDED_ELEMENTS, bucket_lengths
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.strategies import Strategies
+from realrl.program.arrays import Floats, Ints, Real, truncate
+
+
+def added_bytes(elements: int, element_bytes: int) -> int:
+    """Compute the bytes of a matrix's gradient apart from the float32 gradients that it is added to.
+
+    float32 products add to them. Those of narrow numbers are computed part by part, and widened before.
+    """
+    return min(elements, ADDED_ELEMENTS) * (element_bytes + 4) if element_bytes < 4 else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from realrl.dataflow.call import Candidates
-from realrl.planner.arrays.arrays import Ints, Real, truncate
-from realrl.planner.memory.matrix_gradients import added_bytes
+from realrl.planner.memory.layer import added_bytes
 from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.program.arrays import Ints, Real, truncate
 
 _SAMPLED_BYTES = 12
 """Bytes per logit of a sampled token without top-k and top-p (`engine.generation.sampler`).

@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 
 from realrl.config.errors import UserError
-from realrl.config.units import format_bytes
+from realrl.config.values import format_bytes
 from realrl.dataflow.call import Call, Kind
 from realrl.families.shape import Head, ModelShape
 from realrl.layout.limits import bucket_count, message_limits
@@ -17,23 +17,58 @@ from realrl.layout.ranges import stage_layers
 from realrl.layout.sets import BASE, TrainablePart, element_width
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES, Dtype, Placement
-from realrl.planner.arrays.arrays import Ints, tabulate_stages, truncate
 from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
-from realrl.planner.memory.activations import Activations, Parts
-from realrl.planner.memory.candidates import add_candidates
+from realrl.planner.memory.activations import Activations, Parts, choose, total
 from realrl.planner.memory.communicators import count_layout_bytes, world_bytes
 from realrl.planner.memory.packed_weights import packed_matrix_bytes
-from realrl.planner.memory.reserves import DRIVER_BYTES, FRAGMENTATION, PROCESS_BYTES
 from realrl.planner.memory.routed_experts import add_routed_experts
 from realrl.planner.workload.batching import split_all_work
 from realrl.planner.workload.generation import split_generations
 from realrl.planner.workload.shard_sizes import LocalSizes, SetSizes
 from realrl.planner.workload.strategies import Strategies
-from realrl.planner.workload.workload import Workload
-from realrl.program.memory import StoredModel
-from realrl.program.training_state import TrainingState, count_training_state
+from realrl.planner.workload.workload import CallWork, Workload
+from realrl.program.arrays import Bools, Ints, Real, tabulate_stages, truncate
+from realrl.program.memory import StoredModel, TrainingState, count_training_state
+
+_BYTES = 8
+"""Bytes per candidate: its id in int32, and a log-probability in float32."""
+
+
+def add_candidates(
+    parts: Parts, call: Call, work: CallWork, rank_records: Ints, tokens: Real, *, cpu: bool, last: Bools
+) -> Parts:
+    """Add what a stage holds of a call's candidates to its peak; `tokens` are those of a micro-batch,
+    `rank_records` the records of a rank.
+
+    Given ones are copied for a micro-batch and, in training, for the mini-batch, and before that for the whole step
+    where the device has memory of its own. Those that inference gives stay in the memory of a CPU.
+    """
+    if call.candidates is None:
+        return parts
+    rank_tokens = rank_records * work.mean
+    each = _BYTES * call.candidates.count
+    if call.candidates.ids is None:
+        # The outputs of all micro-batches are put together at last.
+        outputs = {"activations": truncate(2 * each * rank_tokens)}
+        return choose(last & (total(outputs) > total(parts)), outputs, parts) if cpu else parts
+    if call.kind is Kind.TRAIN:
+        tokens = tokens + rank_tokens * (1 if cpu else 1 + work.minibatches)
+    return {**parts, "activations": parts.get("activations", truncate(0)) + truncate(each * tokens)}
+
+
+_GIB = 1 << 30
+DRIVER_BYTES = int(0.6 * _GIB)
+"""Memory reserved by driver and libraries on a GPU: the CUDA context and the kernels that are used."""
+PROCESS_BYTES = 4 * _GIB
+"""Host memory reserved for a device's process: torch, CUDA, and a file of weights while a model is saved."""
+FRAGMENTATION = 0.1
+"""Fraction of dynamic memory that the caching allocator holds but cannot use.
+
+Static memory consists of a few flat buffers and does not fragment; nor do the cache, packed weights and the memory
+of graphs, which a call holds from its beginning to its end."""
+
 
 _LASTING = ("cache", "packed weights", "graphs")
 

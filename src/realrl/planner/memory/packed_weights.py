@@ -1,4 +1,4 @@
-"""Memory of the packed weights that decode steps on a CPU may multiply by (`model.decode_weights`), on one TP rank.
+"""Memory of the packed weights that decode steps on a CPU may multiply by (`model.matrices`), on one TP rank.
 
 Exact training and inference pack each matrix for its product, and free it after it. Quantised matrices are widened
 likewise, and have no packed copy. Whether a generate call packs weights is a choice of the machine that it runs on:
@@ -9,8 +9,8 @@ import numpy as np
 
 from realrl.layout.limits import LANES
 from realrl.plan.placement import ELEMENT_BYTES, Dtype
-from realrl.planner.arrays.arrays import Bools, Ints
 from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.program.arrays import Bools, Ints
 
 
 def packed_weight_bytes(sizes: LocalSizes, dtype: Dtype, *, layers: Ints, head: Bools) -> Ints:

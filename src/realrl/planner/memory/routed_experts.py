@@ -2,9 +2,9 @@
 
 from realrl.dataflow.call import Call
 from realrl.families.shape import ModelShape
-from realrl.planner.arrays.arrays import Ints, Real, truncate
 from realrl.planner.memory.activations import Parts
 from realrl.planner.workload.workload import CallWork
+from realrl.program.arrays import Ints, Real, truncate
 
 _BYTES = 2
 """Bytes of the number of an expert."""

@@ -7,11 +7,10 @@ import numpy as np
 
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.layout.routing.links import Links
-from realrl.plan.cluster import Cluster
-from realrl.planner.arrays.arrays import Floats, Ints
+from realrl.plan.cluster import Cluster, Links
 from realrl.planner.moves.transfers import Layouts, find_nodes
 from realrl.planner.workload.workload import Workload
+from realrl.program.arrays import Floats, Ints
 from realrl.program.order import keys_between, producers
 
 _LENGTH_BYTES = 8

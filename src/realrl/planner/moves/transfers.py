@@ -12,7 +12,7 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.axes import Degrees, Divided, axes_dividing, axis_names, column_of
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import DTYPES, Dtype, Mesh, Placement, Strategy
-from realrl.planner.arrays.arrays import Floats, Ints
+from realrl.program.arrays import Floats, Ints
 from realrl.program.order import TrainableParts, changed_sets, set_names
 
 TYPES: tuple[Dtype | None, ...] = (None, *DTYPES.values())

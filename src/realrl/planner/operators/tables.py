@@ -7,26 +7,153 @@ node, all in bfloat16.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.resources import files
-from typing import Any, Literal
+from math import prod
+from typing import Any, Literal, Self
 
 import numpy as np
 
 from realrl.plan.placement import Dtype
-from realrl.planner.arrays.arrays import Floats, Real
 from realrl.planner.cluster.devices import DeviceKind
-from realrl.planner.operators.bounds import (
-    LEAST_S,
-    TablePoint,
-    place_collective,
-    place_decode,
-    place_prefill,
-    place_product,
-)
-from realrl.planner.operators.grid import Grid
+from realrl.program.arrays import Floats, Ints, Real
+
+PERCENT = 100
+"""Steps of one in which values are written to files."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A function of sizes, linear in the logarithm of each between neighbouring points, constant beyond the last.
+
+    `axes`: the sizes of the points, ascending, axis by axis; `values`: those of all points, the last axis varying
+    fastest.
+    """
+
+    axes: tuple[tuple[float, ...], ...]
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.values) != prod(map(len, self.axes)):
+            raise ValueError(f"{len(self.values)} values for a grid of {[len(axis) for axis in self.axes]}")
+
+    def at(self, *sizes: Real) -> Floats:
+        """Interpolate the values at as many sizes, or arrays of them, as there are axes."""
+        return np.asarray(sum(weight * self._table[point] for point, weight in self.weights(sizes)))
+
+    def weights(self, sizes: Sequence[Real]) -> list[tuple[Ints, Floats]]:
+        """List the points whose values are averaged at some sizes, as indices in `values`, with their weights."""
+        found = [(np.zeros((), dtype=np.int64), np.ones(()))]
+        for axis, size in zip(self._axes, sizes, strict=True):
+            last = len(axis) - 1
+            after = np.searchsorted(axis, size, side="right")
+            begin, end = np.maximum(after - 1, 0), np.minimum(after, last)
+            inside = np.minimum(np.maximum(size, axis[0]), axis[-1])
+            whole = np.log2(axis[end] / axis[begin])
+            share = np.log2(inside / axis[begin]) / np.where(begin < end, whole, 1.0)
+            near = [(begin, 1 - share), (end, share)]
+            found = [(point * len(axis) + i, weight * part) for point, weight in found for i, part in near]
+        return found
+
+    @cached_property
+    def _axes(self) -> tuple[Floats, ...]:
+        return tuple(np.array(axis, dtype=np.float64) for axis in self.axes)
+
+    @cached_property
+    def _table(self) -> Floats:
+        return np.array(self.values, dtype=np.float64)
+
+    @classmethod
+    def read(cls, stored: dict[str, Any]) -> Self:
+        """Build a grid from what `write` has returned."""
+        axes = tuple(tuple(map(float, axis)) for axis in stored["axes"])
+        return cls(axes, tuple(value / PERCENT for value in stored["percent"]))
+
+    def write(self) -> dict[str, Any]:
+        """Return what JSON can store, values rounded to hundredths."""
+        return {
+            "axes": [[int(size) for size in axis] for axis in self.axes],
+            "percent": [round(PERCENT * value) for value in self.values],
+        }
+
+
+ELEMENT = 2
+"""Bytes per element of operands: they are bfloat16."""
+LEAST_S = 2e-6
+"""Seconds from the start of a kernel to the start of the next one, without any work: products of 32 x 32 x 32 take
+2.5 µs on an H100 and 4 µs on an A100, in a CUDA graph."""
+TILE = 128
+"""Keys that a block of an attention kernel reads at a time, also where a window hides most of them."""
+
+
+@dataclass(frozen=True)
+class TablePoint:
+    """Place of an operator in its table, and the seconds that the table's answer is relative to."""
+
+    bound: Real
+    """Seconds."""
+    sizes: tuple[Real, ...]
+    """One for each axis of the table."""
+
+
+def place_product(device: DeviceKind, rows: Real, outputs: Real, inputs: Real) -> TablePoint:
+    """Place a product of [rows, inputs] and [inputs, outputs]."""
+    elements = rows * inputs + inputs * outputs + rows * outputs
+    return TablePoint(_bound(device, 2 * rows * outputs * inputs, elements), (rows, outputs, inputs))
+
+
+def place_prefill(
+    device: DeviceKind,
+    tokens: Real,
+    squares: Real,
+    heads: float,
+    kv_heads: float,
+    head_dim: float,
+    window: int | None = None,
+) -> TablePoint:
+    """Place causal attention of sequences, as if they were of equal length. `squares`: sum of squared lengths.
+
+    Half of the scores are computed, and their product with values. With a window, length and number are those of as
+    many tokens in sequences as long as a token sees.
+    """
+    length = squares / tokens
+    seen = length if window is None else np.minimum(length, window + TILE)
+    visible = squares * (1 - (1 - seen / length) ** 2)
+    bound = _bound(device, 2 * visible * heads * head_dim, 2 * tokens * (heads + kv_heads) * head_dim)
+    return TablePoint(bound, (seen, tokens / seen * heads, heads / kv_heads, head_dim))
+
+
+def place_decode(
+    device: DeviceKind,
+    rows: Real,
+    context: Real,
+    heads: float,
+    kv_heads: float,
+    head_dim: float,
+    window: int | None = None,
+) -> TablePoint:
+    """Place attention of one new token per row, which reads keys and values of `context` tokens."""
+    seen = context if window is None else np.minimum(context, window + TILE)
+    bound = _bound(device, 4 * rows * seen * heads * head_dim, 2 * rows * seen * kv_heads * head_dim)
+    return TablePoint(bound, (seen, rows * kv_heads, heads / kv_heads, head_dim))
+
+
+def place_collective(device: DeviceKind, rounds: int, ranks: Real, number_bytes: Real) -> TablePoint:
+    """Place a ring collective in a node: `rounds` times, each rank sends all parts of `number_bytes` but one."""
+    share = (ranks - 1) / ranks
+    return TablePoint(
+        LEAST_S + rounds * share * number_bytes / device.link_bytes_per_s, (ranks, number_bytes)
+    )
+
+
+def _bound(device: DeviceKind, operations: Real, elements: Real) -> Real:
+    """Seconds of arithmetic or of traffic, whichever is longer, and of a kernel that does nothing."""
+    return LEAST_S + np.maximum(
+        operations / device.bf16_flops, ELEMENT * elements / device.memory_bytes_per_s
+    )
+
 
 Reduction = Literal["all_reduce", "all_gather", "reduce_scatter"]
 """Collectives that have tables."""

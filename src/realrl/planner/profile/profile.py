@@ -10,26 +10,101 @@ together.
 """
 
 import json
+import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, Self
 
+import numpy as np
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
+from realrl import __version__
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, explain
 from realrl.config.files import write_whole
 from realrl.config.json_file import read_json
 from realrl.config.paths import local_path
-from realrl.families.experts import Mixture
-from realrl.families.shape import ModelShape
+from realrl.families.shape import Mixture, ModelShape
 from realrl.plan.placement import Dtype
-from realrl.planner.arrays.arrays import Floats, Real
 from realrl.planner.profile.corrections import Correction
-from realrl.planner.profile.curves import Curve, Surface
+from realrl.program.arrays import Floats, Real
+
+
+def read_versions() -> dict[str, str]:
+    """Return the version of Python and of each relevant package, by name, without loading torch."""
+    return {"python": platform.python_version(), "realrl": __version__, "torch": version("torch")}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Time as a piecewise linear function of size; both are above 0.
+
+    Below the first point the time is that of the first, since it consists of overhead there. Above the last one the
+    last segment is extrapolated, with a slope between half of the mean time per unit so far and all of it.
+    """
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def of(cls, points: Sequence[tuple[float, float]]) -> "Curve":
+        """Build a curve from (size, seconds) in any order; the median counts of a size measured several times.
+
+        ValueError for no points.
+        """
+        if not points:
+            raise ValueError("a curve needs at least one point")
+        groups: dict[float, list[float]] = {}
+        for size, seconds in points:
+            groups.setdefault(size, []).append(seconds)
+        ordered = sorted((size, sorted(times)[len(times) // 2]) for size, times in groups.items())
+        return cls(tuple(size for size, _ in ordered), tuple(seconds for _, seconds in ordered))
+
+    def __call__(self, size: Real) -> Floats:
+        sizes = self.sizes
+        seconds = self.seconds
+        mean = seconds[-1] / sizes[-1]
+        slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else mean
+        beyond = np.maximum(size - sizes[-1], 0.0) * min(mean, max(mean / 2, slope))
+        return np.asarray(np.interp(size, sizes, seconds) + beyond)
+
+
+@dataclass(frozen=True)
+class Surface:
+    """Time as a function of context length and size: a curve per context, interpolated linearly between contexts.
+
+    Outside the measured contexts the nearest segment is extrapolated, but never below half of the nearest curves.
+    """
+
+    contexts: tuple[float, ...]
+    curves: tuple[Curve, ...]
+
+    @classmethod
+    def of(cls, points: Sequence[tuple[float, float, float]]) -> "Surface":
+        """Build a surface from (context, size, seconds) in any order."""
+        groups: dict[float, list[tuple[float, float]]] = {}
+        for context, size, seconds in points:
+            groups.setdefault(context, []).append((size, seconds))
+        contexts = sorted(groups)
+        return cls(tuple(contexts), tuple(Curve.of(groups[context]) for context in contexts))
+
+    def __call__(self, context: Real, size: Real) -> Floats:
+        if len(self.contexts) == 1:
+            return self.curves[0](size)
+        context, size = np.broadcast_arrays(context, size)
+        contexts = np.array(self.contexts)
+        i = np.clip(np.searchsorted(contexts, context, side="right") - 1, 0, len(contexts) - 2)
+        table = np.array([curve(size) for curve in self.curves])
+        low, high = (np.take_along_axis(table, j[None], 0)[0] for j in (i, i + 1))
+        fraction = (context - contexts[i]) / (contexts[i + 1] - contexts[i])
+        value = np.where(fraction == 1, high, low + (high - low) * fraction)
+        return np.maximum(value, np.minimum(low, high) / 2)
+
 
 FORMAT: Literal["realrl profile"] = "realrl profile"
 VERSION: Literal[5] = 5

@@ -7,9 +7,9 @@ import numpy as np
 
 from realrl.layout.sets import element_width
 from realrl.plan.placement import Placement
-from realrl.planner.arrays.arrays import Floats, Ints
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.workload.shard_sizes import LocalSizes, SetSizes
+from realrl.program.arrays import Floats, Ints
 from realrl.program.memory import StoredModel
 
 _SAVED = 4 * 3
@@ -47,7 +47,7 @@ class StorageTraffic:
 def count_traffic(scenario: Scenario, homes: Mapping[str, Placement]) -> StorageTraffic:
     """Count what ranks write and read where roles live at `homes`.
 
-    As `runtime.checkpoints.contents` has it: every element of a role that learns is written once, those that
+    As `checkpoint.contents` has it: every element of a role that learns is written once, those that
     data-parallel ranks share by one of them. A restart restores them, and reads each rank's part of all others from
     their own files.
     """

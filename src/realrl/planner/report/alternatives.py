@@ -9,10 +9,10 @@ from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind
 from realrl.plan.placement import Dtype, Placement, Strategy
 from realrl.plan.plan import Plan
-from realrl.planner.evaluate.shortage import explain_plan_shortage
-from realrl.planner.evaluate.timeline import PlanEvaluation, Timeline
 from realrl.planner.report.report import Alternative
 from realrl.planner.report.shortage_text import describe_shortage
+from realrl.planner.search.many_plans import PlanEvaluation, Timeline
+from realrl.planner.search.shortage import explain_plan_shortage
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace, build_problem
 from realrl.planner.space.candidate import Candidate

@@ -1,20 +1,67 @@
 """Planning of a step, with a report on the plan and its alternatives."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from realrl.config.errors import UserError
 from realrl.planner.reliability.goodput import bound_expected_seconds, predict_goodput
 from realrl.planner.report.alternatives import find_alternatives
-from realrl.planner.report.contenders import list_contenders
-from realrl.planner.report.node_counts import compare_sizes, make_size_report
-from realrl.planner.report.report import Objective, PlanReport, Preset, SizeReport
-from realrl.planner.report.sizing import Wanted, choose_cluster
+from realrl.planner.report.node_counts import Wanted, choose_cluster, compare_sizes, make_size_report
+from realrl.planner.report.report import (
+    CHOSEN,
+    FASTEST,
+    RUNNER_UP,
+    Contender,
+    Objective,
+    PlanReport,
+    Preset,
+    SizeReport,
+)
 from realrl.planner.search.plan_search import BestPlan, UserConstraints, find_best_plan
 from realrl.planner.search.search import DEFAULT_EFFORT
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.uncertainty.ranking import StepSampler, count_parts
+
+_RUNNERS_UP = 2
+_NEAR = 1.25
+"""Step of a runner-up that is worth naming, relative to that of the chosen plan."""
+
+
+def list_contenders(scenario: Scenario, best: BestPlan) -> dict[str, Contender]:
+    """List the plans that fit, the fastest first, with interval and probability of being the fastest."""
+    found = {CHOSEN: best.estimate}
+    if best.fastest.plan != best.estimate.plan:
+        found[FASTEST] = best.fastest
+    found |= {name: e for name, e in best.presets.items() if isinstance(e, Estimate) and e.fits}
+    for number, estimate in enumerate(_list_runners_up(best), 1):
+        found[f"{RUNNER_UP} {number}"] = estimate
+    return compare_contenders(scenario, found, best.sampler)
+
+
+def compare_contenders(
+    scenario: Scenario, found: Mapping[str, Estimate], sampler: StepSampler
+) -> dict[str, Contender]:
+    """Compare plans by name, the fastest first."""
+    ordered = dict(sorted(found.items(), key=lambda item: item[1].step_seconds))
+    return {
+        name: Contender(
+            name=name,
+            estimate=ordered[name],
+            outlook=outlook,
+            parts=count_parts(scenario.graph, ordered[name].plan),
+        )
+        for name, outlook in sampler.compare(ordered).items()
+    }
+
+
+def _list_runners_up(best: BestPlan) -> list[Estimate]:
+    """List the searched plans that are nearly as fast as the chosen one and have no other name."""
+    named = (best.estimate.plan, best.fastest.plan)
+    near = (e for e in best.searched if e.step_seconds <= _NEAR * best.estimate.step_seconds)
+    others = [e for e in near if e.plan not in named]
+    return sorted(others, key=lambda estimate: estimate.step_seconds)[:_RUNNERS_UP]
 
 
 def make_report(

@@ -4,14 +4,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from realrl.config.units import format_bytes
+from realrl.config.values import format_bytes
 from realrl.dataflow.call import Kind
-from realrl.planner.simulate.estimate import DeviceMemory, Estimate, NodeMemory
-from realrl.planner.simulate.memory_part import MemoryPart, PartKind
+from realrl.planner.simulate.estimate import DeviceMemory, Estimate, MemoryPart, NodeMemory, PartKind
 
 if TYPE_CHECKING:
     # These load numpy, and pages of plans are written without it.
-    from realrl.planner.evaluate.shortage import Shortage
+    from realrl.planner.search.shortage import Shortage
     from realrl.planner.simulate.scenario import Scenario
 
 

@@ -6,11 +6,12 @@ from itertools import combinations
 
 import numpy as np
 
-from realrl.planner.arrays.arrays import Bools, Floats
-from realrl.planner.evaluate.tables import Refresh, Tables
 from realrl.planner.search.groups import Numbers, group_candidates
 from realrl.planner.search.least_moves import LeastMoves
 from realrl.planner.search.room import MemoryBound
+from realrl.planner.search.tables import Tables
+from realrl.program.arrays import Bools, Floats
+from realrl.program.step import Activity
 
 _AT_ONCE = 512
 """Number of nodes whose work is added up together, so that it stays in the caches."""
@@ -186,7 +187,7 @@ class Bound:
         for refresh in self.moves.refreshes:
             start, cost = self._refresh(refresh, nodes, tail)
             np.maximum(bound, start + cost, out=bound)
-            further.append((start, cost * np.maximum(size[refresh.copy], size[refresh.home])))
+            further.append((start, cost * np.maximum(size[refresh.target], size[refresh.home])))
         every = tuple(range(len(nodes)))
         np.maximum(bound, self._work(every, told, head, tail, area, whole, moves, further), out=bound)
         for end in packed.values():
@@ -296,17 +297,17 @@ class Bound:
         start = np.maximum(start, np.where(seconds > 0, there, load_start) + load)
         return start * transient, seconds * transient, load_start * transient, load * transient
 
-    def _refresh(self, refresh: Refresh, nodes: Numbers, tail: Floats) -> tuple[Floats, Floats]:
+    def _refresh(self, refresh: Activity, nodes: Numbers, tail: Floats) -> tuple[Floats, Floats]:
         """Earliest start and least seconds of a refresh, or of a reallocation in its place."""
-        home, copy = refresh.home, refresh.copy
+        home, copy = refresh.home, refresh.target
         must, may = (getattr(self.groups[home], name)[nodes[home]] for name in ("must_keep", "may_keep"))
-        seconds = self.moves.seconds(refresh.table, copy, nodes)
+        seconds = self.moves.seconds(self.tables.transfers(refresh), copy, nodes)
         if not must.all():
             other: Floats | float = 0.0
             if copy in self.moves.moving:
                 other = self.moves.seconds(self.tables.reallocation[copy], copy, nodes)
             seconds = np.where(must, seconds, np.minimum(seconds, other))
-        return np.where(must, tail[refresh.after], 0.0), np.where(may, seconds, 0.0)
+        return np.where(must, tail[refresh.call], 0.0), np.where(may, seconds, 0.0)
 
     def _work(
         self,

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from realrl.planner.arrays.arrays import Floats
-from realrl.planner.evaluate.scorer import Scorer
 from realrl.planner.search.bound import Bound, Numbers
 from realrl.planner.search.groups import ALONE, KIND, LAYOUT, SIZE, SIZES, TENSOR
 from realrl.planner.search.local import improve_locally
+from realrl.planner.search.scorer import Scorer
+from realrl.program.arrays import Floats
 
 _PARENTS, _CHILDREN = 8192, 1 << 15
 """Nodes branched, and bounded, at once: enough to amortise numpy calls, few enough for the caches."""

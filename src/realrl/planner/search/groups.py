@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realrl.plan.cluster import Cluster
-from realrl.planner.arrays.arrays import Bools, Floats, Ints
-from realrl.planner.evaluate.tables import Columns, Tables
 from realrl.planner.moves.transfers import Layouts
+from realrl.planner.search.tables import Columns, Tables
+from realrl.program.arrays import Bools, Floats, Ints
 
 Numbers = NDArray[np.int32]
 """Group indices, int32 because there may be millions of nodes."""

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from realrl.planner.arrays.arrays import Floats
-from realrl.planner.evaluate.tables import Tables
 from realrl.planner.moves.transfers import TransferTable
 from realrl.planner.search.groups import ALONE, LAYOUT, CandidateGroups, Numbers
+from realrl.planner.search.tables import Tables
+from realrl.program.arrays import Floats
 
 
 class LeastMoves:
@@ -26,7 +26,7 @@ class LeastMoves:
         self.refreshes = [
             refresh
             for refresh in tables.refreshes
-            if not any(p < refresh.copy for p in tables.same_role[refresh.copy] if p != refresh.home)
+            if not any(p < refresh.target for p in tables.same_role[refresh.target] if p != refresh.home)
         ]
         """Refreshes of copies that are not those of earlier calls."""
 

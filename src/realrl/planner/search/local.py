@@ -5,11 +5,11 @@ from functools import reduce
 
 import numpy as np
 
-from realrl.planner.arrays.arrays import Floats, Ints
-from realrl.planner.evaluate.scorer import Scorer
-from realrl.planner.evaluate.tables import Tables
 from realrl.planner.search.bound import Bound
 from realrl.planner.search.groups import ALONE, KIND, LAYOUT
+from realrl.planner.search.scorer import Scorer
+from realrl.planner.search.tables import Tables
+from realrl.program.arrays import Floats, Ints
 
 Move = tuple[list[int], Ints]
 """Some calls, and the candidates that they may have instead of theirs, [calls, moves]."""

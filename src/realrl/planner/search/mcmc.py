@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from realrl.planner.arrays.arrays import Ints
-from realrl.planner.evaluate.scorer import Scorer
+from realrl.planner.search.scorer import Scorer
+from realrl.program.arrays import Ints
 
 _HOT, _COLD = 0.1, 0.001
 """Initial and final temperature, as a fraction of the best score."""

@@ -10,27 +10,59 @@ import numpy as np
 
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind
-from realrl.plan.placement import Placement
+from realrl.plan.cluster import Cluster
+from realrl.plan.placement import Mesh, Placement
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
-from realrl.planner.evaluate.shortage import DoesNotFit
 from realrl.planner.reliability.goodput import compute_expected_seconds
-from realrl.planner.reliability.homes import find_better_homes
+from realrl.planner.search.homes import find_better_homes
 from realrl.planner.search.search import DEFAULT_EFFORT, TOLERANCE, SearchBudget, SearchResult, search_plans
+from realrl.planner.search.shortage import DoesNotFit
 from realrl.planner.search.variants import Variants
-from realrl.planner.search.widened import shrink_scenario, widen_plan
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace, build_problem
 from realrl.planner.space.candidates import MANY_DEVICES, list_micro_batches
 from realrl.planner.space.problem import Problem
-from realrl.planner.uncertainty.preference import MOST_LONGER, choose_plan
-from realrl.planner.uncertainty.ranking import StepSampler
+from realrl.planner.uncertainty.ranking import MOST_LONGER, StepSampler, choose_plan
 from realrl.planner.workload.workload import Workload
 from realrl.program.lower import home_placements, offloaded
-from realrl.program.memory import list_sharers
-from realrl.program.shared_bases import check_offloading, find_holders
+from realrl.program.memory import check_offloading, find_holders, list_sharers
+
+_FEW_NODES = range(8, 17)
+"""Numbers of nodes for which nearly every plan is enumerated, and found soon."""
+
+
+def shrink_scenario(scenario: Scenario) -> tuple[Scenario, int] | None:
+    """Return a scenario of few nodes with as many records for each, and how many times it goes into the given one.
+
+    Of the numbers of nodes that are tried, the one which leaves the fewest idle. None where nodes differ, where
+    there are few of them already, or where each has less than a record.
+    """
+    spec, workload = scenario.spec, scenario.workload
+    if len(spec.groups) > 1 or spec.nodes < 2 * max(_FEW_NODES):
+        return None
+    few = min(reversed(_FEW_NODES), key=lambda nodes: spec.nodes % nodes)
+    by = spec.nodes // few
+    prompts = workload.items // workload.samples // by
+    if prompts == 0:
+        return None
+    small = replace(workload, items=prompts * workload.samples)
+    return replace(scenario.on(spec.with_nodes(few)), workload=small), by
+
+
+def widen_plan(plan: Plan, by: int, cluster: Cluster) -> Plan:
+    """Return a plan for more nodes, with `by` times as many data-parallel ranks on as many devices."""
+    placements = {
+        name: Placement(
+            Mesh(by * place.mesh.first, by * place.mesh.size),
+            place.strategy.with_degrees(dp=by * place.strategy.dp),
+        )
+        for name, place in plan.placements.items()
+    }
+    return replace(plan, cluster=cluster, placements=placements)
+
 
 _LITTLE = SearchBudget(plans=10_000, chains=32, rounds=20, nodes=20_000)
 """Search budget of a preset, in which only micro-batches and recomputation vary."""

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from realrl.planner.arrays.arrays import Bools, Ints
-from realrl.planner.evaluate.shortage import DoesNotFit, explain_call_shortage
 from realrl.planner.moves.transfers import Layouts
+from realrl.planner.search.shortage import DoesNotFit, explain_call_shortage
 from realrl.planner.space.costs import CandidateCosts
 from realrl.planner.space.problem import Problem
+from realrl.program.arrays import Bools, Ints
 
 
 def prune_candidates(problem: Problem) -> tuple[Problem, dict[str, Ints]]:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from realrl.planner.arrays.arrays import Bools, Floats, Ints
-from realrl.planner.evaluate.tables import Tables
 from realrl.planner.search.groups import CandidateGroups, Numbers
+from realrl.planner.search.tables import Tables
+from realrl.program.arrays import Bools, Floats, Ints
 
 _STEPS = 128
 """Sizes of memory that tables of times tell apart."""

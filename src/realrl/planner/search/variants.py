@@ -3,11 +3,10 @@
 import numpy as np
 
 from realrl.plan.axes import Degrees
-from realrl.planner.arrays.arrays import Floats, Ints
-from realrl.planner.evaluate.activities import Facts
-from realrl.planner.evaluate.timeline import Timeline
 from realrl.planner.search.local import change_calls, list_moves
+from realrl.planner.search.many_plans import Facts, Timeline
 from realrl.planner.space.problem import Assignment, Problem
+from realrl.program.arrays import Floats, Ints
 
 _AT_ONCE = 4096
 """Plans whose parts are counted at once."""

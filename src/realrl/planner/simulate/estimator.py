@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from realrl.dataflow.periods import share_steps
+from realrl.dataflow.graph import share_steps
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.durations import Durations
 from realrl.planner.simulate.estimate import CallEstimate, Estimate, MoveEstimate, Slice

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from realrl.plan.axes import Divided, axes_dividing
 from realrl.plan.placement import Placement
-from realrl.planner.simulate.estimate import DeviceMemory, Footprint, NodeMemory
-from realrl.planner.simulate.memory_part import MemoryPart, PartKind
+from realrl.planner.simulate.estimate import DeviceMemory, Footprint, MemoryPart, NodeMemory, PartKind
 from realrl.planner.simulate.scenario import Scenario
 from realrl.program.instructions import Load, Program, Reallocate, Run
 from realrl.program.memory import HeldState, Holdings, Memory, StoredModel

@@ -9,9 +9,8 @@ from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.simulate.simulator import STEPS, simulate
 from realrl.program.instructions import Run
 from realrl.program.lower import home_placements, kept_copies, lower, lower_start
-from realrl.program.prediction_file import PredictedMemory, PredictedStep
 from realrl.program.text import format_instruction
-from realrl.program.trace_file import Event, make_event
+from realrl.program.trace_file import Event, PredictedMemory, PredictedStep, make_event
 
 
 def predict_trace(scenario: Scenario, plan: Plan, steps: int = STEPS) -> list[list[Event]]:

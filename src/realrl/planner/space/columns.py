@@ -7,10 +7,10 @@ import numpy as np
 
 from realrl.dataflow.call import Call, Kind
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.arrays.arrays import Bools, Floats, Ints
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.candidate import Candidate
 from realrl.planner.workload.strategies import group_strategies
+from realrl.program.arrays import Bools, Floats, Ints
 from realrl.program.memory import StoredModel
 from realrl.program.order import changed_sets
 

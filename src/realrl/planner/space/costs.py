@@ -8,9 +8,9 @@ from typing import Self
 
 import numpy as np
 
-from realrl.planner.arrays.arrays import Bools, Floats, Ints
 from realrl.planner.moves.transfers import Layouts
 from realrl.planner.space.candidate import Candidate
+from realrl.program.arrays import Bools, Floats, Ints
 
 
 @dataclass(frozen=True, kw_only=True)

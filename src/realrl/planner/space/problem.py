@@ -11,11 +11,11 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
-from realrl.planner.arrays.arrays import Floats, Ints
 from realrl.planner.moves.exchange import ExchangeModel
 from realrl.planner.moves.transfers import Transfers, find_nodes
 from realrl.planner.space.candidate import Candidate
 from realrl.planner.space.costs import CandidateTable
+from realrl.program.arrays import Floats, Ints
 from realrl.program.lower import home_placements, kept_copies
 from realrl.program.order import TrainableParts
 

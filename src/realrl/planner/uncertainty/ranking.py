@@ -1,17 +1,19 @@
 """Intervals of predicted steps, and the probability of each of several plans that it is the fastest."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.plan import Plan
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.simulate.simulator import Samples
-from realrl.planner.uncertainty.draws import Draws
-from realrl.planner.uncertainty.outlook import LEVEL, Interval, Outlook
-from realrl.planner.uncertainty.sampled_steps import StepSamples, sample_step
+from realrl.planner.uncertainty.outlook import CONVINCING, LEVEL, Interval, Outlook
+from realrl.planner.uncertainty.sampled_steps import Draws, StepSamples, sample_step
+from realrl.program.lower import home_placements, kept_copies
 
 _TIE = 1e-3
 """Relative difference in seconds that no measurement shows: of plans that differ off the critical path alone."""
@@ -66,3 +68,40 @@ def _share_first_places(steps: Sequence[Samples]) -> list[float]:
     seconds = np.array(steps)
     first: NDArray[np.bool_] = seconds <= (1 + _TIE) * seconds.min(axis=0)
     return [float(share) for share in (first / first.sum(axis=0)).mean(axis=1)]
+
+
+MOST_LONGER = 0.02
+"""Largest fraction by which the predicted step of a simpler plan that is preferred may be longer."""
+
+
+def count_parts(graph: DataflowGraph, plan: Plan) -> int:
+    """Count what makes a plan complex: layouts, calls away from the home of their role, copies and offloaded state.
+
+    A plan that runs all calls under one strategy on the same devices, and moves nothing, has one part.
+    """
+    homes = home_placements(graph, plan)
+    calls = [call for call in graph.calls if call.role is not None]
+    layouts = {plan[call.name].layout for call in calls}
+    away = sum(plan[call.name].layout != homes[call.model_role].layout for call in calls)
+    copies = sum(map(len, kept_copies(graph, plan, homes).values()))
+    return len(layouts) + away + copies + len(plan.offload) + len(plan.offload_optimizer)
+
+
+def choose_plan(
+    graph: DataflowGraph,
+    sampler: StepSampler,
+    estimates: Sequence[Estimate],
+    objective: Callable[[Estimate], float],
+    longest: float = math.inf,
+) -> Estimate:
+    """Choose the best plan by an objective in seconds, unless a simpler one may well be as fast.
+
+    That is the simplest one, by `count_parts`, whose predicted seconds are at most `MOST_LONGER` longer, and whose
+    step is longer than that of the best one with a probability below `CONVINCING`; of equally simple ones the best.
+    One that takes more than `longest` seconds is not preferred.
+    """
+    best = min(estimates, key=objective)
+    most = min(longest, objective(best) * (1 + MOST_LONGER))
+    near = (e for e in estimates if objective(e) <= most)
+    rivals = [e for e in near if sampler.probability_of(best.plan, e.plan) < CONVINCING]
+    return min((best, *rivals), key=lambda estimate: (count_parts(graph, estimate.plan), objective(estimate)))

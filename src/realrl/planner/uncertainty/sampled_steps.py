@@ -2,21 +2,175 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from hashlib import sha256
+from math import hypot
+from typing import Literal
 
 import numpy as np
 
 from realrl.dataflow.call import Call
 from realrl.plan.placement import Placement, Strategy
 from realrl.plan.plan import Plan
+from realrl.planner.operators.tables import TABULATED, read_tables
+from realrl.planner.profile.corrections import find_nearest
+from realrl.planner.profile.profile import SweepSpread
 from realrl.planner.simulate.durations import Durations
 from realrl.planner.simulate.estimator import list_steps
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.simulate.simulator import SETTLED, Samples, simulate_samples
-from realrl.planner.uncertainty.draws import Draws
-from realrl.planner.uncertainty.sources import CallErrors, find_call_errors
-from realrl.planner.uncertainty.spreads import MOVES
 from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Receive, Run
+
+SAMPLES = 1000
+"""Samples of a step; their 5 % and 95 % quantiles then scatter by about a fifteenth of a standard deviation."""
+
+
+class Draws:
+    """Samples of independent errors, each of which belongs to something and is found again by its name."""
+
+    def __init__(self, seed: int = 0, count: int = SAMPLES) -> None:
+        self.seed = seed
+        self.count = count
+        self._known: dict[tuple[object, ...], Samples] = {}
+
+    def sample_factor(self, spread: float, *about: object) -> Samples:
+        """Sample measured over predicted seconds: log-normal, of median 1.
+
+        `spread`: standard deviation of its logarithm. `about`: what has this error; equal names have equal samples,
+        whatever else was sampled before.
+        """
+        if about not in self._known:
+            digest = sha256(repr((self.seed, *about)).encode()).digest()
+            generator = np.random.default_rng(int.from_bytes(digest[:8]))
+            self._known[about] = generator.standard_normal(self.count)
+        return np.exp(spread * self._known[about])
+
+
+TimeSource = Literal["run", "profile", "tables", "data sheet"]
+"""Where the time of a call comes from: a run that has measured the call itself under the same strategy, a profile,
+tables of measured operators, or formulas with figures of data sheets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Sizes of the errors of calls, by what shares them."""
+
+    machine: float
+    """Error of all that one kind of device does: steps get longer or shorter, and their order hardly changes."""
+    call: float
+    """Error of one call under one strategy."""
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """Error of a term in all calls on devices of a kind."""
+    other_terms: float = 0.0
+    """The same of terms that are not named. Bubbles have none: they scale with what they wait for."""
+
+    def term(self, name: str) -> float:
+        """Return the size of a term's error."""
+        return self.terms.get(name, self.other_terms)
+
+
+SPREADS: Mapping[TimeSource, Spread] = {
+    # A run on another day. Its own calls have no error but that of their median.
+    "run": Spread(machine=0.06, call=0.04),
+    # Ranks of a CPU share cores and memory, which costs collectives most; on GPUs there was nothing to compare.
+    "profile": Spread(
+        machine=0.10,
+        call=0.06,
+        terms={"tensor": 0.25, "data": 0.2, "pipeline": 0.2, "launch": 0.2},
+        other_terms=0.04,
+    ),
+    # An engine need not reach what operators take in a table: it has other attention kernels than vLLM, clocks drop
+    # under sustained load, work is spread unevenly. Published training on H100 takes 11 to 32 % longer than
+    # predicted, and decoding on A100 -5 to 10 % (`bench/published_rows.py`). Streaming, host and network are those
+    # of data sheets. Residuals of the tables on rows held out, of 3 to 7 %, are added for each call.
+    "tables": Spread(
+        machine=0.18,
+        call=0.08,
+        terms={"compute": 0.08, "decode": 0.12, "tensor": 0.15, "launch": 0.4},
+        other_terms=0.2,
+    ),
+    # The sources of `Efficiency` allow 0.65 to 0.8 of the peak for products, 0.3 to 0.6 for attention, and 0.77 to
+    # 0.88 of a link; how long a host takes to launch, or ranks to meet, nothing but a measurement tells.
+    "data sheet": Spread(
+        machine=0.2,
+        call=0.1,
+        terms={"compute": 0.15, "launch": 0.4, "tensor": 0.3},
+        other_terms=0.2,
+    ),
+}
+"""Errors by source. Those of tables and data sheets are judgements."""
+
+FUNCTION = Spread(machine=0.0, call=0.15)
+"""Errors of functions on the host, whose times runs have measured."""
+
+MOVES: Mapping[str, float] = {"reallocation": 0.4, "exchange": 0.4, "copies": 0.2}
+"""Errors of what happens between calls, whose times come from the bandwidths of links on any cluster: a judgement.
+Copies between device and host are those of PCIe, which varies less."""
+
+TABLES_OF_TERMS: Mapping[str, str] = {
+    "compute": "product",
+    "decode": "decode",
+    "tensor": "all_reduce",
+    "data": "reduce_scatter",
+}
+"""Table of operators whose residual a term has in each call, by term."""
+
+
+_TRANSFERS = ("tensor", "data", "pipeline")
+"""Terms of communication."""
+
+
+@dataclass(frozen=True)
+class CallErrors:
+    """Source of a call's time, and the sizes of its errors."""
+
+    source: TimeSource
+    spread: Spread
+    residuals: Mapping[str, float] = field(default_factory=dict)
+    """Error of terms in this call alone: that of the tables they come from."""
+
+
+def find_call_errors(scenario: Scenario, call: Call, placement: Placement) -> CallErrors:
+    """Find where the time of a call comes from, and how large its errors are."""
+    device = scenario.spec.device(placement.mesh.first)
+    profile = scenario.cost.profile
+    profile = profile if profile is not None and profile.device == device.name else None
+    model = scenario.model(call)
+    if model is None:
+        return CallErrors("run", FUNCTION)
+    nearest = None
+    if profile is not None:
+        nearest = find_nearest(profile.corrections, call, model, placement.strategy)
+        if nearest is not None and nearest.distance == 0:
+            return CallErrors("run", SPREADS["run"])
+    dtype = model.dtype_under(placement.strategy)
+    if profile is not None and placement.strategy.tp in profile.degrees(model.shape, dtype):
+        found = CallErrors("profile", widen(SPREADS["profile"], profile.sweeps))
+    elif device.measured is not None and dtype == TABULATED:
+        found = CallErrors("tables", SPREADS["tables"], read_residuals(device.measured))
+    else:
+        found = CallErrors("data sheet", SPREADS["data sheet"])
+    if nearest is None:
+        return found
+    # What a run has shown of other strategies holds for the machine as a whole.
+    return replace(found, spread=replace(found.spread, machine=SPREADS["run"].machine))
+
+
+def widen(spread: Spread, sweeps: SweepSpread | None) -> Spread:
+    """Add what sweeps of a profile differed by: so will runs."""
+    if sweeps is None:
+        return spread
+    terms = {name: hypot(spread.term(name), sweeps.transfers) for name in _TRANSFERS}
+    return replace(spread, machine=hypot(spread.machine, sweeps.layers), terms={**spread.terms, **terms})
+
+
+@lru_cache
+def read_residuals(tables: str) -> Mapping[str, float]:
+    """Read the residuals of tables of operators on rows held out, by term."""
+    spread = read_tables(tables)["spread"]
+    return {term: float(spread[table]) for term, table in TABLES_OF_TERMS.items()}
+
 
 _BUBBLE = "bubble"
 _OF_LAYOUT = 0.8

@@ -9,9 +9,9 @@ import numpy as np
 
 from realrl.config.errors import UserError
 from realrl.plan.placement import Strategy
-from realrl.planner.arrays.arrays import Floats, Ints
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import CallWork
+from realrl.program.arrays import Floats, Ints
 
 Work = TypeVar("Work")
 

@@ -4,7 +4,7 @@ from realrl.dataflow.call import Call, Kind
 from realrl.families.adapters import LORA_A, LORA_B
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, ModelShape
-from realrl.families.sizes.products import count_layer_weights
+from realrl.families.sizes import count_layer_weights
 from realrl.planner.workload.windows import average_squares
 from realrl.planner.workload.workload import CallWork, Workload
 from realrl.program.memory import StoredModel

@@ -15,10 +15,10 @@ from realrl.layout.kv_blocks import (
     size_cache,
 )
 from realrl.plan.placement import Strategy
-from realrl.planner.arrays.arrays import Ints
 from realrl.planner.workload.batching import Chunks, ManyChunks, PeakChunk, records_per_rank, split_each
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import CallWork
+from realrl.program.arrays import Ints
 
 
 @dataclass(frozen=True, kw_only=True)

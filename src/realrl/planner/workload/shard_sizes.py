@@ -10,10 +10,9 @@ from itertools import groupby
 import numpy as np
 
 from realrl.families.adapters import LORA_A, is_adapted, list_modules
-from realrl.families.options import LayerOptions
 from realrl.families.quantisation import SCALES
 from realrl.families.registry import find_layer_options, model_tensors, ties_embeddings
-from realrl.families.shape import Head, ModelShape
+from realrl.families.shape import Head, LayerOptions, ModelShape
 from realrl.families.tensors import Parameter, Partial, Place, TensorSpec
 from realrl.layout.limits import count_kept_logit_rows, count_logit_rows
 from realrl.layout.local_tensors import count_shard_rows, local_tensor
@@ -21,8 +20,8 @@ from realrl.layout.ranges import feed_forward, padded_vocabulary, stage_layers
 from realrl.layout.sets import WHOLE, ParameterSet, TrainablePart, build_parameter_sets
 from realrl.layout.shard import Shard
 from realrl.plan.placement import Dtype
-from realrl.planner.arrays.arrays import Bools, Ints, Real, truncate
 from realrl.planner.cluster.devices import DeviceKind
+from realrl.program.arrays import Bools, Ints, Real, truncate
 
 _ALIGNED = 8
 """Numbers in bfloat16 of which the rows of experts' matrices must be a multiple for one kernel to multiply them."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from realrl.plan.axes import Degrees
 from realrl.plan.placement import Dtype, Strategy
-from realrl.planner.arrays.arrays import Bools, Ints
+from realrl.program.arrays import Bools, Ints
 
 
 @dataclass(frozen=True, kw_only=True)

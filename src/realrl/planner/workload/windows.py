@@ -3,7 +3,7 @@
 import numpy as np
 
 from realrl.families.shape import ModelShape
-from realrl.planner.arrays.arrays import Real
+from realrl.program.arrays import Real
 
 
 def average_squares(shape: ModelShape, tokens: Real, squares: Real, *, layers: int | None = None) -> Real:

@@ -3,14 +3,64 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
+from realrl.families.shape import ModelShape
+from realrl.families.sizes import count_block_weights, count_layer_weights
 from realrl.layout.kv_blocks import BLOCK_TOKENS, count_blocks, count_prompt_blocks
-from realrl.planner.workload.sampling import UNRESTRICTED, Sampling
+from realrl.program.arrays import Real
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.forms import FORMS
+from realrl.recipe.generation import GenerationConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Restrictions of the tokens that are drawn."""
+
+    top_k: bool = False
+    """Whether the k likeliest tokens are kept."""
+    top_p: bool = False
+    """Whether the likeliest tokens are kept that together have a probability."""
+    minimum: bool = False
+    """Whether sequences must not end before some tokens."""
+
+    @classmethod
+    def of(cls, generation: GenerationConfig) -> Self:
+        """Return the restrictions of a recipe."""
+        return cls(
+            top_k=generation.top_k > 0,
+            top_p=generation.top_p < 1,
+            minimum=generation.min_new_tokens > 0,
+        )
+
+
+UNRESTRICTED = Sampling()
+"""Every token may be drawn."""
+
+
+def count_visited_experts(shape: ModelShape, tokens: Real) -> Real:
+    """Compute the experts of a layer that at least one of so many tokens passes through, if all are as likely.
+
+    0 for a model without experts.
+    """
+    mixture = shape.mixture
+    if mixture is None:
+        return 0.0
+    return mixture.experts * (1 - (1 - mixture.per_token / mixture.experts) ** tokens)
+
+
+def count_read_weights(shape: ModelShape, tokens: Real) -> Real:
+    """Count the parameters of a layer's matrices that a pass of so many tokens reads."""
+    own = count_layer_weights(shape)
+    if shape.mixture is None:
+        return own
+    others = count_visited_experts(shape, tokens) - shape.mixture.per_token
+    return own + others * count_block_weights(shape)
+
 
 QUANTILES = 64
 """Sample size that represents a length distribution."""

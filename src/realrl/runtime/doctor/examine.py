@@ -2,109 +2,115 @@
 
 import os
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
+from realrl.huggingface.directory import check_directories
 from realrl.plan.cluster import Cluster
+from realrl.plan.presets import SEARCH
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import find_gpu_kind
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.doctor.finding import Examination, Finding, ok, problem, run_checks, warning
-from realrl.runtime.doctor.gpus import (
-    DriverGpu,
-    ask_driver,
-    check_build_tools,
-    check_driver,
-    check_torch_gpus,
-    choose_visible,
-    parse_gpus,
+from realrl.runtime.doctor.links import Measured, judge_links, measure_locally
+from realrl.runtime.doctor.machine import (
+    Finding,
+    Said,
+    check_disk,
+    check_gpus,
+    check_limits,
+    check_versions,
+    compare_nodes,
+    describe_node,
+    list_gpus,
+    run_checks,
 )
-from realrl.runtime.doctor.links import judge_clocks, judge_links
-from realrl.runtime.doctor.local_measurement import RankFigures, measure_locally
-from realrl.runtime.doctor.machine import Host, check_cores, check_limits, check_memory, check_shared_memory
-from realrl.runtime.doctor.network import check_host_name, check_hub, check_interfaces, check_ports
-from realrl.runtime.doctor.recipe_needs import (
-    RecipeNeeds,
-    check_recipe,
-    find_needs,
-    list_hub_names,
-    try_functions,
-)
-from realrl.runtime.doctor.storage import check_storage
-from realrl.runtime.doctor.variables import check_variables
-from realrl.runtime.doctor.versions import check_versions
-from realrl.runtime.network.node_place import NUMBERS, NodePlace, find_node_place
+from realrl.runtime.output.trackers import check_trackers
 from realrl.runtime.prepare.cluster import named_cluster, written_cluster
-from realrl.runtime.prepare.gpu import Gpu, Here
+from realrl.runtime.prepare.compile import Compiled, compile_recipe
+from realrl.runtime.prepare.devices import check_kind
+from realrl.runtime.prepare.fit.check import check_fit
+from realrl.runtime.prepare.gpu import Gpu, Here, try_kernels
+from realrl.runtime.processes.environment import ABANDONED
+from realrl.runtime.processes.network import NUMBERS, NodePlace, find_node_place
+
+if TYPE_CHECKING:
+    from realrl.runtime.processes.process import Process
 
 SECONDS, RANK_SECONDS = 10.0, 40.0
 """Most seconds for the checks of a machine, and for its ranks to meet and measure."""
-_WITHOUT_RECIPE = 2
-"""Processes that exchange messages on a machine without GPUs, where no recipe says how many there are."""
+_RANKS_WITHOUT_RECIPE = 2
+"""Processes that exchange messages on a machine without GPUs, if no recipe says how many there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """Subject of an examination: devices, and the recipe and the directory of a run where they are given."""
+    """Subject of an examination: devices, and the recipe and the directory of a run if they are given."""
 
     cluster: Cluster
     ranks: int
     """Processes on this machine."""
-    device: str
+    device: Literal["auto", "cpu", "cuda"]
     run_dir: Path
     experiment: Experiment | None
-    needs: RecipeNeeds
+    compiled: Compiled | None
+    """The recipe's plan and memory, unless its plan is searched for later, or it has a mistake."""
     spec: ClusterSpec | None
-    """The planner's figures of the devices, where the user names their kind."""
-    gpus: int
-    """GPUs of this machine that may be used."""
-    listed_gpus: int
-    """GPUs of this machine, with those that CUDA_VISIBLE_DEVICES hides."""
-    launched: bool
-    """Whether a launcher has started this process as one of several."""
+    """The planner's figures of the devices, if the user names their kind."""
+    gpus: Sequence[Mapping[str, str]]
+    """GPUs of this machine that may be used, see `list_gpus`."""
+    driver_error: str
+    recipe_error: str
 
 
 def find_subject(
     experiment: Experiment | None, cluster: str | None, run_dir: str | None, *, launched: NodePlace | None
 ) -> Subject:
-    """Find out what to examine; `launched`: the node of this process among those that a launcher has started.
+    """Find out what to examine. Raises UserError for a wrong cluster.
 
-    UserError for a wrong cluster.
+    launched: the node of this process, if a launcher started the process as part of a group.
     """
     device = "auto" if experiment is None else experiment.device
     text = cluster or ("auto" if experiment is None else experiment.cluster)
     written = written_cluster(text)
     found = written if launched is None else launched.match(None if launched.even else written)
-    listed = [] if device == "cpu" else list_gpus()
-    gpus = len(choose_visible(listed, os.environ))
+    gpus: list[dict[str, str]] = []
+    compiled, driver_error, recipe_error = None, "", ""
+    try:
+        gpus = [] if device == "cpu" else list_gpus()
+    except UserError as error:
+        driver_error = str(error)
     if found is None:
-        found = Cluster(1, gpus or (1 if experiment is not None else _WITHOUT_RECIPE))
-    if cluster is not None and experiment is not None:
+        found = Cluster(1, len(gpus) or (1 if experiment is not None else _RANKS_WITHOUT_RECIPE))
+    if experiment is not None and cluster is not None:
         experiment = experiment.model_copy(update={"cluster": cluster})
-    directory = run_dir or (experiment.run_dir if experiment is not None else ".")
+    if experiment is not None and experiment.plan != SEARCH:
+        try:
+            compiled = compile_recipe(experiment, found)
+        except UserError as error:
+            recipe_error = str(error)
     return Subject(
         cluster=found,
         ranks=found.largest_node if launched is None else len(launched.ranks),
         device=device,
-        run_dir=local_path(directory),
+        run_dir=local_path(run_dir or (experiment.run_dir if experiment is not None else ".")),
         experiment=experiment,
-        needs=RecipeNeeds(None) if experiment is None else find_needs(experiment, found),
+        compiled=compiled,
         spec=named_cluster(text),
         gpus=gpus,
-        listed_gpus=len(listed),
-        launched=launched is not None,
+        driver_error=driver_error,
+        recipe_error=recipe_error,
     )
 
 
 def find_launched(environment: Mapping[str, str]) -> NodePlace | None:
-    """Find the node among those of a launcher; None where there is none, or nobody knows where ranks meet.
+    """Find the node of this process among those of a launcher; None if no launcher says where ranks meet.
 
-    UserError for variables that are no numbers.
+    Raises UserError for variables that are not numbers.
     """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return None
@@ -118,112 +124,92 @@ def find_launched(environment: Mapping[str, str]) -> NodePlace | None:
     return find_node_place(environment)
 
 
-def list_gpus() -> list[DriverGpu]:
-    """List the GPUs that the driver lists; none where it cannot be asked."""
-    try:
-        return parse_gpus(ask_driver() or "")
-    except (OSError, ValueError, LookupError, subprocess.SubprocessError):
-        return []
-
-
-def examine_node(subject: Subject) -> list[Finding]:
-    """Run the checks of this machine that need no other process."""
-    return run_checks(list(_list_checks(subject)), SECONDS)
-
-
 def examine_locally(subject: Subject) -> list[Finding]:
     """Examine this machine, with processes of its own that measure as the ranks of a run would."""
-    ranks = subject.ranks
-    figures: list[RankFigures] = []
+    measured = Measured()
 
-    def measure() -> Iterator[Finding]:
-        figures.append(measure_locally(ranks, subject.device, RANK_SECONDS))
-        return iter(())
+    def measure() -> None:
+        nonlocal measured
+        measured = measure_locally(subject.ranks, subject.device, RANK_SECONDS)
 
-    # Side by side with what is only read.
     findings = run_checks([*_list_checks(subject), ("links", measure)], RANK_SECONDS + SECONDS)
-    findings += judge_ranks(subject, figures[0] if figures else RankFigures(torch=None))
     if subject.cluster.nodes > 1:
-        nodes = subject.cluster.nodes
-        text = f"this is one of {nodes} nodes; start the command with torchrun on all to examine them"
-        findings.append(ok("links", text))
-    return findings
+        text = f"this is one of {subject.cluster.nodes} nodes; start the command with torchrun to examine all"
+        findings.append(Finding("links", "ok", text))
+    return findings + judge_ranks(subject, measured)
 
 
-def judge_ranks(subject: Subject, figures: RankFigures) -> list[Finding]:
-    """Judge what ranks have measured, and the recipe by the devices they have."""
-    ranks, gpus = subject.ranks, subject.gpus
-    here = find_here(subject, figures)
-    torch = [] if figures.torch is None else [figures.torch]
-    spec = subject.spec or _guess_spec(subject.cluster, here)
-    checks: list[tuple[str, Examination]] = [
-        ("torch", lambda: check_torch_gpus(torch, ranks=ranks, gpus=gpus, device=subject.device)),
-        ("links", lambda: _judge_failure(subject, figures)),
-        ("links", lambda: judge_links(figures.peers, figures.group, spec)),
-        ("clocks", lambda: judge_clocks(figures.peers)),
+def _list_checks(subject: Subject) -> list[tuple[str, Callable[[], Said]]]:
+    """List the checks of this machine that need no other process."""
+    need = count_checkpoint_bytes(subject.compiled)
+    gpus = min(len(subject.gpus), subject.ranks)
+    return [
+        ("versions", check_versions),
+        ("GPUs", lambda: check_gpus(subject.gpus, subject.driver_error)),
+        ("limits", lambda: check_limits(subject.ranks, subject.cluster.size, gpus)),
+        ("disk", lambda: check_disk(subject.run_dir, need)),
     ]
-    experiment = subject.experiment
+
+
+def count_checkpoint_bytes(compiled: Compiled | None) -> int | None:
+    """Count the bytes of a checkpoint with all that a resumed run needs; None if a model's sizes are not known."""
+    if compiled is None or compiled.unknown:
+        return None
+    total = 0
+    for stored in compiled.memory.stored.values():
+        # Two moments, and a master copy of parameters of lower precision, in float32.
+        states = 2 + (stored.element_bytes < 4)
+        for parameters in stored.sets.values():
+            if parameters.trainable:
+                numbers = sum(tensor.numel for tensor in parameters.tensors)
+                total += numbers * (stored.element_bytes + 4 * states)
+    return total
+
+
+def judge_ranks(subject: Subject, measured: Measured) -> list[Finding]:
+    """Judge what ranks have measured, and the recipe by the devices that they have."""
+    here = _find_here(subject, measured.torch)
+    spec = subject.spec or _guess_spec(subject.cluster, here)
+    torch, experiment = measured.torch, subject.experiment
+    checks: list[tuple[str, Callable[[], Said | None]]] = [("links", lambda: judge_links(measured, spec))]
+    if torch is not None:
+        checks.append(("torch", lambda: check_torch(torch, subject)))
     if experiment is not None:
-        checks.append(("recipe", lambda: check_recipe(experiment, subject.cluster, subject.needs, here)))
-        checks.append(("functions", lambda: try_functions(experiment)))
+        checks += [
+            ("recipe", lambda: check_directories(experiment)),
+            ("recipe", lambda: check_trackers(experiment)),
+            ("recipe", lambda: _check_fit(experiment, subject, here)),
+            ("functions", lambda: _try_functions(experiment)),
+        ]
     return run_checks(checks, RANK_SECONDS)
 
 
-def _judge_failure(subject: Subject, figures: RankFigures) -> Iterator[Finding]:
-    """Say why nothing was measured."""
-    if figures.loading:
-        yield warning(
-            "links",
-            f"{figures.loading} processes were still loading torch after {RANK_SECONDS:g} s, and nothing was"
-            " measured; try again, and install it on a faster file system if that stays so",
-        )
-    if figures.error:
-        # Virtual machines and PCIe switches may let messages between GPUs vanish.
-        advice = "; try NCCL_P2P_DISABLE=1, NCCL_DEBUG=INFO tells more" if subject.gpus > 1 else ""
-        yield problem("links", figures.error + advice)
+def check_torch(torch: Mapping[str, Any], subject: Subject) -> Said:
+    """Compare the GPUs that torch finds (`describe_torch`) with those of the driver, and with the ranks here."""
+    name, listed, seen = f"torch {torch['torch']}", len(subject.gpus), len(torch["devices"])
+    if subject.device == "cpu" or not (seen or listed or subject.device == "cuda"):
+        yield "ok", f"{name} computes on CPUs"
+    elif not (seen or listed):
+        yield "problem", "device=cuda, but there is no GPU; use device=cpu"
+    elif not seen:
+        reason = torch["error"] or f"it is built for CUDA {torch['cuda']}"
+        advice = "update the driver, or install a torch build for the CUDA that `nvidia-smi` shows"
+        yield "problem", f"the driver lists {listed} GPUs, and {name} can use none ({reason}); {advice}"
+    elif seen < subject.ranks:
+        text = f"{subject.ranks} processes need as many GPUs, and torch finds {seen}"
+        yield "problem", f"{text}; make --cluster smaller"
+    else:
+        gpu = torch["devices"][0][0]
+        yield "ok", f"{name}, CUDA {torch['cuda']}, NCCL {torch['nccl']}; {seen} x {gpu}"
 
 
-def find_here(subject: Subject, figures: RankFigures) -> Here | None:
-    """Find what ranks compute with; None where none of them could say it."""
+def _find_here(subject: Subject, torch: Mapping[str, Any] | None) -> Here | None:
+    """Find what ranks compute with; None if no rank could say it."""
     if subject.device == "cpu":
         return "cpu"
-    if figures.torch is None:
+    if torch is None:
         return None
-    devices = figures.torch["devices"]
-    return Gpu(*min(devices, key=lambda one: one[1])) if devices else "cpu"
-
-
-def name_node(findings: Sequence[Finding]) -> list[Finding]:
-    """Write the name of this machine into findings about it."""
-    host = socket.gethostname()
-    return [replace(finding, node=host) for finding in findings]
-
-
-def _list_checks(subject: Subject) -> Iterator[tuple[str, Examination]]:
-    host, environment = Host(), os.environ
-    ranks, world = subject.ranks, subject.cluster.size
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    names = None if subject.experiment is None else list_hub_names(subject.experiment)
-    meets = subject.launched or {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys()
-    yield "versions", check_versions
-    if subject.device != "cpu":
-        yield "GPUs", check_driver
-        yield "GPUs", lambda: check_build_tools(subject.gpus, environment)
-    yield "cores", lambda: check_cores(ranks, host, threads=environment.get("OMP_NUM_THREADS"))
-    yield "memory", lambda: check_memory(ranks, host)
-    yield "shared memory", lambda: check_shared_memory(min(subject.gpus, ranks), host)
-    yield "limits", lambda: check_limits(ranks, world, host)
-    yield (
-        "environment",
-        lambda: check_variables(
-            environment, ranks=ranks, cores=cores, gpus=subject.listed_gpus, launched=meets
-        ),
-    )
-    yield "run directory", lambda: check_storage(subject.run_dir, subject.needs.checkpoint_bytes)
-    yield "network", lambda: check_host_name(subject.cluster.nodes)
-    yield "network", lambda: check_interfaces(environment)
-    yield "ports", lambda: check_ports(environment, launched=subject.launched)
-    yield "hub", lambda: check_hub(environment, names)
+    return Gpu(*min(torch["devices"], key=lambda gpu: gpu[1])) if torch["devices"] else "cpu"
 
 
 def _guess_spec(cluster: Cluster, here: Here | None) -> ClusterSpec | None:
@@ -234,3 +220,89 @@ def _guess_spec(cluster: Cluster, here: Here | None) -> ClusterSpec | None:
         return None if name is None else ClusterSpec.parse(f"{name}:{cluster}")
     except UserError:
         return None
+
+
+def _check_fit(experiment: Experiment, subject: Subject, here: Here | None) -> Said:
+    """Check that a recipe fits the devices, as `realrl train` would. here: the device, if it is known."""
+    if subject.recipe_error:
+        yield "problem", subject.recipe_error
+    compiled = subject.compiled
+    if here is not None:
+        check_kind(experiment, subject.cluster, here)
+        if here != "cpu":
+            try_kernels(experiment.kernels)
+    if compiled is not None and not compiled.unknown:
+        check_fit(experiment, compiled, here)
+    if compiled is not None or experiment.plan == SEARCH:
+        unknown = "" if compiled is None else ", ".join(compiled.unknown)
+        later = f"; the hub tells the sizes of {unknown} when it starts" if unknown else ""
+        later += "; its plan is searched for when it starts" if compiled is None else ""
+        text = f"{experiment.algorithm} on cluster {subject.cluster} is expected to fit{later}"
+        yield "ok", text
+
+
+def _try_functions(experiment: Experiment) -> Said:
+    """Load the functions of a recipe, and try its verifiers, as a run would before it starts."""
+    # It needs torch, and the other checks must not.
+    from realrl.runtime.prepare.functions import check_functions
+
+    names = check_functions(experiment)
+    if names:
+        yield "ok", f"{', '.join(names)} {'work' if len(names) > 1 else 'works'}"
+
+
+def examine_together(subject: Subject) -> list[Finding]:
+    """Examine every node by its first rank, and links by all ranks; rank 0 has all findings.
+
+    If ranks do not meet in time, each has the findings of its own node. A thread may then be left behind.
+    """
+    from realrl.runtime.processes.process import connect
+
+    own: list[Finding] = []
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        host = socket.gethostname()
+        own = [replace(finding, node=host) for finding in run_checks(_list_checks(subject), SECONDS)]
+    found: list[list[Finding]] = []
+    failures: list[str] = []
+    met = threading.Event()
+
+    def meet() -> None:
+        try:
+            with connect(subject.device) as process:
+                met.set()
+                found.append(_examine_meeting(subject, process, own))
+        except Exception as error:
+            failures.append(" ".join(str(error).split())[:300])
+
+    thread = threading.Thread(target=meet, name=f"{ABANDONED}-meeting", daemon=True)
+    thread.start()
+    thread.join(RANK_SECONDS)
+    if found:
+        return found[0]
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    reason = failures[0] if failures else f"not within {RANK_SECONDS:g} s"
+    what = "exchange messages, after they have met" if met.is_set() else "meet"
+    text = f"{os.environ['WORLD_SIZE']} ranks do not {what} at {place} ({reason})"
+    advice = "check the address, that firewalls allow all ports between nodes, and that their MTU is the same"
+    return [*own, Finding("links", "problem", f"{text}; {advice}")]
+
+
+def _examine_meeting(subject: Subject, process: "Process", own: list[Finding]) -> list[Finding]:
+    from realrl.runtime.doctor.ranks import describe_torch, measure_links
+    from realrl.runtime.output.shared_directory import check_shared
+
+    findings: list[Finding] = [finding for node in process.gather(own) for finding in node]
+    torch = describe_torch()
+    nodes = dict(process.gather((socket.gethostname(), describe_node(torch))))
+    links = measure_links(process)
+    if subject.cluster.nodes > 1:
+        try:
+            check_shared(subject.run_dir, process, subject.cluster)
+            findings.append(Finding("disk", "ok", "all nodes see the same run_dir"))
+        except UserError as error:
+            findings.append(Finding("disk", "problem", str(error)))
+    if process.rank == 0:
+        findings += run_checks([("versions", lambda: compare_nodes(nodes))], SECONDS)
+        findings += judge_ranks(subject, Measured(torch=torch, links=links))
+    everyone: list[list[Finding]] = process.gather(findings)
+    return everyone[0]

@@ -1,111 +1,119 @@
-"""Measured links and clocks of ranks, beside what the planner assumes. No torch."""
+"""Links between ranks: local processes that measure them, and a comparison with the planner's figures. No torch."""
 
-from collections.abc import Iterator, Sequence
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.runtime.doctor.finding import Finding, ok, problem, warning
+from realrl.runtime.doctor.machine import Said
+from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE
 
-_SLOWER = 4.0
-"""Factor by which a link may be slower than assumed without a word: a moment's measurement is rough."""
-_ROUND_TRIP, _NODE_ROUND_TRIP = 5e-3, 50e-3
-"""Seconds of a message there and back that are worth a warning, inside a node and between nodes."""
-_SKEW, _MUCH = 1.0, 60.0
-"""Seconds between clocks of nodes that are worth a warning, and that break certificates and files' ages."""
+_MOST_RANKS = 16
+"""Processes that are started at most: enough to tell whether more would work."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerFigures:
-    """Messages between rank 0 and another rank, as measured."""
+class Link:
+    """A link as measured."""
 
-    rank: int
-    host: str
-    node: int
-    """Number of its node; rank 0 is on node 0."""
-    round_trip: float
-    """Shortest time of a small message there and back, in seconds."""
-    offset: float
-    """Clock of its machine minus that of rank 0's, in seconds."""
+    name: str
+    between_nodes: bool
     bytes_per_s: float
-    """Bytes per second of a large message over gloo."""
+    """Speed of a large message, or of what each GPU sends in a large all-reduce."""
+    round_trip: float = 0.0
+    """Seconds of a small message there and back."""
+    nccl: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupFigures:
-    """Collective of all GPUs, as measured."""
+class Measured:
+    """What ranks have found."""
 
-    nodes: int
-    bytes_per_s: float
-    """Bytes per second that each GPU sends in a large all-reduce over NCCL."""
+    torch: Mapping[str, Any] | None = None
+    """What `describe_torch` gives; None if no process could load torch."""
+    links: Sequence[Link] = ()
+    error: str = ""
+    """Reason why there is nothing more."""
 
 
-def judge_links(
-    peers: Sequence[PeerFigures], group: GroupFigures | None, spec: ClusterSpec | None
-) -> Iterator[Finding]:
-    """Compare measured links with those that plans are predicted with; None where their kind is not known."""
-    for peer in peers:
-        limit = _NODE_ROUND_TRIP if peer.node else _ROUND_TRIP
-        if peer.round_trip > limit:
-            yield warning(
-                "links",
-                f"a message from rank 0 to rank {peer.rank} ({peer.host}) and back takes {_ms(peer.round_trip)},"
-                f" and each step needs many; look for other programs, or a slow network",
-            )
-    if group is not None:
-        assumed = None if spec is None else _assume(spec, group.nodes > 1)
-        yield from _judge_speed("NCCL among all GPUs", group.bytes_per_s, assumed)
-        return
+def measure_locally(ranks: int, device: str, seconds: float) -> Measured:
+    """Start a process per rank, at most 16, and wait at most `seconds` for what they find."""
+    ranks = min(ranks, _MOST_RANKS)
+    with tempfile.TemporaryDirectory(prefix="realrl-doctor-") as scratch:
+        file, log = Path(scratch) / "found.json", Path(scratch) / "log"
+        command = [sys.executable, "-m", "realrl.runtime.doctor.ranks", str(file), device]
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+            **os.environ,
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            STORE_VARIABLE: str(Path(scratch) / "store"),
+            LAUNCHER_VARIABLE: str(os.getpid()),
+        }
+        deadline, late = time.monotonic() + seconds, False
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            with log.open("ab") as out:
+                for rank in range(ranks):
+                    own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                    processes.append(
+                        subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+                    )
+            for process in processes:
+                process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        words = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    error = found.get("error", "")
+    if not error and (late or not found):
+        step = "exchange messages" if found else "load torch"
+        reason = f" within {seconds:g} s" if late else f": {words[-1] if words else 'they gave no reason'}"
+        error = f"{ranks} processes did not {step}{reason}"
+    links = [Link(**link) for link in found.get("links", ())]
+    return Measured(torch=found.get("torch"), links=links, error=error)
+
+
+def judge_links(measured: Measured, spec: ClusterSpec | None) -> Said:
+    """Compare measured links with those that plans are predicted with; spec: None for devices of unknown kind."""
+    if measured.error:
+        # Virtual machines and PCIe switches may lose messages between GPUs.
+        gpus = measured.torch is not None and measured.torch["devices"]
+        advice = "; try NCCL_P2P_DISABLE=1, and NCCL_DEBUG=INFO says more" if gpus else ""
+        yield "problem", measured.error + advice
+    # Plans for GPUs predict nothing of gloo.
+    used = [link for link in measured.links if link.nccl] or measured.links
     for between in (False, True):
-        found = [peer for peer in peers if bool(peer.node) == between]
-        if not found:
+        links = [link for link in used if link.between_nodes == between]
+        if not links:
             continue
-        slowest = min(found, key=lambda peer: peer.bytes_per_s)
-        assumed = None if spec is None or not spec.groups[0].device.cpu else _assume(spec, between)
-        what = f"gloo from rank 0 to rank {slowest.rank}" + (f" ({slowest.host})" if between else "")
-        trip = f", {_ms(min(peer.round_trip for peer in found))} there and back"
-        yield from _judge_speed(what, slowest.bytes_per_s, assumed, trip)
-
-
-def judge_clocks(peers: Sequence[PeerFigures]) -> Iterator[Finding]:
-    """Compare the clocks of nodes with that of rank 0."""
-    nodes = {peer.node: peer for peer in peers if peer.node}
-    for peer in nodes.values():
-        # Half the way there and back is what can be told.
-        if abs(peer.offset) - peer.round_trip / 2 > _SKEW:
-            where = "ahead of" if peer.offset > 0 else "behind"
-            yield (problem if abs(peer.offset) > _MUCH else warning)(
-                "clocks",
-                f"the clock of {peer.host} is {abs(peer.offset):.1f} s {where} that of rank 0; synchronise them"
-                " (NTP)",
-            )
-    if nodes:
-        most = max(abs(peer.offset) for peer in nodes.values())
-        yield ok("clocks", f"{len(nodes) + 1} nodes, at most {_ms(most)} apart")
-
-
-def _judge_speed(what: str, speed: float, assumed: float | None, more: str = "") -> Iterator[Finding]:
-    text = f"{what}: {_per_second(speed)}{more}"
-    if assumed is None:
-        yield ok("links", text)
-    elif speed * _SLOWER < assumed:
-        yield warning(
-            "links",
-            f"{text}, and plans are predicted with {_per_second(assumed)}; check the links, or measure them with"
-            " `realrl profile` and name its file in profile",
-        )
-    else:
-        yield ok("links", f"{text}; plans are predicted with {_per_second(assumed)}")
-
-
-def _assume(spec: ClusterSpec, between_nodes: bool) -> float:
-    if between_nodes:
-        return min(group.node_bytes_per_s / group.devices_per_node for group in spec.groups)
-    return min(group.device.link_bytes_per_s for group in spec.groups)
-
-
-def _per_second(speed: float) -> str:
-    return f"{speed / 1e9:.3g} GB/s"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+        slowest = min(links, key=lambda link: link.bytes_per_s)
+        text = f"{slowest.name}: {slowest.bytes_per_s / 1e9:.3g} GB/s"
+        if slowest.round_trip:
+            text += f", {slowest.round_trip * 1e3:.3g} ms there and back"
+        if spec is None or spec.groups[0].device.cpu == slowest.nccl:
+            yield "ok", text
+            continue
+        if between:
+            assumed = min(group.node_bytes_per_s / group.devices_per_node for group in spec.groups)
+        else:
+            assumed = min(group.device.link_bytes_per_s for group in spec.groups)
+        text += f"; plans are predicted with {assumed / 1e9:.3g} GB/s"
+        # A short measurement is rough.
+        if slowest.bytes_per_s < assumed / 4:
+            advice = "check the links, or measure them with `realrl profile` and name its file in profile"
+            yield "warning", f"{text}; {advice}"
+        else:
+            yield "ok", text

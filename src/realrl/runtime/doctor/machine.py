@@ -1,176 +1,269 @@
-"""Limits of this machine: cores, memory, shared memory, files and processes. No torch."""
+"""Checks of this machine that need no other process: versions, GPUs, limits and disk. No torch."""
 
+import csv
+import hashlib
 import os
+import platform
 import resource
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import Any, Literal
 
-from realrl.config.units import format_bytes
-from realrl.runtime.doctor.finding import Finding, ok, problem, warning
-from realrl.runtime.prepare.host import cpu_quota, free_group_memory, free_group_threads, host_memory
+from packaging.requirements import Requirement
 
-_MIB, _GIB = 1 << 20, 1 << 30
-_PER_RANK = 512 * _MIB
-"""Bytes of memory that a process takes before it holds any model: Python, torch and its threads."""
-_SHARED_PER_GPU = 128 * _MIB
-"""Bytes of shared memory that NCCL may want for each GPU of a node."""
+from realrl.config.errors import UserError
+from realrl.config.files import reason_of
+from realrl.config.hardware import find_missing_build_tool
+from realrl.config.redaction import redact
+from realrl.config.values import format_bytes
+from realrl.runtime.prepare.host import describe_crowd, free_group_threads
+
+Status = Literal["ok", "warning", "problem", "unknown"]
+"""`problem`: a run will fail or lose something; `warning`: it may, or be slow; `unknown`: the check failed."""
 
 
 @dataclass(frozen=True)
-class Host:
-    """Places where Linux tells of its limits; others in tests."""
+class Finding:
+    """Result of a check. Its text names the fault and the remedy, if there is a fault."""
 
-    proc: Path = Path("/proc")
-    cgroup: Path = Path("/sys/fs/cgroup")
-    sys: Path = Path("/sys")
-    shared: Path = Path("/dev/shm")
-    limit: Callable[[int], tuple[int, int]] = field(default=resource.getrlimit)
+    subject: str
+    status: Status
+    text: str
+    node: str = ""
+    """Host that the finding is about, if several nodes are examined."""
 
-    def read(self, path: Path) -> str | None:
-        """Read a short file; None where it cannot be read."""
+
+Said = Iterator[tuple[Status, str]]
+"""Statuses and texts that a check yields. A UserError that it raises is a problem."""
+
+
+def run_checks(
+    checks: Sequence[tuple[str, Callable[[], Iterable[tuple[Status, str]] | None]]], seconds: float
+) -> list[Finding]:
+    """Run checks in threads, so that a check that fails or hangs does not end the others."""
+    found: list[list[Finding]] = [[] for _ in checks]
+
+    def run(place: int) -> None:
+        subject, check = checks[place]
         try:
-            return path.read_text(encoding="utf-8").strip()
-        except (OSError, ValueError):
-            return None
+            for status, text in check() or ():
+                found[place].append(Finding(subject, status, redact(text)))
+        except UserError as error:
+            found[place].append(Finding(subject, "problem", redact(str(error))))
+        except Exception as error:
+            text = f"this check failed: {type(error).__name__}: {' '.join(str(error).split())}"
+            found[place].append(Finding(subject, "unknown", redact(text)))
+
+    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(checks))]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for place, thread in enumerate(threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            text = f"this check did not end within {seconds:g} s"
+            found[place].append(Finding(checks[place][0], "unknown", text))
+    return [finding for findings in found for finding in findings]
 
 
-def check_cores(
-    ranks: int, host: Host, cores: int | None = None, threads: str | None = None
-) -> Iterator[Finding]:
-    """Compare the cores that this process may use with its ranks, and with the quota of its control group.
-
-    threads: OMP_NUM_THREADS, if it is set.
-    """
-    if cores is None:
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    quota = cpu_quota(host.cgroup, host.proc / "self" / "cgroup")
-    usable = cores if quota is None else min(cores, quota)
-    few = threads is not None and threads.isdecimal() and int(threads) * ranks <= usable
-    if quota is not None and quota < cores and not few:
-        yield warning(
-            "cores",
-            f"the control group allows {quota:g} of the {cores} cores that are seen, so that threads wait for each"
-            f" other; set OMP_NUM_THREADS={max(1, int(quota / ranks))}, or raise the limit (--cpus)",
-        )
-    if ranks > usable:
-        yield warning("cores", f"{ranks} processes share {usable:g} cores; make the cluster smaller")
-    else:
-        yield ok("cores", f"{usable:g} cores for {ranks} process{'es' * (ranks > 1)}")
+def check_versions() -> Said:
+    """Compare installed packages with the requirements of this one."""
+    for text in requires("realrl") or ():
+        requirement = Requirement(text)
+        name, wanted, have = requirement.name, requirement.specifier, _find_version(requirement.name)
+        # Markers hold for other systems, or for extras, which the checks of a recipe ask for.
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            continue
+        if have is None:
+            yield "problem", f"{name} is not installed; run pip install '{name}{wanted}'"
+        elif not wanted.contains(have, prereleases=True):
+            yield "warning", f"{name} is {have}, and {wanted} is needed; run pip install '{name}{wanted}'"
+    shown = ", ".join(f"{name} {_find_version(name)}" for name in ("realrl", "torch", "transformers"))
+    yield "ok", f"Python {platform.python_version()}, {shown}"
 
 
-def check_memory(ranks: int, host: Host) -> Iterator[Finding]:
-    """Compare free memory and the limits of control groups with what processes take before any model is loaded."""
-    meminfo = _read_meminfo(host)
-    total, free = meminfo.get("MemTotal"), meminfo.get("MemAvailable")
-    groups = (host.cgroup, host.proc / "self" / "cgroup")
-    limit, left = host_memory(*groups), free_group_memory(*groups)
-    limited = total is not None and limit < total
-    if limited and left is not None:
-        free = left if free is None else min(free, left)
-    if free is not None and free < ranks * _PER_RANK:
-        yield problem(
-            "memory",
-            f"{format_bytes(max(0, free))} are free, and {ranks} processes take about"
-            f" {format_bytes(ranks * _PER_RANK)} before they hold a model; end other programs, or use another"
-            " machine",
-        )
-    if host.read(host.proc / "sys" / "vm" / "overcommit_memory") == "2":
-        room = meminfo.get("CommitLimit", 0) - meminfo.get("Committed_AS", 0)
-        yield warning(
-            "memory",
-            f"vm.overcommit_memory=2 refuses reservations beyond {format_bytes(max(0, room))}, of which CUDA and"
-            " threads make many; set it to 0",
-        )
-    pages = host.read(host.sys / "kernel" / "mm" / "transparent_hugepage" / "enabled")
-    huge = f"; transparent huge pages: {pages.split('[')[1].split(']')[0]}" if pages and "[" in pages else ""
-    if free is not None:
-        group = ", the limit of a control group, beyond which processes are killed" if limited else ""
-        size = format_bytes(min(limit, total or limit))
-        yield ok("memory", f"{format_bytes(max(0, free))} free of {size}{group}{huge}")
-
-
-def check_shared_memory(gpus: int, host: Host) -> Iterator[Finding]:
-    """Check that /dev/shm has room for the buffers by which GPUs of a machine exchange data."""
+def _find_version(name: str) -> str | None:
     try:
-        found = os.statvfs(host.shared)
-    except OSError:
-        text = f"{host.shared} is missing"
-        yield (
-            problem("shared memory", f"{text}; NCCL needs it; mount a tmpfs there")
-            if gpus > 1
-            else ok("shared memory", f"{text}, and CPU processes do not need it")
-        )
-        return
-    size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    need = gpus * _SHARED_PER_GPU if gpus > 1 else 0
-    if free < need:
-        yield problem(
-            "shared memory",
-            f"{host.shared} has {format_bytes(free)} free, and NCCL may need {format_bytes(need)} for {gpus} GPUs;"
-            " start the container with --shm-size=8g or --ipc=host",
-        )
-    else:
-        yield ok("shared memory", f"{host.shared} has {format_bytes(free)} free of {format_bytes(size)}")
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
-def check_limits(ranks: int, world: int, host: Host) -> Iterator[Finding]:
-    """Check the limits on open files, processes and locked memory of this process."""
-    files, hard = host.limit(resource.RLIMIT_NOFILE)
-    need = 512 + 64 * world
-    if _below(files, need):
-        raise_it = "ulimit -n 65536" if not _below(hard, need) else "LimitNOFILE, or nofile in limits.conf"
-        yield (problem if _below(files, 128 + 8 * world) else warning)(
-            "limits", f"{files} files may be open, and {world} ranks may need {need}; raise it ({raise_it})"
-        )
-    processes, _ = host.limit(resource.RLIMIT_NPROC)
-    if _below(processes, 256 * ranks):
-        yield warning(
-            "limits",
-            f"{processes} processes and threads are allowed, and {ranks} ranks may have {256 * ranks};"
-            " raise it (ulimit -u)",
-        )
-    further = free_group_threads(host.cgroup, host.proc / "self" / "cgroup")
-    if further is not None and further < 256 * ranks:
-        yield warning(
-            "limits",
-            f"a control group allows {further} more processes and threads, and {ranks} ranks may have"
-            f" {256 * ranks}; raise it (--pids-limit, podPidsLimit of Kubernetes, TasksMax of systemd)",
-        )
-    locked, _ = host.limit(resource.RLIMIT_MEMLOCK)
-    adapters = host.sys / "class" / "infiniband"
-    if adapters.is_dir() and any(adapters.iterdir()) and locked != resource.RLIM_INFINITY:
-        yield warning(
-            "limits",
-            f"{format_bytes(locked)} may be locked in memory, and InfiniBand needs more: NCCL falls back or fails;"
-            " raise it (ulimit -l unlimited)",
-        )
-    space, _ = host.limit(resource.RLIMIT_AS)
-    if space != resource.RLIM_INFINITY:
-        yield warning(
-            "limits",
-            f"a process may reserve {format_bytes(space)} of addresses, and CUDA reserves far more;"
-            " lift it (ulimit -v unlimited)",
-        )
-    yield ok(
-        "limits",
-        f"open files {_say(files)}, processes {_say(processes)}, locked memory {_say(locked, size=True)}",
+def describe_node(torch: Mapping[str, Any]) -> dict[str, str]:
+    """Describe the properties that all nodes must share. torch: from `describe_torch`."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[2]
+    for file in sorted(root.rglob("*.py")):
+        digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
+    return {
+        "realrl": f"{_find_version('realrl')} (code {digest.hexdigest()[:8]})",
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "transformers": str(_find_version("transformers")),
+        "GPUs": str(len(torch["devices"])),
+        **{name: str(torch[name]) for name in ("torch", "cuda", "nccl")},
+    }
+
+
+def compare_nodes(nodes: Mapping[str, Mapping[str, str]]) -> Said:
+    """Compare what `describe_node` gives on each host."""
+    for name in next(iter(nodes.values())):
+        hosts: dict[str, list[str]] = {}
+        for host, node in nodes.items():
+            hosts.setdefault(node[name], []).append(host)
+        if len(hosts) > 1:
+            listed = "; ".join(f"{value} on {', '.join(on)}" for value, on in hosts.items())
+            status: Status = "warning" if name in ("Python", "transformers") else "problem"
+            yield status, f"nodes differ in {name}: {listed}; make them alike"
+
+
+_QUERY = (
+    *("index", "name", "driver_version", "memory.total", "memory.used"),
+    *("ecc.errors.uncorrected.volatile.total", "mig.mode.current"),
+)
+
+
+def list_gpus(environment: Mapping[str, str] = os.environ) -> list[dict[str, str]]:
+    """Ask nvidia-smi for the GPUs that CUDA_VISIBLE_DEVICES leaves to this process, each by the names of `_QUERY`.
+
+    The list is empty without nvidia-smi. Raises UserError if the driver does not answer.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5.0, check=False)
+        if done.returncode:
+            raise OSError(f"nvidia-smi ended with status {done.returncode}: {done.stdout + done.stderr:.200}")
+        rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
+        gpus = [dict(zip(_QUERY, row, strict=True)) for row in rows]
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        advice = "load it (`nvidia-smi` must work), or reboot"
+        raise UserError(f"the driver does not answer: {str(error).strip()}; {advice}") from None
+    listed = [part.strip() for part in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    if "CUDA_VISIBLE_DEVICES" not in environment:
+        return gpus
+    if all(part.lstrip("-").isdecimal() for part in listed):
+        return [gpu for gpu in gpus if gpu["index"] in listed]
+    # The variable names GPUs by UUID, which the query does not ask for.
+    return gpus[: len(listed)]
+
+
+def check_gpus(gpus: Sequence[Mapping[str, str]], driver_error: str = "") -> Said:
+    """Look for memory errors, MIG slices and other users of GPUs, and for what Triton needs to launch kernels."""
+    if driver_error:
+        yield "problem", driver_error
+    if gpus:
+        names, first = ", ".join(sorted({gpu["name"] for gpu in gpus})), gpus[0]
+        yield "ok", f"{len(gpus)} x {names}, {first['memory.total']} MiB, driver {first['driver_version']}"
+    for gpu in gpus:
+        # MiB. Figures that a GPU does not have are `[N/A]`.
+        used, total, errors = (int(gpu[name]) if gpu[name].isdecimal() else 0 for name in _FIGURES)
+        name = f"GPU {gpu['index']}"
+        if errors:
+            yield "problem", f"{name} has {errors} uncorrected memory errors; reset it, or leave it out"
+        if gpu["mig.mode.current"] == "Enabled":
+            yield "warning", f"{name} is cut into MIG slices, which cannot use NCCL; turn MIG off"
+        if used > 0.05 * total:
+            text = f"{format_bytes(used << 20)} of {format_bytes(total << 20)} of {name} are in use"
+            yield "warning", f"{text}; end what uses them (see `nvidia-smi`)"
+    missing = find_missing_build_tool() if gpus else None
+    if missing is not None:
+        yield "problem", missing
+
+
+_FIGURES = ("memory.used", "memory.total", "ecc.errors.uncorrected.volatile.total")
+
+
+def check_limits(ranks: int, world: int, gpus: int, root: Path = Path("/")) -> Said:
+    """Compare limits of this machine with what its ranks may need.
+
+    ranks: processes on this machine, of `world` in all. root: where Linux has its files.
+    """
+    crowd = describe_crowd(ranks)
+    if crowd is not None:
+        yield "warning", crowd
+    locked, adapters = _soft_limit(resource.RLIMIT_MEMLOCK), root / "sys/class/infiniband"
+    if locked is not None and adapters.is_dir() and any(adapters.iterdir()):
+        text = f"{format_bytes(locked)} may be locked in memory, and InfiniBand needs more"
+        yield "warning", f"{text}; raise it (ulimit -l unlimited)"
+    shared, free = root / "dev/shm", _count_free(root / "dev/shm")
+    # NCCL has up to 128 MiB of shared memory for each GPU.
+    if gpus > 1 and free < gpus << 27:
+        text = f"{format_bytes(free)} are free in {shared}, and NCCL may need {format_bytes(gpus << 27)}"
+        yield "problem", f"{text}; start the container with --shm-size=8g or --ipc=host"
+    files, processes = _soft_limit(resource.RLIMIT_NOFILE), _soft_limit(resource.RLIMIT_NPROC)
+    further = free_group_threads(root / "sys/fs/cgroup", root / "proc/self/cgroup")
+    rows = (
+        ("open files", files, 512 + 64 * world, "ulimit -n 65536"),
+        ("processes and threads", processes, 256 * ranks, "ulimit -u"),
+        ("more of them in the control group", further, 256 * ranks, "--pids-limit, podPidsLimit, TasksMax"),
     )
+    for what, have, need, remedy in rows:
+        if have is not None and have < need:
+            # Needs are generous: a run with a little less may work.
+            status: Status = "problem" if 4 * have < need else "warning"
+            yield status, f"{have} {what}, and {ranks} ranks of {world} may need {need}; raise it ({remedy})"
+    yield "ok", ", ".join(f"{'any' if have is None else have} {what}" for what, have, *_ in rows)
 
 
-def _below(limit: int, need: int) -> bool:
-    return limit != resource.RLIM_INFINITY and limit < need
+def _soft_limit(kind: int) -> int | None:
+    """Read a limit of this process; None if there is none."""
+    limit = resource.getrlimit(kind)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
-def _say(limit: int, *, size: bool = False) -> str:
-    if limit == resource.RLIM_INFINITY:
-        return "unlimited"
-    return format_bytes(limit) if size else str(limit)
+def _count_free(folder: Path) -> int:
+    """Count the free bytes of a file system; none if it is not there."""
+    if not folder.is_dir():
+        return 0
+    room = os.statvfs(folder)
+    return room.f_bavail * room.f_frsize
 
 
-def _read_meminfo(host: Host) -> dict[str, int]:
-    """Read bytes by name."""
-    lines = (host.read(host.proc / "meminfo") or "").splitlines()
-    pairs = (line.split(":", 1) for line in lines if ":" in line)
-    return {name: int(rest.split()[0]) * 1024 for name, rest in pairs if rest.split()}
+def check_disk(run_dir: Path, need: int | None) -> Said:
+    """Try to write into the directory of the run, and measure its room and speed. Leaves nothing behind.
+
+    need: bytes of a checkpoint with all that a resumed run needs, if they are known.
+    """
+    nearest = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
+    if not nearest.is_dir():
+        raise UserError(f"{nearest} is a file; choose another run_dir")
+    try:
+        speed = _measure_writing(nearest)
+    except OSError as error:
+        text = f"{run_dir} cannot be written: {reason_of(error)}; choose another run_dir"
+        raise UserError(text) from None
+    free = _count_free(nearest)
+    text = f"{format_bytes(free)} are free, written at {format_bytes(speed)}/s"
+    if need is None:
+        if free < 1 << 30:
+            yield "warning", f"{text}; name a recipe to compare with its needs"
+        yield "ok", text
+        return
+    size = format_bytes(need)
+    if free < 2 * need:
+        advice = "one is kept until the next is whole; make room, or choose another run_dir"
+        yield "problem", f"{text}, and two checkpoints of {size} must fit: {advice}"
+    if need / speed > 300:
+        advice = "choose a faster file system, or save less often"
+        yield "warning", f"a checkpoint of {size} takes {need / speed / 60:.0f} minutes; {advice}"
+    yield "ok", f"{text}; a checkpoint needs {size}"
+
+
+def _measure_writing(folder: Path) -> float:
+    """Write a file that nobody sees, 64 MiB or for 2 s, until it is on disk: bytes per second."""
+    part = os.urandom(4 << 20)
+    with tempfile.NamedTemporaryFile(dir=folder, buffering=0) as file:
+        start, written = time.monotonic(), 0
+        while written < 64 << 20 and time.monotonic() < start + 2:
+            written += file.write(part)
+        os.fsync(file.fileno())
+        return written / max(time.monotonic() - start, 1e-6)

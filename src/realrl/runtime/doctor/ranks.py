@@ -1,7 +1,7 @@
-"""Measurements by the ranks of a run: what torch finds, links, clocks.
+"""Measurements by the ranks of a run: what torch finds, and links between ranks.
 
-Usage: python -m realrl.runtime.doctor.ranks FILE DEVICE, as one of several processes that a launcher's variables
-describe; the first one writes what was found to FILE.
+Usage: python -m realrl.runtime.doctor.ranks FILE DEVICE, as a rank of a launcher. Rank 0 writes FILE
+twice: with the versions and GPUs of torch as soon as torch is loaded, and with the links.
 """
 
 import json
@@ -9,29 +9,24 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 
 from realrl.config.errors import UserError
 from realrl.config.files import write_whole
-from realrl.runtime.doctor.links import GroupFigures, PeerFigures
-from realrl.runtime.doctor.local_measurement import BEGUN
-from realrl.runtime.network.node_place import find_node_place
+from realrl.runtime.doctor.links import Link
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, leave
+from realrl.runtime.processes.network import find_node_place
 from realrl.runtime.processes.process import Process, connect
 from realrl.runtime.supervision.orphans import end_with_launcher
 
-_ROUNDS = 8
-_LARGE = 8 << 20
-"""Bytes of a message whose speed is measured."""
-_LARGE_ON_GPU = 128 << 20
-_MOST = 16
-"""Ranks that rank 0 exchanges messages with, on as many nodes as possible."""
+_LARGE, _LARGE_ON_GPU = 8 << 20, 128 << 20
+"""Bytes of messages whose speed is measured."""
+_MOST_PEERS = 16
 
 
 def describe_torch() -> dict[str, Any]:
@@ -53,22 +48,30 @@ def describe_torch() -> dict[str, Any]:
     }
 
 
-def measure_ranks(process: Process) -> tuple[list[PeerFigures], GroupFigures | None]:
-    """Measure links and clocks between rank 0 and others, on all ranks together; figures are those of rank 0."""
+def measure_links(process: Process) -> list[Link]:
+    """Measure links of rank 0, and of all GPUs, on all ranks together; rank 0 has the figures."""
     with process.together():
         _compute(process)
-    hosts: list[tuple[str, int]] = process.gather((socket.gethostname(), find_node_place().node))
-    peers = []
-    for other in choose_peers([node for _, node in hosts]):
+    everyone: list[tuple[str, int]] = process.gather((socket.gethostname(), find_node_place().node))
+    hosts, nodes = zip(*everyone, strict=True)
+    first_of_nodes = [rank for rank in range(1, len(nodes)) if nodes[rank] != nodes[rank - 1]]
+    of_this_node = [rank for rank in range(1, len(nodes)) if nodes[rank] == nodes[0]]
+    links = []
+    for other in (first_of_nodes + of_this_node)[:_MOST_PEERS]:
         if process.rank in (0, other):
-            peers.append(_exchange(process, other, *hosts[other]))
-    nodes = len({node for _, node in hosts})
-    group = _reduce(process, nodes) if process.gpu is not None and process.world > 1 else None
-    return peers, group
+            round_trip = _exchange(process, other, 8, rounds=8)
+            speed = 2 * _LARGE / _exchange(process, other, _LARGE, rounds=3)
+            name = f"gloo from rank 0 to rank {other} ({hosts[other]})"
+            between = nodes[other] != nodes[0]
+            links.append(Link(name=name, between_nodes=between, bytes_per_s=speed, round_trip=round_trip))
+    if process.gpu is not None and process.world > 1:
+        speed, several = _reduce(process), len(set(nodes)) > 1
+        links.append(Link(name="NCCL among all GPUs", between_nodes=several, bytes_per_s=speed, nccl=True))
+    return links
 
 
 def _compute(process: Process) -> None:
-    """Compute something; UserError where this torch has no kernels for the GPU, or others keep it from working."""
+    """Compute something; UserError if this torch has no kernels for the GPU, or others keep it from working."""
     try:
         torch.ones(1024, device=process.device).sum().item()
     except RuntimeError as error:
@@ -79,52 +82,24 @@ def _compute(process: Process) -> None:
         ) from None
 
 
-def choose_peers(nodes: Sequence[int]) -> list[int]:
-    """Choose the ranks that rank 0 exchanges messages with: first of every other node, then those of its own.
+def _exchange(process: Process, other: int, size: int, rounds: int) -> float:
+    """Send a message of `size` bytes from rank 0 to another rank and back: the shortest time in seconds.
 
-    `nodes`: the node of each rank.
+    Both ranks call this.
     """
-    firsts = [rank for rank, node in enumerate(nodes) if rank and node != nodes[rank - 1]]
-    return sorted([*firsts, *(rank for rank in range(1, len(nodes)) if nodes[rank] == nodes[0])][:_MOST])
-
-
-def _exchange(process: Process, other: int, host: str, node: int) -> PeerFigures:
-    """Exchange messages between rank 0 and another one; both call this."""
     first = process.rank == 0
-    peer = other if first else 0
-    offsets: list[tuple[float, float]] = []
-    number = torch.zeros(1, dtype=torch.float64)
-    for _ in range(_ROUNDS):
-        if first:
-            sent = time.time()
-            dist.send(number, peer, group=process.control)
-            dist.recv(number, peer, group=process.control)
-            back = time.time()
-            offsets.append((back - sent, float(number) - (sent + back) / 2))
-        else:
-            dist.recv(number, peer, group=process.control)
-            number.fill_(time.time())
-            dist.send(number, peer, group=process.control)
-    round_trip, offset = min(offsets, default=(0.0, 0.0))
-    message = torch.zeros(_LARGE, dtype=torch.uint8)
+    message = torch.zeros(size, dtype=torch.uint8)
     seconds = []
-    for _ in range(3):
+    for _ in range(rounds):
         begin = time.perf_counter()
-        for sender in (True, False):
-            (dist.send if sender == first else dist.recv)(message, peer, group=process.control)
-        seconds.append((time.perf_counter() - begin) / 2)
-    return PeerFigures(
-        rank=other,
-        host=host,
-        node=node,
-        round_trip=round_trip,
-        offset=offset,
-        bytes_per_s=_LARGE / min(seconds),
-    )
+        for sends in (first, not first):
+            (dist.send if sends else dist.recv)(message, other if first else 0, group=process.control)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
 
 
-def _reduce(process: Process, nodes: int) -> GroupFigures:
-    """Measure an all-reduce of all GPUs."""
+def _reduce(process: Process) -> float:
+    """Measure an all-reduce of all GPUs: bytes per second that each of them sends."""
     values = torch.zeros(_LARGE_ON_GPU // 4, device=process.device)
     everyone = tuple(range(process.world))
     group = process.groups({everyone: frozenset({"data"})})[everyone]
@@ -135,31 +110,30 @@ def _reduce(process: Process, nodes: int) -> GroupFigures:
         group.sum(values)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
-    sent = 2 * _LARGE_ON_GPU * (process.world - 1) / process.world
-    return GroupFigures(nodes=nodes, bytes_per_s=sent / min(seconds))
+    # A ring sends every byte twice, except a rank's own part.
+    return 2 * _LARGE_ON_GPU * (process.world - 1) / process.world / min(seconds)
 
 
-def measure_as_rank(arguments: Sequence[str]) -> int:
-    """Measure as one of several processes; the exit status. The first one writes a file."""
-    file, device = arguments
+def measure_as_rank(file: Path, device: Literal["auto", "cpu", "cuda"]) -> int:
+    """Measure as a local rank; the exit status. Rank 0 writes `file`."""
     end_with_launcher(int(os.environ[LAUNCHER_VARIABLE]))
-    Path(file).with_name(f"{BEGUN}{os.environ['RANK']}").touch()
-    found: dict[str, Any] = {"torch": describe_torch(), "peers": [], "group": None, "error": ""}
-    choice: Literal["auto", "cpu", "cuda"] = (
-        "cpu" if device == "cpu" else "cuda" if device == "cuda" else "auto"
-    )
+    found: dict[str, Any] = {"torch": describe_torch(), "links": [], "error": ""}
+
+    def write() -> None:
+        if os.environ["RANK"] == "0":
+            write_whole(file, json.dumps(found))
+
+    write()
     try:
-        with connect(choice) as process:
-            peers, group = measure_ranks(process)
-            found |= {"peers": list(map(asdict, peers)), "group": group and asdict(group)}
+        with connect(device) as process:
+            found["links"] = [asdict(link) for link in measure_links(process)]
     except UserError as error:
         found["error"] = str(error)
     except (RuntimeError, OSError) as error:
         found["error"] = f"ranks cannot exchange messages: {' '.join(str(error).split())[:300]}"
-    if os.environ["RANK"] == "0":
-        write_whole(Path(file), json.dumps(found))
+    write()
     return 0
 
 
 if __name__ == "__main__":
-    leave(measure_as_rank(sys.argv[1:]))
+    leave(measure_as_rank(Path(sys.argv[1]), cast(Literal["auto", "cpu", "cuda"], sys.argv[2])))

@@ -1,69 +1,69 @@
-"""Generated answers of an evaluation, and metrics of them together."""
+"""Generated answers of an evaluation and their metrics: pass@k, majority votes, win rates."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite, nan
+from math import comb, isfinite, nan
 from typing import Any
 
 from realrl.recipe.algorithm import SCORE
 from realrl.recipe.evaluation import JUDGE, JUDGE_WIN_RATE, WIN_RATE, AnswerReader, EvaluationConfig
-from realrl.runtime.evaluation.estimators import compute_win_rate, estimate_majority, estimate_pass
 
 PROMPTS = "prompts"
-"""End of the name of a metric: the number of prompts that another one is a mean over."""
+"""Suffix of a metric's name: the number of prompts over which the metric is a mean."""
 
 
 @dataclass(kw_only=True)
 class Answer:
-    """Answer to a prompt."""
+    """An answer to a prompt."""
 
     prompt: str
     completion: str
     tokens: list[int]
     """Tokens of the completion, special ones included."""
     finished: bool
-    """Whether it ended by itself."""
+    """Whether it ended by itself, not at the length limit."""
     values: Mapping[str, float]
-    """Keys of the evaluation graph with one number per item, by name."""
+    """Values of the evaluation graph with one number per item, by key."""
     judge: float | None = None
     """Score of `evaluation.judge`."""
 
 
 @dataclass
 class EvaluationResult:
-    """Result of an evaluation; empty except on the rank that writes."""
+    """Result of an evaluation; empty on ranks that do not write."""
 
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics by `call/name`, and those that no call gives."""
+    """Metrics by `call/name`, and metrics of all answers."""
     answers: list[Answer] = field(default_factory=list)
-    """Generated answers, in the order of records; those to one prompt follow each other."""
+    """Generated answers in the order of records; the answers to one prompt are adjacent."""
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """A row for each answer, as samples files have them."""
+    """One row per answer, as in samples files."""
 
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """Result of an evaluation alone, on the rank that writes."""
+    """Result of an evaluation without training, on the rank that writes."""
 
     result: EvaluationResult
     origins: list[str]
-    """Where each record comes from, FILE:LINE; the prompts, where something is generated."""
+    """Origin of each record, FILE:LINE."""
     seconds: float
-    """Duration of the evaluation, without loading models."""
+    """Duration of the evaluation, without the loading of models."""
 
 
 class AnswerMetrics:
-    """Metrics of all answers of an evaluation, see `EvaluationConfig`. Those to a prompt follow each other."""
+    """Metrics of all answers of an evaluation, see `EvaluationConfig`. Answers to one prompt are adjacent."""
 
     def __init__(self, settings: EvaluationConfig, reader: AnswerReader | None) -> None:
-        """`reader` is for majority votes."""
+        """`reader` reads the answers of majority votes."""
         self._settings, self._reader = settings, reader if settings.majority_at else None
 
     def compute(self, answers: Sequence[Answer], others: Sequence[Answer] | None) -> dict[str, float]:
-        """Compute the metrics. `others`: answers of another model to the same prompts, equally many.
+        """Compute the metrics. `others` has as many answers of another model to the same prompts.
 
-        Answers without a score leave them, and so do prompts that have too few left; a metric without any prompt is
-        NaN. `pass@k/prompts` and `majority@k/prompts` are the numbers of prompts that these are means over.
+        Answers without a score do not count, nor do prompts with too few scored answers. A metric without
+        prompts is NaN. `pass@k/prompts` and `majority@k/prompts` count the prompts of these means.
         """
         prompts = list(self._group(answers))
         found: dict[str, float] = {}
@@ -96,7 +96,7 @@ class AnswerMetrics:
         return estimate_pass(len(scores), sum(score >= self._settings.right for score in scores), k)
 
     def _majority(self, answers: Sequence[Answer], k: int) -> float | None:
-        assert self._reader is not None, "majority_at needs one"
+        assert self._reader is not None, "majority_at needs a reader"
         read, key = self._reader.read, self._reader.key
         votes = [(read(a.completion), a.values[key] >= 1) for a in answers if isfinite(a.values[key])]
         return estimate_majority(votes, k) if len(votes) >= k else None
@@ -104,7 +104,7 @@ class AnswerMetrics:
     def write_rows(
         self, answers: Sequence[Answer], others: Sequence[Answer] | None, keys: Sequence[str]
     ) -> list[dict[str, Any]]:
-        """Write a row of a samples file for each answer; `keys` are values that it shows."""
+        """Make the rows of a samples file, one per answer; `keys` are the values that a row shows."""
         rows = []
         for i, answer in enumerate(answers):
             row: dict[str, Any] = {
@@ -130,7 +130,7 @@ def _compare(
     theirs: Sequence[Sequence[Answer]],
     score: Callable[[Answer], float | None],
 ) -> float:
-    """Compute the mean win rate over prompts to which both models have an answer with a score."""
+    """Compute the mean win rate over prompts for which both models have scored answers."""
     rates = []
     for mine, other in zip(ours, theirs, strict=True):
         a, b = (_select_finite(score(answer) for answer in answers) for answers in (mine, other))
@@ -143,6 +143,44 @@ def _select_finite(scores: "Iterator[float | None]") -> list[float]:
 
 
 def _mean(values: "Iterator[float | None] | Sequence[float | None]") -> float:
-    """Compute the mean of the values that are there."""
+    """Compute the mean of the values that are not None."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else nan
+
+
+def estimate_pass(answers: int, right: int, k: int) -> float:
+    """Estimate the probability that at least one of k answers is right, if `right` of `answers` answers are.
+
+    1 - C(n - c, k) / C(n, k), the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, equation 1): the share
+    of sets of k answers with a right one. k must be at most `answers`.
+    """
+    return 1 - comb(answers - right, k) / comb(answers, k)
+
+
+def estimate_majority(votes: Sequence[tuple[str | None, bool]], k: int) -> float:
+    """Estimate the probability that the majority of k answers is right: the mean over groups of k answers.
+
+    votes: at least k pairs (answer, whether it is right). An answer that is None does not vote.
+    """
+    runs = [votes[first : first + k] for first in range(0, len(votes) - k + 1, k)]
+    return sum(map(judge_majority, runs)) / len(runs)
+
+
+def judge_majority(votes: Sequence[tuple[str | None, bool]]) -> float:
+    """Judge the most frequent answer: 1 if it is right, 0 if it is wrong or nobody votes.
+
+    A tie gives the share of right answers among the most frequent ones, as if one were drawn.
+    """
+    counts = Counter(answer for answer, _ in votes if answer is not None)
+    if not counts:
+        return 0.0
+    right = dict(reversed(votes))
+    most = max(counts.values())
+    first = [answer for answer, count in counts.items() if count == most]
+    return sum(right[answer] for answer in first) / len(first)
+
+
+def compute_win_rate(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Compute the share of pairs in which our score is higher; ties count half."""
+    wins = sum((a > b) + 0.5 * (a == b) for a in ours for b in theirs)
+    return wins / (len(ours) * len(theirs))

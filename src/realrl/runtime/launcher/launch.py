@@ -14,7 +14,7 @@ from typing import Protocol
 
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
-from realrl.recipe.sections.launch import LaunchConfig
+from realrl.recipe.run_settings import LaunchConfig
 from realrl.runtime.processes.logs import LOGS
 from realrl.runtime.processes.signals import SAVING, deferred_termination, end_by_signal, stop_requested
 from realrl.runtime.supervision.board import Board

@@ -13,7 +13,6 @@ from pathlib import Path
 from realrl.config.files import write_whole
 from realrl.plan.cluster import Cluster
 from realrl.runtime.launcher.launch import Start
-from realrl.runtime.network.interfaces import INTERFACE_VARIABLES, find_loopback
 from realrl.runtime.prepare.host import count_threads
 from realrl.runtime.processes.environment import (
     LAUNCHER_VARIABLE,
@@ -23,6 +22,7 @@ from realrl.runtime.processes.environment import (
     STORE_VARIABLE,
 )
 from realrl.runtime.processes.logs import keep_logs, name_log_file
+from realrl.runtime.processes.network import INTERFACE_VARIABLES, find_loopback
 from realrl.runtime.processes.signals import show_cursor
 from realrl.runtime.supervision.board import FileBoard
 from realrl.runtime.supervision.failures import ERROR_FILE_VARIABLE

@@ -14,7 +14,7 @@ from typing import Any
 
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
-from realrl.recipe.sections.launch import LaunchConfig
+from realrl.recipe.run_settings import LaunchConfig
 from realrl.runtime.launcher.launch import Start, StartRanks
 from realrl.runtime.launcher.local import SCREEN, LocalRanks, RayNode
 from realrl.runtime.supervision.failures import DEATH, RUN_STATUS, Failure

@@ -1,4 +1,4 @@
-"""Comparison of the predicted costs of a run with the measured ones. No torch."""
+"""Comparison of predicted and measured time and memory of a run. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,20 +6,19 @@ from typing import TYPE_CHECKING
 
 from realrl.dataflow.call import Call
 from realrl.families.shape import ModelShape
-from realrl.planner.calibration.comparison import (
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.cost.cost_model import CostModel
+from realrl.planner.memory.memory_model import MemoryModel
+from realrl.planner.profile.profile import Profile
+from realrl.planner.report.comparison import (
     CallCosts,
     Comparison,
     MoveCosts,
     Seconds,
     waiting_for,
 )
-from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.cost.cost_model import CostModel
-from realrl.planner.memory.memory_model import MemoryModel
-from realrl.planner.profile.profile import Profile
-from realrl.planner.simulate.estimate import Estimate
+from realrl.planner.simulate.estimate import Estimate, MemoryPart, PartKind
 from realrl.planner.simulate.estimator import estimate_plan
-from realrl.planner.simulate.memory_part import MemoryPart, PartKind
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.uncertainty.outlook import Interval
 from realrl.planner.uncertainty.ranking import StepSampler, find_interval
@@ -36,18 +35,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Description of a run, as far as its costs depend on it."""
+    """Everything about a run that its time and memory depend on."""
 
     experiment: Experiment
     compiled: Compiled
     shapes: Mapping[str, ModelShape]
     """Role -> shape of its model."""
     spec: ClusterSpec | None
-    """Devices of the run; None where the planner does not know their kind."""
+    """Devices of the run; None if the planner does not know their kind."""
     software: Mapping[str, str]
     prompts: Sequence[int]
     answers: Sequence[int]
-    """Lengths that occurred, in tokens."""
+    """Measured lengths in tokens."""
     reserved: int
     """Peak bytes that torch's allocator reserved on a GPU."""
     resident: HostMemory
@@ -64,7 +63,7 @@ class Prediction:
 
 
 def predict(info: RunInfo, profile: Profile | None) -> Prediction | None:
-    """Predict a training step for the lengths that occurred; None where the kind of the devices is unknown."""
+    """Predict a training step for the measured lengths; None if the kind of the devices is unknown."""
     if info.spec is None:
         return None
     graph = info.compiled.train.graph
@@ -100,7 +99,7 @@ def compare(info: RunInfo, prediction: Prediction | None, log: "TimingLog") -> C
         reallocations=tuple(
             _move(text, expected, log)
             for text in _reallocations(info.compiled.train.programs)
-            if text in log.spans  # what is done every n steps may not have been done yet
+            if text in log.spans  # an average with a period may not have been due yet
         ),
         reserved_bytes=info.reserved or None,
         resident_bytes=info.resident.resident or None,
@@ -127,7 +126,7 @@ def _call(call: Call, info: RunInfo, expected: Estimate | None, log: "TimingLog"
 def _peak(expected: Estimate, call: str) -> int:
     """Find the peak bytes of a call on any device, without the allocator's fragmentation."""
     footprints = (f for device in expected.memory for f in device.footprints if f.during == call)
-    # Neither is allocated by torch.
+    # torch allocates neither of them.
     apart = (MemoryPart(PartKind.FRAGMENTATION), MemoryPart(PartKind.COMMUNICATORS))
     return max(f.bytes - sum(f.parts.get(part, 0) for part in apart) for f in footprints)
 
@@ -140,6 +139,6 @@ def _move(text: str, expected: Estimate | None, log: "TimingLog") -> MoveCosts:
 
 
 def _reallocations(programs: Sequence[Program]) -> list[str]:
-    """List the reallocations as text, in the order in which the first rank that takes part executes them."""
+    """List the reallocations as text, in the order of the programs."""
     moves = (i for program in programs for i in program.instructions if isinstance(i, Reallocate))
     return list(dict.fromkeys(map(format_instruction, moves)))

@@ -1,6 +1,6 @@
 """Names of performance metrics. No torch."""
 
 PERFORMANCE = "perf/"
-"""Beginning of the names of metrics that say how fast a step was, and nothing of what was learnt."""
+"""Prefix of metrics about speed, as opposed to learning."""
 IDLE_RANK = "idle/rank-"
-"""What follows it in the names of the idle shares of ranks, whose number comes last."""
+"""Second prefix of the idle share of a rank; the rank's number follows."""

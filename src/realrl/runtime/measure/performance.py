@@ -6,31 +6,57 @@ from dataclasses import dataclass
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.plan.placement import Placement
+from realrl.plan.placement import Dtype, Placement
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.cluster.devices import DeviceKind
-from realrl.planner.cost.peaks import find_peak_bandwidth, find_peak_flops
+from realrl.planner.cluster.devices import DeviceKind, compute_thread_speedup
 from realrl.planner.profile.profile import Profile
-from realrl.planner.workload.experts import count_read_weights
 from realrl.planner.workload.flops import count_head_weights, count_pass_flops
 from realrl.planner.workload.windows import average_context
+from realrl.planner.workload.workload import count_read_weights
 from realrl.program.memory import StoredModel
-from realrl.runtime.measure.aligned_spans import AlignedSpan
 from realrl.runtime.measure.metric_names import IDLE_RANK, PERFORMANCE
 from realrl.runtime.measure.step_timer import StepTimes
-from realrl.runtime.measure.timing_log import StepSpans
+from realrl.runtime.measure.timing_log import AlignedSpan, StepSpans
 from realrl.runtime.measure.work_done import WorkDone
 
+
+def find_peak_flops(device: DeviceKind, dtype: Dtype, profile: Profile | None = None) -> float | None:
+    """Find the peak FLOP/s of matmuls of models in a data type.
+
+    It is that of the data sheet or the cluster file; else, as for a CPU, the largest that a profile of such devices
+    has measured; else None.
+    """
+    if ("fp32_flops" if dtype == "float32" else "bf16_flops") not in device.guessed:
+        return device.flops(dtype)
+    return _scale(device, profile, None if profile is None else profile.peak_flops(dtype))
+
+
+def find_peak_bandwidth(device: DeviceKind, profile: Profile | None = None) -> float | None:
+    """Find the bytes per second of device memory, from the same sources as `find_peak_flops`."""
+    if "memory_bytes_per_s" not in device.guessed:
+        return device.memory_bytes_per_s
+    return _scale(device, profile, None if profile is None else profile.memory_bytes_per_s())
+
+
+def _scale(device: DeviceKind, profile: Profile | None, measured: float | None) -> float | None:
+    """Scale a rate that a profile has measured to a device's number of threads; None for one of other devices."""
+    if profile is None or measured is None or profile.device != device.name:
+        return None
+    if profile.threads is None or not device.cpu:
+        return measured
+    return measured * compute_thread_speedup(device.threads) / compute_thread_speedup(profile.threads)
+
+
 MOST_RANKS = 64
-"""Ranks up to which each one's idle share is a metric of its own."""
+"""Maximum number of ranks with a metric of its own for each idle share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Performance:
-    """Computer of the performance metrics of a run's steps, from what all ranks have measured.
+    """Computes the performance metrics of steps from the times of all ranks.
 
-    `perf/NAME` is of the whole step and `perf/CALL/NAME` of one of its calls; docs/runs.md says what each counts.
+    `perf/NAME` is about the whole step, `perf/CALL/NAME` about one call; docs/runs.md defines them.
     """
 
     graph: DataflowGraph
@@ -38,12 +64,12 @@ class Performance:
     models: Mapping[str, StoredModel]
     """By role."""
     spec: ClusterSpec | None
-    """Devices of the run; None where their kind is unknown, so that nothing can be a share of their peak."""
+    """Devices of the run; None if their kind, and so their peak, is unknown."""
     profile: Profile | None
 
     @property
     def missing(self) -> str | None:
-        """Sentence on the metrics that are left out, and why; None where all are there."""
+        """Sentence on missing metrics and the reason; None if all are present."""
         if self.spec is None:
             return "MFU and decode bandwidth are left out: the kind of these devices, and so their peak, is unknown"
         calls = [call for call in self.graph.calls if not call.is_function]
@@ -55,7 +81,7 @@ class Performance:
         )
 
     def compute(self, ranks: Sequence[StepTimes], step: StepSpans) -> dict[str, float]:
-        """Compute the metrics of a step, given the times of all ranks and how they lie on one clock."""
+        """Compute the metrics of a step from the times of all ranks and their alignment on one clock."""
         spans: defaultdict[str, list[AlignedSpan]] = defaultdict(list)
         for span in step.spans:
             spans[span.name].append(span)
@@ -116,7 +142,7 @@ class Performance:
             return
         model = self.models[done.call.model_role]
         shape, width = model.shape, model.width(done.place.strategy)
-        # Of what a step has to read; widening quantised matrices is beside that.
+        # Only reads count; widening quantised matrices does not.
         stored = width if shape.quantised is None else 1
         weights = float(stored * shape.layers * count_read_weights(shape, rows / steps))
         weights += width * count_head_weights(shape, model.head)
@@ -131,16 +157,16 @@ class Performance:
         return count_pass_flops(self.models[done.call.model_role], done.call.kind, **sums)
 
     def _peak_flops(self, call: Call, ranks: Sequence[int]) -> float | None:
-        """Peak FLOP/s of devices, together, in the type that a call computes in."""
+        """Sum the peak FLOP/s of devices in the compute type of a call."""
         dtype = self.models[call.model_role].dtype_under(self.plan[call.name].strategy)
         return self._sum_devices(ranks, lambda device: find_peak_flops(device, dtype, self.profile))
 
     def _bandwidth(self, ranks: Sequence[int]) -> float | None:
-        """Memory bandwidth of devices, together."""
+        """Sum the memory bandwidth of devices."""
         return self._sum_devices(ranks, lambda device: find_peak_bandwidth(device, self.profile))
 
     def _sum_devices(self, ranks: Sequence[int], find: Callable[[DeviceKind], float | None]) -> float | None:
-        """Sum of a figure of devices; None where that of any is not known."""
+        """Sum a figure of devices; None if it is unknown for any of them."""
         if self.spec is None:
             return None
         total = 0.0
@@ -152,13 +178,13 @@ class Performance:
         return total
 
     def _idle(self, ranks: Sequence[StepTimes], step: StepSpans) -> list[float]:
-        """Share of the step in which each rank executes no call, no reallocation and no copy."""
+        """Compute the share of the step in which each rank executes neither call nor reallocation nor copy."""
         busy = [times.copying for times in ranks]
         generates = {call.name for call in self.graph.calls if call.kind is Kind.GENERATE}
         for span in step.spans:
             if span.alone:
-                continue  # a function, beside which its rank does other things, or waiting for one
-            # Replicas generate each for itself; other ranks meet.
+                continue  # a function, which runs beside other work, or a wait for one
+            # Replicas generate independently; ranks of other calls wait for each other.
             group_of = self.plan[span.name].item_index if span.name in generates else lambda _: 0
             for rank, seconds in span.measure_busy(group_of).items():
                 busy[rank] += seconds
@@ -167,7 +193,7 @@ class Performance:
 
 @dataclass(frozen=True)
 class _CallDone:
-    """A call of a step, all times that it ran: where, how long, and the work of each replica."""
+    """All executions of a call in a step: placement, seconds, and the work of each replica."""
 
     call: Call
     place: Placement
@@ -181,5 +207,5 @@ class _CallDone:
         return cls(call, place, max(1e-9, sum(span.seconds for span in spans)), work)
 
     def sum(self, name: str) -> int:
-        """Sum of a count over replicas."""
+        """Sum a count over replicas."""
         return sum(getattr(work, name) for work in self.work)

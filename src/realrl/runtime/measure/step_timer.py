@@ -1,38 +1,113 @@
-"""Timer of the steps of one rank: when each instruction ran, and its peak device memory."""
+"""Timer of the steps of one rank: times of each instruction, and its peak memory."""
 
 import math
 import time
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch._C._profiler import (
+    ProfilerActivity,
+    ProfilerConfig,
+    ProfilerState,
+    RecordScope,
+    _ExperimentalConfig,
+    _ExtraFields_Allocation,
+)
 
-from realrl.planner.calibration.comparison import waiting_for
+from realrl.planner.report.comparison import waiting_for
 from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Run
 from realrl.program.text import format_instruction
-from realrl.runtime.measure.allocations import Allocations, count_allocations
 from realrl.runtime.measure.work_done import WorkDone
 from realrl.runtime.processes.process import Process
 
+
+class Allocations:
+    """Allocations of a block of code."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        """Peak bytes of live tensors that the block has allocated, up to the last `fold`."""
+        self._alive: dict[int, int] = {}
+        self._addresses: list[int] = []
+        """Addresses of live allocations, sorted."""
+        self._now = 0
+
+    def fold(self) -> None:
+        """Count the allocations so far, and discard their events."""
+        self._finish()
+        self._start()
+
+    def _start(self) -> None:
+        # The profiler records allocations in any scope, but operators only in this scope, which never occurs.
+        config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
+        torch.autograd._prepare_profiler(config, {ProfilerActivity.CPU})
+        never = {RecordScope.LITE_INTERPRETER}
+        torch.autograd._enable_profiler(config, {ProfilerActivity.CPU}, never)  # type: ignore[call-arg]
+
+    def _finish(self) -> None:
+        for event in torch.autograd._disable_profiler().experimental_event_tree():
+            about = event.extra_fields
+            assert isinstance(about, _ExtraFields_Allocation), "nothing else is asked for"
+            self.count(about.ptr, about.alloc_size)
+
+    def count(self, address: int, size: int) -> None:
+        """Count an allocation of `size` bytes at an address; a negative size is a release."""
+        if size <= 0:
+            # The release of an older allocation does not count.
+            if address in self._alive:
+                self._drop(bisect_left(self._addresses, address))
+            return
+        # If an address is used again, another thread (of a collective) has released it.
+        last = bisect_left(self._addresses, address + size) - 1
+        while last >= 0 and self._addresses[last] + self._alive[self._addresses[last]] > address:
+            self._drop(last)
+            last -= 1
+        self._alive[address] = size
+        insort(self._addresses, address)
+        self._now += size
+        self.peak = max(self.peak, self._now)
+
+    def _drop(self, number: int) -> None:
+        self._now -= self._alive.pop(self._addresses.pop(number))
+
+
+@contextmanager
+def count_allocations() -> Iterator[Allocations]:
+    """Count exactly this thread's allocations for tensors in the block. No other profiler may be active.
+
+    Memory that another thread releases after a collective counts until its address is used again. An allocation is
+    not slowed down; each takes 2 kB until the block ends or folds, and 4 µs then. torch itself counts on GPUs only,
+    and a process's resident memory may include freed memory.
+    """
+    found = Allocations()
+    found._start()
+    try:
+        yield found
+    finally:
+        found._finish()
+
+
 _ROUNDS = 10
-"""Number of messages by which the clocks of several nodes are compared."""
+"""Number of message exchanges that compare the clocks of nodes."""
 
 
 @dataclass(frozen=True)
 class TimedSpan:
-    """One call or reallocation on one rank, or its wait for a function. Times are by its monotonic clock, in s."""
+    """One call or reallocation on one rank, or its wait for a function. Seconds of its monotonic clock."""
 
     name: str
-    """Name of the call, or text form of the reallocation; of a wait, `waiting_for` the call."""
+    """Name of the call, text of the reallocation, or `waiting_for` the function."""
     start: float
     end: float
     bytes: int | None = None
-    """Peak bytes of tensors during the call and while parameters were moved before it."""
+    """Peak bytes of tensors during the call and the moves before it."""
     alone: bool = False
-    """Whether the rank did not wait for others to begin, as with a function."""
+    """Whether ranks run it independently, like a function."""
     work: WorkDone | None = None
-    """What the rank has done in a call of a model; None where it does not know, and of all else."""
+    """Work of the rank in a model's call; None if it is unknown, and for everything else."""
 
 
 @dataclass(frozen=True)
@@ -45,24 +120,24 @@ class StepTimes:
     copying: float = 0.0
     """Seconds of copies between device and host memory, outside calls."""
     tokens: int | None = None
-    """Tokens of all prompts and answers of the step, on one of the ranks that know it."""
+    """Tokens of all prompts and answers of the step; set on one rank."""
 
 
 def wait_for(device: torch.device) -> None:
-    """Synchronize the host with a GPU, so that an instruction ends when its work has ended.
+    """Synchronize the host with a GPU, so that an instruction ends with its work.
 
-    Costs some tens of microseconds, since the device has nothing to do until the host hands it more; nearly all
-    calls read their metrics back at their end anyway.
+    This costs some tens of microseconds, while the device waits for new work. Nearly all calls read their metrics
+    back at their end anyway.
     """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 class StepTimer:
-    """Timer and memory meter of the steps of one rank.
+    """Measures time and memory of the steps of one rank.
 
-    Peak memory: on a GPU in each step, by torch's allocator; on a CPU in the first step only, whose times do not
-    count, by `count_allocations` in addition to the buffers of roles.
+    Peak memory comes from torch's allocator on a GPU, in every step. On a CPU, `count_allocations` plus the buffers
+    of roles measure it in the first step only, whose times do not count.
     """
 
     def __init__(
@@ -73,8 +148,8 @@ class StepTimer:
         staged: Callable[[], int],
         kept_beside: Callable[[str], int] = lambda _: 0,
     ) -> None:
-        """held: bytes of the buffers of roles now. No plan counts those that are staged, in message buffers, nor
-        those that other calls have kept from the step before, beside a call of a name."""
+        """held: current bytes of the buffers of roles. No plan counts staged bytes (in message buffers), or the
+        bytes that other calls keep beside a call."""
         self._device = device
         self._held = held
         self._staged = staged
@@ -138,24 +213,24 @@ class StepTimer:
                 self._moving_peak = max(self._moving_peak, self._held())
 
     def worked(self, read_work: Callable[[], WorkDone]) -> None:
-        """Register what the call under way has done, read when the device has done it."""
+        """Register the work of the current call; it is read after the device has finished."""
         self._read_work = read_work
 
     def function(self, call: str, start: float, end: float, *, waited: tuple[float, float]) -> None:
-        """Register a function that ran beside other instructions, and from when until when the rank `waited`."""
+        """Register a function that ran beside other instructions, and the interval in which the rank waited."""
         self._spans.append(TimedSpan(call, start, end, alone=True))
         self._spans.append(TimedSpan(waiting_for(call), *waited, alone=True))
 
     def fold_allocations(self) -> None:
         """Fold the allocations of a decode step, or of a micro-batch's pass in one direction, into their peak.
 
-        Each makes some 140 allocations per layer; keeping those of a whole call would take too much memory.
+        A pass makes about 140 allocations per layer; the events of a whole call would take too much memory.
         """
         if self._allocations is not None:
             self._allocations.fold()
 
     def _peak(self, found: Allocations | None, call: str) -> int | None:
-        """Find the peak since the call before. What is moved after the last call counts for none."""
+        """Find the peak since the previous call. Moves after the last call do not count."""
         moving = self._moving_peak
         self._moving_peak = 0
         if self._cuda:
@@ -168,12 +243,10 @@ class StepTimer:
 
 
 def measure_clock_offsets(process: Process, nodes: int) -> list[float]:
-    """Measure by how many seconds the monotonic clock of each rank is ahead of that of rank 0.
+    """Measure the seconds by which each rank's monotonic clock is ahead of rank 0's. All ranks call this together.
 
-    All ranks call this together.
-
-    On one node 0, since its processes share a clock. Else as near as messages travel fast: nobody leaves an
-    exchange of messages before everybody has come.
+    The processes of one node share a clock, so the result is 0. Between nodes, the precision is the latency of
+    messages: no rank leaves an exchange before all ranks have entered it.
     """
     if nodes == 1:
         return [0.0] * process.world
@@ -190,10 +263,7 @@ def measure_clock_offsets(process: Process, nodes: int) -> list[float]:
 def estimate_offset(
     came: Sequence[float], went: Sequence[float], their_came: Sequence[float], their_went: Sequence[float]
 ) -> float:
-    """Estimate how far another clock is ahead, from several exchanges of messages.
-
-    Given are the times of arrival and of departure on either side.
-    """
+    """Estimate how far another clock is ahead, from the times of arrival and departure at both ends."""
     least = max(b - a for b, a in zip(their_came, went, strict=True))
     most = min(b - a for b, a in zip(their_went, came, strict=True))
     return (least + most) / 2

@@ -1,4 +1,4 @@
-"""Work that one rank has done in a call: tokens passed, sampled and padded."""
+"""Work of one rank in a call: tokens passed, sampled and padded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,31 +8,32 @@ from realrl.engine.pass_counts import PassCounts
 
 @dataclass(frozen=True, kw_only=True)
 class WorkDone:
-    """Work of one data-parallel replica in a call, as one of its ranks knows it."""
+    """Work of one data-parallel replica in a call, counted by one of its ranks."""
 
     tokens: int
-    """Tokens passed through the layers forward, without padding: of every epoch in training, and in generation
-    prompts, once for all their samples, and sampled tokens."""
+    """Tokens in forward passes, without padding.
+
+    Training counts every epoch. Generation counts each prompt once for all its samples, and the sampled tokens."""
     scored: int
-    """Tokens of those for which the head computes outputs: sampled ones in generation, else all."""
+    """Tokens for which the head computes outputs: sampled tokens in generation, all tokens otherwise."""
     squares: int
-    """Sum of squared sequence lengths, for attention; samples of one prompt count its own only once."""
+    """Sum of squared sequence lengths, for attention; samples of a prompt count the prompt once."""
     micro_batches: int = 0
     padded_tokens: int = 0
-    """`tokens` of training and inference with attention's padding; 0 where it pads nothing."""
+    """`tokens` of training and inference with attention's padding; 0 without padding."""
     decode_steps: int = 0
-    """Decode steps of all decode batches, each of which reads all weights."""
+    """Decode steps of all decode batches; each reads all weights."""
     decode_rows: int = 0
-    """Rows of those steps, finished ones included."""
+    """Rows of these steps, finished rows included."""
     decoded: int = 0
-    """Rows of those steps that were not finished."""
+    """Unfinished rows of these steps."""
     cached: int = 0
-    """Tokens whose keys and values decode steps read, a prompt's once for all its samples."""
+    """Tokens whose keys and values decode steps read; a prompt counts once for all its samples."""
     prefill_seconds: float = 0.0
 
 
 def read_passes(counts: PassCounts) -> WorkDone:
-    """Read what a train or inference call has passed through the model."""
+    """Read the work of a train or inference call."""
     return WorkDone(
         tokens=counts.tokens,
         scored=counts.tokens,
@@ -47,8 +48,8 @@ def count_generation(
 ) -> WorkDone:
     """Count the work of a generate call, given the tokens of prompts and of whole sequences by row.
 
-    `groups` are the rows that are samples of one prompt. The last token of a row's prompt is passed on by a decode
-    step, and its own last one is not, so that n tokens take n decode steps.
+    `groups` has the rows of each prompt. A row's first decode step passes the last prompt token, and its last token
+    is never passed, so n tokens take n decode steps.
     """
     answers = [whole - prompt for whole, prompt in zip(sequences, prompts, strict=True)]
     distinct = [prompts[rows[0]] for rows in groups]

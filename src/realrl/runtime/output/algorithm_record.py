@@ -1,4 +1,4 @@
-"""Record of a run's algorithm in its directory: what a report needs, so that it imports no code. No torch."""
+"""Record of an algorithm in a run's directory, so that reports need not import the algorithm's code. No torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +17,9 @@ RECORD = "algorithm.json"
 
 
 class AlgorithmRecord(Settings):
-    """Part of an algorithm's description, see `AlgorithmSpec`."""
+    """The part of an `AlgorithmSpec` that reports need."""
 
-    # Labels may be empty, and tuples are lists in the file.
+    # Labels may be empty, and JSON has lists for tuples.
     model_config = ConfigDict(str_min_length=0, strict=False)
 
     name: str
@@ -41,12 +41,12 @@ class AlgorithmRecord(Settings):
         )
 
     def save(self, run_dir: Path) -> None:
-        """Write the file of a run directory. OSError."""
+        """Write the file of a run directory. Raises OSError."""
         write_whole(run_dir / RECORD, self.model_dump_json(indent=2) + "\n")
 
     @classmethod
     def load(cls, run_dir: Path) -> Self:
-        """Read the file of a run directory; UserError where its content is something else."""
+        """Read the file of a run directory. Raises UserError for wrong content."""
         file = run_dir / RECORD
         try:
             return cls.model_validate_json(file.read_bytes())

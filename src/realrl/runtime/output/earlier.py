@@ -1,4 +1,4 @@
-"""Earlier run in a recipe's directory: whether it is continued, deleted, or in the way. No torch."""
+"""Earlier run in a recipe's directory: it is continued, deleted, or in the way. No torch."""
 
 import json
 import os
@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from realrl.checkpoint.saved import BEST, CONFIG, SUMMARY, list_checkpoints
 from realrl.config.errors import UserError
 from realrl.config.explain import brief
 from realrl.config.yaml_file import read_yaml
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import dump_settings, parse_experiment
-from realrl.runtime.output.history import HISTORY, read_history
-from realrl.runtime.output.rundir import RunDirectory
-from realrl.runtime.output.saved import BEST, CONFIG, SUMMARY, list_checkpoints
+from realrl.runtime.output.rundir import HISTORY, RunDirectory, read_history
 from realrl.runtime.processes.environment import find_job, restart_count
 
 _OF_START = {"run_dir", "overwrite", "resume"}
-"""Settings that say where and how a run is started; that they have changed is not said."""
+"""Settings of one start of a run; changes of these are not reported."""
 FREE = _OF_START | {
     "cluster",
     "device",
@@ -41,19 +40,19 @@ FREE = _OF_START | {
     "trackers",
     "debug",
 }
-"""Settings, or whole sections, that make no other recipe of one that is resumed."""
+"""Settings, or whole sections, that may change when a run is resumed."""
 LENGTH = ("training.steps", "training.epochs")
-"""Settings of the number of steps."""
+"""Settings that determine the number of steps."""
 _SHOWN = 3
-"""Changed settings that an error message lists."""
+"""Number of changed settings in an error message."""
 
 
 @dataclass(frozen=True)
 class EarlierRun:
     """An earlier run that is continued.
 
-    checkpoints: steps before each, the latest one first; the run starts from its beginning where there is none.
-    changed: settings that are different now, as `name: old, now new`. finished: whether nothing is left to do.
+    checkpoints: steps before each, the latest first; without one, the run starts from its beginning.
+    changed: settings that differ now, as `name: old, now new`. finished: nothing is left to do.
     """
 
     checkpoints: tuple[int, ...]
@@ -62,14 +61,14 @@ class EarlierRun:
 
 
 def describe_finished(run_dir: str) -> str:
-    """Say that nothing of the run in a directory is left to do."""
+    """Make the note about a finished run."""
     return f"run_dir={run_dir}: this run is already finished"
 
 
 def find_earlier_run(experiment: Experiment) -> EarlierRun | None:
-    """Find the run in the recipe's directory that is to be continued; None where a new one starts.
+    """Find the run in the recipe's directory that is to be continued; None if a new run starts.
 
-    UserError where the directory cannot be used, and for an earlier run that may be neither continued nor deleted.
+    Raises UserError if the directory cannot be used, or if an earlier run may be neither continued nor deleted.
     """
     directory = RunDirectory(experiment.run_dir)
     if not directory.check(experiment):
@@ -107,7 +106,7 @@ def find_earlier_run(experiment: Experiment) -> EarlierRun | None:
 
 
 def _is_of_this_job(path: Path) -> bool:
-    """Check whether the run in a directory was started by the launch that has now started it again."""
+    """Check whether the run in a directory belongs to the launch that has just restarted it."""
     starts, job = read_history(path / HISTORY), find_job()
     return bool(starts) and (job is None or starts[-1].get("job") == job)
 
@@ -117,9 +116,9 @@ def _find_models(path: Path) -> Path | None:
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
-    """Read the settings of an earlier run as they would be written today.
+    """Read the settings of an earlier run as this version would write them.
 
-    An earlier version may have written relative paths, and lacks the settings that have come since.
+    An older version may have written relative paths, and lacks newer settings.
     """
     read = read_yaml(str(path / CONFIG))
     if not isinstance(read, dict):
@@ -127,7 +126,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     try:
         return dump_settings(parse_experiment(read))
     except UserError:
-        # Not a recipe any more. The settings that make it so are among those that differ.
+        # This version cannot read it; the comparison then shows the settings that are wrong.
         return read
 
 
@@ -136,7 +135,7 @@ def _is_free(name: str) -> bool:
 
 
 def _compare(old: Any, new: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
-    """List values that differ, by their dotted names."""
+    """List pairs of different values by dotted names."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         found: dict[str, tuple[Any, Any]] = {}
         for key in dict.fromkeys([*old, *new]):

@@ -1,4 +1,4 @@
-"""Lock of a run's directory, so that no two commands write there at once. No torch."""
+"""Lock of a run's directory, so that two commands never write there at once. No torch."""
 
 import fcntl
 import json
@@ -15,24 +15,24 @@ from realrl.config.paths import local_path
 from realrl.runtime.processes.environment import restart_count
 
 LOCK = "lock"
-"""File of a run directory that the rank that writes has locked; its content names that process."""
+"""File of a run directory, locked by the rank that writes; it names the rank's process."""
 _PATIENCE, _PATIENCE_OF_RESTART = 5.0, 30.0
-"""Seconds to wait for a process that is ending; a run that is started again waits for its own earlier start."""
+"""Seconds to wait for an ending process; a restarted run waits longer, for its own earlier start."""
 _POLL = 0.1
 
 
 class RunLock:
-    """Lock of a run's directory. The system frees it when the process ends, in whatever way."""
+    """Lock of a run's directory. The system releases it when the process ends, even after a crash."""
 
     def __init__(self, run_dir: str) -> None:
         self._path = local_path(run_dir)
         self._descriptor: int | None = None
 
     def take(self, *, make: bool = False) -> None:
-        """Lock the directory, if it is there or to be made; UserError where another process has locked it.
+        """Lock the directory if it exists or `make` is set. Raises UserError if another process has locked it.
 
-        A run that is started again never fails here: the host of its earlier start may be gone, and its lock not
-        yet. Where the file system has no locks, nothing is locked.
+        A restarted run never fails here: the host of its earlier start may be gone while its lock remains. A file
+        system without locks locks nothing.
         """
         if self._descriptor is not None or not (make or self._path.is_dir()):
             return
@@ -63,7 +63,7 @@ class RunLock:
 
 
 def check_unused(run_dir: str) -> None:
-    """Check that no process has locked a run's directory; else UserError."""
+    """Check that no process has locked a run's directory. Raises UserError if one has."""
     path = local_path(run_dir)
     try:
         descriptor = os.open(path / LOCK, os.O_RDONLY | os.O_CLOEXEC)
@@ -77,7 +77,7 @@ def check_unused(run_dir: str) -> None:
 
 
 def _try_lock(descriptor: int, kind: int, seconds: float) -> bool:
-    """Try to lock a file for so long; return False where another process has it all the time."""
+    """Try to lock a file for `seconds`. Returns False if another process keeps the lock."""
     deadline = time.monotonic() + seconds
     while True:
         try:

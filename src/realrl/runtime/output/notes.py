@@ -1,4 +1,4 @@
-"""Notes of a run: messages for the user that are no metrics."""
+"""Notes of a run: messages for the user about data, models, resuming, and unusual steps."""
 
 import math
 from collections import Counter
@@ -6,25 +6,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from realrl.algorithms.method import Algorithm
-from realrl.config.words import join
+from realrl.algorithms.base.method import Algorithm
+from realrl.checkpoint.saved import Restored
+from realrl.config.errors import join
+from realrl.config.explain import nearest
 from realrl.data.dataset import Dataset, SourceCount
 from realrl.data.order import Order, count_drawn
+from realrl.dataflow.call import Kind
+from realrl.dataflow.graph import DataflowGraph
 from realrl.families.registry import find_layer_options
 from realrl.families.shape import ModelShape
 from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.data import TrainingConfig
+from realrl.recipe.evaluation import JUDGE
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import trained_models
 from realrl.runtime.output.earlier import LENGTH, EarlierRun
-from realrl.runtime.output.metric_notes import list_metric_notes
-from realrl.runtime.output.run_state import Restored
 from realrl.runtime.output.untaught import UntaughtSteps
 from realrl.runtime.prepare.compile import models
 
 
 def list_data_notes(sets: Mapping[str, Dataset | None]) -> Iterator[str]:
-    """Yield notes on the records that were read, by the name of their data set, each once."""
+    """Yield notes on the records of each data set, by its name."""
     known = {name: records for name, records in sets.items() if records is not None}
     for name, records in known.items():
         if records.skipped:
@@ -34,15 +37,15 @@ def list_data_notes(sets: Mapping[str, Dataset | None]) -> Iterator[str]:
         yield f"data.train: an epoch takes {describe_mixture(known['train'].sources)}"
     paths = {name: {source.path for source in records.sources} for name, records in known.items()}
     for path in sorted(paths.get("train", set()) & paths.get("eval", set())):
-        yield f"data.eval: {path} is in data.train, too, so evaluations do not show how a model does on new records"
+        yield f"data.eval: {path} is also in data.train, so evaluations do not show how a model does on new records"
     yield from dict.fromkeys(note for records in known.values() for note in records.notes)
 
 
 def list_epoch_notes(training: TrainingConfig, order: Order, steps: int) -> Iterator[str]:
-    """Yield a note if a run takes other records than those of the epochs that it was asked for."""
+    """Yield a note if the steps do not match the requested epochs."""
     if training.steps is not None and training.epochs != TrainingConfig.model_fields["epochs"].default:
         yield f"training.epochs={training.epochs:g} has no effect beside training.steps={training.steps}"
-    # What is drawn for the epochs, and as `Order.steps` rounds it.
+    # Rounded like `Order.steps`.
     asked, taken = math.ceil(training.epochs * order.size - 1e-9), steps * order.batch
     if training.steps is None and taken > asked:
         yield (
@@ -52,11 +55,11 @@ def list_epoch_notes(training: TrainingConfig, order: Order, steps: int) -> Iter
 
 
 _USUAL_LR = 0.01
-"""Learning rate above which a run says that few models learn so."""
+"""Learning rate above which a note warns."""
 
 
 def list_model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield notes on the effects of a run on its models; `fresh`: role -> tensors it had to initialise."""
+    """Yield notes on models and optimizers; `fresh`: role -> tensors that had to be initialised."""
     for role, tensors in fresh.items():
         if tensors:
             yield f"models.{role} starts with a new scoring head ({', '.join(tensors)}), since its path has none"
@@ -69,12 +72,12 @@ def list_model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Seq
         if config.optimizer.warmup_steps >= steps > 1:
             yield (
                 f"models.{role}.optimizer.warmup_steps={config.optimizer.warmup_steps} is not below the {steps}"
-                " steps of this run, so that the learning rate only rises"
+                " steps of this run, so the learning rate only rises"
             )
 
 
 def list_kernel_notes(experiment: Experiment, shapes: Mapping[str, ModelShape]) -> Iterator[str]:
-    """Yield notes on models whose attention keeps the built-in kernels where others were asked for."""
+    """Yield notes on models whose attention cannot use the requested kernels."""
     if "fa4" not in experiment.kernels:
         return
     for role, shape in shapes.items():
@@ -84,46 +87,46 @@ def list_kernel_notes(experiment: Experiment, shapes: Mapping[str, ModelShape]) 
         elif config.compute_dtype != "bfloat16":
             reason = f"computation in {config.compute_dtype}"
         if reason is not None:
-            yield f"kernels=[fa4]: attention of models.{role} keeps the built-in kernels: it does not know {reason}"
+            yield f"kernels=[fa4]: attention of models.{role} keeps built-in kernels: fa4 does not support {reason}"
 
 
 def list_resume_notes(
     experiment: Experiment, earlier: EarlierRun | None, restored: Restored | None
 ) -> Iterator[str]:
-    """Yield notes on what a run continues from."""
+    """Yield notes on the earlier run and the checkpoint of a resumed run."""
     if earlier is None:
         return
     if restored is None:
-        yield "the run in this directory has no checkpoint yet, and starts again from its beginning"
+        yield "the run in this directory has no checkpoint yet and starts again from its beginning"
         return
     for problem in restored.problems:
         yield f"a checkpoint cannot be used and was put aside: {problem}"
     yield f"continues after step {restored.state.step} from {restored.path}"
     for change in earlier.changed:
         yield f"changed since: {change}"
-    # The number of epochs says nothing of the length beside a number of steps.
+    # With a number of steps, the number of epochs has no effect.
     decisive = LENGTH if experiment.training.steps is None else "training.steps"
     if restored.state.step and any(change.startswith(decisive) for change in earlier.changed):
         for role, config in trained_models(models(experiment)).items():
             if (schedule := config.optimizer.schedule) != "constant":
                 yield (
-                    f"models.{role}: the learning rate goes on as the {schedule} schedule of the new length has it,"
-                    " so this run differs from one that had this length from its start"
+                    f"models.{role}: the learning rate now follows the {schedule} schedule of the new length,"
+                    " so this run differs from a run that had this length from its start"
                 )
 
 
 def list_state_notes(found: tuple[Path, Mapping[str, Any]] | None) -> Iterator[str]:
-    """Yield a note on the state that an algorithm starts from, and the file that has it."""
+    """Yield a note on the saved state from which the algorithm starts."""
     if found is not None:
         file, state = found
         values = ", ".join(
             f"{name}={value:g}" for name, value in state.items() if isinstance(value, int | float)
         )
-        yield f"the algorithm goes on from {file} ({values})"
+        yield f"the algorithm continues from {file} ({values})"
 
 
 def describe_mixture(sources: Sequence[SourceCount]) -> str:
-    """Describe what an epoch takes of each source."""
+    """Describe the number of records that an epoch takes from each source."""
     parts = []
     for source in sources:
         drawn = count_drawn((source.items, source.weight))
@@ -132,11 +135,11 @@ def describe_mixture(sources: Sequence[SourceCount]) -> str:
 
 
 _KEPT = 1000
-"""Maximum notes of an algorithm that are told apart and shown: those that name numbers differ each time."""
+"""Maximum number of different notes of an algorithm: notes with numbers differ every time."""
 
 
 class StepNotes:
-    """Notes on the metrics of training steps, and counts of skipped optimizer steps and of steps without effect."""
+    """Notes on training steps, with counts of skipped optimizer steps and of steps without effect."""
 
     def __init__(self, algorithm: Algorithm, spec: AlgorithmSpec) -> None:
         self._algorithm, self._spec = algorithm, spec
@@ -146,16 +149,16 @@ class StepNotes:
         self.untaught = UntaughtSteps()
 
     def take_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of an evaluation by `call/name`; the first one is before the first step."""
+        """Take the metrics of an evaluation by `call/name`; the first evaluation precedes the first step."""
         if self._evaluated is None:
             self._evaluated = metrics
 
     def describe_step(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
-        """Yield notes on a step, counted from 1, with these metrics by `call/name`."""
+        """Yield notes on a step, counted from 1; metrics are by `call/name`."""
         for call in self._algorithm.graph.calls:
             skipped = int(metrics.get(f"{call.name}/skipped_steps", 0))
             before, self._skipped[call.name] = self._skipped[call.name], self._skipped[call.name] + skipped
-            # Once is worth a line, and so is twice as often as at the last one.
+            # Report the first one, then every doubling of the count.
             if skipped and before.bit_length() < self._skipped[call.name].bit_length():
                 start = f"{call.name}/skipped_for/"
                 causes = ", ".join(name.removeprefix(start) for name in metrics if name.startswith(start))
@@ -172,7 +175,7 @@ class StepNotes:
             yield from list_metric_notes(self._spec, self._algorithm.graph, metrics, self._evaluated)
 
     def state_dict(self) -> dict[str, Any]:
-        """Save what later notes depend on."""
+        """Return the state on which later notes depend."""
         return {
             "said": sorted(self._said),
             "skipped": dict(self._skipped),
@@ -180,11 +183,60 @@ class StepNotes:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` saved."""
+        """Load a `state_dict`."""
         self._said, self._skipped = set(state["said"]), Counter(state["skipped"])
-        self.untaught.load_state_dict(state.get("untaught", {}))  # which earlier versions do not save
+        self.untaught.load_state_dict(state.get("untaught", {}))  # missing in states of older versions
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Skipped optimizer steps in all, by call; empty where there were none."""
+        """Number of skipped optimizer steps by call; empty without any."""
         return dict(+self._skipped)
+
+
+def list_metric_notes(
+    spec: AlgorithmSpec,
+    graph: DataflowGraph,
+    trained: Mapping[str, float],
+    evaluated: Mapping[str, float] | None,
+) -> Iterator[str]:
+    """Yield a note on every metric that the description names but the first step and evaluation lack.
+
+    graph: the calls of a training step. trained, evaluated: metrics by `call/name`; None for a run without
+    evaluation, in which a metric of evaluations may be missing.
+    """
+    given = {*trained, *(evaluated or ())}
+    for field, name in _named_metrics(spec):
+        call, _, last = name.rpartition("/")
+        if last in (JUDGE, *spec.optional_metrics) or not _is_expected(
+            spec, graph, call, evaluated is not None
+        ):
+            continue
+        # Summaries show metrics of evaluations.
+        found = given if field != "summary" else {*(evaluated or ())}
+        if any(metric == name or metric.endswith(f"/{name}") for metric in found):
+            continue
+        hint = nearest(name, found) or nearest(last, {metric.rpartition("/")[2] for metric in found})
+        source = "no evaluation has" if field == "summary" else "no call has given"
+        yield (
+            f"algorithm {spec.name}: {field}: {source} a metric {name}"
+            + (f"; did you mean {hint}?" if hint is not None and hint != name else "")
+        )
+
+
+def _named_metrics(spec: AlgorithmSpec) -> list[tuple[str, str]]:
+    """List pairs (field of the description, metric)."""
+    named = [
+        *(("headlines", name) for name in spec.headlines),
+        *(("curves", name) for name in spec.curves),
+        *(("summary", summary.metric) for summary in spec.summary),
+    ]
+    return list(dict.fromkeys(named))
+
+
+def _is_expected(spec: AlgorithmSpec, graph: DataflowGraph, call: str, evaluates: bool) -> bool:
+    """Tell whether a metric of a call must exist by now; call "" means any call."""
+    if call in spec.optional_calls:  # the recipe may lack these calls
+        return False
+    if evaluates or spec.eval_graph is None:
+        return True
+    return any(c.name == call and c.kind is Kind.TRAIN for c in graph.calls)

@@ -1,14 +1,29 @@
-"""Run directory: all files that a run writes."""
+"""Run directory: all files that a run writes, and the history of its starts."""
 
 import json
 import os
 import shutil
+import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import glob
 from pathlib import Path
 from typing import Any
 
+from realrl.checkpoint.saved import (
+    BEST,
+    CONFIG,
+    METRICS,
+    SUMMARY,
+    Checkpoint,
+    Restored,
+    checkpoint_path,
+    find_saved,
+    list_checkpoints,
+    name_state_file,
+    remove_partial,
+)
 from realrl.config.errors import RunError, UserError
 from realrl.config.files import (
     as_os_error,
@@ -18,8 +33,9 @@ from realrl.config.files import (
     reason_of,
     write_whole,
 )
+from realrl.config.json_file import parse_rows, read_tail, replace_infinite, write_rows
 from realrl.config.paths import local_path
-from realrl.config.secrets.redaction import redact_code
+from realrl.config.redaction import redact_code
 from realrl.config.user_code import find_source, is_own_module
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Program
@@ -30,51 +46,39 @@ from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import dump_experiment
 from realrl.recipe.sources import list_sources
 from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
-from realrl.runtime.output.history import HISTORY, add_start, describe_start
 from realrl.runtime.output.lock import LOCK
-from realrl.runtime.output.rows import replace_infinite, write_rows
-from realrl.runtime.output.run_state import Restored
-from realrl.runtime.output.saved import (
-    BEST,
-    CONFIG,
-    METRICS,
-    SUMMARY,
-    Checkpoint,
-    checkpoint_path,
-    find_saved,
-    list_checkpoints,
-    remove_partial,
-)
-from realrl.runtime.output.saved_state import name_state_file
-from realrl.runtime.output.trackers.trackers import TRACKED, Trackers, open_trackers
+from realrl.runtime.output.trackers import TRACKED, Trackers, open_trackers
+from realrl.runtime.processes.environment import find_job, restart_count
 
+HISTORY = "history.jsonl"
+"""File with one line for each start of the run."""
 PLAN, PROGRAMS = "plan.yaml", "programs"
-"""Files of every run's directory. A directory without them is not ours and never deleted."""
+"""Files of every run's directory. A directory without them is never deleted."""
 CODE = "code"
-"""Directory of copies of the files with code that the recipe names, each by the name of its setting."""
+"""Directory with copies of the code files that the recipe names; each copy is named by its setting."""
 _STARTED = {PROGRAMS, CONFIG, PLAN, CODE, RECORD, HISTORY, "logs", "ranks", *TRACKED}
-"""All that is there before the first step; a run that ended before has left nothing else."""
+"""Everything that exists before the first step; a run that ended earlier has left nothing else."""
 BEST_NOTE = f"{BEST}.json"
-"""File that says which evaluation the best models are of."""
+"""File about the evaluation of the best models."""
 EVALUATIONS = "eval"
-"""Directory of what `realrl eval` writes, which is no part of a run."""
+"""Directory of `realrl eval`. It is not part of the run."""
 
 
 class RunDirectory:
-    """Paths of a run, and writers of its files. Only the rank that writes may open one."""
+    """Paths of a run, and its files. Only the rank that writes may write."""
 
     def __init__(self, path: str, trained: Sequence[str] = ()) -> None:
-        """Open the directory; `trained` are the roles that the run saves."""
+        """`trained` are the roles that the run saves."""
         self.path = local_path(path)
         self._trained = trained
         self._metrics = self.path / METRICS
         self._trackers = Trackers()
 
     def check(self, experiment: Experiment) -> bool:
-        """Check that the directory can be used, and tell whether it holds a run; else UserError.
+        """Check that the directory can be used. Returns whether it holds a run.
 
-        It must be writable, free or a run's, and where the recipe says `overwrite` hold no model, data or other
-        file that the run reads.
+        It must be writable, and empty or a run's. With `overwrite`, it must not hold a model, data or another file
+        that the run reads. Raises UserError.
         """
         if not self.path.is_file():
             check_directory(f"run_dir={self.path}", self.path)
@@ -92,7 +96,7 @@ class RunDirectory:
         return True
 
     def _check_sources(self, experiment: Experiment) -> None:
-        """Check that nothing the run reads lies in the directory, which is to be deleted; else UserError."""
+        """Check that the run reads nothing in the directory, which will be deleted. Raises UserError if it does."""
         inside = self.path.resolve()
         for name, source in _sources(experiment):
             files = [local_path(file) for file in (source, *glob(str(local_path(source)), recursive=True))]
@@ -103,7 +107,7 @@ class RunDirectory:
                 )
 
     def mark(self) -> tuple[int, int] | None:
-        """Identity of the run that lies here, to tell it from an earlier one; None where there is none."""
+        """Identity of the run in this directory, which a new run changes; None without a run."""
         try:
             status = (self.path / CONFIG).stat()
         except OSError:
@@ -117,10 +121,10 @@ class RunDirectory:
         programs: Mapping[str, Sequence[Program]],
         restored: Restored | None = None,
     ) -> None:
-        """Make the directory and write what is known before the first step: config, code, plan, programs.
+        """Make the directory and write config, code, plan and programs, before the first step.
 
-        A run that is `restored` from a checkpoint keeps what it has written up to it. UserError as in `check`, and
-        when the directory cannot be written.
+        A `restored` run keeps everything that it wrote before its checkpoint. Raises UserError like `check`, and if
+        the directory cannot be written.
         """
         self.check(experiment)
         try:
@@ -130,7 +134,7 @@ class RunDirectory:
                 remove_partial(self.path)
                 shutil.rmtree(self.path / PROGRAMS, ignore_errors=True)
                 self.go_back(restored)
-            # Samples, data and weights are nobody else's business unless the user says so.
+            # Samples, data and weights are private unless the user decides otherwise.
             make_private(self.path)
             (self.path / PROGRAMS).mkdir(exist_ok=True)
             write_whole(self.path / CONFIG, dump_experiment(experiment))
@@ -150,7 +154,7 @@ class RunDirectory:
             raise UserError(f"run_dir={self.path} cannot be written: {reason_of(error)}") from None
 
     def _clear(self) -> None:
-        """Delete what an earlier run has written."""
+        """Delete the files of an earlier run."""
         for entry in self._of_run():
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
@@ -158,9 +162,9 @@ class RunDirectory:
                 entry.unlink()
 
     def go_back(self, restored: Restored) -> None:
-        """Delete what the run has written after a checkpoint, but not what is replaced when it comes there again.
+        """Delete the files after a checkpoint, unless the run will write them again.
 
-        Later checkpoints, which could not be read or are of what is left out, are put aside. OSError.
+        Later checkpoints are unreadable or belong to skipped records; they are renamed. Raises OSError.
         """
         for step, path in list_checkpoints(self.path).items():
             if step > restored.state.step:
@@ -178,12 +182,12 @@ class RunDirectory:
         return self._metrics.stat().st_size if self._metrics.exists() else 0
 
     def _of_run(self) -> list[Path]:
-        """List what lies in the directory but for its lock and what `realrl eval` has written."""
+        """List the entries of the directory, without its lock and the files of `realrl eval`."""
         entries = self.path.iterdir() if self.path.exists() else ()
         return [entry for entry in entries if entry.name not in (EVALUATIONS, LOCK)]
 
     def open_trackers(self, experiment: Experiment, say: Callable[[str], None], done: int = 0) -> None:
-        """Send metrics to the trackers of the recipe, too, from now on; `done` steps were trained before."""
+        """From now on, send metrics to the recipe's trackers too; `done` steps were trained before."""
         self._trackers = open_trackers(experiment, self.path, say, done)
 
     def note(self, text: str) -> None:
@@ -191,13 +195,13 @@ class RunDirectory:
         self._trackers.note(text)
 
     def close_trackers(self, *, done: bool) -> None:
-        """End the trackers, within bounds of time; `done`: whether the run ended well."""
+        """End the trackers, within a time limit; `done`: the run ended well."""
         self._trackers.close(done=done)
 
     def log(self, step: int, kind: str, seconds: float, metrics: Mapping[str, float]) -> None:
         """Append one line to metrics.jsonl; metrics that are not finite become null there.
 
-        RunError, with no part of the line left, when it cannot be written.
+        Raises RunError if the line cannot be written; no part of it remains.
         """
         line = {
             "step": step,
@@ -206,7 +210,7 @@ class RunDirectory:
             "metrics": replace_infinite(metrics),
         }
         rest = (json.dumps(line) + "\n").encode()
-        # A buffer would be written once more when the file is closed.
+        # Unbuffered: closing the file would write a buffer again.
         with self.writing(self._metrics), self._metrics.open("ab", buffering=0) as file:
             end = file.tell()
             try:
@@ -218,29 +222,29 @@ class RunDirectory:
         self._trackers.log(step, kind, seconds, metrics)
 
     def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write what an evaluation generated, one JSON object per line; RunError when that fails."""
+        """Write the samples of an evaluation, one JSON object per line. Raises RunError if that fails."""
         file = self.path / "samples" / f"step-{step:06}.jsonl"
         with self.writing(file):
             write_rows(file, rows)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary, which marks a run that ended well; RunError when that fails."""
+        """Write the summary, which marks a finished run. Raises RunError if that fails."""
         file = self.path / SUMMARY
         with self.writing(file):
             write_whole(file, json.dumps(summary, indent=2) + "\n")
 
     def write_state(self, which: Checkpoint, algorithm: str, state: Mapping[str, Any]) -> None:
-        """Write the state of an algorithm of this name beside saved models; RunError when that fails."""
+        """Write the state of an algorithm beside saved models. Raises RunError if that fails."""
         file = name_state_file(self.checkpoint(which))
         with self.writing(file):
             write_whole(file, json.dumps({"algorithm": algorithm, "state": state}, indent=2) + "\n")
 
     def drop_best(self) -> None:
-        """Remove the note on the best evaluation while its models are replaced."""
+        """Remove the file about the best evaluation while its models are replaced."""
         (self.path / BEST_NOTE).unlink(missing_ok=True)
 
     def write_best(self, best: Mapping[str, Any]) -> None:
-        """Write which evaluation the best models are of; RunError when that fails."""
+        """Write the file about the evaluation of the best models. Raises RunError if that fails."""
         file = self.path / BEST_NOTE
         with self.writing(file):
             write_whole(file, json.dumps(best, indent=2) + "\n")
@@ -251,9 +255,9 @@ class RunDirectory:
 
     @contextmanager
     def writing(self, what: Path) -> Iterator[None]:
-        """Turn errors of the operating system in the block into a RunError that says what is saved.
+        """Turn the operating system's errors in the block into a RunError that names the last checkpoint.
 
-        A file that was half written is removed.
+        A partially written file is removed.
         """
         try:
             yield
@@ -267,7 +271,7 @@ class RunDirectory:
 
 
 def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
-    """List all that the run reads, by the name of its field. Not all are files: models may be on the hub."""
+    """List everything that the run reads, with the setting's name. Models may be hub names, not files."""
     yield from ((setting, str(file)) for setting, file in _find_code(experiment).items())
     for role in get_spec(experiment).roles_of(experiment):
         config = getattr(experiment.models, role)
@@ -287,7 +291,7 @@ def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
 
 
 def _find_code(experiment: Experiment) -> dict[str, Path]:
-    """Find the files with code of the user's that the recipe names, by the name of the setting."""
+    """Find the files with the user's code, by the name of their setting."""
     references: dict[str, str | None] = {
         call.name: call.function
         for call in build_graph(experiment).functions
@@ -297,6 +301,27 @@ def _find_code(experiment: Experiment) -> dict[str, Path]:
     for role in get_spec(experiment).roles_of(experiment):
         config = getattr(experiment.models, role)
         references[f"models.{role}.family"] = config.shape.family if config.shape else config.family
-    # Installed algorithms and families have names without a dot.
+    # Names of installed algorithms and families have no dot.
     files = {name: find_source(given) for name, given in references.items() if given and "." in given}
     return {name: file for name, file in files.items() if file is not None}
+
+
+_MOST = 1 << 22
+"""Bytes of the history that are read."""
+
+
+def describe_start(step: int, cluster: str, **more: Any) -> dict[str, Any]:
+    """Describe a start of the run after `step` training steps."""
+    now = {"time": round(time.time(), 3), "step": step, "cluster": cluster, "host": socket.gethostname()}
+    return now | {"job": find_job(), "restarts": restart_count()} | more
+
+
+def add_start(file: Path, start: Mapping[str, Any]) -> None:
+    """Append a start to the history of a run. Raises OSError."""
+    with file.open("ab", buffering=0) as history:
+        history.write((json.dumps(start) + "\n").encode())
+
+
+def read_history(file: Path) -> list[dict[str, Any]]:
+    """Read the starts of a run in order; incomplete lines are skipped."""
+    return list(parse_rows(read_tail(file, _MOST)))

@@ -1,4 +1,4 @@
-"""Training steps that taught a model nothing: their gradient was exactly 0. No torch."""
+"""Training steps without effect: their gradient was exactly 0. No torch."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -8,15 +8,15 @@ from typing import Any
 def find_untaught(metrics: Mapping[str, float | None]) -> dict[str, str]:
     """Find the train calls whose gradient was exactly 0 in a step, and why.
 
-    metrics: those of the step by `call/name`; None for a number that is not finite.
+    metrics: by `call/name`; None for a number that is not finite.
     """
-    suffix = "/learning_rate"  # which every train call reports
+    suffix = "/learning_rate"  # every train call reports it
     calls = [name.removesuffix(suffix) for name in metrics if name.endswith(suffix)]
     return {call: _find_reason(metrics, call) for call in calls if not _teaches(metrics, call)}
 
 
 def _teaches(metrics: Mapping[str, float | None], call: str) -> bool:
-    # Skipped optimizer steps have notes of their own.
+    # Skipped optimizer steps have their own notes.
     if metrics.get(f"{call}/skipped_steps"):
         return True
     name = f"{call}/grad_norm"
@@ -41,13 +41,13 @@ def _find_reason(metrics: Mapping[str, float | None], call: str) -> str:
 
 
 class UntaughtSteps:
-    """Counts of the training steps that taught nothing, by train call and reason."""
+    """Counts of training steps without effect, by train call and reason."""
 
     def __init__(self) -> None:
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     def take(self, metrics: Mapping[str, float | None]) -> Iterator[str]:
-        """Count a step; yield what is worth a note: the first such step of a call, and twice as many."""
+        """Count a step. Yields a note on the first such step of a call, and on each doubling of the count."""
         for call, reason in find_untaught(metrics).items():
             before = self._counts[call].total()
             self._counts[call][reason] += 1
@@ -56,7 +56,7 @@ class UntaughtSteps:
                 yield f"taught the {_name_role(call)} nothing: {reason}{so_far}"
 
     def describe(self, steps: str) -> Iterator[str]:
-        """Yield a sentence for each call that had such steps. steps: how many there were, `5` or `the last 20`."""
+        """Yield a sentence for each call with such steps. steps: number of all steps, `5` or `the last 20`."""
         for call, reasons in self._counts.items():
             most = reasons.most_common()
             why = ", or ".join(f"{reason} ({n})" for reason, n in most) if len(most) > 1 else most[0][0]
@@ -64,7 +64,7 @@ class UntaughtSteps:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of such steps by call; empty if there were none."""
+        """Number of these steps by call; empty without any."""
         return {call: reasons.total() for call, reasons in self._counts.items()}
 
     def state_dict(self) -> dict[str, Any]:

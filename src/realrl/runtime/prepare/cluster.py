@@ -6,16 +6,16 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 
 
 def named_cluster(text: str) -> ClusterSpec | None:
-    """Read the devices that `cluster` names by their kind or in a file; None where it only counts them.
+    """Read the devices that `cluster` names by kind or in a file; None if it only counts devices.
 
-    UserError where it does so wrongly.
+    Raises UserError for a wrong name or file.
     """
     names = ":" in text or is_yaml(text)
     return ClusterSpec.parse(text) if names else None
 
 
 def written_cluster(text: str) -> Cluster | None:
-    """Read the nodes and devices per node of `cluster`; None for `auto`. UserError for anything else."""
+    """Read the nodes and devices per node of `cluster`; None for `auto`. Raises UserError for anything else."""
     if text == "auto":
         return None
     named = named_cluster(text)

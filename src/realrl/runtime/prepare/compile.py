@@ -1,15 +1,17 @@
-"""Compilation of a recipe to validated programs, without torch."""
+"""Compilation of a recipe to validated programs; the models, adapters and shared weights of its roles. No torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from realrl.checkpoint.directory import find_model_shape, known_shape
 from realrl.config.errors import UserError
+from realrl.config.paths import is_local, local_path
 from realrl.dataflow.call import MovingAverage
-from realrl.dataflow.graph import DataflowGraph
-from realrl.dataflow.periods import share_steps
+from realrl.dataflow.graph import DataflowGraph, share_steps
+from realrl.dataflow.replay import add_router_replay, find_replaying_roles
+from realrl.families.adapters import LowRank
 from realrl.families.registry import model_tensors
-from realrl.families.shape import ModelShape
+from realrl.families.shape import Head, ModelShape
+from realrl.huggingface.directory import find_model_shape, known_adapters, known_shape
 from realrl.layout.sets import TrainablePart
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import DTYPES, Placement
@@ -17,24 +19,46 @@ from realrl.plan.plan import Plan
 from realrl.plan.presets import SEARCH, make_plan
 from realrl.program.instructions import Program
 from realrl.program.lower import home_placements, kept_copies, lower, lower_start, offloaded
-from realrl.program.memory import Memory, StoredModel
+from realrl.program.memory import Memory, StoredModel, check_offloading
 from realrl.program.order import TrainableParts
-from realrl.program.shared_bases import check_offloading
 from realrl.program.validate import validate, validate_start
 from realrl.recipe.algorithm import SCORE, get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.model import ModelConfig, freeze, trained_models
-from realrl.runtime.prepare.adapters import adapt_shapes, find_adapters_of_roles, find_shared_bases
-from realrl.runtime.prepare.replay import replay_routers
+
+
+def replay_routers(
+    graph: DataflowGraph, configs: Mapping[str, ModelConfig], shapes: Mapping[str, ModelShape]
+) -> DataflowGraph:
+    """Add router replay for mixtures that are trained on their own samples; `shapes` has the known shapes.
+
+    Raises UserError if a recipe asks for it in a role without anything to replay.
+    """
+    sampling, widths = find_replaying_roles(graph), {}
+    for role, config in trained_models(configs).items():
+        if role not in shapes:
+            continue
+        shape, field = shapes[role], f"models.{role}.router_replay={str(config.router_replay).lower()}"
+        if shape.mixture is None:
+            if config.router_replay is not None:
+                raise UserError(
+                    f"{field}: the model is not a mixture of experts, so it has no router; leave the setting out"
+                )
+        elif role in sampling:
+            if config.router_replay is not False:
+                widths[role] = shape.layers * shape.mixture.per_token
+        elif config.router_replay:
+            raise UserError(f"{field}: {role} is not trained on samples of its own; leave the setting out")
+    return add_router_replay(graph, widths) if widths else graph
 
 
 @dataclass(frozen=True)
 class Phase:
     """One kind of step: its graph, its plan, and the program of every rank.
 
-    `programs` have all moving averages of the graph. `partial` are those of steps in which some are not due, by the
-    periods of those that are.
+    `programs` update all moving averages of the graph. `partial` has the programs of steps in which only some are
+    due, by the periods of the due ones.
     """
 
     graph: DataflowGraph
@@ -43,27 +67,27 @@ class Phase:
     partial: Mapping[frozenset[int], list[Program]]
 
     def programs_of(self, step: int) -> list[Program]:
-        """Find the programs of a training step, the first of which is 1."""
+        """Find the programs of a training step, counted from 1."""
         return self.partial.get(self.graph.due(step), self.programs)
 
 
 @dataclass(frozen=True)
 class SampledStep:
-    """A training step in two parts, where samples are taken in rounds (`AlgorithmSpec.sampling_rounds`)."""
+    """A training step in two parts, for sampling in rounds (`AlgorithmSpec.sampling_rounds`)."""
 
     rounds: int
-    """Most rounds."""
+    """Maximum number of rounds."""
     sampling: Phase
-    """The calls that `score` depends on, which run in every round."""
+    """The calls on which `score` depends; they run in every round."""
     learning: Phase
-    """The whole graph, with programs of the other calls, which begin with what the rounds have put out."""
+    """The whole graph, with programs of the other calls; they start from the rounds' outputs."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A recipe compiled for a cluster: training steps, evaluation steps, and homes of parameters in between.
+    """A recipe compiled for a cluster: training steps, evaluation steps, and homes of parameters between steps.
 
-    `start` are the programs that make the copies which are `kept`, before the first step.
+    `start` has the programs that make the `kept` copies before the first step.
     """
 
     train: Phase
@@ -73,23 +97,23 @@ class Compiled:
     start: list[Program]
     memory: Memory
     sampled: SampledStep | None = None
-    """The training step in parts, where it samples in rounds."""
+    """The training step in two parts, if it samples in rounds."""
 
     @property
     def phases(self) -> dict[str, Phase]:
-        """Kinds of steps, by name."""
+        """Kinds of steps by name."""
         return {"train": self.train} | ({"eval": self.evaluation} if self.evaluation else {})
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Roles whose sizes are not known on this machine."""
+        """Roles whose size is not known on this machine."""
         return tuple(role for role in self.homes if role not in self.memory.stored)
 
     @property
     def programs(self) -> dict[str, list[Program]]:
-        """Programs of all ranks: `start`, if there is anything to do, and each kind of step.
+        """Programs of all ranks: `start`, unless it is empty, and each kind of step.
 
-        `train-due-2` are those of steps in which, of all moving averages, just those of period 2 are due.
+        `train-due-2` has the programs of steps in which only moving averages of period 2 are due.
         """
         starts = any(program.instructions for program in self.start)
         found = {"start": self.start} if starts else {}
@@ -111,9 +135,9 @@ def models(experiment: Experiment) -> dict[str, ModelConfig]:
 def find_trainable_parts(
     configs: Mapping[str, ModelConfig], averages: Sequence[MovingAverage]
 ) -> dict[str, TrainablePart]:
-    """Find what training updates of every role; a role that follows another is divided like it.
+    """Find the part of every role that training updates.
 
-    So is one that is frozen, and whose adapters stay apart from its model.
+    A role that follows another, and a frozen role whose adapters stay separate, are divided in the same way.
     """
     adapted = find_adapters_of_roles(configs, averages)
     parts = {
@@ -129,10 +153,10 @@ def find_trainable_parts(
 def stored_models(
     experiment: Experiment, graph: DataflowGraph, shapes: Mapping[str, ModelShape]
 ) -> dict[str, StoredModel]:
-    """Describe the storage of roles whose shapes, as files have them, are given.
+    """Describe the storage of roles; `shapes` has the shapes of their files.
 
-    UserError where more layers are to be trained than there are, experts are to be balanced where there are none,
-    or models disagree on what tokens there are.
+    Raises UserError if a recipe trains more layers than a model has, balances experts of a model without
+    experts, or compares models with different vocabularies.
     """
     _check_candidates(graph, shapes)
     configs = models(experiment)
@@ -173,7 +197,7 @@ def stored_models(
 
 
 def _check_candidates(graph: DataflowGraph, shapes: Mapping[str, ModelShape]) -> None:
-    """Check that vocabularies have as many tokens as there are candidates, and the same ones; else UserError."""
+    """Check that vocabularies are equal and have enough candidate tokens. Raises UserError if not."""
     for call in graph.calls:
         if call.candidates is None or call.model_role not in shapes:
             continue
@@ -195,10 +219,10 @@ def _check_candidates(graph: DataflowGraph, shapes: Mapping[str, ModelShape]) ->
 
 
 def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None = None) -> Compiled:
-    """Compile a recipe to graph, plan and validated programs; UserError for a plan that cannot be run.
+    """Compile a recipe to graph, plan and validated programs. Raises UserError for an invalid plan.
 
-    `plan` takes the place of the recipe's, and must be given where that is `search`. What depends on the sizes of
-    models is checked for those whose sizes are known without the network; what they need of memory is not.
+    `plan` replaces the recipe's plan, and is required if that is `search`. Checks that depend on sizes cover the
+    models whose sizes are known without the network. Memory is not checked.
     """
     graph = build_graph(experiment)
     stored = _known_models(experiment, graph)
@@ -231,14 +255,14 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
 
 @dataclass(frozen=True)
 class CompiledEvaluation:
-    """Evaluation of a recipe alone, compiled for a cluster: its steps, and homes of parameters in between."""
+    """Evaluation of a recipe without training, compiled for a cluster: steps, and homes of parameters."""
 
     evaluation: Phase
     homes: Mapping[str, Placement]
 
 
 def make_written_plan(experiment: Experiment, cluster: Cluster) -> Plan:
-    """Make the plan that a recipe names, a preset or a plan file; UserError for one that does not fit."""
+    """Make the plan that a recipe names: a preset or a plan file. Raises UserError if it does not fit."""
     assert experiment.plan != SEARCH, "a searched plan must be found first"
     graph, tokens = build_graph(experiment), experiment.micro_batch_tokens
     shapes = {role: of.shape for role, of in _known_models(experiment, graph).items()}
@@ -246,10 +270,10 @@ def make_written_plan(experiment: Experiment, cluster: Cluster) -> Plan:
 
 
 def compile_evaluation(experiment: Experiment, plan: Plan) -> CompiledEvaluation:
-    """Compile the evaluation of a recipe alone, on its plan.
+    """Compile the evaluation of a recipe without training, on its plan.
 
-    There is nothing of training: no roles that evaluation does not use, no optimizer state, no copies that are
-    kept. UserError where the recipe has no evaluation, or the plan does not fit its models.
+    Roles that evaluation does not use, optimizer state and kept copies are left out. Raises UserError if the recipe
+    has no evaluation, or the plan does not fit its models.
     """
     graph, eval_graph = build_graph(experiment), build_eval_graph(experiment)
     if eval_graph is None:
@@ -265,16 +289,15 @@ def compile_evaluation(experiment: Experiment, plan: Plan) -> CompiledEvaluation
 
 
 def _known_models(experiment: Experiment, graph: DataflowGraph) -> dict[str, StoredModel]:
-    """Describe the storage of roles whose sizes are known without the network."""
+    """Describe the storage of roles whose size is known without the network."""
     known = {role: known_shape(config) for role, config in models(experiment).items()}
     return stored_models(experiment, graph, {role: shape for role, shape in known.items() if shape})
 
 
 def with_sizes(experiment: Experiment, compiled: Compiled, plan: Plan | None) -> Compiled:
-    """Compile again where this machine does not know the shapes of all models, asking the hub for them.
+    """Compile again with the hub's shapes, if this machine does not know the shapes of all models.
 
-    Of a hub model only `config.json` is fetched. `plan`: as for `compile_recipe`. UserError where the hub does not
-    answer.
+    Only `config.json` is fetched. `plan` is as in `compile_recipe`. Raises UserError if the hub does not answer.
     """
     if not compiled.unknown:
         return compiled
@@ -332,3 +355,79 @@ def _check_batch(experiment: Experiment, graph: DataflowGraph, plan: Plan) -> No
                 f"{items} gives less than one item to each of the {dp} data-parallel ranks of {call.name}; make it"
                 f" at least {-(-dp * call.minibatches // samples)}"
             )
+
+
+def find_adapters_of_roles(
+    configs: Mapping[str, ModelConfig], averages: Iterable[MovingAverage]
+) -> dict[str, LowRank]:
+    """Find the adapter settings of each role whose adapters stay separate from its model.
+
+    A role trains adapters, or follows a role that does. A frozen role keeps the adapters in its own directory
+    separate if another role trains adapters for the same model: the two then share the model's memory. In all other
+    cases, and for quantised models, adapters are merged into the model.
+    """
+    found = {role: of.lora for role, of in trained_models(configs).items() if of.lora is not None}
+    trained_for = {_name_base(configs[role]) for role in found}
+    followed = {average.role: average.source for average in averages}
+    for role, config in configs.items():
+        source = followed.get(role)
+        if source in found:
+            found[role] = found[source]
+        elif _is_frozen(role, configs) and config.path is not None and is_local(config.path):
+            saved = known_adapters(config.path)
+            if saved is not None and saved.lora.targets and _name_base(config) in trained_for:
+                found[role] = saved.lora
+    return found
+
+
+def adapt_shapes(
+    shapes: Mapping[str, ModelShape],
+    configs: Mapping[str, ModelConfig],
+    averages: Iterable[MovingAverage],
+) -> dict[str, ModelShape]:
+    """Set the adapters in the shapes of roles (see `find_adapters_of_roles`)."""
+    adapters = find_adapters_of_roles(configs, averages)
+    return {
+        role: shape.model_copy(update={"lora": adapters.get(role)})
+        if shape.lora != adapters.get(role)
+        else shape
+        for role, shape in shapes.items()
+    }
+
+
+def find_shared_bases(
+    configs: Mapping[str, ModelConfig],
+    shapes: Mapping[str, ModelShape],
+    heads: Mapping[str, Head],
+    parts: Mapping[str, TrainablePart],
+    averages: Iterable[MovingAverage],
+) -> dict[str, str]:
+    """Name the frozen weights of roles with adapters, and of frozen language models.
+
+    Roles with the same name have the same base set in the same type, or a part of it. A quantised role has no name.
+    """
+    changing = {average.role for average in averages if not average.same_start}
+    found = {}
+    for role, shape in shapes.items():
+        path = configs[role].path
+        merged = path is not None and known_adapters(path) is not None
+        frozen = _is_frozen(role, configs) and heads[role] == "lm" and not merged
+        if role not in changing and (parts[role].adapters or frozen):
+            sizes = shape.model_copy(update={"lora": None}).model_dump_json()
+            found[role] = f"{_name_base(configs[role])} {sizes}"
+    return found
+
+
+def _is_frozen(role: str, configs: Mapping[str, ModelConfig]) -> bool:
+    """Tell whether a role is frozen and not quantised."""
+    return role not in trained_models(configs) and configs[role].quantised is None
+
+
+def _name_base(config: ModelConfig) -> str:
+    """Name the weights under adapters, or of a model without adapters, with their type.
+
+    Freshly initialised weights have an empty name: they depend on sizes and seed alone.
+    """
+    saved = None if config.path is None else known_adapters(config.path)
+    base = saved.base if saved is not None else config.path or ""
+    return f"{local_path(base).resolve() if is_local(base) else base} {config.dtype}"

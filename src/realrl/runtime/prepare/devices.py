@@ -1,9 +1,9 @@
-"""Devices that a recipe is for, and their specs. No torch."""
+"""Devices of a recipe, described for the planner. No torch."""
 
 from dataclasses import replace
 
 from realrl.config.errors import UserError
-from realrl.config.units import parse_bytes
+from realrl.config.values import parse_bytes
 from realrl.plan.cluster import Cluster
 from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.cluster.devices import DEVICES, DeviceKind, find_gpu_kind
@@ -14,16 +14,15 @@ from realrl.runtime.prepare.gpu import NO_GPU, Gpu, Here
 from realrl.runtime.prepare.host import count_threads, host_memory
 
 _ANY_GPU = replace(DEVICES["h100"], name="gpu", memory_bytes=1 << 60, host_memory_bytes=1 << 60)
-"""Stand-in for an unknown GPU, where only memory counts: one whose decode steps are graphs, which take most."""
+"""Stand-in for an unknown GPU if only memory counts; its decode steps are CUDA graphs, the worst case."""
 
 
 def spec_of(experiment: Experiment, cluster: Cluster, here: Here | None = None) -> ClusterSpec | None:
-    """Describe the devices of a recipe as far as they are known.
+    """Describe the devices of a recipe; None if their kind is unknown.
 
-    Their kind is what the recipe's `cluster` names; else `cpu` where it computes on CPUs; else that of `here`,
-    which is what the machine computes with. None where none of them says it. Their memory is the recipe's
-    `device_memory`; else, if devices here may be of the kind, that of the GPU or a process's part of the
-    machine's; else that of the kind. Memory of hosts: `with_host_memory`.
+    Sources of the kind, in this order: `cluster`; `cpu` if the recipe computes on CPUs; `here`, the devices of this
+    machine. Sources of their memory: `device_memory`; this machine's GPU, or a process's share of its memory, if it
+    may be of the kind; the kind. `with_host_memory` sets the memory of hosts.
     """
     spec = named_cluster(experiment.cluster)
     if spec is None:
@@ -43,7 +42,7 @@ def spec_of(experiment: Experiment, cluster: Cluster, here: Here | None = None) 
 
 
 def _may_be(here: Here, kind: DeviceKind) -> bool:
-    """Check whether a device may be of the kind that a recipe names; user-defined kinds match by their own name."""
+    """Check whether this machine's device may be of a kind; user-defined kinds match by name."""
     if here == "cpu" or kind.cpu:
         return here == "cpu" and kind.cpu
     known = find_gpu_kind(here.name)
@@ -53,7 +52,7 @@ def _may_be(here: Here, kind: DeviceKind) -> bool:
 def memory_spec(experiment: Experiment, cluster: Cluster, here: Here | None = None) -> ClusterSpec:
     """Describe the devices of a recipe for questions about memory alone.
 
-    A GPU of unknown kind is like any other, and without limit where its memory is not known.
+    A GPU of unknown kind is treated like an H100; its memory is unlimited if unknown.
     """
     spec = spec_of(experiment, cluster, here)
     if spec is not None:
@@ -66,10 +65,10 @@ def memory_spec(experiment: Experiment, cluster: Cluster, here: Here | None = No
 
 
 def check_kind(experiment: Experiment, cluster: Cluster, here: Here) -> None:
-    """Check that the kind of devices that a recipe names is the one that computes; else UserError.
+    """Check that this machine computes on the kind of devices that a recipe names. Raises UserError if not.
 
-    GPUs that are not there are refused, and so are CPUs in place of GPUs and the reverse, since prediction and
-    calibration would be for other devices.
+    Missing GPUs are refused. So are CPUs in place of GPUs and the reverse, because prediction and calibration would
+    be for other devices.
     """
     if experiment.device == "cuda" and here == "cpu":
         raise UserError(NO_GPU)
@@ -84,12 +83,12 @@ def check_kind(experiment: Experiment, cluster: Cluster, here: Here) -> None:
 
 
 def host_is_device(experiment: Experiment, spec: ClusterSpec) -> bool:
-    """Check whether devices are processes that share a machine's memory, so that offloading frees nothing."""
+    """Check whether devices are processes in one machine's memory; offloading then frees nothing."""
     return experiment.device_memory is None and spec.groups[0].device.cpu
 
 
 def search_spec(experiment: Experiment, cluster: Cluster, here: Here) -> ClusterSpec:
-    """Describe the devices of a recipe for a search; UserError where their kind is not known."""
+    """Describe the devices of a recipe for a search. Raises UserError if their kind is unknown."""
     spec = spec_of(experiment, cluster, here)
     if spec is None:
         assert isinstance(here, Gpu), "a CPU is known"
@@ -101,7 +100,7 @@ def search_spec(experiment: Experiment, cluster: Cluster, here: Here) -> Cluster
 
 
 def _with_threads(spec: ClusterSpec) -> ClusterSpec:
-    """Give processes of the built-in kind of CPU the threads that they have on this machine."""
+    """Give the built-in CPU kind the threads that its processes have on this machine."""
     plain = DEVICES["cpu"]
     threads = count_threads(spec.cluster.largest_node)
     groups = (
@@ -112,10 +111,10 @@ def _with_threads(spec: ClusterSpec) -> ClusterSpec:
 
 
 def _cpu(experiment: Experiment, cluster: Cluster, here: Here | None) -> DeviceKind | None:
-    """Find the CPU process as a device, if CPUs compute."""
+    """Describe a process as a device, if the recipe computes on CPUs."""
     if here is None and experiment.device != "cpu":
         return None
-    each = cluster.largest_node  # where nodes differ, all are taken for the slowest
+    each = cluster.largest_node  # if nodes differ, all count as the slowest
     kind = DEVICES["cpu"].with_threads(count_threads(each))
     return replace(kind, memory_bytes=max(1, host_memory() // each))
 
@@ -134,8 +133,7 @@ def _spec(cluster: Cluster, kind: DeviceKind) -> ClusterSpec:
 
 
 def with_host_memory(spec: ClusterSpec, experiment: Experiment, here: Here | None = None) -> ClusterSpec:
-    """Copy devices with the memory of hosts that the recipe names; else that of this machine, if its devices are of
-    the kind; else what there is."""
+    """Set the memory of hosts: the recipe's, or this machine's if its devices may be of the kind."""
     if experiment.host_memory is not None:
         size = parse_bytes(experiment.host_memory)
     elif isinstance(here, Gpu) and len(spec.uniform_parts) == 1 and _may_be(here, spec.groups[0].device):
@@ -146,7 +144,7 @@ def with_host_memory(spec: ClusterSpec, experiment: Experiment, here: Here | Non
 
 
 def with_memory(spec: ClusterSpec, size: int) -> ClusterSpec:
-    """Copy devices with another amount of memory each; UserError if it is less than drivers take."""
+    """Set the memory of devices. Raises UserError if it is less than drivers need."""
     groups = (replace(group, device=replace(group.device, memory_bytes=size)) for group in spec.groups)
     spec = replace(spec, groups=tuple(groups))
     try:

@@ -1,18 +1,18 @@
-"""Check of a recipe's functions before anything that takes long, such as a search, is done for nothing."""
+"""Check of a recipe's functions, before anything slow such as a search."""
 
 from typing import cast
 
+from realrl.algorithms.base.method import FunctionMethod
 from realrl.algorithms.build import build_algorithm
-from realrl.algorithms.method import FunctionMethod
-from realrl.algorithms.rewards.judge import load_judge
+from realrl.algorithms.rewards.scorers import load_judge
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_eval_graph, build_graph
 
 
 def check_functions(experiment: Experiment) -> list[str]:
-    """Load the functions that a run will call, and its judge, as its ranks will: the names of their calls.
+    """Load the functions and the judge of a run, like its ranks will. Returns the names of their calls.
 
-    UserError if one is missing or does not work, such as a verifier that fails on a known pair.
+    Raises UserError if one is missing or does not work, such as a verifier that fails on a known pair.
     """
     algorithm = build_algorithm(experiment)
     graphs = [graph for graph in (build_graph(experiment), build_eval_graph(experiment)) if graph is not None]

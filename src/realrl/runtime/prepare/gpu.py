@@ -10,7 +10,7 @@ from typing import Literal
 from realrl.config.errors import UserError
 
 NO_GPU = "device=cuda, but torch finds no GPU here; use device=cpu"
-"""Error message for a run that asks for a GPU where there is none."""
+"""Error message for a run that asks for a missing GPU."""
 
 _ASK = """
 import json, torch
@@ -22,7 +22,7 @@ if torch.cuda.is_available():
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as its driver describes it."""
+    """A GPU, described by its driver."""
 
     name: str
     """Name, for example `NVIDIA H100 80GB HBM3`."""
@@ -36,9 +36,9 @@ Here = Gpu | Literal["cpu"]
 
 
 def ask_machine(device: Literal["auto", "cpu", "cuda"]) -> Here:
-    """Find the device that ranks of this machine use where a recipe says `device`: the first GPU, if any.
+    """Find the device that ranks of this machine use for a setting of `device`: the first GPU, if any.
 
-    A process of its own asks, since CUDA may keep device memory in each process that does.
+    A child process asks, because CUDA may keep device memory in each process that uses it.
     """
     if device == "cpu":
         return "cpu"
@@ -48,7 +48,7 @@ def ask_machine(device: Literal["auto", "cpu", "cuda"]) -> Here:
 
 
 def count_visible_gpus(device: Literal["auto", "cpu", "cuda"]) -> int | None:
-    """Count the GPUs that ranks of this machine would find now; None where they compute on CPUs."""
+    """Count the GPUs that ranks of this machine would find now; None if they compute on CPUs."""
     if device == "cpu":
         return None
     done = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, check=False)
@@ -69,9 +69,9 @@ except UserError as error:
 
 
 def try_kernels(names: Sequence[str]) -> None:
-    """Switch kernels of other packages on in a process of its own; UserError if this machine cannot.
+    """Switch kernels of other packages on in a child process. Raises UserError if this machine cannot.
 
-    They are compiled then, if they have to be, before ranks wait for each other.
+    This also compiles them, before ranks wait for each other.
     """
     if not names:
         return

@@ -1,4 +1,4 @@
-"""Memory and cores of this machine that its processes may use. No torch."""
+"""Memory and cores that processes may use on this machine. No torch."""
 
 import os
 import sys
@@ -6,27 +6,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from realrl.config.errors import UserError
-from realrl.config.units import format_bytes
+from realrl.config.values import format_bytes
 
 _CONTROL_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def host_memory(groups: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int:
-    """Find the bytes of memory that containers and batch systems leave to this process and its peers.
+    """Find the bytes of memory that containers and batch systems allow this process and its peers.
 
-    `groups` is where Linux says what control groups may use, `own` the file that names those of this process.
+    `groups` is Linux's directory of control groups, `own` the file that names this process's groups.
     """
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *(limit for limit, _ in _limits(groups, own))])
 
 
 def free_group_memory(groups: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int | None:
-    """Find the bytes that control groups have left, see `host_memory`; None where none has a limit."""
+    """Find the bytes that control groups have left, see `host_memory`; None without a limit."""
     return min((max(0, limit - used) for limit, used in _limits(groups, own)), default=None)
 
 
 def cpu_quota(groups: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> float | None:
-    """Find how many cores' time control groups leave to this process and its peers; None where none has a limit."""
+    """Find the number of cores that control groups allow this process and its peers; None without a limit."""
     quotas = []
     for group, controllers in _own_groups(groups, own):
         if controllers == "":
@@ -41,7 +41,7 @@ def cpu_quota(groups: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> float 
 
 
 def free_group_threads(groups: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int | None:
-    """Find how many more threads and processes control groups let start; None where none has a limit."""
+    """Find how many more threads and processes control groups allow; None without a limit."""
     left = []
     for group, controllers in _own_groups(groups, own):
         if controllers == "" or "pids" in controllers.split(","):
@@ -59,22 +59,22 @@ def count_cores() -> int:
 
 
 def count_threads(processes: int) -> int:
-    """Count the threads that each of so many processes of this machine computes with.
+    """Count the threads of each of `processes` processes on this machine.
 
-    They share the cores evenly, unless OMP_NUM_THREADS says otherwise, from which torch takes the number.
+    They share the cores evenly, unless OMP_NUM_THREADS, which torch reads, sets the number.
     """
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdecimal() and int(given) > 0 else max(1, count_cores() // processes)
 
 
 _BARE_PROCESS = 400 << 20
-"""Resident bytes of a process that has loaded torch and has no model yet; 380 to 490 MiB were seen."""
+"""Resident bytes of a process with torch and without a model; measured 380 to 490 MiB."""
 
 
 def describe_crowd(processes: int) -> str | None:
-    """Describe so many processes that compute on more cores than there are; None if there are enough cores.
+    """Describe more processes than cores; None if there are enough cores.
 
-    Raises UserError if memory does not suffice for the processes alone, without any model.
+    Raises UserError if memory is too small for the processes alone, without any model.
     """
     cores, memory = count_cores(), host_memory()
     if processes * _BARE_PROCESS > memory:
@@ -90,9 +90,9 @@ def describe_crowd(processes: int) -> str | None:
 
 
 def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
-    """List (limit, used) bytes of every control group of this process that has a limit.
+    """List (limit, used) bytes of every control group of this process with a limit.
 
-    Pages of files that were read once are not counted as used: they are given up when memory is needed.
+    Cached pages of files do not count as used, because the system drops them when memory is needed.
     """
     for group, controllers in _own_groups(groups, own):
         if controllers == "":
@@ -111,8 +111,8 @@ def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
 def _own_groups(groups: Path, own: Path) -> Iterator[tuple[Path, str]]:
     """List the control groups of this process, parents included, each with its controllers.
 
-    The unified hierarchy, whose groups have all controllers, names none; older ones lie in a directory of their
-    controllers' names, or of one of them.
+    Groups of the unified hierarchy have all controllers and name none. Older hierarchies lie in a directory named
+    after their controllers, or after one of them.
     """
     try:
         lines = own.read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""Choice of the number of processes on a machine that computes on CPUs. No torch."""
+"""Number of processes on a machine that computes on CPUs. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.plan.presets import PRESETS, SEARCH, load_plan
-from realrl.planner.evaluate.shortage import DoesNotFit
 from realrl.planner.profile.profile import Profile
 from realrl.planner.search.plan_search import find_best_plan
+from realrl.planner.search.shortage import DoesNotFit
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.recipe.experiment import Experiment
@@ -19,10 +19,10 @@ from realrl.runtime.prepare.host import count_cores, count_threads
 from realrl.runtime.prepare.scenarios import Measured, make_scenario, read_constraints
 
 WORTH_IT = 0.15
-"""Share of a step's time that further processes must be predicted to save.
+"""Share of a step's time that more processes must save in the prediction.
 
-Steps of two processes with data parallelism took 8 to 17 % longer than predicted, those of one 1 to 7 %
-(`bench/reality.py --sizes small`, 2-core Intel Xeon), and each process takes memory of its own.
+With data parallelism, steps of two processes took 8 to 17 % longer than predicted, and steps of one process 1
+to 7 % (`bench/reality.py --sizes small`, 2-core Intel Xeon). Each process also needs memory.
 """
 _EFFORT = 200_000
 """Effort of a search for each number of processes."""
@@ -36,7 +36,7 @@ class Split:
     threads: int
     """Threads of each process."""
     seconds: float | None = None
-    """Predicted seconds of a step; None where a step cannot run so, or nobody asked."""
+    """Predicted seconds of a step; None if a step cannot run this way, or was not predicted."""
 
     @property
     def cluster(self) -> Cluster:
@@ -52,23 +52,23 @@ class Split:
 
 @dataclass(frozen=True)
 class ProcessChoice:
-    """Chosen division of the cores, and all that were compared, by number of processes."""
+    """Chosen division of the cores, and all compared divisions by number of processes."""
 
     chosen: Split
     compared: Sequence[Split]
     reason: str
-    """Why it was chosen, in words that follow it."""
+    """The reason, as text that follows the choice."""
 
     def __str__(self) -> str:
         return f"{self.chosen}{self.reason}"
 
 
 def choose_processes(experiment: Experiment, measured: Measured | None = None) -> ProcessChoice:
-    """Choose how many processes of this machine, with how many threads each, train a recipe that leaves it open.
+    """Choose the number of processes on this machine, and threads each, for a recipe that does not set it.
 
-    A plan file is for a number of processes. Else it is that of the fastest predicted step under the recipe's plan,
-    or the smallest that is hardly slower. `measured`: what to predict with, else the recipe's profile. One process
-    where nothing can be predicted, as of models whose sizes are unknown.
+    A plan file determines the number. Otherwise it is the number with the fastest predicted step under the recipe's
+    plan, or the smallest number that is hardly slower. `measured` replaces the recipe's profile. Without a
+    prediction, for example for models of unknown size, one process is chosen.
     """
     if experiment.plan not in (*PRESETS, SEARCH):
         return _take_from_file(experiment)
@@ -92,12 +92,12 @@ def list_splits() -> list[Split]:
     cores = count_cores()
     counts = [n for n in range(1, cores + 1) if cores % n == 0]
     splits = [Split(processes=n, threads=count_threads(n)) for n in counts]
-    # Where OMP_NUM_THREADS says the number of threads, it does so for any number of processes.
+    # OMP_NUM_THREADS sets the number of threads for any number of processes.
     return [split for split in splits if split.processes == 1 or split.processes * split.threads <= cores]
 
 
 def _take_from_file(experiment: Experiment) -> ProcessChoice:
-    """Take the number of processes that the recipe's plan file is for, if it is for one machine."""
+    """Take the number of processes from the recipe's plan file, if it is for one machine."""
     plan = load_plan(experiment.plan, build_graph(experiment), experiment.micro_batch_tokens)
     processes = plan.cluster.size if plan.cluster.nodes == 1 else 1
     split = Split(processes=processes, threads=count_threads(processes))
@@ -105,7 +105,7 @@ def _take_from_file(experiment: Experiment) -> ProcessChoice:
 
 
 def _predict(split: Split, experiment: Experiment, measured: Measured) -> Split:
-    """Predict the seconds of a step; none where a step cannot run so."""
+    """Predict the seconds of a step, unless a step cannot run this way."""
     try:
         estimate = _estimate(experiment, split.cluster, measured)
     except (UserError, DoesNotFit):
@@ -114,7 +114,7 @@ def _predict(split: Split, experiment: Experiment, measured: Measured) -> Split:
 
 
 def _estimate(experiment: Experiment, cluster: Cluster, measured: Measured) -> Estimate:
-    """Estimate a step under the recipe's plan; UserError or DoesNotFit where there is none."""
+    """Estimate a step under the recipe's plan. Raises UserError or DoesNotFit without a plan."""
     spec = spec_of(experiment, cluster, "cpu")
     assert spec is not None, "a CPU is known"
     scenario = make_scenario(experiment, spec, measured)
@@ -125,7 +125,7 @@ def _estimate(experiment: Experiment, cluster: Cluster, measured: Measured) -> E
 
 
 def _explain(chosen: Split, compared: Sequence[Split], measured: Measured) -> str:
-    """Explain a choice by the predicted seconds of a step with it and with the others."""
+    """Explain a choice by the predicted seconds of its step and of the others."""
     others = [split for split in compared if split.processes != chosen.processes]
     known = [split.seconds for split in compared if split.seconds is not None]
     texts = "; ".join(f"{split}: {_format(split.seconds)}" for split in others)

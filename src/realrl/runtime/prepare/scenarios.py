@@ -3,11 +3,11 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from realrl.checkpoint.directory import find_model_shape
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
 from realrl.dataflow.graph import DataflowGraph
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
+from realrl.huggingface.directory import find_model_shape
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, SEARCH, load_plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
@@ -22,25 +22,24 @@ from realrl.program.memory import StoredModel
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
-from realrl.runtime.prepare.compile import Compiled, models, stored_models
+from realrl.runtime.prepare.compile import Compiled, models, replay_routers, stored_models
 from realrl.runtime.prepare.devices import host_is_device
-from realrl.runtime.prepare.replay import replay_routers
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements to predict a step with."""
+    """Measurements on which a prediction is based."""
 
     profile: Profile | None = None
-    """Profile of devices; used for devices of its kind."""
+    """Profile, for devices of its kind."""
     prompts: tuple[int, ...] | None = None
-    """Lengths in tokens; None where each prompt has its maximum length."""
+    """Lengths in tokens; None if each prompt has its maximum length."""
     answers: tuple[int, ...] | None = None
-    """Lengths in tokens; None where each answer has its maximum length."""
+    """Lengths in tokens; None if each answer has its maximum length."""
 
 
 def make_scenario(experiment: Experiment, spec: ClusterSpec, measured: Measured | None = None) -> Scenario:
-    """Build the training step of a recipe on a cluster. UserError if the size of a model cannot be found out."""
+    """Build the training step of a recipe on a cluster. Raises UserError if the size of a model is unknown."""
     measured, graph = measured or Measured(), build_graph(experiment)
     workload = Workload.of(experiment, prompts=measured.prompts, answers=measured.answers)
     stored = _all_stored(experiment, graph)
@@ -56,15 +55,15 @@ def make_scenario(experiment: Experiment, spec: ClusterSpec, measured: Measured 
 
 
 def phase_scenarios(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> dict[str, Scenario]:
-    """Describe training and evaluation steps, by the names of `Compiled.phases`, for questions about memory.
+    """Describe training and evaluation steps, by the names of `Compiled.phases`, for their memory.
 
-    Roles whose sizes are not known here have no model in them.
+    Roles of unknown size have no model in them.
     """
     cost, memory, found = CostModel(spec), MemoryModel(spec), {}
     for name, phase in compiled.phases.items():
         workload = Workload.of(experiment)
         if name != "train":
-            # As `Evaluation` has it: with fewer records a rank could be left without any.
+            # Like in `Evaluation`: with fewer records, a rank could get none.
             dp = max(place.strategy.dp for place in phase.plan.placements.values())
             items = experiment.data.eval_batch or experiment.data.batch
             samples = experiment.evaluation.samples
@@ -96,10 +95,10 @@ def _all_stored(experiment: Experiment, graph: DataflowGraph) -> dict[str, Store
 
 
 def read_constraints(experiment: Experiment, spec: ClusterSpec, out: Path | None = None) -> UserConstraints:
-    """Read what a recipe asks of plans that it does not give. `out`: the plan file that is going to be written.
+    """Read a recipe's constraints for a search. `out`: the plan file to be written.
 
-    UserError where it names neither a preset nor a plan file that can be read, unless that is `out`, or data types
-    that calls cannot have.
+    Raises UserError if `plan` is neither a preset nor a readable plan file nor `out`, or for data types that calls
+    cannot have.
     """
     _check_dtypes(experiment, spec)
     search_space = SearchSpace(

@@ -1,4 +1,4 @@
-"""Notes on roles of which training updates only a part."""
+"""Notes on roles that are trained in part."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,12 +14,12 @@ _OUTSIDE = {
     "lm_head_bias": "head bias",
     "scalar_head": "head",
 }
-"""Names of parameters outside the layers, by parameter."""
+"""Names in notes of parameters outside the layers."""
 _FACTORS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
 def list_trained_parts(models: Mapping[str, StoredModel]) -> Iterator[str]:
-    """Yield a line for each role that is trained in part: how much of it, which layers, and what outside them.
+    """Yield a line for each role that is trained in part: how much of it, which layers, and which other tensors.
 
     Layers are counted from 0.
     """

@@ -11,7 +11,7 @@ from itertools import combinations
 import torch
 import torch.distributed as dist
 
-from realrl.model.parallel.group import Group
+from realrl.model.group import Group
 from realrl.plan.communicators import (
     WORLD_CTAS,
     RankSet,

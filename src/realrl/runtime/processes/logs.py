@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from realrl.config.files import whole_file
-from realrl.config.secrets.redaction import redact
+from realrl.config.redaction import redact
 from realrl.runtime.processes.environment import restart_count
 from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE
 

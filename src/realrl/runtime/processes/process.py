@@ -15,13 +15,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
 from realrl.config.errors import RunError, UserCodeError, UserError
-from realrl.model.parallel.group import Group
+from realrl.model.group import Group
 from realrl.plan.cluster import Cluster
 from realrl.plan.communicators import RankSet, RankSets
-from realrl.recipe.sections.launch import LaunchConfig
-from realrl.runtime.network.interfaces import limited_silence
-from realrl.runtime.network.node_place import find_node_place
-from realrl.runtime.network.rendezvous import TIMEOUT, meet_ranks
+from realrl.recipe.run_settings import LaunchConfig
 from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu
 from realrl.runtime.prepare.host import count_threads
@@ -37,7 +34,9 @@ from realrl.runtime.processes.groups import (
 from realrl.runtime.processes.host_memory import steady_memory
 from realrl.runtime.processes.logs import LOGS, move_log
 from realrl.runtime.processes.messages import gather_values
+from realrl.runtime.processes.network import find_node_place, limited_silence
 from realrl.runtime.processes.rank_supervision import Supervision
+from realrl.runtime.processes.rendezvous import TIMEOUT, meet_ranks
 from realrl.runtime.supervision.heartbeat import Activity
 
 Device = Literal["auto", "cpu", "cuda"]

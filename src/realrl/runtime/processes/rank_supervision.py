@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from realrl.config.errors import RunError, UserCodeError, UserError
-from realrl.recipe.sections.launch import LaunchConfig
+from realrl.recipe.run_settings import LaunchConfig
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, restart_count
 from realrl.runtime.processes.host_memory import read_memory
 from realrl.runtime.processes.signals import deferred_termination

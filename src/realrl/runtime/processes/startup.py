@@ -10,9 +10,9 @@ from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.runtime.prepare.devices import search_spec
+from realrl.runtime.prepare.fit.plan_cache import cached_plan
 from realrl.runtime.prepare.functions import check_functions
 from realrl.runtime.prepare.gpu import Gpu, Here
-from realrl.runtime.prepare.search.cached_plan import cached_plan
 from realrl.runtime.processes.environment import PLAN_VARIABLE, restart_count, under_launcher
 from realrl.runtime.processes.process import Process
 

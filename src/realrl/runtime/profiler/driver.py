@@ -1,4 +1,4 @@
-"""Profiler: measures the missing entries of a request and writes the profile."""
+"""`realrl profile`: measures the missing entries of a request and writes the profile."""
 
 import re
 import time
@@ -8,17 +8,66 @@ from typing import Literal, Protocol
 import torch
 
 from realrl.config.errors import UserError
+from realrl.plan.placement import Dtype
 from realrl.planner.cluster.devices import find_gpu_kind
-from realrl.planner.profile.profile import Profile, ShapeKey
-from realrl.planner.profile.versions import read_versions
-from realrl.runtime.network.node_place import find_node_place
+from realrl.planner.profile.profile import (
+    CollectiveTime,
+    LayerTimes,
+    Measurement,
+    Profile,
+    ShapeKey,
+    SweepSpread,
+    read_versions,
+)
+from realrl.runtime.processes.network import find_node_place
 from realrl.runtime.processes.process import Process, connect
-from realrl.runtime.profiler.hardware import machine
-from realrl.runtime.profiler.models.shapes import ShapeMeasurements
-from realrl.runtime.profiler.points.bench import Bench
-from realrl.runtime.profiler.points.point import Entry, Measurer, Pace, Point, find_sweep_spread, take_medians
-from realrl.runtime.profiler.points.results import ResultsStore
+from realrl.runtime.profiler import machine
+from realrl.runtime.profiler.points import (
+    Bench,
+    Entry,
+    Measurer,
+    Pace,
+    Point,
+    find_sweep_spread,
+    take_medians,
+)
 from realrl.runtime.profiler.request import Request
+from realrl.runtime.profiler.shapes import ShapeMeasurements
+
+
+class ResultsStore:
+    """A profile that grows while entries are measured."""
+
+    def __init__(self, profile: Profile, *, again: bool = False) -> None:
+        """Start from `profile`; with `again`, its entries are measured again and replaced."""
+        self._old = profile
+        self.collectives: dict[Hashable, CollectiveTime] = {}
+        self._layers: dict[tuple[ShapeKey, Dtype], dict[Hashable, Measurement]] = {}
+        self._sweeps = None if again else profile.sweeps
+        if not again:
+            self.collectives |= {c.key: c for c in profile.collectives}
+            self._layers |= {(p.shape, p.dtype): {m.key: m for m in p.measurements} for p in profile.layers}
+
+    def layers(self, shape: ShapeKey, dtype: Dtype) -> dict[Hashable, Measurement]:
+        """Find the measured times of a shape in a data type."""
+        return self._layers.setdefault((shape, dtype), {})
+
+    def add_spread(self, kind: Literal["layers", "transfers"], spread: float | None) -> None:
+        """Note the spread of a part's sweeps; the largest spread counts."""
+        if spread is not None:
+            old = self._sweeps or SweepSpread()
+            self._sweeps = old.model_copy(update={kind: max(getattr(old, kind), spread)})
+
+    @property
+    def profile(self) -> Profile:
+        """Profile of all results."""
+        parts = [
+            LayerTimes(shape=shape, dtype=dtype, measurements=tuple(times.values()))
+            for (shape, dtype), times in self._layers.items()
+        ]
+        merged = self._old.merged(parts, self.collectives.values())
+        return merged.model_copy(update={"sweeps": self._sweeps})
+
 
 THOROUGH = Pace(5, 0.1, (1, 8), limit=2.0, total=60.0)
 QUICK = Pace(1, 0.05, (1, 5), limit=0.2, total=20.0)
@@ -41,9 +90,9 @@ class MeasurementObserver(Protocol):
 
 
 def profile(request: Request, observer: MeasurementObserver | None) -> None:
-    """Measure as one of the ranks that the launcher has started, or alone; `observer` on the rank that writes.
+    """Measure as one rank, or alone; `observer` is set on the rank that writes.
 
-    UserError where the file of an earlier profile is of another device or cannot be read.
+    Raises UserError if an earlier profile is unreadable or for another device.
     """
     with connect(request.device) as process:
         with process.together():
@@ -63,7 +112,7 @@ class _Profiler:
         self._bench = Bench(process, patience=self._pace.patience, repetitions=self._pace.repetitions)
 
     def run(self) -> None:
-        """Measure everything; the file is written after each part."""
+        """Measure everything. The file is written after each part."""
         started = time.monotonic()
         request = self._request
         results = self._results
@@ -95,7 +144,7 @@ class _Profiler:
     ) -> None:
         """Add the missing entries of one part.
 
-        `rows` makes the points, which hold the models that they measure, anew for each sweep.
+        `rows` makes new points for each sweep, because points hold the models that they measure.
         """
         observer = self._observer
         sweeps = self._pace.sweeps
@@ -123,11 +172,11 @@ class _Profiler:
 
 
 def count_local_processes() -> int:
-    """Count the processes on this node; UserError where other nodes have another number of them."""
+    """Count the processes on this node. Raises UserError if other nodes have another number."""
     place = find_node_place()
     if not place.even:
         raise UserError(
-            "nodes were started with different numbers of processes; a profile needs as many on each"
+            "nodes were started with different numbers of processes; a profile needs equal numbers"
         )
     return len(place.ranks)
 
@@ -146,38 +195,38 @@ def _load_results(request: Request, process: Process, observer: MeasurementObser
     old = Profile.load(request.out)
     if old.device != fresh.device:
         raise UserError(
-            f"{request.out} is of device {old.device}, and this one is {fresh.device}; give another file with --out"
+            f"{request.out} is for device {old.device}, but this is {fresh.device}; give another file with --out"
         )
     measured_by, here = _processes(old), _processes(fresh)
     if process.device.type == "cpu" and measured_by != here:
         if request.again:
             return ResultsStore(fresh)
         raise UserError(
-            f"{request.out} was measured by {measured_by}, and what each of {here} reaches is another thing; give"
+            f"{request.out} was measured by {measured_by}, and here there are {here}, whose times differ; give"
             " another file with --out, or --again to replace this one"
         )
     if old.software != fresh.software:
         if observer is not None:
             changed = ", ".join(n for n, v in software.items() if old.software.get(n) != v)
             observer.note(
-                f"{request.out} was measured with another {changed}, so all of it is measured again"
+                f"{request.out} was measured with another {changed}, so everything is measured again"
             )
         return ResultsStore(fresh)
     if request.again:
-        # They correct what is measured anew.
+        # Corrections belong to the old measurements.
         old = old.model_copy(update={"corrections": ()})
     return ResultsStore(old, again=request.again)
 
 
 def _processes(profile: Profile) -> str:
-    """Describe the processes of a node that measured."""
+    """Describe the processes that measured on a node."""
     number, threads = profile.processes, profile.threads
     each = "" if threads is None else f" with {threads} thread{'s' * (threads > 1)} each"
     return f"{number} process{'es' * (number > 1)}{each}"
 
 
 def _device_name(request: Request, device: torch.device) -> str:
-    """Name the device: as requested, else its built-in kind, else by its driver, in the same style."""
+    """Name the device: as requested, by its built-in kind, or by its driver in the same style."""
     if request.group is not None:
         return request.group.device.name
     if device.type == "cpu":

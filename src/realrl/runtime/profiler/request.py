@@ -5,21 +5,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from realrl.checkpoint.directory import find_model_shape
 from realrl.config.errors import UserError
 from realrl.config.files import check_file
 from realrl.config.paths import local_path
 from realrl.families.shape import ModelShape
-from realrl.families.sizes.find import find_shape
+from realrl.families.sizes import find_shape
+from realrl.huggingface.directory import find_model_shape
 from realrl.plan.placement import DTYPES, Dtype
 from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.profile.profile import ShapeKey
 from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.settings import GenerationConfig
+from realrl.recipe.generation import GenerationConfig
 from realrl.runtime.prepare.cluster import named_cluster
 from realrl.runtime.prepare.compile import models
-from realrl.runtime.profiler.points.grid import Sizes
+from realrl.runtime.profiler.sizes import Sizes
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Request:
     sizes: Sizes
     sampling: GenerationConfig
     group: NodeGroup | None
-    """Devices to measure for, where they were named."""
+    """Devices to measure for, if named."""
     device: Literal["auto", "cpu", "cuda"]
     out: Path
     again: bool = False
     """Whether to measure known entries again."""
 
     def degrees(self, per_node: int, shape: ModelShape) -> tuple[int, ...]:
-        """Degrees of tensor parallelism on nodes of the group, or of `per_node` devices where there is none."""
+        """List the degrees of tensor parallelism on nodes of the group, or of `per_node` devices."""
         devices = per_node if self.group is None else self.group.devices_per_node
         return tuple(n for n in range(1, min(devices, shape.heads) + 1) if devices % n == 0)
 
@@ -52,9 +52,9 @@ def make_request(
     quick: bool,
     again: bool,
 ) -> Request:
-    """Make a request from a recipe, from names of shapes, or from both; UserError for what cannot be measured.
+    """Make a request from a recipe, names of shapes, or both. Raises UserError for a wrong argument.
 
-    `shapes` are measured besides the recipe's models, and `dtypes` in place of theirs.
+    `shapes` are measured in addition to the recipe's models; `dtypes` replace the models' types.
     """
     if experiment is None and not shapes:
         raise UserError("there is nothing to measure: give a recipe, or --shape NAME, for example llama-2-7b")
@@ -72,7 +72,7 @@ def make_request(
     check_file(f"--out {out}", file)
     generation = None if experiment is None else get_spec(experiment).generation
     sampling = GenerationConfig() if generation is None else generation(experiment)
-    # What is measured depends on the number of layers hardly, and not on what else a key leaves out.
+    # Measurements hardly depend on the number of layers, and on nothing else that a key omits.
     deepest = {(ShapeKey.of(shape), dtype): shape for shape, dtype in sorted(found, key=_layers)}
     return Request(
         models=tuple((shape, dtype) for (_, dtype), shape in deepest.items()),
@@ -99,18 +99,18 @@ def _models(experiment: Experiment) -> list[tuple[ModelShape, Dtype]]:
                 f"models.{role}: {error}; or set models.{role}.path=null and models.{role}.shape to a size, for"
                 " example llama-2-7b"
             ) from None
-        # Widening of quantised matrices is no part of what is measured.
+        # The widening of quantised matrices is not measured.
         found.append((shape.model_copy(update={"quantised": None}), DTYPES[config.compute_dtype]))
     return found
 
 
 def _group(spec: ClusterSpec) -> NodeGroup:
-    """Find the devices of a cluster; UserError where its nodes differ."""
+    """Find the devices of a cluster. Raises UserError if its nodes differ."""
     if len({group.device.name for group in spec.groups}) > 1:
         raise UserError(f"cluster {spec.name} has several kinds of devices; name one, for example h100:1x8")
     if not spec.cluster.even:
         raise UserError(
-            f"cluster {spec.name} has nodes of different size; name those of one, for example h100:1x8"
+            f"cluster {spec.name} has nodes of different sizes; name one size, for example h100:1x8"
         )
     return spec.groups[0]
 

@@ -16,7 +16,7 @@ from typing import Self
 
 from realrl.config.errors import RunError, UserCodeError, UserError
 from realrl.config.files import as_os_error, partial_path, reason_of
-from realrl.config.secrets.redaction import redact
+from realrl.config.redaction import redact
 from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE
 
 USER_STATUS, RUN_STATUS = 2, 1

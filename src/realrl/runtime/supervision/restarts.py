@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from realrl.recipe.sections.launch import LaunchConfig
+from realrl.recipe.run_settings import LaunchConfig
 from realrl.runtime.supervision.failures import DEATH, Failure
 
 

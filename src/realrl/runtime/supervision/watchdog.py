@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from realrl.program.text import format_ranks
-from realrl.recipe.sections.launch import LaunchConfig
+from realrl.recipe.run_settings import LaunchConfig
 from realrl.runtime.supervision.board import StoreBoard, is_alive
 from realrl.runtime.supervision.failures import RUN_STATUS, Failure
 from realrl.runtime.supervision.heartbeat import INTERVAL, Heartbeat

@@ -6,23 +6,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realrl.algorithms.method import Metrics
+from realrl.algorithms.base.method import Metrics
 from realrl.data.batch import KEY_DTYPES, Ragged
 from realrl.dataflow.call import Call
 from realrl.program.instructions import Receive, Report, Send, ShareLengths
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.store import Store
 
-# Above every exchange number of a program.
+# Tags above every exchange number of a program.
 _LENGTHS_TAG = 1 << 20
 _METRICS_TAG = 1 << 21
 
 
 class Exchange:
-    """Executor of `Send`, `Receive` and `ShareLengths` on one rank.
+    """Executes `Send`, `Receive` and `ShareLengths` on one rank.
 
-    Which rows go where is computed from lengths on both sides alike, so messages carry nothing but rows: all
-    keys of an exchange between two ranks are one message of bytes.
+    Sender and receiver compute from lengths which rows move, so a message carries only rows. All keys that two
+    ranks exchange form one message of bytes.
     """
 
     def __init__(self, process: Process) -> None:
@@ -30,7 +30,7 @@ class Exchange:
         self._pending: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, send: Send, store: Store) -> None:
-        """Post the rows for every receiver; what this rank itself needs stays where it is."""
+        """Post the rows for every receiver; this rank keeps its own rows in place."""
         producer, consumer = store.graph.call(send.producer), store.graph.call(send.consumer)
         source = store.plan[producer.name].item_index(self._process.rank)
         for receiver in send.receivers:
@@ -60,7 +60,7 @@ class Exchange:
                 store.put(key.name, ids, Ragged(values, lengths[key.name]))
 
     def share_lengths(self, share: ShareLengths, store: Store) -> None:
-        """Gather the lengths of the output ranks on the first of them; it broadcasts to all readers."""
+        """Gather lengths on the first output rank, which broadcasts them to all readers."""
         rank, first = self._process.rank, share.output_ranks[0]
         call = store.graph.call(share.call)
         items = [store.items(call, dp) for dp in range(len(share.output_ranks))]
@@ -85,7 +85,7 @@ class Exchange:
         store.lengths[share.key] = tuple(everything.tolist())
 
     def report(self, report: Report, metrics: dict[str, Metrics]) -> None:
-        """Send a call's metrics from the senders to the receiver, which adds them to its own."""
+        """Send a call's metrics to the receiver, which adds them to its own."""
         if self._process.rank in report.senders:
             plain = metrics[report.call].to_plain()
             text = torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Functions of one rank: threads of their own call them while the rank goes on with its program."""
+"""Functions of one rank, called in threads while the rank continues with its program."""
 
 import threading
 import time
@@ -9,18 +9,18 @@ from queue import SimpleQueue
 
 import torch
 
-from realrl.algorithms.method import FunctionInput, FunctionMethod, Metrics
+from realrl.algorithms.base.method import FunctionInput, FunctionMethod, Metrics
 from realrl.config.errors import UserCodeError
 from realrl.data.batch import Ragged
 from realrl.program.instructions import Run
 from realrl.program.text import format_instruction
 from realrl.runtime.supervision.heartbeat import Activity
-from realrl.runtime.worker.trace_recorder import Trace
+from realrl.runtime.worker.trace import Trace
 
 
 @dataclass(frozen=True, eq=False)
 class Returned:
-    """Outputs of a function, and its start and end in seconds of the monotonic clock."""
+    """Outputs of a function, with its start and end in seconds of the monotonic clock."""
 
     outputs: dict[str, Ragged]
     metrics: Metrics
@@ -31,8 +31,8 @@ class Returned:
 class Functions:
     """Starts functions in the background, and waits for them.
 
-    Different ones run at the same time; calls of one function follow one another, so that it need not be prepared
-    for several threads.
+    Different functions run at the same time. Calls of one function follow each other, so it need not be
+    thread-safe.
     """
 
     def __init__(self, trace: Trace, activity: Activity) -> None:
@@ -43,7 +43,7 @@ class Functions:
     def start(
         self, run: Run, function: str, method: FunctionMethod, inputs: FunctionInput, step: int
     ) -> None:
-        """Let a thread make a call of `function`, a reference, once it has ended those before."""
+        """Queue a call of `function`, a reference, in the function's thread."""
         future = self._running[run.call] = Future[Returned]()
 
         def task() -> None:
@@ -54,26 +54,26 @@ class Functions:
                     outputs, metrics = method.call(inputs)
                     end = time.monotonic()
             except UserCodeError as error:
-                # On other ranks it may have succeeded.
+                # The function may have succeeded on other ranks.
                 future.set_exception(UserCodeError(str(error), error.trace, alone=True))
-            except BaseException as error:  # whoever collects it raises it
+            except BaseException as error:  # `collect` raises it
                 future.set_exception(error)
             else:
                 future.set_result(Returned(outputs, metrics, start, end))
 
         if function not in self._tasks:
             tasks = self._tasks[function] = SimpleQueue()
-            # A daemon: a function that does not return must not keep a run from ending that has failed.
+            # A daemon thread, so that a function that never returns cannot keep a failed run alive.
             threading.Thread(target=_work, args=(tasks,), name=function, daemon=True).start()
         self._tasks[function].put(task)
 
     @property
     def running(self) -> tuple[str, ...]:
-        """Functions that have been started and not collected, in the order they were started."""
+        """Functions that were started and not collected, in the order of their start."""
         return tuple(self._running)
 
     def collect(self, call: str) -> Returned:
-        """Wait for a function that is `running`; raises what it has raised."""
+        """Wait for a `running` function. Raises the function's own error."""
         return self._running.pop(call).result()
 
 

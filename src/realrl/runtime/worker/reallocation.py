@@ -1,5 +1,6 @@
 """Execution of a reallocation on one rank: copies, and packed messages of bounded size."""
 
+import hashlib
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
@@ -9,44 +10,97 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realrl.engine.buffers.flat import FlatBuffer
+from realrl.engine.buffers import FlatBuffer
 from realrl.layout.limits import MessageLimits, message_limits
 from realrl.layout.region import Region
 from realrl.layout.routing.chunks import PackedTransfer, RankSchedule, RankScheduler, Span, group_messages
 from realrl.layout.routing.routes import Reallocation
 from realrl.runtime.processes.process import Process
-from realrl.runtime.worker.agreement import CHECKSUM_TAG, ReallocationError, agree, swap
+
+# Tags above those of `Exchange`, which uses the same control group.
+_DIGEST_TAG, _PAIR_TAG, CHECKSUM_TAG = 1 << 22, 1 << 23, 1 << 24
+
+
+class ReallocationError(Exception):
+    """Ranks disagree on the messages, or data arrived damaged: a bug, or a hardware fault."""
+
+
+def agree(
+    process: Process, label: str, ranks: Sequence[int], schedule: str, pairs: Mapping[int, str]
+) -> None:
+    """Check that `schedule` is equal on all `ranks`, and that each pair agrees on its messages.
+
+    `pairs`: peer -> digest of the messages with it. All ranks call this together. Raises ReallocationError.
+    """
+    mine, first = _digest(schedule), ranks[0]
+    everyone = torch.empty(len(ranks), len(mine), dtype=torch.uint8)
+    if process.rank == first:
+        rows = dict(zip(ranks, everyone, strict=True))
+        rows.pop(first).copy_(mine)
+        swap(process, {}, rows, _DIGEST_TAG)
+        swap(process, dict.fromkeys(rows, everyone), {}, _DIGEST_TAG + 1)
+    else:
+        swap(process, {first: mine}, {}, _DIGEST_TAG)
+        swap(process, {}, {first: everyone}, _DIGEST_TAG + 1)
+    other = [rank for rank, row in zip(ranks, everyone, strict=True) if not torch.equal(row, mine)]
+    if other:
+        names = ", ".join(map(str, other))
+        raise ReallocationError(f"{label}: rank {process.rank} and ranks {names} have different schedules")
+    own = {peer: _digest(text) for peer, text in pairs.items()}
+    theirs = swap(process, own, {peer: torch.empty_like(row) for peer, row in own.items()}, _PAIR_TAG)
+    for peer, row in own.items():
+        if not torch.equal(row, theirs[peer]):
+            raise ReallocationError(
+                f"{label}: rank {process.rank} and rank {peer} cut what they exchange into different messages"
+            )
+
+
+def swap(
+    process: Process, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int
+) -> Mapping[int, Tensor]:
+    """Exchange small CPU tensors: send `sent` by rank, fill `received`, and return it."""
+    works = [dist.isend(tensor, peer, group=process.control, tag=tag) for peer, tensor in sent.items()]
+    for peer, tensor in received.items():
+        dist.recv(tensor, peer, group=process.control, tag=tag)
+    for work in works:
+        assert work is not None, "every rank is part of the control group"
+        work.wait()
+    return received
+
+
+def _digest(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
 class _Flight:
-    """Message in flight: its wire tensor, and the flat buffer it comes from or belongs into."""
+    """A message in flight: its wire tensor, and the flat buffer at this end."""
 
     message: PackedTransfer
     wire: Tensor
     data: Tensor
     packed: Tensor | None
-    """Buffer that `wire` is a part of; None where it lies inside `data`."""
+    """Buffer that contains `wire`; None if `wire` lies inside `data`."""
 
 
 class Staging:
-    """Buffers of packed messages, one per message in flight; kept, because fresh memory is slow."""
+    """Buffers of packed messages, one per message in flight. They are reused, because fresh memory is slow."""
 
     def __init__(self, device: torch.device, limits: MessageLimits | None = None) -> None:
-        """`limits`: sizes of messages, by default those of the device."""
+        """`limits`: sizes of messages; by default for the device."""
         self.limits = limits or message_limits(cpu=device.type == "cpu")
         self._device = device
         self._free: list[Tensor] = []
         self.used = 0
-        """Buffers that are in use."""
+        """Number of buffers in use."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers that are kept and not in use."""
+        """Bytes of the free buffers."""
         return self.limits.message_bytes * len(self._free)
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Take a buffer: (the part of it that the elements fill, the buffer)."""
+        """Take a buffer. Returns the part that the elements fill, and the whole buffer."""
         self.used += 1
         size = numel * dtype.itemsize
         if size > self.limits.message_bytes:
@@ -58,14 +112,14 @@ class Staging:
         return buffer[:size].view(dtype), buffer
 
     def give_back(self, buffer: Tensor) -> None:
-        """Return a buffer that is not in use any more."""
+        """Return a buffer after use."""
         self.used -= 1
         if len(buffer) == self.limits.message_bytes:
             self._free.append(buffer)
 
 
 class Reallocator:
-    """Executor of one reallocation of a role's parameters on this rank; compiled once, run at will."""
+    """Executes one reallocation of a role's parameters on this rank; compiled once, run any number of times."""
 
     def __init__(
         self,
@@ -78,11 +132,12 @@ class Reallocator:
         staging: Staging | None = None,
         verify: bool = False,
     ) -> None:
-        """`dtypes`: of the source and of the target; the narrower one is sent. `groups`: tensors, or regions of
-        some, that are moved at a time, by default everything at once. `staging`, which says how large messages are,
-        may be shared. `verify`: prove that what arrives is what was sent. `label` says in errors what this is.
+        """Compile the reallocation; all ranks of either layout do so together.
 
-        All ranks of either layout must construct it together; ReallocationError if they would not do the same.
+        `dtypes`: of source and target; the narrower type is sent. `groups`: sets of tensors, or of regions,
+        that move together; by default everything. `staging` sets the size of messages and may be shared.
+        `verify`: compare checksums of sent and received data. `label` names the reallocation in errors. Raises
+        ReallocationError if ranks disagree.
         """
         self._process, self._label, self._verify = process, label, verify
         self._staging = staging or Staging(process.device)
@@ -105,8 +160,10 @@ class Reallocator:
 
     @torch.no_grad()
     def run(self, source: FlatBuffer | None, target: FlatBuffer | None, group: int = 0) -> None:
-        """Move one group of tensors. `source` holds all tensors of the source layout, `target` gets what
-        is of the group; None where a layout has nothing on this rank. ReallocationError if verification fails."""
+        """Move one group of tensors.
+
+        `source` holds all tensors of the source layout, `target` receives the group; None if the layout has nothing
+        on this rank. Raises ReallocationError if verification fails."""
         schedule = self._schedules[group]
         before, after = (None if b is None else b.data for b in (source, target))
         checksums: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
@@ -122,7 +179,7 @@ class Reallocator:
 
         stage, limits = 0, self._staging.limits
         for messages in group_messages(schedule.messages, limits):
-            # What is sent in a stage may be what arrives in the one before.
+            # A stage may send data that arrives in the stage before.
             same = messages[0].stage == stage
             finish(*(limits.posted_groups - 1, limits.staged_messages) if same else (0, 0))
             stage = messages[0].stage
@@ -170,7 +227,7 @@ class Reallocator:
         return dist.batch_isend_irecv(operations), flights
 
     def _prepare(self, message: PackedTransfer, data: Tensor) -> _Flight:
-        """Prepare the wire tensor of a message: a slice of the flat buffer itself, or a packed buffer."""
+        """Prepare the wire tensor of a message: a slice of the flat buffer, or a packed buffer."""
         first, *more = message.spans
         fits = data.dtype == self._wire and data.device == self._process.device
         if fits and first.contiguous and not more:
@@ -186,7 +243,7 @@ class Reallocator:
             for span, part in _parts(flight.wire, message.spans):
                 _view(flight.data, span, span.rows).copy_(part)
         if not message.sends and self._verify:
-            # What lies in the parameters now, not only what came in.
+            # Check the parameters themselves, not only the received bytes.
             wire = torch.empty_like(flight.wire)
             _pack(wire, flight.data, message.spans)
             checksums[message.peer, False].append(_checksum(wire))
@@ -194,7 +251,7 @@ class Reallocator:
             self._staging.give_back(flight.packed)
 
     def _compare(self, schedule: RankSchedule, checksums: defaultdict[tuple[int, bool], list[int]]) -> None:
-        """Compare the checksums of what arrived here with those of what its senders sent."""
+        """Compare the checksums of received data with the senders' checksums."""
         sent = {peer: torch.tensor(sums) for (peer, sends), sums in checksums.items() if sends}
         arrived = {peer: torch.tensor(sums) for (peer, sends), sums in checksums.items() if not sends}
         theirs = swap(
@@ -232,6 +289,6 @@ def _pack(wire: Tensor, data: Tensor, spans: Sequence[Span]) -> None:
 
 
 def _checksum(tensor: Tensor) -> int:
-    # Of a copy, because the memory of a tensor that numpy has seen cannot be given back for offloading.
+    # A copy, because a tensor's memory cannot be freed for offloading once numpy has seen it.
     copy = tensor.cpu().clone(memory_format=torch.contiguous_format)
     return zlib.crc32(copy.view(torch.uint8).numpy().data)

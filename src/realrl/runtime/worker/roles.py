@@ -1,24 +1,18 @@
-"""Models of a rank: each role in its home layout, and copies in others while calls need them."""
+"""Models of a rank: each role in its home layout, and copies in other layouts while calls need them."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from realrl.checkpoint import huggingface
-from realrl.checkpoint.directory import find_base, find_model_shape
-from realrl.checkpoint.initial_weights import initialise
-from realrl.checkpoint.origin import read_origin
-from realrl.checkpoint.portions import Portion, list_portions, take_whole
 from realrl.config.errors import UserError
 from realrl.dataflow.call import MovingAverage
-from realrl.engine.buffers.flat import FlatBuffer
-from realrl.engine.buffers.local_set import LocalSet, Parameters
-from realrl.engine.buffers.offload import Offloadable
+from realrl.engine.buffers import FlatBuffer, LocalSet, Parameters
 from realrl.engine.dtypes import find_products, find_set_dtype, find_torch_dtype
 from realrl.engine.finite import NotFiniteError
 from realrl.engine.generation.decode_memory import KeptDecoding
 from realrl.engine.model import Model
+from realrl.engine.offload import Offloadable
 from realrl.engine.optional_kernels import check_heads
 from realrl.engine.parallel_groups import select_groups
 from realrl.engine.training.trainer import Trainer
@@ -26,27 +20,29 @@ from realrl.families.adapter_config import adapter_tensors
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head
 from realrl.families.tensors import Init, TensorSpec
+from realrl.huggingface import model_files
+from realrl.huggingface.directory import find_base, find_model_shape, read_origin
+from realrl.huggingface.initial_weights import initialise
+from realrl.huggingface.shards import Portion, list_portions, take_whole
 from realrl.layout.layout import Layout, build_layout
 from realrl.layout.region import Region
 from realrl.layout.routing.chunks import group_tensors
 from realrl.layout.routing.routes import reallocate
 from realrl.layout.sets import BASE, TUNED, build_parameter_sets
-from realrl.model.parallel.group import Group
+from realrl.model.group import Group
 from realrl.plan.placement import DTYPES, Dtype, Mesh, Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Load, Offload, Reallocate, Release
+from realrl.program.memory import find_holders, order_sharers
 from realrl.program.order import following_sets, trained_sets
-from realrl.program.shared_bases import find_holders, order_sharers
 from realrl.program.text import name_parameters
 from realrl.recipe.model import ModelConfig, trained_models
-from realrl.runtime.prepare.adapters import adapt_shapes, find_shared_bases
-from realrl.runtime.prepare.compile import find_trainable_parts
+from realrl.runtime.prepare.compile import adapt_shapes, find_shared_bases, find_trainable_parts
 from realrl.runtime.processes.process import Process
-from realrl.runtime.worker.kept_decoding import count_beside
 from realrl.runtime.worker.reallocation import Reallocator, Staging
 
 MIX_BYTES = 64 << 20
-"""Maximum bytes of parameters received before they are mixed, unless a single tensor has more."""
+"""Maximum bytes of parameters that are received before they are mixed, unless one tensor has more."""
 
 
 class Roles:
@@ -69,11 +65,11 @@ class Roles:
         exact: bool = False,
         longest: int = 0,
     ) -> None:
-        """Check everything about the roles but their weights; `load_weights` brings those.
+        """Check everything about the roles except weights, which `load_weights` loads.
 
-        `max_skipped` is for trainers, `verify` for reallocations, `exact` for forward passes; `longest` is how many
-        tokens a sequence may have. UserError when a model whose home includes this rank cannot be loaded, or when a
-        role that follows another has other tensors.
+        `max_skipped` is for trainers, `verify` for reallocations, `exact` for forward passes; `longest` is the
+        maximum length of a sequence in tokens. Raises UserError if a model whose home includes this rank cannot be
+        loaded, or if a role that follows another has other tensors.
         """
         self._configs, self._heads, self._homes, self._groups = configs, heads, homes, groups
         self._process, self._temperature, self._verify = process, temperature, verify
@@ -95,12 +91,12 @@ class Roles:
         sharers = order_sharers({role: bases.get(role) for role in configs}, heads)
         self._holders = find_holders(sharers, homes)
         self.learning = (*self._trained, *following)
-        """Roles whose parameters steps change: trained ones, and those that follow them."""
+        """Roles whose parameters change: trained roles, and moving averages of them."""
         self.before_change: Callable[[], None] = lambda: None
-        """Called before parameters or optimizer state of any of those change, or leave device memory."""
+        """Called before parameters or optimizer state of these roles change or leave device memory."""
         changed = {role: trained_sets(role, self._parts) for role in self._trained} | following
         self._changing = {(role, name) for role, names in changed.items() for name in names}
-        """Parameter sets that steps change."""
+        """Parameter sets that change in steps."""
         self._models: dict[tuple[str, str], Model] = {}
         self._staging = Staging(process.device)
         self._kept_decoding: dict[str, KeptDecoding] = {}
@@ -110,12 +106,12 @@ class Roles:
             role: None if config.path is None else read_origin(config.path)
             for role, config in self._trained.items()
         }
-        """trained role -> the settings of the model that it was opened from; None where it starts from scratch"""
+        """trained role -> settings of the model that it was opened from; None if it starts from scratch"""
         self.fresh = {role: self._check(role) for role, home in homes.items() if process.rank in home.ranks}
-        """role -> tensors that its checkpoint does not have and that are initialised instead"""
+        """role -> tensors that its files lack, and that are initialised instead"""
 
     def _check(self, role: str) -> list[str]:
-        """List the tensors that a model's files lack, if it has files; UserError if they cannot be loaded."""
+        """List the tensors that a model's files lack. Raises UserError if the files cannot be loaded."""
         config = self._configs[role]
         if config.path is None:
             if self.shapes[role].lora is not None:
@@ -124,17 +120,17 @@ class Roles:
                     " are for"
                 )
             return []
-        missing = huggingface.check(config.path, self.shapes[role], self._specs(role))
+        missing = model_files.check(config.path, self.shapes[role], self._specs(role))
         if missing and role not in self._trained:
             raise UserError(
-                f"models.{role}.path={config.path} is no sequence classifier: it has no tensor {missing[0]}"
+                f"models.{role}.path={config.path} is not a sequence classifier: it has no tensor {missing[0]}"
             )
         return missing
 
     def load_weights(self, restored: Collection[str] = ()) -> None:
         """Load or initialise every role whose home includes this rank.
 
-        Those that are `restored` get memory alone. UserError when weights cannot be used.
+        Roles to be `restored` only get memory. Raises UserError if weights cannot be used.
         """
         for role in sorted(self._homes, key=lambda role: self._holders.get(role, role) != role):
             home = self._homes[role]
@@ -142,14 +138,14 @@ class Roles:
                 self._build_home(role, home, read=role not in restored)
 
     def offload_homes(self) -> None:
-        """Offload what the plan says, after weights have been loaded."""
+        """Offload the roles that the plan offloads, after weights have been loaded."""
         for role, home in self._homes.items():
             if self._process.rank in home.ranks:
                 for memory in self._list_offloaded(role):
                     memory.offload()
 
     def _list_offloaded(self, role: str) -> Iterator[Offloadable]:
-        """List what the plan offloads of a role whose home includes this rank."""
+        """List the memory of a role that the plan offloads; its home includes this rank."""
         if role in self._plan.offload:
             for held in self._models[role, self._homes[role].layout].sets.values():
                 yield held.memory
@@ -165,10 +161,10 @@ class Roles:
             self.trainers[role] = Trainer(
                 model, config.optimizer, router_loss=config.router_loss, max_skipped=self._max_skipped
             )
-        # Locking host memory takes seconds, in which weights are read.
+        # Pinning host memory takes seconds; weights are read meanwhile.
         for memory in self._list_offloaded(role):
             memory.reserve()
-        if read or self._parts[role].adapters:  # whose frozen weights no checkpoint has
+        if read or self._parts[role].adapters:  # no checkpoint has the frozen weights under adapters
             self._read_weights(role, model)
             if role in self._trained:
                 self.trainers[role].adopt()
@@ -177,23 +173,23 @@ class Roles:
         config, tensors = self._configs[role], model.layout.specs
         regions = {local.region.tensor: local.region for local in model.layout.tensors(model.rank)}
         if self._holders.get(role, role) != role:
-            for tensor in model.sets[BASE].layout.specs:  # which have been read for another role
+            for tensor in model.sets[BASE].layout.specs:  # another role has read them
                 regions.pop(tensor.name, None)
         missing = [tensor.name for tensor in tensors]
         if config.path is not None:
-            missing = huggingface.load(config.path, model.shape, tensors, model.parameters, regions)
+            missing = model_files.load(config.path, model.shape, tensors, model.parameters, regions)
         absent = [tensor for tensor in tensors if tensor.name in missing and tensor.name in regions]
         initialise(model.parameters, absent, model.shape, self._seed, regions)
         if any(tensor.init is Init.MAGNITUDE for tensor in tensors if tensor.name in missing):
             model.initialise_magnitudes()
 
     def home_model(self, role: str) -> Model | None:
-        """Find the role's model in its home; None where that does not include this rank."""
+        """Find the role's model in its home; None if the home does not include this rank."""
         home = self._homes[role]
         return self._models[role, home.layout] if self._process.rank in home.ranks else None
 
     def _build(self, role: str, placement: Placement, base: LocalSet | None = None) -> Model:
-        """Make a model, with memory for its parameters but for those in the `base` of another one."""
+        """Make a model with memory for its parameters; a `base` set is shared with another model."""
         rank = self._process.rank
         model = Model(
             self._layout(role, placement),
@@ -212,7 +208,7 @@ class Roles:
         return model
 
     def _layout(self, role: str, placement: Placement, parameter_set: str | None = None) -> Layout:
-        """The layout of a role, or of one parameter set of it."""
+        """Build the layout of a role, or of one of its parameter sets."""
         shape, head = self.shapes[role], self._heads[role]
         if parameter_set is None:
             return build_layout(shape, head, placement)
@@ -229,13 +225,13 @@ class Roles:
         return model_tensors(self.shapes[role], self._heads[role])
 
     def model(self, role: str, placement: Placement) -> Model:
-        """Find the role's model in the layout of a placement that includes this rank."""
+        """Find the role's model in the layout of a placement; the placement includes this rank."""
         model = self._models[role, placement.layout]
         assert model.resident, f"{role} has no parameters in device memory"
         return model
 
     def reallocate(self, instruction: Reallocate) -> None:
-        """Reallocate a parameter set of the role to the target ranks, or mix it into that of another role."""
+        """Reallocate a parameter set to the target ranks, or mix it into another role's set."""
         role = instruction.role
         source = instruction.source
         target = instruction.target
@@ -255,7 +251,7 @@ class Roles:
             self._reallocators[key].run(outgoing, incoming)
 
     def _set(self, role: str, placement: Placement, name: str) -> LocalSet:
-        """A parameter set that is in device memory."""
+        """Find a parameter set, which must be in device memory."""
         held = self._models[role, placement.layout].sets[name]
         assert held.resident, f"{name_parameters(role, name)} has no parameters in device memory"
         return held
@@ -292,7 +288,7 @@ class Roles:
         )
 
     def _copy(self, role: str, placement: Placement, name: str) -> LocalSet:
-        """Make a parameter set of a model outside its home, with memory for its parameters."""
+        """Make a parameter set of a model outside its home, with memory."""
         if (role, placement.layout) not in self._models:
             for held in self._build(role, placement).sets.values():
                 held.free()
@@ -305,13 +301,13 @@ class Roles:
         self._set(instruction.role, instruction.placement, instruction.parameter_set).free()
 
     def offload(self, instruction: Offload) -> None:
-        """Offload a parameter set, or what training it needs, to host memory."""
+        """Offload a parameter set, or its optimizer state and gradients, to host memory."""
         self.before_change()
         changed = (instruction.role, instruction.parameter_set) in self._changing
         self._memory(instruction).offload(changed=changed)
 
     def prefetch(self, instruction: Load) -> None:
-        """Begin to load offloaded state, which `load` completes."""
+        """Begin to load offloaded state; `load` completes it."""
         self._memory(instruction).prefetch()
 
     def load(self, instruction: Load) -> None:
@@ -329,35 +325,35 @@ class Roles:
         return model.sets[instruction.parameter_set].memory
 
     def held(self) -> int:
-        """Count the bytes of device memory that parameters, gradients and optimizers take on this rank now."""
-        # Some models share a set.
+        """Count the bytes of device memory that parameters, gradients and optimizers take now."""
+        # A set, because models may share memory.
         memories = {held.memory for model in self._models.values() for held in model.sets.values()}
         trained = [trainer.memory for trainer in self.trainers.values()]
         return sum(memory.nbytes for memory in (*memories, *trained))
 
     def staged(self) -> int:
-        """Count the bytes of device memory that message buffers take while nothing is moved."""
+        """Count the bytes of device memory in idle message buffers."""
         return self._staging.nbytes
 
     def keep_decoding(self, calls: Iterable[str]) -> None:
-        """Have generate calls of training steps leave their memory to the next step."""
+        """Let generate calls of training steps keep their memory until the next step."""
         self._kept_decoding |= {call: KeptDecoding() for call in calls}
 
     def kept_decoding(self, call: str) -> KeptDecoding | None:
-        """Find the memory that a generate call of training steps leaves to the next step, if it does."""
+        """Find the memory that a generate call keeps between training steps, if it does."""
         return self._kept_decoding.get(call)
 
     def kept_beside(self, call: str) -> int:
-        """Count the bytes of device memory that other calls have left for the next step."""
-        return count_beside({name: kept.nbytes for name, kept in self._kept_decoding.items()}, call)
+        """Count the bytes of device memory that other calls keep."""
+        return sum(kept.nbytes for name, kept in self._kept_decoding.items() if name != call)
 
     def save(
-        self, role: str, directory: Path, tokenizer: huggingface.Tokenizer, stop_token_ids: Collection[int]
+        self, role: str, directory: Path, tokenizer: model_files.Tokenizer, stop_token_ids: Collection[int]
     ) -> None:
-        """Write the role as a Hugging Face directory, or its adapters: ranks of its home together, the first one.
+        """Write the role, or its adapters, as a Hugging Face directory. All ranks of its home call this together.
 
-        `stop_token_ids` are all tokens that sequences of the run can end with. Parameters are brought into its host
-        memory portion by portion.
+        The first rank writes; parameters reach its host memory portion by portion. `stop_token_ids` are all tokens
+        that can end a sequence.
         """
         home = self._homes[role]
         dtype = self._dtype(role, home)
@@ -386,11 +382,11 @@ class Roles:
                 if adapters:
                     assert path is not None, "adapters are for weights of a directory"
                     base = str(find_base(path))
-                    huggingface.save_adapters(
+                    model_files.save_adapters(
                         directory, model.shape, model.head, fetch(0), tokenizer, dtype, base
                     )
                 else:
-                    huggingface.save(
+                    model_files.save(
                         directory,
                         model.shape,
                         model.head,
@@ -411,7 +407,7 @@ class Roles:
             memory.offload(changed=False)
 
     def _gather(self, role: str, name: str, portions: Sequence[Portion]) -> Reallocator:
-        """Build the reallocator that brings a set, portion by portion, to the first rank of its home."""
+        """Build the reallocator that brings a set to the first rank of its home, portion by portion."""
         home = self._homes[role]
         key = (role, home.layout, name)
         if key not in self._reallocators:

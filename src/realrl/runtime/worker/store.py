@@ -1,16 +1,16 @@
-"""Store of the items of a step on one rank: lengths of all of them, rows of some."""
+"""Items of a step on one rank: lengths of all items, rows of some."""
 
 from torch import Tensor
 
+from realrl.data.balance import assign, partition, partition_samples
 from realrl.data.batch import KEY_DTYPES, Batch, Ragged
-from realrl.data.partition import assign, partition, partition_samples
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.plan import Plan
 
 
 class Store:
-    """Rows by key and item. The assignment of items follows from lengths, the same on every rank."""
+    """Rows by key and item. The assignment of items follows from lengths, so it is the same on every rank."""
 
     def __init__(self, graph: DataflowGraph, plan: Plan, samples: int = 1) -> None:
         """Items i * `samples` to (i + 1) * `samples` - 1 are samples of one prompt."""
@@ -35,7 +35,7 @@ class Store:
         self._rows.setdefault(key, {}).update(zip(ids, rows.rows(), strict=True))
 
     def place(self, call: Call, assignment: list[list[int]]) -> None:
-        """Say where the items of a call are that has run already: [dp] -> ids."""
+        """Set the assignment of a call that has already run: [dp] -> ids."""
         self._assignments[call.name] = [[sorted(ids)] for ids in assignment]
 
     def rows(self, key: str, ids: list[int]) -> Ragged:
@@ -44,7 +44,7 @@ class Store:
         return Ragged.of([held[i] for i in ids], dtype=KEY_DTYPES[self.graph.keys[key].dtype])
 
     def row_lengths(self, key: str, ids: list[int]) -> tuple[int, ...]:
-        """Find the lengths of the rows of `key`, held here or not."""
+        """Find the lengths of rows of `key`, on whichever rank they are."""
         length_key = self.graph.length_key(key)
         if length_key is None:
             return (1,) * len(ids)
@@ -53,8 +53,8 @@ class Store:
     def assignment(self, call: Call) -> list[list[list[int]]]:
         """Assign items of `call` to ranks: [dp][mini-batch] -> ids, ascending.
 
-        Tokens are balanced; where several samples of each prompt are generated, those of a prompt stay together.
-        Ranks of calls that do not train may have none.
+        Tokens are balanced. If each prompt has several samples, a prompt's samples stay together in generation.
+        Ranks of calls that do not train may get no items.
         """
         if call.name not in self._assignments:
             everyone = list(range(self.size))

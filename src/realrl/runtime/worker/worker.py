@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from realrl.algorithms.method import (
+from realrl.algorithms.base.method import (
     Algorithm,
     FunctionInput,
     FunctionMethod,
@@ -15,13 +15,12 @@ from realrl.algorithms.method import (
     Metrics,
     TrainMethod,
 )
-from realrl.algorithms.rewards.scoring.scores import UnscoredError
+from realrl.algorithms.base.scoring import UnscoredError
 from realrl.config.errors import UserCodeError
 from realrl.data.batch import Batch
 from realrl.dataflow.call import Call, Kind
 from realrl.engine.finite import NotFiniteError, NotFiniteLogitsError
-from realrl.engine.generation.generator import generate
-from realrl.engine.generation.prompts import group_samples
+from realrl.engine.generation.generator import generate, group_samples
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.reduced_metrics import DifferentMetricsError
 from realrl.program.instructions import (
@@ -38,33 +37,33 @@ from realrl.program.instructions import (
     Send,
     ShareLengths,
 )
+from realrl.program.memory import EarlyLoads
 from realrl.program.text import format_instruction
 from realrl.recipe.stop_strings import StopStrings
 from realrl.runtime.measure.step_timer import StepTimer
 from realrl.runtime.measure.work_done import WorkDone, count_generation, read_passes
 from realrl.runtime.processes.process import Process
-from realrl.runtime.worker.early_loads import EarlyLoads
 from realrl.runtime.worker.exchange import Exchange
 from realrl.runtime.worker.functions import Functions
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.store import Store
-from realrl.runtime.worker.trace_recorder import Trace
+from realrl.runtime.worker.trace import Trace
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """Inputs of a step besides parameters: records, seed of sampling, and learning rates by role.
+    """Inputs of a step: records, sampling seed, and learning rates by role.
 
-    `evaluation` is for a step that trains nothing.
+    `evaluation`: the step trains nothing.
     """
 
     records: Batch
     sampling_seed: SamplingSeed
     rates: Mapping[str, float]
     further: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Fields of the records that no key is made of, where a function runs: name -> a value per item."""
+    """Extra columns of the records, on ranks that call functions: name -> a value per item."""
     origins: Sequence[str] = ()
-    """Where each item's record comes from, FILE:LINE."""
+    """Origin of each item's record, FILE:LINE."""
     samples: int = 1
     """Number of samples of each prompt."""
     evaluation: bool = False
@@ -72,7 +71,7 @@ class StepInput:
 
 @dataclass
 class _Step:
-    """A step that is being executed."""
+    """A step in progress."""
 
     store: Store
     input: StepInput
@@ -80,22 +79,22 @@ class _Step:
     metrics: dict[str, Metrics]
     """By call."""
     advance: Callable[[], None]
-    """Tells those that watch this rank that it gets on."""
+    """Reports progress to the watchdog."""
 
     def after_pass(self) -> None:
-        """Note that a token has been generated, or a micro-batch has passed through the model in one direction."""
+        """Note a decode step, or a micro-batch's pass through the model in one direction."""
         self.advance()
         if self.timer is not None:
             self.timer.fold_allocations()
 
     def worked(self, read_work: Callable[[], WorkDone]) -> None:
-        """Note what a call has done."""
+        """Note the work of a call."""
         if self.timer is not None:
             self.timer.worked(read_work)
 
 
 class Worker:
-    """Executor of this rank's program, step after step."""
+    """Executes this rank's program, step after step."""
 
     def __init__(
         self,
@@ -107,8 +106,7 @@ class Worker:
         tokenizer: Any = None,
         early_loads: Sequence[tuple[Program, EarlyLoads]] = (),
     ) -> None:
-        """`stop_token_ids` are the tokens that end generation; `tokenizer` is for functions. `early_loads`: what is
-        loaded beside calls, by program."""
+        """`stop_token_ids` end generation; `tokenizer` is for functions; `early_loads` is by program."""
         self._process, self._roles, self._algorithm = process, roles, algorithm
         self._stop_token_ids, self._trace, self._tokenizer = stop_token_ids, trace, tokenizer
         self._exchange = Exchange(process)
@@ -123,7 +121,7 @@ class Worker:
         }
 
     def use(self, algorithm: Algorithm) -> None:
-        """Take the methods of another object of the same algorithm from now on."""
+        """From now on, use another object of the same algorithm."""
         self._algorithm = algorithm
 
     def start(self, program: Program) -> None:
@@ -140,8 +138,8 @@ class Worker:
     ) -> dict[str, Metrics]:
         """Execute one step into an empty `store`, measured by `timer`.
 
-        Returns metrics by call: all of them on the rank that writes, elsewhere those this rank took part in. Raises
-        what a function has raised, where its outputs or metrics are needed or the step ends.
+        Returns metrics by call: all calls on the rank that writes, elsewhere this rank's calls. Raises the
+        error of a function when its outputs or metrics are needed, or at the end of the step.
         """
         now = _Step(store, step, timer, {}, self._activity.advance)
         handlers: dict[type[Instruction], Callable[..., None]] = {
@@ -197,7 +195,7 @@ class Worker:
         )
 
     def _find_stop(self, now: _Step) -> StopStrings | None:
-        """Find the stop strings of the answers of a step: all of its calls have those of the recipe."""
+        """Find the stop strings of a step's answers; all of its calls have the same ones."""
         for call in now.store.graph.calls:
             if call.kind is Kind.GENERATE:
                 method = cast(GenerateMethod, self._algorithm.method(call.name))
@@ -205,7 +203,7 @@ class Worker:
         return None
 
     def _needed(self, instruction: Instruction) -> str | None:
-        """The function running here whose outputs or metrics an instruction hands on, if there is one."""
+        """Find the function running here whose outputs or metrics an instruction needs, if any."""
         match instruction:
             case Send(producer=call) | ShareLengths(call=call):
                 return call if call in self._functions.running else None
@@ -214,7 +212,7 @@ class Worker:
         return None
 
     def _collect(self, function: str, now: _Step) -> float:
-        """Wait for a function and keep what it has put out; seconds that took."""
+        """Wait for a function and store its outputs. Returns the seconds of waiting."""
         before = time.monotonic()
         returned = self._functions.collect(function)
         after = time.monotonic()
@@ -222,7 +220,7 @@ class Worker:
         ids = store.items(call, store.plan[function].item_index(self._process.rank))
         for key in call.outputs:
             store.put(key, ids, returned.outputs[key])
-        # Those of other ranks may have come before.
+        # Metrics of other ranks may have arrived earlier.
         now.metrics.setdefault(function, Metrics()).update(returned.metrics)
         if now.timer is not None:
             now.timer.function(function, returned.start, returned.end, waited=(before, after))
@@ -231,12 +229,12 @@ class Worker:
     def _run_call(self, run: Run, now: _Step) -> None:
         """Execute a call of a model.
 
-        UserCodeError if its ranks have different metrics, or no answer of the step has a score.
+        Raises UserCodeError if its ranks have different metrics, or if no answer of the step has a score.
         """
         try:
             self._run(run, now)
         except DifferentMetricsError as error:
-            # Ranks of other calls do not know of it.
+            # Ranks of other calls do not see this error.
             raise UserCodeError(f"{run.call}: {error}", alone=True) from None
         except UnscoredError:
             graph, step = now.store.graph, now.input.sampling_seed.step + 1
@@ -321,7 +319,7 @@ class Worker:
 
 
 def _call_of(instruction: Instruction) -> str | None:
-    """Name the call that an instruction belongs to, if it belongs to one."""
+    """Name the call of an instruction, if it has one."""
     match instruction:
         case Run(call=call) | ShareLengths(call=call) | Report(call=call) | Send(producer=call):
             return call
@@ -331,7 +329,7 @@ def _call_of(instruction: Instruction) -> str | None:
 
 
 def _describe_logits(error: NotFiniteLogitsError, step: StepInput) -> str:
-    """Describe logits that are not finite; of evaluations by the record of the prompt."""
+    """Describe logits that are not finite; in an evaluation, with the record of the prompt."""
     if not (step.evaluation and step.origins):
         return str(error)
     return error.describe(step.origins[error.item - step.sampling_seed.first_sequence])

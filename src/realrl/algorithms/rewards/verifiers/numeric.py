@@ -7,21 +7,21 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat
 
-from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score
-from realrl.algorithms.rewards.verifiers.base import AnswerVerifier
-from realrl.config.patterns import find_last
+from realrl.algorithms.base.scoring import RewardFailure, Score
+from realrl.algorithms.rewards.verifiers.verifier import AnswerVerifier
+from realrl.config.values import find_last
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _NUMBER = rf"(?<![\w.])[-+]?\$?(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
-"""An integer, perhaps with commas between thousands, a decimal or scientific number, perhaps of dollars."""
+"""An integer, perhaps with commas between thousands; a decimal or scientific number; perhaps with a dollar sign."""
 _NO_NUMBER = "\ufffc"
-"""What stands in the place of a LaTeX expression that is not a number, such as \\frac{a}{2}."""
+"""Replaces a LaTeX expression that is not a number, such as \\frac{a}{2}."""
 _QUOTIENT = re.compile(rf"({_NUMBER})(?:\s*/\s*({_NUMBER}))?\s*(%?)|{_NO_NUMBER}")
 
 _DASHES = str.maketrans(dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-"))
-"""Hyphens, the en dash, and signs of minus, as models and authors write them."""
+"""Hyphens, the en dash, and minus signs, as models and authors write them."""
 _SIGN = re.compile(
-    r"(\A\s*|[=(\[{:,;<>≈$#][^\S\n]*|\b(?:is|equals)[^\S\n]+)"  # what a sign, and not an operation, follows
+    r"(\A\s*|[=(\[{:,;<>≈$#][^\S\n]*|\b(?:is|equals)[^\S\n]+)"  # what precedes a sign, and not an operation
     r"([-+])\s*(?=[\d.$\\{])"
 )
 _BRACED = re.compile(rf"([-+])\s*{{\s*({_DIGITS}(?:\.\d*)?|\.\d+)\s*}}")
@@ -33,31 +33,31 @@ _LATEX = re.compile(
     rf"\\(?:[dtc]?frac\s*{_PART}\s*{_PART}|sqrt\s*(?:\[[^\]]*\])?\s*{_PART}"
     rf"|[dtc]?frac\s*(?:{_PART}\s*)?\{{[^}}]{{0,400}}\Z)"
 )
-"""A fraction, perhaps with a sign and a whole number; a root; a fraction whose end is missing."""
+"""A fraction, perhaps with a sign and a whole number; a root; a fraction that is cut off."""
 _UNIT = re.compile(
     r"\s*(?:(?:\\(?:text|mathrm|rm)\s*\{[^{}]*\}|[A-Za-z]++)(?:\^(?:\d|\{-?\d\}))?(?:\s|\\cdot\b|\\[,;: ])*+)++"
 )
-"""What stands above or below the line in a unit: km, \\text{km}, s^2, N \\cdot m."""
+"""Numerator or denominator of a unit: km, \\text{km}, s^2, N \\cdot m."""
 _NUMBER_BEFORE = re.compile(rf"\d{_BLANKS}\Z")
 _REACH = 9
-"""Characters that may match it: a digit, and four blanks of at most two."""
+"""Characters that `_NUMBER_BEFORE` may match: a digit, and four blanks of at most two characters."""
 _LONGEST = 400
-"""Characters of a number that is read: more would be the work of a model that has gone astray."""
+"""Maximum characters of a number. A longer one comes from a model that has gone astray."""
 
 
 class Numeric(AnswerVerifier):
     """1 for a completion whose last number is the right one, within tolerances.
 
-    Numbers are such as -3, 1,234.5, 2.5e-3, 3/4, \\frac{3}{4}, $12 and 7 % (0.07 with `percent: fraction`).
+    Numbers look like -3, 1,234.5, 2.5e-3, 3/4, \\frac{3}{4}, $12 and 7 % (0.07 with `percent: fraction`).
     """
 
     kind: Literal["numeric"]
     abs_tolerance: NonNegativeFloat = 0.0
-    """Distance from the right number that is still right."""
+    """Maximum distance from the right number."""
     rel_tolerance: NonNegativeFloat = 1e-9
-    """That distance as a part of the right number; the larger of both counts."""
+    """Maximum distance as a fraction of the right number. The larger of both limits counts."""
     percent: Literal["ignore", "fraction"] = "ignore"
-    """Whether a sign of percent says nothing, or divides by 100."""
+    """Ignore a percent sign, or divide by 100."""
 
     def read_answer(self, completion: str) -> str | None:
         """Read the last number."""
@@ -78,7 +78,7 @@ class Numeric(AnswerVerifier):
 
 
 def find_number(text: str, percent: Literal["ignore", "fraction"] = "ignore") -> float | None:
-    """Find the last number of a text; None where there is none, or none that is finite."""
+    """Find the last number of a text; None if there is none, or it is not finite."""
     plain = tidy_signs(text).replace("\\$", "$").replace("\\%", "%").replace("{,}", ",")
     last = find_last(_QUOTIENT, _LATEX.sub(_write_quotient, plain))
     if last is None or last.group() == _NO_NUMBER or len(last.group()) > _LONGEST:
@@ -95,18 +95,15 @@ def find_number(text: str, percent: Literal["ignore", "fraction"] = "ignore") ->
 
 
 def tidy_signs(text: str) -> str:
-    """Write every minus as an ASCII one, and the sign of a number right before it: -3 for `- 3`, `-{3}` and `−3`.
-
-    A plus that is a sign goes.
-    """
+    """Write every minus in ASCII, directly before its number: -3 for `- 3`, `-{3}` and `−3`. Drop plus signs."""
     text = _BRACED.sub(r"\1\2", text.translate(_DASHES))
     return _SIGN.sub(lambda found: found[1] + found[2].strip("+"), text)
 
 
 def _write_quotient(found: re.Match[str]) -> str:
-    """Write a fraction of LaTeX as a quotient, -3/4; `_NO_NUMBER` if it is none of two numbers, or a root.
+    """Write a LaTeX fraction of two numbers as a quotient, -3/4, and any other fraction or root as `_NO_NUMBER`.
 
-    A unit right after a number, as in 20\\frac{km}{h}, is left out; any letters count as one.
+    A unit directly after a number, as in 20\\frac{km}{h}, is left out. Any letters count as a unit.
     """
     parts = [found[3] or found[4] or "", found[5] or found[6] or ""]
     whole = found[2] or ""
@@ -129,6 +126,6 @@ def _write_quotient(found: re.Match[str]) -> str:
 def _read(text: str) -> Fraction:
     plain = text.replace(",", "").replace("$", "")
     exponent = plain.lower().partition("e")[2]
-    if abs(int(exponent or 0)) > _LONGEST:  # whose exact value would take for ever
+    if abs(int(exponent or 0)) > _LONGEST:  # its exact value would take forever
         return Fraction(0) if exponent.startswith("-") else Fraction(10) ** _LONGEST
     return Fraction(plain)

@@ -1,22 +1,23 @@
-"""Verifier of generated Python, by unit tests."""
+"""Verifier of generated Python by unit tests, in a sandbox: a process of its own, with limits."""
 
+import json
 import os
 import re
+import secrets
+import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from realrl.algorithms.rewards.scoring.limits import map_in_threads
-from realrl.algorithms.rewards.scoring.scores import RewardFailure, Score
-from realrl.algorithms.rewards.verifiers.base import Verification, Verifier
-from realrl.algorithms.rewards.verifiers.sandbox import (
-    Limits,
-    SandboxError,
-    find_not_isolated,
-    run_in_sandbox,
-)
+from realrl.algorithms.base.scoring import RewardFailure, Score, map_in_threads
+from realrl.algorithms.rewards.verifiers.verifier import Verification, Verifier
 from realrl.config.errors import UserError
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
@@ -25,40 +26,40 @@ _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 class PythonTests(Verifier):
     """1 for a completion whose Python passes all tests of the record, within limits of time and memory.
 
-    The code is what stands between the last ``` fences, or the whole completion without any. It runs in a process
-    of its own, which sees no variable of this one's environment.
+    The code is the last block between ``` fences, or the whole completion if there are no fences. It runs in a
+    process of its own, which sees no environment variable of this process.
     """
 
     kind: Literal["python_tests"]
     tests: str = "tests"
-    """Field of the records with the tests: Python statements such as assertions, a text or a list of texts, each of
-    which passes unless it raises. Where a record has none, the reward does not apply."""
+    """Column with the tests: Python statements such as assertions, one text or a list of texts. A text passes
+    unless it raises. The reward does not apply to records without it."""
     setup: str | None = None
-    """Field of the records with Python that comes before the completion's, such as the prompt's first lines."""
+    """Column with Python that runs before the completion, such as the first lines of the prompt."""
     partial: bool = False
-    """Score the share of tests passed."""
+    """Score the share of tests that pass."""
     seconds: PositiveFloat = 5.0
-    """Bound on all tests of a completion together."""
+    """Time limit for all tests of a completion together."""
     memory_mb: PositiveInt = 512
-    """Bound on memory."""
+    """Memory limit."""
     output_kb: int = Field(default=64, ge=64)
-    """Bound on the size of each file written, where files can be written at all."""
+    """Size limit of each written file, if files can be written at all."""
     processes: PositiveInt | None = None
     """Completions that a rank tests at a time; null for as many as it has processor cores."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The tests, and what comes first."""
+        """The columns with tests and setup."""
         return (self.tests,) if self.setup is None else (self.tests, self.setup)
 
     @property
-    def _limits(self) -> Limits:
+    def _limits(self) -> "Limits":
         return Limits(
             seconds=self.seconds, memory_bytes=self.memory_mb << 20, output_bytes=self.output_kb << 10
         )
 
     def open(self) -> Verification:
-        """Try the sandbox, and note what generated code is not cut off from; UserError if it does not work."""
+        """Try the sandbox, and note what it cannot isolate. Raises UserError if it does not work."""
         try:
             lacking = find_not_isolated()
             tried = run_in_sandbox("x = 1", ["assert x == 1", "assert x == 2"], self._limits)
@@ -98,3 +99,90 @@ class PythonTests(Verifier):
         except SandboxError as error:
             return RewardFailure(str(error))
         return sum(passed) / len(passed) if self.partial else float(all(passed))
+
+
+PROGRAM = Path(__file__).with_name("sandbox_process.py")
+_SHOWN = 2000
+"""Characters of the process's last words that a message repeats."""
+KINDS = {"network": "the network", "files": "files (to write them)", "processes": "other processes"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits on generated code."""
+
+    seconds: float
+    """Wall time, and CPU time."""
+    memory_bytes: int
+    output_bytes: int
+    """Size of each file. Printed output is dropped."""
+
+
+class SandboxError(Exception):
+    """The sandbox itself does not work, so no code can be judged. The message continues the verifier's name."""
+
+
+def run_in_sandbox(code: str, tests: list[str], limits: Limits) -> list[bool]:
+    """Run code, then one test after the other: whether each passes.
+
+    No test passes if the code ends its process or takes too long. Raises SandboxError if the sandbox itself fails.
+    """
+    answer = _run(code, tests, limits)
+    passed = None if answer is None else answer.get("passed")
+    return passed if isinstance(passed, list) and len(passed) == len(tests) else [False] * len(tests)
+
+
+def find_not_isolated() -> list[str]:
+    """List, in words, what this machine does not allow to isolate code from."""
+    answer = _run("", [], Limits(seconds=30, memory_bytes=1 << 30, output_bytes=1 << 16))
+    isolated: dict[str, bool] = {} if answer is None else answer["isolated"]
+    return [words for kind, words in KINDS.items() if not isolated.get(kind)]
+
+
+def _run(code: str, tests: list[str], limits: Limits) -> dict[str, Any] | None:
+    token = secrets.token_hex()
+    job = {
+        "code": code,
+        "tests": tests,
+        "token": token,
+        "cpu_seconds": max(1, round(limits.seconds)),
+        "memory_bytes": limits.memory_bytes,
+        "output_bytes": limits.output_bytes,
+    }
+    # Without the variables of this process, which may hold keys.
+    environment = {"PATH": os.defpath, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    # The answer goes into a file, whose size is limited; code could flood a pipe.
+    with (
+        tempfile.TemporaryDirectory(prefix="realrl-tests-") as directory,
+        tempfile.TemporaryFile() as answers,
+    ):
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-B", str(PROGRAM)],
+            cwd=directory,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=answers,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            # 5 more seconds, because Python needs time to start.
+            _, errors = process.communicate(json.dumps(job).encode(), timeout=limits.seconds + 5)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        # Code can kill the process that waits for it, but cannot choose that process's exit status.
+        if process.returncode > 0:
+            words = errors.decode(errors="replace").strip()[-_SHOWN:]
+            raise SandboxError(f"cannot run tests: exit status {process.returncode}; {words}")
+        answers.seek(0)
+        output = answers.read()
+    try:
+        answer = json.loads(output)
+    except ValueError:
+        return None
+    # Code that writes its own answer does not know the token, unless it searches this process for it.
+    return answer if isinstance(answer, dict) and answer.get("token") == token else None

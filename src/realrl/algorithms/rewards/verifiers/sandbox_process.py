@@ -1,8 +1,8 @@
-"""Process that runs generated Python under tests. Run as a file by itself; imports nothing of the package.
+"""Process that runs generated Python under tests. It runs as a script and imports nothing of the package.
 
-It reads one JSON object from its input, and answers with another one. What a machine allows of it, it does before
-it runs the code: no network, a read-only view of files and no view of other processes, by namespaces of Linux;
-limits on CPU seconds, memory, files and processes.
+It reads one JSON object from its input, and answers with another one. Before it runs the code, it isolates itself
+as far as the machine allows: Linux namespaces remove the network, write access to files and the view of other
+processes; limits hold for CPU seconds, memory, files and processes.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, SIGKILL = 38, 1, 9
 
 
 def isolate() -> dict[str, bool]:
-    """Leave the namespaces of this machine as far as it allows: what has been cut off."""
+    """Enter new namespaces as far as the machine allows. Returns what is isolated."""
     done = dict.fromkeys(("network", "files", "processes"), False)
     if not sys.platform.startswith("linux"):
         return done
@@ -46,13 +46,13 @@ def isolate() -> dict[str, bool]:
 
 
 def die_with_parent() -> None:
-    """Let no process outlive the one that started it, where the machine has that."""
+    """End this process together with its parent, if the machine supports that."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
 
 
 def give_up_privileges() -> None:
-    """Drop all capabilities, in the new namespaces too, so that nothing of it can be undone."""
+    """Drop all capabilities, also in the new namespaces, so that the code cannot undo the isolation."""
     if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -62,7 +62,7 @@ def give_up_privileges() -> None:
 
 
 def limit(job: dict[str, Any]) -> None:
-    """Bound CPU seconds, memory, files written and processes; what the machine refuses stays as it is."""
+    """Limit CPU seconds, memory, written files and processes. Limits that the machine refuses are skipped."""
     seconds = int(job["cpu_seconds"])
     wanted = {
         resource.RLIMIT_CPU: seconds,
@@ -79,7 +79,7 @@ def limit(job: dict[str, Any]) -> None:
 
 
 def run_tests(code: str, tests: list[str]) -> list[bool]:
-    """Run the code, then each test in its names: whether it passes."""
+    """Run the code, then each test in the same namespace. Returns whether each test passes."""
     names: dict[str, Any] = {"__name__": "solution", "__builtins__": __builtins__}
     if not _passes(lambda: exec(compile(code, "solution.py", "exec"), names)):
         return [False] * len(tests)
@@ -95,7 +95,7 @@ def _passes(run: Callable[[], None]) -> bool:
 
 
 def run_job() -> None:
-    """Run the job of the input, in a child, whose namespace of processes is new."""
+    """Run the job of the input in a child, because only children are in the new process namespace."""
     job = json.load(sys.stdin)
     # Only this process knows where the answer goes.
     answers = os.dup(1)

@@ -1,36 +1,85 @@
-"""Check that a plan fits: the error message about one that does not, with the change that helps. No torch."""
+"""Check that a plan fits into memory; if not, an error message with a change that helps. No torch."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from realrl.config.errors import UserError
-from realrl.config.units import format_bytes
+from realrl.config.values import format_bytes
 from realrl.plan.presets import PRESETS, SEARCH
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.report.shortage_text import describe_full_host
+from realrl.planner.simulate.estimate import DeviceMemory, NodeMemory, find_full_host
+from realrl.planner.simulate.footprints import compute_footprints, compute_host_memory
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.prepare.compile import Compiled, compile_recipe
 from realrl.runtime.prepare.devices import host_is_device, memory_spec, spec_of
-from realrl.runtime.prepare.fit.change import Attempts, Draft, in_order, set_fields
-from realrl.runtime.prepare.fit.footprint import PeakDevice, find_peak_device, find_short_host
-from realrl.runtime.prepare.fit.plan_changes import list_plan_changes
-from realrl.runtime.prepare.fit.remedies import Outcome, Remedy, Trials, describe_remedies
-from realrl.runtime.prepare.fit.search import search_plan
-from realrl.runtime.prepare.fit.search_changes import list_smaller_batches
+from realrl.runtime.prepare.fit.changes import (
+    Attempts,
+    Draft,
+    in_order,
+    list_plan_changes,
+    list_smaller_batches,
+    set_fields,
+)
+from realrl.runtime.prepare.fit.search import Outcome, Remedy, Trials, describe_remedies, search_plan
 from realrl.runtime.prepare.gpu import Here
-from realrl.runtime.prepare.scenarios import read_constraints
+from realrl.runtime.prepare.scenarios import phase_scenarios, read_constraints
+
+
+@dataclass(frozen=True)
+class PeakDevice:
+    """The device with the least free memory or the largest shortfall."""
+
+    phase: str
+    """Kind of step, as in `Compiled.phases`."""
+    device: DeviceMemory
+
+    @property
+    def shortfall(self) -> int:
+        """Missing bytes; negative if there is room."""
+        return self.device.peak.bytes - self.device.capacity
+
+
+def compute_device_memory(
+    experiment: Experiment, compiled: Compiled, spec: ClusterSpec
+) -> dict[str, tuple[DeviceMemory, ...]]:
+    """Compute the memory of every device through each kind of step, by the names of `Compiled.phases`.
+
+    Raises UserError if a call has fewer records than data-parallel ranks.
+    """
+    scenarios, memory = phase_scenarios(experiment, compiled, spec), compiled.memory
+    if host_is_device(experiment, spec):
+        memory = memory.in_host_memory()
+    return {
+        name: compute_footprints(scenarios[name], memory, phase.programs)
+        for name, phase in compiled.phases.items()
+    }
+
+
+def find_short_host(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> NodeMemory | None:
+    """Find the host with the largest shortage for offloaded state; None if all hosts suffice."""
+    scenario = next(iter(phase_scenarios(experiment, compiled, spec).values()))
+    return find_full_host(compute_host_memory(scenario, compiled.memory))
+
+
+def find_peak_device(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> PeakDevice:
+    """Find the device with the least spare memory, in any kind of step."""
+    found = compute_device_memory(experiment, compiled, spec)
+    devices = (PeakDevice(phase, device) for phase, devices in found.items() for device in devices)
+    return max(devices, key=lambda one: one.shortfall)
+
 
 _NAMED = 3
-"""Number of memory parts named in the message."""
+"""Number of memory parts in the message."""
 _SECONDS, _EFFORT = 5.0, 400_000
-"""Seconds for single changes, and for combined ones, each of whose assessments takes seconds where there are a
-thousand devices; effort of a search that shows whether any plan fits."""
+"""Seconds for single changes, and again for combined ones: with a thousand devices, one assessment takes seconds.
+The effort is that of a search for any plan that fits."""
 
 
 def check_fit(experiment: Experiment, compiled: Compiled, here: Here | None = None) -> None:
-    """Check that no device and no host runs over; else UserError with the peak, its parts, and a change that helps.
+    """Check that devices and hosts have enough memory. Raises UserError with the peak and a change that helps.
 
-    `here`: what the machine computes with, if that is known.
+    `here`: the devices of this machine, if known.
     """
     cluster = compiled.train.plan.cluster
     known = spec_of(experiment, cluster, here)
@@ -51,7 +100,7 @@ def check_fit(experiment: Experiment, compiled: Compiled, here: Here | None = No
 
 
 def _shortage(experiment: Experiment, spec: ClusterSpec, worst: PeakDevice) -> str:
-    """Describe the device that lacks memory, the call, and the largest parts."""
+    """Describe the device without enough memory, the call, and the largest parts."""
     device, peak = worst.device, worst.device.peak
     biggest = sorted(peak.parts, key=lambda name: -peak.parts[name])
     parts = ", ".join(f"{name} {format_bytes(peak.parts[name])}" for name in biggest[:_NAMED])
@@ -64,7 +113,7 @@ def _shortage(experiment: Experiment, spec: ClusterSpec, worst: PeakDevice) -> s
 
 
 def _source(experiment: Experiment, spec: ClusterSpec) -> str:
-    """Describe the setting that a device's memory comes from, where that can be changed."""
+    """Describe the source of a device's memory, if the user can change it."""
     if not host_is_device(experiment, spec):
         return ""
     return (
@@ -74,7 +123,7 @@ def _source(experiment: Experiment, spec: ClusterSpec) -> str:
 
 @dataclass(frozen=True)
 class _Peak(Outcome):
-    """Outcome of a draft with a plan."""
+    """Outcome of a draft that has a plan."""
 
     worst: PeakDevice
     compiled: Compiled
@@ -86,14 +135,13 @@ def _outcome(worst: PeakDevice, compiled: Compiled) -> _Peak:
 
 
 def _assess(draft: Draft, seconds: float = 0.0) -> _Peak:
-    """Assess a draft that has a plan or names a preset, without a time limit."""
+    """Assess a draft with a plan or a preset; the time limit is ignored."""
     compiled = compile_recipe(draft.experiment, draft.spec.cluster, draft.plan)
     return _outcome(find_peak_device(draft.experiment, compiled, draft.spec), compiled)
 
 
 def _find_help(draft: Draft, outcome: _Peak, *, searchable: bool) -> str:
-    """The change that costs least and makes everything fit; else several that do together, or what there is to say
-    where nothing does."""
+    """Describe the cheapest change that makes everything fit, or several changes together, or general advice."""
     single = Trials(_assess, _SECONDS).find_remedies(draft, _sources(draft, outcome), most=1)
     if single:
         return describe_remedies(single)
@@ -110,7 +158,7 @@ def _find_help(draft: Draft, outcome: _Peak, *, searchable: bool) -> str:
 
 
 def _sources(draft: Draft, outcome: _Peak) -> Iterator[Attempts]:
-    """List sources of changes that affect the step time alone, the cheapest first, and the type of frozen roles."""
+    """List changes that affect only the step time, the cheapest first, and the type of frozen roles."""
     offload = not host_is_device(draft.experiment, draft.spec)
     worst, phases = outcome.worst, outcome.compiled.phases
     for changes in list_plan_changes(draft, phases[worst.phase].graph, worst.device.peak, offload=offload):
@@ -118,13 +166,13 @@ def _sources(draft: Draft, outcome: _Peak) -> Iterator[Attempts]:
 
 
 def _all_sources(draft: Draft, outcome: _Peak) -> Iterable[Attempts]:
-    """List all sources of changes, those that change the results last."""
+    """List all changes; changes that alter the results come last."""
     yield from _sources(draft, outcome)
     yield in_order(list_smaller_batches(draft.experiment))
 
 
 def _search(draft: Draft) -> str:
-    """Describe the plan that a search finds, or why there is none; empty where that does not fit either."""
+    """Describe the plan that a search finds, or why there is none; empty if that plan does not fit either."""
     change = set_fields(f"plan={SEARCH}")
     constraints = replace(read_constraints(draft.experiment, draft.spec), own={})
     try:

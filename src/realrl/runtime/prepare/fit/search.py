@@ -1,25 +1,133 @@
-"""Search for the plan of a draft, and suggested changes where none fits. No torch."""
+"""Search for the plan of a recipe; if none fits, changes are tried one after the other. No torch."""
 
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from realrl.config.errors import UserError
-from realrl.families.sizes.published import SHAPES
+from realrl.families.sizes import SHAPES
 from realrl.plan.plan import Plan
-from realrl.planner.evaluate.shortage import DoesNotFit, Shortage
-from realrl.planner.report.gap import describe_gap
+from realrl.planner.report.report import describe_gap
 from realrl.planner.report.shortage_text import describe_shortage
 from realrl.planner.search.plan_search import UserConstraints, find_best_plan, find_plan
 from realrl.planner.search.search import DEFAULT_EFFORT, SearchBudget
+from realrl.planner.search.shortage import DoesNotFit, Shortage
 from realrl.planner.simulate.scenario import Scenario
-from realrl.runtime.prepare.fit.change import Draft
-from realrl.runtime.prepare.fit.remedies import Outcome, Remedy, Trials, describe_remedies
-from realrl.runtime.prepare.fit.search_changes import list_search_changes
+from realrl.runtime.prepare.fit.changes import Attempts, Change, Draft, list_search_changes
+
+_SHARE = 0.6
+"""Share of the remaining time that one source of changes may use."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Assessment of a draft."""
+
+    shortfall: float
+    """Bytes that the peak device lacks; 0 or less if everything fits."""
+    figures: str
+    """Memory or seconds, for example `needs 72 GiB`."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has enough memory."""
+        return self.shortfall <= 0
+
+
+Result = TypeVar("Result", bound=Outcome)
+
+
+@dataclass(frozen=True)
+class Remedy(Generic[Result]):
+    """Changes with which everything fits."""
+
+    changes: tuple[Change, ...]
+    outcome: Result
+
+    def __str__(self) -> str:
+        """Format it, for example `with recompute=true (needs 72 GiB)`."""
+        texts = " and ".join(change.text for change in self.changes)
+        return f"{self.changes[0].preposition} {texts} ({self.outcome.figures})"
+
+
+def describe_remedies(remedies: Sequence[Remedy[Result]]) -> str:
+    """Write remedies as a clause, for example `it fits on 4 nodes (step 3 s), or with data.batch=8 (step 9 s)`."""
+    return f"it fits {', or '.join(map(str, remedies))}"
+
+
+class Trials(Generic[Result]):
+    """Trials of changes within a time limit."""
+
+    def __init__(self, assess: Callable[[Draft, float], Result], seconds: float) -> None:
+        """`assess` takes about the given number of seconds; it raises UserError for an impossible draft."""
+        self._assess = assess
+        self._end = time.monotonic() + seconds
+
+    def find_remedies(self, draft: Draft, sources: Iterable[Attempts], most: int) -> list[Remedy[Result]]:
+        """Find one remedy per source, up to `most` remedies."""
+        found: list[Remedy[Result]] = []
+        for source in sources:
+            if len(found) == most:
+                break
+            deadline = time.monotonic() + _SHARE * self._left(self._end)
+            fitting = [(c, result) for c, result in self._tried(source, draft, deadline) if result.fits]
+            found += [Remedy((change,), result) for change, result in fitting[-1:]]
+        return found
+
+    def find_combination(
+        self, draft: Draft, result: Result, sources: Callable[[Draft, Result], Iterable[Attempts]]
+    ) -> Remedy[Result] | None:
+        """Find changes that help only together: apply the best change of each source until everything fits.
+
+        `result` is the draft's own; `sources` lists changes for a draft and its result.
+        """
+        chosen: list[Change] = []
+        while not result.fits:
+            for source in sources(draft, result):
+                change, result_then = self._best(source, draft, result)
+                if change is not None:
+                    break
+            else:
+                return None
+            chosen.append(change)
+            draft, result = change.apply(draft), result_then
+        return Remedy(tuple(chosen), result)
+
+    def _best(self, source: Attempts, draft: Draft, result: Result) -> tuple[Change | None, Result]:
+        """Find the change of a source with the smallest shortfall, if any helps, and its outcome."""
+        best: Change | None = None
+        for change, after in self._tried(source, draft, self._end):
+            if after.shortfall < result.shortfall:
+                best, result = change, after
+        return best, result
+
+    def _tried(self, source: Attempts, draft: Draft, deadline: float) -> Iterator[tuple[Change, Result]]:
+        """Yield the possible changes of a source, each with its outcome, until the deadline."""
+        change = next(source, None)
+        while change is not None and self._left(deadline) > 0:
+            try:
+                result = self._assess(change.apply(draft), self._left(deadline))
+            except UserError:
+                fits = False
+            else:
+                fits = result.fits
+                yield change, result
+            try:
+                change = source.send(fits)
+            except StopIteration:
+                return
+
+    @staticmethod
+    def _left(deadline: float) -> float:
+        return deadline - time.monotonic()
+
 
 _BUDGET = SearchBudget(plans=20_000, chains=128, rounds=100, nodes=2000)
 _SEARCH_EFFORT = 200_000
 """Effort of one short search."""
 _NAMED = 3
-"""Maximum number of suggested changes."""
+"""Maximum number of suggestions."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +144,7 @@ class SearchedPlan:
 def search_plan(
     draft: Draft, constraints: UserConstraints, *, effort: float = DEFAULT_EFFORT
 ) -> SearchedPlan:
-    """Search for the best plan; UserError, with what would help, where no plan fits."""
+    """Search for the best plan. Raises UserError with suggestions if no plan fits."""
     scenario = draft.scenario()
     try:
         best = find_best_plan(scenario, effort=effort, constraints=constraints)
@@ -57,10 +165,7 @@ def explain_no_plan(
     *,
     seconds: float = 15.0,
 ) -> UserError:
-    """Make the error message where a search for a plan of a draft raised DoesNotFit.
-
-    Looks for changes with which a plan fits, for `seconds`.
-    """
+    """Make the error after a search raised DoesNotFit; look `seconds` for changes with which a plan fits."""
     found = find_remedies(draft, constraints, seconds=seconds)
     helps = describe_remedies(found) if found else "no change that was tried would be enough"
     none = "no plan fits" if shortage.proven else "no plan was found that fits"
@@ -72,10 +177,10 @@ def explain_no_plan(
 
 
 def find_remedies(draft: Draft, constraints: UserConstraints, *, seconds: float) -> list[Remedy[Outcome]]:
-    """Find changes with which some plan fits, the cheapest first, each by a short search."""
+    """Find changes with which some plan fits, the cheapest first, by short searches."""
 
     def assess(changed: Draft, _: float) -> Outcome:
-        # Without presets, at whose best a search of its own looks each time.
+        # Presets would be evaluated again in each short search.
         try:
             found = find_plan(
                 changed.scenario(),
@@ -92,7 +197,7 @@ def find_remedies(draft: Draft, constraints: UserConstraints, *, seconds: float)
 
 
 def _models(scenario: Scenario) -> str:
-    """List models by name where they have one, with their roles."""
+    """List the models, by name if they have one, with their roles."""
     names = {shape: name for name, shape in SHAPES.items()}
     roles: dict[str, list[str]] = {}
     for role, model in scenario.models.items():

@@ -1,0 +1,170 @@
+"""Packed rows of a batch: answers within sequences, ends of rows, pairs, and the samples of each prompt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from realrl.algorithms.base.method import Metrics, Sum
+from realrl.config.errors import UserError
+from realrl.data.batch import Batch, Ragged, copy_numbers
+
+
+@dataclass(frozen=True, eq=False)
+class Responses:
+    """The A answer tokens in N packed sequences with T tokens in total.
+
+    index: [A] ascending positions among the T tokens. An answer never starts a sequence, so `index - 1` is the
+    token before it in the same sequence. row: [A] the sequence of each token. column: [A] the number of answer
+    tokens before it in its sequence. counts: [N] answer tokens per sequence.
+    """
+
+    index: Tensor
+    row: Tensor
+    column: Tensor
+    counts: Tensor
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sequences: Ragged, prompt_length: Ragged, *, kept: Tensor | None = None) -> "Responses":
+        """Find the answers. sequences: N rows of tokens; prompt_length: N rows of one number.
+
+        kept: [N] nonzero for sequences that count; the others get no answer tokens. None keeps all.
+        """
+        device = sequences.values.device
+        lengths = copy_numbers(sequences.lengths, device)
+        starts = lengths.cumsum(0) - lengths
+        prompt = prompt_length.values.clamp(min=1)
+        tokens = len(sequences.values)
+        rows = torch.arange(len(sequences), device=device).repeat_interleave(lengths, output_size=tokens)
+        column = torch.arange(len(rows), device=device) - (starts + prompt)[rows]
+        counts = (lengths - prompt).clamp(min=0)
+        if kept is not None:
+            counts = torch.where(kept != 0, counts, 0)
+        index = ((column >= 0) & (counts > 0)[rows]).nonzero().squeeze(1)
+        return cls(index, rows[index], column[index], counts, sequences.lengths)
+
+    @property
+    def total(self) -> int:
+        """Number A of answer tokens."""
+        return len(self.index)
+
+    def row_sums(self, values: Tensor) -> Tensor:
+        """Sum per sequence. values: [A] -> [N] float64"""
+        return row_sums(values, self.row, len(self.lengths))
+
+    def pad(self, values: Tensor) -> Tensor:
+        """Put each answer into a row of its own, with zeros behind it. values: [A] -> [N, longest answer]"""
+        width = int(self.counts.max()) if len(self.lengths) else 0
+        out = values.new_zeros(len(self.lengths), width)
+        out[self.row, self.column] = values
+        return out
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """Invert `pad`. padded: [N, longest answer] -> [A]"""
+        return padded[self.row, self.column]
+
+    def spread(self, values: Tensor) -> Ragged:
+        """Fill rows as long as the sequences, with 0 on the prompts. values: [A] -> values [T]"""
+        out = values.new_zeros(sum(self.lengths))
+        out[self.index] = values
+        return Ragged(out, self.lengths)
+
+
+def row_sums(values: Tensor, row: Tensor, count: int) -> Tensor:
+    """Sum per packed row. values: [A], each in the row given by `row` [A] -> [count] float64
+
+    Double precision keeps the sum of a row independent of the batch around it.
+    """
+    out = torch.zeros(count, dtype=torch.float64, device=values.device)
+    return out.index_add(0, row, values.double())
+
+
+def last_of_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Select the last value of each packed row; no row may be empty. values: [sum(lengths)] -> [N]"""
+    return values[copy_numbers(lengths, values.device).cumsum(0) - 1]
+
+
+def interleave(batch: Batch, keys: Sequence[str]) -> Ragged:
+    """Put the rows of each item next to each other, in the order of `keys`.
+
+    Rows of one item stay in one micro-batch.
+    """
+    items = zip(*(batch[key].rows() for key in keys), strict=True)
+    return Ragged.of((row for item in items for row in item), dtype=batch[keys[0]].values.dtype)
+
+
+def add_answer_means(metrics: Metrics, batch: Batch, counts: Tensor) -> None:
+    """Add the mean answer length and the share of finished answers. counts: tokens of the answers, any shape"""
+    metrics.mean("response_tokens", counts.sum(), len(batch))
+    metrics.mean("finished", batch["finished"].values.double().sum(), len(batch))
+
+
+# Preference pairs.
+
+
+def pair_rows(batch: Batch) -> Ragged:
+    """Order the rows as chosen 0, rejected 0, chosen 1, ..."""
+    return interleave(batch, ("chosen", "rejected"))
+
+
+def pair_weights(batch: Batch) -> Tensor:
+    """Weigh each pair so that all pairs of a prompt count as one. [N] float64"""
+    return 1 / batch["pairs_of_prompt"].values.double()
+
+
+def add_pair_means(metrics: Metrics, batch: Batch, **values: Tensor) -> None:
+    """Add weighted means over pairs. values: [N] each"""
+    weights = pair_weights(batch)
+    for name, of in values.items():
+        metrics.mean(name, (of.double() * weights).sum(), weights.sum())
+
+
+def rate_order(difference: Tensor) -> Tensor:
+    """Rate comparisons by their difference: 1 if positive, 0 if negative, 0.5 for a tie. Any shape -> float64"""
+    return (difference > 0).double() + 0.5 * (difference == 0).double()
+
+
+# Samples of a prompt, which may lie on any data-parallel rank.
+
+
+def gather_samples(values: Tensor, ids: Sequence[int], *, prompts: int, samples: int, dp_sum: Sum) -> Tensor:
+    """Gather one value per item of a step, one row per prompt: [prompts, samples] float64, equal on every rank.
+
+    values: [N] of this rank's items `ids`, as `TrainMethod.prepare` gets them. Item i is sample i % `samples` of
+    prompt i // `samples`. Ranks add up tables with zeros for items of other ranks, so the result is exact and does
+    not depend on where items are. Raises UserError, on every rank, unless the items of all ranks are exactly these
+    samples.
+    """
+    items = prompts * samples
+    here = torch.tensor(list(ids), dtype=torch.int64, device=values.device)
+    known = (here >= 0) & (here < items)
+    gathered = torch.zeros(2, items, dtype=torch.float64, device=values.device)
+    table, counts = gathered
+    table[here[known]] = values.detach().double()[known]
+    counts.index_add_(0, here[known], torch.ones_like(here[known], dtype=torch.float64))
+    beyond = (~known).sum().double()
+    # One reduction for everything, so that every rank learns of a mistake on any rank.
+    reduced = dp_sum(torch.cat((gathered.flatten(), beyond[None])))
+    table, counts = reduced[:-1].view(2, items)
+    if reduced[-1] > 0 or (counts != 1).any():
+        raise UserError(_describe_mistake(counts, int(reduced[-1]), prompts, samples))
+    return table.view(prompts, samples)
+
+
+def _describe_mistake(counts: Tensor, beyond: int, prompts: int, samples: int) -> str:
+    """Describe how the items of a step differ from `samples` of each prompt. counts: [prompts * samples]"""
+    problems = []
+    for what, wrong in (("missing", counts == 0), ("repeated", counts > 1)):
+        found = wrong.nonzero().flatten().tolist()
+        if found:
+            listed = ", ".join(map(str, found[:5])) + (", ..." if len(found) > 5 else "")
+            problems.append(f"{what}: {listed}")
+    if beyond:
+        problems.append(f"beyond these: {beyond}")
+    return (
+        f"gather_samples: the items of a step must be 0 to {prompts * samples - 1}, each once, for {samples}"
+        f" samples of each of {prompts} prompts ({'; '.join(problems)}); samples_per_prompt of the algorithm's"
+        " description says how many samples are taken"
+    )

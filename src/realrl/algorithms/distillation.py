@@ -1,0 +1,269 @@
+"""Distillation on samples and on records: settings, calls and descriptions. No torch."""
+
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from realrl.algorithms.policy import GENERATE, KEYS, infer_on_sequences, train_on_sequences
+from realrl.config.base import Settings
+from realrl.config.lazy import import_later
+from realrl.dataflow.call import Call, Candidates, Key, Kind
+from realrl.dataflow.graph import DataflowGraph
+from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
+from realrl.recipe.experiment import Experiment, Models
+from realrl.recipe.generation import GenerationConfig
+from realrl.recipe.model import ModelConfig, TrainedModelConfig
+
+
+class DivergenceConfig(Settings):
+    """Divergence of the actor from the teacher."""
+
+    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
+    """`reverse_kl`: KL(actor || teacher), for an actor that sticks to likely answers of the teacher.
+    `forward_kl`: KL(teacher || actor), for an actor that covers all answers of the teacher. `jsd`: the
+    Jensen-Shannon divergence of both (Agarwal et al. 2023, equation 1)."""
+    jsd_beta: float = Field(default=0.5, gt=0, lt=1)
+    """Share of the teacher in the mixture of `jsd`. Near 0 it is like forward KL, near 1 like reverse KL."""
+
+
+class DistillationConfig(DivergenceConfig):
+    """Divergence of the actor from the teacher, mean over the tokens of the actor's own answers.
+
+    At each token the distributions of both models are compared, over the teacher's `top_k` likeliest tokens and one
+    outcome for all other tokens. Or the divergence is estimated from the sampled tokens."""
+
+    top_k: PositiveInt | None = 64
+    """Tokens whose log-probabilities the teacher gives at each position, 8 bytes each. With the size of the
+    vocabulary the divergence is exact. null: only the sampled tokens; then the divergence is estimated, and lowered
+    by a policy gradient with the same mean, which uses `clip` and `max_ratio`."""
+    clip: float = Field(default=0.2, gt=0, lt=1)
+    """With top_k=null, after the first update of a batch, clip probability ratios to [1 - clip, 1 + clip]."""
+    max_ratio: PositiveFloat = 10.0
+    """With top_k=null, maximum of the teacher's probability of a token relative to the actor's in `forward_kl`.
+    Without it, single tokens would dominate."""
+    samples: PositiveInt = 1
+    """Answers sampled for each prompt."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps per pass over a batch; must divide `data.batch`."""
+    epochs: PositiveInt = 1
+    """Passes over each batch."""
+
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        for name in ("clip", "max_ratio"):
+            if self.top_k is not None and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} is for an estimate from drawn tokens; leave it out, or set top_k=null"
+                )
+        return self
+
+
+class OfflineDistillationConfig(DivergenceConfig):
+    """Divergence of the actor from the teacher, mean over the tokens of the records' answers.
+
+    At each token the distributions of both models are compared, over the teacher's `top_k` likeliest tokens and one
+    outcome for all other tokens."""
+
+    top_k: PositiveInt = 64
+    """Tokens whose log-probabilities the teacher gives at each position, 8 bytes each. With the size of the
+    vocabulary the divergence is exact."""
+    temperature: PositiveFloat = 1.0
+    """Divisor of both models' logits."""
+
+
+class DistillationModels(Models):
+    """The models of distillation."""
+
+    actor: TrainedModelConfig
+    """The student."""
+    teacher: ModelConfig
+    """The frozen teacher, a language model with the actor's vocabulary."""
+
+
+class DistillationExperiment(Experiment):
+    """On-policy distillation: an actor learns a teacher's distributions at each token of the actor's own answers
+    (Agarwal et al. 2023, arXiv 2306.13649)."""
+
+    models: DistillationModels
+    distillation: DistillationConfig = DistillationConfig()
+    generation: GenerationConfig = GenerationConfig()
+
+    @model_validator(mode="after")
+    def _estimated_from_all_tokens(self) -> Self:
+        if self.distillation.top_k is not None:
+            return self
+        if self.generation.restricted:
+            raise ValueError(
+                "generation leaves tokens out, and the divergence is estimated from draws among all of them; set"
+                " greedy=false, top_k=0, top_p=1 and min_new_tokens=0, or a distillation.top_k"
+            )
+        if self.evaluation.change(self.generation).skews(self.generation.temperature):
+            raise ValueError(
+                "evaluation samples otherwise than training, and the divergence is estimated from draws by the"
+                " actor's own probabilities; leave out evaluation.greedy, temperature, top_p and min_new_tokens"
+            )
+        return self
+
+
+class OfflineDistillationExperiment(Experiment):
+    """Off-policy distillation: an actor learns a teacher's distributions at each token of the answers of records
+    (Hinton et al. 2015, arXiv 1503.02531)."""
+
+    models: DistillationModels
+    distillation: OfflineDistillationConfig = OfflineDistillationConfig()
+
+
+DRAWN = Key("teacher_logprobs", "float32", "sequences")
+"""The teacher's log-probabilities of the sampled tokens."""
+IDS, TOP = "teacher_ids", "teacher_top_logprobs"
+"""The teacher's likeliest tokens at each position, and their log-probabilities."""
+DIVERGENCE = "divergence"
+"""Divergence at each token of an answer, 0 on the prompt."""
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """Answers to learn from, and the calls on them that compare distributions over likeliest tokens."""
+
+    rows: str
+    """Key of prompts with answers."""
+    places: tuple[str, ...]
+    """Keys that say which tokens count."""
+    keys: tuple[Key, ...]
+    """Keys that records or samples give."""
+
+    def make_graph(self, top_k: int, *calls: Call) -> DataflowGraph:
+        """Make the graph of `calls`, after the teacher's and any sampling."""
+        teacher = self._call("teacher.inference", (), (IDS, TOP), Candidates(top_k, setting=_SETTING))
+        top = (Key(IDS, "int32", self.rows, top_k), Key(TOP, "float32", self.rows, top_k))
+        keys = (*self.keys, *top, Key(DIVERGENCE, "float32", self.rows))
+        sampling = [GENERATE] if self is _SAMPLED else []
+        return DataflowGraph.using([*sampling, teacher, *calls], keys)
+
+    def train(self, top_k: int, extra: tuple[str, ...] = (), minibatches: int = 1) -> Call:
+        """Train the actor; `extra` are more inputs."""
+        inputs, candidates = (*self.places, *extra, IDS, TOP), Candidates(top_k, IDS, _SETTING)
+        return self._call("actor.train", inputs, (), candidates, minibatches)
+
+    def compare(self, top_k: int) -> Call:
+        """Compute the divergence without training."""
+        inputs, candidates = (*self.places, IDS, TOP), Candidates(top_k, IDS, _SETTING)
+        return self._call("actor.inference", inputs, (DIVERGENCE,), candidates)
+
+    def _call(
+        self,
+        name: str,
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        candidates: Candidates,
+        minibatches: int = 1,
+    ) -> Call:
+        role, _, kind = name.partition(".")
+        rows = (self.rows,)
+        return Call(
+            name,
+            role,
+            Kind(kind),
+            (*rows, *inputs),
+            outputs,
+            work=rows,
+            minibatches=minibatches,
+            candidates=candidates,
+        )
+
+
+_SETTING = "distillation.top_k"
+_SAMPLED = _Answers("sequences", ("prompt_length", "finished"), KEYS)
+_RECORDED = _Answers("tokens", ("loss_mask",), (Key("tokens", "int64"), Key("loss_mask", "int64", "tokens")))
+"""Prompts and answers of records; `loss_mask` is 1 on the tokens that count, never on the first of a row."""
+
+
+def make_distillation_graph(experiment: DistillationExperiment) -> DataflowGraph:
+    """Sample, let the teacher look at the samples, and train."""
+    config = experiment.distillation
+    if config.top_k is not None:
+        train = _SAMPLED.train(config.top_k, ("logprobs",), config.minibatches)
+        return _SAMPLED.make_graph(config.top_k, train)
+    teacher = infer_on_sequences("teacher.inference", DRAWN.name)
+    train = train_on_sequences("actor", ("logprobs", DRAWN.name), config.minibatches)
+    return DataflowGraph.using((GENERATE, teacher, train), (*KEYS, DRAWN))
+
+
+def make_distillation_eval_graph(experiment: DistillationExperiment) -> DataflowGraph:
+    """Sample, and compare with the teacher."""
+    top_k = experiment.distillation.top_k
+    if top_k is not None:
+        return _SAMPLED.make_graph(top_k, _SAMPLED.compare(top_k))
+    teacher = infer_on_sequences("teacher.inference", DRAWN.name, ("prompt_length", "logprobs", "finished"))
+    return DataflowGraph.using((GENERATE, teacher), (*KEYS, DRAWN))
+
+
+def make_offline_graph(experiment: OfflineDistillationExperiment) -> DataflowGraph:
+    """Let the teacher look at records, and train."""
+    top_k = experiment.distillation.top_k
+    return _RECORDED.make_graph(top_k, _RECORDED.train(top_k))
+
+
+def make_offline_eval_graph(experiment: OfflineDistillationExperiment) -> DataflowGraph:
+    """Compare with the teacher on records."""
+    top_k = experiment.distillation.top_k
+    return _RECORDED.make_graph(top_k, _RECORDED.compare(top_k))
+
+
+_ROLES = {"actor": RoleSpec("lm"), "teacher": RoleSpec("lm")}
+_CURVE = {"divergence": "divergence from the teacher per token (nats)"}
+_SUMMARY = (
+    SummaryMetric("divergence_before", "divergence", "divergence from the teacher, before", at="first"),
+    SummaryMetric("divergence_after", "divergence", "divergence from the teacher, after"),
+)
+
+
+DISTILLATION = AlgorithmSpec(
+    name="distillation",
+    recipe=DistillationExperiment,
+    roles=_ROLES,
+    form="prompt",
+    train_graph=make_distillation_graph,
+    eval_graph=make_distillation_eval_graph,
+    generation=lambda experiment: experiment.generation,
+    samples_per_prompt=lambda experiment: experiment.distillation.samples,
+    epochs=lambda experiment: experiment.distillation.epochs,
+    methods=import_later("realrl.algorithms.distillation_methods:make_algorithm"),
+    # One of the two gives the divergence in evaluations.
+    optional_calls=("actor.inference", "teacher.inference"),
+    optional_metrics=("teacher_mass", "teacher_kl"),
+    headlines=(
+        "actor.train/divergence",
+        "actor.train/teacher_mass",
+        "actor.train/teacher_kl",
+        "actor.train/response_tokens",
+        "actor.inference/divergence",
+        "teacher.inference/divergence",
+        "judge",
+    ),
+    curves={
+        **_CURVE,
+        "teacher_kl": "KL to the teacher per answer (nats)",
+        "judge": "independent judge",
+    },
+    summary=(
+        *_SUMMARY,
+        SummaryMetric("judge_before", "judge", "independent judge, before", at="first"),
+        SummaryMetric("judge_after", "judge", "independent judge, after"),
+    ),
+)
+
+OFFLINE_DISTILLATION = AlgorithmSpec(
+    name="offline_distillation",
+    recipe=OfflineDistillationExperiment,
+    roles=_ROLES,
+    form="answer",
+    train_graph=make_offline_graph,
+    eval_graph=make_offline_eval_graph,
+    generation=None,
+    methods=import_later("realrl.algorithms.distillation_methods:make_offline_algorithm"),
+    headlines=("actor.train/divergence", "actor.train/teacher_mass", "actor.inference/divergence"),
+    curves=_CURVE,
+    summary=_SUMMARY,
+)

@@ -1,0 +1,166 @@
+"""Expert iteration: selection of answers, the train call, and the algorithm as a whole."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from realrl.algorithms.base.method import (
+    GenerateMethod,
+    Method,
+    Metrics,
+    ModelOutput,
+    PlainTrain,
+    StatelessAlgorithm,
+    Sum,
+)
+from realrl.algorithms.base.rows import Responses, add_answer_means, gather_samples
+from realrl.algorithms.base.scoring import UnscoredError
+from realrl.algorithms.expert_iteration import ExpertIterationConfig, ExpertIterationExperiment
+from realrl.algorithms.policy_methods import RefInference, sequence_kl
+from realrl.algorithms.rewards.config import may_skip
+from realrl.algorithms.rewards.methods import make_reward_methods
+from realrl.data.batch import Batch, Ragged, copy_numbers
+from realrl.dataflow.graph import DataflowGraph
+from realrl.recipe.algorithm import get_eval_generation
+
+
+def select_answers(scores: Tensor, *, keep: int | None, threshold: float | None) -> Tensor:
+    """Select the answers to learn. scores: [prompts, samples], NaN without a score -> the same shape, bool
+
+    Among the answers with at least `threshold` (Singh et al. 2023), select the `keep` highest scores of each
+    prompt, and the first of equal ones (Dong et al. 2023, with keep=1). None means no limit. A score that is not
+    finite is never selected.
+    """
+    chosen = scores.isfinite()
+    if threshold is not None:
+        chosen &= scores >= threshold
+    if keep is not None:
+        ranked = torch.where(chosen, scores, -torch.inf).argsort(dim=1, descending=True, stable=True)
+        best = torch.zeros_like(chosen)
+        chosen &= best.scatter(1, ranked[:, :keep], True)
+    return chosen
+
+
+class ExpertIterationTrain(PlainTrain):
+    """Likelihood of the best sampled answers."""
+
+    def __init__(
+        self,
+        config: ExpertIterationConfig,
+        *,
+        prompts: int,
+        restricted: bool = False,
+        skips: bool = False,
+    ) -> None:
+        """prompts: per step. restricted: whether sampling excludes tokens.
+
+        skips: whether NaN is the score of an answer that its reward skipped. Otherwise NaN is a mistake, and must
+        make the gradient not finite.
+        """
+        self.epochs = config.epochs
+        self._config, self._prompts = config, prompts
+        self._restricted, self._skips = restricted, skips
+
+    def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
+        """Add `kept`, 1 for learnt answers, and `learnt`, their sequences.
+
+        Other sequences are cut to their first token, so that they cost next to nothing.
+        """
+        scores = batch["score"].values
+        table = gather_samples(
+            scores, batch.ids, prompts=self._prompts, samples=self._config.samples, dp_sum=dp_sum
+        )
+        if self._skips and table.isnan().all():
+            raise UnscoredError
+        chosen = select_answers(table, keep=self._config.keep, threshold=self._config.threshold)
+        kept = chosen.flatten()[copy_numbers(batch.ids, scores.device)].double()
+        metrics = self._summarize(batch, scores, kept, chosen)
+        # A wrong score must reach the loss: then the step is not applied, and the message names the score.
+        wrong = scores.isinf() if self._skips else ~scores.isfinite()
+        kept = torch.where(wrong, torch.nan, kept).float()
+        rows = [
+            row if counts else row[:1]
+            for row, counts in zip(batch["sequences"].rows(), (kept != 0).tolist(), strict=True)
+        ]
+        learnt = Ragged.of(rows, dtype=batch["sequences"].values.dtype)
+        return batch.with_fields(kept=Ragged.scalars(kept), learnt=learnt), metrics
+
+    def _summarize(self, batch: Batch, scores: Tensor, kept: Tensor, chosen: Tensor) -> Metrics:
+        metrics, count = Metrics(), len(batch)
+        answers = Responses.of(batch["sequences"], batch["prompt_length"])
+        given = ~scores.isnan() | (not self._skips)
+        metrics.mean("score", scores[given].sum(), given.sum())
+        metrics.mean("kept_score", scores[kept > 0].sum(), kept.sum())
+        metrics.mean("kept", kept.sum(), count)
+        metrics.mean("prompts_without_kept", (~chosen.any(1)).double().mean(), 1.0)
+        add_answer_means(metrics, batch, answers.counts)
+        if self._skips:
+            metrics.mean("skipped", (~given).double().sum(), count)
+        if "ref_logprobs" in batch.fields:
+            metrics.mean("kl", sequence_kl(batch, answers, restricted=self._restricted).sum(), count)
+        return metrics
+
+    def sequences(self, batch: Batch) -> Ragged:
+        """Learnt sequences, and the first token of the others."""
+        return batch["learnt"]
+
+    def weight(self, batch: Batch) -> float:
+        """Number of learnt tokens or, if all answers weigh the same, of learnt answers."""
+        answers = self._answers(batch)
+        return answers.total if self._config.aggregate == "token_mean" else int((answers.counts > 0).sum())
+
+    def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
+        """Sum -log p over the learnt tokens, or over answers the mean over their tokens.
+
+        With L the learnt answers (Dong et al. 2023; Singh et al. 2023) and W the tokens in L, the loss is
+        -1 / W sum over y in L of sum over t of log p(y_t | x, y_<t), or
+        -1 / |L| sum over y in L of 1 / |y| sum over t of log p(y_t | x, y_<t).
+        """
+        assert output.logprobs is not None
+        answers = self._answers(batch)
+        nll = -output.logprobs[answers.index] * batch["kept"].values[answers.row]
+        if self._config.aggregate == "sequence_mean":
+            nll = nll / answers.counts[answers.row]
+        return nll.sum(), Metrics()
+
+    def _answers(self, batch: Batch) -> Responses:
+        return Responses.of(batch["learnt"], batch["prompt_length"], kept=batch["kept"].values)
+
+
+class ExpertIterationAlgorithm(StatelessAlgorithm):
+    """Expert iteration, with a note on steps that learn nothing."""
+
+    def __init__(
+        self, experiment: ExpertIterationExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
+    ) -> None:
+        generation, reward = experiment.generation, experiment.reward
+        evaluated = get_eval_generation(experiment)
+        train = ExpertIterationTrain(
+            experiment.expert_iteration,
+            prompts=experiment.data.batch,
+            restricted=generation.restricted,
+            skips=may_skip(reward),
+        )
+        methods: dict[str, Method] = {
+            "actor.generate": GenerateMethod(generation, evaluated),
+            "ref.inference": RefInference(restricted=evaluated.skews(generation.temperature)),
+            "actor.train": train,
+            **make_reward_methods(reward),
+        }
+        super().__init__(
+            graph=graph, eval_graph=eval_graph, methods=methods, temperature=generation.temperature
+        )
+        self._threshold = experiment.expert_iteration.threshold
+
+    def notes(self, metrics: Mapping[str, float]) -> list[str]:
+        """Note if the step learnt no answer."""
+        if metrics.get("actor.train/kept") != 0:
+            return []
+        bound = (
+            "" if self._threshold is None else f" of expert_iteration.threshold={self._threshold:g} or more"
+        )
+        return [
+            f"no answer has a score{bound}, so the step learnt nothing; actor.train/kept is the share of answers"
+            " that steps learn"
+        ]

@@ -1,0 +1,142 @@
+"""PPO: settings, calls and description. No torch."""
+
+from collections.abc import Iterable
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from realrl.algorithms.policy import (
+    CURVES,
+    DESCRIPTION,
+    GENERATE,
+    HEADLINES,
+    KEYS,
+    KLConfig,
+    PolicyModels,
+    ReferenceConfig,
+    RewardedExperiment,
+    complete_reference,
+    infer_on_sequences,
+    list_averages,
+    train_on_sequences,
+)
+from realrl.algorithms.rewards.config import Rewards
+from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
+from realrl.config.lazy import import_later
+from realrl.dataflow.call import Key, MovingAverage
+from realrl.dataflow.graph import DataflowGraph
+from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec
+from realrl.recipe.model import TrainedModelConfig
+
+
+class PPOConfig(ReferenceConfig):
+    """Proximal policy optimisation (Schulman et al. 2017) for language models."""
+
+    kl: KLConfig = KLConfig()
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount per token."""
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """Lambda of generalised advantage estimation (Schulman et al. 2016)."""
+    clip: PositiveFloat = 0.2
+    """Clip the probability ratio to [1 - clip, 1 + clip]."""
+    value_clip: PositiveFloat | None = 0.2
+    """How far values may move from the old values before the loss is clipped. The unit is that of rewards or, with
+    `value_norm`, the standard deviation of returns. null for no clipping."""
+    minibatches: PositiveInt = 4
+    """Optimizer steps per pass over a batch; must divide `data.batch`."""
+    epochs: PositiveInt = 1
+    """Passes over each batch."""
+    advantage_norm: bool = True
+    """Normalise advantages to mean 0 and deviation 1 over the whole batch."""
+    value_norm: Literal["none", "running", "exponential"] = "none"
+    """Measure the critic's errors in standard deviations of the returns: over all returns so far (`running`), or by
+    an exponential average. The critic itself always predicts unscaled rewards."""
+    value_norm_beta: float = Field(default=0.99, gt=0, lt=1)
+    """Decay of the exponential average."""
+    reward_scale: PositiveFloat = 1.0
+    """Factor of rewards: training uses `clip((score - reward_bias) * reward_scale)`, and the critic's output as
+    `(output - reward_bias) * reward_scale`. So the critic starts, and is saved, on the scale of the scores."""
+    reward_bias: float = 0.0
+    """Subtracted from the score."""
+    reward_clip: PositiveFloat | None = 10.0
+    """Limit of the absolute reward; null for no limit. Values are not limited."""
+    early_stop_ratio: PositiveFloat | None = 5.0
+    """Skip the rest of a batch when the mean probability ratio of a mini-batch exceeds this."""
+    truncated: Literal["score", "bootstrap"] = "score"
+    """Treatment of answers without end of sequence: `score` uses their score like any other. `bootstrap` ignores
+    the score and takes the critic's value of the last state for what would have followed."""
+    missing_eos_penalty: NonNegativeFloat = 0.0
+    """Subtracted from the reward of an answer without end of sequence."""
+
+
+class PPOModels(PolicyModels):
+    """The models of PPO."""
+
+    critic: TrainedModelConfig = TrainedModelConfig()
+    """Value model. Without a `path` it starts from the reward model or, if there is none, from the actor with a new
+    scalar head. Without a `dtype` it takes the actor's."""
+
+
+class PPOExperiment(RewardedExperiment):
+    """RLHF with PPO: actor, critic, reference and reward model; or another reward in place of the model."""
+
+    models: PPOModels
+    ppo: PPOConfig = PPOConfig()
+
+    @model_validator(mode="after")
+    def _reference(self) -> Self:
+        return complete_reference(self, "ppo", self.ppo.kl.coef, self.ppo)
+
+
+VALUES = Key("values", "float32", "sequences")
+"""`values[t]` is the critic's value of the state after token t."""
+
+
+def train_graph(
+    *,
+    minibatches: int,
+    averages: Iterable[MovingAverage] = (),
+    reward: Rewards | None = None,
+    reference: bool = True,
+) -> DataflowGraph:
+    """Sample, score and train: at most four roles and six calls.
+
+    minibatches: optimizer steps per pass. averages: how the reference follows the actor. reward: as in
+    `score_sequences`. reference: whether there is a reference model.
+    """
+    inference = [infer_on_sequences("critic.inference", "values")]
+    if reference:
+        inference.insert(0, infer_on_sequences("ref.inference", "ref_logprobs"))
+    made = ("logprobs", "score", *(key for call in inference for key in call.outputs))
+    train = [train_on_sequences(role, made, minibatches) for role in ("actor", "critic")]
+    calls = [GENERATE, *score_sequences(reward), *inference, *train]
+    return DataflowGraph.using(calls, (*KEYS, VALUES, *list_score_keys(reward)), averages)
+
+
+def _make_train_graph(experiment: PPOExperiment) -> DataflowGraph:
+    models = experiment.models
+    return train_graph(
+        minibatches=experiment.ppo.minibatches,
+        averages=list_averages(experiment.ppo, models.actor, models.ref),
+        reward=experiment.reward,
+        reference=models.ref is not None,
+    )
+
+
+ALGORITHM = AlgorithmSpec(
+    name="ppo",
+    recipe=PPOExperiment,
+    roles={
+        "actor": RoleSpec("lm"),
+        "critic": RoleSpec("scalar", weights_from="reward", weights_else="actor", dtype_from="actor"),
+        "ref": RoleSpec("lm", weights_from="actor", optional=True),
+        "reward": RoleSpec("scalar", optional=True),
+    },
+    train_graph=_make_train_graph,
+    epochs=lambda experiment: experiment.ppo.epochs,
+    experience_calls=("actor.train", "critic.train"),
+    methods=import_later("realrl.algorithms.ppo_methods:PPOAlgorithm"),
+    headlines=(*HEADLINES, "critic.train/value_loss", "judge"),
+    curves=CURVES,
+    **DESCRIPTION,
+)

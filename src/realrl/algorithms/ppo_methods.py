@@ -1,0 +1,256 @@
+"""PPO: methods of the actor and the critic, and the algorithm as a whole."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from realrl.algorithms.base.method import (
+    GenerateMethod,
+    Method,
+    Metrics,
+    ModelOutput,
+    PlainInference,
+    PlainTrain,
+    StatelessAlgorithm,
+    Sum,
+)
+from realrl.algorithms.base.rows import Responses, add_answer_means
+from realrl.algorithms.policy_methods import (
+    OnSequences,
+    PolicyTrain,
+    RefInference,
+    compute_policy_loss,
+    global_moments,
+    whiten,
+)
+from realrl.algorithms.ppo import PPOConfig, PPOExperiment
+from realrl.algorithms.ppo_experience import (
+    Experience,
+    ExperienceMaker,
+    add_to_batch,
+    find_actions,
+    scored,
+    to_reward_scale,
+)
+from realrl.algorithms.rewards.config import may_skip
+from realrl.algorithms.rewards.methods import make_reward_methods
+from realrl.data.batch import Batch, Ragged
+from realrl.dataflow.graph import DataflowGraph
+from realrl.recipe.algorithm import get_eval_generation
+
+
+class ActorTrain(PolicyTrain):
+    """Clipped policy gradient over action tokens; all tokens of a mini-batch weigh the same."""
+
+    def __init__(self, config: PPOConfig, *, restricted: bool = False, skips: bool = False) -> None:
+        """`restricted` and `skips` as in `ExperienceMaker`."""
+        self._config, self._skips = config, skips
+        self.epochs = config.epochs
+        self.experience_maker = ExperienceMaker(config, restricted=restricted, skips=skips)
+        self._stopped = False
+
+    def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
+        """Add `advantages`, like `sequences` and 0 on prompts, normalised over all ranks if so configured."""
+        self.begin_step()
+        self._stopped = False
+        experience = self.experience_maker.make_experience(batch, dp_sum)
+        advantages = experience.advantages
+        moments = global_moments(advantages, dp_sum)
+        if self._config.advantage_norm:
+            advantages = whiten(advantages, moments)
+        metrics = self._summarize(batch, experience)
+        number = experience.kl.new_tensor
+        metrics.mean("advantage_mean", number(moments.mean), 1.0)
+        metrics.mean("advantage_std", number(moments.std), 1.0)
+        if "ref_logprobs" in batch.fields:
+            metrics.mean("kl_coef", number(experience.kl_coef), 1.0)
+        return add_to_batch(batch, experience, advantages=advantages), metrics
+
+    def _summarize(self, batch: Batch, experience: Experience) -> Metrics:
+        """Compute means over sequences; `score` is over sequences whose score is trained on."""
+        metrics, count = Metrics(), len(batch)
+        kept = experience.kept
+        trained_on = scored(batch["finished"].values, self._config) & kept
+        metrics.mean("score", batch["score"].values[trained_on].sum(), trained_on.sum())
+        metrics.mean("reward", experience.rewards.double()[kept].sum(), kept.sum())
+        if "ref_logprobs" in batch.fields:
+            metrics.mean("kl", experience.kl.sum(), count)
+        if self._skips:
+            metrics.mean("skipped", (~kept).double().sum(), count)
+        add_answer_means(metrics, batch, Responses.of(batch["sequences"], batch["prompt_length"]).counts)
+        return metrics
+
+    def weight(self, batch: Batch) -> int:
+        """Number of action tokens."""
+        return find_actions(batch).total
+
+    def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
+        """Sum the policy loss over action tokens."""
+        assert output.logprobs is not None and output.entropy is not None
+        at, clip = find_actions(batch).index, self._config.clip
+        new, old = output.logprobs[at].float(), batch["logprobs"].values[at]
+        advantages = batch["advantages"].values[at]
+        result = compute_policy_loss(
+            log_ratio=new - old, advantages=advantages, clip_low=clip, clip_high=clip
+        )
+        metrics = self.measure_update(result, logprobs=new, old_logprobs=old, entropy=output.entropy[at])
+        return result.loss.sum(), metrics
+
+    def stop(self, metrics: dict[str, float]) -> bool:
+        """Stop if the mean probability ratio of the mini-batch exceeds `early_stop_ratio`.
+
+        A ratio that is not finite does not stop: the optimizer skips and counts such a step.
+        """
+        super().stop(metrics)
+        limit = self._config.early_stop_ratio
+        self._stopped = limit is not None and metrics["importance_ratio"] > limit
+        return self._stopped
+
+    def finish(self) -> Metrics:
+        """Report `early_stopped`: 1 if the rest of the step was dropped, else 0."""
+        metrics = Metrics()
+        metrics.mean("early_stopped", torch.tensor(float(self._stopped)), 1.0)
+        return metrics
+
+
+class CriticInference(OnSequences, PlainInference):
+    """The critic's value of the state after each token. `critic.train` reports on values."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        self._config = config
+
+    def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
+        """Compute `values`, one number per token on the scale of rewards."""
+        assert output.values is not None
+        return {"values": Ragged(to_reward_scale(output.values.float(), self._config), output.lengths)}
+
+
+class ValueLoss(NamedTuple):
+    """Value loss per token. loss: [A]; clipped: [A] bool, whether clipping took effect."""
+
+    loss: Tensor
+    clipped: Tensor
+
+
+def value_loss(*, values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> ValueLoss:
+    """Compute the clipped squared error of values (as in OpenAI baselines' ppo2).
+
+    0.5 max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2), or 0.5 (v - R)^2 if `clip` is None.
+
+    values, old_values, returns: [A]; the gradient flows through `values` only.
+    """
+    plain = (values - returns).square()
+    if clip is None:
+        return ValueLoss(0.5 * plain, torch.zeros_like(plain, dtype=torch.bool))
+    bounded = (torch.clamp(values, old_values - clip, old_values + clip) - returns).square()
+    return ValueLoss(0.5 * torch.maximum(plain, bounded), (bounded > plain).detach())
+
+
+class CriticTrain(OnSequences, PlainTrain):
+    """Clipped regression of the value before each action on its return, in units of the returns' deviation."""
+
+    def __init__(self, config: PPOConfig, *, restricted: bool = False, skips: bool = False) -> None:
+        """`restricted` and `skips` as in `ExperienceMaker`."""
+        self._config = config
+        self.epochs = config.epochs
+        self.experience_maker = ExperienceMaker(config, restricted=restricted, skips=skips)
+
+    @property
+    def head_scale(self) -> float:
+        """Deviation of the returns on the scale of the critic's output.
+
+        Adam's steps do not depend on the scale of gradients. So errors in units of the deviation, with this rate
+        for the head, train like PopArt (van Hasselt et al. 2016), and no weight is rewritten when the statistics
+        move.
+        """
+        if self._config.value_norm == "none":
+            return 1.0
+        return self.experience_maker.return_scale.std / self._config.reward_scale
+
+    def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
+        """Add `returns`, like `sequences` and 0 on prompts, on the scale of rewards.
+
+        The return at position t is the target of the value at position t - 1.
+        """
+        experience = self.experience_maker.make_experience(batch, dp_sum)
+        returns = experience.return_moments
+        unexplained = global_moments(experience.returns - experience.values, dp_sum).variance
+        explained = 1 - unexplained / returns.variance if returns.variance else math.nan
+        metrics, number = Metrics(), experience.kl.new_tensor
+        metrics.mean("return_mean", number(returns.mean), 1.0)
+        metrics.mean("explained_variance", number(explained), 1.0)
+        return add_to_batch(batch, experience, returns=experience.returns), metrics
+
+    def weight(self, batch: Batch) -> int:
+        """Number of action tokens."""
+        return find_actions(batch).total
+
+    def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
+        """Sum the value loss over action tokens."""
+        assert output.values is not None
+        actions = find_actions(batch)
+        at, unit = actions.index, self.experience_maker.return_scale.std
+        result = value_loss(
+            values=to_reward_scale(output.values[at - 1].float(), self._config) / unit,
+            old_values=batch["values"].values[at - 1] / unit,
+            returns=batch["returns"].values[at] / unit,
+            clip=self._config.value_clip,
+        )
+        loss, metrics = result.loss.sum(), Metrics()
+        metrics.mean("value_loss", loss, actions.total)
+        metrics.mean("value_clip_fraction", result.clipped.double().sum(), actions.total)
+        return loss, metrics
+
+
+FEW_FINISHED = 0.5
+"""Share of finished answers below which a note says that most answers are cut off."""
+
+
+class PPOAlgorithm(StatelessAlgorithm):
+    """Proximal policy optimisation (Schulman et al. 2017) from a reward model (Ouyang et al. 2022) or function."""
+
+    def __init__(
+        self, experiment: PPOExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
+    ) -> None:
+        config, generation, reward = experiment.ppo, experiment.generation, experiment.reward
+        self._config, self._generation = config, generation
+        evaluated = get_eval_generation(experiment)
+        restricted, skips = generation.restricted, may_skip(reward)
+        actor = ActorTrain(config, restricted=restricted, skips=skips)
+        critic = CriticTrain(config, restricted=restricted, skips=skips)
+        methods: dict[str, Method] = {
+            "actor.generate": GenerateMethod(generation, evaluated),
+            "ref.inference": RefInference(restricted=evaluated.skews(generation.temperature)),
+            "critic.inference": CriticInference(config),
+            "actor.train": actor,
+            "critic.train": critic,
+            **make_reward_methods(reward, finished_only=config.truncated == "bootstrap"),
+        }
+        temperature = generation.temperature
+        super().__init__(graph=graph, eval_graph=eval_graph, methods=methods, temperature=temperature)
+        self._experience_makers = (actor.experience_maker, critic.experience_maker)
+
+    def notes(self, metrics: Mapping[str, float]) -> list[str]:
+        """Note if `truncated: bootstrap` leaves most scores unused."""
+        finished = metrics.get("actor.train/finished", 1.0)
+        if self._config.truncated != "bootstrap" or not finished < FEW_FINISHED:
+            return []
+        return [
+            f"most answers are cut off at generation.max_new_tokens={self._generation.max_new_tokens}, and under"
+            " ppo.truncated=bootstrap their scores are not trained on; raise max_new_tokens, or set"
+            " ppo.truncated=score"
+        ]
+
+    def state_dict(self) -> dict[str, float]:
+        """Save the KL coefficient, the statistics of returns, and the number of steps that they have seen.
+
+        A rank that runs a train call knows them. After a step all such ranks agree.
+        """
+        return max(self._experience_makers, key=lambda maker: maker.steps).state_dict()
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        for maker in self._experience_makers:
+            maker.load_state_dict(state)

@@ -1,0 +1,212 @@
+"""Learning from preference pairs (DPO, ORPO, SimPO): settings, calls and descriptions. No torch."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+
+from realrl.algorithms.policy import ReferenceConfig, drop_reference, list_averages
+from realrl.config.base import PRESENCE, derive_settings
+from realrl.config.lazy import import_later
+from realrl.dataflow.call import Call, Key, Kind, MovingAverage
+from realrl.dataflow.graph import DataflowGraph
+from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
+from realrl.recipe.experiment import Experiment, Models
+from realrl.recipe.model import ModelConfig, TrainedModelConfig
+
+_PER_TOKEN = ("ipo", "odds_ratio")
+"""Losses of scores per token. With sums, the target of `ipo`, a fixed difference, would depend on lengths."""
+
+
+class PreferenceModels(Models):
+    """The models of learning from preferences."""
+
+    actor: TrainedModelConfig
+    """The policy."""
+    ref: ModelConfig | None = Field(default=ModelConfig(), json_schema_extra=PRESENCE)
+    """Frozen reference policy. Without a `path` it is the actor's starting point, and without a `dtype` it takes
+    the actor's. There is none if the loss uses no reference model."""
+
+
+class PreferenceConfig(ReferenceConfig):
+    """Loss of preference pairs. The score of an answer is its log-probability, minus that under the reference if
+    there is one. Its reward is `beta` times the score. With a reference that follows the actor, this is TR-DPO
+    (Gorbatovski et al. 2024)."""
+
+    loss: Literal["sigmoid", "robust", "hinge", "ipo", "odds_ratio"] = "sigmoid"
+    """With d the score of the chosen answer minus that of the rejected one, `sigmoid`:
+    -log sigmoid(beta d - gamma) (Rafailov et al. 2023). `robust`: the same, corrected for the bias of wrong labels
+    (Chowdhury et al. 2024). `hinge`: max(0, 1 - beta d) (Zhao et al. 2023). `ipo`: (d - 1 / (2 beta))^2 with scores
+    per token, as in the authors' experiments (Azar et al. 2023). `odds_ratio`: -beta log sigmoid of the difference
+    of log odds, without a reference (Hong et al. 2024)."""
+    beta: PositiveFloat = 0.1
+    """Scale of rewards. A higher value keeps the actor nearer to the reference."""
+    gamma: NonNegativeFloat = 0.0
+    """Target margin between the rewards of the chosen and the rejected answer; for loss=sigmoid."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Probability that the label of a pair is wrong; for loss=sigmoid (Mitchell 2023) and loss=robust."""
+    length_normalization: bool | None = None
+    """Divide each answer's score by its number of tokens. null does so for loss=ipo and loss=odds_ratio."""
+    reference: Literal["model", "records", "none"] = "model"
+    """Source of the reference's log-probabilities: the model `models.ref`; the record columns `ref_chosen_logps`
+    and `ref_rejected_logps`, each summed over the tokens of an answer; or none, so that scores are the actor's
+    log-probabilities alone."""
+    nll_coef: NonNegativeFloat = 0.0
+    """Weight of the negative log-likelihood of chosen answers, mean per token, in the loss."""
+    nll_prompts: bool = False
+    """Include the prompt in this likelihood."""
+
+    @property
+    def per_token(self) -> bool:
+        """Whether scores are divided by the number of tokens."""
+        if self.length_normalization is None:
+            return self.loss in _PER_TOKEN
+        return self.length_normalization
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.gamma > 0 and self.loss != "sigmoid":
+            raise ValueError(
+                f"gamma={self.gamma:g} is the margin of loss=sigmoid; set gamma=0 for {self.loss}"
+            )
+        if self.label_smoothing > 0 and self.loss not in ("sigmoid", "robust"):
+            raise ValueError(
+                f"label_smoothing={self.label_smoothing:g} goes with loss=sigmoid or robust; set it to 0 for"
+                f" {self.loss}"
+            )
+        if self.loss in _PER_TOKEN and not self.per_token:
+            raise ValueError(
+                f"length_normalization=false: loss={self.loss} compares means over tokens; leave it out, or choose"
+                " another loss"
+            )
+        if self.loss == "odds_ratio" and self.reference != "none":
+            raise ValueError(
+                "loss=odds_ratio compares log-probabilities of the actor alone; set reference=none"
+            )
+        if self.following is not None and self.reference != "model":
+            raise ValueError(f"{self.following} moves models.ref, and reference={self.reference}")
+        return self
+
+
+class PreferenceExperiment(Experiment):
+    """Learning from preference pairs without sampling."""
+
+    models: PreferenceModels
+    preference: PreferenceConfig = PreferenceConfig()
+
+    @model_validator(mode="after")
+    def _reference(self) -> Self:
+        setting = f"preference.reference={self.preference.reference}"
+        needed, ref = self.preference.reference == "model", self.models.ref
+        if needed and ref is None:
+            raise ValueError(f"models.ref is null, and {setting} needs it")
+        if not needed and ref is not None:
+            if "ref" in self.models.model_fields_set:
+                raise ValueError(f"models.ref is given, and {setting} has no use for it; leave it out")
+            drop_reference(self)
+        return self
+
+
+SIDES = ("chosen", "rejected")
+_PAIR = (*SIDES, "chosen_prompt_length", "rejected_prompt_length")
+_REF_LOGPS = ("ref_chosen_logps", "ref_rejected_logps")
+_LOGPS = ("chosen_logps", "rejected_logps")
+
+_KEYS = (
+    *(Key(name, "int64") for name in SIDES),
+    *(Key(name, "int64", "one") for name in (*_PAIR[2:], "pairs_of_prompt")),
+    *(Key(name, "float32", "one") for name in (*_REF_LOGPS, *_LOGPS, "chosen_nll")),
+)
+"""`chosen` and `rejected` are whole sequences; `*_logps` are log-probabilities of answers, summed over tokens. A
+pair weighs 1 / `pairs_of_prompt`."""
+
+
+def _make_graph(
+    experiment: PreferenceExperiment,
+    kind: Kind,
+    outputs: tuple[str, ...] = (),
+    averages: tuple[MovingAverage, ...] = (),
+) -> DataflowGraph:
+    """Make the graph of a call of the actor, after that of the reference if there is one."""
+    scored = _REF_LOGPS if experiment.preference.reference != "none" else ()
+    inputs = (*_PAIR, "pairs_of_prompt", *scored)
+    calls = [Call(f"actor.{kind}", "actor", kind, inputs, outputs, work=SIDES)]
+    if experiment.models.ref is not None:
+        calls.insert(0, Call("ref.inference", "ref", Kind.INFERENCE, _PAIR, _REF_LOGPS, work=SIDES))
+    return DataflowGraph.using(calls, _KEYS, averages)
+
+
+def make_preference_graph(experiment: PreferenceExperiment) -> DataflowGraph:
+    """Train the actor on pairs."""
+    models = experiment.models
+    averages = list_averages(experiment.preference, models.actor, models.ref)
+    return _make_graph(experiment, Kind.TRAIN, averages=averages)
+
+
+def make_preference_eval_graph(experiment: PreferenceExperiment) -> DataflowGraph:
+    """Compute log-probabilities of both answers of each pair, and `chosen_nll` if the loss includes it."""
+    outputs = _LOGPS if experiment.preference.nll_coef == 0 else (*_LOGPS, "chosen_nll")
+    return _make_graph(experiment, Kind.INFERENCE, outputs)
+
+
+def _describe(name: str, about: str, **defaults: Any) -> AlgorithmSpec:
+    """Describe an algorithm of the family by its defaults that differ from `PreferenceConfig`."""
+    config = derive_settings(PreferenceConfig, f"{name.title()}Config", about, defaults)
+    recipe = derive_settings(
+        PreferenceExperiment, f"{name.title()}Experiment", about, {"preference": config()}
+    )
+    return AlgorithmSpec(
+        name=name,
+        recipe=recipe,
+        roles={
+            "actor": RoleSpec("lm"),
+            "ref": RoleSpec("lm", weights_from="actor", optional=True),
+        },
+        form="pair",
+        train_graph=make_preference_graph,
+        eval_graph=make_preference_eval_graph,
+        generation=None,
+        methods=import_later("realrl.algorithms.preference_methods:make_algorithm"),
+        optional_calls=("ref.inference",),
+        headlines=(
+            "actor.train/loss",
+            "actor.train/accuracy",
+            "actor.train/margin",
+            "actor.inference/accuracy",
+            "actor.inference/margin",
+        ),
+        curves={
+            "loss": "loss",
+            "accuracy": "pairs ranked right",
+            "margin": "reward of chosen minus rejected answers",
+        },
+        summary=(
+            SummaryMetric("preference_accuracy", "accuracy", "held-out pairs ranked right"),
+            SummaryMetric("preference_margin", "margin", "reward margin of held-out pairs"),
+        ),
+    )
+
+
+DPO = _describe(
+    "dpo",
+    "DPO: preference pairs without a reward model or samples; IPO, hinge and robust losses (Rafailov et al. 2023,"
+    " arXiv 2305.18290)",
+)
+ORPO = _describe(
+    "orpo",
+    "ORPO: fine-tuning on chosen answers with a penalty on the odds of rejected ones, without a reference (Hong et"
+    " al. 2024, arXiv 2403.07691)",
+    loss="odds_ratio",
+    length_normalization=True,
+    reference="none",
+    nll_coef=1.0,
+    nll_prompts=True,
+)
+SIMPO = _describe(
+    "simpo",
+    "SimPO: preference pairs by mean log-probabilities and a margin, without a reference (Meng et al. 2024, arXiv"
+    " 2405.14734)",
+    beta=2.0,
+    gamma=1.0,
+    length_normalization=True,
+    reference="none",
+)

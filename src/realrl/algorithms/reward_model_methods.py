@@ -1,0 +1,269 @@
+"""Reward modelling: losses, and the methods for pairs, ranked answers and steps.
+
+The score of a sequence or step is the scalar head's value at its last token.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from realrl.algorithms.base.method import Method, Metrics, ModelOutput, PlainTrain, StatelessAlgorithm
+from realrl.algorithms.base.rows import (
+    add_pair_means,
+    interleave,
+    last_of_rows,
+    pair_rows,
+    pair_weights,
+    rate_order,
+)
+from realrl.algorithms.reward_model import (
+    PairLossConfig,
+    ProcessRewardExperiment,
+    RankedRewardExperiment,
+    RankingConfig,
+    RewardExperiment,
+    name_answers,
+    name_scores,
+)
+from realrl.data.batch import Batch, Ragged, copy_numbers
+from realrl.dataflow.graph import DataflowGraph
+
+
+def bradley_terry_loss(*, chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
+    """Compute -log of the probability that `chosen` is preferred, logistic in the difference of scores.
+
+    Bradley and Terry 1952; Ouyang et al. 2022, equation 1; with a margin Touvron et al. 2023, equation 2.
+
+    chosen, rejected: [N] scores; margin: [N], subtracted from the difference; result: [N]
+    """
+    difference = chosen - rejected
+    return -functional.logsigmoid(difference if margin is None else difference - margin)
+
+
+def plackett_luce_loss(scores: Tensor) -> Tensor:
+    """Compute -log of the probability of a ranking: each answer is drawn from those that are left.
+
+    -sum over k of s_k - log(exp s_k + ... + exp s_K) (Plackett 1975; Luce 1959; Xia et al. 2008). For two answers
+    it is the Bradley-Terry loss.
+
+    scores: [N, K], the best answer first; result: [N]
+    """
+    left = scores.flip(1).logcumsumexp(1).flip(1)
+    return (left - scores)[:, :-1].sum(1)
+
+
+def step_loss(*, scores: Tensor, right: Tensor) -> Tensor:
+    """Compute -log of the probability of each step's label, logistic in its score (Lightman et al. 2023, section
+    2).
+
+    scores: [A]; right: [A] bool; result: [A]
+    """
+    return functional.softplus(torch.where(right, -scores, scores))
+
+
+class _OnPairs:
+    """Rows of pairs, and the loss of their scores."""
+
+    def __init__(self, config: PairLossConfig | None = None) -> None:
+        self._config = config or PairLossConfig()
+
+    def sequences(self, batch: Batch) -> Ragged:
+        return pair_rows(batch)
+
+    def _scores(self, output: ModelOutput) -> tuple[Tensor, Tensor]:
+        """Select the scores of the chosen and of the rejected sequences, [N] each."""
+        assert output.values is not None
+        scores = last_of_rows(output.values, output.lengths).float()
+        return scores[0::2], scores[1::2]
+
+    def _losses(self, batch: Batch, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Compute the loss of each pair. chosen, rejected: [N] scores -> [N]"""
+        margin = batch["margin"].values if self._config.margins else None
+        losses = bradley_terry_loss(chosen=chosen, rejected=rejected, margin=margin)
+        if self._config.center_rewards_coefficient > 0:
+            losses = losses + self._config.center_rewards_coefficient * (chosen + rejected).square()
+        return losses
+
+    def _summarize(self, batch: Batch, chosen: Tensor, rejected: Tensor) -> Metrics:
+        """Compute weighted means over pairs; in `accuracy`, ties count half. chosen, rejected: [N] scores"""
+        metrics, margin = Metrics(), chosen.double() - rejected.double()
+        add_pair_means(
+            metrics,
+            batch,
+            loss=self._losses(batch, chosen, rejected),
+            accuracy=rate_order(margin),
+            margin=margin,
+            chosen_score=chosen,
+            rejected_score=rejected,
+        )
+        return metrics
+
+
+class PairInference(_OnPairs):
+    """Scores of both sequences of each pair."""
+
+    def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
+        """Compute `chosen_score` and `rejected_score`, one number per pair."""
+        chosen, rejected = self._scores(output)
+        return {"chosen_score": Ragged.scalars(chosen), "rejected_score": Ragged.scalars(rejected)}
+
+    def metrics(self, batch: Batch) -> Metrics:
+        return self._summarize(batch, batch["chosen_score"].values, batch["rejected_score"].values)
+
+
+class RewardTrain(_OnPairs, PlainTrain):
+    """Bradley-Terry loss over pairs; each pair weighs 1 / (pairs of its prompt)."""
+
+    def weight(self, batch: Batch) -> float:
+        """Total weight of the pairs."""
+        return float(pair_weights(batch).sum())
+
+    def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
+        """Compute the weighted sum over pairs."""
+        chosen, rejected = self._scores(output)
+        loss = (self._losses(batch, chosen, rejected) * pair_weights(batch).float()).sum()
+        return loss, self._summarize(batch, chosen.detach(), rejected.detach())
+
+
+class _OnRankings:
+    """Rows of ranked answers, and their scores."""
+
+    def __init__(self, config: RankingConfig) -> None:
+        self._config = config
+
+    def sequences(self, batch: Batch) -> Ragged:
+        """The answers of each item, the best first."""
+        return interleave(batch, name_answers(self._config.answers))
+
+    def _scores(self, output: ModelOutput) -> Tensor:
+        """Select the scores of answers: [N, K]."""
+        assert output.values is not None
+        return last_of_rows(output.values, output.lengths).float().view(-1, self._config.answers)
+
+    def _losses(self, scores: Tensor) -> Tensor:
+        """Compute the loss of each ranking: [N]."""
+        return plackett_luce_loss(scores) + self._config.center_rewards_coefficient * scores.sum(1).square()
+
+    def _summarize(self, scores: Tensor) -> Metrics:
+        """Compute means over rankings. scores: [N, K]
+
+        `accuracy` is the share of pairs of answers in the right order; ties count half. `margin` is the score of
+        the best answer minus that of the last.
+        """
+        metrics, (count, answers) = Metrics(), scores.shape
+        differences = scores[:, :, None] - scores[:, None, :]
+        pairs = differences.new_ones(answers, answers).triu(1).bool()
+        metrics.mean("loss", self._losses(scores).double().sum(), count)
+        metrics.mean("accuracy", rate_order(differences[:, pairs]).mean(1).sum(), count)
+        metrics.mean("margin", (scores[:, 0] - scores[:, -1]).double().sum(), count)
+        metrics.mean("score", scores.double().mean(1).sum(), count)
+        return metrics
+
+
+class RankingInference(_OnRankings):
+    """Scores of ranked answers."""
+
+    def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
+        """Compute one score per answer."""
+        columns = zip(name_scores(self._config.answers), self._scores(output).unbind(1), strict=True)
+        return {name: Ragged.scalars(scores.contiguous()) for name, scores in columns}
+
+    def metrics(self, batch: Batch) -> Metrics:
+        columns = [batch[name].values for name in name_scores(self._config.answers)]
+        return self._summarize(torch.stack(columns, 1))
+
+
+class RankingTrain(_OnRankings, PlainTrain):
+    """Plackett-Luce loss over rankings."""
+
+    def weight(self, batch: Batch) -> float:
+        """Number of rankings."""
+        return len(batch)
+
+    def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
+        """Compute the sum over rankings."""
+        scores = self._scores(output)
+        return self._losses(scores).sum(), self._summarize(scores.detach())
+
+
+class _OnSteps:
+    """Answers in steps, and the scores of steps."""
+
+    def sequences(self, batch: Batch) -> Ragged:
+        return batch["tokens"]
+
+    def _scores(self, batch: Batch, output: ModelOutput) -> Tensor:
+        """Select the scores of all steps: [A]."""
+        assert output.values is not None
+        ends = batch["step_ends"]
+        starts = copy_numbers(batch["tokens"].offsets[:-1], ends.values.device)
+        counts = copy_numbers(ends.lengths, ends.values.device)
+        starts = starts.repeat_interleave(counts, output_size=len(ends.values))
+        return output.values[starts + ends.values].float()
+
+    def _summarize(self, batch: Batch, scores: Tensor) -> Metrics:
+        """Compute means over steps. scores: [A]
+
+        `accuracy` is the share of steps whose score has the right sign; 0 counts half.
+        """
+        metrics, right = Metrics(), batch["step_labels"].values != 0
+        metrics.mean("loss", step_loss(scores=scores, right=right).double().sum(), len(scores))
+        metrics.mean("accuracy", rate_order(torch.where(right, scores, -scores)).sum(), len(scores))
+        metrics.mean("right_score", scores[right].double().sum(), right.sum())
+        metrics.mean("wrong_score", scores[~right].double().sum(), (~right).sum())
+        return metrics
+
+
+class StepInference(_OnSteps):
+    """Scores of steps."""
+
+    def outputs(self, batch: Batch, output: ModelOutput) -> dict[str, Ragged]:
+        """Compute one score per step."""
+        return {"step_scores": Ragged(self._scores(batch, output), batch["step_ends"].lengths)}
+
+    def metrics(self, batch: Batch) -> Metrics:
+        return self._summarize(batch, batch["step_scores"].values)
+
+
+class StepTrain(_OnSteps, PlainTrain):
+    """Loss over steps; all steps of the global batch weigh the same."""
+
+    def weight(self, batch: Batch) -> float:
+        """Number of steps."""
+        return len(batch["step_ends"].values)
+
+    def loss(self, batch: Batch, output: ModelOutput) -> tuple[Tensor, Metrics]:
+        """Compute the sum over steps."""
+        scores = self._scores(batch, output)
+        right = batch["step_labels"].values != 0
+        return step_loss(scores=scores, right=right).sum(), self._summarize(batch, scores.detach())
+
+
+def make_pair_algorithm(
+    experiment: RewardExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
+) -> StatelessAlgorithm:
+    """Give each call on pairs its method."""
+    return _make_algorithm(RewardTrain(experiment.loss), PairInference(experiment.loss), graph, eval_graph)
+
+
+def make_ranking_algorithm(
+    experiment: RankedRewardExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
+) -> StatelessAlgorithm:
+    """Give each call on rankings its method."""
+    return _make_algorithm(
+        RankingTrain(experiment.loss), RankingInference(experiment.loss), graph, eval_graph
+    )
+
+
+def make_step_algorithm(
+    experiment: ProcessRewardExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
+) -> StatelessAlgorithm:
+    """Give each call on steps its method."""
+    return _make_algorithm(StepTrain(), StepInference(), graph, eval_graph)
+
+
+def _make_algorithm(
+    train: Method, inference: Method, graph: DataflowGraph, eval_graph: DataflowGraph | None
+) -> StatelessAlgorithm:
+    methods = {"reward.train": train, "reward.inference": inference}
+    return StatelessAlgorithm(graph=graph, eval_graph=eval_graph, methods=methods)

@@ -1,0 +1,75 @@
+"""Sampling without training, which `realrl generate` runs: settings, calls and description. No torch."""
+
+from realrl.algorithms.policy import GENERATE, KEYS
+from realrl.algorithms.rewards.config import RewardSetting, find_answer_reader
+from realrl.algorithms.rewards.graph import list_score_keys, score_sequences
+from realrl.dataflow.graph import DataflowGraph
+from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, get_eval_generation
+from realrl.recipe.experiment import Experiment, Models
+from realrl.recipe.generation import GenerationConfig
+from realrl.recipe.model import ModelConfig
+
+
+class SamplingModels(Models):
+    """The models of sampling."""
+
+    actor: ModelConfig
+    """The language model that answers."""
+    reward: ModelConfig | None = None
+    """Reward model, a sequence classifier with one label; null for none."""
+
+
+class SamplingExperiment(Experiment):
+    """Answers of a language model, scored by a reward. Nothing is trained."""
+
+    models: SamplingModels
+    reward: RewardSetting
+    """Reward of answers. null takes `models.reward`; if that is null too, answers get no scores."""
+    generation: GenerationConfig = GenerationConfig()
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether answers get scores."""
+        return self.reward is not None or self.models.reward is not None
+
+
+def make_sampling_graph(experiment: SamplingExperiment) -> DataflowGraph:
+    """Sample, and score if there is a reward; its inputs include what its metrics need."""
+    needed = ("prompt_length", "finished")
+    scoring = score_sequences(experiment.reward, needed) if experiment.is_scored else []
+    return DataflowGraph.using([GENERATE, *scoring], (*KEYS, *list_score_keys(experiment.reward)))
+
+
+def _make_methods(
+    experiment: SamplingExperiment, graph: DataflowGraph, eval_graph: DataflowGraph | None
+) -> object:
+    from realrl.algorithms.base.method import GenerateMethod, StatelessAlgorithm
+    from realrl.algorithms.rewards.methods import make_reward_methods
+
+    generation = experiment.generation
+    generate = GenerateMethod(generation, get_eval_generation(experiment))
+    scoring = make_reward_methods(experiment.reward) if experiment.is_scored else {}
+    return StatelessAlgorithm(
+        graph=graph,
+        eval_graph=eval_graph,
+        methods={"actor.generate": generate, **scoring},
+        temperature=generation.temperature,
+    )
+
+
+ALGORITHM = AlgorithmSpec(
+    name="sampling",
+    recipe=SamplingExperiment,
+    roles={"actor": RoleSpec("lm"), "reward": RoleSpec("scalar", optional=True)},
+    form="prompt",
+    train_graph=make_sampling_graph,
+    eval_graph=make_sampling_graph,
+    trains=False,
+    generation=lambda experiment: experiment.generation,
+    samples_per_prompt=lambda experiment: experiment.evaluation.samples,
+    methods=_make_methods,
+    answers=lambda experiment: find_answer_reader(experiment.reward),
+    headlines=(),
+    curves={},
+    summary=(),
+)

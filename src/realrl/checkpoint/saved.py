@@ -1,0 +1,207 @@
+"""What a run directory holds to continue from: checkpoints, models, the state of run and algorithm. No torch."""
+
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from realrl.checkpoint.manifest import is_checkpoint
+from realrl.config.errors import UserError
+from realrl.config.files import PARTIAL
+from realrl.config.json_file import parse_rows, read_json, read_tail
+from realrl.config.paths import is_local, local_path
+from realrl.recipe.algorithm import get_spec
+from realrl.recipe.experiment import Experiment
+
+CONFIG, METRICS, CHECKPOINTS, SUMMARY = "config.yaml", "metrics.jsonl", "checkpoints", "summary.json"
+_TAIL = 1 << 20
+"""Bytes read from the end of the metrics to find the last step."""
+_NAME = r"step-(\d{6,12})"
+"""Names of checkpoints."""
+
+BEST: Literal["best"] = "best"
+"""Directory of the models of the best evaluation; files beside it begin with this name."""
+Checkpoint = int | Literal["best"] | None
+"""A checkpoint after a step, the models of the best evaluation, or for None the final models."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Last checkpoint of a run, saved models of all trained roles, and last step with metrics."""
+
+    checkpoint: Path | None
+    models: Path | None
+    metrics: Path
+    step: int | None
+
+    def describe_checkpoint(self) -> str:
+        """Describe the checkpoint, as part of an error message about a failed write."""
+        if self.checkpoint is None:
+            return "there is no complete checkpoint"
+        return f"the last complete checkpoint is {self.checkpoint}"
+
+    def describe_paths(self) -> str:
+        """List the checkpoint and the models, as part of a message; empty if there are none."""
+        found = [str(path) for path in (self.checkpoint, self.models) if path is not None]
+        return f"saved: {', '.join(found)}" if found else ""
+
+    def describe(self, steps: int | None) -> str:
+        """Describe how far a run has come, as part of a message; `steps` is their number in all, if known."""
+        if not self.step:
+            return "before the end of the first step; nothing was saved"
+        saved = self.describe_paths() or "nothing to continue from was saved yet"
+        of = "" if steps is None else f" of {steps}"
+        return f"after step {self.step}{of}; {saved}; metrics up to step {self.step} in {self.metrics}"
+
+
+def checkpoint_path(run_dir: Path, which: Checkpoint, role: str = "") -> Path:
+    """Name the directory of a checkpoint, or of saved models.
+
+    The first trained role has this name itself; other roles append theirs.
+    """
+    name = f"{CHECKPOINTS}/step-{which:06}" if isinstance(which, int) else which or "final"
+    top = run_dir / name
+    return top.with_name(f"{top.name}-{role}") if role else top
+
+
+def list_checkpoints(run_dir: Path) -> dict[int, Path]:
+    """List the complete checkpoints of a run by the training steps before them, the latest first."""
+    found = {}
+    for path in (run_dir / CHECKPOINTS).glob("step-*"):
+        number = re.fullmatch(_NAME, path.name)
+        if number is not None and is_checkpoint(path):
+            found[int(number[1])] = path
+    return dict(sorted(found.items(), reverse=True))
+
+
+def find_run_of(path: Path) -> tuple[Path, int | None]:
+    """Find the run directory of a path: the path itself, or the run of a checkpoint, with the steps before it.
+
+    Raises UserError if the path is neither.
+    """
+    number = re.fullmatch(_NAME, path.name)
+    if number is not None and path.parent.name == CHECKPOINTS and path.is_dir():
+        return path.parent.parent, int(number[1])
+    if not (path / CONFIG).is_file():
+        raise UserError(f"{path} is neither a run directory nor a checkpoint")
+    return path, None
+
+
+def find_saved(run_dir: Path, trained: Sequence[str]) -> Saved:
+    """Find the last checkpoint, models and step of a run that trains these roles."""
+    checkpoint = next(iter(list_checkpoints(run_dir).values()), None)
+    models = None
+    which: tuple[Checkpoint, ...] = (BEST, None)
+    for name in which:
+        paths = [checkpoint_path(run_dir, name, role) for role in ("", *trained[1:])]
+        # A model's directory is renamed into place when it is complete.
+        if all(path.is_dir() for path in paths):
+            models = paths[0]
+    return Saved(checkpoint, models, run_dir / METRICS, _last_step(run_dir / METRICS))
+
+
+def remove_partial(run_dir: Path) -> None:
+    """Remove the files that a process of the run was writing when it was killed."""
+    for path in list(run_dir.rglob(PARTIAL)):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _last_step(metrics: Path) -> int | None:
+    steps = [row.get("step") for row in parse_rows(read_tail(metrics, _TAIL))]
+    return next((step for step in reversed(steps) if isinstance(step, int)), None)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """State of a run after a training step, except tensors, as JSON."""
+
+    step: int
+    """Training steps done."""
+    taken: int
+    """Records taken from the data; includes records whose samples were replaced."""
+    seconds: float
+    """Seconds of the run, earlier starts included."""
+    metrics_bytes: int
+    """Length of metrics.jsonl."""
+    evaluated: int | None
+    """Training steps before the last evaluation; None before the first."""
+    data: Mapping[str, int]
+    """Identity of the training data, see `Dataset.identify`."""
+    scoring: Mapping[str, int] = field(default_factory=dict)
+    """Checksums of everything that scores: fields that functions read, and files of functions, by name."""
+    algorithm: Mapping[str, Any] = field(default_factory=dict)
+    """State of the algorithm."""
+    trainers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """State of the trainer of each role."""
+    functions: Mapping[str, list[Any]] = field(default_factory=dict)
+    """State of the functions of a call, in the order of its output ranks."""
+    best: Mapping[str, Any] | None = None
+    """The best evaluation so far, if the recipe keeps one."""
+    rollbacks: int = 0
+    """Number of times that training has gone back after a spike."""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """State of the notes to the user."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, read: Mapping[str, Any]) -> "RunState":
+        """Make it from JSON values. Raises TypeError for the fields of another version."""
+        return cls(**read)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint from which a run resumed, and why later checkpoints could not be read."""
+
+    path: Path
+    state: RunState
+    problems: tuple[str, ...]
+
+
+def name_state_file(models: Path) -> Path:
+    """Name the state file of an algorithm beside saved models; `models` is the first trained role's directory."""
+    return models.with_name(f"{models.name}-state.json")
+
+
+def find_saved_state(experiment: Experiment, trained: Sequence[str]) -> tuple[Path, Mapping[str, Any]] | None:
+    """Find the state that the same algorithm saved beside the models from which all trained roles start.
+
+    None if they start from other models. Raises UserError for a damaged file.
+    """
+    paths = [getattr(experiment.models, role).path for role in trained]
+    if any(path is None or not is_local(path) for path in paths):
+        return None
+    first = local_path(paths[0])
+    beside = [first, *(first.with_name(f"{first.name}-{role}") for role in trained[1:])]
+    file = name_state_file(first)
+    if beside != [local_path(path) for path in paths] or not file.is_file():
+        return None
+    saved = read_json(file)
+    state, name = saved.get("state"), saved.get("algorithm")
+    if not isinstance(state, dict) or not isinstance(name, str):
+        raise UserError(f"{file} is damaged: it has no algorithm with its state; delete it to start without")
+    return (file, state) if name == get_spec(experiment).name else None
+
+
+class _Loading(Protocol):
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def load_saved_state(algorithm: _Loading, file: Path, state: Mapping[str, Any]) -> None:
+    """Load the state of `find_saved_state`. Raises UserError if the algorithm cannot read it."""
+    try:
+        algorithm.load_state_dict(dict(state))
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{file} is damaged: the algorithm cannot read it ({error!r}); delete it to start without"
+        ) from None

@@ -1,0 +1,110 @@
+"""Assignment of items to data-parallel ranks, mini-batches and micro-batches.
+
+All functions are pure functions of token counts, so every rank computes the same assignment by itself. Items are
+positions in `costs`; a cost is a number of tokens, never negative.
+"""
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def partition(costs: Sequence[int], parts: int) -> list[list[int]]:
+    """Split items into `parts` of nearly equal cost; positions ascend within a part.
+
+    Longest first, each item goes to the emptiest part (Graham 1969, "Bounds on multiprocessing timing
+    anomalies"). With at least `parts` items, no part is empty. Raises ValueError for parts < 1.
+    """
+    if parts < 1:
+        raise ValueError(f"cannot split into {parts} parts")
+    members: list[list[int]] = [[] for _ in range(parts)]
+    emptiest = [(0, 0, part) for part in range(parts)]
+    for item in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        load, count, part = emptiest[0]
+        members[part].append(item)
+        heapq.heapreplace(emptiest, (load + costs[item], count + 1, part))
+    return [sorted(part) for part in members]
+
+
+def partition_samples(costs: Sequence[int], samples: int, parts: int) -> list[list[int]]:
+    """Split items into `parts` by whole prompts; items i * samples to (i + 1) * samples - 1 share a prompt.
+
+    Every part gets the same number of prompts: longest first, each to the cheapest part with room. The
+    remaining, shortest prompts are cut into runs of samples. Numbers of items therefore differ by at most one;
+    that matters most, because generated lengths are unknown. With fewer items than parts, some parts are empty.
+    """
+    prompts = [range(i, min(i + samples, len(costs))) for i in range(0, len(costs), samples)]
+    prompts.sort(key=lambda items: (-len(items), -sum(costs[i] for i in items)))
+    complete = sum(len(items) == samples for items in prompts)
+    each = complete // parts
+    members: list[list[int]] = [[] for _ in range(parts)]
+    loads = [0] * parts
+    for items in prompts[: each * parts]:
+        part = min((p for p in range(parts) if len(members[p]) < each * samples), key=lambda p: (loads[p], p))
+        members[part].extend(items)
+        loads[part] += sum(costs[i] for i in items)
+    rest = [item for items in prompts[each * parts :] for item in items]
+    # The cheapest parts come last and get the longer runs.
+    emptiest_last = sorted(range(parts), key=lambda p: (-loads[p], p))
+    for part, run in zip(emptiest_last, minibatch_slices(len(rest), parts), strict=True):
+        members[part].extend(rest[i] for i in run)
+    return [sorted(part) for part in members]
+
+
+def minibatch_slices(n: int, minibatches: int) -> list[range]:
+    """Divide positions 0..n-1 into consecutive mini-batches whose sizes differ by at most one."""
+    return [range(n * i // minibatches, n * (i + 1) // minibatches) for i in range(minibatches)]
+
+
+def assign(costs: Sequence[int], *, minibatches: int, dp: int) -> list[list[list[int]]]:
+    """Assign positions to data-parallel ranks and mini-batches: [dp][minibatch] -> positions.
+
+    Each mini-batch is partitioned over dp separately, so its content does not depend on dp. Raises ValueError if a
+    mini-batch has fewer items than dp.
+    """
+    out: list[list[list[int]]] = [[] for _ in range(dp)]
+    for positions in minibatch_slices(len(costs), minibatches):
+        if len(positions) < dp:
+            raise ValueError(f"a mini-batch of {len(positions)} items cannot be split over dp={dp}")
+        for rank, part in enumerate(partition([costs[i] for i in positions], dp)):
+            out[rank].append([positions[i] for i in part])
+    return out
+
+
+def micro_batches(costs: Sequence[int], budget: int) -> list[list[int]]:
+    """Pack items into groups of at most `budget` tokens; positions ascend within a group.
+
+    Longest first, each item goes into the youngest group with room. Groups then hold items of similar length
+    (attention pads within length buckets), and short items fill gaps before a new group is opened. An item
+    above the budget is alone. Raises ValueError for budget < 1.
+    """
+    if budget < 1:
+        raise ValueError(f"a budget of {budget} tokens holds nothing")
+    groups: list[list[int]] = []
+    room = np.zeros(len(costs), dtype=np.int64)
+    for item in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        fitting = np.flatnonzero(room[: len(groups)] >= costs[item])
+        group = int(fitting[-1]) if len(fitting) else len(groups)
+        if group == len(groups):
+            groups.append([])
+            room[group] = budget
+        groups[group].append(item)
+        room[group] -= costs[item]
+    return [sorted(group) for group in groups]
+
+
+def even_micro_batches(costs: Sequence[int], budget: int, *, stages: int, per_stage: int) -> list[list[int]]:
+    """Pack items into micro-batches of nearly equal size, for a pipeline.
+
+    Their number is at least that of the budget and `per_stage` * `stages`, and a multiple of `stages`. It is lower
+    with few items, or if one long item determines the size anyway.
+    """
+    if not any(costs):
+        return micro_batches(costs, budget)
+    count = max(len(micro_batches(costs, budget)), stages * per_stage)
+    count = min(len(costs), -(-count // stages) * stages)
+    size = min(budget, max(max(costs), -(-sum(costs) // count)))
+    while len(groups := micro_batches(costs, size)) > count:
+        size = min(budget, size + max(1, size // 64))
+    return groups

@@ -1,0 +1,116 @@
+"""Flat buffers: the tensors of a parameter set as one rank holds them, back to back in one allocation."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from realrl.engine.offload import Offloadable, allocate, free
+from realrl.families.tensors import TensorSpec
+from realrl.layout.layout import Layout
+from realrl.layout.limits import bucket_count
+
+
+class FlatBuffer:
+    """Tensors stored back to back in `data` [N]; N is rounded up to `multiple_of`, and the padding stays zero."""
+
+    def __init__(
+        self,
+        tensors: Sequence[TensorSpec],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        multiple_of: int = 1,
+    ) -> None:
+        self.tensors = tuple(tensors)
+        self._specs = {tensor.name: tensor for tensor in self.tensors}
+        assert len(self._specs) == len(self.tensors), "two tensors have the same name"
+        self._offsets: dict[str, int] = {}
+        used = 0
+        for tensor in self.tensors:
+            self._offsets[tensor.name] = used
+            used += tensor.numel
+        self._used = used
+        self.data = torch.zeros(-(-used // multiple_of) * multiple_of, dtype=dtype, device=device)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._specs
+
+    def __getitem__(self, name: str) -> Tensor:
+        """View a tensor in its own shape."""
+        spec, start = self._specs[name], self._offsets[name]
+        return self.data[start : start + spec.numel].view(spec.shape)
+
+    @property
+    def buckets(self) -> int:
+        """Number of equal parts that are communicated one by one."""
+        return bucket_count(self._used)
+
+    @property
+    def padding(self) -> Tensor:
+        """Elements after the last tensor."""
+        return self.data[self._used :]
+
+    def offset(self, name: str) -> int:
+        """Index in `data` of a tensor's first element."""
+        return self._offsets[name]
+
+    def fused(self, *names: str) -> Tensor:
+        """View neighbouring tensors of equal trailing shape as one, stacked by rows. [sum of rows, ...]"""
+        specs = [self._specs[name] for name in names]
+        end = start = self._offsets[names[0]]
+        for spec in specs:
+            assert self._offsets[spec.name] == end, f"{spec.name} does not follow {names} in storage"
+            assert spec.shape[1:] == specs[0].shape[1:], f"{spec.name} has other columns than {names[0]}"
+            end += spec.numel
+        return self.data[start:end].view(sum(spec.shape[0] for spec in specs), *specs[0].shape[1:])
+
+
+class LocalSet:
+    """A rank's part of a parameter set in one flat buffer, whose memory can be freed and allocated again."""
+
+    def __init__(self, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`rank` is global. Padding lets ranks with the same tensors divide each bucket equally."""
+        self.layout, self._rank = layout, rank
+        stored = [tensor.stored for tensor in layout.tensors(rank)]
+        multiple = layout.placement.strategy.replicas * bucket_count(sum(tensor.numel for tensor in stored))
+        self.buffer = FlatBuffer(stored, dtype, device, multiple_of=multiple)
+        self.memory = Offloadable([self.buffer.data])
+
+    @property
+    def resident(self) -> bool:
+        """Whether the parameters are in device memory, neither freed nor offloaded."""
+        return self.buffer.data.untyped_storage().nbytes() >= self.buffer.data.nbytes
+
+    def free(self) -> None:
+        free(self.buffer.data)
+
+    def allocate(self) -> None:
+        """Allocate the memory again. Padding is zero; the parameters are undefined until they are filled in."""
+        allocate(self.buffer.data)
+        self.buffer.padding.zero_()
+        for tensor in self.layout.tensors(self._rank):
+            if tensor.region.size != tensor.shape:
+                self.buffer[tensor.region.tensor][tensor.region.size[0] :].zero_()
+
+
+class Parameters:
+    """Tensors of several buffers, by name."""
+
+    def __init__(self, buffers: Mapping[str, FlatBuffer]) -> None:
+        """`buffers` by parameter set; no two of them hold the same tensor."""
+        self._of = {tensor.name: buffer for buffer in buffers.values() for tensor in buffer.tensors}
+        self.tensors: tuple[TensorSpec, ...] = tuple(t for b in buffers.values() for t in b.tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._of
+
+    def __getitem__(self, name: str) -> Tensor:
+        """View a tensor in its own shape."""
+        return self._of[name][name]
+
+    def fused(self, *names: str) -> Tensor:
+        """View neighbouring tensors of one set as one; see `FlatBuffer.fused`."""
+        buffer = self._of[names[0]]
+        assert all(name in buffer for name in names), f"{names} are not all in one parameter set"
+        return buffer.fused(*names)

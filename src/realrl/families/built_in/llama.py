@@ -1,0 +1,168 @@
+"""Llama from the second generation on, and the text models of Llama 4 (Scout)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from realrl.config.explain import brief
+from realrl.families.decoder import Names, named_decoder
+from realrl.families.family import Family
+from realrl.families.settings import (
+    FULL,
+    ROUTER_LOSS,
+    ConfigReader,
+    read_layer,
+    read_mixture,
+    read_sizes,
+    read_unrotated,
+    write_layer,
+    write_mixture,
+    write_sizes,
+    write_unrotated,
+)
+from realrl.families.shape import LayerOptions, Mixture, ModelShape
+
+
+def _read_llama(config: ConfigReader) -> dict[str, Any]:
+    options = read_layer(config, mlp_bias=config.flag("mlp_bias", False))
+    return {**read_sizes(config), "layer": options}
+
+
+def _write_llama(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
+    return {**write_sizes(shape), **write_layer(options), "mlp_bias": options.mlp_bias}
+
+
+LLAMA = Family(
+    model_type="llama",
+    architectures={"lm": "LlamaForCausalLM", "scalar": "LlamaForSequenceClassification"},
+    read_config=_read_llama,
+    write_config=_write_llama,
+    buffers=("rotary_emb.inv_freq",),
+)
+
+
+_LLAMA4_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+}
+_LLAMA4_FIXED = {"router_jitter_noise": 0.0}
+LLAMA4_MIXTURE = Mixture(
+    experts=16, per_token=1, scores="sigmoid", normalised=False, weighed="inputs", shared=True
+)
+"""Defaults of Llama4TextConfig; a file may change `experts` and `per_token`."""
+_CHUNKED = "chunked_attention"
+_START = 8192
+"""Default of `attention_chunk_size` and of `floor_scale`, in tokens.
+
+Attention of rotated layers is cut into chunks of the first. Scores of unrotated layers are scaled by position from
+the second on. Models here do neither: sequences end before both begin, so that neither changes anything."""
+_POSITIONS = (
+    "max_position_embeddings",
+    "attention_chunk_size",
+    "layer_types",
+    "attn_temperature_tuning",
+    "floor_scale",
+    "attn_scale",
+)
+"""Settings that a shape sums up in `max_positions`: the longest sequence that they leave alone."""
+
+
+def _read_llama4(config: ConfigReader) -> dict[str, Any]:
+    sizes = read_sizes(config, _LLAMA4_DEFAULTS)
+    config.fixed(_LLAMA4_FIXED)
+    layers = sizes["layers"]
+    _check_layers_alike(config, layers)
+    unrotated = read_unrotated(config, layers)
+    default = LLAMA4_MIXTURE
+    found = read_mixture(config, experts=default.experts, per_token=default.per_token, normalised=False)
+    return {
+        **sizes,
+        "max_positions": min([sizes["max_positions"], *_read_starts(config, layers, unrotated)]),
+        "unrotated_layers": unrotated,
+        "mixture": default.model_copy(update={"experts": found.experts, "per_token": found.per_token}),
+        "layer": read_layer(config, qk_norm="rotated" if config.flag("use_qk_norm", True) else "none"),
+    }
+
+
+def _check_layers_alike(config: ConfigReader, layers: int) -> None:
+    """Check that each layer has experts; UserError if not."""
+    given, step = config.read("moe_layers"), config.size("interleave_moe_layer_step", 1)
+    if given is None and step != 1:
+        what = f"interleave_moe_layer_step={step}"
+    elif given not in (None, [*range(layers)]):
+        what = f"moe_layers={brief(given)}"
+    else:
+        return
+    raise config.fail(
+        f"{what} is not supported: plans need layers that are all alike, so each must have experts"
+    )
+
+
+def _read_starts(config: ConfigReader, layers: int, unrotated: tuple[int, ...]) -> list[int]:
+    """Read the sequence lengths after which chunks begin and scores are scaled; see `_START`."""
+    kinds = config.read("layer_types")
+    if kinds is None:
+        kinds = [FULL if layer in unrotated else _CHUNKED for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in (FULL, _CHUNKED) for k in kinds):
+        raise config.fail(
+            f"layer_types={brief(kinds)} must be a list of {layers} words, each {_CHUNKED} or {FULL}"
+        )
+    found = []
+    if config.has("attention_chunk_size", _START):
+        chunk = config.size("attention_chunk_size", _START)
+        found += [chunk] if _CHUNKED in kinds else []
+    floor = config.size("floor_scale", _START, least=2)
+    config.number("attn_scale", 0.1)
+    tuned = config.read("attn_temperature_tuning", True)
+    if type(tuned) not in (bool, int):  # older versions of transformers write numbers
+        raise config.fail(f"attn_temperature_tuning={brief(tuned)} is not true or false")
+    if tuned and unrotated:
+        found.append(floor - 1)
+    return found
+
+
+def _write_llama4(shape: ModelShape, options: LayerOptions) -> Mapping[str, Any]:
+    return {
+        **write_sizes(shape),
+        **write_mixture(shape),
+        **write_unrotated(shape),
+        **_LLAMA4_FIXED,
+        "moe_layers": [*range(shape.layers)],
+        "interleave_moe_layer_step": 1,
+        "attention_chunk_size": max(_START, shape.max_positions),
+        "floor_scale": max(_START, shape.max_positions + 1),
+        "use_qk_norm": options.qk_norm == "rotated",
+        **write_layer(options),
+    }
+
+
+LLAMA4 = Family(
+    model_type="llama4_text",
+    architectures={"lm": "Llama4ForCausalLM", "scalar": "Llama4ForSequenceClassification"},
+    read_config=_read_llama4,
+    write_config=_write_llama4,
+    layer=LayerOptions(qk_norm="rotated"),
+    tensors=named_decoder(
+        Names(
+            interleaved=True,
+            gate="feed_forward.shared_expert.gate_proj",
+            up="feed_forward.shared_expert.up_proj",
+            down="feed_forward.shared_expert.down_proj",
+            router="feed_forward.router",
+            expert="feed_forward.experts",
+            experts_gate_up="feed_forward.experts.gate_up_proj",
+            experts_down="feed_forward.experts.down_proj",
+        )
+    ),
+    mixture=True,
+    position_bounds="its attention_chunk_size and floor_scale, beyond which attention is not supported",
+    untouched=(
+        *_POSITIONS,
+        "no_rope_layer_interval",
+        "intermediate_size_mlp",
+        "for_llm_compressor",
+        *ROUTER_LOSS,
+    ),
+)

@@ -1,0 +1,106 @@
+"""Sizes of models by the name of a published one or from a `config.json`, and the parameters that tokens meet."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from realrl.config.errors import UserError
+from realrl.config.explain import nearest
+from realrl.config.paths import local_path
+from realrl.families.config_json import read_config, shape_from_hf
+from realrl.families.registry import find_layer_options
+from realrl.families.shape import ModelShape
+
+_NAMED = 12
+"""Most names in an error message."""
+
+
+@cache
+def _read_file() -> dict[str, Any]:
+    """Read `sizes.json`: per name, the source on the hub, and the settings of its `config.json` that count here."""
+    found: dict[str, Any] = json.loads(
+        files("realrl.families").joinpath("sizes.json").read_text(encoding="utf-8")
+    )
+    return found
+
+
+@cache
+def _read_shape(name: str) -> ModelShape:
+    config = _read_file()[name]["config"]
+    return shape_from_hf(config, f"sizes.json: {name}", config["model_type"])
+
+
+class _PublishedShapes(Mapping[str, ModelShape]):
+    """Shapes by name. The file is read at the first use, and each shape is made when it is asked for."""
+
+    def __getitem__(self, name: str) -> ModelShape:
+        return _read_shape(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_read_file())
+
+    def __len__(self) -> int:
+        return len(_read_file())
+
+    def __contains__(self, name: object) -> bool:
+        return name in _read_file()
+
+
+SHAPES: Mapping[str, ModelShape] = _PublishedShapes()
+"""Shapes of published models by name."""
+
+
+def find_shape(source: str, family: str | None = None) -> ModelShape:
+    """Find the sizes of a name in `SHAPES`, of a Hugging Face `config.json` or of a directory with one.
+
+    `family` is for `find_family`; by default the file names it. Raises UserError if the source is none of these.
+    """
+    if source in SHAPES:
+        return SHAPES[source]
+    path = local_path(source)
+    if path.is_dir():
+        return read_config(path / "config.json", family)
+    if path.exists():
+        return read_config(path, family)
+    if path.suffix == ".json" or "/" in source:
+        raise UserError(
+            f"{source}: no such file; give a config.json, a directory that holds one, or the name of a"
+            " published model such as llama-2-7b"
+        )
+    # Another generation, or another size, is another model and not a misspelling.
+    hint = nearest(source, [name for name in SHAPES if _find_numbers(name) == _find_numbers(source)])
+    some = ", ".join([*SHAPES][:_NAMED])
+    suffix = (
+        f"did you mean {hint}?" if hint else f"known models are {some}, and others (realrl models lists them)"
+    )
+    raise UserError(
+        f"{source!r} is no model whose sizes are known, and no config.json or directory with one; {suffix}"
+    )
+
+
+def _find_numbers(name: str) -> list[str]:
+    """Find the generation and the size in the name of a model."""
+    return re.findall(r"\d+(?:\.\d+)?", name)
+
+
+def count_layer_weights(shape: ModelShape) -> int:
+    """Count the parameters of a layer's matrices that a token is multiplied by.
+
+    Of experts, only those that a token is sent to count.
+    """
+    rotated = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    block = count_block_weights(shape)
+    mixture = shape.mixture
+    if mixture is not None:
+        blocks = mixture.per_token + mixture.shared
+        return shape.hidden_size * (rotated + mixture.experts) + blocks * block
+    return shape.hidden_size * rotated + block
+
+
+def count_block_weights(shape: ModelShape) -> int:
+    """Count the parameters of the matrices of a feed-forward block, or of an expert."""
+    matrices = 3 if find_layer_options(shape).gated else 2
+    return matrices * shape.hidden_size * shape.intermediate_size

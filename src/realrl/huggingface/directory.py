@@ -1,0 +1,234 @@
+"""Model directories and hub models: their files, shapes and settings, without weights. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from realrl.config.errors import UserError
+from realrl.config.json_file import read_json
+from realrl.config.paths import is_local, local_path
+from realrl.families.adapter_config import ADAPTER_CONFIG, SavedAdapters, find_adapters
+from realrl.families.config_json import read_config
+from realrl.families.shape import ModelShape
+from realrl.recipe.algorithm import get_spec
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.model import ModelConfig, TrainedModelConfig
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+
+
+def local_directory(path: str | Path) -> Path:
+    """Find a local directory, or download the hub model of that name. Raises UserError if there is neither."""
+    directory = local_path(str(path))
+    if directory.is_dir():
+        return directory
+    if is_local(str(path)):
+        raise UserError(f"{path}: no such model directory")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=HUB_FILES))
+    except Exception as error:  # the hub's client raises a dozen unrelated types
+        raise _not_given(path, error) from error
+
+
+def find_saved_adapters(path: str | Path) -> SavedAdapters | None:
+    """Find the adapters in a directory or hub name that holds adapters instead of a whole model; None for a model.
+
+    Raises UserError if the adapters cannot be used.
+    """
+    if is_local(str(path)) or local_path(str(path)).is_dir():
+        return find_adapters(path)
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        hf_hub_download(str(path), CONFIG)
+    except EntryNotFoundError:
+        return find_adapters(local_directory(path))
+    except Exception:  # opening the model reports this error
+        return None
+    return None
+
+
+def known_adapters(path: str | Path) -> SavedAdapters | None:
+    """Find the adapters in a directory or in the cache of hub models, without using the network."""
+    if is_local(str(path)) or local_path(str(path)).is_dir():
+        return find_adapters(path)
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(str(path), ADAPTER_CONFIG)
+    return find_adapters(Path(cached).parent) if isinstance(cached, str) else None
+
+
+def find_base(path: str | Path) -> str | Path:
+    """Find the base model of adapters; a whole model is its own base."""
+    adapters = find_saved_adapters(path)
+    return path if adapters is None else adapters.base
+
+
+def config_file(path: str | Path) -> Path:
+    """Find the `config.json` of a model in a directory or on the hub, downloading nothing else.
+
+    Adapters have the file of their base model. A directory may lack it. Raises UserError if there is no such model.
+    """
+    path = find_base(path)
+    directory = local_path(str(path))
+    if directory.is_dir():
+        return directory / CONFIG
+    if is_local(str(path)):
+        raise UserError(f"{path}: no such model directory")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(str(path), CONFIG))
+    except Exception as error:
+        raise _not_given(path, error) from error
+
+
+def generation_config_file(path: str | Path) -> Path | None:
+    """Find the `generation_config.json` of a model in the same way; None if it has none."""
+    path = find_base(path)
+    directory = local_path(str(path))
+    if is_local(str(path)) or directory.is_dir():
+        file = directory / GENERATION_CONFIG
+        return file if file.is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(str(path), GENERATION_CONFIG))
+    except EntryNotFoundError:  # also raised offline, for a cached model without this file
+        return None
+    except Exception as error:
+        raise _not_given(path, error) from error
+
+
+def read_shape(path: str | Path, family: str | None = None) -> ModelShape:
+    """Read the shape of a model in a directory or on the hub; UserError if absent or not supported.
+
+    `family` is a name or reference for `find_family`; by default `config.json` names the family.
+    """
+    return read_config(config_file(path), family)
+
+
+def known_shape(config: ModelConfig) -> ModelShape | None:
+    """Find the shape of a role's model without using the network; None if it is not known.
+
+    Sources are the recipe, the model's directory and the cache of hub models. Raises UserError for a wrong
+    `config.json`.
+    """
+    found = _known_base(config)
+    return None if found is None else _adapt(found, config)
+
+
+def _adapt(shape: ModelShape, config: ModelConfig) -> ModelShape:
+    """Add a role's adapters, its quantisation and its larger vocabulary to the shape of its model.
+
+    Raises UserError if the vocabulary would shrink.
+    """
+    size = config.vocab_size
+    if size is not None and size < shape.vocab_size:
+        raise UserError(
+            f"vocab_size={size} is less than the {shape.vocab_size} tokens that {config.path} has; a vocabulary can"
+            " only grow"
+        )
+    if size is not None and size > shape.vocab_size:
+        shape = shape.model_copy(update={"vocab_size": size, "grown_from": shape.vocab_size})
+    lora = config.lora if isinstance(config, TrainedModelConfig) else None
+    if lora is None and config.quantised is None:
+        return shape
+    return shape.model_copy(update={"lora": lora, "quantised": config.quantised})
+
+
+def _known_base(config: ModelConfig) -> ModelShape | None:
+    if config.path is None or config.shape is not None:
+        return config.shape
+    if is_local(config.path):
+        file = local_path(str(find_base(config.path))) / CONFIG
+        return read_config(file, config.family) if file.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(config.path, "config.json")
+    return read_config(Path(cached), config.family) if isinstance(cached, str) else None
+
+
+def find_model_shape(config: ModelConfig) -> ModelShape:
+    """Find the shape of a role's model; a hub model downloads `config.json` alone.
+
+    Raises UserError if it cannot be found.
+    """
+    known = known_shape(config)
+    if known is not None:
+        return known
+    assert config.path is not None, "a model has a path or a shape"
+    return _adapt(read_shape(config.path, config.family), config)
+
+
+def _not_given(path: str | Path, error: Exception) -> UserError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return UserError(f"{path}: no such model directory, and the Hugging Face hub gave none: {reason}")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Settings in the directory from which a model was opened.
+
+    They are read at the start of a run, because the directory may be gone when the model is saved.
+    """
+
+    directory: Path
+    config: Mapping[str, Any]
+    """Contents of `config.json`."""
+    generation: Mapping[str, Any] | None
+    """Contents of `generation_config.json`; None without such a file."""
+    generation_file: bytes = b""
+    """Bytes of that file."""
+
+    def find_stop_token_ids(self, vocabulary: int) -> tuple[Path, tuple[int, ...]]:
+        """Find the file that names the tokens that end generation, and these tokens.
+
+        `generation_config.json` comes before `config.json`, as in transformers. Raises UserError for a token
+        outside the model's vocabulary.
+        """
+        file = self.directory / CONFIG
+        named = self.config.get("eos_token_id")
+        if self.generation is not None and self.generation.get("eos_token_id") is not None:
+            file = self.directory / GENERATION_CONFIG
+            named = self.generation["eos_token_id"]
+        listed = named if isinstance(named, list) else [] if named is None else [named]
+        if not all(type(token) is int and 0 <= token < vocabulary for token in listed):
+            raise UserError(
+                f"{file}: eos_token_id={named!r} must be the id of a token, or a list of them, from 0 to"
+                f" {vocabulary - 1}"
+            )
+        return file, tuple(listed)
+
+
+def read_origin(path: str | Path) -> Origin:
+    """Read the settings of a model in a directory or on the hub, without its weights.
+
+    Raises UserError if one of the files is not a JSON object.
+    """
+    config = config_file(path)
+    generation = generation_config_file(path)
+    return Origin(
+        directory=config.parent,
+        config=read_json(config),
+        generation=None if generation is None else read_json(generation),
+        generation_file=b"" if generation is None else generation.read_bytes(),
+    )
+
+
+def check_directories(experiment: Experiment) -> None:
+    """Check that the recipe's local directories of models and tokenizers exist. Raises UserError if not."""
+    for role in get_spec(experiment).list_sources_first(experiment):
+        for field in ("path", "tokenizer"):
+            path = getattr(getattr(experiment.models, role), field)
+            if path is not None and is_local(path) and not local_path(path).is_dir():
+                raise UserError(f"models.{role}.{field}={path}: no such directory")
+    against = experiment.evaluation.against
+    if against is not None and is_local(against) and not local_path(against).is_dir():
+        raise UserError(f"evaluation.against={against}: no such directory")

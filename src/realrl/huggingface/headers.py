@@ -1,0 +1,211 @@
+"""Headers of a model's safetensors files, checked before weights are read."""
+
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from safetensors import SafetensorError, safe_open
+
+from realrl.config.errors import UserError
+from realrl.config.json_file import read_json
+from realrl.families.config_json import read_config
+from realrl.families.registry import find_family, model_tensors, ties_embeddings
+from realrl.families.shape import Head, ModelShape
+from realrl.families.tensors import Parameter, TensorSpec, Units
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The tensors of a model in the files of its directory."""
+
+    tensors: Mapping[str, StoredTensor]
+    """By the tensor's name in the model."""
+    absent: list[str]
+    """Tensors of the model that are in no file."""
+    embedding: TensorSpec
+    """The embedding table."""
+    repeated_head: tuple[StoredTensor, StoredTensor] | None
+    """A stored language-model head whose embeddings are tied, and these embeddings: both must be equal."""
+
+
+def open_file(file: Path) -> Any:
+    """Open a safetensors file to read. Raises UserError if it is damaged."""
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file}: not a complete safetensors file ({error})") from error
+
+
+class TensorFiles:
+    """Safetensors files mapped into memory, one open at a time.
+
+    Ask for tensors file by file, so that each file is opened once.
+    """
+
+    def __init__(self) -> None:
+        self._opened = ExitStack()
+        self._file: Path | None = None
+        self._reader: Any = None
+
+    def __enter__(self) -> "TensorFiles":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def find(self, tensor: StoredTensor) -> Any:
+        """Find a tensor's slice, which reads parts of it when indexed. Raises UserError for a damaged file."""
+        if tensor.file != self._file:
+            self._close()
+            self._reader = self._opened.enter_context(open_file(tensor.file))
+            self._file = tensor.file
+        return self._reader.get_slice(tensor.name)
+
+    def _close(self) -> None:
+        self._opened.close()
+        self._file = self._reader = None
+
+
+def find_tensors(directory: Path, shape: ModelShape, wanted: Iterable[TensorSpec]) -> Contents:
+    """Find the file of each of these tensors of a model.
+
+    Only a scalar head may be absent, since a language model has none yet. A missing language-model head is the
+    embedding table if `config.json` ties them. Everything else that does not fit raises UserError with file and
+    tensor; so does a stored tensor that the model does not have.
+    """
+    specs = {spec.name: spec for spec in wanted}
+    outside = _specs_outside_layers(shape)
+    names = {parameter: spec.name for parameter, spec in outside.items()}
+    embedding, lm_head, scalar_head = names["embedding"], names["lm_head"], names["scalar_head"]
+    stored = _named_as_in_family(_read_headers(directory), [*specs.values(), *outside.values()])
+    if scalar_head in stored and scalar_head not in specs:
+        raise UserError(f"{directory} is a sequence classifier, not a language model: it has a {scalar_head}")
+    found = {}
+    absent = []
+    for name, spec in specs.items():
+        source = spec.file_name
+        if name == lm_head and name not in stored:
+            config = read_config(directory / "config.json", shape.family)
+            source = embedding if ties_embeddings(config, "lm") else name
+        if source in stored:
+            _check(stored[source], spec, shape)
+            found[name] = stored[source]
+        elif name == scalar_head:
+            absent.append(name)
+        else:
+            raise UserError(f"{directory}: tensor {source} is missing from the safetensors files")
+    known = {spec.file_name for spec in (*specs.values(), *outside.values())}
+    _check_known(stored, known, find_family(shape.family).buffers)
+    repeated = stored.get(lm_head) if lm_head not in specs and scalar_head not in specs else None
+    if repeated is not None:
+        _check(repeated, specs[embedding], shape)
+    pair = None if repeated is None else (repeated, found[embedding])
+    return Contents(found, absent, outside["embedding"], pair)
+
+
+def _named_as_in_family(
+    stored: Mapping[str, StoredTensor], specs: Iterable[TensorSpec]
+) -> Mapping[str, StoredTensor]:
+    """Give stored tensors the names of the family.
+
+    Files of a base model omit everything before the first dot of a name.
+    """
+    names = {spec.file_name for spec in specs}
+    if names & stored.keys():
+        return stored
+    return {next((n for n in names if n.partition(".")[2] == name), name): of for name, of in stored.items()}
+
+
+def _specs_outside_layers(shape: ModelShape) -> dict[Parameter, TensorSpec]:
+    """Find the tensors outside the layers, for both heads and with untied embeddings."""
+    untied = shape.model_copy(update={"tied_embeddings": False, "layers": 1})
+    heads: tuple[Head, ...] = get_args(Head)
+    specs = [spec for head in heads for spec in model_tensors(untied, head)]
+    return {spec.parameter: spec for spec in specs if spec.layer is None}
+
+
+def _check(tensor: StoredTensor, spec: TensorSpec, shape: ModelShape) -> None:
+    check_type(tensor)
+    rows = stored_rows(spec, shape)
+    wanted = spec.file_shape if rows is None else (rows, *spec.shape[1:])
+    if tensor.shape != wanted:
+        found = list(tensor.shape)
+        needed = list(wanted)
+        raise UserError(
+            f"{tensor.file}: tensor {tensor.name} has shape {found}, but the model needs {needed}"
+        )
+
+
+def stored_rows(spec: TensorSpec, shape: ModelShape) -> int | None:
+    """Count the rows in the files of a tensor that has a row per token; None unless the vocabulary grows."""
+    per_token = spec.partition is not None and spec.partition.units is Units.VOCABULARY
+    return shape.grown_from if per_token else None
+
+
+def check_type(tensor: StoredTensor) -> None:
+    """Check that a stored tensor has a supported type. Raises UserError if not."""
+    if tensor.dtype not in FLOATS:
+        raise UserError(
+            f"{tensor.file}: tensor {tensor.name} has type {tensor.dtype}; accepted are {', '.join(FLOATS)}"
+        )
+
+
+def _check_known(
+    stored: Mapping[str, StoredTensor], known: Collection[str], buffers: tuple[str, ...]
+) -> None:
+    for name, tensor in stored.items():
+        if name not in known and not name.endswith(buffers):
+            raise UserError(
+                f"{tensor.file}: tensor {name} does not belong to the model that config.json describes"
+            )
+
+
+def _read_headers(directory: Path) -> dict[str, StoredTensor]:
+    """List all tensors in a directory's files, by name."""
+    index = directory / INDEX
+    if index.is_file():
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+            raise UserError(f"{index}: weight_map is missing, or does not name a file for each tensor")
+        files: dict[str, list[str]] = {}
+        for name, file in names.items():
+            files.setdefault(file, []).append(name)
+        return {
+            tensor.name: tensor
+            for file, expected in files.items()
+            for tensor in read_header(directory / file, expected)
+        }
+    single = directory / SINGLE
+    if not single.is_file():
+        raise UserError(f"{directory}: there is neither {SINGLE} nor {INDEX}; only safetensors are read")
+    return {tensor.name: tensor for tensor in read_header(single, None)}
+
+
+def read_header(file: Path, expected: list[str] | None) -> list[StoredTensor]:
+    """List the tensors of a file: the `expected` names from the index, or all. Raises UserError for a bad file."""
+    if not file.is_file():
+        raise UserError(f"{file} is missing" + ("" if expected is None else f", though {INDEX} names it"))
+    with open_file(file) as reader:
+        present = set(reader.keys())
+        tensors = []
+        for name in sorted(present) if expected is None else expected:
+            if name not in present:
+                raise UserError(f"{file}: tensor {name} is missing")
+            piece = reader.get_slice(name)
+            tensors.append(StoredTensor(file, name, piece.get_dtype(), tuple(piece.get_shape())))
+        return tensors

@@ -1,0 +1,72 @@
+"""Initial weights of a model that starts from scratch."""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from realrl.families.shape import ModelShape
+from realrl.families.tensors import Init, TensorSpec
+from realrl.huggingface.stored import Weights, write_quantised
+from realrl.layout.region import Region
+
+
+def initialise(
+    buffer: Weights,
+    tensors: Sequence[TensorSpec],
+    shape: ModelShape,
+    seed: int,
+    regions: Mapping[str, Region] | None = None,
+) -> None:
+    """Fill every tensor with its initial values (`TensorSpec.init`).
+
+    `tensors` are global. `buffer` holds them whole or, with `regions`, these regions, from the first row on.
+
+    DoRA's magnitudes are skipped: they follow from other tensors (`Transformer.initialise_magnitudes`). Scales are
+    written with their quantised matrices. Matrices that write to the residual stream are scaled by
+    1 / sqrt(2 * layers) (Radford et al. 2019, section 2.3). Each tensor depends on the seed and its own name alone,
+    so layout, order and device do not matter. At most `_DRAWN_ELEMENTS`, or one row, are in memory at a time.
+    """
+    for tensor in tensors:
+        target = buffer[tensor.name]
+        if tensor.init in (Init.MAGNITUDE, Init.SCALE):
+            continue
+        if tensor.init in (Init.ONES, Init.ZEROS):
+            filled = len(target) if regions is None else regions[tensor.name].size[0]
+            target[:filled].fill_(float(tensor.init is Init.ONES))
+            continue
+        region = Region(tensor.name, (0,) * len(tensor.shape), tensor.shape)
+        if regions is not None:
+            region = regions[tensor.name]
+        columns = region.slices[1:]
+        for rows, values in _draw(tensor, region, shape, seed):
+            if tensor.quantised is None:
+                target[rows].copy_(values[:, *columns])
+            else:
+                write_quantised(buffer, tensor, rows, values, *columns)
+
+
+_DRAWN_ELEMENTS = 2**24
+"""Numbers drawn at a time. Each block of rows has its own seed, so a rank draws only the blocks it needs."""
+
+
+def _draw(tensor: TensorSpec, region: Region, shape: ModelShape, seed: int) -> Iterator[tuple[slice, Tensor]]:
+    """Draw the rows of a region of a tensor. Yields rows of the region with the values of all columns."""
+    rows = region.slices[0]
+    step = max(1, _DRAWN_ELEMENTS // math.prod(tensor.shape[1:]))
+    for number in range(rows.start // step, -(-rows.stop // step)):
+        first = number * step
+        name = f"{seed}/{tensor.name}" + (f"/{number}" if number else "")
+        digest = hashlib.sha256(name.encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        values = torch.empty(min(step, tensor.shape[0] - first), *tensor.shape[1:])
+        if tensor.init is Init.ADAPTER:
+            bound = 1 / math.sqrt(tensor.shape[1])
+            values.uniform_(-bound, bound, generator=generator)
+        else:
+            std = shape.init_std / (math.sqrt(2 * shape.layers) if tensor.init is Init.RESIDUAL else 1)
+            values.normal_(0.0, std, generator=generator)
+        start, stop = max(rows.start, first), min(rows.stop, first + len(values))
+        yield slice(start - rows.start, stop - rows.start), values[start - first : stop - first]

@@ -1,0 +1,80 @@
+"""Group of ranks and its collectives."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+# From torch 2.13 on the collectives of one tensor have these names, and the old ones warn at every call.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of a process group, and this rank's index among them. `handle` is None for a single rank."""
+
+    ranks: tuple[int, ...]
+    index: int
+    handle: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """All-reduce the sum of `tensor` over the group, in place."""
+        if self.handle is not None:
+            dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.handle)
+        return tensor
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """All-reduce the elementwise maximum over the group, in place."""
+        if self.handle is not None:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
+        return tensor
+
+    def gather_columns(self, part: Tensor, columns: int) -> Tensor:
+        """All-gather matrices side by side. part: [N, columns of this rank] -> [N, columns]
+
+        Each rank has ceil(columns / size) columns; the last ranks may have fewer.
+        """
+        if self.handle is None:
+            return part
+        width = -(-columns // self.size)
+        padded = F.pad(part, (0, width - part.shape[1])).contiguous()
+        buffer = part.new_empty(self.size, len(part), width)
+        all_gather(buffer.view(-1, width), padded, self)
+        return buffer.transpose(0, 1).reshape(len(part), -1)[:, :columns]
+
+
+def make_single_rank_group(rank: int = 0) -> Group:
+    return Group((rank,), 0)
+
+
+def reduce_scatter(
+    output: Tensor, buffer: Tensor, group: Group, *, async_op: bool = False
+) -> dist.Work | None:
+    """Reduce-scatter `buffer` [N] over the group into `output` [N / size].
+
+    With `async_op`, returns at once with the work to wait for, if any.
+    """
+    if group.handle is None:
+        output.copy_(buffer)
+        return None
+    return _reduce_scatter(output, buffer, dist.ReduceOp.SUM, group=group.handle, async_op=async_op)
+
+
+def all_gather(buffer: Tensor, part: Tensor, group: Group, *, async_op: bool = False) -> dist.Work | None:
+    """All-gather each rank's `part` [N / size] into `buffer` [N]; `part` may lie inside `buffer`.
+
+    With `async_op`, returns at once with the work to wait for, if any.
+    """
+    if group.handle is not None:
+        inside = part.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        own = part.clone() if inside else part
+        return _all_gather(buffer, own, group=group.handle, async_op=async_op)
+    if buffer.data_ptr() != part.data_ptr():
+        buffer.copy_(part)
+    return None

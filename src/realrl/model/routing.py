@@ -1,0 +1,144 @@
+"""Routing: which experts a token passes through; recorded, replayed, and balanced."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+
+class Routing:
+    """Default routing: each token takes its highest-scoring experts."""
+
+    def route(self, layer: int, probabilities: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
+        """Choose the experts of tokens in a layer of the stage. probabilities, or other scores: [T, E] float32
+
+        -> scores that the experts' weights are taken from [T, E], and numbers of experts [T, per_token] int64
+        """
+        return probabilities, probabilities.detach().topk(per_token, dim=1).indices
+
+
+LIKELIEST = Routing()
+
+
+NONE_CHOSEN = -1
+"""Marks a token that has not passed through a layer's experts."""
+EXPERT_DTYPE = torch.int16
+"""Type of recorded expert numbers."""
+
+
+class RecordedRouting(Routing):
+    """Routing by `inner`, with the chosen experts recorded for router replay."""
+
+    def __init__(
+        self, record: Tensor, places: tuple[Tensor, ...], source: Tensor | None, inner: Routing
+    ) -> None:
+        """`record` is [layers of the stage, ..., k] EXPERT_DTYPE. `places` index its middle dims, one index per
+        recorded token, [N]. `source` selects the recorded tokens, [N]; None for all."""
+        self._record, self._places, self._source, self._inner = record, places, source, inner
+
+    def route(self, layer: int, probabilities: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
+        weighed, experts = self._inner.route(layer, probabilities, per_token)
+        kept = experts if self._source is None else experts.index_select(0, self._source)
+        self._record[layer][self._places] = kept.to(EXPERT_DTYPE)
+        return weighed, experts
+
+    def skip(self, layer: int) -> None:
+        """Record that the tokens do not pass through a layer's experts."""
+        self._record[layer][self._places] = NONE_CHOSEN
+
+
+class ReplayedRouting(Routing):
+    """Routing with recorded experts; tokens without a record take their highest-scoring experts.
+
+    The weights of the experts, and their gradients, come from the model's current scores.
+    """
+
+    def __init__(self, experts: Tensor) -> None:
+        """experts: [T, layers of the stage, k] EXPERT_DTYPE"""
+        self._experts = experts
+
+    def route(self, layer: int, probabilities: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
+        weighed, experts = super().route(layer, probabilities, per_token)
+        chosen = self._experts[:, layer].long()
+        return weighed, torch.where(chosen == NONE_CHOSEN, experts, chosen)
+
+
+class ExpertCounts:
+    """Sums over the routing of a call, by layer of the stage."""
+
+    def __init__(self, layers: int, experts: int, device: torch.device) -> None:
+        self.chosen = torch.zeros(layers, experts, dtype=torch.int64, device=device)
+        """How many tokens chose each expert. [layers, E]"""
+        self.losses = torch.zeros(layers, dtype=torch.float64, device=device)
+        """Sum of the balance losses of all sequences. [layers]"""
+
+
+class BalancedRouting(Routing):
+    """Routing by `inner`, with the balance of one micro-batch counted and, with a coefficient, learned.
+
+    The balance loss of a sequence of T tokens in a layer is E * sum over experts e of f_e * P_e. f_e is the number
+    of its tokens that chose e, divided by T; P_e is the mean probability of e (Switch Transformer, arXiv
+    2101.03961, equations 4 to 6; per sequence as in DeepSeek-V3, arXiv 2412.19437, equations 17 to 20). If all
+    experts are used alike, it is k, the number of experts per token. Choices are constants, so the loss is linear
+    in the probabilities. Scores that do not add up to 1 are divided by their sum, as in DeepSeek-V3.
+    """
+
+    def __init__(
+        self,
+        inner: Routing,
+        counts: ExpertCounts,
+        *,
+        rows: Tensor,
+        lengths: Tensor,
+        coefficient: Tensor | None,
+    ) -> None:
+        """rows: [T], the sequence of each token. lengths: [B], the tokens of each sequence. `coefficient`, a
+        scalar, is the factor of each sequence's balance loss in the trained loss; None leaves the loss out."""
+        self._inner, self._counts, self._coefficient = inner, counts, coefficient
+        self._rows, self._lengths = rows, lengths
+        self._counted: set[int] = set()
+        """Layers that have been counted: recomputation routes the same tokens again."""
+
+    def route(self, layer: int, probabilities: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
+        """Choose as `inner` does; the returned scores also pass on the gradient of the balance loss."""
+        probabilities, experts = self._inner.route(layer, probabilities, per_token)
+        counts = self._count(experts, probabilities.shape[1])
+        slopes = self._find_slopes(counts)
+        if layer not in self._counted:
+            self._counted.add(layer)
+            self._counts.chosen[layer] += counts.sum(0)
+            # A sum over tokens has a fixed order. A scatter-add by sequence has not, on a GPU.
+            scores = probabilities.detach()
+            losses = (scores * slopes[self._rows]).sum(1, dtype=torch.float64) / scores.sum(1)
+            self._counts.losses[layer] += losses.sum()
+        if self._coefficient is not None and torch.is_grad_enabled():
+            slopes = slopes * self._coefficient
+            probabilities = _AddGradient.apply(probabilities, slopes, self._rows)
+        return probabilities, experts
+
+    def _count(self, experts: Tensor, count: int) -> Tensor:
+        """Count how often the tokens of each sequence chose each expert. experts: [T, k] -> [B, E] int64"""
+        places = (self._rows[:, None] * count + experts).flatten()
+        found = torch.zeros(len(self._lengths) * count, dtype=torch.int64, device=experts.device)
+        return found.scatter_add_(0, places, torch.ones_like(places)).view(-1, count)
+
+    def _find_slopes(self, counts: Tensor) -> Tensor:
+        """Derivative of each sequence's balance loss by the probabilities of any of its tokens. -> [B, E]"""
+        return counts.float() * (counts.shape[1] / self._lengths.float().square())[:, None]
+
+
+class _AddGradient(Function):
+    """Identity whose backward pass adds the gradient of a loss that is linear in each row's normalised values."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, slopes: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(values, slopes, rows)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        values, slopes, rows = ctx.saved_tensors
+        slopes, sums = slopes[rows], values.sum(1, keepdim=True)
+        mean = (slopes * values).sum(1, keepdim=True) / sums
+        return grad + (slopes - mean) / sums, None, None

@@ -1,0 +1,139 @@
+"""Communication of TP ranks around column- and row-parallel matrices.
+
+A column-parallel matrix holds some of the outputs, a row-parallel matrix some of the inputs; between the two, each
+rank computes its own part (Megatron-LM, arXiv 1909.08053). Sequence parallelism also divides the tokens of the
+residual stream, so that all-reduces become reduce-scatters and all-gathers (arXiv 2205.05198).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from realrl.model.group import Group, all_gather, reduce_scatter
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """TP ranks of a forward pass over `tokens` tokens in all.
+
+    Between layers each rank holds the hidden states of all tokens. With `sequence_parallel` it holds an equal part:
+    ceil(tokens / size) rows, padded at the end.
+    """
+
+    group: Group
+    tokens: int
+    sequence_parallel: bool = False
+
+    def copy_to_region(self, x: Tensor) -> Tensor:
+        """Copy (with sequence parallelism: gather) hidden states into column-parallel matrices. -> [tokens, H]
+
+        Megatron's f (`copy_to_tensor_model_parallel_region`, `gather_from_sequence_parallel_region`). The gradients
+        of the ranks are summed in the backward pass.
+        """
+        if self.group.size == 1:
+            return x
+        if self.sequence_parallel:
+            return _GatherFromRegion.apply(x, self.group, self.tokens, True)
+        return _CopyToRegion.apply(x, self.group)
+
+    def reduce_from_region(self, partial: Tensor) -> Tensor:
+        """Reduce (or reduce-scatter) outputs of row-parallel matrices. partial: [tokens, H] -> this rank's rows of
+        the sum
+
+        Megatron's g (`reduce_from_tensor_model_parallel_region`, `reduce_scatter_to_sequence_parallel_region`).
+        """
+        if self.group.size == 1:
+            return partial
+        return (
+            _ReduceScatterToRegion.apply(partial, self.group)
+            if self.sequence_parallel
+            else _ReduceFromRegion.apply(partial, self.group)
+        )
+
+    def own_rows(self, values: Tensor) -> Tensor:
+        """Select the values of the tokens whose hidden states this rank holds. [tokens] -> [rows], padded by 0"""
+        if self.group.size == 1 or not self.sequence_parallel:
+            return values
+        rows = -(-self.tokens // self.group.size)
+        own = values[self.group.index * rows :][:rows]
+        return F.pad(own, (0, rows - len(own)))
+
+    def gather_from_region(self, x: Tensor) -> Tensor:
+        """Gather hidden states for layers that every rank computes in full, with equal gradients. -> [tokens, H]
+
+        Megatron's `gather_from_sequence_parallel_region` with `tensor_parallel_output_grad=False`.
+        """
+        if self.group.size == 1 or not self.sequence_parallel:
+            return x
+        return _GatherFromRegion.apply(x, self.group, self.tokens, False)
+
+
+class _CopyToRegion(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.sum(grad.contiguous()), None
+
+
+class _ReduceFromRegion(Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
+        # The sum is in place, and autograd must not see its input change.
+        return group.sum(partial.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _all_gather_rows(part: Tensor, group: Group, tokens: int) -> Tensor:
+    """All-gather rows. [ceil(tokens / size), H] on each rank -> [tokens, H]"""
+    buffer = part.new_empty(group.size * len(part), *part.shape[1:])
+    all_gather(buffer, part.contiguous(), group)
+    return buffer[:tokens]
+
+
+def _reduce_scatter_rows(partial: Tensor, group: Group) -> Tensor:
+    """Reduce-scatter rows, padded at the end. [tokens, H] -> [ceil(tokens / size), H] on each rank"""
+    rows = -(-len(partial) // group.size)
+    padded = F.pad(partial, (0, 0, 0, rows * group.size - len(partial))).contiguous()
+    part = partial.new_empty(rows, *partial.shape[1:])
+    reduce_scatter(part, padded, group)
+    return part
+
+
+class _GatherFromRegion(Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Group, tokens: int, partial_gradient: bool) -> Tensor:
+        ctx.group = group
+        ctx.rows = len(part)
+        ctx.partial_gradient = partial_gradient
+        return _all_gather_rows(part, group, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.partial_gradient:
+            return _reduce_scatter_rows(grad, ctx.group), None, None, None
+        start = ctx.group.index * ctx.rows
+        local_grad = grad[start : start + ctx.rows]
+        return F.pad(local_grad, (0, 0, 0, ctx.rows - len(local_grad))), None, None, None
+
+
+class _ReduceScatterToRegion(Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        ctx.tokens = len(partial)
+        return _reduce_scatter_rows(partial, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_gather_rows(grad, ctx.group, ctx.tokens), None

@@ -1,0 +1,531 @@
+"""Vectorised evaluation of plans: step time and peak memory of thousands at once."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realrl.dataflow.call import Kind
+from realrl.planner.moves.transfers import find_nodes
+from realrl.planner.search.tables import Columns, Tables
+from realrl.planner.space.problem import Assignment, Problem
+from realrl.program.arrays import Bools, Floats, Ints
+from realrl.program.step import Activity, Decisions, Phase, StepFacts, find_places
+
+
+class OffloadedState:
+    """Host memory of nodes under the roles that plans offload.
+
+    A node with most of its memory in use is found among points, which are ranks of homes: along the nodes of a
+    cluster, more is in use only where a home begins, where it first has a whole node, and where nodes differ.
+    """
+
+    def __init__(self, problem: Problem, homes: Iterable[int]) -> None:
+        """`homes` are the calls where roles live."""
+        cluster = problem.cluster
+        self._homes = sorted(set(homes))
+        self._nodes = find_nodes(cluster)
+        self._bounds = np.array(cluster.bounds)
+        self._limits = np.maximum(1.0, problem.host_memory_bytes or np.full(cluster.nodes, np.inf))
+        sizes = np.diff(self._bounds)
+        differ = (self._limits[1:] != self._limits[:-1]) | (sizes[1:] != sizes[:-1])
+        self._changes = (np.flatnonzero(differ) + 1).tolist()
+
+    def points(self, columns: Columns) -> Ints:
+        """Find the points of plans, ranks [points, plans]."""
+        found = []
+        for home in self._homes:
+            begin, end = self._nodes[columns.first[home]], self._nodes[columns.end[home] - 1]
+            nodes = [begin, np.minimum(begin + 1, end), *(np.clip(n, begin, end) for n in self._changes)]
+            found += [np.maximum(self._bounds[node], columns.first[home]) for node in nodes]
+        return np.array(found)
+
+    def fill(self, columns: Columns, points: Ints) -> Floats:
+        """Compute the fraction of host memory in use on the node of each point, [points, plans]."""
+        node = self._nodes[points]
+        begin, end = self._bounds[node], self._bounds[node + 1]
+        used = np.zeros(points.shape)
+        for home in self._homes:
+            ranks = np.minimum(end, columns.end[home]) - np.maximum(begin, columns.first[home])
+            used += np.maximum(ranks, 0) * columns.host[home]
+        return used / self._limits[node]
+
+    def limit(self, rank: int) -> float:
+        """Return the bytes that offloaded state may take on the node of a rank."""
+        return float(self._limits[self._nodes[rank]])
+
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+_NEVER = -np.inf
+_AT_ONCE = 512
+"""Number of plans evaluated together, so that their columns stay in the caches."""
+_SHARING = (Phase.HAND_ON, Phase.HAND_ON_COLLECTED)
+_BRINGING = (Phase.LOAD, Phase.REALLOCATE, Phase.REFRESH, Phase.REFRESH_FOLLOWER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanEvaluation:
+    """Step time, peak memory and schedule of a plan."""
+
+    seconds: float
+    """Seconds of one step, from its start to the end of its last call."""
+    peak_bytes: float
+    """Peak bytes on the peak device, relative to whose memory most is used."""
+    fill: float
+    """Used fraction of that device's memory; more than 1 does not fit."""
+    peak_rank: int
+    """Rank of that device, or of the first of several."""
+    by_host: bool
+    """Whether these are of host memory, on that device's node, of which most is used."""
+    start: dict[str, float]
+    """Start of each call, in seconds after the start of the step."""
+    end: dict[str, float]
+    """End of each call, in seconds after the start of the step."""
+    reallocation_seconds: dict[str, float]
+    """Seconds of loading, reallocating and refreshing parameters, by call, if there are any."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has enough memory."""
+        return self.fill <= 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activities:
+    """Activities of plans: [activities, plans], or [activities, points, plans] by location.
+
+    A point is the first device of a call's mesh. For every device there is a point that lies on all meshes of that
+    device, so that the latest end and the peak memory occur at points. Where rows wait for lengths (`LateRows`),
+    the first devices behind meshes follow, so that every device is on the meshes of just the last point that is not
+    behind it. Activities that a plan does not contain are nowhere.
+    """
+
+    where: Bools
+    """Whether a point participates."""
+    seconds: Floats
+    """That points take part for; a function does not keep them."""
+    grows: Bools
+    """Whether an activity changes the memory of a point."""
+    bytes: Floats
+    """Bytes allocated from its start on, or, if negative, freed at its end."""
+    needs: Floats
+    """Further bytes allocated only while it runs."""
+
+
+class Facts(StepFacts):
+    """Activities of plans with their seconds and bytes."""
+
+    step: Tables
+
+    def __init__(self, tables: Tables, columns: Columns) -> None:
+        decisions = Decisions(
+            first=columns.first,
+            end=columns.end,
+            code=columns.code,
+            kept=columns.keeps[tables.home],
+            offloaded=columns.offloaded,
+        )
+        super().__init__(tables, decisions)
+        self.tables, self.columns = tables, columns
+        self.point = point = columns.first
+        """Device of each point, [points, plans]."""
+        if tables.late_lengths:
+            self.point = point = np.concatenate([columns.first, columns.end])
+        self.inside: Bools = (columns.first[:, None] <= point) & (point < columns.end[:, None])
+        """Whether a point lies on the mesh of a call, [calls, points, plans]."""
+        moved = self.borrowed | ~self.away & columns.offloaded[tables.home]
+        self.seconds = columns.seconds + np.where(moved, columns.captures, 0.0)
+        """Seconds of each call, [calls, plans]. It captures graphs again if its parameters have moved."""
+
+    def evaluate(self, activities: Iterable[Activity]) -> Activities:
+        """Find where activities take place, their seconds and their bytes."""
+        where, seconds, grows, change, needs = zip(*map(self._evaluate, activities), strict=True)
+        return Activities(
+            where=np.array(where),
+            seconds=np.array(seconds),
+            grows=np.array(grows),
+            bytes=np.array(change),
+            needs=np.array(needs),
+        )
+
+    def _evaluate(self, activity: Activity) -> tuple[Bools, Floats, Bools, Floats, Floats]:
+        nothing = np.zeros(self.columns.first.shape[1])
+        present, weights = self.present(activity), self.columns.weights
+        where = np.logical_or.reduce([self.inside[row] for row in self.tables.rows(activity)]) & present
+        if activity.phase is Phase.RUN:
+            return where, self._seconds(activity), where, nothing, self.columns.working[activity.call]
+        row, sign = (activity.allocates, 1) if activity.frees is None else (activity.frees, -1)
+        grows = np.zeros_like(where) if row is None else self.inside[row] & present
+        change = nothing if row is None else sign * weights[row]
+        return where, self._seconds(activity), grows, change, nothing
+
+    def _seconds(self, activity: Activity) -> Floats:
+        columns = self.columns
+        match activity.phase:
+            case Phase.RUN:
+                return self.seconds[activity.call]
+            case Phase.HAND_ON | Phase.HAND_ON_COLLECTED:
+                return self._sharing_seconds(activity.call)
+            case Phase.START | Phase.COLLECT | Phase.RELEASE:
+                return np.zeros(columns.first.shape[1])
+        if activity.target != activity.home:
+            return self.tables.transfers(activity)(
+                columns.layout[activity.home], columns.layout[activity.target]
+            )
+        return (columns.load if activity.frees is None else columns.unload)[activity.home]
+
+    def _sharing_seconds(self, c: int) -> Floats:
+        """Seconds in which a call's output ranks tell all ranks that need them the lengths of its rows."""
+        graph, told = self.tables.graph, self.tables.length_receivers[c]
+        keys = sum(graph.keys[key].length == "own" for key in self.tables.calls[c].outputs)
+        order = np.argsort(self.columns.first[told], axis=0)
+        first = np.take_along_axis(self.columns.first[told], order, 0)
+        reached = np.maximum.accumulate(np.take_along_axis(self.columns.end[told], order, 0), axis=0)
+        ranks = reached[0] - first[0]
+        for i in range(1, len(told)):
+            ranks = ranks + np.maximum(0, reached[i] - np.maximum(first[i], reached[i - 1]))
+        placed = self.tables.layouts(c)[self.columns.layout[c]]
+        return keys * self.tables.problem.exchange.lengths_seconds(placed.shares, ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Steps:
+    """Schedules of plans; arrays are [calls, plans], or [points, plans]."""
+
+    activities: Activities
+    start: Floats
+    end: Floats
+    clock: Floats
+    """End of the step at points."""
+    fill: Floats
+    """Largest fraction of its memory that a point uses."""
+    host_points: Ints
+    """Ranks on whose nodes host memory is counted (`OffloadedState`), [points, plans]."""
+    host_fill: Floats
+    """Fraction of host memory that offloaded state takes there, [points, plans]."""
+
+
+class Timeline:
+    """Vectorised evaluator of plans by a list schedule of the step.
+
+    It follows the order of programs (`program.lower`) and agrees with their simulation. Calls are grouped into
+    waves; those of one wave share no device and do not depend on each other. A device executes its activities
+    in the order of waves, and in a wave first loads and reallocates parameters, then runs calls, receives row
+    lengths, and updates moving averages. A call starts once it has received its inputs, one producer after the
+    other, for which its devices must be free. Functions run on hosts beside that, on each rank by itself, until
+    calls that need their outputs are next. Steps do not overlap.
+
+    A device always holds the resident bytes of its roles, the copies of parameters that are kept and its
+    communicators, and temporarily the other replicas in use, the working memory of a running call, and parameters
+    loaded from host memory; what is offloaded takes memory of its node's host. Infeasible plans use infinite
+    memory: those that train a role outside its primary placement, those whose calls share parameters but differ in
+    sequence parallelism, and those that offload weights which several roles share.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.tables = tables = Tables(problem)
+        self._offloaded = OffloadedState(problem, tables.home)
+        self._activities = activities = tables.possible
+        self._places = find_places(activities)
+        self._timed = np.array([a for a, of in enumerate(activities) if self._takes_time(of)])
+        stores = (
+            of.phase is Phase.RUN or of.allocates is not None or of.frees is not None for of in activities
+        )
+        self._storing = np.flatnonzero([*stores])
+        self._together = np.array([of.together for of in activities])
+        # Row lengths are shared when the call has ended.
+        self._sharing = {a: of.call for a, of in enumerate(activities) if of.phase in _SHARING}
+        owner = np.array([of.call for of in activities])
+        same = owner == np.arange(len(tables.calls))[:, None]
+        self._wait = np.where(same & [a in self._sharing for a in range(len(activities))], 0.0, _NEVER)
+        self._functions = {of.call: a for a, of in enumerate(activities) if of.phase is Phase.COLLECT}
+
+    def _takes_time(self, activity: Activity) -> bool:
+        if activity.phase in (Phase.OFFLOAD_SOURCE, Phase.OFFLOAD, Phase.OFFLOAD_CHANGED):
+            return bool(self.tables.candidates(activity.home).unload.any())
+        return activity.phase is not Phase.RELEASE
+
+    def __call__(self, assignment: Ints) -> tuple[Floats, Floats]:
+        """Evaluate plans: step seconds, and the largest used fraction of device memory; more than 1 does not fit.
+
+        `assignment`: [calls, plans], the candidate index of each call, in the order of the graph.
+        """
+        parts = (assignment[:, i : i + _AT_ONCE] for i in range(0, assignment.shape[1], _AT_ONCE))
+        steps = [self._schedule(self.tables.gather(part)) for part in parts]
+        seconds = [step.clock.max(axis=0) for step in steps]
+        fills = [np.maximum(step.fill.max(axis=0), step.host_fill.max(axis=0)) for step in steps]
+        return np.concatenate(seconds), np.concatenate(fills)
+
+    def evaluate(self, assignment: Assignment) -> PlanEvaluation:
+        """Evaluate one plan in detail."""
+        names = [call.name for call in self.tables.calls]
+        columns = self.tables.gather(np.array([[assignment[name]] for name in names]))
+        steps = self._schedule(columns)
+        by_host = bool(steps.host_fill.max() > steps.fill.max())
+        fill = (steps.host_fill if by_host else steps.fill)[:, 0]
+        peak = int(fill.argmax())
+        rank = int((steps.host_points if by_host else columns.first)[peak, 0])
+        limit = self._offloaded.limit(rank) if by_host else columns.limit[peak, 0]
+        reallocation: dict[str, float] = {}
+        for a, activity in enumerate(self._activities):
+            if activity.phase in _BRINGING and steps.activities.where[a].any():
+                name = names[activity.call]
+                reallocation[name] = reallocation.get(name, 0.0) + float(steps.activities.seconds[a, 0])
+        return PlanEvaluation(
+            seconds=float(steps.clock.max()),
+            peak_bytes=float(fill[peak] * limit),
+            fill=float(fill[peak]),
+            peak_rank=rank,
+            by_host=by_host,
+            start={name: float(steps.start[c, 0]) for c, name in enumerate(names)},
+            end={name: float(steps.end[c, 0]) for c, name in enumerate(names)},
+            reallocation_seconds={name: seconds for name, seconds in reallocation.items() if seconds > 0},
+        )
+
+    def _schedule(self, columns: Columns) -> "_Steps":
+        facts = Facts(self.tables, columns)
+        activities = facts.evaluate(self._activities)
+        key = facts.sort_keys(self._activities, self._places)
+        end, clock = self._times(facts, activities, _ordered(key, self._timed))
+        fill = self._peak_bytes(facts, activities, _ordered(key, self._storing)) / columns.limit
+        host_points = self._offloaded.points(columns)
+        return _Steps(
+            activities=activities,
+            start=end - facts.seconds,
+            end=end,
+            clock=clock,
+            fill=fill,
+            host_points=host_points,
+            host_fill=self._offloaded.fill(columns, host_points),
+        )
+
+    def _times(self, facts: Facts, activities: Activities, order: Ints) -> tuple[Floats, Floats]:
+        """End of calls, [calls, plans], and end of the step at points, [points, plans].
+
+        `order`: indices of activities in order of execution, [numbers, plans].
+        """
+        columns = facts.columns
+        delay, wait = self._receiving(columns)
+        n = len(self.tables.calls)
+        plans = order.shape[1]
+        places = order * plans + np.arange(plans)
+        wait = wait.reshape(n, -1)
+        everywhere = _along(activities.where, order)
+        delays = delay.take(places)
+        seconds = activities.seconds.take(places)
+        # Reallocations that send nothing do not synchronise ranks.
+        together = self._together[order] & ((order < n) | (seconds > 0))
+        points = facts.inside.shape[1]
+        hosts = Hosts(self._functions, facts.seconds, points)
+        late = LateRows(facts, self._sharing)
+        clock = np.zeros((points, plans))
+        end = np.zeros((len(self._activities), plans))
+        for k, place in enumerate(places):
+            where = everywhere[k]
+            waits = wait.take(place, axis=1)
+            arrival = late.delay(order[k], (end[:n] + waits).max(axis=0), waits)
+            ready = np.maximum((clock * where).max(axis=0) + delays[k], arrival) + seconds[k]
+            alone = np.maximum(clock + delays[k], arrival) + seconds[k]
+            clock = np.where(where, np.where(together[k], ready, alone), clock)
+            end.put(place, ready)
+            late.advance(order[k], clock)
+            if self._functions:
+                clock = hosts.advance(order[k], where, clock)
+                for call, among, last in hosts.handed_on(order[k], where, clock):
+                    # For those who wait for it, it ends when its outputs are handed on.
+                    end[call, among] = last[among]
+        for call in self._functions:
+            end[call] = hosts.end(call)
+        return end[:n], clock
+
+    def _peak_bytes(self, facts: Facts, activities: Activities, order: Ints) -> Floats:
+        """Peak bytes of the first device of each call's mesh, [calls, plans]."""
+        columns = facts.columns
+        tables = self.tables
+        held = np.zeros(facts.inside.shape[1:])
+        for home in dict.fromkeys(tables.home):
+            held += facts.inside[home] * columns.resident[home]
+        held += self._communicator_bytes(facts) - self._shared_bytes(facts)
+        for c, home in enumerate(tables.home):
+            if c != home:
+                held += facts.inside[c] * np.where(facts.uses_first(c), columns.weights[c], 0.0)
+        peak = held.copy()
+        change = _along(activities.bytes, order)
+        needs = _along(activities.needs, order)
+        gains = np.maximum(change, 0.0)
+        losses = np.minimum(change, 0.0)
+        for k, grows in enumerate(_along(activities.grows, order)):
+            held += grows * gains[k]
+            np.maximum(peak, held + grows * needs[k], out=peak)
+            held += grows * losses[k]
+        for c, home in enumerate(tables.home):
+            if home != c and tables.calls[c].kind is Kind.TRAIN:
+                peak += np.where(facts.away[c], np.inf, 0.0)
+            for p in (p for p in tables.same_role[c] if p < c):
+                alike = columns.code[p] == columns.code[c]
+                peak += np.where(
+                    alike & (columns.sequence_parallel[p] != columns.sequence_parallel[c]), np.inf, 0.0
+                )
+        for homes in tables.sharing_homes:
+            for i, second in enumerate(homes):
+                for first in homes[:i]:
+                    alike = columns.code[first] == columns.code[second]
+                    offloaded = columns.offloaded[first] | columns.offloaded[second]
+                    peak += np.where(alike & offloaded, np.inf, 0.0)
+        return peak[: len(tables.calls)]
+
+    def _shared_bytes(self, facts: Facts) -> Floats:
+        """Bytes that points have once although several roles count them, [points, plans]: frozen weights."""
+        columns, found = facts.columns, np.zeros(facts.inside.shape[1:])
+        for homes in self.tables.sharing_homes:
+            for i, second in enumerate(homes):
+                saved = np.zeros(columns.first.shape[1])
+                for first in homes[:i]:
+                    alike = columns.code[first] == columns.code[second]
+                    common = np.minimum(columns.base[first], columns.base[second])
+                    saved = np.maximum(saved, np.where(alike, common, 0.0))
+                found += facts.inside[second] * saved
+        return found
+
+    def _communicator_bytes(self, facts: Facts) -> Floats:
+        """Bytes of the NCCL communicators of points, [points, plans]: those of each layout once."""
+        columns, found = facts.columns, np.zeros(facts.inside.shape[1:])
+        models = [c for c, call in enumerate(self.tables.calls) if not call.is_function]
+        for i, c in enumerate(models):
+            known = (columns.code[models[:i]] == columns.code[c]).any(axis=0)
+            found += facts.inside[c] * np.where(known, 0.0, columns.communicators[c])
+        return found
+
+    def _receiving(self, columns: Columns) -> tuple[Floats, Floats]:
+        """Delays from receiving inputs.
+
+        [activities, plans] seconds after the devices are free, and [calls, activities, plans] seconds after the end
+        of a call.
+        """
+        shape = (len(self._activities), columns.first.shape[1])
+        delay = np.zeros(shape)
+        wait = np.repeat(self._wait[:, :, None], shape[1], axis=2)
+        for c, feeds in enumerate(self.tables.feeds):
+            parts = self.tables.exchanged(columns, c)
+            for p, seconds in zip(reversed(feeds), reversed(parts), strict=True):
+                delay[c] += seconds
+                wait[p, c] = delay[c]
+        return delay, wait
+
+
+class Hosts:
+    """The host of each point: it runs the functions of its rank one after the other.
+
+    functions: by number of the call, the number of the activity that collects its outputs; the one that starts it
+    has the number of the call. Times are [points, plans].
+    """
+
+    def __init__(self, functions: Mapping[int, int], seconds: Floats, points: int) -> None:
+        """seconds: [calls, plans], of functions among others."""
+        self._functions, self._seconds = functions, seconds
+        self._free = np.zeros((points, seconds.shape[1]))
+        self._ends = {call: np.zeros_like(self._free) for call in functions}
+
+    def advance(self, activity: Ints, where: Bools, clock: Floats) -> Floats:
+        """Clocks of devices after an activity of each plan; it took place there by those clocks.
+
+        activity: [plans], their numbers. where: [points, plans], who takes part.
+        """
+        for call, collecting in self._functions.items():
+            started = where & (activity == call)
+            if started.any():
+                end = np.maximum(self._free, clock) + self._seconds[call]
+                self._free = np.where(started, end, self._free)
+                self._ends[call] = np.where(started, end, self._ends[call])
+            collected = where & (activity == collecting)
+            if collected.any():
+                clock = np.where(collected, np.maximum(clock, self._ends[call]), clock)
+        return clock
+
+    def handed_on(self, activity: Ints, where: Bools, clock: Floats) -> Iterator[tuple[int, Bools, Floats]]:
+        """Functions whose outputs an activity collects: the call, in which plans, and when the last point does,
+        [plans]. Arguments as for `advance`, after it."""
+        for call, collecting in self._functions.items():
+            plans = activity == collecting
+            if plans.any():
+                yield call, plans, (clock * where).max(axis=0)
+
+    def end(self, call: int) -> Floats:
+        """Find the time at which the last rank has ended a function, [plans]."""
+        return self._ends[call].max(axis=0)
+
+
+Shared = tuple[int, ...]
+"""Activities that share lengths."""
+
+
+class LateRows:
+    """Send times of rows that wait for the lengths by which the items of their reader are divided.
+
+    A device has the clock of the last point that is not behind it (`Activities`). Times are [plans].
+    """
+
+    def __init__(self, facts: Facts, sharing: Mapping[int, int]) -> None:
+        """`sharing`: activity that shares the lengths of a call's rows -> the call."""
+        late = facts.tables.late_lengths
+        activities = {call: activity for activity, call in sharing.items()}
+        plans = facts.columns.first.shape[1]
+        self._sent: dict[tuple[int, Shared], Floats] = {}
+        """By producer, and by activities after which it sends."""
+        self._readers: defaultdict[int, list[tuple[int, Shared]]] = defaultdict(list)
+        for (reader, producer), calls in late.items():
+            rows = producer, tuple(activities[call] for call in calls)
+            self._sent[rows] = np.zeros(plans)
+            self._readers[reader].append(rows)
+        self._senders = {producer: _find_senders(facts, producer) for producer, _ in self._sent}
+        self._sharing = {activity for _, shared in self._sent for activity in shared}
+
+    def advance(self, activity: Ints, clock: Floats) -> None:
+        """Note which lengths have become known. `activity`: [plans], their numbers. `clock`: [points, plans]"""
+        for number in self._sharing:
+            known = activity == number
+            if not known.any():
+                continue
+            for (producer, shared), sent in self._sent.items():
+                if number in shared:
+                    senders = self._senders[producer]
+                    clocks = np.where(senders, clock, 0.0)
+                    np.copyto(sent, clocks.max(axis=0), where=known)
+
+    def delay(self, activity: Ints, arrival: Floats, waits: Floats) -> Floats:
+        """Compute when all inputs of an activity's call have come, of which all others have by `arrival`.
+
+        `waits`: [calls, plans], the seconds from a producer's rows being sent on.
+        """
+        for reader, inputs in self._readers.items():
+            reads = activity == reader
+            if reads.any():
+                for producer, shared in inputs:
+                    late = np.maximum(arrival, self._sent[producer, shared] + waits[producer])
+                    arrival = np.where(reads, late, arrival)
+        return arrival
+
+
+def _find_senders(facts: Facts, call: int) -> Bools:
+    """Find the points that have the clock of a rank which sends the rows of a call, [points, plans]."""
+    placed, point = facts.tables.layouts(call)[facts.columns.layout[call]], facts.point
+    end = placed.first + placed.size
+    last_stage = end - placed.size // placed.stages
+    behind = np.where(point[None] > point[:, None], point[None], end).min(axis=1)
+    first = last_stage + -(-np.maximum(point - last_stage, 0) // placed.cuts) * placed.cuts
+    return first < np.minimum(behind, last_stage + placed.shares * placed.cuts)
+
+
+def _ordered(key: Ints, rows: Ints) -> Ints:
+    """Row indices sorted by key for each plan, [rows, plans]."""
+    return rows[np.argsort(key[rows].T, axis=1).T]
+
+
+def _along(values: NDArray[Scalar], order: Ints) -> NDArray[Scalar]:
+    """Rows of values, [rows, plans] or [rows, points, plans], permuted by the order of each plan."""
+    return np.take_along_axis(values, order if values.ndim == order.ndim else order[:, None, :], 0)

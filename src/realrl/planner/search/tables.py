@@ -1,0 +1,121 @@
+"""Search problem as arrays, for vectorised evaluation."""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from realrl.dataflow.call import Call
+from realrl.planner.moves.transfers import Layouts, TransferTable, name_mixing, name_refreshing
+from realrl.planner.space.costs import CandidateCosts
+from realrl.planner.space.problem import Problem
+from realrl.program.arrays import Floats, Ints
+from realrl.program.step import OF_OFFLOADED, Activity, Phase, StepGraph
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns(CandidateCosts):
+    """Meshes and costs of candidates, one entry per candidate, or [calls, plans] once they are assigned."""
+
+    first: Ints
+    """First rank of the mesh, whose ranks are `first` to `end` - 1."""
+    end: Ints
+    code: Ints
+    """Code of the layout; equal codes mean equal layouts."""
+    layout: Ints
+    """Index of the layout among those of the call."""
+    limit: Floats
+    """Usable bytes of a device."""
+
+
+class Tables(StepGraph):
+    """Search problem as arrays: calls are numbers in the order of the graph, candidates are columns."""
+
+    def __init__(self, problem: Problem) -> None:
+        graph = problem.graph
+        number = {call.name: i for i, call in enumerate(graph.order)}
+        super().__init__(graph, {role: number[problem.home(role).name] for role in graph.roles})
+        self.problem = problem
+        self.sizes = np.array([len(problem.candidates[call.name]) for call in self.calls])
+        self.offsets = np.concatenate([[0], np.cumsum(self.sizes)[:-1]])[:, None]
+        self._layouts: list[Layouts] = []
+        self._transfers: dict[tuple[str, int, int], TransferTable] = {}
+        self._of_call = [self._columns(call) for call in self.calls]
+        names = [field.name for field in fields(Columns)]
+        self.columns = Columns(
+            **{name: np.concatenate([getattr(of, name) for of in self._of_call]) for name in names}
+        )
+        self.possible = tuple(filter(self._is_possible, self.activities))
+        """Activities that plans with these candidates may contain."""
+        self.reallocation = {a.call: self.transfers(a) for a in self.possible if a.phase is Phase.REALLOCATE}
+        """Seconds of the reallocation before each call whose role may live elsewhere."""
+        self.refreshes = [a for a in self.possible if a.phase in (Phase.REFRESH, Phase.REFRESH_FOLLOWER)]
+        self.sharing_homes = [
+            tuple(self.number[problem.home(role).name] for role in roles) for roles in problem.sharers
+        ]
+        """Calls at home whose roles have the same frozen weights, by group of such roles."""
+
+    def _is_possible(self, activity: Activity) -> bool:
+        match activity.phase:
+            case Phase.HAND_ON | Phase.HAND_ON_COLLECTED:
+                return bool(self.length_receivers[activity.call])
+            case Phase.REFRESH | Phase.REFRESH_FOLLOWER:
+                return bool(self.candidates(activity.home).keeps.any())
+            case phase if phase in OF_OFFLOADED:
+                return bool(self.candidates(activity.home).offloaded.any())
+        return True
+
+    def transfers(self, activity: Activity) -> TransferTable:
+        """Seconds of what an activity moves from its home to its target, by layout of both."""
+        call, average = self.calls[activity.call], activity.average
+        match activity.phase:
+            case Phase.UPDATE_FOLLOWER:
+                assert average is not None, "a follower has a moving average"
+                name = name_mixing(average.role, average.source)
+            case Phase.REFRESH | Phase.REFRESH_FOLLOWER:
+                role = call.model_role if average is None else average.role
+                name = name_refreshing(self.graph, call, role, self.problem.parts)
+            case _:
+                name = call.model_role
+        key = name, activity.home, activity.target
+        if key not in self._transfers:
+            self._transfers[key] = TransferTable(
+                self.problem.transfers, name, self._layouts[activity.home], self._layouts[activity.target]
+            )
+        return self._transfers[key]
+
+    def gather(self, assignment: Ints) -> Columns:
+        """Gather the columns of plans. `assignment`: [calls, plans], the candidate index of each call."""
+        return self.columns[assignment + self.offsets]
+
+    def _columns(self, call: Call) -> Columns:
+        table = self.problem.table(call)
+        layouts = table.layouts
+        code = layouts.codes
+        _, some, layout = np.unique(code, return_index=True, return_inverse=True)
+        self._layouts.append(layouts[some])
+        return Columns(
+            first=layouts.first,
+            end=layouts.first + layouts.size,
+            code=code,
+            layout=layout,
+            limit=self.problem.limits(call),
+            **vars(table.costs),
+        )
+
+    def candidates(self, call: int) -> Columns:
+        """Return the columns of one call's candidates."""
+        return self._of_call[call]
+
+    def layouts(self, call: int) -> Layouts:
+        """Return the distinct layouts of a call's candidates, which `Columns.layout` indexes."""
+        return self._layouts[call]
+
+    def exchanged(self, columns: Columns, c: int) -> list[Floats]:
+        """Compute the seconds of receiving the outputs of each of a call's `feeds`, per plan."""
+        target = self._layouts[c][columns.layout[c]]
+        return [
+            self.problem.exchange.seconds(
+                self.calls[p].name, self.calls[c].name, self._layouts[p][columns.layout[p]], target
+            )
+            for p in self.feeds[c]
+        ]

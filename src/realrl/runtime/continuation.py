@@ -1,0 +1,386 @@
+"""What lets a run continue later or elsewhere: its state, resuming from a checkpoint, going back after a spike."""
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from realrl.algorithms.base.method import Algorithm, FunctionMethod, StatefulMethod
+from realrl.checkpoint.contents import CheckpointContents
+from realrl.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from realrl.checkpoint.saved import Restored, RunState, list_checkpoints
+from realrl.config.errors import RunError, UserError
+from realrl.config.explain import nearest
+from realrl.dataflow.call import Kind
+from realrl.program.lower import WRITER
+from realrl.recipe.data import SpikeConfig
+from realrl.recipe.experiment import Experiment
+from realrl.runtime.checkpointer import Checkpointer
+from realrl.runtime.evaluation.training import BestEvaluation
+from realrl.runtime.output.notes import StepNotes
+from realrl.runtime.output.rundir import RunDirectory
+from realrl.runtime.prepare.compile import Phase
+from realrl.runtime.processes.environment import restart_count
+from realrl.runtime.processes.process import Process
+from realrl.runtime.processes.signals import stop_requested
+from realrl.runtime.step import TrainingSteps
+from realrl.runtime.worker.roles import Roles
+
+_LEAST_DISTANCE = 1e-3
+"""Smallest usual distance of values from their median, as a share of the median, so that constant metrics work."""
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A metric far above its usual value after a step, counted from 1."""
+
+    step: int
+    value: float
+    usual: float
+
+
+class SpikeDetector:
+    """Detector of spikes in a metric of training steps. It sees the steps in order, on one rank."""
+
+    def __init__(self, settings: SpikeConfig) -> None:
+        self._settings = settings
+        self._values: deque[float] = deque(maxlen=settings.window)
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> Spike | None:
+        """Return a spike in the metrics of a step, if there is one. Raises UserError if the metric is missing.
+
+        A value that is not finite is a spike. Spikes do not count as usual values.
+        """
+        name = self._settings.metric
+        if name not in metrics:
+            hint = nearest(name, metrics)
+            known = f"did you mean {hint}?" if hint else f"there are {', '.join(metrics)}"
+            raise UserError(f"training.spike.metric={name}: training steps have no such metric; {known}")
+        value = metrics[name]
+        usual = median(self._values) if self._values else value
+        if 2 * len(self._values) >= self._settings.window:
+            distance = median(abs(other - usual) for other in self._values)
+            distance = max(distance, _LEAST_DISTANCE * abs(usual))
+            # Negated, so that NaN counts as a spike.
+            if not value - usual <= self._settings.factor * distance:
+                return Spike(step, value, usual)
+        if value == value:
+            self._values.append(value)
+        return None
+
+
+class StepAgreement:
+    """Exchange of flags between ranks without waiting: all ranks learn them one step later."""
+
+    def __init__(self, process: Process, ask: Callable[[], tuple[bool, ...]]) -> None:
+        """`ask` returns this rank's flags, always the same number."""
+        self._process, self._ask = process, ask
+        self._under_way: tuple[dist.Work, torch.Tensor] | None = None
+
+    def learn(self) -> tuple[bool, ...]:
+        """Return the flags that any rank raised when it last `said` them. A single rank returns its own, now."""
+        if self._process.control is None:
+            return self._ask()
+        if self._under_way is None:
+            return tuple(False for _ in self._ask())
+        work, flags = self._under_way
+        work.wait()
+        self._under_way = None
+        return tuple(map(bool, flags.tolist()))
+
+    def say(self) -> None:
+        """Tell the other ranks this rank's flags, after acting on the flags learnt before."""
+        if self._process.control is not None:
+            flags = torch.tensor(self._ask(), dtype=torch.int32)
+            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._process.control, async_op=True)
+            self._under_way = work, flags
+
+
+def restore(
+    paths: Sequence[Path], contents: CheckpointContents, process: Process, group: dist.ProcessGroup | None
+) -> Restored:
+    """Load the first of several checkpoints that all ranks can read; the latest comes first.
+
+    Raises UserError, on all ranks, if none can be read.
+    """
+    # The import takes a second, which a run without checkpoints should not pay.
+    from realrl.checkpoint.storage import check_tensors, read_state
+
+    problems: list[str] = []
+    for path in paths:
+        problem, manifest, state = None, None, None
+        tensors = contents.list_loaded()
+        try:
+            manifest, state = _open(path)
+            check_tensors(path, manifest, tensors)
+        except CheckpointError as error:
+            problem = str(error)
+        problem = _find_first(problem, process)
+        if problem is None:
+            assert manifest is not None and state is not None, "all ranks have opened it"
+            try:
+                read_state(path, manifest, tensors, group=group)
+            except CheckpointError as error:
+                problem = str(error)
+            problem = _find_first(problem, process)
+        if problem is None:
+            assert state is not None, "all ranks have opened it"
+            contents.spread()
+            return Restored(path, state, tuple(problems))
+        problems.append(problem)
+    raise UserError(
+        f"no checkpoint of this run can be read: {'; '.join(problems)}; overwrite=true starts from the beginning"
+    )
+
+
+def _open(path: Path) -> tuple[Manifest, RunState]:
+    manifest = read_manifest(path)
+    try:
+        return manifest, RunState.from_json(manifest.state)
+    except TypeError:
+        raise CheckpointError(f"{path} was written by another version: its state has other fields") from None
+
+
+def _find_first(problem: str | None, process: Process) -> str | None:
+    """Find the problem of the first rank that has one."""
+    return next((found for found in process.gather(problem) if found is not None), None)
+
+
+def gather_algorithm_state(process: Process, phase: Phase, algorithm: Algorithm) -> dict[str, Any]:
+    """Gather, on all ranks, the algorithm's state on the first rank of the first train call."""
+    first = next(call for call in phase.graph.order if call.kind is Kind.TRAIN)
+    states: list[dict[str, Any]] = process.gather(algorithm.state_dict())
+    return states[phase.plan[first.name].ranks[0]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StatefulParts:
+    """The parts of a run on this rank that have state in addition to tensors."""
+
+    process: Process
+    phase: Phase
+    """Training steps."""
+    roles: Roles
+    training: TrainingSteps
+    directory: RunDirectory
+    notes: StepNotes
+    best: BestEvaluation
+    functions: Mapping[str, FunctionMethod]
+    """Functions that this rank calls, by call."""
+    algorithm: Callable[[], Algorithm]
+    """Returns the current algorithm object."""
+
+    def gather_scoring(self) -> dict[str, int]:
+        """Gather the checksums of everything that scores, from all ranks: a rank keeps only the fields it needs."""
+        return dict(item for part in self.process.gather(self.training.scoring) for item in part.items())
+
+    def _list_functions(self) -> dict[str, StatefulMethod]:
+        return {
+            call: method
+            for call, method in self.functions.items()
+            if call in self.phase.plan.placements and isinstance(method, StatefulMethod)
+        }
+
+    def collect(self, step: int, *, seconds: float, evaluated: int | None, rollbacks: int) -> RunState:
+        """Collect the state of all ranks after `step` steps; the other arguments are fields of `RunState`."""
+        trainers: dict[str, dict[str, Any]] = {}
+        functions: dict[str, list[Any]] = {}
+        of_rank = (
+            {role: trainer.state_dict() for role, trainer in self.roles.trainers.items()},
+            {call: method.state_dict() for call, method in self._list_functions().items()},
+        )
+        for rank, (of_trainers, of_functions) in enumerate(self.process.gather(of_rank)):
+            for role, state in of_trainers.items():
+                # A rank with nothing to train counts no steps.
+                if role not in trainers or state["steps"] > trainers[role]["steps"]:
+                    trainers[role] = state
+            for call, state in of_functions.items():
+                if state is not None and rank in self.phase.plan[call].output_ranks:
+                    functions.setdefault(call, []).append(state)
+        return RunState(
+            step=step,
+            taken=self.training.taken,
+            seconds=seconds,
+            metrics_bytes=self.directory.metrics_bytes,
+            evaluated=evaluated,
+            data=self.training.data,
+            scoring=self.gather_scoring(),
+            algorithm=gather_algorithm_state(self.process, self.phase, self.algorithm()),
+            trainers=trainers,
+            functions=functions,
+            best=None if self.best.settings is None else self.best.to_json(),
+            rollbacks=rollbacks,
+            notes=self.notes.state_dict(),
+        )
+
+    def load_state(self, state: RunState) -> None:
+        """Load the state of every part."""
+        self.algorithm().load_state_dict(dict(state.algorithm))
+        for role, trainer in self.roles.trainers.items():
+            trainer.load_state_dict(state.trainers[role])
+        for call, method in self._list_functions().items():
+            saved = state.functions.get(call, [])
+            if saved:
+                ranks = self.phase.plan[call].output_ranks
+                # With another number of ranks, all of them start from the first rank's state.
+                mine = ranks.index(self.process.rank) if len(saved) == len(ranks) else 0
+                method.load_state_dict(json.loads(json.dumps(saved[mine])))
+        self.training.taken = state.taken
+        self.notes.load_state_dict(state.notes)
+        self.best.restore(state.best or {})
+
+
+class Continuation:
+    """Checkpoints of a run on one rank: it saves them, resumes from one, and goes back to one after a spike."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        parts: StatefulParts,
+        contents: CheckpointContents,
+        checkpointer: Checkpointer,
+    ) -> None:
+        self._experiment, self._process, self._directory = experiment, parts.process, parts.directory
+        self._contents, self._parts, self.checkpointer = contents, parts, checkpointer
+        self.agreement = StepAgreement(parts.process, self._ask)
+        self.restored: Restored | None = None
+        """The checkpoint that this start of the run resumed from."""
+        self.notes: list[str] = []
+        """Notes for the user about changes since that checkpoint."""
+        self.evaluated: int | None = None
+        """Training steps before the last evaluation."""
+        spike = experiment.training.spike
+        self._spikes = None if spike is None else SpikeDetector(spike)
+        self._rollbacks = 0
+        self._started = time.monotonic()
+
+    def restore(self, checkpoints: tuple[int, ...], steps: int) -> None:
+        """Resume from the first readable checkpoint; each is named by the steps before it.
+
+        Raises UserError if none can be read, or if the first is beyond the `steps` of the run.
+        """
+        if checkpoints:
+            if checkpoints[0] > steps:
+                raise UserError(
+                    f"run_dir={self._directory.path} is at step {checkpoints[0]}, and this recipe has {steps};"
+                    " raise training.steps, or choose another directory"
+                )
+            paths = [self._directory.checkpoint(step) for step in checkpoints]
+            self.restored = restore(paths, self._contents, self._process, self.checkpointer.group)
+            self._compare_data(self.restored.state)
+            self._compare_scoring(self.restored.state)
+            self._load_state(self.restored.state)
+
+    def _compare_data(self, state: RunState) -> None:
+        """Compare the training data with those of the checkpoint."""
+        old, new = state.data, self._parts.training.data
+        if all(old[name] == new[name] for name in ("items", "crc32")):
+            return
+        how = (
+            "with other contents"
+            if old["items"] == new["items"]
+            else f"{old['items']} items, now {new['items']}"
+        )
+        # A checkpoint of an earlier version does not have the template's checksum.
+        template = old.get("chat_template", new["chat_template"]) != new["chat_template"]
+        what = (
+            "the chat template (the tokenizer's, data.chat_template or its kwargs)"
+            if template
+            else "data.train"
+        )
+        self._note_change(f"{what} has changed since {self._directory.path} was trained ({how})", "records")
+
+    def _compare_scoring(self, state: RunState) -> None:
+        """Compare everything that scores with the checkpoint's."""
+        now = self._parts.gather_scoring()
+        # A name that only one side has follows from another setting, and settings are compared elsewhere.
+        changed = sorted(
+            name for name in state.scoring.keys() & now.keys() if state.scoring[name] != now[name]
+        )
+        if changed:
+            text = f"scoring has changed since {self._directory.path} was trained ({'; '.join(changed)})"
+            self._note_change(text, "scores")
+
+    def _note_change(self, text: str, what: str) -> None:
+        """Note a change that the user has allowed. Raises UserError if not."""
+        # A run that restarts by itself has nobody to ask.
+        if self._experiment.resume != "changed" and restart_count() == 0:
+            raise UserError(
+                f"{text}, so the run would continue with other {what}; set resume=changed to allow that, or choose"
+                " another run_dir"
+            )
+        self.notes.append(f"{text}, so the run continues with other {what}")
+
+    def start(self, started: float) -> None:
+        """Start the clock; this start of the run began at `started` on the monotonic clock."""
+        before = 0.0 if self.restored is None else self.restored.state.seconds
+        self._started = started - before
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the run, earlier starts included."""
+        return time.monotonic() - self._started
+
+    def save(self, done: int) -> None:
+        """Begin a checkpoint after `done` steps, unless there is one. Raises RunError like `Checkpointer.save`."""
+        if self.checkpointer.last != done:
+            state = self._parts.collect(
+                done, seconds=self.seconds, evaluated=self.evaluated, rollbacks=self._rollbacks
+            )
+            self.checkpointer.save(state)
+
+    def watch(self, step: int, metrics: Mapping[str, float]) -> Spike | None:
+        """Look for a spike in a step's metrics, which the writing rank has; returns the same on all ranks."""
+        if self._spikes is None:
+            return None
+        spike = None
+        with self._process.together():
+            if self._process.rank == WRITER:
+                spike = self._spikes.look(step, metrics)
+        found: Spike | None = self._process.gather(spike)[WRITER]
+        return found
+
+    def roll_back(self, spike: Spike) -> tuple[int, str]:
+        """Go back to a checkpoint before a spike, and skip the records since then.
+
+        Returns the number of steps there, and a note. Raises RunError if there is no such checkpoint, or training
+        has gone back too often.
+        """
+        settings, rollbacks = self._experiment.training.spike, self._rollbacks
+        assert settings is not None, "spikes are looked for"
+        self.checkpointer.finish()
+        what = f"step {spike.step}: {settings.metric} is {spike.value:g}, usually {spike.usual:g}"
+        if rollbacks == settings.most:
+            raise RunError(f"{what}; training has gone back {rollbacks} times before (training.spike.most)")
+        saved = self._process.gather(tuple(list_checkpoints(self._directory.path)))[WRITER]
+        before = [self._directory.checkpoint(step) for step in saved if step <= spike.step - settings.back]
+        if not before:
+            raise RunError(f"{what}, and no checkpoint is {settings.back} steps older; see checkpoint.every")
+        with self._contents.in_device_memory():
+            found = restore(before, self._contents, self._process, self.checkpointer.group)
+        taken = self._parts.training.taken
+        self._load_state(found.state)
+        self._parts.training.taken, self._rollbacks = taken, rollbacks + 1
+        if self._process.rank == WRITER:
+            self._directory.go_back(found)
+        records = taken - found.state.taken
+        return (
+            found.state.step,
+            f"{what}; training goes back to step {found.state.step} and skips {records} records",
+        )
+
+    def _load_state(self, state: RunState) -> None:
+        self._parts.load_state(state)
+        self.evaluated, self._rollbacks = state.evaluated, state.rollbacks
+        self.checkpointer.last = state.step
+
+    def _ask(self) -> tuple[bool, bool]:
+        """Return whether the last checkpoint is too old, which the writing rank decides, and whether to stop."""
+        return self._process.rank == WRITER and self.checkpointer.is_late(), stop_requested()

@@ -1,0 +1,164 @@
+"""Evaluation of the models in memory: the evaluation graph over all its records, metrics and answers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from realrl.algorithms.base.method import Metrics
+from realrl.algorithms.rewards.scorers import Judge
+from realrl.data.dataset import Dataset
+from realrl.data.order import split_eval_batches
+from realrl.engine.generation.sampling import SamplingSeed
+from realrl.program.lower import WRITER
+from realrl.recipe.algorithm import SCORE, get_spec
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.graphs import SAMPLED
+from realrl.recipe.stop_strings import StopStrings
+from realrl.runtime.evaluation.answers import Answer, AnswerMetrics, EvaluationResult
+from realrl.runtime.prepare.compile import Phase
+from realrl.runtime.processes.process import Process
+from realrl.runtime.worker.store import Store
+from realrl.runtime.worker.worker import StepInput, Worker
+
+_NOISE_STEP = 1 << 40
+"""Step of the evaluation's sampling noise. Training never reaches it.
+
+The noise is the same at every evaluation, so differences between evaluations come from the model.
+"""
+
+
+class Evaluation:
+    """Runs the evaluation graph over a data set, on every rank; the rank that writes gets the result."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        process: Process,
+        worker: Worker,
+        phase: Phase,
+        records: Dataset,
+        *,
+        tokenizer: Any,
+        judge: Judge | None,
+    ) -> None:
+        """`judge` is loaded; it is None on ranks that do not call it."""
+        self._process, self._worker, self._phase, self._records = process, worker, phase, records
+        self._tokenizer, self._seed = tokenizer, experiment.seed
+        spec, self._settings = get_spec(experiment), experiment.evaluation
+        self._stop = StopStrings.of(tokenizer, spec.eval_generation(experiment))
+        self._samples = self._settings.samples
+        dp = max(placement.strategy.dp for placement in phase.plan.placements.values())
+        batch = experiment.data.eval_batch or experiment.data.batch
+        self._batches = split_eval_batches(len(records), max(batch, 2 * dp))
+        self._judge = judge
+        self._shown_keys = spec.sample_keys
+        reader = spec.answers(experiment) if spec.answers is not None and self._settings.majority_at else None
+        scored = phase.graph.producer(SCORE) is not None and phase.graph.length_key(SCORE) is None
+        self._keys = dict.fromkeys(
+            (
+                *spec.sample_keys,
+                *([SCORE] if scored else []),
+                *([reader.key] if reader is not None else []),
+            )
+        )
+        self._metrics = AnswerMetrics(self._settings, reader)
+        self._opponents: list[Answer] | None = None
+
+    def face(self, others: EvaluationResult) -> None:
+        """From now on, compare with another model's answers to the same prompts."""
+        self._opponents = others.answers
+
+    def run(self) -> EvaluationResult:
+        """Evaluate once. Raises UserCodeError if a function or the judge fails."""
+        totals: dict[str, Metrics] = {}
+        answers: list[Answer] = []
+        program = self._phase.programs[self._process.rank]
+        for records in self._batches:
+            store = Store(self._phase.graph, self._phase.plan, self._samples)
+            # The samples of a prompt are consecutive items: prompt = item // samples.
+            indices = [i for i in records for _ in range(self._samples)]
+            step = StepInput(
+                self._records.batch(indices),
+                SamplingSeed(self._seed, _NOISE_STEP, first_sequence=records[0] * self._samples),
+                {},
+                further=self._records.further_fields(indices),
+                origins=self._records.list_origins(indices),
+                samples=self._samples,
+                evaluation=True,
+            )
+            by_call = self._worker.run(program, store, step)
+            for call, found in by_call.items():
+                totals.setdefault(call, Metrics()).update(found)
+            answers += self._collect(store)
+        result = EvaluationResult()
+        with self._process.together():
+            if self._process.rank == WRITER:
+                if self._judge is not None:
+                    with self._process.activity.run_function(self._settings.judge or ""):
+                        self._ask(self._judge, answers)
+                metrics = flatten(totals) | self._metrics.compute(answers, self._opponents)
+                metrics |= _count_left_out(self._records)
+                rows = self._metrics.write_rows(answers, self._opponents, self._shown_keys)
+                result = EvaluationResult(metrics, answers, rows)
+        return result
+
+    def _ask(self, judge: Judge, answers: Sequence[Answer]) -> None:
+        """Add the judge's scores to all answers. Raises UserCodeError if the judge fails."""
+        records = [i for i in range(len(self._records)) for _ in range(self._samples)]
+        scores = judge.rate(
+            {
+                **self._records.further_fields(records),
+                "prompts": [answer.prompt for answer in answers],
+                "completions": [answer.completion for answer in answers],
+                "completion_ids": [list(answer.tokens) for answer in answers],
+            }
+        )
+        for answer, score in zip(answers, scores, strict=True):
+            answer.judge = score
+
+    def _collect(self, store: Store) -> list[Answer]:
+        """Collect the answers of a step in the order of its items, on the rank that writes."""
+        if store.graph.producer("sequences") is None:
+            return []
+        keys = (*SAMPLED, *self._keys)
+        mine = {key: self._held(store, key) for key in keys}
+        everyone = self._process.gather(mine)
+        if self._process.rank != WRITER:
+            return []
+        rows = {key: {i: row for part in everyone for i, row in part[key].items()} for key in keys}
+        return [self._answer({key: rows[key][i] for key in keys}) for i in range(store.size)]
+
+    def _held(self, store: Store, key: str) -> dict[int, list[float]]:
+        """Return the rows of a key that this rank produced, by item."""
+        call = store.graph.producer(key)
+        assert call is not None, "only produced keys are asked for"
+        placement = store.plan[call.name]
+        if self._process.rank not in placement.output_ranks:
+            return {}
+        ids = store.items(call, placement.item_index(self._process.rank))
+        return {i: row.tolist() for i, row in zip(ids, store.rows(key, ids).rows(), strict=True)}
+
+    def _answer(self, row: dict[str, list[Any]]) -> Answer:
+        length = int(row["prompt_length"][0])
+        texts = [row["sequences"][:length], row["sequences"][length:]]
+        prompt, completion = (self._tokenizer.decode(t, skip_special_tokens=True) for t in texts)
+        if self._stop is not None:
+            completion = self._stop.cut(texts[1])
+        return Answer(
+            prompt=prompt,
+            completion=completion,
+            tokens=row["sequences"][length:],
+            finished=bool(row["finished"][0]),
+            values={key: row[key][0] for key in self._keys},
+        )
+
+
+def _count_left_out(records: Dataset) -> dict[str, float]:
+    """Count skipped records, and the too long ones among them; empty if none were skipped."""
+    if not records.skipped:
+        return {}
+    return {"skipped_records": records.skipped, "too_long_records": records.too_long}
+
+
+def flatten(by_call: dict[str, Metrics]) -> dict[str, float]:
+    """Flatten metrics to plain numbers by `call/name`."""
+    return {f"{call}/{name}": value for call, m in by_call.items() for name, value in m.result().items()}

@@ -1,0 +1,267 @@
+"""`realrl eval`: evaluation of a recipe without training, comparison with another model, result files."""
+
+import gc
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar
+
+from realrl.algorithms.build import build_algorithm
+from realrl.algorithms.rewards.scorers import load_judge
+from realrl.config.errors import RunError, UserCodeError, UserError
+from realrl.config.files import reason_of, write_whole
+from realrl.config.json_file import replace_infinite, write_rows
+from realrl.data.records import RecordReader, read_records
+from realrl.dataflow.call import Kind
+from realrl.engine.optional_kernels import use_kernels
+from realrl.families.shape import ModelShape
+from realrl.model.group import Group
+from realrl.plan.communicators import list_rank_sets, reallocates
+from realrl.plan.plan import Plan
+from realrl.plan.presets import SEARCH
+from realrl.program.lower import WRITER
+from realrl.recipe.algorithm import get_spec
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.graphs import build_eval_graph
+from realrl.recipe.model import ModelConfig, freeze
+from realrl.runtime.evaluation.answers import EvaluationReport, EvaluationResult
+from realrl.runtime.evaluation.evaluate import Evaluation
+from realrl.runtime.output.notes import list_data_notes, list_kernel_notes
+from realrl.runtime.prepare.compile import (
+    CompiledEvaluation,
+    compile_evaluation,
+    make_written_plan,
+    models,
+)
+from realrl.runtime.prepare.devices import check_kind
+from realrl.runtime.prepare.inputs import (
+    RecordLoader,
+    find_longest,
+    load_functions,
+    load_shared_tokenizer,
+    load_stop_token_ids,
+)
+from realrl.runtime.processes.process import Process, connect, resolve_cluster
+from realrl.runtime.processes.startup import agree_on_plan, find_least_device
+from realrl.runtime.worker.roles import Roles
+from realrl.runtime.worker.trace import Trace
+from realrl.runtime.worker.worker import Worker
+
+Result = TypeVar("Result")
+
+
+class EvaluationRun:
+    """Evaluation of a recipe on one rank with the weights of `models.*.path`."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        compiled: CompiledEvaluation,
+        process: Process,
+        groups: Mapping[tuple[int, ...], Group],
+        read: RecordReader = read_records,
+    ) -> None:
+        """Prepare everything except weights. `groups` are the placements' groups; `read` reads a source's records.
+
+        Raises UserError for mistakes that can be found without weights.
+        """
+        phase = compiled.evaluation
+        algorithm = build_algorithm(experiment)
+        tokenizer = load_shared_tokenizer(experiment)
+        stop_token_ids = load_stop_token_ids(experiment, tokenizer)
+        self._roles = Roles(
+            {
+                role: freeze(config)
+                for role, config in models(experiment).items()
+                if role in phase.graph.roles
+            },
+            get_spec(experiment).heads,
+            compiled.homes,
+            process,
+            groups,
+            phase.plan,
+            temperature=algorithm.temperature,
+            seed=experiment.seed,
+            verify=experiment.debug.verify_reallocation,
+            exact=experiment.exact,
+            longest=find_longest(experiment)[0],
+        )
+        functions = load_functions(algorithm, [phase], process.rank)
+        # The user's judge runs in one process only: on the rank that calls it.
+        judge = load_judge(experiment.evaluation.judge) if process.rank == WRITER else None
+        loader = RecordLoader(experiment, tokenizer, stop_token_ids, functions, read)
+        self.records = loader.load_eval(phase, judge)
+        worker = Worker(process, self._roles, algorithm, stop_token_ids, Trace(process.rank), tokenizer)
+        self.evaluation = Evaluation(
+            experiment, process, worker, phase, self.records, tokenizer=tokenizer, judge=judge
+        )
+
+    @property
+    def origins(self) -> list[str]:
+        """Origin of each record, FILE:LINE."""
+        return self.records.list_origins(range(len(self.records)))
+
+    @property
+    def shapes(self) -> Mapping[str, ModelShape]:
+        """Shape of each role's model."""
+        return self._roles.shapes
+
+    def load(self) -> None:
+        """Load the weights. Raises UserError if they cannot be used."""
+        self._roles.load_weights()
+        self._roles.offload_homes()
+
+
+class Opponent:
+    """Model of `evaluation.against`. It answers the prompts before anything else is loaded."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        plan: Plan,
+        process: Process,
+        groups: Mapping[tuple[int, ...], Group],
+        origins: list[str],
+    ) -> None:
+        """Prepare everything except weights. `plan` is the recipe's; `origins` are the evaluation's records.
+
+        Raises UserError if the model cannot take the place of the recipe's.
+        """
+        self._process, self._setting = process, f"evaluation.against={experiment.evaluation.against}"
+        self._run = self._named(lambda: self._prepare(experiment, plan, groups))
+        if self._run.origins != origins:
+            raise UserError(
+                f"{self._setting}: other prompts are too long with its tokenizer, so the two models would answer"
+                " different prompts; raise data.max_prompt_tokens"
+            )
+
+    def _prepare(
+        self, experiment: Experiment, plan: Plan, groups: Mapping[tuple[int, ...], Group]
+    ) -> EvaluationRun:
+        replaced = replace_model(experiment)
+        return EvaluationRun(replaced, compile_evaluation(replaced, plan), self._process, groups)
+
+    def _named(self, action: Callable[[], Result]) -> Result:
+        """Run an action whose error messages begin with the setting."""
+        try:
+            return action()
+        except UserCodeError:
+            raise
+        except UserError as error:
+            raise UserError(f"{self._setting}: {error}") from None
+
+    def answer(self) -> EvaluationResult:
+        """Answer all prompts, and free the model."""
+        with self._process.together():
+            self._named(self._run.load)
+        result = self._run.evaluation.run()
+        del self._run
+        # Cycles may still hold this model, and the recipe's own models are loaded next.
+        gc.collect()
+        return result
+
+
+def replace_model(experiment: Experiment) -> Experiment:
+    """Copy a recipe with the model of `evaluation.against` in place of the generating model."""
+    graph = build_eval_graph(experiment)
+    assert graph is not None, "evaluation.against needs data.eval"
+    role = next(call.model_role for call in graph.calls if call.kind is Kind.GENERATE)
+    mine = getattr(experiment.models, role)
+    other = ModelConfig(path=experiment.evaluation.against, dtype=mine.dtype)
+    other = other.model_copy(update={"computes_in": mine.computes_in})
+    changed = mine.model_copy(update={name: getattr(other, name) for name in ModelConfig.model_fields})
+    quiet = experiment.evaluation.model_copy(update={"against": None})
+    # Only its answers and their rewards are used, so the other settings of evaluations do not apply to it.
+    return experiment.model_copy(
+        update={"models": experiment.models.model_copy(update={role: changed}), "evaluation": quiet}
+    )
+
+
+def evaluate_recipe(
+    experiment: Experiment, say: Callable[[str], None], read: RecordReader = read_records
+) -> EvaluationReport | None:
+    """Evaluate a recipe as one rank of its cluster. Returns None on ranks that do not write.
+
+    `say` is called with notes on the rank that writes; `read` reads the records of `data.eval`. Raises
+    UserError for a mistake of the user, and RunError for a failure that is not a bug.
+    """
+    cluster = resolve_cluster(experiment.cluster, experiment.device)
+    # Mistakes in a plan are found before the ranks wait for each other.
+    plan = None if experiment.plan == SEARCH else make_written_plan(experiment, cluster)
+    if plan is not None:
+        compile_evaluation(experiment, plan)
+    with ExitStack() as until_the_end, connect(experiment.device, experiment.launch) as process:
+        here = find_least_device(process)
+        check_kind(experiment, cluster, here)
+        with process.together():
+            until_the_end.enter_context(use_kernels(experiment.kernels, process.device))
+        if plan is None:
+            plan = agree_on_plan(experiment, cluster, process, here, say)
+        # A preset depends on the models' shapes, and nodes may not know the same shapes.
+        plan = process.gather(plan)[WRITER]
+        with process.together():
+            compiled = compile_evaluation(experiment, plan)
+        placements = compiled.evaluation.plan.placements.values()
+        groups = process.groups(list_rank_sets(placements), moves=reallocates(placements))
+        with process.together():
+            run = EvaluationRun(experiment, compiled, process, groups, read)
+            opponent = make_opponent(experiment, plan, process, groups, run.origins)
+        if opponent is not None:
+            run.evaluation.face(opponent.answer())
+        if process.rank == WRITER:
+            for note in (*list_data_notes({"eval": run.records}), *list_kernel_notes(experiment, run.shapes)):
+                say(note)
+        with process.together():
+            run.load()
+        start = time.monotonic()
+        with process.activity.part("eval"):
+            result = run.evaluation.run()
+        if process.rank != WRITER:
+            return None
+        return EvaluationReport(result, run.origins, time.monotonic() - start)
+
+
+def make_opponent(
+    experiment: Experiment,
+    plan: Plan,
+    process: Process,
+    groups: Mapping[tuple[int, ...], Group],
+    origins: list[str],
+) -> Opponent | None:
+    """Make the opponent that a recipe names, if any. Arguments are those of `Opponent`."""
+    if experiment.evaluation.against is None:
+        return None
+    return Opponent(experiment, plan, process, groups, origins)
+
+
+METRICS_FILE, SAMPLES_FILE = "metrics.json", "samples.jsonl"
+
+
+def write_evaluation(directory: Path, experiment: Experiment, report: EvaluationReport) -> list[Path]:
+    """Write the metrics of an evaluation, and its answers if there are any. Older files are replaced.
+
+    Returns the files. Raises RunError if they cannot be written.
+    """
+    roles = get_spec(experiment).roles_of(experiment)
+    content = {
+        "algorithm": get_spec(experiment).name,
+        "models": {role: getattr(experiment.models, role).path for role in roles},
+        "data": experiment.data.eval,
+        "records": len(report.origins),
+        "evaluation": experiment.evaluation.model_dump(mode="json"),
+        "seconds": round(report.seconds, 3),
+        "metrics": replace_infinite(report.result.metrics),
+    }
+    metrics, samples = directory / METRICS_FILE, directory / SAMPLES_FILE
+    try:
+        # Metrics come last: their file shows that the evaluation is complete.
+        if report.result.rows:
+            write_rows(samples, report.result.rows)
+        else:
+            samples.unlink(missing_ok=True)
+        write_whole(metrics, json.dumps(content, indent=2) + "\n")
+    except OSError as error:
+        raise RunError(f"{directory} cannot be written: {reason_of(error)}") from error
+    return [metrics, samples] if report.result.rows else [metrics]

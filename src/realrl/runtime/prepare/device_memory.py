@@ -1,0 +1,115 @@
+"""What a rank with a GPU does with memory that its plan leaves free: loads begin early, decode memory stays.
+
+A CPU has neither: copies and computation share its cores, and it has no CUDA graphs. No torch.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from realrl.dataflow.call import Kind
+from realrl.planner.simulate.estimate import DeviceMemory
+from realrl.planner.simulate.footprints import compute_footprints
+from realrl.program.instructions import Program, Run
+from realrl.program.memory import EarlyLoads, Memory, find_early_loads
+from realrl.recipe.experiment import Experiment
+from realrl.runtime.prepare.compile import Compiled
+from realrl.runtime.prepare.devices import memory_spec
+from realrl.runtime.prepare.gpu import Gpu
+from realrl.runtime.prepare.scenarios import phase_scenarios
+
+_KEPT_PARTS = ("cache", "graphs")
+"""Parts of a generate call's memory that may stay until the next step."""
+
+
+def list_early_loads(
+    experiment: Experiment,
+    compiled: Compiled,
+    rank: int,
+    gpu: Gpu | None,
+    kept: Mapping[str, int] | None = None,
+) -> list[tuple[Program, EarlyLoads]]:
+    """List the loads that may begin during the call before them, for every program of a rank that has any.
+
+    They never raise the peak of device memory. `kept` is what `list_kept_decoding` found.
+    """
+    if gpu is None:
+        return []
+    spec = memory_spec(experiment, compiled.train.plan.cluster, gpu)
+    scenarios, memory = phase_scenarios(experiment, compiled, spec), compiled.memory
+    resting = sum(memory.at_rest(rank).values())
+    devices: list[tuple[Program, DeviceMemory, dict[str, int]]] = []
+    for name, phase in compiled.phases.items():
+        for programs in (phase.programs, *phase.partial.values()):
+            (device,) = compute_footprints(scenarios[name], memory, [programs[rank]])
+            needed = {
+                footprint.during: footprint.bytes
+                + _count_beside(kept or {}, footprint.during if name == "train" else "")
+                for footprint in device.footprints
+            }
+            devices.append((programs[rank], device, needed))
+    peak = max(min(max(needed.values()), device.capacity) for _, device, needed in devices)
+    found: list[tuple[Program, EarlyLoads]] = []
+    for program, device, needed in devices:
+        communicators = sum(device.resident.values()) - resting
+        early = find_early_loads(
+            program,
+            memory,
+            {call: size - communicators for call, size in needed.items()},
+            peak - communicators,
+        )
+        if early:
+            found.append((program, early))
+    return found
+
+
+def list_kept_decoding(
+    experiment: Experiment, compiled: Compiled, rank: int, gpu: Gpu | None
+) -> dict[str, int]:
+    """List the generate calls of a training step that keep their KV cache and CUDA graphs, with the planned bytes.
+
+    A call qualifies if its parameters never leave the device and everything else, evaluations included, still fits.
+    Calls with tensor parallelism do not: their graphs contain collectives and must go before the communicators do.
+    """
+    if gpu is None:
+        return {}
+    spec = memory_spec(experiment, compiled.train.plan.cluster, gpu)
+    scenarios, memory = phase_scenarios(experiment, compiled, spec), compiled.memory
+    beside: list[tuple[str, str, int]] = []
+    capacity = 0
+    for name, phase in compiled.phases.items():
+        for programs in (phase.programs, *phase.partial.values()):
+            (device,) = compute_footprints(scenarios[name], memory, [programs[rank]])
+            capacity = device.capacity
+            beside += [(name, footprint.during, footprint.bytes) for footprint in device.footprints]
+    kept: dict[str, int] = {}
+    scenario = scenarios["train"]
+    for run in _list_candidates(compiled.train.programs[rank], compiled, memory, rank):
+        assert run.role is not None
+        stages = scenario.memory.stages(
+            scenario.graph.call(run.call), memory.stored[run.role], run.placement, scenario.workload
+        )
+        parts = stages[run.placement.stage(rank)].dynamic
+        found = kept | {run.call: sum(parts.get(part, 0) for part in _KEPT_PARTS)}
+        # An evaluation keeps nothing itself, so its calls run beside everything that training keeps.
+        if parts.get("graphs") and all(
+            size + _count_beside(found, during if name == "train" else "") <= capacity
+            for name, during, size in beside
+        ):
+            kept = found
+    return kept
+
+
+def _count_beside(kept: Mapping[str, int], call: str) -> int:
+    """Count the bytes that other calls have left while `call` runs."""
+    return sum(size for name, size in kept.items() if name != call)
+
+
+def _list_candidates(program: Program, compiled: Compiled, memory: Memory, rank: int) -> Iterator[Run]:
+    """List the generate calls of a program whose parameters never leave the device."""
+    graph = compiled.train.graph
+    resting = {(state.role, state.layout) for state in memory.at_rest(rank) if state.state == "parameters"}
+    for run in program.instructions:
+        if not isinstance(run, Run) or run.role not in memory.stored:
+            continue
+        generates = graph.call(run.call).kind is Kind.GENERATE
+        if generates and run.placement.strategy.tp == 1 and (run.role, run.placement.layout) in resting:
+            yield run

@@ -1,0 +1,237 @@
+"""Network interfaces and connections of ranks on several nodes. No torch."""
+
+import os
+import socket
+import stat
+import struct
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from realrl.config.errors import UserError
+from realrl.plan.cluster import Cluster
+
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""Network interface that gloo listens on, and connects from; by default it is that of the host's name."""
+
+INTERFACE_VARIABLES = (INTERFACE_VARIABLE, "NCCL_SOCKET_IFNAME")
+"""The same for gloo and NCCL. NCCL's ranks of one machine only meet there; data goes through the devices."""
+
+SILENCE = 20
+"""Seconds after which a host that answers nothing is taken to be gone.
+
+Without a limit, a cable that is pulled looks like a rank that computes: Linux goes on for 15 minutes where it has
+something to send, and for ever where it only waits.
+"""
+
+_PROBES = 5
+_GET_ADDRESS = 0x8915
+_WITHOUT_PORT = 9
+"""Port that nothing has to listen on; a datagram socket that is connected to it sends nothing."""
+
+
+def use_loopback() -> None:
+    """Have gloo and NCCL speak with processes of this machine alone, unless the user says otherwise."""
+    for variable in INTERFACE_VARIABLES:
+        os.environ.setdefault(variable, find_loopback())
+
+
+def find_loopback() -> str:
+    """Name the network interface that leads to this machine alone."""
+    return "lo" if sys.platform == "linux" else "lo0"
+
+
+def use_route(
+    nodes: int, node: int, first: str, publish: Callable[[str], None], read: Callable[[int], str]
+) -> None:
+    """Have gloo use the interface by which this node reaches the others, unless the user names one.
+
+    Gloo would take the address of the host's name, which on many machines is that of the loopback interface.
+    `first` is the address of the node where all meet; `publish` tells the others this node's address, and `read`
+    waits for that of another one. UserError where the interface cannot be found.
+    """
+    own = find_own_address(first)
+    # Also where the user names one: others may wait for it.
+    publish(own)
+    if INTERFACE_VARIABLE in os.environ or sys.platform != "linux":
+        return
+    if ip_address(own).is_loopback:
+        # The node where all meet may know itself by another address than the others do.
+        others = (read(other) for other in range(nodes) if other != node)
+        reached = next((address for address in others if not ip_address(address).is_loopback), None)
+        own = own if reached is None else find_own_address(reached)
+    os.environ[INTERFACE_VARIABLE] = find_interface(own)
+
+
+def find_own_address(peer: str) -> str:
+    """Find the address from which this machine speaks with another one; UserError where there is no way."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(peer, _WITHOUT_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0]).partition("%")[0]
+    except OSError as error:
+        raise UserError(
+            f"{socket.gethostname()} has no way to {peer}, where the nodes meet ({error.strerror}); check the name"
+            " and the network"
+        ) from None
+
+
+def find_interface(address: str) -> str:
+    """Find the network interface with an address; UserError where none has it."""
+    if ip_address(address).is_loopback:
+        return "lo"
+    found = _with_version_6(address) if ":" in address else _with_version_4(address)
+    if found is None:
+        raise UserError(
+            f"no network interface of {socket.gethostname()} has the address {address}; set {INTERFACE_VARIABLE}"
+            " to the one that leads to the other nodes"
+        )
+    return found
+
+
+@contextmanager
+def limited_silence() -> Iterator[None]:
+    """Have the system close silent connections to other hosts that are made in the block.
+
+    They are closed after SILENCE seconds without an answer, and whoever waits on one then gets an error. A process
+    that computes, or is stopped, still answers: its system does. For gloo and stores alone: the limit also counts
+    the time in which a receiver has no room, and while gloo sends nothing before somebody waits for it, NCCL does,
+    to ranks that compute for minutes before they receive.
+    """
+    before = _find_sockets()
+    yield
+    for inode, number in _find_sockets().items():
+        # It may be closed by now.
+        with suppress(OSError):
+            if inode not in before:
+                with socket.socket(fileno=os.dup(number)) as connection:
+                    _limit(connection)
+
+
+def _find_sockets() -> dict[int, int]:
+    """Find the sockets of this process: their file descriptors, by inode. Linux alone has such a list."""
+    found: dict[int, int] = {}
+    if sys.platform != "linux":
+        return found
+    for name in os.listdir("/proc/self/fd"):
+        # That of the listing is closed by now.
+        with suppress(OSError):
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[status.st_ino] = int(name)
+    return found
+
+
+def _limit(connection: socket.socket) -> None:
+    remote = connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6)
+    if not remote or ip_address(connection.getpeername()[0].partition("%")[0]).is_loopback:
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE // 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE // 2 // _PROBES)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE * 1000)
+
+
+def _with_version_4(address: str) -> str | None:
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            # An interface may have no address.
+            with suppress(OSError):
+                answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return _on_route(address)
+
+
+def _on_route(address: str) -> str | None:
+    """Find the interface of the network that an address is in: it may be one of several of the interface."""
+    number = struct.unpack("=I", socket.inet_aton(address))[0]
+    found: tuple[int, str] | None = None
+    for name, target, mask in _list_routes():
+        if number & mask == target and mask:
+            found = max(found or (0, ""), (mask.bit_count(), name))
+    return None if found is None else found[1]
+
+
+def _list_routes() -> Sequence[tuple[str, int, int]]:
+    """List the system's routes: interface, network and mask, in the byte order of the machine."""
+    try:
+        with open("/proc/net/route", encoding="ascii") as file:
+            lines = [line.split() for line in file][1:]
+    except OSError:
+        return ()
+    return [(fields[0], int(fields[1], 16), int(fields[7], 16)) for fields in lines]
+
+
+def _with_version_6(address: str) -> str | None:
+    wanted = ip_address(address).packed.hex()
+    with suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as file:
+        for line in file:
+            fields = line.split()
+            if fields[0] == wanted:
+                return fields[5]
+    return None
+
+
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+"""Environment variables of launchers that are read here, all of them numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlace:
+    """Node of a process, as its launcher describes it."""
+
+    node: int
+    """Number of the node."""
+    nodes: int
+    ranks: range
+    """Ranks on this node."""
+    world: int
+
+    @property
+    def even(self) -> bool:
+        """Whether all nodes may have as many ranks as this one."""
+        here = len(self.ranks)
+        return self.nodes * here == self.world and self.ranks.start == self.node * here
+
+    def match(self, cluster: Cluster | None) -> Cluster:
+        """Find the cluster that was started; UserError where a user names another, `cluster`."""
+        started = Cluster(self.nodes, len(self.ranks)) if self.even else None
+        if cluster is None and started is not None:
+            return started
+        as_large = cluster is not None and (cluster.size, cluster.nodes) == (self.world, self.nodes)
+        if cluster is not None and as_large and cluster.ranks(self.node) == self.ranks:
+            return cluster
+        if started is not None:
+            raise UserError(
+                f"cluster={cluster}, but {len(self.ranks)} processes were started on each of {self.nodes} nodes;"
+                f" set cluster={started} or auto"
+            )
+        raise UserError(
+            f"cluster={cluster or 'auto'}, but node {self.node} of {self.nodes} has {len(self.ranks)} of the"
+            f" {self.world} processes, from rank {self.ranks.start} on; nodes of different size must be named in"
+            " the order in which they are numbered, for example cluster=2x8+1x4 (torchrun orders them by address)"
+        )
+
+
+def find_node_place(environment: Mapping[str, str] = os.environ) -> NodePlace:
+    """Find the node of this process; one node with all ranks where no launcher says anything else.
+
+    torchrun says all of it; of a launcher that does not, nodes are taken to have as many ranks each.
+    """
+    world = int(environment.get("WORLD_SIZE", 1))
+    rank = int(environment.get("RANK", 0))
+    here = int(environment.get("LOCAL_WORLD_SIZE", world))
+    first = rank - int(environment.get("LOCAL_RANK", rank % here))
+    return NodePlace(
+        node=int(environment.get("GROUP_RANK", first // here)),
+        nodes=int(environment.get("GROUP_WORLD_SIZE", world // here)),
+        ranks=range(first, first + here),
+        world=world,
+    )

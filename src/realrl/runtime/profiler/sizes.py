@@ -1,0 +1,122 @@
+"""Sizes to measure: a grid around the sizes of a run. No torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+from realrl.layout.kv_blocks import CPU_PREFILL_TOKENS, MAX_DECODE_ROWS
+from realrl.recipe.algorithm import get_spec
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.graphs import build_graph
+
+LEAST_TOKENS = 64
+"""Tokens of the smallest micro-batch; smaller ones take nearly the same time."""
+LEAST_LENGTH = 32
+STEP = 4
+"""Ratio of consecutive sizes; times in between are interpolated linearly."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Largest sizes of a run in tokens; `prompt` and `answer` are 0 without generation."""
+
+    micro_batch: int
+    length: int
+    prompt: int
+    answer: int
+    rows: int
+    """Maximum number of sequences generated at once."""
+    thin: bool = False
+    """Whether to measure only the largest and a few smaller sizes."""
+
+    @classmethod
+    def of(cls, experiment: Experiment, *, thin: bool = False) -> "Sizes":
+        """Find the sizes of a recipe."""
+        data, spec = experiment.data, get_spec(experiment)
+        per_item = max(len(call.work) for call in build_graph(experiment).calls)
+        items = data.batch * spec.samples_per_prompt(experiment)
+        most = min(experiment.micro_batch_tokens, per_item * items * data.max_tokens)
+        most = max(per_item * data.max_tokens, most)
+        if spec.generation is None:
+            return cls(most, data.max_tokens, 0, 0, 0, thin)
+        answer = spec.generation(experiment).max_new_tokens
+        rows = min(items, max(1, most // (answer + 1)), MAX_DECODE_ROWS)
+        return cls(most, data.max_prompt_tokens + answer, data.max_prompt_tokens, answer, rows, thin)
+
+    @classmethod
+    def usual(cls, *, thin: bool = False) -> "Sizes":
+        """Make sizes without a recipe."""
+        return cls(8192, 1024, 512, 512, 64, thin)
+
+    def passes(self) -> Iterator[tuple[int, int]]:
+        """List (tokens of a micro-batch, tokens of each sequence) for training and inference."""
+        for length in self._lengths(LEAST_LENGTH, self.length):
+            yield from self._batches(length, self.micro_batch)
+
+    def few_passes(self) -> Iterator[tuple[int, int]]:
+        """List the sizes with the shortest sequences."""
+        yield from self._batches(self._lengths(LEAST_LENGTH, self.length)[0], self.micro_batch)
+
+    def starts(self) -> Iterator[tuple[int, int]]:
+        """List (tokens of a batch, tokens of each prompt) for prefill."""
+        if self.prompt:
+            most = max(self.prompt, min(self.micro_batch, self.rows * self.prompt, CPU_PREFILL_TOKENS))
+            for length in self._lengths(LEAST_LENGTH // 2, self.prompt):
+                yield from self._batches(length, most)
+
+    def turns(self) -> Iterator[tuple[int, int]]:
+        """List (sequences, cached tokens of each) of decode steps."""
+        contexts = self._lengths(LEAST_LENGTH, self.prompt + self.answer) if self.answer else []
+        for context in contexts:
+            for rows in self._spread(1, self.rows, 8 if self.thin else 2):
+                if rows == 1 or rows * context <= 2 * self.micro_batch:
+                    yield rows, context
+
+    def preparations(self) -> Iterator[tuple[int, int]]:
+        """List (sequences, tokens of each answer) of train calls."""
+        for answer in self._lengths(8, self.answer) if self.answer else []:
+            for rows in self._spread(1, self.rows):
+                yield rows, answer
+
+    def layers(self, most: int) -> list[int]:
+        """List the numbers of layers whose parameters are updated."""
+        return self._spread(1, most)
+
+    def _batches(self, length: int, most: int) -> Iterator[tuple[int, int]]:
+        found = {tokens // length * length for tokens in self._spread(max(LEAST_TOKENS, length), most)}
+        yield from ((tokens, length) for tokens in sorted(found - {0}))
+
+    def _lengths(self, low: int, high: int) -> list[int]:
+        """List the lengths; a thin grid has only two, because times grow linearly with length."""
+        found = self._spread(low, high)
+        return sorted({found[0], found[-1]}) if self.thin else found
+
+    def _spread(self, low: int, high: int, step: int = STEP) -> list[int]:
+        """Spread sizes from min(low, high) to high."""
+        found = {min(low, high), high}
+        while high > low:
+            found.add(high)
+            high = ceil(high / step)
+        ordered = sorted(found)
+        return sorted({ordered[0], ordered[-1], ordered[-2]}) if self.thin and len(ordered) > 2 else ordered
+
+
+SMALLEST_BYTES, LARGEST_BYTES = 64, 1 << 26
+MAPPED_BYTES = 1 << 25
+"""Size from which memory is mapped anew at each allocation, due to the launcher's malloc settings."""
+
+
+def transfer_sizes(*, thin: bool = False) -> list[int]:
+    """List the bytes of collectives and messages."""
+    step, largest = (64, LARGEST_BYTES // 4) if thin else (8, LARGEST_BYTES)
+    found = [largest]
+    while found[-1] > SMALLEST_BYTES:
+        found.append(max(SMALLEST_BYTES, found[-1] // step))
+    # Gradients travel in buckets of these sizes; parts of smaller buckets are below the limit.
+    return sorted({*found, *(() if thin else (LARGEST_BYTES // 2, LARGEST_BYTES - (LARGEST_BYTES >> 4)))})
+
+
+def copy_sizes(*, thin: bool = False) -> list[int]:
+    """List the bytes of copies."""
+    around = MAPPED_BYTES >> 5
+    return sorted({*transfer_sizes(thin=thin), MAPPED_BYTES - around, MAPPED_BYTES + around})
