@@ -1,4 +1,4 @@
-"""Environment variables by which launchers configure their processes."""
+"""Environment variables for ranks, set by launchers."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ import threading
 from typing import NoReturn
 
 STORE_VARIABLE = "REALRL_STORE"
-"""Path of the file store by which ranks of the local launcher rendezvous."""
+"""Path of the file store for the rendezvous of local ranks."""
 LAUNCHER_VARIABLE = "REALRL_LAUNCHER"
 """Process id of our launcher, or of its actor on a node of a Ray cluster."""
 PLAN_VARIABLE = "REALRL_PLAN"
@@ -54,7 +54,7 @@ def set_library_defaults() -> None:
     """Set environment variables that libraries read, unless the user has. Call before torch is loaded.
 
     torch's allocator maps memory into segments that grow. So another call can use the tens of gigabytes that one
-    call has freed, whatever the sizes of its blocks are.
+    call has freed, even for blocks of other sizes.
     """
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -63,7 +63,7 @@ def set_library_defaults() -> None:
 
 
 def under_launcher() -> bool:
-    """Check whether torchrun, or our own launcher, started this process as one of several."""
+    """Check whether this process is a rank that torchrun, or a launcher of ours, has started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

@@ -1,4 +1,4 @@
-"""Log files of ranks, where they are kept, and the screen. No torch."""
+"""Log files of ranks, and the screen. No torch."""
 
 import io
 import os
@@ -84,7 +84,7 @@ def move_log(rank: int, directory: Path) -> None:
 
 
 def keep_logs(scratch: Path, directory: Path | None) -> Path | None:
-    """Append logs that are still in `scratch` to those in `directory`; return where the run's logs are, or None.
+    """Append logs in `scratch` to the logs in `directory`; return the directory of the run's logs, or None.
 
     Secrets in all of them are replaced, since nobody writes there any more. Without a directory, or on a full disk,
     the logs go to a new temporary directory.
@@ -118,7 +118,7 @@ def _appended(files: list[Path], directory: Path) -> bool:
 
 
 def _redact_file(file: Path) -> None:
-    """Replace secrets in a log, to which native libraries and the user's code also write. OSError."""
+    """Replace secrets in a log. Native libraries and the user's code have written it, too. OSError."""
     with file.open("rb") as lines:
         if all(_redact_line(line) == line for line in lines):
             return
