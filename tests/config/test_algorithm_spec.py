@@ -21,7 +21,7 @@ from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families import registry as families
 from realrl.recipe import registry
-from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric, get_spec
+from realrl.recipe.algorithm import AlgorithmSpec, RoleSpec, SummaryMetric
 from realrl.recipe.checks import complete
 from realrl.recipe.experiment import Experiment, Models
 from realrl.recipe.load import parse_experiment
@@ -430,7 +430,7 @@ def test_a_reference_to_nothing_gets_one_message(reference: Any, message: str) -
 def test_an_importable_module_is_a_reference() -> None:
     recipe = {**PPO_RECIPE, "algorithm": "realrl.algorithms.sft", "models": {"actor": {"path": "a"}}}
     experiment = parse_experiment(recipe)
-    assert isinstance(experiment, SFTExperiment) and get_spec(experiment).recipe is SFTExperiment
+    assert isinstance(experiment, SFTExperiment) and experiment.spec.recipe is SFTExperiment
     assert experiment.algorithm == "realrl.algorithms.sft"
 
 

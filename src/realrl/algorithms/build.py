@@ -16,9 +16,8 @@ from realrl.algorithms.guard import GuardedAlgorithm, guard_method
 from realrl.config.errors import UserError
 from realrl.config.user_code import find_definition, is_own_module
 from realrl.dataflow.call import Call, Kind
-from realrl.recipe.algorithm import AlgorithmSpec, get_spec
+from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.registry import find_user_code
 
 
@@ -27,7 +26,7 @@ def build_algorithm(experiment: Experiment) -> Algorithm:
 
     Raises UserError if a call has no method, or if a method contradicts the algorithm's description.
     """
-    spec, graph, eval_graph = get_spec(experiment), build_graph(experiment), build_eval_graph(experiment)
+    spec, graph, eval_graph = experiment.spec, experiment.graph, experiment.eval_graph
     algorithm: Any = spec.methods(experiment, graph, eval_graph)
     place = None if is_own_module(spec.methods.__module__) else find_definition(spec.methods)
     where = f"algorithm {spec.name}: methods" + (f" ({place[0]}:{place[1]})" if place is not None else "")

@@ -12,7 +12,6 @@ from realrl.config.errors import UserError
 from realrl.config.files import PARTIAL
 from realrl.config.json_file import parse_rows, read_json, read_tail
 from realrl.config.paths import is_local, local_path
-from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 
 CONFIG, METRICS, CHECKPOINTS, SUMMARY = "config.yaml", "metrics.jsonl", "checkpoints", "summary.json"
@@ -188,7 +187,7 @@ def find_saved_state(experiment: Experiment, trained: Sequence[str]) -> tuple[Pa
     state, name = saved.get("state"), saved.get("algorithm")
     if not isinstance(state, dict) or not isinstance(name, str):
         raise UserError(f"{file} is damaged: it has no algorithm with its state; delete it to start without")
-    return (file, state) if name == get_spec(experiment).name else None
+    return (file, state) if name == experiment.spec.name else None
 
 
 class _Loading(Protocol):

@@ -15,7 +15,6 @@ from realrl.cli.planning.trials import TRY_MINUTES, TryMinutes, TryOption
 from realrl.cli.recipe import Overrides, resolve_recipe
 from realrl.config.errors import UserError
 from realrl.config.files import reason_of
-from realrl.recipe.algorithm import get_spec
 
 if TYPE_CHECKING:
     from realrl.plan.plan import Plan
@@ -188,7 +187,7 @@ def plan(
     )
     trials = _print(report, source, trial, as_json=as_json)
     plan = report.chosen.plan if trials is None else find_fastest_plan(report, trials)
-    title = f"{get_spec(experiment).name.upper()} on {report.scenario.spec.name}"
+    title = f"{experiment.spec.name.upper()} on {report.scenario.spec.name}"
     for name, file in files.items():
         try:
             _write(report, name, file, title, source, plan)

@@ -94,7 +94,6 @@ def launch_ranks(experiment: "Experiment", arguments: Sequence[str]) -> None:
     this process. A plan that has to be searched is found first. UserError for a cluster that cannot be here.
     """
     from realrl.plan.presets import SEARCH
-    from realrl.recipe.graphs import build_graph
     from realrl.runtime.launcher.launch import Start, check_local, launch
     from realrl.runtime.launcher.local import LocalRanks
     from realrl.runtime.prepare.devices import check_kind, search_spec
@@ -115,5 +114,5 @@ def launch_ranks(experiment: "Experiment", arguments: Sequence[str]) -> None:
     if experiment.plan == SEARCH:
         check_functions(experiment)
         found = cached_plan(experiment, search_spec(experiment, cluster, here), partial(typer.echo, err=True))
-        plan = found.to_text(build_graph(experiment))
+        plan = found.to_text(experiment.graph)
     raise typer.Exit(launch(Start(cluster, arguments, plan), experiment.launch, LocalRanks))

@@ -33,8 +33,6 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     """
     from realrl.config.errors import UserError
     from realrl.config.paths import local_path
-    from realrl.recipe.algorithm import get_spec
-    from realrl.recipe.graphs import build_graph
     from realrl.recipe.load import load_experiment
     from realrl.runtime.output.earlier import describe_finished, find_earlier_run
     from realrl.runtime.output.lock import check_unused
@@ -43,7 +41,7 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     set_library_defaults()
     recipe, overrides = resolve_recipe(recipe, overrides)
     experiment = load_experiment(recipe, overrides)
-    if not get_spec(experiment).trains:
+    if not experiment.spec.trains:
         raise UserError(f"algorithm={experiment.algorithm} trains nothing; realrl eval runs it")
     with _tidied(experiment) as run_dir:
         if not under_launcher():
@@ -64,7 +62,7 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
                 from realrl.runtime.launcher.local import LocalRanks
                 from realrl.runtime.prepare.gpu import count_visible_gpus
 
-                text = None if plan is None else plan.to_text(build_graph(experiment))
+                text = None if plan is None else plan.to_text(experiment.graph)
                 status = launch_training(
                     Start(cluster, ["train", recipe, *overrides], text),
                     experiment.launch,
@@ -118,12 +116,11 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
     """
     from realrl.checkpoint.saved import find_saved, remove_partial
     from realrl.program.trace_file import merge_rank_traces
-    from realrl.recipe.graphs import build_graph
     from realrl.runtime.output.rundir import RunDirectory
     from realrl.runtime.processes.environment import is_writer
 
     directory = RunDirectory(experiment.run_dir)
-    graph = build_graph(experiment)
+    graph = experiment.graph
     before = directory.mark()
 
     def run_dir() -> Path | None:
@@ -175,7 +172,6 @@ def _shrink(recipe: str, overrides: list[str], experiment: "Experiment", devices
     """
     from realrl.config.errors import UserError
     from realrl.plan.presets import PRESETS, SEARCH
-    from realrl.recipe.graphs import build_graph
     from realrl.recipe.load import load_experiment
     from realrl.runtime.launcher.launch import Start
 
@@ -194,7 +190,7 @@ def _shrink(recipe: str, overrides: list[str], experiment: "Experiment", devices
             typer.echo(
                 f"note: {experiment.plan} is for other devices; a plan is searched for {size}", err=True
             )
-        text = None if plan is None else plan.to_text(build_graph(changed))
+        text = None if plan is None else plan.to_text(changed.graph)
         return Start(find_cluster(changed), ["train", recipe, *arguments], text)
     return None
 

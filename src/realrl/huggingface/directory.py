@@ -11,7 +11,6 @@ from realrl.config.paths import is_local, local_path
 from realrl.families.adapter_config import ADAPTER_CONFIG, SavedAdapters, find_adapters
 from realrl.families.config_json import read_config
 from realrl.families.shape import ModelShape
-from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
 
@@ -224,7 +223,7 @@ def read_origin(path: str | Path) -> Origin:
 
 def check_directories(experiment: Experiment) -> None:
     """Check that the recipe's local directories of models and tokenizers exist. Raises UserError if not."""
-    for role in get_spec(experiment).list_sources_first(experiment):
+    for role in experiment.spec.list_sources_first(experiment):
         for field in ("path", "tokenizer"):
             path = getattr(getattr(experiment.models, role), field)
             if path is not None and is_local(path) and not local_path(path).is_dir():

@@ -247,13 +247,6 @@ class AlgorithmSpec:
         return None if self.generation is None else experiment.evaluation.change(self.generation(experiment))
 
 
-def get_spec(experiment: Experiment) -> AlgorithmSpec:
-    """Get the description of a recipe's algorithm."""
-    spec = experiment._spec
-    assert isinstance(spec, AlgorithmSpec), "recipes are read by parse_experiment"
-    return spec
-
-
 SCORE = "score"
 """Key of the scores that compare samples of a prompt, see `AlgorithmSpec.sampling_rounds`."""
 
@@ -292,6 +285,6 @@ def _all(values: Any, container: type[Iterable[Any]], kind: type) -> bool:
 
 def get_eval_generation(experiment: Experiment) -> GenerationConfig:
     """Get the sampling of evaluation of a recipe that generates."""
-    sampling = get_spec(experiment).eval_generation(experiment)
+    sampling = experiment.spec.eval_generation(experiment)
     assert sampling is not None, "only algorithms that generate ask for it"
     return sampling

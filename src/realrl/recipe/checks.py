@@ -7,11 +7,10 @@ from realrl.config.explain import join_mistakes, nearest
 from realrl.config.hardware import choose_products, computes_on_gpus
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import SCORE, AlgorithmSpec, get_spec
+from realrl.recipe.algorithm import SCORE, AlgorithmSpec
 from realrl.recipe.evaluation import EvaluationConfig
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.generation import GenerationConfig
-from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
 
 
@@ -41,10 +40,10 @@ def complete(experiment: Experiment, spec: AlgorithmSpec) -> Experiment:
     bound._spec = spec
     _refuse(_spec_problems(bound))
     _refuse(_problems(bound))
-    graph = build_graph(bound)
+    graph = bound.graph
     bound = _settle_dtypes(bound, graph)
     _refuse(_graph_problems(bound, graph))
-    eval_graph = build_eval_graph(bound)
+    eval_graph = bound.eval_graph
     if eval_graph is not None:
         _refuse(_headline_problems(spec, (graph, eval_graph)))
         _refuse(find_metric_problems(bound, eval_graph))
@@ -96,7 +95,7 @@ _READ_BY_FORMS: Mapping[str, tuple[str, ...]] = {
 
 
 def _spec_problems(experiment: Experiment) -> Iterator[str]:
-    spec = get_spec(experiment)
+    spec = experiment.spec
     for field in ("epochs", "samples_per_prompt", "sampling_rounds"):
         number = getattr(spec, field)(experiment)
         if not isinstance(number, int) or number < 1:
@@ -107,7 +106,7 @@ def _spec_problems(experiment: Experiment) -> Iterator[str]:
 
 
 def _problems(experiment: Experiment) -> Iterator[str]:
-    spec, data = get_spec(experiment), experiment.data
+    spec, data = experiment.spec, experiment.data
     for field, forms in _READ_BY_FORMS.items():
         value = getattr(data, field)
         if spec.form not in forms and value != type(data).model_fields[field].default:
@@ -136,7 +135,7 @@ def _problems(experiment: Experiment) -> Iterator[str]:
 
 
 def _graph_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
-    batch, spec = experiment.data.batch, get_spec(experiment)
+    batch, spec = experiment.data.batch, experiment.spec
     trained = {call.name for call in graph.calls if call.kind is Kind.TRAIN}
     for name in spec.experience_calls:
         if name not in {*trained, *spec.optional_calls}:
@@ -162,7 +161,7 @@ def _graph_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[st
 
 def _quantisation_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
     followed = {average.role: average.source for average in graph.averages}
-    for role in get_spec(experiment).roles_of(experiment):
+    for role in experiment.spec.roles_of(experiment):
         model = getattr(experiment.models, role)
         if model.quantised is None:
             continue
@@ -182,7 +181,7 @@ def _kernel_problems(experiment: Experiment) -> Iterator[str]:
     """Find kernels of other packages that no call would use."""
     if not experiment.kernels:
         return
-    names, spec = ", ".join(experiment.kernels), get_spec(experiment)
+    names, spec = ", ".join(experiment.kernels), experiment.spec
     if not computes_on_gpus(experiment.device, experiment.cluster):
         yield f"kernels=[{names}] is for GPUs, and this recipe computes on CPUs; leave kernels out"
     dtypes = {getattr(experiment.models, role).compute_dtype for role in spec.roles_of(experiment)}
@@ -215,7 +214,7 @@ def find_evaluation_problems(experiment: Experiment, sampling: GenerationConfig 
 
     `sampling` is training's sampling; None without generation.
     """
-    spec, settings = get_spec(experiment), experiment.evaluation
+    spec, settings = experiment.spec, experiment.evaluation
     if sampling is None:
         if settings.of_text:
             names = join([f"evaluation.{name}" for name in settings.of_text])
@@ -247,7 +246,7 @@ def _find_sampling_problems(settings: EvaluationConfig, sampling: GenerationConf
 
 def find_metric_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
     """Yield the metrics that a recipe requests but its evaluation `graph` cannot produce."""
-    spec, settings = get_spec(experiment), experiment.evaluation
+    spec, settings = experiment.spec, experiment.evaluation
     for name in ("pass_at", "against"):
         if getattr(settings, name) and (graph.producer(SCORE) is None or graph.length_key(SCORE) is not None):
             yield f"evaluation.{name} compares rewards, and an evaluation of {spec.name} has none"

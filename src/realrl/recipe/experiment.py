@@ -1,6 +1,8 @@
 """A recipe: one typed description of a run."""
 
-from typing import Any, Literal, Self
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from pydantic import Field, PositiveInt, PrivateAttr, field_validator, model_validator
 
@@ -8,9 +10,14 @@ from realrl.config.base import Settings
 from realrl.config.errors import join
 from realrl.config.paths import PathOrName, YamlOrName
 from realrl.config.values import check_cluster, check_size
+from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.data import DataConfig, TrainingConfig
 from realrl.recipe.evaluation import EvaluationConfig
+from realrl.recipe.model import ModelConfig
 from realrl.recipe.run_settings import CheckpointConfig, LaunchConfig, Resume, TrackersConfig
+
+if TYPE_CHECKING:
+    from realrl.recipe.algorithm import AlgorithmSpec
 
 
 class DebugConfig(Settings):
@@ -110,7 +117,38 @@ class Experiment(Settings):
     models: Models
     """The model of each role."""
     _spec: Any = PrivateAttr(default=None)
-    """Description of the algorithm, see `recipe.algorithm.get_spec`."""
+
+    @property
+    def spec(self) -> "AlgorithmSpec":
+        """Description of the recipe's algorithm."""
+        assert self._spec is not None, "recipes are read by parse_experiment"
+        return cast("AlgorithmSpec", self._spec)
+
+    @cached_property
+    def model_configs(self) -> Mapping[str, ModelConfig]:
+        """Model settings of every role that the recipe has."""
+        return {role: getattr(self.models, role) for role in self.spec.roles_of(self)}
+
+    @cached_property
+    def graph(self) -> DataflowGraph:
+        """Calls of one training step. Raises UserError if they contradict the algorithm's description."""
+        from realrl.recipe.graphs import build_graph
+
+        return build_graph(self)
+
+    @cached_property
+    def eval_graph(self) -> DataflowGraph | None:
+        """Calls of one evaluation step; None without evaluation records. Raises UserError likewise."""
+        from realrl.recipe.graphs import build_eval_graph
+
+        return build_eval_graph(self)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Copy the recipe with other values of some fields, without what was derived from the old ones."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in ("model_configs", "graph", "eval_graph"):
+            copied.__dict__.pop(name, None)
+        return copied
 
     @field_validator("device_memory", "host_memory", mode="before")
     @classmethod

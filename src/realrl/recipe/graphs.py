@@ -7,7 +7,7 @@ from typing import Any
 from realrl.config.errors import UserError
 from realrl.dataflow.call import ROUTED_EXPERTS, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import SCORE, get_spec
+from realrl.recipe.algorithm import SCORE
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.forms import FORMS
 from realrl.recipe.model import TrainedModelConfig
@@ -20,16 +20,16 @@ SAMPLED = ("sequences", "prompt_length", "finished")
 
 def build_graph(experiment: Experiment) -> DataflowGraph:
     """Build the calls of one training step. Raises UserError if they contradict the algorithm's description."""
-    return _build(experiment, get_spec(experiment).train_graph, "train_graph", _train_problems)
+    return _build(experiment, experiment.spec.train_graph, "train_graph", _train_problems)
 
 
 def build_eval_graph(experiment: Experiment) -> DataflowGraph | None:
     """Build the calls of one evaluation step; None without evaluation records. Raises UserError likewise."""
     if experiment.data.eval is None:
         return None
-    function = get_spec(experiment).eval_graph
+    function = experiment.spec.eval_graph
     if function is None:
-        raise UserError(f"data.eval: {get_spec(experiment).name} has no evaluation; set data.eval=null")
+        raise UserError(f"data.eval: {experiment.spec.name} has no evaluation; set data.eval=null")
     return _build(experiment, function, "eval_graph", _eval_problems)
 
 
@@ -39,7 +39,7 @@ def _build(
     field: str,
     problems: Callable[[Experiment, DataflowGraph], Iterator[str]],
 ) -> DataflowGraph:
-    spec = get_spec(experiment)
+    spec = experiment.spec
     try:
         graph = function(experiment)
     except UserError:
@@ -54,7 +54,7 @@ def _build(
 
 
 def _problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
-    spec = get_spec(experiment)
+    spec = experiment.spec
     roles = spec.roles_of(experiment)
     for role in graph.roles:
         if role not in roles:
@@ -81,7 +81,7 @@ def _problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
 
 
 def _train_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
-    spec = get_spec(experiment)
+    spec = experiment.spec
     kinds = {call.kind for call in graph.calls}
     if spec.trains and Kind.TRAIN not in kinds:
         yield "no call trains"
@@ -117,6 +117,6 @@ def _eval_problems(experiment: Experiment, graph: DataflowGraph) -> Iterator[str
         lacking = [key for key in SAMPLED if key not in call.outputs]
         if call.kind is Kind.GENERATE and lacking:
             yield f"{call.name} must produce {lacking[0]} too, for the samples of evaluations"
-    for key in get_spec(experiment).sample_keys:
+    for key in experiment.spec.sample_keys:
         if graph.producer(key) is None or graph.length_key(key) is not None:
             yield f"no call produces {key}, one number per item, which sample_keys names"

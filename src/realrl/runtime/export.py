@@ -26,7 +26,6 @@ from realrl.huggingface.shards import Portion, list_portions, take_whole
 from realrl.huggingface.stored import Weights
 from realrl.plan.placement import DTYPES
 from realrl.program.lower import WRITER
-from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment
 from realrl.recipe.model import ModelConfig
@@ -59,7 +58,7 @@ def export_models(
     try:
         manifest = read_manifest(checkpoint)
         for role in roles:
-            config, head = getattr(experiment.models, role), get_spec(experiment).heads[role]
+            config, head = getattr(experiment.models, role), experiment.spec.heads[role]
             exported = _Exported(role, config, head, max_shard_bytes)
             try:
                 if exported.shape.lora is None:
@@ -169,7 +168,7 @@ class ModelSaver:
         algorithm: Callable[[], Algorithm],
     ) -> None:
         """`algorithm` returns the current algorithm object."""
-        self._name, self._compiled, self._process = get_spec(experiment).name, compiled, process
+        self._name, self._compiled, self._process = experiment.spec.name, compiled, process
         self._roles, self._directory, self._trained = roles, directory, trained
         self._tokenizer, self._stop_token_ids, self._algorithm = tokenizer, stop_token_ids, algorithm
 

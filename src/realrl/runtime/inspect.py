@@ -11,9 +11,7 @@ from realrl.algorithms.build import build_algorithm
 from realrl.data.dataset import Dataset
 from realrl.data.tokenization import Row
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.sources import name_sources
 from realrl.runtime.prepare.inputs import load_shared_tokenizer, load_stop_token_ids
 
@@ -74,8 +72,8 @@ def inspect_data(experiment: Experiment, samples: int) -> tuple[Any, list[Inspec
     data = data.model_copy(update={"on_error": "skip", "on_too_long": too_long})
     algorithm = build_algorithm(experiment)
     graphs = {
-        "train": (data.train, build_graph(experiment)),
-        "eval": (data.eval, build_eval_graph(experiment)),
+        "train": (data.train, experiment.graph),
+        "eval": (data.eval, experiment.eval_graph),
     }
     found = []
     for name, (source, graph) in graphs.items():
@@ -84,7 +82,7 @@ def inspect_data(experiment: Experiment, samples: int) -> tuple[Any, list[Inspec
         inspection = Inspection(name, samples)
         inspection.data = Dataset.load(
             source,
-            get_spec(experiment).form,
+            experiment.spec.form,
             graph.sources,
             tokenizer,
             data,

@@ -16,13 +16,13 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.training.optimizer import compute_learning_rate
 from realrl.plan.plan import Plan
-from realrl.recipe.algorithm import SCORE, get_spec
+from realrl.recipe.algorithm import SCORE
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import trained_models
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluation.evaluate import flatten
 from realrl.runtime.measure.step_timer import StepTimer
-from realrl.runtime.prepare.compile import Compiled, SampledStep, models
+from realrl.runtime.prepare.compile import Compiled, SampledStep
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.store import Store
 from realrl.runtime.worker.worker import StepInput, Worker
@@ -61,7 +61,7 @@ class TrainingSteps:
             )
         self.count = training.steps or max(1, self.order.steps(training.epochs))
         """Number of steps of the run."""
-        self._samples = get_spec(experiment).samples_per_prompt(experiment)
+        self._samples = experiment.spec.samples_per_prompt(experiment)
         self.taken = 0
         """Records taken so far; includes records whose samples were replaced."""
         self.data = records.identify()
@@ -120,7 +120,7 @@ class TrainingSteps:
         indices = [i for i in prompts for _ in range(self._samples)]
         rates = {
             role: compute_learning_rate(config.optimizer, step, self.count)
-            for role, config in trained_models(models(self._experiment)).items()
+            for role, config in trained_models(self._experiment.model_configs).items()
         }
         return StepInput(
             records=self._records.batch(indices),

@@ -27,7 +27,6 @@ from realrl.planner.report.comparison import COSTS, Comparison
 from realrl.planner.simulate.predicted_trace import predict_step
 from realrl.program.lower import WRITER
 from realrl.program.trace_file import TRACE, TRACES, write_trace
-from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.checkpointer import Checkpointer
 from realrl.runtime.continuation import Continuation, StatefulParts
@@ -46,7 +45,7 @@ from realrl.runtime.output.notes import (
     list_state_notes,
 )
 from realrl.runtime.output.rundir import RunDirectory
-from realrl.runtime.prepare.compile import Compiled, models, stored_models
+from realrl.runtime.prepare.compile import Compiled, stored_models
 from realrl.runtime.prepare.device_memory import list_early_loads, list_kept_decoding
 from realrl.runtime.prepare.inputs import (
     RecordLoader,
@@ -105,8 +104,8 @@ class TrainingRun:
         if self._started_from is not None:
             load_saved_state(algorithm, *self._started_from)
         self.roles = Roles(
-            models(experiment),
-            get_spec(experiment).heads,
+            experiment.model_configs,
+            experiment.spec.heads,
             compiled.homes,
             process,
             groups,
@@ -152,7 +151,7 @@ class TrainingRun:
             groups=groups,
             tokenizer=self.tokenizer,
         )
-        self.notes = StepNotes(algorithm, get_spec(experiment))
+        self.notes = StepNotes(algorithm, experiment.spec)
         self.saver = ModelSaver(
             experiment,
             compiled,
@@ -402,7 +401,7 @@ class TrainingRun:
 
     def _saving_notes(self, role: str) -> Iterator[str]:
         origin, vocabulary = self.roles.origins[role], self.roles.shapes[role].vocab_size
-        head = get_spec(self.experiment).heads[role]
+        head = self.experiment.spec.heads[role]
         return list_saving_notes(origin, head, self.tokenizer, self.stop_token_ids, vocabulary)
 
     def _finish(self) -> None:
@@ -416,7 +415,7 @@ class TrainingRun:
             with self.directory.writing(trace):
                 write_trace(trace, events, "measured")
             seconds, best = self.continuation.seconds, self.evaluations.best
-            summary: dict[str, Any] = {"algorithm": get_spec(self.experiment).name, "steps": self.steps}
+            summary: dict[str, Any] = {"algorithm": self.experiment.spec.name, "steps": self.steps}
             summary |= {"seconds": round(seconds, 2), "skipped_steps": self.notes.skipped}
             summary |= {"untaught_steps": self.notes.untaught.counts}
             if best.settings is not None:

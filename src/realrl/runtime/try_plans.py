@@ -28,7 +28,6 @@ from realrl.planner.profile.profile import Profile
 from realrl.planner.report.calibrate import calibrate_profile
 from realrl.planner.report.comparison import Comparison
 from realrl.planner.report.report import Contender, PlanReport
-from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.runtime.launcher.launch import check_local
 from realrl.runtime.prepare.devices import check_kind
@@ -256,7 +255,7 @@ def check_trials(experiment: Experiment, spec: ClusterSpec, *, minutes: float, c
         raise UserError(
             "--try runs plans on this machine; leave out --nodes, --objective, --target-step and --budget"
         )
-    if not get_spec(experiment).trains:
+    if not experiment.spec.trains:
         raise UserError(
             f"--try: algorithm={experiment.algorithm} trains nothing, so there are no steps to measure"
         )

@@ -17,7 +17,6 @@ from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS
 from realrl.program.validate import ProgramError
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.load import load_experiment, parse_experiment
 from realrl.runtime.prepare.compile import compile_recipe
 from realrl.testing.compare import CheckFailure, compare_runs
@@ -61,8 +60,7 @@ def check_algorithm(
         experiment = load_experiment(os.fspath(recipe), overrides)
         settings = shrink_recipe(experiment, place, records=records, overrides=overrides)
         small = parse_experiment(settings)
-        graph = build_graph(small)
-        build_eval_graph(small)
+        graph = small.graph
         build_algorithm(small)
     except UserError as error:
         raise CheckFailure(f"description: {error}") from None

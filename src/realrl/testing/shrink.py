@@ -15,9 +15,8 @@ from realrl.families.shape import Head, ModelShape
 from realrl.huggingface import model_files
 from realrl.huggingface.initial_weights import initialise
 from realrl.huggingface.tokenizers import train_bpe
-from realrl.recipe.algorithm import AlgorithmSpec, get_spec
+from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import apply_overrides, dump_experiment
 from realrl.recipe.model import TrainedModelConfig
 from realrl.testing.records import make_up_records
@@ -53,12 +52,12 @@ def shrink_recipe(
     Without `records`, some of the algorithm's form are made up. Settings of the algorithm, its reward and its
     sampling stay, except lengths. `overrides` come last.
     """
-    spec = get_spec(experiment)
+    spec = experiment.spec
     kept = make_up_records(spec.form) if records is None else list(records)
     data = directory / "records.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in kept))
     tokenizer = train_bpe(_list_texts(kept), SHAPE["vocab_size"])
-    minibatches = math.lcm(*(call.minibatches for call in build_graph(experiment).calls))
+    minibatches = math.lcm(*(call.minibatches for call in experiment.graph.calls))
     settings = yaml.safe_load(dump_experiment(experiment))
     settings |= {
         "plan": "symmetric",

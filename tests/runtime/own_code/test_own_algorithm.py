@@ -20,7 +20,6 @@ from realrl.config.user_code import UserCode
 from realrl.data.batch import Batch, Ragged
 from realrl.plan.cluster import Cluster
 from realrl.planner.workload.workload import Workload
-from realrl.recipe.algorithm import get_spec
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
 from realrl.runtime.prepare.compile import compile_recipe
@@ -201,7 +200,7 @@ def test_a_saved_recipe_loads_from_anywhere(
     monkeypatch.chdir(tmp_path)
     experiment = load_experiment(str(alone / "config.yaml"))
     assert experiment.algorithm == str(alone.parent / "algorithm.py")
-    assert get_spec(experiment).name == "online_dpo"
+    assert experiment.spec.name == "online_dpo"
 
 
 @pytest.mark.parametrize("reference", ["run/inside.py", "run.inside"])

@@ -70,11 +70,10 @@ def make_job(
     does not say how many nodes and devices there are.
     """
     from realrl.config.errors import UserError
-    from realrl.recipe.algorithm import get_spec
     from realrl.recipe.load import load_experiment
 
     experiment = load_experiment(recipe, overrides)
-    if not get_spec(experiment).trains:
+    if not experiment.spec.trains:
         raise UserError(
             f"algorithm={experiment.algorithm} trains nothing; only training runs on several nodes"
         )

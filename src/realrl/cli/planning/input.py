@@ -12,7 +12,6 @@ from realrl.config.files import check_file
 from realrl.config.json_file import read_json
 from realrl.config.paths import local_path
 from realrl.config.values import parse_bytes
-from realrl.recipe.algorithm import get_spec
 
 if TYPE_CHECKING:
     from realrl.planner.cluster.cluster_spec import ClusterSpec
@@ -59,7 +58,7 @@ def _check_lengths(lengths: Lengths, experiment: "Experiment") -> None:
 
     Answers may be longer: generation cuts them off.
     """
-    generates = get_spec(experiment).generation is not None
+    generates = experiment.spec.generation is not None
     name = "max_prompt_tokens" if generates else "max_tokens"
     most = getattr(experiment.data, name)
     for tokens in lengths.prompts or ():

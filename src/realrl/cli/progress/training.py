@@ -12,7 +12,6 @@ from rich.table import Column
 
 from realrl.cli.progress.costs import compares, costs_note, costs_table
 from realrl.cli.reporting.speed import describe_speed, read_speed
-from realrl.recipe.algorithm import get_spec
 from realrl.runtime.evaluation.answers import PROMPTS
 from realrl.runtime.output.untaught import find_untaught
 
@@ -55,8 +54,8 @@ class Progress:
 
     def begin(self, experiment: "Experiment", steps: int) -> None:
         """Show the bar."""
-        self._headlines, self._steps = get_spec(experiment).headlines, steps
-        self._task = self._bars.add_task(get_spec(experiment).name, total=steps, metrics="")
+        self._headlines, self._steps = experiment.spec.headlines, steps
+        self._task = self._bars.add_task(experiment.spec.name, total=steps, metrics="")
         if self._console.is_terminal:
             self._bars.start()
 

@@ -11,7 +11,6 @@ from realrl.families.shape import ModelShape
 from realrl.families.sizes import count_block_weights, count_layer_weights
 from realrl.layout.kv_blocks import BLOCK_TOKENS, count_blocks, count_prompt_blocks
 from realrl.program.arrays import Real
-from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.forms import FORMS
 from realrl.recipe.generation import GenerationConfig
@@ -170,7 +169,7 @@ class Workload:
         Without them every prompt has `max_prompt_tokens`, every answer `max_new_tokens`, and every training
         sequence `max_tokens`: the most there can be. Longer answers are cut off, as generation does it.
         """
-        data, spec = experiment.data, get_spec(experiment)
+        data, spec = experiment.data, experiment.spec
         epochs = spec.epochs(experiment)
         if spec.generation is None:
             return cls(data.batch, quantiles(prompts or [data.max_tokens]), epochs=epochs)

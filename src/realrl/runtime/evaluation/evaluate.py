@@ -9,7 +9,7 @@ from realrl.data.dataset import Dataset
 from realrl.data.order import split_eval_batches
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.program.lower import WRITER
-from realrl.recipe.algorithm import SCORE, get_spec
+from realrl.recipe.algorithm import SCORE
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import SAMPLED
 from realrl.recipe.stop_strings import StopStrings
@@ -43,7 +43,7 @@ class Evaluation:
         """`judge` is loaded; it is None on ranks that do not call it."""
         self._process, self._worker, self._phase, self._records = process, worker, phase, records
         self._tokenizer, self._seed = tokenizer, experiment.seed
-        spec, self._settings = get_spec(experiment), experiment.evaluation
+        spec, self._settings = experiment.spec, experiment.evaluation
         self._stop = StopStrings.of(tokenizer, spec.eval_generation(experiment))
         self._samples = self._settings.samples
         dp = max(placement.strategy.dp for placement in phase.plan.placements.values())

@@ -22,9 +22,7 @@ from realrl.plan.communicators import list_rank_sets, reallocates
 from realrl.plan.plan import Plan
 from realrl.plan.presets import SEARCH
 from realrl.program.lower import WRITER
-from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.graphs import build_eval_graph
 from realrl.recipe.model import ModelConfig, freeze
 from realrl.runtime.evaluation.answers import EvaluationReport, EvaluationResult
 from realrl.runtime.evaluation.evaluate import Evaluation
@@ -33,7 +31,6 @@ from realrl.runtime.prepare.compile import (
     CompiledEvaluation,
     compile_evaluation,
     make_written_plan,
-    models,
 )
 from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.inputs import (
@@ -74,10 +71,10 @@ class EvaluationRun:
         self._roles = Roles(
             {
                 role: freeze(config)
-                for role, config in models(experiment).items()
+                for role, config in experiment.model_configs.items()
                 if role in phase.graph.roles
             },
-            get_spec(experiment).heads,
+            experiment.spec.heads,
             compiled.homes,
             process,
             groups,
@@ -165,7 +162,7 @@ class Opponent:
 
 def replace_model(experiment: Experiment) -> Experiment:
     """Copy a recipe with the model of `evaluation.against` in place of the generating model."""
-    graph = build_eval_graph(experiment)
+    graph = experiment.eval_graph
     assert graph is not None, "evaluation.against needs data.eval"
     role = next(call.model_role for call in graph.calls if call.kind is Kind.GENERATE)
     mine = getattr(experiment.models, role)
@@ -244,9 +241,9 @@ def write_evaluation(directory: Path, experiment: Experiment, report: Evaluation
 
     Returns the files. Raises RunError if they cannot be written.
     """
-    roles = get_spec(experiment).roles_of(experiment)
+    roles = experiment.spec.roles_of(experiment)
     content = {
-        "algorithm": get_spec(experiment).name,
+        "algorithm": experiment.spec.name,
         "models": {role: getattr(experiment.models, role).path for role in roles},
         "data": experiment.data.eval,
         "records": len(report.origins),

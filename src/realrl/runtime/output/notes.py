@@ -23,7 +23,6 @@ from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import trained_models
 from realrl.runtime.output.earlier import LENGTH, EarlierRun
 from realrl.runtime.output.untaught import UntaughtSteps
-from realrl.runtime.prepare.compile import models
 
 
 def list_data_notes(sets: Mapping[str, Dataset | None]) -> Iterator[str]:
@@ -63,7 +62,7 @@ def list_model_notes(experiment: Experiment, steps: int, fresh: Mapping[str, Seq
     for role, tensors in fresh.items():
         if tensors:
             yield f"models.{role} starts with a new scoring head ({', '.join(tensors)}), since its path has none"
-    for role, config in trained_models(models(experiment)).items():
+    for role, config in trained_models(experiment.model_configs).items():
         if config.optimizer.lr > _USUAL_LR:
             yield (
                 f"models.{role}.optimizer.lr={config.optimizer.lr:g} is far above usual rates, 1e-7 to 1e-3: AdamW"
@@ -107,7 +106,7 @@ def list_resume_notes(
     # With a number of steps, the number of epochs has no effect.
     decisive = LENGTH if experiment.training.steps is None else "training.steps"
     if restored.state.step and any(change.startswith(decisive) for change in earlier.changed):
-        for role, config in trained_models(models(experiment)).items():
+        for role, config in trained_models(experiment.model_configs).items():
             if (schedule := config.optimizer.schedule) != "constant":
                 yield (
                     f"models.{role}: the learning rate now follows the {schedule} schedule of the new length,"

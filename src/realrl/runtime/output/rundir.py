@@ -40,9 +40,7 @@ from realrl.config.user_code import find_source, is_own_module
 from realrl.plan.plan import Plan
 from realrl.program.instructions import Program
 from realrl.program.text import format_program
-from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import dump_experiment
 from realrl.recipe.sources import list_sources
 from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
@@ -138,12 +136,12 @@ class RunDirectory:
             make_private(self.path)
             (self.path / PROGRAMS).mkdir(exist_ok=True)
             write_whole(self.path / CONFIG, dump_experiment(experiment))
-            AlgorithmRecord.of(get_spec(experiment), self._trained).save(self.path)
+            AlgorithmRecord.of(experiment.spec, self._trained).save(self.path)
             for setting, file in _find_code(experiment).items():
                 (self.path / CODE).mkdir(exist_ok=True)
                 code = redact_code(file.read_bytes().decode(errors="surrogateescape"))
                 (self.path / CODE / f"{setting}.py").write_bytes(code.encode(errors="surrogateescape"))
-            plan.save(self.path / PLAN, build_graph(experiment))
+            plan.save(self.path / PLAN, experiment.graph)
             for name, ranks in programs.items():
                 for program in ranks:
                     file = self.path / PROGRAMS / f"{name}-rank{program.rank}.txt"
@@ -273,7 +271,7 @@ class RunDirectory:
 def _sources(experiment: Experiment) -> Iterator[tuple[str, str]]:
     """List everything that the run reads, with the setting's name. Models may be hub names, not files."""
     yield from ((setting, str(file)) for setting, file in _find_code(experiment).items())
-    for role in get_spec(experiment).roles_of(experiment):
+    for role in experiment.spec.roles_of(experiment):
         config = getattr(experiment.models, role)
         for field in ("path", "tokenizer"):
             if getattr(config, field) is not None:
@@ -294,11 +292,11 @@ def _find_code(experiment: Experiment) -> dict[str, Path]:
     """Find the files with the user's code, by the name of their setting."""
     references: dict[str, str | None] = {
         call.name: call.function
-        for call in build_graph(experiment).functions
+        for call in experiment.graph.functions
         if call.function is not None and not is_own_module(call.function)
     }
     references |= {"algorithm": experiment.algorithm, "evaluation.judge": experiment.evaluation.judge}
-    for role in get_spec(experiment).roles_of(experiment):
+    for role in experiment.spec.roles_of(experiment):
         config = getattr(experiment.models, role)
         references[f"models.{role}.family"] = config.shape.family if config.shape else config.family
     # Names of installed algorithms and families have no dot.

@@ -22,9 +22,8 @@ from realrl.program.lower import home_placements, kept_copies, lower, lower_star
 from realrl.program.memory import Memory, StoredModel, check_offloading
 from realrl.program.order import TrainableParts
 from realrl.program.validate import validate, validate_start
-from realrl.recipe.algorithm import SCORE, get_spec
+from realrl.recipe.algorithm import SCORE
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.model import ModelConfig, freeze, trained_models
 
 
@@ -127,11 +126,6 @@ class Compiled:
         return found
 
 
-def models(experiment: Experiment) -> dict[str, ModelConfig]:
-    """List the model settings of every role that the recipe has."""
-    return {role: getattr(experiment.models, role) for role in get_spec(experiment).roles_of(experiment)}
-
-
 def find_trainable_parts(
     configs: Mapping[str, ModelConfig], averages: Sequence[MovingAverage]
 ) -> dict[str, TrainablePart]:
@@ -159,9 +153,9 @@ def stored_models(
     experts, or compares models with different vocabularies.
     """
     _check_candidates(graph, shapes)
-    configs = models(experiment)
+    configs = experiment.model_configs
     shapes = adapt_shapes(shapes, configs, graph.averages)
-    heads = get_spec(experiment).heads
+    heads = experiment.spec.heads
     parts = find_trainable_parts(configs, graph.averages)
     bases = find_shared_bases(configs, shapes, heads, parts, graph.averages)
     for role, shape in shapes.items():
@@ -224,9 +218,9 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
     `plan` replaces the recipe's plan, and is required if that is `search`. Checks that depend on sizes cover the
     models whose sizes are known without the network. Memory is not checked.
     """
-    graph = build_graph(experiment)
+    graph = experiment.graph
     stored = _known_models(experiment, graph)
-    graph = replay_routers(graph, models(experiment), {role: of.shape for role, of in stored.items()})
+    graph = replay_routers(graph, experiment.model_configs, {role: of.shape for role, of in stored.items()})
     if plan is None:
         plan = make_written_plan(experiment, cluster)
     else:
@@ -236,19 +230,19 @@ def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None =
     homes = home_placements(graph, plan)
     kept = kept_copies(graph, plan, homes)
     _check_batch(experiment, graph, plan)
-    parts = find_trainable_parts(models(experiment), graph.averages)
+    parts = find_trainable_parts(experiment.model_configs, graph.averages)
     start = lower_start(plan, homes, kept, parts)
     validate_start(start, homes, offloaded(plan), kept, parts)
     train, evaluation, eval_graph = (
         _phase(graph, plan, homes, kept, parts),
         None,
-        build_eval_graph(experiment),
+        experiment.eval_graph,
     )
     if eval_graph is not None:
         evaluation = _phase(eval_graph, plan.evaluation(eval_graph, graph), homes, kept, parts)
     memory = Memory(stored, homes, offloaded(plan), kept)
     check_offloading(plan, memory.holders)
-    rounds = get_spec(experiment).sampling_rounds(experiment)
+    rounds = experiment.spec.sampling_rounds(experiment)
     sampled = None if rounds == 1 else _sampled_step(rounds, train, homes, kept, parts)
     return Compiled(train, evaluation, homes, kept, start, memory, sampled)
 
@@ -264,7 +258,7 @@ class CompiledEvaluation:
 def make_written_plan(experiment: Experiment, cluster: Cluster) -> Plan:
     """Make the plan that a recipe names: a preset or a plan file. Raises UserError if it does not fit."""
     assert experiment.plan != SEARCH, "a searched plan must be found first"
-    graph, tokens = build_graph(experiment), experiment.micro_batch_tokens
+    graph, tokens = experiment.graph, experiment.micro_batch_tokens
     shapes = {role: of.shape for role, of in _known_models(experiment, graph).items()}
     return make_plan(experiment.plan, graph, cluster, tokens, shapes, recompute=experiment.recompute)
 
@@ -275,7 +269,7 @@ def compile_evaluation(experiment: Experiment, plan: Plan) -> CompiledEvaluation
     Roles that evaluation does not use, optimizer state and kept copies are left out. Raises UserError if the recipe
     has no evaluation, or the plan does not fit its models.
     """
-    graph, eval_graph = build_graph(experiment), build_eval_graph(experiment)
+    graph, eval_graph = experiment.graph, experiment.eval_graph
     if eval_graph is None:
         raise UserError("data.eval: missing; give the records to evaluate on")
     plan.check(graph, {role: of.shape for role, of in _known_models(experiment, graph).items()})
@@ -283,14 +277,16 @@ def compile_evaluation(experiment: Experiment, plan: Plan) -> CompiledEvaluation
         plan.check_exact()
     plan = replace(plan.evaluation(eval_graph, graph), offload_optimizer=(), keep=())
     homes = home_placements(eval_graph, plan)
-    frozen = {role: freeze(config) for role, config in models(experiment).items() if role in eval_graph.roles}
+    frozen = {
+        role: freeze(config) for role, config in experiment.model_configs.items() if role in eval_graph.roles
+    }
     phase = _phase(eval_graph, plan, homes, {}, find_trainable_parts(frozen, ()))
     return CompiledEvaluation(phase, homes)
 
 
 def _known_models(experiment: Experiment, graph: DataflowGraph) -> dict[str, StoredModel]:
     """Describe the storage of roles whose size is known without the network."""
-    known = {role: known_shape(config) for role, config in models(experiment).items()}
+    known = {role: known_shape(config) for role, config in experiment.model_configs.items()}
     return stored_models(experiment, graph, {role: shape for role, shape in known.items() if shape})
 
 
@@ -301,8 +297,8 @@ def with_sizes(experiment: Experiment, compiled: Compiled, plan: Plan | None) ->
     """
     if not compiled.unknown:
         return compiled
-    configs = models(experiment)
-    for role in get_spec(experiment).list_sources_first(experiment):
+    configs = experiment.model_configs
+    for role in experiment.spec.list_sources_first(experiment):
         try:
             find_model_shape(configs[role])
         except UserError as error:
@@ -344,7 +340,7 @@ def _sampled_step(
 
 
 def _check_batch(experiment: Experiment, graph: DataflowGraph, plan: Plan) -> None:
-    batch, samples = experiment.data.batch, get_spec(experiment).samples_per_prompt(experiment)
+    batch, samples = experiment.data.batch, experiment.spec.samples_per_prompt(experiment)
     for call in graph.calls:
         dp = plan[call.name].strategy.dp
         if batch * samples // call.minibatches < dp:

@@ -6,7 +6,6 @@ from realrl.algorithms.base.method import FunctionMethod
 from realrl.algorithms.build import build_algorithm
 from realrl.algorithms.rewards.scorers import load_judge
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.graphs import build_eval_graph, build_graph
 
 
 def check_functions(experiment: Experiment) -> list[str]:
@@ -15,7 +14,7 @@ def check_functions(experiment: Experiment) -> list[str]:
     Raises UserError if one is missing or does not work, such as a verifier that fails on a known pair.
     """
     algorithm = build_algorithm(experiment)
-    graphs = [graph for graph in (build_graph(experiment), build_eval_graph(experiment)) if graph is not None]
+    graphs = [graph for graph in (experiment.graph, experiment.eval_graph) if graph is not None]
     names = list(dict.fromkeys(call.name for graph in graphs for call in graph.functions))
     for name in names:
         cast(FunctionMethod, algorithm.method(name)).load()

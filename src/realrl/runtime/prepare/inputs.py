@@ -18,12 +18,10 @@ from realrl.families.registry import find_family
 from realrl.families.shape import ModelShape
 from realrl.huggingface.directory import find_model_shape, read_origin
 from realrl.huggingface.tokenizers import list_stop_token_ids, load_tokenizer
-from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.graphs import build_graph
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
 from realrl.recipe.sources import name_sources
-from realrl.runtime.prepare.compile import Phase, models
+from realrl.runtime.prepare.compile import Phase
 
 
 def load_shared_tokenizer(experiment: Experiment) -> Any:
@@ -34,10 +32,10 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
     """
     first: tuple[str, str, Any] | None = None
     loaded: dict[str, Any] = {}
-    roles = get_spec(experiment).roles
+    roles = experiment.spec.roles
     # Roles that take their model from another role come last, so that errors name the original role.
     for role, config in sorted(
-        models(experiment).items(), key=lambda item: roles[item[0]].weights_from is not None
+        experiment.model_configs.items(), key=lambda item: roles[item[0]].weights_from is not None
     ):
         source = config.tokenizer or config.path
         if source is None:
@@ -66,7 +64,7 @@ def load_shared_tokenizer(experiment: Experiment) -> Any:
 def list_tokenizer_notes(experiment: Experiment, tokenizer: Any) -> Iterator[str]:
     """Yield a note for each model whose own tokenizer has other ids than the run's."""
     told: set[str] = set()
-    for role, config in models(experiment).items():
+    for role, config in experiment.model_configs.items():
         if config.path is None or config.tokenizer in (None, config.path) or config.path in told:
             continue
         told.add(config.path)
@@ -100,11 +98,11 @@ def load_stop_token_ids(experiment: Experiment, tokenizer: Any) -> tuple[int, ..
     If no role generates, the first language model is asked, or the first model of any kind. Raises UserError if
     there is no such token, or one is outside the model's vocabulary.
     """
-    configs, heads = models(experiment), get_spec(experiment).heads
-    generating = [call.model_role for call in build_graph(experiment).calls if call.kind is Kind.GENERATE]
+    configs, heads = experiment.model_configs, experiment.spec.heads
+    generating = [call.model_role for call in experiment.graph.calls if call.kind is Kind.GENERATE]
     role = next(iter((*generating, *(role for role in configs if heads[role] == "lm"), *configs)))
     config = configs[role]
-    vocabulary, generation = find_model_shape(config).vocab_size, get_spec(experiment).generation
+    vocabulary, generation = find_model_shape(config).vocab_size, experiment.spec.generation
     own = generation(experiment).stop_token_ids if generation is not None else None
     if own is None:
         options = experiment.data.chat_template_kwargs
@@ -196,7 +194,7 @@ class RecordLoader:
 
         records = Dataset.load(
             source,
-            get_spec(experiment).form,
+            experiment.spec.form,
             phase.graph.sources,
             self._tokenizer,
             experiment.data,
@@ -212,7 +210,7 @@ class RecordLoader:
 
 def _check_top_k(experiment: Experiment, graph: DataflowGraph) -> None:
     """Check that top-k is at most the vocabulary. Raises UserError if not."""
-    generation, configs = get_spec(experiment).generation, models(experiment)
+    generation, configs = experiment.spec.generation, experiment.model_configs
     for call in graph.calls:
         if generation is not None and call.kind is Kind.GENERATE:
             vocabulary = find_model_shape(configs[call.model_role]).vocab_size
@@ -230,13 +228,13 @@ def check_top_k(option: str, top_k: int, vocabulary: int) -> None:
 def _check_positions(experiment: Experiment) -> None:
     """Check that no sequence is longer than a role's model supports. Raises UserError if one is."""
     longest, what = find_longest(experiment)
-    for role, config in models(experiment).items():
+    for role, config in experiment.model_configs.items():
         check_length(f"{what}={longest}", longest, find_model_shape(config), f"the model of models.{role}")
 
 
 def find_longest(experiment: Experiment) -> tuple[int, str]:
     """Find the length of the longest possible sequence in tokens, and the settings that determine it."""
-    data, generation = experiment.data, get_spec(experiment).generation
+    data, generation = experiment.data, experiment.spec.generation
     if generation is None:
         return data.max_tokens, "data.max_tokens"
     longest = data.max_prompt_tokens + generation(experiment).max_new_tokens

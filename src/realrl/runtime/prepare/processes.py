@@ -12,7 +12,6 @@ from realrl.planner.search.shortage import DoesNotFit
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.graphs import build_graph
 from realrl.runtime.prepare.compile import make_written_plan
 from realrl.runtime.prepare.devices import spec_of
 from realrl.runtime.prepare.host import count_cores, count_threads
@@ -98,7 +97,7 @@ def list_splits() -> list[Split]:
 
 def _take_from_file(experiment: Experiment) -> ProcessChoice:
     """Take the number of processes from the recipe's plan file, if it is for one machine."""
-    plan = load_plan(experiment.plan, build_graph(experiment), experiment.micro_batch_tokens)
+    plan = load_plan(experiment.plan, experiment.graph, experiment.micro_batch_tokens)
     processes = plan.cluster.size if plan.cluster.nodes == 1 else 1
     split = Split(processes=processes, threads=count_threads(processes))
     return ProcessChoice(split, [split], f", which {experiment.plan} is for")

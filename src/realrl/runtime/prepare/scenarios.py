@@ -19,10 +19,8 @@ from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
-from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.graphs import build_graph
-from realrl.runtime.prepare.compile import Compiled, models, replay_routers, stored_models
+from realrl.runtime.prepare.compile import Compiled, replay_routers, stored_models
 from realrl.runtime.prepare.devices import host_is_device
 
 
@@ -40,10 +38,10 @@ class Measured:
 
 def make_scenario(experiment: Experiment, spec: ClusterSpec, measured: Measured | None = None) -> Scenario:
     """Build the training step of a recipe on a cluster. Raises UserError if the size of a model is unknown."""
-    measured, graph = measured or Measured(), build_graph(experiment)
+    measured, graph = measured or Measured(), experiment.graph
     workload = Workload.of(experiment, prompts=measured.prompts, answers=measured.answers)
     stored = _all_stored(experiment, graph)
-    graph = replay_routers(graph, models(experiment), {role: of.shape for role, of in stored.items()})
+    graph = replay_routers(graph, experiment.model_configs, {role: of.shape for role, of in stored.items()})
     return Scenario(
         graph=graph,
         models=stored,
@@ -80,8 +78,8 @@ def phase_scenarios(experiment: Experiment, compiled: Compiled, spec: ClusterSpe
 
 
 def _all_stored(experiment: Experiment, graph: DataflowGraph) -> dict[str, StoredModel]:
-    configs, shapes = models(experiment), {}
-    for role in get_spec(experiment).list_sources_first(experiment):
+    configs, shapes = experiment.model_configs, {}
+    for role in experiment.spec.list_sources_first(experiment):
         config = configs[role]
         try:
             shapes[role] = find_model_shape(config)
@@ -109,7 +107,7 @@ def read_constraints(experiment: Experiment, spec: ClusterSpec, out: Path | None
     if name not in (*PRESETS, SEARCH) and not (
         out is not None and out == local_path(name) and not out.exists()
     ):
-        own = {name: load_plan(name, build_graph(experiment), experiment.micro_batch_tokens)}
+        own = {name: load_plan(name, experiment.graph, experiment.micro_batch_tokens)}
     return UserConstraints(experiment.micro_batch_tokens, experiment.recompute, search_space, own)
 
 

@@ -8,7 +8,6 @@ from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, SEARCH, load_plan
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.graphs import build_graph
 from realrl.runtime.prepare.devices import search_spec
 from realrl.runtime.prepare.fit.plan_cache import cached_plan
 from realrl.runtime.prepare.functions import check_functions
@@ -33,7 +32,7 @@ def is_for_others(experiment: Experiment, cluster: Cluster) -> bool:
     named = experiment.plan in (*PRESETS, SEARCH)
     if named or experiment.cluster != "auto" or not under_launcher():
         return False
-    plan = load_plan(experiment.plan, build_graph(experiment), experiment.micro_batch_tokens)
+    plan = load_plan(experiment.plan, experiment.graph, experiment.micro_batch_tokens)
     return plan.cluster != cluster
 
 
@@ -58,7 +57,7 @@ def agree_on_plan(
     """
     file = os.environ.get(PLAN_VARIABLE)
     if file is not None:
-        return Plan.load(file, build_graph(experiment))
+        return Plan.load(file, experiment.graph)
     plan: Plan | None = None
     with process.together():
         if process.rank == WRITER:

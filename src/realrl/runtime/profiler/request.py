@@ -14,11 +14,9 @@ from realrl.huggingface.directory import find_model_shape
 from realrl.plan.placement import DTYPES, Dtype
 from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.profile.profile import ShapeKey
-from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.generation import GenerationConfig
 from realrl.runtime.prepare.cluster import named_cluster
-from realrl.runtime.prepare.compile import models
 from realrl.runtime.profiler.sizes import Sizes
 
 
@@ -70,7 +68,7 @@ def make_request(
         device = "cpu" if group.device.cpu else "cuda"
     file = local_path(out)
     check_file(f"--out {out}", file)
-    generation = None if experiment is None else get_spec(experiment).generation
+    generation = None if experiment is None else experiment.spec.generation
     sampling = GenerationConfig() if generation is None else generation(experiment)
     # Measurements hardly depend on the number of layers, and on nothing else that a key omits.
     deepest = {(ShapeKey.of(shape), dtype): shape for shape, dtype in sorted(found, key=_layers)}
@@ -91,7 +89,7 @@ def _layers(model: tuple[ModelShape, Dtype]) -> int:
 
 def _models(experiment: Experiment) -> list[tuple[ModelShape, Dtype]]:
     found = []
-    for role, config in models(experiment).items():
+    for role, config in experiment.model_configs.items():
         try:
             shape = find_model_shape(config)
         except UserError as error:

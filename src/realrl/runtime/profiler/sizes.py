@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from realrl.layout.kv_blocks import CPU_PREFILL_TOKENS, MAX_DECODE_ROWS
-from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.graphs import build_graph
 
 LEAST_TOKENS = 64
 """Tokens of the smallest micro-batch; smaller ones take nearly the same time."""
@@ -32,8 +30,8 @@ class Sizes:
     @classmethod
     def of(cls, experiment: Experiment, *, thin: bool = False) -> "Sizes":
         """Find the sizes of a recipe."""
-        data, spec = experiment.data, get_spec(experiment)
-        per_item = max(len(call.work) for call in build_graph(experiment).calls)
+        data, spec = experiment.data, experiment.spec
+        per_item = max(len(call.work) for call in experiment.graph.calls)
         items = data.batch * spec.samples_per_prompt(experiment)
         most = min(experiment.micro_batch_tokens, per_item * items * data.max_tokens)
         most = max(per_item * data.max_tokens, most)

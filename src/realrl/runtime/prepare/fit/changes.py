@@ -13,12 +13,9 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DEVICES
 from realrl.planner.simulate.estimate import Footprint, PartKind
 from realrl.planner.simulate.scenario import Scenario
-from realrl.recipe.algorithm import get_spec
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import apply_overrides, parse_experiment
 from realrl.recipe.model import ModelConfig
-from realrl.runtime.prepare.compile import models
 from realrl.runtime.prepare.scenarios import Measured, make_scenario
 
 
@@ -117,10 +114,10 @@ def list_smaller_batches(experiment: Experiment) -> list[Change]:
 
 def _narrower_types(experiment: Experiment) -> Iterator[Change]:
     """Yield the storage of frozen roles, then of all roles, in bfloat16."""
-    graph = build_graph(experiment)
+    graph = experiment.graph
     # A moving average needs the precision of float32.
     averages = {average.role for average in graph.averages}
-    wide = [role for role, config in models(experiment).items() if is_wide(config)]
+    wide = [role for role, config in experiment.model_configs.items() if is_wide(config)]
     wide = [role for role in wide if role not in averages]
     frozen = [role for role in wide if not graph.trained(role)]
     for roles in dict.fromkeys((tuple(frozen), tuple(wide))):
@@ -130,10 +127,12 @@ def _narrower_types(experiment: Experiment) -> Iterator[Change]:
 
 def _quantised(experiment: Experiment) -> Iterator[Change]:
     """Yield int8 storage for the matrices of all frozen roles."""
-    graph = build_graph(experiment)
+    graph = experiment.graph
     changing = {average.role for average in graph.averages}
     changing |= {role for role in graph.roles if graph.trained(role)}
-    still = [role for role, of in models(experiment).items() if role not in changing and of.quantised is None]
+    still = [
+        role for role, of in experiment.model_configs.items() if role not in changing and of.quantised is None
+    ]
     if still:
         yield set_fields(*(f"models.{role}.dtype=int8" for role in still))
 
@@ -169,7 +168,7 @@ def _larger_devices(spec: ClusterSpec) -> Iterator[Change]:
 def _shorter_sequences(draft: Draft) -> Iterator[Change]:
     """Shorten prompts or answers, whichever are longer; without generation, sequences."""
     experiment, workload = draft.experiment, draft.scenario().workload
-    if not any(call.kind is Kind.GENERATE for call in build_graph(experiment).calls):
+    if not any(call.kind is Kind.GENERATE for call in experiment.graph.calls):
         for longest in _shorter(max(workload.prompts)):
             also = [f"data.max_prompt_tokens={longest}"] * (experiment.data.max_prompt_tokens > longest)
             yield _shorter_prompts(longest, f"data.max_tokens={longest}", *also)
@@ -177,7 +176,7 @@ def _shorter_sequences(draft: Draft) -> Iterator[Change]:
         for longest in _shorter(max(workload.prompts)):
             yield _shorter_prompts(longest, f"data.max_prompt_tokens={longest}")
     else:
-        generation = get_spec(experiment).generation
+        generation = experiment.spec.generation
         fewest = 0 if generation is None else generation(experiment).min_new_tokens
         for longest in _shorter(workload.max_new_tokens):
             also = [f"generation.min_new_tokens={longest}"] * (fewest > longest)
@@ -226,7 +225,7 @@ def list_plan_changes(
         yield [] if draft.experiment.recompute else [set_fields("recompute=true")]
     else:
         yield from _file_changes(draft.plan, graph, peak, longest, offload)
-    for role, config in models(draft.experiment).items():
+    for role, config in draft.experiment.model_configs.items():
         holds = any(part.role == role and part.kind is PartKind.PARAMETERS for part in peak.parts)
         if not graph.trained(role) and holds and config.quantised is None:
             types = ["bfloat16", "int8"] if is_wide(config) else ["int8"]
