@@ -176,7 +176,7 @@ def test_generate_refuses_a_prompt_that_would_need_the_other_frequencies(
     assert run_app(["generate", model, "--prompt", PROMPTS[1], "--max-new-tokens", str(new)]) == 2
     error = capsys.readouterr().err
     assert (
-        f"has at least {count} tokens, which with max_new_tokens={new} is more than the {ORIGINAL} tokens"
+        f"has at least {count} tokens, which with max_new_tokens={new} is more than {ORIGINAL} tokens"
         in error
     )
     assert run_app(["generate", model, "--prompt", PROMPTS[1], "--max-new-tokens", str(new - 1)]) == 0

@@ -137,7 +137,7 @@ def test_generate_samples_what_the_definition_says_without_warnings(
     assert json.loads(out.read_text())["tokens"] == tokens[start:].tolist()
     assert run_app(["generate", str(path), "--prompt", "the film"]) == 2
     error = capsys.readouterr().err
-    assert "model_type 'biased_llama' is not supported" in error and "or by --family" in error
+    assert "model_type 'biased_llama' is not supported" in error and "or with --family" in error
 
 
 def test_a_saved_model_is_opened_again_by_a_recipe(

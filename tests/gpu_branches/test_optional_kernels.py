@@ -119,7 +119,7 @@ def test_flash_attention_4_needs_its_gpus_and_a_torch_that_trains_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    refuse(["fa4"], "compute capability 9.x and 10.x, and this one has 8.0")
+    refuse(["fa4"], "compute capability 9.x or 10.x, and this GPU has 8.0")
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
     refuse(["fa4"], r"needs torch 2.12 or later, and torch 2.11.0\+cu130 is installed")
 
