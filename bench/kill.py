@@ -64,8 +64,9 @@ if os.environ.get("RANK") is not None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     if point is not None:
+        from realrl.checkpoint.state import writer
         from realrl.runtime import checkpointer
-        from realrl.runtime.monitor.activity import Activity
+        from realrl.runtime.supervision.heartbeat import Activity
         from realrl.runtime.worker.roles import Roles
 
         def between(owner, name, before, after):
@@ -82,7 +83,7 @@ if os.environ.get("RANK") is not None:
             begin(self, instruction, *more, **named)
             passed(instruction.split()[0])
         Activity.begin = begun
-        write = checkpointer.write_state
+        write = writer.write_state
         def write_state(*arguments, copied, **named):
             def told():
                 copied()
@@ -90,7 +91,7 @@ if os.environ.get("RANK") is not None:
             passed("begin")
             write(*arguments, copied=told, **named)
             passed("written")
-        checkpointer.write_state = write_state
+        writer.write_state = write_state
         between(checkpointer, "_commit", "commit", "committed")
         between(checkpointer, "prune", "prune", "pruned")
         between(Roles, "save", "final", "saved")

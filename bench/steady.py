@@ -23,8 +23,8 @@ from typing import Any
 import yaml
 from harness import ROOT, Results, make_parser
 
-from realrl.runtime.monitor.host_memory import read_memory
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, STORE_VARIABLE, leave
+from realrl.runtime.processes.host_memory import read_memory
 
 CASES = ("tiny/1", "tiny/2", "demo/1", "demo/2")
 WARM = 20

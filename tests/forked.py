@@ -15,7 +15,6 @@ import torch
 import torch.multiprocessing as mp
 
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE
-from realrl.runtime.processes.logs import name_log_file
 from realrl.testing.ranks import PRELOADED
 
 
@@ -34,12 +33,10 @@ class ForkedRank:
     Its process is none of the launcher's own, and does not see it go.
     """
 
-    def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str], rank: int, scratch: Path
-    ) -> None:
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], output: Path | None) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOADED])
-        with nullcontext() if rank == 0 else name_log_file(scratch, rank).open("ab") as log:
+        with nullcontext() if output is None else output.open("ab") as log:
             screen = (1, 2) if log is None else (log.fileno(), log.fileno())
             outputs = [_Output(file) for file in screen]
             self._process = context.Process(

@@ -3,14 +3,9 @@
 import os
 import sys
 
-from realrl.runtime.processes.environment import (
-    SCRATCH_VARIABLE,
-    has_abandoned_threads,
-    leave,
-    under_launcher,
-)
-from realrl.runtime.processes.screen import open_screen
+from realrl.runtime.processes.environment import has_abandoned_threads, leave, under_launcher
 from realrl.runtime.processes.signals import find_interruption, forget_signals, raise_signals
+from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE
 
 
 def main() -> None:
@@ -38,7 +33,9 @@ def _run() -> int:
         divert_errors()
     else:
         raise_signals()
-        # A run goes on where the terminal, or the `tee` that it prints to, has gone.
+        from realrl.runtime.processes.logs import open_screen
+
+        # A run continues even if the terminal, or the `tee` that it prints to, has gone.
         sys.stderr = sys.__stderr__ = open_screen(2, owned=False)  # type: ignore[misc]
     # Only now: loading modules takes long enough to be interrupted.
     from realrl.cli.app import run_app

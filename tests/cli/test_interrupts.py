@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from realrl.runtime.processes.screen import open_screen
-from realrl.runtime.processes.signals import GRACE, PATIENCE
+from realrl.runtime.processes.logs import open_screen
 from tests.runtime.processes import end, heed_interrupts, start
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")
@@ -193,10 +192,6 @@ def test_output_on_a_full_disk_is_one_error_message(command: list[str]) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("realrl: ") and done.stderr.endswith("No space left on device\n")
     assert done.stderr.count("\n") == 1
-
-
-def test_the_launchers_grace_period_ends_before_its_own_patience() -> None:
-    assert 2 * GRACE < PATIENCE
 
 
 @pytest.mark.parametrize(

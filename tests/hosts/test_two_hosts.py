@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from realrl.cli.app import run_app
-from realrl.runtime.launcher import local_ranks
+from realrl.runtime.launcher import local
 from realrl.runtime.processes.network import SILENCE
 from tests.conftest import World, read_metrics
 from tests.forked import ForkedRank
@@ -66,7 +66,7 @@ def expected(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("one")
     recipe = world.recipe("ppo", directory, cluster="1x2", training__steps=STEPS, checkpoint__every=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_ranks, "_start", ForkedRank)
+        patch.setattr(local, "start_process", ForkedRank)
         assert run_app(["train", str(recipe)]) == 0
     return directory / "run"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from realrl.cli.app import run_app
-from realrl.runtime.launcher import local_ranks
+from realrl.runtime.launcher import local
 from tests.conftest import World
 from tests.forked import ForkedRank
 
@@ -27,7 +27,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fork ranks, but in tests of launching."""
     with pytest.MonkeyPatch.context() as patch:
         if request.path.parent.name not in REAL:
-            patch.setattr(local_ranks, "_start", ForkedRank)
+            patch.setattr(local, "start_process", ForkedRank)
         yield
 
 

@@ -25,8 +25,9 @@ from realrl.cli.report import report
 from realrl.cli.show import show
 from realrl.cli.tokenizer import tokenizer
 from realrl.cli.train import train
-from realrl.runtime.processes.environment import SCRATCH_VARIABLE, is_writer
+from realrl.runtime.processes.environment import is_writer
 from realrl.runtime.processes.signals import Interrupted, find_interruption
+from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE
 
 app = typer.Typer(
     name="realrl",
@@ -87,7 +88,7 @@ def run_app(arguments: Sequence[str]) -> int:
     if interrupted is not None:
         return _report_interruption(interrupted)
     if failure is not None:
-        from realrl.runtime.processes.error_reports import report_failure
+        from realrl.runtime.supervision.failures import report_failure
 
         return report_failure(failure)
     return status

@@ -94,8 +94,8 @@ def launch_ranks(experiment: "Experiment", arguments: Sequence[str]) -> None:
     this process. A plan that has to be searched is found first. UserError for a cluster that cannot be here.
     """
     from realrl.plan.presets import SEARCH
-    from realrl.runtime.launcher.launch import check_local, launch
-    from realrl.runtime.launcher.local_ranks import Start
+    from realrl.runtime.launcher.launch import Start, check_local, launch
+    from realrl.runtime.launcher.local import LocalRanks
     from realrl.runtime.prepare.devices import check_kind, search_spec
     from realrl.runtime.prepare.fit.plan_cache import cached_plan
     from realrl.runtime.prepare.functions import check_functions
@@ -115,4 +115,4 @@ def launch_ranks(experiment: "Experiment", arguments: Sequence[str]) -> None:
         check_functions(experiment)
         found = cached_plan(experiment, search_spec(experiment, cluster, here), partial(typer.echo, err=True))
         plan = found.to_text(experiment.graph)
-    raise typer.Exit(launch(Start(cluster, arguments, plan), experiment.launch))
+    raise typer.Exit(launch(Start(cluster, arguments, plan), experiment.launch, LocalRanks))

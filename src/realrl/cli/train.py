@@ -17,13 +17,13 @@ from realrl.cli.recipe import (
     note_crowd,
     resolve_recipe,
 )
-from realrl.runtime.processes.signals import Interrupted, find_interruption
+from realrl.runtime.processes.signals import Interrupted, find_interruption, handles_signals
 
 if TYPE_CHECKING:
     from realrl.plan.cluster import Cluster
     from realrl.plan.plan import Plan
     from realrl.recipe.experiment import Experiment
-    from realrl.runtime.launcher.local_ranks import Start
+    from realrl.runtime.launcher.launch import Start
 
 
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
@@ -32,10 +32,11 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     Starts local processes, or takes part as a rank when started by torchrun.
     """
     from realrl.config.errors import UserError
+    from realrl.config.paths import local_path
     from realrl.recipe.load import load_experiment
     from realrl.runtime.output.earlier import describe_finished, find_earlier_run
     from realrl.runtime.output.lock import check_unused
-    from realrl.runtime.processes.environment import set_library_defaults, under_launcher
+    from realrl.runtime.processes.environment import is_debugged, set_library_defaults, under_launcher
 
     set_library_defaults()
     recipe, overrides = resolve_recipe(recipe, overrides)
@@ -53,16 +54,24 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
                 return
             cluster = find_training_cluster(experiment)
             plan = _check(experiment, cluster)
-            if cluster.size > 1:
-                from realrl.runtime.launcher.launch import launch_training
-                from realrl.runtime.launcher.local_ranks import Start
+            # One process gets a launcher, too, which restarts it and says why it died. But a debugger follows only
+            # this process; a notebook or a test calls this function; and a recipe cannot be read from a pipe twice.
+            alone = is_debugged() or not handles_signals() or not local_path(recipe).is_file()
+            if cluster.size > 1 or not alone:
+                from realrl.runtime.launcher.launch import Start, launch_training
+                from realrl.runtime.launcher.local import LocalRanks
                 from realrl.runtime.prepare.gpu import count_visible_gpus
 
                 text = None if plan is None else plan.to_text(experiment.graph)
-                start = Start(cluster, ["train", recipe, *overrides], text)
-                fewer = partial(_shrink, recipe, overrides, experiment)
-                seen = partial(count_visible_gpus, experiment.device)
-                raise typer.Exit(launch_training(start, experiment.launch, run_dir, fewer, seen=seen))
+                status = launch_training(
+                    Start(cluster, ["train", recipe, *overrides], text),
+                    experiment.launch,
+                    LocalRanks,
+                    run_dir,
+                    partial(_shrink, recipe, overrides, experiment),
+                    partial(count_visible_gpus, experiment.device),
+                )
+                raise typer.Exit(status)
         from realrl.cli.progress.training import Progress
         from realrl.runtime.train import train as run
 
@@ -74,9 +83,8 @@ def _train_on_ray(experiment: "Experiment", arguments: list[str], run_dir: Calla
     """Train on the nodes of a Ray cluster; return the exit status. Ranks find a plan and check that it fits."""
     from realrl.config.errors import UserError
     from realrl.plan.presets import SEARCH
-    from realrl.runtime.launcher.launch import launch_training
-    from realrl.runtime.launcher.local_ranks import Start
-    from realrl.runtime.launcher.on_ray import RayCluster
+    from realrl.runtime.launcher.launch import Start, launch_training
+    from realrl.runtime.launcher.on_ray import connect_to_ray
     from realrl.runtime.output.earlier import describe_finished, find_earlier_run
     from realrl.runtime.prepare.cluster import named_cluster, written_cluster
     from realrl.runtime.prepare.compile import compile_recipe
@@ -95,8 +103,8 @@ def _train_on_ray(experiment: "Experiment", arguments: list[str], run_dir: Calla
     named = named_cluster(experiment.cluster)
     cpus = named is not None and all(group.device.cpu for group in named.groups)
     gpus = {"cpu": False, "cuda": True, "auto": None}[experiment.device] if not cpus else False
-    ray = RayCluster(cluster, gpus=gpus, settings=experiment.launch)
-    return launch_training(Start(cluster, arguments), experiment.launch, run_dir, lambda _: None, ray.run)
+    start_ranks = connect_to_ray(cluster, gpus=gpus, settings=experiment.launch)
+    return launch_training(Start(cluster, arguments), experiment.launch, start_ranks, run_dir)
 
 
 @contextmanager
@@ -142,9 +150,9 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
 def _write_end(run_dir: Path, failure: BaseException | None) -> None:
     """Write how the run ended; in processes of the local launcher, it does, knowing the first cause and whether it
     starts them again."""
-    from realrl.runtime.monitor.ended import write_end
-    from realrl.runtime.processes.environment import SCRATCH_VARIABLE
-    from realrl.runtime.processes.error_reports import describe_failure
+    from realrl.runtime.supervision.failures import describe_failure
+    from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE
+    from realrl.runtime.supervision.run_end import write_end
 
     if SCRATCH_VARIABLE in os.environ:
         return
@@ -165,7 +173,7 @@ def _shrink(recipe: str, overrides: list[str], experiment: "Experiment", devices
     from realrl.config.errors import UserError
     from realrl.plan.presets import PRESETS, SEARCH
     from realrl.recipe.load import load_experiment
-    from realrl.runtime.launcher.local_ranks import Start
+    from realrl.runtime.launcher.launch import Start
 
     kind = experiment.cluster.rpartition(":")[0]
     named = experiment.plan in (*PRESETS, SEARCH)

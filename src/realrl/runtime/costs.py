@@ -20,9 +20,9 @@ from realrl.runtime.measure.compare import Prediction, RunInfo, compare, predict
 from realrl.runtime.measure.performance import Performance
 from realrl.runtime.measure.step_timer import StepTimer, StepTimes, measure_clock_offsets
 from realrl.runtime.measure.timing_log import TimingLog
-from realrl.runtime.monitor.host_memory import HostMemory, read_memory
 from realrl.runtime.prepare.compile import Compiled, stored_models
 from realrl.runtime.prepare.devices import spec_of
+from realrl.runtime.processes.host_memory import HostMemory, read_memory
 from realrl.runtime.processes.messages import pack, unpack
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.roles import Roles

@@ -33,7 +33,6 @@ from realrl.runtime.continuation import Continuation, StatefulParts
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluation.training import TrainingEvaluations
 from realrl.runtime.export import ModelSaver
-from realrl.runtime.monitor.note_file import NoteFile
 from realrl.runtime.observer import MetricsRecord, RunObserver
 from realrl.runtime.output.earlier import EarlierRun
 from realrl.runtime.output.notes import (
@@ -60,6 +59,7 @@ from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.processes.process import Process
 from realrl.runtime.processes.signals import end_by_signal
 from realrl.runtime.step import TrainingSteps
+from realrl.runtime.supervision.run_end import NoteFile
 from realrl.runtime.worker.roles import Roles
 from realrl.runtime.worker.trace import Trace, TraceFiles
 from realrl.runtime.worker.worker import Worker

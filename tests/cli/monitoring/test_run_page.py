@@ -16,7 +16,7 @@ import pytest
 from realrl.cli.monitoring.run_page import RunPage
 from realrl.cli.monitoring.server import PageServer, is_loopback
 from realrl.program.trace_file import make_event
-from realrl.runtime.monitor.note_file import KEPT_NOTES, NOTES, NoteFile, read_notes
+from realrl.runtime.supervision.run_end import KEPT_NOTES, NOTES, NoteFile, read_notes
 from tests.cli.monitoring.test_status import DAMAGED
 from tests.cli.monitoring.written_runs import (
     add_steps,

@@ -12,8 +12,8 @@ import pytest
 from realrl.cli.app import run_app
 from realrl.cli.monitoring.status_text import format_status
 from realrl.cli.reporting.status import format_duration, read_status
-from realrl.runtime.monitor.ended import STARTS_AGAIN, write_end
 from realrl.runtime.output.rundir import HISTORY, add_start, describe_start
+from realrl.runtime.supervision.run_end import RESTARTING, write_end
 from tests.cli.monitoring.written_runs import (
     GONE,
     format_line,
@@ -176,7 +176,7 @@ def test_watching_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_run_that_is_being_started_again_is_running(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     write_rank(run, 0, ago=20, pid=GONE)
-    write_end(run, STARTS_AGAIN, "rank 0 died; starting again")
+    write_end(run, RESTARTING, "rank 0 died; starting again")
     found = read_status(run)
     assert (found.state, found.reason, found.silent) == ("running", "rank 0 died; starting again", ())
     assert read_status(run, time.time() + 3600).state == "stale"

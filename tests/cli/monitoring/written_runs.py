@@ -11,8 +11,8 @@ from typing import Any
 from realrl.checkpoint.manifest import MANIFEST
 from realrl.program.trace_file import Event, PredictedMemory, PredictedStep, make_event, write_rank_trace
 from realrl.recipe.registry import find_algorithm
-from realrl.runtime.monitor.rank_status import RANKS, RankStatus, name_status_file
 from realrl.runtime.output.algorithm_record import AlgorithmRecord
+from realrl.runtime.supervision.heartbeat import RANKS, Heartbeat, name_status_file
 
 GIB = 1 << 30
 GONE = 2**22 - 1
@@ -73,7 +73,7 @@ def write_rank(path: Path, rank: int, *, ago: float = 0.0, **changes: Any) -> No
         "device_bytes": GIB,
     }
     (path / RANKS).mkdir(exist_ok=True)
-    name_status_file(path / RANKS, rank).write_text(RankStatus.from_json(known | changes).to_text())
+    name_status_file(path, rank).write_text(Heartbeat(**(known | changes)).to_text())
 
 
 def write_step(path: Path, ranks: int = 2, extra: Sequence[Event] = (), step: int = 39) -> None:

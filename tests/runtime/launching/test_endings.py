@@ -9,8 +9,8 @@ import pytest
 from safetensors import SafetensorError
 
 from realrl.config.errors import RunError, UserCodeError, UserError
-from realrl.runtime.processes.environment import SCRATCH_VARIABLE
-from realrl.runtime.processes.error_reports import (
+from realrl.runtime.processes.logs import keep_logs
+from realrl.runtime.supervision.failures import (
     CAUSE,
     CONSEQUENCE,
     DEATH,
@@ -19,7 +19,7 @@ from realrl.runtime.processes.error_reports import (
     find_first_cause,
     report_failure,
 )
-from realrl.runtime.processes.logs import keep_logs
+from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE
 
 GLOO = (
     "[/gloo/transport/tcp/pair.cc:1] Connection closed by peer [::1]:1. This is typically caused by a crash"

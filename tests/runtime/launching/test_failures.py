@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from realrl.runtime.monitor.rank_status import RANKS, read_statuses
-from realrl.runtime.processes.environment import SCRATCH_VARIABLE
+from realrl.runtime.supervision.heartbeat import read_statuses
+from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE
 from tests.conftest import World, read_metrics
 from tests.runtime.processes import alive, end, ranks, start, until
 
@@ -164,7 +164,7 @@ def test_a_run_is_started_again_after_a_rank_was_killed(runs: Runs) -> None:
     )
     assert re.search(said, error), error
     assert (runs.run_dir / "summary.json").exists() and len(read_metrics(runs.run_dir)) >= 5
-    statuses = read_statuses(runs.run_dir / RANKS)
+    statuses = read_statuses(runs.run_dir)
     assert [(s.doing, s.step, s.restart) for s in statuses.values()] == [("end", 5, 1)] * 2
     assert not runs.leftover()
 
@@ -191,10 +191,28 @@ def test_ranks_do_not_outlive_their_launcher_even_if_one_is_stopped(runs: Runs, 
     until(lambda: not runs.leftover())
 
 
+def test_a_run_of_one_process_is_started_again_after_it_was_killed(runs: Runs) -> None:
+    code = killed("count == '0'", "'0'", 2)
+    status, error = end(runs.start("sft", code, cluster="1x1", checkpoint__every=1), starts=2)
+    assert status == 0, error
+    said = r"note: signal 9 \(Killed\) ended the process of rank 0 in step [23].*; starting again"
+    assert re.search(said, error) and "note: continues after step " in error, error
+    assert len(read_metrics(runs.run_dir)) == 5
+
+
+def test_a_debugger_follows_a_run_of_one_process(runs: Runs) -> None:
+    recipe = runs.world.recipe("sft", runs.directory, cluster="1x1")
+    stop = ["-c", "!import realrl.runtime.train as training", "-c", "b training.train", "-c", "c"]
+    command = [sys.executable, "-m", "pdb", *stop, "-m", "realrl", "train", str(recipe)]
+    said = "p 'here', experiment.algorithm\nq\n"
+    done = subprocess.run(command, input=said, capture_output=True, text=True)
+    assert "('here', 'sft')" in done.stdout, done.stdout + done.stderr
+
+
 ALL_AT_ONCE = """
 import os
 import time
-from realrl.runtime.processes import orphans
+from realrl.runtime.supervision import orphans
 
 orphans.find_ranks = lambda scratch: [os.getpid()]
 orphans.end_with_launcher(0)

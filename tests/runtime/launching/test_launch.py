@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from realrl.cli.app import run_app
-from realrl.runtime.launcher import local_ranks
+from realrl.runtime.launcher import local
 from tests.conftest import World, read_metrics
 from tests.forked import ForkedRank
 from tests.runtime.conftest import changes
@@ -249,7 +249,7 @@ def test_torchrun_and_our_launcher_learn_the_same(
 ) -> None:
     fields = {**changes(world, "ppo", tmp_path), "training__steps": 3, "data__eval_batch": 27}
     # Forked, for their figures alone: other tests look at the processes that our launcher starts.
-    monkeypatch.setattr(local_ranks, "_start", ForkedRank)
+    monkeypatch.setattr(local, "start_process", ForkedRank)
     recipe = world.recipe("ppo", tmp_path, **fields, cluster="1x2", run_dir=str(tmp_path / "ours"))
     assert run_app(["train", str(recipe)]) == 0
     recipe = world.recipe("ppo", tmp_path, **fields, cluster="auto")

@@ -26,7 +26,7 @@ from realrl.runtime.measure.performance import Performance
 from realrl.runtime.measure.step_timer import StepTimes, TimedSpan
 from realrl.runtime.measure.timing_log import TimingLog
 from realrl.runtime.measure.work_done import WorkDone, count_generation, read_passes
-from realrl.runtime.monitor.note_file import read_notes
+from realrl.runtime.supervision.run_end import read_notes
 from tests.conftest import PPO_CALLS
 
 SHAPE = ModelShape(

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from realrl.runtime.monitor.host_memory import read_memory
+from realrl.runtime.processes.host_memory import read_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator, /proc")
 
 FAULTS = """
 import resource
-from realrl.runtime.monitor.host_memory import steady_memory
+from realrl.runtime.processes.host_memory import steady_memory
 steady_memory()
 block = bytearray(16 << 20)
 del block

@@ -8,7 +8,7 @@ from typing import Any
 from realrl.checkpoint.saved import BEST, METRICS, list_checkpoints
 from realrl.cli.reporting.metrics import MetricPart, read_part
 from realrl.config.json_file import parse_rows, read_tail
-from realrl.runtime.monitor.note_file import NOTES
+from realrl.runtime.supervision.run_end import NOTES
 
 _LINES, _WHOLE = 1 << 20, 1 << 22
 """Bytes of metrics that are read at a time, and up to which all lines are read."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from realrl.cli.reporting.speed import describe_idle, describe_speed
 from realrl.cli.reporting.status import LatestMetric, Rates, RunStatus, format_duration
 from realrl.config.values import format_bytes
-from realrl.runtime.monitor.rank_status import RankStatus
+from realrl.runtime.supervision.heartbeat import Heartbeat
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _MOST_RANKS = 64
@@ -133,7 +133,7 @@ def _list_ranks(found: RunStatus) -> list[tuple[str, ...]]:
     return rows
 
 
-def describe_doing(rank: RankStatus) -> str:
+def describe_doing(rank: Heartbeat) -> str:
     """Describe what a rank does, in words and the text of its instruction."""
     parts = [rank.doing if rank.phase is None else f"{rank.doing} ({rank.phase})"]
     if rank.instruction:

@@ -18,11 +18,11 @@ from realrl.config.paths import local_path
 from realrl.config.yaml_file import read_yaml
 from realrl.program.text import format_ranks
 from realrl.program.trace_file import PredictedStep
-from realrl.runtime.monitor.ended import STARTS_AGAIN, Ended
-from realrl.runtime.monitor.rank_status import RANKS, RankStatus, read_statuses
 from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
 from realrl.runtime.output.rundir import HISTORY, read_history
 from realrl.runtime.output.untaught import UntaughtSteps
+from realrl.runtime.supervision.heartbeat import Heartbeat, read_statuses
+from realrl.runtime.supervision.run_end import RESTARTING, RunEnd
 
 Liveness = Literal["running", "finished", "failed", "interrupted", "stale"]
 
@@ -101,7 +101,7 @@ class RunStatus:
     checkpoint: LastCheckpoint | None
     restarts: int
     """How often the run has been started again, by itself or by somebody."""
-    ranks: tuple[RankStatus, ...]
+    ranks: tuple[Heartbeat, ...]
     silent: tuple[int, ...]
     """Ranks of a running run that are not heard of."""
 
@@ -128,7 +128,7 @@ def read_status(path: Path, now: float | None = None) -> RunStatus:
     lines = read_last(path / METRICS, _TAIL)
     trained = [line for line in lines if line.kind == "train"]
     algorithm = _read_algorithm(path)
-    ended = Ended.load(path)
+    ended = RunEnd.load(path)
     state, reason, silent = _find_state(path, ranks, ended, now)
     step = max([*(line.step for line in lines[-1:]), *(rank.step for rank in ranks)], default=0)
     steps = next((rank.steps for rank in ranks if rank.steps), None) or _number(config, "training", "steps")
@@ -171,15 +171,15 @@ def read_status(path: Path, now: float | None = None) -> RunStatus:
     )
 
 
-def _read_ranks(path: Path) -> tuple[RankStatus, ...]:
+def _read_ranks(path: Path) -> tuple[Heartbeat, ...]:
     """Read the ranks of the last start; of an earlier one there may have been more."""
-    found = read_statuses(path / RANKS).values()
+    found = read_statuses(path).values()
     begun = max((rank.started for rank in found), default=0.0)
     return tuple(rank for rank in found if rank.time > begun - FRESH)
 
 
 def _find_state(
-    path: Path, ranks: Sequence[RankStatus], ended: Ended | None, now: float
+    path: Path, ranks: Sequence[Heartbeat], ended: RunEnd | None, now: float
 ) -> tuple[Liveness, str, tuple[int, ...]]:
     """Find the state of a run, the reason for it, and the ranks that are silent."""
     silent = tuple(rank.rank for rank in ranks if now - rank.time > FRESH or _is_gone(rank, now))
@@ -192,7 +192,7 @@ def _find_state(
     if over and ended is not None:
         if ended.status == 0:
             return "finished", "", ()
-        if ended.status == STARTS_AGAIN:
+        if ended.status == RESTARTING:
             gone = now - ended.time > _LOADING
             return "stale" if gone else "running", ended.message, ()
         return "interrupted" if ended.status in (130, 143) else "failed", ended.message, ()
@@ -206,7 +206,7 @@ def _find_state(
     return "stale", f"nothing has been written for {format_duration(now - changed)}", ()
 
 
-def _is_gone(rank: RankStatus, now: float) -> bool:
+def _is_gone(rank: Heartbeat, now: float) -> bool:
     """Tell whether a process of this machine, which should have been heard of, does not exist."""
     if now - rank.time < 3 or rank.host != socket.gethostname() or rank.pid <= 0:
         return False
@@ -219,7 +219,7 @@ def _is_gone(rank: RankStatus, now: float) -> bool:
     return False
 
 
-def _describe_silence(silent: Sequence[RankStatus], now: float) -> str:
+def _describe_silence(silent: Sequence[Heartbeat], now: float) -> str:
     if not silent:
         return ""
     last = max(rank.time for rank in silent)
@@ -230,7 +230,7 @@ def _describe_silence(silent: Sequence[RankStatus], now: float) -> str:
     return text
 
 
-def _name_ranks(ranks: Sequence[RankStatus]) -> str:
+def _name_ranks(ranks: Sequence[Heartbeat]) -> str:
     numbers = format_ranks(sorted(rank.rank for rank in ranks)).replace(",", ", ")
     return f"rank{'s' * (len(ranks) > 1)} {numbers}"
 
@@ -289,7 +289,7 @@ def _describe_untaught(trained: Sequence[MetricLine]) -> str:
     return "; ".join(steps.describe(f"the last {len(trained)}"))
 
 
-def _find_checkpoint(path: Path, ranks: Sequence[RankStatus]) -> LastCheckpoint | None:
+def _find_checkpoint(path: Path, ranks: Sequence[Heartbeat]) -> LastCheckpoint | None:
     named = [path / rank.checkpoint for rank in ranks if rank.checkpoint]
     named += list(list_checkpoints(path).values())[:1]
     named += [path / name for name in (BEST, "final")]

@@ -15,7 +15,7 @@ torch 2.13."""
 _GLOO_REQUESTS = 2
 """Requests to the store for the address of each rank: to wait for it, and to read it."""
 _MEETING = 6
-"""Requests of a rank to the store until all have met (`runtime.processes.meeting`)."""
+"""Requests of a rank to the store until all have met (`runtime.processes.rendezvous`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from realrl.config.files import write_whole
 from realrl.runtime.doctor.links import Link
 from realrl.runtime.processes.environment import LAUNCHER_VARIABLE, leave
 from realrl.runtime.processes.network import find_node_place
-from realrl.runtime.processes.orphans import end_with_launcher
 from realrl.runtime.processes.process import Process, connect
+from realrl.runtime.supervision.orphans import end_with_launcher
 
 _LARGE, _LARGE_ON_GPU = 8 << 20, 128 << 20
 """Bytes of messages whose speed is measured."""

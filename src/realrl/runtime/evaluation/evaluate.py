@@ -93,7 +93,7 @@ class Evaluation:
         with self._process.together():
             if self._process.rank == WRITER:
                 if self._judge is not None:
-                    with self._process.activity.function(self._settings.judge or ""):
+                    with self._process.activity.run_function(self._settings.judge or ""):
                         self._ask(self._judge, answers)
                 metrics = flatten(totals) | self._metrics.compute(answers, self._opponents)
                 metrics |= _count_left_out(self._records)

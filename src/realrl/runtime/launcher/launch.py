@@ -1,30 +1,102 @@
-"""Local launcher: several processes on this machine, as torchrun would start them, again after failures."""
+"""Launch of a run in several processes: start the ranks, wait, find the cause of a failure, restart or shrink.
+
+The ranks are processes of this machine (`local.py`) or of a Ray cluster (`on_ray.py`). No torch: a launcher that
+loaded it would take seconds longer to start, and keep memory on every GPU that it asks.
+"""
 
 import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.recipe.run_settings import LaunchConfig
-from realrl.runtime.launcher.local_ranks import LocalRanks, RanksEnd, Start
-from realrl.runtime.launcher.restarts import RestartCounter, Slots
-from realrl.runtime.monitor.ended import STARTS_AGAIN, write_end
-from realrl.runtime.monitor.note_file import NoteFile
-from realrl.runtime.monitor.watch import describe_waiting
-from realrl.runtime.processes.error_reports import USER_STATUS, Failure, print_failure
-from realrl.runtime.processes.logs import LOGS, keep_logs
-from realrl.runtime.processes.orphans import Scratch
+from realrl.runtime.processes.logs import LOGS
 from realrl.runtime.processes.signals import SAVING, deferred_termination, end_by_signal, stop_requested
+from realrl.runtime.supervision.board import Board
+from realrl.runtime.supervision.failures import (
+    USER_STATUS,
+    Failure,
+    describe_death,
+    find_first_cause,
+    print_failure,
+)
+from realrl.runtime.supervision.heartbeat import Heartbeat
+from realrl.runtime.supervision.restarts import RestartPolicy
+from realrl.runtime.supervision.run_end import RESTARTING, NoteFile, write_end
+from realrl.runtime.supervision.watchdog import Watchdog, describe_others
 
+CHECK_EVERY = 0.5
+"""Seconds between two checks of the heartbeats."""
+MOMENT = 2.0
+"""Seconds that ranks get, after one has failed, to notice and report that themselves."""
+DUMP = 0.3
+"""Seconds that ranks get to write their stacks into their logs."""
+_ASKED = (-signal.SIGTERM, 128 + signal.SIGTERM)
+"""Exit statuses of ranks that were asked to end."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Command to start, `realrl ARGUMENTS`, in a process for each device of the cluster."""
+
+    cluster: Cluster
+    arguments: Sequence[str]
+    plan: str | None = None
+    """Text of the plan file that was found for a recipe with `plan: search`."""
+
+
+class Ranks(Board, Protocol):
+    """Ranks of one start of a run, and their board. `close` must be called in the end."""
+
+    poll_seconds: float
+    """Seconds between two polls."""
+
+    def poll(self) -> Sequence[int | None]:
+        """Find the exit status of each rank: minus N if signal N ended it, None while it runs."""
+
+    def signal(self, number: int, ranks: Sequence[int]) -> None:
+        """Signal these ranks, if they still run."""
+
+    def kill(self) -> None:
+        """Kill the ranks and their children."""
+
+    def keep_logs(self, directory: Path | None) -> Path | None:
+        """Keep the logs of ranks that have ended, in `directory` if possible; return their directory."""
+
+    def close(self) -> None:
+        """Release everything that the ranks needed."""
+
+
+StartRanks = Callable[[Start, Sequence[int], int], Ranks]
+"""Starts ranks, given the numbers of their devices and how often the run has been restarted."""
+RunDir = Callable[[], Path | None]
+"""Finds the run directory; None as long as the run has not made it."""
 CountDevices = Callable[[], int | None]
-"""Counts the devices of this machine; None where there are none to count, as of CPUs."""
+"""Counts the devices of this machine; None if they cannot be counted, like CPUs."""
 Shrink = Callable[[int], Start | None]
-"""Finds how to go on with at most so many devices; None where the run cannot."""
+"""Finds how to continue with at most this many devices; None if the run cannot."""
 
-RunOnce = Callable[[Start, int], RanksEnd]
-"""Starts the processes of a run, restarted so often, and waits for their end."""
+
+@dataclass
+class Outcome:
+    """End of all ranks of one start."""
+
+    cause: Failure | None = None
+    """First cause of a failure; None if all ranks succeeded."""
+    heartbeats: Mapping[int, Heartbeat] = field(default_factory=dict)
+    """What ranks did when the first failure was noticed."""
+    logs: Path | None = None
+    """Directory of the logs, if they are worth looking at."""
+
+    def describe(self) -> list[str]:
+        """Describe the logs and the work of other ranks: notes for the screen."""
+        notes = [] if self.logs is None else [f"the logs of all ranks are in {self.logs}"]
+        return notes if self.cause is None else notes + describe_others(self.heartbeats, self.cause.rank)
 
 
 def check_local(cluster: Cluster) -> None:
@@ -37,126 +109,165 @@ def check_local(cluster: Cluster) -> None:
         )
 
 
-def launch(start: Start, settings: LaunchConfig) -> int:
-    """Run a command in local processes, once; return its exit status.
+def launch(start: Start, settings: LaunchConfig, start_ranks: StartRanks) -> int:
+    """Run a command once; return its exit status.
 
-    When one process fails, the others are ended, and the first cause is printed, once. As in a shell, the status is
-    128 + N where signal N ended a process. Raises Interrupted when this process is to end, after the others have.
+    If a process fails, the others are ended, and the first cause is printed, once. As in a shell, the status is
+    128 + N if signal N ended a process. If this process is asked to end, it raises Interrupted after all ranks have
+    ended.
     """
-    outcome, logs = _run(start, settings, list(range(start.cluster.size)), 0, lambda: None)
-    return 0 if outcome.cause is None else _report(outcome, outcome.cause, logs)
+    outcome = _run(start_ranks, start, range(start.cluster.size), 0, settings, lambda: None)
+    return 0 if outcome.cause is None else _report(outcome, outcome.cause)
 
 
 def launch_training(
     start: Start,
     settings: LaunchConfig,
-    run_dir: Callable[[], Path | None],
-    shrink: Shrink,
-    run: RunOnce | None = None,
-    seen: CountDevices = lambda: None,
+    start_ranks: StartRanks,
+    run_dir: RunDir,
+    shrink: Shrink = lambda devices: None,
+    count_devices: CountDevices = lambda: None,
 ) -> int:
-    """Train until the run is done or cannot go on; return its exit status, as of `launch`.
+    """Train until the run is finished or cannot continue; return its exit status, as `launch` does.
 
-    `run` starts the processes once and waits for them; by default they are local ones. `seen` counts the devices
-    that are there now, where they can be counted.
-
-    After failures that may pass it is started again, and goes on from its last checkpoint, with fewer devices where
-    some are gone for good. Ranks keep their logs in `run_dir()`, which is None as long as the run has not made one.
-    SIGTERM, or the first Ctrl-C, lets them finish the step and save.
+    After a failure that may not occur again, the run is restarted from its last checkpoint, without the devices
+    that are broken. SIGTERM, or the first Ctrl-C, lets it finish the step and save.
     """
-    restarts, slots = RestartCounter(settings.max_restarts), Slots(start.cluster.size, settings)
+    policy = RestartPolicy(start.cluster.size, settings)
     with deferred_termination(settings.grace_seconds, SAVING):
         while True:
-            if run is None:
-                outcome, logs = _run(start, settings, slots.kept, restarts.total, run_dir)
-            else:
-                outcome, logs = run(start, restarts.total), _find_logs(run_dir)
-            cause = outcome.cause
+            outcome = _run(start_ranks, start, policy.devices, policy.total, settings, run_dir)
+            cause, directory = outcome.cause, run_dir()
             if cause is None:
                 return 0
             if stop_requested():
                 if cause.status != 128 + signal.SIGTERM:
-                    # Why nothing was saved, perhaps.
-                    _say(outcome, cause.message, logs)
+                    # It may say why nothing was saved.
+                    _print_notes([*outcome.describe(), cause.message])
                 end_by_signal()
-            directory = run_dir()
-            if not restarts.allow(cause, outcome.step):
+            step = max((heartbeat.step for heartbeat in outcome.heartbeats.values()), default=0)
+            finished = any(heartbeat.finished for heartbeat in outcome.heartbeats.values())
+            if not policy.count(cause, step=step, finished=finished):
                 if directory is not None:
                     write_end(directory, cause.status, cause.message)
-                return _report(outcome, cause, logs)
-            again = f"{cause.message}; starting again ({_count(restarts, settings)})"
+                return _report(outcome, cause)
+            again = f"{cause.message}; starting again ({policy.describe()})"
             if directory is not None:
                 NoteFile(directory).add(again)
-                write_end(directory, STARTS_AGAIN, again)
-            _say(outcome, again, logs)
-            start = _shrunken(slots, cause, restarts, outcome, shrink, seen) or start
+                write_end(directory, RESTARTING, again)
+            _print_notes([*outcome.describe(), again])
+            if settings.shrink:
+                start = find_smaller_start(policy, cause, shrink, count_devices) or start
+
+
+def find_smaller_start(
+    policy: RestartPolicy, cause: Failure, shrink: Shrink, count_devices: CountDevices
+) -> Start | None:
+    """Find how to continue without broken devices; None if there are none, or if the run cannot."""
+    broken = policy.broken_devices
+    left = [device for device in policy.devices if device not in broken]
+    reason = (
+        f"device {', '.join(map(str, broken))} has failed too often without getting further (launch.tries)"
+    )
+    found = count_devices() if cause.device else None
+    if found is not None and found < len(left):
+        # The driver has numbered the remaining devices anew.
+        left = list(range(found))
+        reason = f"there were {len(policy.devices)} devices, and torch finds {found} now"
+    if len(left) == len(policy.devices):
+        return None
+    smaller = shrink(len(left))
+    if smaller is None:
+        return None
+    policy.shrink(left[: smaller.cluster.size])
+    _print_notes([f"{reason}; going on with cluster={smaller.cluster}"])
+    return smaller
 
 
 def _run(
-    start: Start, settings: LaunchConfig, slots: list[int], restart: int, run_dir: Callable[[], Path | None]
-) -> tuple[RanksEnd, Path | None]:
-    """Start the processes once; tell how they ended, and where their logs are."""
-    with Scratch() as scratch:
-        outcome = LocalRanks(scratch, settings).run(start, slots, restart)
-        directory = run_dir()
-        logs = None if directory is None else directory / LOGS
-        mistake = (
-            outcome.cause is not None and outcome.cause.status == USER_STATUS and not outcome.cause.trace
-        )
-        if (outcome.cause is None and logs is None) or mistake:
-            return outcome, None
-        return outcome, keep_logs(scratch, logs)
+    start_ranks: StartRanks,
+    start: Start,
+    devices: Sequence[int],
+    restart: int,
+    settings: LaunchConfig,
+    run_dir: RunDir,
+) -> Outcome:
+    """Run all ranks once. No process is left."""
+    ranks = start_ranks(start, devices, restart)
+    try:
+        outcome = _wait(ranks, settings)
+        ranks.kill()
+        directory, cause = run_dir(), outcome.cause
+        # A user's mistake is all in its message.
+        mistake = cause is not None and cause.status == USER_STATUS and not cause.trace
+        if not mistake and (cause is not None or directory is not None):
+            outcome.logs = ranks.keep_logs(None if directory is None else directory / LOGS)
+        return outcome
+    finally:
+        ranks.kill()
+        ranks.close()
 
 
-def _find_logs(run_dir: Callable[[], Path | None]) -> Path | None:
-    directory = run_dir()
-    return None if directory is None or not (directory / LOGS).is_dir() else directory / LOGS
+def _wait(ranks: Ranks, settings: LaunchConfig) -> Outcome:
+    """Wait until all ranks have ended, or one has failed. The others then get a moment to report the cause."""
+    watchdog = Watchdog(settings, ranks.works)
+    heartbeats: Mapping[int, Heartbeat] = {}
+    failed: dict[int, tuple[int, float]] = {}
+    asked: float | None = None
+    first = checked = time.monotonic()
+    polled = time.time()
+    while True:
+        before, polled = polled, time.time()
+        statuses = ranks.poll()
+        now = time.monotonic()
+        for rank, status in enumerate(statuses):
+            if status and rank not in failed:
+                if not failed:
+                    heartbeats, first = ranks.read_heartbeats(), now
+                # It died after the poll before, so that what others report about it comes later.
+                failed[rank] = status, before
+        running = [rank for rank, status in enumerate(statuses) if status is None]
+        # Ranks that end because they were asked to may take their time.
+        unasked = any(asked is None or status not in _ASKED for status, _ in failed.values())
+        if not running or (unasked and now - first > MOMENT):
+            break
+        if stop_requested():
+            if asked is None:
+                asked = now
+                ranks.signal(signal.SIGTERM, running)
+            elif now - asked > settings.grace_seconds:
+                ranks.signal(signal.SIGKILL, running)
+        if not failed and now - checked > CHECK_EVERY:
+            checked, found = now, ranks.read_heartbeats()
+            failure = watchdog.check({rank: beat for rank, beat in found.items() if rank in running})
+            if failure is not None:
+                _dump_stacks(ranks, [rank for rank in running if rank in found])
+                return Outcome(failure, found)
+        time.sleep(ranks.poll_seconds)
+    if not failed:
+        return Outcome()
+    _dump_stacks(ranks, [rank for rank in running if rank in heartbeats])
+    failures = {failure.rank: failure for failure in ranks.read_failures()}
+    for rank, (status, noticed) in failed.items():
+        place = heartbeats[rank].place if rank in heartbeats else None
+        failures.setdefault(rank, describe_death(rank, status, noticed, place))
+    return Outcome(find_first_cause(failures.values()), heartbeats)
 
 
-def _shrunken(
-    slots: Slots,
-    cause: Failure,
-    restarts: RestartCounter,
-    outcome: RanksEnd,
-    shrink: Shrink,
-    seen: CountDevices,
-) -> Start | None:
-    """Find how to go on without the devices that are gone for good; None where none are, or the run cannot."""
-    lost = slots.count(cause, progressed=outcome.progressed and restarts.progressed)
-    left = [slot for slot in slots.kept if slot not in lost]
-    reason = f"device {', '.join(map(str, lost))} has failed too often without getting further (launch.tries)"
-    there = seen() if cause.device and slots.may_shrink else None
-    if there is not None and there < len(left):
-        # The driver has numbered those that are left anew.
-        left, reason = (
-            list(range(there)),
-            f"there were {len(slots.kept)} devices, and torch finds {there} now",
-        )
-    if len(left) == len(slots.kept):
-        return None
-    fewer = shrink(len(left))
-    if fewer is None:
-        return None
-    slots.keep(left[: fewer.cluster.size])
-    restarts.forgive()
-    print(f"note: {reason}; going on with cluster={fewer.cluster}", file=sys.stderr, flush=True)
-    return fewer
+def _dump_stacks(ranks: Ranks, running: Sequence[int]) -> None:
+    """Have ranks write their stacks into their logs. Only ranks with heartbeats survive this signal."""
+    if running:
+        ranks.signal(signal.SIGUSR1, running)
+        time.sleep(DUMP)
 
 
-def _count(restarts: RestartCounter, settings: LaunchConfig) -> str:
-    return f"restart {restarts.total}, {restarts.in_vain} of {settings.max_restarts} without progress"
+def _print_notes(texts: Sequence[str]) -> None:
+    for text in texts:
+        print(f"note: {text}", file=sys.stderr, flush=True)
 
 
-def _say(outcome: RanksEnd, text: str, logs: Path | None) -> None:
-    """Print notes on a failure after which the run goes on."""
-    notes = [] if outcome.cause is None else describe_waiting(outcome.signs, outcome.cause.rank)
-    where = [] if logs is None else [f"the logs of all ranks are in {logs}"]
-    for note in (*where, *notes, text):
-        print(f"note: {note}", file=sys.stderr, flush=True)
-
-
-def _report(outcome: RanksEnd, cause: Failure, logs: Path | None) -> int:
+def _report(outcome: Outcome, cause: Failure) -> int:
     """Print the failure that ends a run; return its status."""
-    notes = [] if cause.status == USER_STATUS else describe_waiting(outcome.signs, cause.rank)
-    print_failure(cause, logs=logs, notes=notes)
+    notes = [] if cause.status == USER_STATUS else describe_others(outcome.heartbeats, cause.rank)
+    print_failure(cause, logs=outcome.logs, notes=notes)
     return cause.status

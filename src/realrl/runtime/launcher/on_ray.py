@@ -1,131 +1,133 @@
-"""Launcher on a Ray cluster: an actor for each rank, placed as the plan numbers nodes and devices. No torch."""
+"""Ranks on a Ray cluster: an actor on each node holds the ranks there, as `local.py` does here. No torch."""
 
 import os
 import secrets
-import signal
+import socket
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.recipe.run_settings import LaunchConfig
-from realrl.runtime.launcher.local_ranks import MOMENT, RanksEnd, Start, describe_death
-from realrl.runtime.launcher.rank_process import ActorPlace, Look, RankProcess, list_import_path
-from realrl.runtime.launcher.termination import Termination
-from realrl.runtime.monitor.sign import Sign
-from realrl.runtime.processes.environment import RESTART_VARIABLE
-from realrl.runtime.processes.error_reports import DEATH, Failure, find_first_cause
+from realrl.runtime.launcher.launch import Start, StartRanks
+from realrl.runtime.launcher.local import SCREEN, LocalRanks, RayNode
+from realrl.runtime.supervision.failures import DEATH, RUN_STATUS, Failure
+from realrl.runtime.supervision.heartbeat import Heartbeat
 
-POLL = 0.25
-"""Seconds between looks at all ranks."""
 PLACING = 120.0
 """Seconds for the nodes to become free, and for actors to start there."""
 RETURNING = 600.0
-"""Seconds for nodes to become free where the run has had them before: one may be starting again."""
+"""Seconds for nodes to become free that the run has had before: one may be rebooting."""
 
 
-class RayCluster:
-    """Connection to a Ray cluster, in which a run is started as often as it takes."""
+@dataclass(frozen=True)
+class Look:
+    """State of the ranks of one node."""
 
-    def __init__(self, cluster: Cluster, *, gpus: bool | None, settings: LaunchConfig) -> None:
-        """Connect. `gpus` tells whether ranks compute on GPUs, None for where there are any.
+    statuses: Sequence[int | None]
+    heartbeats: Mapping[int, Heartbeat]
+    screen: bytes = b""
+    """Output of the first rank since the last look."""
 
-        UserError where there is no Ray, no cluster, or one without such nodes.
-        """
-        if find_spec("ray") is None:
-            raise UserError("launch.by=ray needs Ray, which is not installed: pip install 'realrl[ray]'")
+
+class NodeActor:
+    """Holder of the ranks of one node. Every method is called from the launcher, through Ray."""
+
+    def __init__(self) -> None:
+        self._ranks: LocalRanks | None = None
+        self._read = 0
+
+    def find_address(self) -> tuple[str, int]:
+        """Find the address of this node, and a free port."""
         import ray
 
-        if not ray.is_initialized():
-            try:
-                ray.init(address="auto", log_to_driver=False, logging_level="error")
-            except ConnectionError:
-                raise UserError(
-                    "launch.by=ray: no Ray cluster is running here; start one with `ray start --head`, or name its"
-                    " address in RAY_ADDRESS"
-                ) from None
-            except (RuntimeError, ValueError) as error:
-                # Another version of Ray or Python, or an address that is none.
-                raise UserError(f"launch.by=ray: {' '.join(str(error).split())}") from None
-        self._cluster, self._settings = cluster, settings
-        self._gpus = gpus if gpus is not None else _count_fitting(Cluster(1, 1), "GPU") > 0
-        # The same after restarts, so that ranks know the run for their own.
-        self._job = secrets.token_hex(8)
-        self._check_size()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return str(ray.util.get_node_ip_address()), int(probe.getsockname()[1])
 
-    def run(self, start: Start, restart: int) -> RanksEnd:
-        """Run all ranks once; tell how they ended. None of them is left."""
-        import ray
+    def start(self, start: Start, restart: int, node: RayNode, directory: str, import_path: str) -> None:
+        """Start the ranks of this node, in a directory."""
+        os.chdir(directory)
+        # Python has given this process a path of its own.
+        os.environ["PYTHONPATH"] = import_path
+        self._ranks = LocalRanks(start, range(len(start.cluster.ranks(node.node))), restart, node)
 
-        ranks = RayRanks(self._cluster, self._gpus, self._settings)
-        try:
-            ranks.start(start.arguments, self._job, restart)
-            return ranks.wait()
-        except ray.exceptions.RayError as error:
-            # A node that goes while ranks are started there is no other failure than one that goes later.
-            return RanksEnd(
-                Failure(f"actors could not be started: {_first_sentence(error)}", 1, 0, time.time())
-            )
-        finally:
-            ranks.close()
+    def look(self) -> Look:
+        """Look at the ranks."""
+        ranks = self.ranks
+        screen, file = b"", ranks.path / SCREEN
+        if file.exists():
+            with file.open("rb") as opened:
+                opened.seek(self._read)
+                screen = opened.read()
+            self._read += len(screen)
+        return Look(ranks.poll(), ranks.read_heartbeats(), screen)
 
-    def _check_size(self) -> None:
-        kind = "GPU" if self._gpus else "CPU"
-        found = _count_fitting(self._cluster, kind)
-        if found < self._cluster.nodes:
-            import ray
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the ranks."""
+        return getattr(self.ranks, method)(*arguments)
 
-            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            have = ", ".join(str(int(resources.get(kind, 0))) for resources in nodes)
-            raise UserError(
-                f"cluster={self._cluster} needs {_describe_nodes(self._cluster, kind)};"
-                f" the nodes of the Ray cluster have {have}"
-            )
+    def close(self) -> None:
+        """Kill the ranks, if there are any, and remove their files."""
+        if self._ranks is not None:
+            self._ranks.kill()
+            self._ranks.close()
+
+    @property
+    def ranks(self) -> LocalRanks:
+        """Ranks that have been started."""
+        assert self._ranks is not None, "start comes first"
+        return self._ranks
 
 
 class RayRanks:
-    """Actors of one start of a run, one for each rank."""
+    """Ranks of one start, on several nodes."""
 
-    def __init__(self, cluster: Cluster, gpus: bool, settings: LaunchConfig) -> None:
-        self._cluster, self._gpus, self._settings = cluster, gpus, settings
+    poll_seconds = 0.25
+
+    def __init__(
+        self, gpus: bool, job: str, timeout: float, start: Start, devices: Sequence[int], restart: int
+    ) -> None:
+        """Place an actor on each node and start the ranks. UserError if nodes do not become free.
+
+        `job`: names the run, also after a restart. `timeout`: seconds after which a silent node counts as lost.
+        """
+        import ray
+
+        self._cluster, self._gpus, self._timeout = start.cluster, gpus, timeout
         self._group: Any = None
         self._actors: list[Any] = []
-        self._places: list[ActorPlace] = []
-        self._looks: list[Look] = []
-        self._held = b""
-        """Start of a line on the first rank's screen."""
-        self._termination = Termination(settings.grace_seconds, self._signal)
-
-    def start(self, arguments: Sequence[str], job: str, restart: int) -> None:
-        """Place the actors, and have each start its rank. UserError where nodes do not become free."""
-        self._place(RETURNING if restart else PLACING)
-        gpus: defaultdict[str, list[str]] = defaultdict(list)
-        for place in self._places:
-            gpus[place.node] += place.gpus
-        first, cluster = self._places[0], self._cluster
-        started = []
-        for rank, (actor, place) in enumerate(zip(self._actors, self._places, strict=True)):
-            ranks = cluster.ranks(node := cluster.node(rank))
-            variables = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank - ranks.start),
-                "GROUP_RANK": str(node),
-                "GROUP_WORLD_SIZE": str(cluster.nodes),
-                "WORLD_SIZE": str(cluster.size),
-                "LOCAL_WORLD_SIZE": str(len(ranks)),
-                "MASTER_ADDR": first.address,
-                "MASTER_PORT": str(first.port),
-                "TORCHELASTIC_RUN_ID": job,
-                RESTART_VARIABLE: str(restart),
-                # Ray shows an actor its own GPU alone; ranks of a node share their memory, and so see all of them.
-                **({"CUDA_VISIBLE_DEVICES": ",".join(gpus[place.node])} if self._gpus else {}),
-            }
-            started.append(actor.start.remote(rank, arguments, variables, os.getcwd(), list_import_path()))
-        _get(started)
+        self._addresses: list[tuple[str, int]] = []
+        self._looks = [
+            Look([None] * len(self._cluster.ranks(node)), {}) for node in range(self._cluster.nodes)
+        ]
+        self._lost: dict[int, Failure] = {}
+        """Failures of nodes that do not answer any more."""
+        self._line = b""
+        """Beginning of a line of the first rank's output."""
+        try:
+            self._place(RETURNING if restart else PLACING)
+            self._addresses = ray.get(
+                [actor.find_address.remote() for actor in self._actors], timeout=PLACING
+            )
+            started = []
+            for node, actor in enumerate(self._actors):
+                own = RayNode(node, *self._addresses[0], job)
+                started.append(actor.start.remote(start, restart, own, os.getcwd(), _list_import_path()))
+            ray.get(started, timeout=PLACING)
+        except ray.exceptions.RayError as error:
+            # If a node is lost now, that is as if it were lost later: another start may succeed.
+            text = f"actors could not be started: {_first_sentence(error)}"
+            self._lost[0] = Failure(text, RUN_STATUS, 0, time.time())
+        except BaseException:
+            self.kill()
+            raise
 
     def _place(self, seconds: float) -> None:
         import ray
@@ -134,47 +136,74 @@ class RayRanks:
 
         kinds = ("CPU", "GPU") if self._gpus else ("CPU",)
         sizes = [len(self._cluster.ranks(node)) for node in range(self._cluster.nodes)]
-        # One bundle is always on one node.
-        bundles = [dict.fromkeys(kinds, size) for size in sizes]
-        self._group = placement_group(bundles, strategy="STRICT_SPREAD")
+        self._group = placement_group(
+            [dict.fromkeys(kinds, size) for size in sizes], strategy="STRICT_SPREAD"
+        )
         if not self._group.wait(seconds):
             wanted = _describe_nodes(self._cluster, " and ".join(kinds))
             raise UserError(f"launch.by=ray: {wanted} have not become free within {seconds:.0f} seconds")
-        actor = ray.remote(RankProcess)
-        for rank in range(self._cluster.size):
-            where = PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=self._cluster.node(rank)
-            )
-            own = actor.options(num_cpus=1, num_gpus=int(self._gpus), scheduling_strategy=where)
-            self._actors.append(own.remote())
-        self._places = _get([actor.place.remote() for actor in self._actors])
+        actor = ray.remote(NodeActor)
+        for node, size in enumerate(sizes):
+            where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
+            options = {"num_cpus": size, "num_gpus": size * self._gpus, "scheduling_strategy": where}
+            self._actors.append(actor.options(**options).remote())
 
-    def wait(self) -> RanksEnd:
-        """Wait for all ranks, and show the first one's output. Once one fails, others get a moment to say why."""
-        failed: dict[int, float] = {}
-        gone: dict[int, Failure] = {}
-        first = 0.0
-        while True:
-            self._look(gone)
-            now = time.monotonic()
-            for rank, look in enumerate(self._looks):
-                if look.status or rank in gone:
-                    first = first or now
-                    failed.setdefault(rank, time.time())
-            running = [r for r, look in enumerate(self._looks) if look.status is None and r not in gone]
-            patience = MOMENT if not self._termination.asked else self._settings.grace_seconds
-            if not running or (failed and now - first > patience):
-                break
-            self._termination.forward(now)
-            time.sleep(POLL)
-        self._show(b"\n" if self._held else b"")
-        outcome = RanksEnd(signs=self._read_signs())
-        if failed:
-            outcome.cause = self._find_cause(failed, gone)
-        return outcome
+    def poll(self) -> list[int | None]:
+        """Find the exit status of each rank, and show the output of the first. Ranks of a lost node have failed."""
+        import ray
 
-    def close(self) -> None:
-        """End all ranks and give the nodes back."""
+        asked = [(node, self._actors[node].look.remote()) for node in self._find_nodes()]
+        for node, look in asked:
+            try:
+                self._looks[node] = ray.get(look, timeout=self._timeout)
+            except ray.exceptions.RayError as error:
+                rank, address = self._cluster.ranks(node).start, self._addresses[node][0]
+                text = f"the actor of rank {rank} on {address} has gone: {_first_sentence(error)}"
+                self._lost[node] = Failure(text, RUN_STATUS, rank, time.time(), DEATH, device=True)
+            else:
+                self._show(self._looks[node].screen)
+        return [
+            RUN_STATUS if node in self._lost else status
+            for node, look in enumerate(self._looks)
+            for status in look.statuses
+        ]
+
+    def _find_nodes(self) -> list[int]:
+        """Find the nodes that answer: none if their ranks have not been started."""
+        return [node for node in range(len(self._addresses)) if node not in self._lost]
+
+    def _show(self, output: bytes) -> None:
+        """Show whole lines, but not the first rank's own error message: the launcher prints the first cause."""
+        *lines, self._line = (self._line + output).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"realrl: "):
+                sys.stderr.write(line.decode(errors="replace") + "\n")
+        sys.stderr.flush()
+
+    def read_heartbeats(self) -> dict[int, Heartbeat]:
+        """Read the heartbeats of the last poll."""
+        return {rank: heartbeat for look in self._looks for rank, heartbeat in look.heartbeats.items()}
+
+    def read_failures(self) -> list[Failure]:
+        """Read the failures that ranks have reported, and the failures of lost nodes."""
+        found = list(self._lost.values())
+        for node in self._find_nodes():
+            found += self._call(node, "read_failures") or []
+        return found
+
+    def works(self, heartbeat: Heartbeat) -> bool:
+        """Check whether a rank's process works; False if its node does not answer."""
+        return bool(self._call(self._cluster.node(heartbeat.rank), "works", heartbeat))
+
+    def signal(self, number: int, ranks: Sequence[int]) -> None:
+        """Signal these ranks, if they still run."""
+        for node in self._find_nodes():
+            here = self._cluster.ranks(node)
+            own = [rank - here.start for rank in ranks if rank in here]
+            self._actors[node].call.remote("signal", int(number), own)
+
+    def kill(self) -> None:
+        """Kill the ranks, and give the nodes back."""
         import ray
         from ray.util.placement_group import remove_placement_group
 
@@ -182,75 +211,69 @@ class RayRanks:
             try:
                 ray.get(call, timeout=10)
             except ray.exceptions.RayError:
-                continue  # its node has gone, and the process with it
+                continue  # The node is lost, and the processes with it.
         for actor in self._actors:
             ray.kill(actor)
         if self._group is not None:
             remove_placement_group(self._group)
+        self._actors, self._addresses, self._group = [], [], None
 
-    def _look(self, gone: dict[int, Failure]) -> None:
-        import ray
+    def keep_logs(self, directory: Path | None) -> Path | None:
+        """Find the logs: each rank has written its own into the run directory."""
+        return directory if directory is not None and directory.is_dir() else None
 
-        calls = [actor.look.remote() for actor in self._actors]
-        previous = self._looks or [Look(None, b"", None)] * len(calls)
-        self._looks = []
-        for rank, call in enumerate(calls):
-            look = previous[rank]
-            try:
-                look = ray.get(call, timeout=self._settings.freeze_seconds)
-            except ray.exceptions.RayError as error:
-                where = self._places[rank].address
-                message = f"the actor of rank {rank} on {where} has gone: {_first_sentence(error)}"
-                gone.setdefault(rank, Failure(message, 1, rank, time.time(), distance=DEATH, device=True))
-            self._looks.append(look)
-        self._show(self._looks[0].screen if 0 not in gone else b"")
+    def close(self) -> None:
+        """Show the rest of the output."""
+        self._show(b"\n" if self._line else b"")
 
-    def _show(self, output: bytes) -> None:
-        """Show whole lines of the first rank, but for its own error message: the first cause is told at the end."""
-        *lines, self._held = (self._held + output).split(b"\n")
-        for line in lines:
-            if not line.startswith(b"realrl: "):
-                sys.stderr.write(line.decode(errors="replace") + "\n")
-        sys.stderr.flush()
-
-    def _signal(self, number: signal.Signals) -> None:
-        for actor in self._actors:
-            actor.signal.remote(int(number))
-
-    def _read_signs(self) -> dict[int, Sign]:
-        return {r: Sign.from_json(look.sign) for r, look in enumerate(self._looks) if look.sign is not None}
-
-    def _read_failure(self, rank: int) -> dict[str, Any] | None:
-        """Read what a rank has left about its failure; None for nothing, or where its actor has gone, too."""
+    def _call(self, node: int, method: str, *arguments: Any) -> Any:
+        """Call a method of a node's ranks; None if the node does not answer."""
         import ray
 
         try:
-            found: dict[str, Any] | None = ray.get(self._actors[rank].failure.remote(), timeout=PLACING)
+            return ray.get(self._actors[node].call.remote(method, *arguments), timeout=self._timeout)
         except ray.exceptions.RayError:
             return None
-        return found
-
-    def _find_cause(self, failed: dict[int, float], gone: dict[int, Failure]) -> Failure:
-        failures, signs = dict(gone), self._read_signs()
-        for rank, noticed in failed.items():
-            if rank in gone:
-                continue
-            left = self._read_failure(rank)
-            status = self._looks[rank].status or 1
-            failures[rank] = (
-                Failure(**left)
-                if left is not None
-                else describe_death(rank, status, noticed, signs.get(rank))
-            )
-        return find_first_cause(failures.values())
 
 
-def _get(calls: Sequence[Any]) -> list[Any]:
-    """Wait for answers of actors; RayError where they do not come."""
+def connect_to_ray(cluster: Cluster, *, gpus: bool | None, settings: LaunchConfig) -> StartRanks:
+    """Connect to a Ray cluster; return what starts ranks there.
+
+    `gpus`: whether ranks compute on GPUs; None if they do when the nodes have some. UserError without Ray, without
+    a Ray cluster, or if that has no such nodes.
+    """
+    if find_spec("ray") is None:
+        raise UserError("launch.by=ray needs Ray, which is not installed: pip install 'realrl[ray]'")
     import ray
 
-    found: list[Any] = ray.get(list(calls), timeout=PLACING)
-    return found
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", log_to_driver=False, logging_level="error")
+        except ConnectionError:
+            raise UserError(
+                "launch.by=ray: no Ray cluster is running here; start one with `ray start --head`, or name its"
+                " address in RAY_ADDRESS"
+            ) from None
+        except (RuntimeError, ValueError) as error:
+            # The cluster has another version of Ray or Python, or the address is not valid.
+            raise UserError(f"launch.by=ray: {' '.join(str(error).split())}") from None
+    if gpus is None:
+        gpus = _count_fitting(Cluster(1, 1), "GPU") > 0
+    kind = "GPU" if gpus else "CPU"
+    if _count_fitting(cluster, kind) < cluster.nodes:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        have = ", ".join(str(int(resources.get(kind, 0))) for resources in nodes)
+        raise UserError(
+            f"cluster={cluster} needs {_describe_nodes(cluster, kind)}; the nodes of the Ray cluster have {have}"
+        )
+    # The job keeps its name after restarts, so that ranks know that the run is theirs.
+    return partial(RayRanks, gpus, secrets.token_hex(8), settings.freeze_seconds)
+
+
+def _list_import_path() -> str:
+    """Make this process's PYTHONPATH absolute: the user's code may be there."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys(str(Path(entry).absolute()) for entry in given if entry))
 
 
 def _first_sentence(error: Exception) -> str:
@@ -258,7 +281,7 @@ def _first_sentence(error: Exception) -> str:
 
 
 def _count_fitting(cluster: Cluster, kind: str) -> int:
-    """Count nodes of `cluster` for which the Ray cluster has one with as many devices, each for one."""
+    """Count the nodes of `cluster` that can each get a node of the Ray cluster with enough devices."""
     import ray
 
     have = sorted((node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]), reverse=True)

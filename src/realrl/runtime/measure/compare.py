@@ -26,8 +26,8 @@ from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Program, Reallocate
 from realrl.program.text import format_instruction
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.monitor.host_memory import HostMemory
 from realrl.runtime.prepare.compile import Compiled, stored_models
+from realrl.runtime.processes.host_memory import HostMemory
 
 if TYPE_CHECKING:
     from realrl.runtime.measure.timing_log import TimingLog

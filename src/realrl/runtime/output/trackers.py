@@ -13,7 +13,6 @@ from realrl.config.redaction import redact
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import dump_settings
 from realrl.recipe.run_settings import TrackersConfig
-from realrl.runtime.monitor.note_file import read_notes
 from realrl.runtime.output.tracker_services import (
     BOARD,
     IDS,
@@ -24,6 +23,7 @@ from realrl.runtime.output.tracker_services import (
     WandbTracker,
 )
 from realrl.runtime.processes.environment import ABANDONED
+from realrl.runtime.supervision.run_end import read_notes
 
 CAPACITY = 1000
 """Maximum number of waiting records; new records replace the oldest."""

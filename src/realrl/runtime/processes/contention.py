@@ -1,4 +1,4 @@
-"""Barriers of OpenMP beside other busy processes: threads sleep at them as long as the cores are contended."""
+"""OpenMP barriers beside other busy processes: threads sleep at them while processes compete for the cores."""
 
 import ctypes
 import os
@@ -25,19 +25,16 @@ QUIET = 20
 class BarrierWatch:
     """A thread that chooses how the OpenMP threads of this process wait for each other at barriers.
 
-    By default they spin for some milliseconds before they sleep. On a quiet machine this is the fastest way, since
-    a training step has thousands of short parallel regions. Beside another busy process it is a disaster: a thread
-    spins through its whole time slice while the one it waits for has no core. `relax` makes barriers sleep at once,
-    and keeps the number of threads, so that results stay the same bit for bit.
+    By default they spin for some milliseconds before they sleep. On a quiet machine this is fastest, since a
+    training step has thousands of short parallel regions. Beside another busy process it is a disaster: a thread
+    spins through its whole time slice while the thread that it waits for has no core. `relax` lets threads sleep at
+    once. Their number stays, so results stay the same bit for bit.
     """
 
     def __init__(
         self, read_waits: Callable[[], Mapping[int, int]], relax: Callable[[], "Relaxed | None"]
     ) -> None:
-        """`read_waits`: nanoseconds that each thread of this process has waited for a core, by its id.
-
-        `relax` may return None where barriers have to stay as they are.
-        """
+        """`read_waits`: see `read_thread_waits`. `relax` returns None if barriers must stay as they are."""
         self._read_waits = read_waits
         self._relax = relax
         self._relaxed: Relaxed | None = None
@@ -53,9 +50,9 @@ class BarrierWatch:
         return self._relaxed is not None
 
     def look(self, now: float) -> None:
-        """Choose anew, by what threads have waited since the last look. now: seconds"""
+        """Choose again, by the time that threads have waited since the last look. now: seconds"""
         waits = self._read_waits()
-        # A thread that has ended in between is left out, and one that is new counts from its start.
+        # A thread that has ended is left out. A new one counts from its start.
         waited = sum(wait - self._waits.get(thread, 0) for thread, wait in waits.items())
         contended = waited / 1e9 > CONTENDED * (now - self._time)
         self._waits, self._time = waits, now
@@ -66,12 +63,12 @@ class BarrierWatch:
             self._spin_again()
 
     def start(self) -> None:
-        """Look every 0.1 s from now on, in a thread of its own."""
+        """Look every 0.1 s from now on, in a thread."""
         self._thread = threading.Thread(target=self._run, name="barrier-watch", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Look no longer, and let threads spin at barriers as before."""
+        """Stop looking, and let threads spin at barriers as before."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -91,8 +88,8 @@ class Relaxed:
     """Barriers at which threads sleep after about a microsecond of spinning, until `end`.
 
     GNU's OpenMP library shortens the spinning of all threads while it manages more threads than there are cores. So
-    a thread of ours keeps a team of that many, which do nothing and sleep. No function changes the limit directly:
-    the library reads GOMP_SPINCOUNT and OMP_WAIT_POLICY only once, when torch loads it.
+    a thread of ours keeps a team of more threads than cores, which only sleep. No function changes the limit
+    directly: the library reads GOMP_SPINCOUNT and OMP_WAIT_POLICY only once, when torch loads it.
     """
 
     def __init__(self, openmp: ctypes.CDLL) -> None:
@@ -105,11 +102,11 @@ class Relaxed:
         ready.wait()
 
     def _keep_team(self, openmp: ctypes.CDLL, ready: threading.Event) -> None:
-        # The team calls it once. It has to be a function of C, since Python's would need the interpreter's lock.
+        # The team calls it once. It is a C function, since a Python function would need the interpreter's lock.
         nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)
         openmp.GOMP_parallel(nothing, None, openmp.omp_get_num_procs() + 1, 0)
         ready.set()
-        # The team lives as long as the thread that made it.
+        # The team exists as long as the thread that made it.
         self._over.wait()
 
     def end(self) -> None:
@@ -119,10 +116,10 @@ class Relaxed:
 
 
 def watch_barriers(threads: int) -> BarrierWatch | None:
-    """Choose how this process's OpenMP threads wait, from now on, if it computes with several.
+    """Watch the barriers of this process's OpenMP threads from now on, if it computes with several threads.
 
-    None on anything but Linux with GNU's OpenMP library, which torch's packages for it carry, and for users who
-    have chosen by GOMP_SPINCOUNT or OMP_WAIT_POLICY.
+    None unless this is Linux with GNU's OpenMP library, which torch's packages contain. None also if the user has
+    set GOMP_SPINCOUNT or OMP_WAIT_POLICY.
     """
     openmp = load_openmp()
     chosen = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys()
@@ -130,7 +127,7 @@ def watch_barriers(threads: int) -> BarrierWatch | None:
         return None
 
     def relax() -> Relaxed | None:
-        # OpenMP's library ends the process if it cannot start a thread, and all ranks of this machine start some.
+        # The OpenMP library ends the process if it cannot start a thread, and every rank here starts some.
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         left = free_group_threads()
         enough = left is None or left > ranks * (openmp.omp_get_num_procs() + 2)
@@ -142,9 +139,9 @@ def watch_barriers(threads: int) -> BarrierWatch | None:
 
 
 def read_thread_waits(tasks: Path = Path("/proc/self/task")) -> dict[int, int]:
-    """Read how long each thread of this process has waited for a core, in nanoseconds, by its id.
+    """Read the nanoseconds that each thread of this process has waited for a core, by its id.
 
-    Nothing if the kernel does not count it (CONFIG_SCHED_INFO).
+    Empty if the kernel does not count them (CONFIG_SCHED_INFO).
     """
     waits: dict[int, int] = {}
     try:
@@ -155,6 +152,6 @@ def read_thread_waits(tasks: Path = Path("/proc/self/task")) -> dict[int, int]:
         try:
             waits[int(thread)] = int((tasks / thread / "schedstat").read_text().split()[1])
         except (OSError, IndexError):
-            # The thread has ended, or nothing is counted.
+            # The thread has ended, or the kernel does not count.
             continue
     return waits

@@ -1,4 +1,4 @@
-"""Environment variables by which launchers configure their processes."""
+"""Environment variables for ranks, set by launchers."""
 
 import os
 import sys
@@ -6,44 +6,36 @@ import threading
 from typing import NoReturn
 
 STORE_VARIABLE = "REALRL_STORE"
-"""Path of the file store by which processes of the local launcher rendezvous."""
-
+"""Path of the file store for the rendezvous of local ranks."""
 LAUNCHER_VARIABLE = "REALRL_LAUNCHER"
-"""Process id of the local launcher."""
-
-SCRATCH_VARIABLE = "REALRL_SCRATCH"
-"""Directory in which processes of the local launcher leave failures and logs."""
-
+"""Process id of our launcher, or of its actor on a node of a Ray cluster."""
 PLAN_VARIABLE = "REALRL_PLAN"
-"""Path of the plan that the local launcher has searched for."""
-
+"""Path of the plan that the local launcher has found by a search."""
 SLOT_VARIABLE = "REALRL_SLOT"
-"""Number of a rank's device on this machine, which stays when the run goes on without some of the others."""
-
-
+"""Number of a rank's device on this machine. It stays when the run continues without other devices."""
 RESTART_VARIABLE = "REALRL_RESTART"
-"""How often the local launcher has started the run again; torchrun and SLURM have variables of their own."""
+"""How often our launcher has restarted the run. torchrun and Slurm have their own variables."""
 
 _RESTARTS = (RESTART_VARIABLE, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 _JOBS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", LAUNCHER_VARIABLE)
 
 
 def restart_count() -> int:
-    """Count how often a launcher has started this run again after it failed or was preempted."""
+    """Count how often a launcher has restarted this run after it failed or was preempted."""
     return max(int(os.environ.get(name) or 0) for name in _RESTARTS)
 
 
 def find_job() -> str | None:
-    """Find what names the launch that this process belongs to, the same after restarts; None where nothing does."""
+    """Find the name of this process's launch, the same after restarts; None without a launcher."""
     return next((f"{name}={os.environ[name]}" for name in _JOBS if os.environ.get(name)), None)
 
 
 ABANDONED = "realrl-background"
-"""Start of the names of threads that may wait for ever, and are then left alone."""
+"""Beginning of the names of threads that may wait forever. Nobody waits for them."""
 
 
 def has_abandoned_threads() -> bool:
-    """Check whether a thread still runs that nobody waits for any more."""
+    """Check whether such a thread still runs."""
     return any(thread.name.startswith(ABANDONED) for thread in threading.enumerate())
 
 
@@ -54,15 +46,15 @@ _DEFAULTS = {
     "KINETO_LOG_LEVEL": "6",
     "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
 }
-"""Variables that libraries read when they are loaded: torch's profiler, which counts allocations on a CPU, is
-silent; NCCL (from 2.26 on) starts kernels of different communicators in the order in which the host posts them."""
+"""Variables that libraries read when they are loaded. torch's profiler, which counts allocations on a CPU, is
+silent. NCCL (from 2.26 on) starts kernels of different communicators in the order in which the host posts them."""
 
 
 def set_library_defaults() -> None:
     """Set environment variables that libraries read, unless the user has. Call before torch is loaded.
 
-    torch's allocator maps memory into segments that grow: what one call has freed in blocks of tens of gigabytes
-    then serves another one, whatever the sizes of its own.
+    torch's allocator maps memory into segments that grow. So another call can use the tens of gigabytes that one
+    call has freed, even for blocks of other sizes.
     """
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -71,8 +63,15 @@ def set_library_defaults() -> None:
 
 
 def under_launcher() -> bool:
-    """Check whether torchrun, or our own launcher, started this process as one of several."""
+    """Check whether this process is a rank that torchrun, or a launcher of ours, has started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_debugged() -> bool:
+    """Check whether a debugger or profiler follows this process, as after `python -m pdb -m realrl train ...`."""
+    monitoring = getattr(sys, "monitoring", None)
+    tools = [] if monitoring is None else [monitoring.get_tool(number) for number in range(3)]
+    return sys.gettrace() is not None or sys.getprofile() is not None or any(tools)
 
 
 def is_writer() -> bool:

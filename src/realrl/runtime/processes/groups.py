@@ -22,9 +22,9 @@ from realrl.plan.communicators import (
 )
 
 WAIT = timedelta(days=20)
-"""Longest that ranks which have met wait for each other: one may compute for hours what another one waits for.
+"""Longest time that ranks wait for each other after the rendezvous: one may compute for hours.
 
-Whoever watches them ends what is stuck (`launch.stall_minutes`). Gloo counts milliseconds in 32 bits in places.
+A watchdog ends a stuck run (`launch.stall_minutes`). Gloo counts milliseconds in 32 bits in places.
 """
 
 
@@ -42,7 +42,7 @@ class RankPlace:
 def make_gloo_groups(place: RankPlace, rank_sets: RankSets) -> dict[RankSet, Group]:
     """Make the groups that a rank is in, each with connections between all its ranks.
 
-    That of all ranks in order is the default group, whose connections there are already.
+    The group of all ranks in order is the default group, which exists already.
     """
     found: dict[RankSet, Group] = {}
     everyone = tuple(range(place.world))
@@ -58,10 +58,10 @@ def make_nccl_groups(
 ) -> dict[RankSet, Group]:
     """Make the groups that a rank is in; groups of equal ranks have the same communicator.
 
-    Communicators are split from that of all ranks, disjoint ones together, and everything that a run uses is
-    connected at once, in a fixed order: each communicator by a collective, stages of pipelines and,
-    `with_node_pairs`, all pairs of a node by messages. Later, a connection would take memory that is planned for
-    something else, and make the host wait while operations of other communicators are under way.
+    Communicators are split from the communicator of all ranks, disjoint ones together. Everything that a run uses
+    is connected now, in a fixed order. A collective connects each communicator. Messages connect stages of
+    pipelines and, `with_node_pairs`, all pairs of ranks of a node. A later connection would take memory that is
+    planned for something else, and the host would wait while operations of other communicators run.
     """
     world, *others = list_communicators(rank_sets, place.world)
     handles: dict[RankSet, dist.ProcessGroup | None] = {world.ranks: dist.group.WORLD}

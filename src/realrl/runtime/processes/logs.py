@@ -1,19 +1,38 @@
-"""Log files of the processes of the local launcher, and where they are kept. No torch."""
+"""Log files of ranks, and the screen. No torch."""
 
+import io
 import os
 import sys
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from realrl.config.files import whole_file
 from realrl.config.redaction import redact
-from realrl.runtime.processes.environment import SCRATCH_VARIABLE, restart_count
-from realrl.runtime.processes.screen import open_screen
+from realrl.runtime.processes.environment import restart_count
+from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE
 
 LOGS = "logs"
 """Directory of a run with the log of each rank."""
+
+
+class _Screen(io.FileIO):
+    """File whose writes never fail. Output is lost if its reader or the terminal has gone."""
+
+    def write(self, data: Any, /) -> int:
+        with suppress(OSError):
+            written = super().write(data)
+            if written is not None:
+                return written
+        return len(data)
+
+
+def open_screen(descriptor: int, *, owned: bool = True) -> io.TextIOWrapper:
+    """Open a descriptor for messages, by lines; `owned`: whether it is closed with the file."""
+    screen = io.BufferedWriter(_Screen(descriptor, "w", closefd=owned))
+    return io.TextIOWrapper(screen, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def name_log_file(scratch: str | Path, rank: int) -> Path:
@@ -22,10 +41,9 @@ def name_log_file(scratch: str | Path, rank: int) -> Path:
 
 
 def divert_errors() -> None:
-    """Redirect output of native libraries in the first rank to its log, away from the screen.
+    """Redirect output of native libraries in the first rank to its log.
 
-    They write to the file descriptor; our own messages still reach standard error. Other ranks have been started
-    with a log in place of both.
+    They write to the file descriptor. Our own messages still reach the screen. Other ranks have only a log.
     """
     scratch = os.environ.get(SCRATCH_VARIABLE)
     if scratch is None or int(os.environ["RANK"]) != 0:
@@ -34,15 +52,14 @@ def divert_errors() -> None:
     screen = open_screen(os.dup(2))
     with name_log_file(scratch, 0).open("ab") as log:
         os.dup2(log.fileno(), 2)
-    # rich asks the second one how wide the terminal is.
+    # rich asks `sys.__stderr__` how wide the terminal is.
     sys.stderr = sys.__stderr__ = screen  # type: ignore[misc]
 
 
 def move_log(rank: int, directory: Path) -> None:
-    """Write this rank's log in `directory` from now on, after what earlier starts of the run have left there.
+    """Write this rank's log in `directory` from now on, after the logs of earlier starts of the run.
 
-    Under torchrun, too, where Python's own standard error stays on the screen. Where there is no room, all stays as
-    it is.
+    Under torchrun, Python's own standard error stays on the screen. On a full disk, nothing changes.
     """
     scratch = os.environ.get(SCRATCH_VARIABLE)
     if scratch is None and "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -67,10 +84,10 @@ def move_log(rank: int, directory: Path) -> None:
 
 
 def keep_logs(scratch: Path, directory: Path | None) -> Path | None:
-    """Append logs that are still in `scratch` to those in `directory`; return where the run's logs are, or None.
+    """Append logs in `scratch` to the logs in `directory`; return the directory of the run's logs, or None.
 
-    Secrets in all of them are replaced, now that nobody writes there any more. Where there is no directory, or no
-    room in it, they go to a new one for temporary files.
+    Secrets in all of them are replaced, since nobody writes there any more. Without a directory, or on a full disk,
+    the logs go to a new temporary directory.
     """
     files = [file for file in sorted(scratch.glob("rank-*.log")) if file.stat().st_size]
     if directory is not None and (_appended(files, directory) or not files):
@@ -88,7 +105,7 @@ def keep_logs(scratch: Path, directory: Path | None) -> Path | None:
 
 
 def _appended(files: list[Path], directory: Path) -> bool:
-    """Append all files to those of the same name; return False where that fails."""
+    """Append all files to those of the same name; return whether that succeeds."""
     try:
         if files:
             directory.mkdir(exist_ok=True)
@@ -101,7 +118,7 @@ def _appended(files: list[Path], directory: Path) -> bool:
 
 
 def _redact_file(file: Path) -> None:
-    """Replace secrets in a log, of which native libraries and code of the user's have written a part. OSError."""
+    """Replace secrets in a log. Native libraries and the user's code have written it, too. OSError."""
     with file.open("rb") as lines:
         if all(_redact_line(line) == line for line in lines):
             return

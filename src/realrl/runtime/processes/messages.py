@@ -1,7 +1,7 @@
 """Python values as messages between ranks.
 
-They are pickled, since plans and times are dataclasses, but read back by a reader that makes nothing other than
-plain values and records of this package: whoever gets a message into the network of a run cannot run code by it.
+They are pickled, since plans and times are dataclasses. But the reader makes only plain values and records of this
+package. So nobody can run code by sending a message to a rank.
 """
 
 import importlib
@@ -28,17 +28,17 @@ _PLAIN = {
     ("collections", "defaultdict"),
     ("collections", "OrderedDict"),
 }
-"""Types, besides those that pickle has codes for, that may be in a message."""
+"""Types that may be in a message, in addition to the types that pickle has codes for."""
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reader that refuses all classes and functions but those of records."""
+    """Reader that refuses all classes and functions except records."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Find a class by name; UnpicklingError for any that is no record of this package."""
+        """Find a class by name; UnpicklingError for everything that is not a record of this package."""
         if (module, name) in _PLAIN:
             return super().find_class(module, name)
-        # Not by super(), which would import whatever module is named.
+        # Not by super(), which would import any module.
         if module.partition(".")[0] == _PACKAGE:
             found = getattr(importlib.import_module(module), name, None)
             if isinstance(found, type) and _is_record(found):
@@ -56,7 +56,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(message: bytes) -> Any:
-    """Read the value of a message; UnpicklingError where it has more than plain values and records."""
+    """Read the value of a message; UnpicklingError if it has more than plain values and records."""
     return _PlainUnpickler(io.BytesIO(message)).load()
 
 

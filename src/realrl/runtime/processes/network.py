@@ -22,8 +22,8 @@ INTERFACE_VARIABLES = (INTERFACE_VARIABLE, "NCCL_SOCKET_IFNAME")
 SILENCE = 20
 """Seconds after which a host that answers nothing is taken to be gone.
 
-Without a limit, a cable that is pulled looks like a rank that computes: Linux goes on for 15 minutes where it has
-something to send, and for ever where it only waits.
+Without a limit, a pulled cable looks like a rank that computes. Linux tries for 15 minutes if it has something to
+send, and waits forever if it has not.
 """
 
 _PROBES = 5
@@ -49,16 +49,16 @@ def use_route(
     """Have gloo use the interface by which this node reaches the others, unless the user names one.
 
     Gloo would take the address of the host's name, which on many machines is that of the loopback interface.
-    `first` is the address of the node where all meet; `publish` tells the others this node's address, and `read`
-    waits for that of another one. UserError where the interface cannot be found.
+    `first`: address of the node with the rendezvous. `publish` sends this node's address to the others, and `read`
+    waits for the address of another node. UserError if the interface cannot be found.
     """
     own = find_own_address(first)
-    # Also where the user names one: others may wait for it.
+    # Even if the user names an interface: others may wait for the address.
     publish(own)
     if INTERFACE_VARIABLE in os.environ or sys.platform != "linux":
         return
     if ip_address(own).is_loopback:
-        # The node where all meet may know itself by another address than the others do.
+        # The node with the rendezvous may know itself by another address than the others do.
         others = (read(other) for other in range(nodes) if other != node)
         reached = next((address for address in others if not ip_address(address).is_loopback), None)
         own = own if reached is None else find_own_address(reached)
@@ -66,7 +66,7 @@ def use_route(
 
 
 def find_own_address(peer: str) -> str:
-    """Find the address from which this machine speaks with another one; UserError where there is no way."""
+    """Find the address of this machine for connections to another one; UserError without a route."""
     try:
         family, _, _, _, address = socket.getaddrinfo(peer, _WITHOUT_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -96,10 +96,10 @@ def find_interface(address: str) -> str:
 def limited_silence() -> Iterator[None]:
     """Have the system close silent connections to other hosts that are made in the block.
 
-    They are closed after SILENCE seconds without an answer, and whoever waits on one then gets an error. A process
-    that computes, or is stopped, still answers: its system does. For gloo and stores alone: the limit also counts
-    the time in which a receiver has no room, and while gloo sends nothing before somebody waits for it, NCCL does,
-    to ranks that compute for minutes before they receive.
+    They are closed after SILENCE seconds without an answer, and waiting threads then get an error. A process that
+    computes, or is stopped, still answers: its system does. This is for gloo and stores only. The limit also counts
+    the time during which a receiver has no room. Gloo sends nothing before the receiver waits for it, but NCCL
+    sends to ranks that compute for minutes before they receive.
     """
     before = _find_sockets()
     yield
@@ -150,7 +150,7 @@ def _with_version_4(address: str) -> str | None:
 
 
 def _on_route(address: str) -> str | None:
-    """Find the interface of the network that an address is in: it may be one of several of the interface."""
+    """Find the interface whose network contains an address: an interface may have several addresses."""
     number = struct.unpack("=I", socket.inet_aton(address))[0]
     found: tuple[int, str] | None = None
     for name, target, mask in _list_routes():
@@ -196,12 +196,12 @@ class NodePlace:
 
     @property
     def even(self) -> bool:
-        """Whether all nodes may have as many ranks as this one."""
+        """Whether all nodes may have equally many ranks."""
         here = len(self.ranks)
         return self.nodes * here == self.world and self.ranks.start == self.node * here
 
     def match(self, cluster: Cluster | None) -> Cluster:
-        """Find the cluster that was started; UserError where a user names another, `cluster`."""
+        """Find the cluster that was started; UserError if the user has named another one, `cluster`."""
         started = Cluster(self.nodes, len(self.ranks)) if self.even else None
         if cluster is None and started is not None:
             return started
@@ -221,9 +221,9 @@ class NodePlace:
 
 
 def find_node_place(environment: Mapping[str, str] = os.environ) -> NodePlace:
-    """Find the node of this process; one node with all ranks where no launcher says anything else.
+    """Find the node of this process: without a launcher, one node with all ranks.
 
-    torchrun says all of it; of a launcher that does not, nodes are taken to have as many ranks each.
+    torchrun sets all variables. If a launcher does not, nodes are assumed to have equally many ranks.
     """
     world = int(environment.get("WORLD_SIZE", 1))
     rank = int(environment.get("RANK", 0))

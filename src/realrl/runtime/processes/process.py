@@ -19,8 +19,6 @@ from realrl.model.group import Group
 from realrl.plan.cluster import Cluster
 from realrl.plan.communicators import RankSet, RankSets
 from realrl.recipe.run_settings import LaunchConfig
-from realrl.runtime.monitor.activity import Activity
-from realrl.runtime.monitor.host_memory import steady_memory
 from realrl.runtime.prepare.cluster import written_cluster
 from realrl.runtime.prepare.gpu import NO_GPU, Gpu
 from realrl.runtime.prepare.host import count_threads
@@ -33,11 +31,13 @@ from realrl.runtime.processes.groups import (
     make_nccl_groups,
     make_nccl_options,
 )
+from realrl.runtime.processes.host_memory import steady_memory
 from realrl.runtime.processes.logs import LOGS, move_log
-from realrl.runtime.processes.meeting import TIMEOUT, meet
 from realrl.runtime.processes.messages import gather_values
 from realrl.runtime.processes.network import find_node_place, limited_silence
-from realrl.runtime.processes.supervision import Supervision
+from realrl.runtime.processes.rank_supervision import Supervision
+from realrl.runtime.processes.rendezvous import TIMEOUT, meet_ranks
+from realrl.runtime.supervision.heartbeat import Activity
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -51,9 +51,9 @@ class Process:
     device: torch.device
     control: dist.ProcessGroup | None = None
     activity: Activity = field(default_factory=Activity)
-    """What this rank is doing, for those that watch it."""
+    """What this rank does now, for watchdogs."""
     supervision: Supervision | None = None
-    """Threads that show it to them; None where nobody watches."""
+    """Threads that publish it; None in tests."""
     barriers: BarrierWatch | None = None
     """Chooses how OpenMP threads wait for each other; None if there is only one, or no choice."""
 
@@ -65,7 +65,7 @@ class Process:
 
     @property
     def gpu(self) -> Gpu | None:
-        """GPU of this rank; None where it computes on a CPU."""
+        """GPU of this rank; None if it computes on a CPU."""
         if self.device.type != "cuda":
             return None
         properties = torch.cuda.get_device_properties(self.device)
@@ -86,8 +86,10 @@ class Process:
             return make_gloo_groups(place, rank_sets)
 
     def make_control_group(self) -> dist.ProcessGroup | None:
-        """Make another group of all ranks for small CPU tensors, for a thread of its own; None where there is one
-        rank. All ranks call this together."""
+        """Make another group of all ranks for small CPU tensors, for one thread; None if there is one rank.
+
+        All ranks call this together.
+        """
         if self.control is None:
             return None
         with limited_silence():
@@ -103,7 +105,7 @@ class Process:
     def together(self) -> Iterator[None]:
         """Share errors of the block: a UserError or RunError of one rank is raised on all.
 
-        So no rank waits for one that has gone.
+        So no rank waits for a rank that has ended.
         """
         mine: UserError | RunError | None = None
         try:
@@ -113,7 +115,7 @@ class Process:
         everyone = self.gather(mine)
         first = next((rank for rank, error in enumerate(everyone) if error is not None), None)
         if first is not None:
-            # Its own has the traceback, which is not sent.
+            # The own error has the traceback, which is not sent.
             raise mine if first == self.rank and mine is not None else everyone[first]
 
     def __enter__(self) -> "Process":
@@ -136,11 +138,11 @@ class Process:
             if kind is None:
                 dist.barrier(group=self.control)
             else:
-                # Not for long, should this rank alone have found the mistake.
+                # Only briefly, since this rank may be the only one that has found the mistake.
                 with suppress(RuntimeError):
                     dist.monitored_barrier(group=self.control, timeout=timedelta(seconds=5))
         finally:
-            # Not before all have come: one that still writes files may fail, and keeps the others waiting.
+            # Not before all ranks are here: one may still write files, fail, and keep the others waiting.
             if self.supervision is not None:
                 self.supervision.close()
         # Else its threads would abort the interpreter on its way out.
@@ -165,7 +167,7 @@ def resolve_cluster(text: str, device: Device) -> Cluster:
 def connect(device: Device, launch: LaunchConfig | None = None) -> Process:
     """Join the process group, or be the only rank; UserError when there are not enough GPUs for all.
 
-    `launch` has the limits by which ranks watch each other where no launcher of ours does.
+    `launch` has the limits for ranks that watch each other under torchrun.
     """
     steady_memory()
     cuda = use_cuda(device)
@@ -201,10 +203,10 @@ def connect(device: Device, launch: LaunchConfig | None = None) -> Process:
         _join(store, rank, world, place)
         process.control = dist.new_group(backend="gloo", timeout=WAIT)
         if store is None:
-            supervision.watch_others(world, process.gather(secrets.token_hex(8))[0], launch or LaunchConfig())
+            supervision.join_peers(world, process.gather(secrets.token_hex(8))[0], launch or LaunchConfig())
             dist.barrier(group=process.control)
-            supervision.start_watch()
-    # That group of all ranks has had the time for a meeting.
+            supervision.watch_peers()
+    # The group of all ranks had the shorter limit of the rendezvous.
     set_timeout(WAIT)
     return process
 
@@ -217,7 +219,7 @@ def _join(store: str | None, rank: int, world: int, place: torch.device) -> None
     cuda = place.type == "cuda"
     dist.init_process_group(
         "nccl" if cuda else "gloo",
-        store=dist.FileStore(store, world) if store else meet(rank, world),
+        store=dist.FileStore(store, world) if store else meet_ranks(rank, world),
         rank=rank,
         world_size=world,
         timeout=TIMEOUT,

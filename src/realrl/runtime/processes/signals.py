@@ -16,27 +16,18 @@ from realrl.runtime.processes.environment import is_writer, under_launcher
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 PATIENCE = 10.0
-"""Seconds that a process may take to end by itself.
-
-It may be busy in code that is not Python, or wait for a rank that has gone.
-"""
+"""Seconds that a process may take to end by itself. It may be in native code, or wait for a rank that has ended."""
 
 ECHO = 2.0
-"""Seconds after SIGTERM in which another one is the same request; of ranks under torchrun, also after SIGINT.
+"""Seconds after SIGTERM within which a second one is the same request. Under torchrun, this holds for SIGINT, too.
 
-Slurm sends it to every process of a job, and torchrun, which is one of them, passes it on. Ctrl-C reaches all
-processes of the terminal, and torchrun passes that on, too.
+Slurm sends SIGTERM to every process of a job, including torchrun, which passes it on. Ctrl-C reaches all processes
+of the terminal, and torchrun passes it on as well.
 """
 SAVING = (
     "note: interrupted; the run ends with a checkpoint after this step, and at once after another Ctrl-C\n"
 )
 """Note of a run that Ctrl-C has asked to end."""
-
-GRACE = PATIENCE / 4
-"""Seconds that the local launcher waits for its processes, once after SIGTERM and once after SIGKILL.
-
-It is then still in time to report what was saved.
-"""
 
 _interruption: "Interrupted | None" = None
 """Exception that a handler has raised in this process."""
@@ -50,6 +41,8 @@ class _Deferral:
     """Seconds that the process may take to end; None while signals interrupt."""
     requested: int = 0
     """Number of the first signal."""
+    handled: bool = False
+    """Whether `raise_signals` was called."""
 
 
 _deferral = _Deferral()
@@ -58,9 +51,7 @@ _deferral = _Deferral()
 class Interrupted(BaseException):
     """Request by a signal to end the process.
 
-    Not a KeyboardInterrupt, which the command line's library keeps for itself.
-
-    `saved` says what is left of what the command did.
+    Not a KeyboardInterrupt, which the command line's library handles itself. `saved` describes the saved files.
     """
 
     def __init__(self, number: int, saved: str = "") -> None:
@@ -75,25 +66,27 @@ class Interrupted(BaseException):
 
     @property
     def message(self) -> str:
-        """Message to print; empty where nothing is known of what was saved."""
+        """Message to print; empty if nothing is known about saved files."""
         verb = "interrupted" if self.number == signal.SIGINT else "ended by SIGTERM"
         return f"{verb} {self.saved}" if self.saved else ""
 
 
-def find_interruption() -> Interrupted | None:
-    """Find the exception raised because of a signal in this process; None if there was none.
+def handles_signals() -> bool:
+    """Check whether this process is a command, with `raise_signals`; False in a notebook or a test."""
+    return _deferral.handled
 
-    It may come out of a library as another exception, or be swallowed there.
-    """
+
+def find_interruption() -> Interrupted | None:
+    """Find the exception that a signal has raised in this process, if any: a library may have replaced it."""
     return _interruption
 
 
 @contextmanager
 def deferred_termination(grace: float, note: str = "") -> Iterator[None]:
-    """Have SIGTERM and Ctrl-C set a flag in the block, `stop_requested`, instead of ending what is under way.
+    """Within the block, SIGTERM and Ctrl-C only set a flag, `stop_requested`.
 
-    Where `raise_signals` handles signals, the next one ends the process at once, as does PATIENCE after `grace`
-    seconds. A grace of 0 defers nothing. `note` is printed after the first Ctrl-C.
+    After `raise_signals`, the next signal ends the process at once, and so does the end of `grace` and PATIENCE. A
+    grace of 0 defers nothing. `note` is printed after the first Ctrl-C.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
     heeded = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
@@ -103,7 +96,7 @@ def deferred_termination(grace: float, note: str = "") -> Iterator[None]:
 
     def request(number: int, frame: FrameType | None) -> None:
         if not _deferral.requested and number == signal.SIGINT and note and is_writer():
-            with suppress(OSError):  # where nobody reads any more
+            with suppress(OSError):  # if nobody reads any more
                 os.write(2, b"\n" * os.isatty(2) + note.encode())
         _deferral.requested = _deferral.requested or number
 
@@ -119,12 +112,12 @@ def deferred_termination(grace: float, note: str = "") -> Iterator[None]:
 
 
 def stop_requested() -> bool:
-    """Check whether a signal has asked this process to save what it has and to end; see `end_by_signal`."""
+    """Check whether a signal has asked this process to save and end; see `end_by_signal`."""
     return bool(_deferral.requested)
 
 
 def end_by_signal() -> NoReturn:
-    """Interrupt this process because of the signal that it has had, or another rank: then it counts as SIGTERM."""
+    """Interrupt this process by the signal that it has got. A signal to another rank counts as SIGTERM."""
     global _interruption
     if _interruption is None:
         _interruption = Interrupted(_deferral.requested or signal.SIGTERM)
@@ -138,6 +131,7 @@ def raise_signals() -> None:
 
     A signal that this process inherits as ignored stays ignored, as in a shell's background job.
     """
+    _deferral.handled = True
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     # Handlers in Python run only between steps of Python; this pipe is written to at once.

@@ -27,7 +27,7 @@ def find_least_device(process: Process) -> Here:
 def is_for_others(experiment: Experiment, cluster: Cluster) -> bool:
     """Check whether the recipe's plan is a file for other devices than torchrun has found this time.
 
-    UserError where it is no plan file.
+    UserError if it is not a plan file.
     """
     named = experiment.plan in (*PRESETS, SEARCH)
     if named or experiment.cluster != "auto" or not under_launcher():
@@ -37,9 +37,9 @@ def is_for_others(experiment: Experiment, cluster: Cluster) -> bool:
 
 
 def replace_plan(experiment: Experiment, cluster: Cluster, *, goes_on: bool) -> tuple[Experiment, str]:
-    """Have a search take the place of a plan that is for other devices, where a run `goes_on`; with a note on it.
+    """Replace a plan for other devices by a search, with a note, if a run `goes_on`.
 
-    A run that begins, or one that may not shrink, is left as it is: its plan is a mistake.
+    In a new run, or without `launch.shrink`, such a plan stays, and is reported as a mistake.
     """
     if not experiment.launch.shrink or not (goes_on or restart_count()):
         return experiment, ""
@@ -52,8 +52,8 @@ def agree_on_plan(
 ) -> Plan:
     """Agree on the plan of a recipe that says `plan: search`.
 
-    It is the one that the local launcher has found, or that the writer finds now, with `say` for its messages.
-    UserError, on all ranks, where there is none.
+    The local launcher has found it, or the writer searches now, with `say` for its messages. UserError, on all
+    ranks, if there is none.
     """
     file = os.environ.get(PLAN_VARIABLE)
     if file is not None:

@@ -14,7 +14,7 @@ from realrl.config.errors import UserCodeError
 from realrl.data.batch import Ragged
 from realrl.program.instructions import Run
 from realrl.program.text import format_instruction
-from realrl.runtime.monitor.activity import Activity
+from realrl.runtime.supervision.heartbeat import Activity
 from realrl.runtime.worker.trace import Trace
 
 
@@ -49,7 +49,7 @@ class Functions:
         def task() -> None:
             try:
                 traced = self._trace.slice(format_instruction(run), host=True, step=step)
-                with traced, self._activity.function(function), torch.no_grad():
+                with traced, self._activity.run_function(function), torch.no_grad():
                     start = time.monotonic()
                     outputs, metrics = method.call(inputs)
                     end = time.monotonic()

@@ -1,4 +1,4 @@
-"""Ends processes and removes files of a local launcher that has gone, in whatever way. No torch."""
+"""Scratch directory of a launcher, and the end of its processes when it has gone in any way. No torch."""
 
 import ctypes
 import fcntl
@@ -12,38 +12,36 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from realrl.runtime.processes.environment import SCRATCH_VARIABLE
+SCRATCH_VARIABLE = "REALRL_SCRATCH"
+"""Environment variable with the directory in which ranks of our launchers leave heartbeats, failures and logs."""
 
 _PREFIX = "realrl-ranks-"
 _LOCK = "lock"
 _PR_SET_PDEATHSIG = 1
 _MOMENT = 60.0
-"""Seconds that a new launcher has for taking its lock."""
+"""Seconds that a new launcher has to take its lock."""
 
 
 class Scratch:
-    """Scratch directory of a launcher, which is removed after it whatever ends it.
+    """Scratch directory of a launcher, which is removed after it.
 
-    Its lock is free once the launcher has gone: its ranks then remove the directory, or, where they have been
-    killed too, the next launcher does.
+    The launcher holds a lock in it. If the launcher is killed, its ranks remove the directory. If they are killed
+    too, the next launcher does, which finds that nobody holds the lock.
     """
 
     def __init__(self) -> None:
-        _sweep(Path(tempfile.gettempdir()))
+        _remove_old(Path(tempfile.gettempdir()))
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
-    def __enter__(self) -> Path:
-        return self.path
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Remove the directory."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
-def _sweep(directory: Path) -> None:
-    """Remove the scratch directories of launchers that were killed along with all their ranks."""
+def _remove_old(directory: Path) -> None:
     for path in directory.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             status = path.stat()
@@ -58,9 +56,9 @@ def _sweep(directory: Path) -> None:
 
 
 def end_with_launcher(launcher: int) -> None:
-    """End this process when the launcher is gone, in whatever way, and clean up after it."""
+    """End this process when the launcher has gone, and clean up after it."""
     if sys.platform == "linux":
-        # A rank that was stopped would stay for ever; woken up, it notices, too.
+        # SIGCONT wakes a rank that is stopped, which then notices, too.
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 
@@ -69,21 +67,26 @@ def end_with_launcher(launcher: int) -> None:
             time.sleep(0.5)
         scratch = os.environ.get(SCRATCH_VARIABLE)
         if scratch is not None:
-            # Before, since ranks that notice at once end each other; and after, for what others have written.
+            # Before the kills, since ranks may kill each other; and after, for files that others have written.
             shutil.rmtree(scratch, ignore_errors=True)
-            for sibling in find_ranks(scratch):
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(sibling, signal.SIGKILL)
+            kill_ranks(Path(scratch))
             shutil.rmtree(scratch, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
-def find_ranks(scratch: str) -> list[int]:
-    """Find the other processes of a launcher: ranks and what they have started.
+def kill_ranks(scratch: Path) -> None:
+    """Kill the other processes of a launcher: ranks and their children."""
+    for pid in find_ranks(scratch):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
 
-    They have its scratch directory in a variable, or, where they have no variables, they work in a directory there.
+
+def find_ranks(scratch: Path) -> list[int]:
+    """Find the other processes of a launcher.
+
+    They have its scratch directory in a variable. A process without variables works in a directory there.
     """
     variable = f"{SCRATCH_VARIABLE}={scratch}".encode()
     found = []

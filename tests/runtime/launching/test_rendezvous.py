@@ -12,25 +12,25 @@ import torch.distributed as dist
 
 from realrl.config.errors import UserError
 from realrl.runtime.processes import network
-from realrl.runtime.processes.meeting import open_room
 from realrl.runtime.processes.network import (
     INTERFACE_VARIABLE,
     find_interface,
     find_own_address,
     use_route,
 )
+from realrl.runtime.processes.rendezvous import open_new_store
 
 
-def test_ranks_that_meet_again_find_nothing_of_those_that_have_gone() -> None:
-    store = dist.HashStore()
-    for meeting in ("first", "second"):
+def test_a_rendezvous_finds_nothing_of_an_earlier_start() -> None:
+    shared = dist.HashStore()
+    for start in ("first", "second"):
         with ThreadPoolExecutor(3) as pool:
-            # The first rank comes last, so that the others find what the first meeting has left.
-            others = [pool.submit(open_room, store, rank, 3) for rank in (2, 1)]
-            rooms = [pool.submit(open_room, store, 0, 3).result(20), *(other.result(20) for other in others)]
-        assert not any(room.check(["address"]) for room in rooms)
-        rooms[0].set("address", meeting)
-        assert [room.get("address").decode() for room in rooms] == [meeting] * 3
+            # Rank 0 comes last, so that the others find what the first start has left.
+            others = [pool.submit(open_new_store, shared, rank, 3) for rank in (2, 1)]
+            stores = [pool.submit(open_new_store, shared, 0, 3).result(20), *(o.result(20) for o in others)]
+        assert not any(store.check(["address"]) for store in stores)
+        stores[0].set("address", start)
+        assert [store.get("address").decode() for store in stores] == [start] * 3
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for interfaces")

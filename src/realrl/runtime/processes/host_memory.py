@@ -11,11 +11,11 @@ from pathlib import Path
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENAS = -1, -3, -8
 """Numbers of options in glibc's malloc.h."""
 _LARGEST_HEAP_BLOCK = 32 << 20
-"""Bytes from which glibc maps a block by itself, and unmaps it when it is freed; the most that it accepts."""
+"""glibc maps blocks of at least this many bytes separately, and unmaps them when they are freed: its maximum."""
 _KEPT_BYTES = 2**31 - 1
-"""Bytes at the end of the heap that glibc keeps, at most; the most that it accepts."""
+"""Bytes at the end of the heap that glibc keeps, at most: its maximum."""
 _PRIMITIVES = "24"
-"""Compiled products that each of the caches of oneDNN keeps: those of a micro-batch, which every layer repeats."""
+"""Compiled products in each cache of oneDNN: enough for a micro-batch, since every layer repeats them."""
 _PRIMITIVE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Environment variables for the sizes of oneDNN's own cache and of the one in torch, 1024 entries by default."""
 
@@ -29,7 +29,7 @@ class HostMemory:
 
 
 def read_memory() -> HostMemory:
-    """Read the resident memory of this process; the peak for both where the system tells no more."""
+    """Read the resident memory of this process; the peak for both if the system does not tell more."""
     with suppress(OSError, ValueError, KeyError):
         lines = Path("/proc/self/status").read_text().splitlines()
         fields = dict(line.split(":", 1) for line in lines if line.startswith(("VmRSS", "VmHWM")))
@@ -42,9 +42,9 @@ def read_memory() -> HostMemory:
 def steady_memory() -> None:
     """Have libraries reuse the memory of a step in the next one. Call before the first product is computed.
 
-    By default glibc maps and unmaps large blocks, which a training step then asks for again: thousands of page
-    faults each time. And oneDNN compiles and keeps code for a thousand shapes of each product, over a megabyte for
-    each, while packed micro-batches hardly ever have a shape twice. What the user has set in the environment stays.
+    By default glibc maps and unmaps large blocks, and the next training step asks for them again, with thousands of
+    page faults. Also, oneDNN keeps compiled code for a thousand shapes of each product, over a megabyte for each.
+    But packed micro-batches hardly ever have a shape twice. Environment variables of the user stay.
     """
     for name in _PRIMITIVE_CACHES:
         os.environ.setdefault(name, _PRIMITIVES)
@@ -57,5 +57,5 @@ def steady_memory() -> None:
     if "MALLOC_TRIM_THRESHOLD_" not in os.environ:
         libc.mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
     if "MALLOC_ARENA_MAX" not in os.environ:
-        # One heap for all threads: what one of them frees, the others use.
+        # One heap for all threads, so that they use each other's freed memory.
         libc.mallopt(_ARENAS, 1)

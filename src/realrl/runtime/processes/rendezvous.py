@@ -1,0 +1,70 @@
+"""Rendezvous of ranks that torchrun has started, in torchrun's own store."""
+
+import os
+import secrets
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from realrl.config.errors import RunError
+from realrl.runtime.processes.network import find_node_place, use_loopback, use_route
+
+TIMEOUT = timedelta(minutes=30)
+"""Longest time that ranks wait for each other at the start."""
+
+_LOOK_EVERY = 0.05
+
+
+def meet_ranks(rank: int, world: int) -> dist.Store:
+    """Wait for all ranks, and choose the network that gloo uses between them; return a store for this start."""
+    place = find_node_place()
+    nodes = place.nodes
+    if nodes == 1:
+        use_loopback()
+    found, _, _ = next(rendezvous("env://", rank, world, timeout=TIMEOUT))
+    store = open_new_store(found, rank, world)
+    if nodes > 1:
+        key = "address/{}"
+        use_route(
+            nodes,
+            place.node,
+            os.environ["MASTER_ADDR"],
+            lambda address: store.set(key.format(place.node), address),
+            lambda other: store.get(key.format(other)).decode(),
+        )
+    return store
+
+
+def open_new_store(store: dist.Store, rank: int, world: int) -> dist.Store:
+    """Open a part of a store that nobody has used, the same on all ranks.
+
+    torchrun keeps its store after a restart, and ranks would find addresses of processes that do not exist any
+    more. Rank 0 chooses a new prefix. Every other rank writes a random word below it, and uses the prefix once
+    rank 0 has confirmed the word. So no rank takes an entry of an earlier start for an answer.
+    """
+    if rank == 0:
+        prefix = secrets.token_hex(8)
+        store.set("realrl/prefix", prefix)
+        words = [store.get(f"realrl/{prefix}/{other}").decode() for other in range(1, world)]
+        for word in words:
+            store.set(f"realrl/confirmed/{word}", prefix)
+    else:
+        prefix = _wait_for_prefix(store, rank)
+    return dist.PrefixStore(f"realrl/{prefix}", store)
+
+
+def _wait_for_prefix(store: dist.Store, rank: int) -> str:
+    """Write a word below every prefix that rank 0 chooses, until rank 0 has confirmed it; return the prefix."""
+    word, tried = secrets.token_hex(8), ""
+    deadline = time.monotonic() + TIMEOUT.total_seconds()
+    while not store.check([f"realrl/confirmed/{word}"]):
+        prefix = store.get("realrl/prefix").decode()
+        if prefix != tried:
+            store.set(f"realrl/{prefix}/{rank}", word)
+            tried = prefix
+        if time.monotonic() > deadline:
+            raise RunError(f"rank {rank}: rank 0 has not come within {TIMEOUT}")
+        time.sleep(_LOOK_EVERY)
+    return store.get(f"realrl/confirmed/{word}").decode()
