@@ -1,4 +1,4 @@
-"""Split of a call's work into micro-batches from a length distribution, without concrete sequences."""
+"""Split a call's work into micro-batches, from a length distribution instead of concrete sequences."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ Work = TypeVar("Work")
 
 @dataclass(frozen=True)
 class PeakChunk:
-    """Chunk with peak memory: as many tokens as any, and the longest sequences."""
+    """Chunk with the peak memory of a call: it has the most tokens and the longest sequences."""
 
     sequences: float
     lengths: tuple[int, ...]
-    """Sample of the tokens per sequence of a forward pass."""
+    """Sample of sequence lengths in a forward pass of the chunk, in tokens."""
 
     @property
     def tokens(self) -> float:
@@ -32,14 +32,15 @@ class PeakChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """Micro-batches of one DP rank; of equal size except for their peak memory."""
+    """Micro-batches of one DP rank. Times assume chunks of equal size; peak memory is that of the largest chunk."""
 
     count: int
     sequences: float
-    """Sequences of one chunk, on the busiest rank."""
+    """Mean sequences of a chunk on the busiest rank."""
     tokens: float
+    """Mean tokens of a chunk."""
     squares: float
-    """Sum of squared lengths."""
+    """Mean sum of squared lengths of a chunk."""
     peak: PeakChunk
 
 
@@ -53,9 +54,9 @@ class ManyChunks:
     peak_tokens: Floats
     """Tokens of a forward pass of the chunk with peak memory."""
     peak_lengths: Sequence[tuple[int, ...]]
-    """Sample of its lengths."""
+    """Samples of sequence lengths in these chunks."""
     peak: Ints
-    """Index of these, of each strategy."""
+    """Index into `peak_lengths` for each strategy."""
 
     @classmethod
     def of(cls, each: Sequence[Chunks]) -> Self:
@@ -81,9 +82,9 @@ class ManyChunks:
 
 
 def split_each(strategies: Strategies, split: Callable[[Strategy], Work]) -> tuple[list[Work], Ints]:
-    """Split a call's work under strategies, once for all that divide it alike.
+    """Call `split` once for all strategies with equal DP and PP degrees and micro-batch tokens.
 
-    Returns what `split` gives, and the index of each strategy's in it.
+    Returns the results, and for each strategy the index of its result.
     """
     known: dict[tuple[int, int, int], int] = {}
     keys = zip(
@@ -102,11 +103,13 @@ def split_all_work(work: CallWork, strategies: Strategies, per_stage: int) -> Ma
 def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
     """Split one mini-batch into micro-batches, as `engine.model.Model.split_micro_batches` does.
 
-    A chunk has at most `micro_batch_tokens` tokens. UserError if a rank would get no record.
+    A chunk has at most `micro_batch_tokens` tokens, unless one record is longer. Raises UserError if a rank would
+    get no record.
 
-    The sequences of a record stay together. The longest records come first. Records of one length fill chunks
-    evenly; short ones fill the gaps that long ones leave, so that all chunks but the last are nearly full. In a
-    pipeline chunks are equally full, and there are about `per_stage` per stage, or a larger equal number per stage.
+    The sequences of a record stay together. The longest records are placed first, and short ones fill the gaps, so
+    that all chunks except the last are nearly full. Records of equal length fill chunks evenly. In a pipeline,
+    chunks are equally full, and their number is a multiple of the stages: at least `per_stage` chunks per stage, if
+    there are enough records.
     """
     records = records_per_rank(work, strategy)
     costs = sorted((work.per_item * length for length in work.lengths), reverse=True)
@@ -124,7 +127,7 @@ def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
     if strategy.pp > 1:
         count = min(records, math.ceil(max(count / strategy.pp, per_stage)) * strategy.pp)
         budget = min(budget, max(longest, math.ceil(math.ceil(records / count) * mean)))
-        # More chunks would not be smaller if there are few records, or one of them is long.
+        # If there are few records, or a long one, more chunks would not be smaller.
         enough = records / max(1, budget // longest) if alike else total / budget
         count = min(count, math.ceil(enough))
     first = costs[: math.ceil(len(costs) / count)]
@@ -144,7 +147,7 @@ def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:
 
 
 def records_per_rank(work: CallWork, strategy: Strategy) -> int:
-    """Records of a mini-batch on the rank with most of them."""
+    """Count the records of a mini-batch on the busiest DP rank. Raises UserError if a rank would get no record."""
     whole = work.items // work.minibatches
     if whole < strategy.dp:
         raise UserError(f"a mini-batch of {whole} records cannot be split over dp={strategy.dp}")

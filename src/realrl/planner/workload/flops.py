@@ -1,4 +1,4 @@
-"""Model FLOPs of calls, as model FLOPs utilisation (MFU) counts them."""
+"""FLOPs of calls as model FLOPs utilisation (MFU) counts them: without recomputation and other overhead."""
 
 from realrl.dataflow.call import Call, Kind
 from realrl.families.adapters import LORA_A, LORA_B
@@ -11,10 +11,7 @@ from realrl.program.memory import StoredModel
 
 
 def count_flops(call: Call, model: StoredModel | None, workload: Workload) -> float:
-    """Count the FLOPs of a call in a step, see `count_pass_flops`; a function, which has no model, has none.
-
-    In generation, the head counts only sampled tokens.
-    """
+    """Count the FLOPs of a call in a step (see `count_pass_flops`); 0 for a function, which has no model."""
     if model is None:
         return 0.0
     work = workload.work(call)
@@ -28,27 +25,30 @@ def count_flops(call: Call, model: StoredModel | None, workload: Workload) -> fl
 def count_pass_flops(
     model: StoredModel, kind: Kind, *, tokens: float, scored: float, squares: float
 ) -> float:
-    """Count the FLOPs of `tokens` that a call of this kind passes through a model.
+    """Count the FLOPs of `tokens` tokens that a call of this kind passes through a model.
 
-    The head computes outputs of `scored` of them; `squares` is the sum of squared sequence lengths.
-    Matmuls take 2 per parameter and token, causal attention 2 * s² per layer and element of the query dimension
-    (less where there is a sliding window, see `average_squares`), and the backward pass of what is trained twice as
-    much: 6 * N * T and attention, where all of a model is trained. Embedding look-ups and recomputation do not
-    count. As in PaLM (arXiv 2204.02311, appendix B), which does not halve attention.
+    The head computes outputs of `scored` tokens; `squares` is the sum of squared sequence lengths. A matmul takes
+    2 FLOPs per parameter and token. Causal attention over s tokens takes 2 * s² per layer and element of the query
+    dimension; sliding windows take fewer (`average_squares`). The backward pass of trained layers takes twice the
+    FLOPs of their forward pass, so that a fully trained model of N parameters takes 6 * N * T for T tokens, and
+    attention. Embedding look-ups and recomputation do not count. The count follows PaLM (arXiv 2204.02311, appendix
+    B), except that PaLM does not halve attention for the causal mask.
     """
     operations = _forward(model, tokens, scored, squares)
     if kind is not Kind.TRAIN:
         return operations
     if not model.part.adapters:
         return operations + 2 * _forward(model, tokens, scored, squares, layers=model.part.last_layers)
-    # Frozen matrices have no gradient: their products, but not those of attention, come once more and not twice.
+    # A frozen matrix needs only the gradient of its input, so its backward pass takes as many FLOPs as its forward
+    # pass. Attention has no matrices, and takes twice as many.
     frozen = tokens * model.shape.layers * count_layer_weights(model.shape)
     frozen += scored * count_head_weights(model.shape, "lm") if model.head == "lm" else 0
     return operations + 2 * operations - 2 * frozen
 
 
 def _generated(model: StoredModel, work: CallWork) -> float:
-    """FLOPs per generated sequence: the head counts sampled tokens only, and a prompt once for all its samples."""
+    """FLOPs per generated sequence. The head counts only sampled tokens; a prompt counts once for all its
+    samples."""
     pairs = list(zip(work.lengths, work.answers, strict=True))
     spared = 1 - 1 / work.samples
     drawn = sum(work.answers) / len(pairs)
@@ -60,7 +60,7 @@ def _generated(model: StoredModel, work: CallWork) -> float:
 def _forward(
     model: StoredModel, tokens: float, scored: float, squares: float, *, layers: int | None = None
 ) -> float:
-    """Forward operations of a sequence in the head and in all layers, or in so many of them."""
+    """Forward FLOPs in the head and in `layers` of the last layers; None for all layers."""
     shape = model.shape
     seen = float(average_squares(shape, tokens, squares, layers=layers))
     attention = 2 * seen * shape.heads * shape.head_dim
@@ -79,5 +79,5 @@ def count_adapter_weights(shape: ModelShape) -> int:
 
 
 def count_head_weights(shape: ModelShape, head: Head) -> int:
-    """Count the parameters of the matrix after the layers."""
+    """Count the parameters of the head's matrix, which is the embedding table if the two are tied."""
     return shape.hidden_size * (shape.vocab_size if head == "lm" else 1)

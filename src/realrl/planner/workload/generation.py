@@ -1,4 +1,4 @@
-"""Work of a generate call on one rank: cache, rows at a time, forward passes of prompts."""
+"""Work of a generate call on one rank: KV cache, rows that are decoded at a time, and prefill passes."""
 
 import math
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ class GenerationRows:
 
     rows: int
     prompts: int
-    """Prompts of these rows, each once."""
+    """Distinct prompts of these rows."""
     cache: CacheSize
     batches: int
-    """Decode batches in flight, which share the rows that are decoded at a time: one per pipeline stage."""
+    """Decode batches in flight, at most one per pipeline stage. Rows decoded at a time are divided among them."""
 
     @property
     def rows_per_batch(self) -> int:
@@ -55,7 +55,7 @@ class ManyGenerations:
     cached_tokens: Ints
     """Tokens of the KV cache."""
     rows_at_a_time: Ints
-    """Rows that are decoded at a time, in all decode batches."""
+    """Rows that are decoded at a time in all decode batches together."""
     rows_per_batch: Ints
     batches: Ints
     passes: ManyChunks
@@ -77,10 +77,11 @@ def split_generations(work: CallWork, strategies: Strategies, *, cpu: bool) -> M
 
 
 def split_generation(work: CallWork, strategy: Strategy, *, cpu: bool) -> GenerationWork:
-    """Split a generate call as `engine.generation` does. UserError if a rank would get no record.
+    """Split a generate call as `engine.generation` does. Raises UserError if a rank would get no record.
 
-    Times expect no preemption: the cache has room for the rows that are admitted if their continuations are as long
-    as is expected of them on average. Where they may be longer, memory is that of a row that is prefilled again.
+    Times assume no preemption: if continuations have their expected mean length, the cache has room for all
+    admitted rows. If longer continuations could overflow it, peak memory includes a preempted row that is prefilled
+    again.
     """
     items = records_per_rank(work, strategy)
     rows = items * work.per_item
@@ -99,12 +100,12 @@ def split_generation(work: CallWork, strategy: Strategy, *, cpu: bool) -> Genera
 
 def _split_prompts(work: CallWork, sizes: GenerationRows, budget: int) -> Chunks:
     """Split prompts into forward passes of at most `budget` tokens, the longest prompts first."""
-    # The last token is decoded.
+    # The last token of a prompt is the input of the first decode step, so it is not prefilled.
     lengths = sorted((max(1, length - 1) for length in work.lengths), reverse=True)
     mean = sum(lengths) / len(lengths)
     prompts = sizes.prompts
     each = prompts / sizes.rows
-    # As many as all decode batches begin with, and those of the first one, which takes what it has slots for.
+    # Prompts that all decode batches begin with; of these, the first batch takes as many as its slots hold.
     begun = _count_first_prompts(work, sizes)
     first = max(1.0, min(begun, sizes.rows_per_batch * each))
     later = max(1.0, first / REPLACED_TOGETHER)
@@ -120,7 +121,7 @@ def _split_prompts(work: CallWork, sizes: GenerationRows, budget: int) -> Chunks
     own = min(2, count_blocks(work.room))
     fits = (together + 1) * (count_prompt_blocks(longest[0] + 1) + own) <= sizes.cache.blocks / sizes.batches
     if preempts and work.samples > 1 and fits:
-        # A row that was preempted is prefilled together with new ones, of which some share their prompts.
+        # A preempted row is prefilled together with new rows, whose prompts fit beside it.
         peak = PeakChunk(together + again * together / max(1.0, peak.tokens), peak.lengths)
     elif preempts and peak.tokens < again:
         peak = PeakChunk(1, (again,))
@@ -134,10 +135,10 @@ def _split_prompts(work: CallWork, sizes: GenerationRows, budget: int) -> Chunks
 
 
 def _count_first_prompts(work: CallWork, sizes: GenerationRows) -> float:
-    """Count the prompts with which all decode batches begin, the longest: those that slots and blocks allow."""
+    """Count the prompts that all decode batches begin with, longest first, as slots and cache blocks allow."""
     lengths = sorted(work.lengths, reverse=True)
     together = sizes.rows / sizes.prompts
-    # A row begins with a block, and another one is kept free for it.
+    # Each row begins with one block of its own, and the engine keeps a second one free for it.
     own = together * min(2, count_blocks(work.room))
     found, needed = 0.0, 0.0
     for length in lengths:

@@ -24,12 +24,12 @@ from realrl.planner.cluster.devices import DeviceKind
 from realrl.program.arrays import Bools, Ints, Real, truncate
 
 _ALIGNED = 8
-"""Numbers in bfloat16 of which the rows of experts' matrices must be a multiple for one kernel to multiply them."""
+"""Both sides of experts' matrices must be multiples of this many bfloat16 numbers for the grouped kernel."""
 
 
 @dataclass(frozen=True)
 class LocalSizes:
-    """Shard sizes under TP degree `tp`, in elements, each on the rank where it is largest."""
+    """Shard sizes under TP degree `tp`, in elements. Each size is that of the rank with the largest shard."""
 
     shape: ModelShape
     head: Head
@@ -52,7 +52,10 @@ class LocalSizes:
 
     @cached_property
     def cache_dim(self) -> int:
-        """Key dimension as stored in the KV cache: expanded to the queries where groups are uneven."""
+        """Key dimension as stored in the KV cache.
+
+        If query heads do not divide evenly among key heads, the cache stores keys for every query head.
+        """
         uneven = any(shard.uneven_groups is not None for shard in self._shards)
         return self.q_dim if uneven else self.kv_dim
 
@@ -63,12 +66,11 @@ class LocalSizes:
 
     @cached_property
     def options(self) -> LayerOptions:
-        """Options of the model's layers."""
         return find_layer_options(self.shape)
 
     @cached_property
     def gate_up_dim(self) -> int:
-        """Feed-forward dimension before the activation: of gate and up, or of up alone."""
+        """Feed-forward dimension before the activation: gate and up together, or only up."""
         return (1 + self.options.gated) * self.ffn_dim
 
     @cached_property
@@ -78,7 +80,7 @@ class LocalSizes:
 
     @cached_property
     def matrices(self) -> Mapping[Parameter, tuple[int, int]]:
-        """Matrices of a layer that all tokens are multiplied by, as (outputs, inputs)."""
+        """Sizes of a layer's matrices that multiply all tokens, as (outputs, inputs)."""
         hidden, mixture = self.shape.hidden_size, self.shape.mixture
         attention: dict[Parameter, tuple[int, int]] = {
             "qkv": (self.q_dim + 2 * self.kv_dim, hidden),
@@ -93,19 +95,20 @@ class LocalSizes:
 
     @property
     def matmul_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Sizes of `matrices`."""
         return tuple(self.matrices.values())
 
     @cached_property
     def expert_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Matrices of an expert as (outputs, inputs): gate and up, down; none without experts."""
+        """Sizes of an expert's matrices as (outputs, inputs): gate and up, then down; empty without experts."""
         hidden = self.shape.hidden_size
         return () if self.shape.mixture is None else ((self.gate_up_dim, hidden), (hidden, self.ffn_dim))
 
     @cached_property
     def widened_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Matrices of a layer that are widened for their products, those of all experts at once; none unless they
-        are quantised."""
+        """Sizes of a layer's quantised matrices, which are widened for their products; empty without quantisation.
+
+        The matrices of all experts are widened at once.
+        """
         if self.shape.quantised is None:
             return ()
         own = tuple(size for matrix, size in self.matrices.items() if matrix in SCALES)
@@ -122,31 +125,33 @@ class LocalSizes:
         return 0 if self.shape.mixture is None else self.shape.mixture.per_token
 
     def groups_products(self, dtype: Dtype, *, exact: bool, device: DeviceKind) -> bool:
-        """Tell whether one kernel multiplies the rows of all experts (`has_grouped_kernel` of the engine)."""
+        """Tell whether one grouped kernel multiplies the rows of all experts (the engine's
+        `has_grouped_kernel`)."""
         aligned = not any(side % _ALIGNED for matrix in self.expert_shapes for side in matrix)
         return device.groups_products and dtype == "bfloat16" and not exact and aligned
 
     def runs_ahead(self, dtype: Dtype, *, exact: bool, device: DeviceKind) -> bool:
-        """Tell whether a GPU's host launches decode steps before it knows anything of them: they can be graphs.
+        """Tell whether the host can launch decode steps without reading results, so that CUDA graphs are possible.
 
-        Where experts are multiplied one by one, it must know how many rows each has.
+        Without a grouped kernel, the host multiplies expert by expert and must read how many rows each expert has.
         """
         grouped = not self.experts or self.groups_products(dtype, exact=exact, device=device)
         return not device.cpu and grouped
 
     @property
     def shared_blocks(self) -> int:
-        """Feed-forward blocks of a layer that all tokens pass through: one, or none beside experts."""
+        """Number of feed-forward blocks per layer that all tokens pass through: 0 for experts without a shared
+        block, 1 for all other layers."""
         return int(self.shape.mixture is None or self.shape.mixture.shared)
 
     @property
     def weighs_inputs(self) -> bool:
-        """Whether what experts are given is multiplied by weights, and not what they give."""
+        """Whether the router's weights multiply the inputs of experts instead of their outputs."""
         return self.shape.mixture is not None and self.shape.mixture.weighed == "inputs"
 
     @cached_property
     def adapters(self) -> tuple["AdapterSizes", ...]:
-        """Adapters of a layer's matrices, in the order of `matrices`; none of a matrix without them."""
+        """Adapters of a layer's matrices; matrices without adapters have no entry."""
         lora = self.shape.lora
         if lora is None:
             return ()
@@ -168,7 +173,7 @@ class LocalSizes:
 
     @property
     def frozen_matrices(self) -> bool:
-        """Whether layers that have a backward pass have frozen matrices, whose adapters alone are trained."""
+        """Whether training updates only adapters, so that layers with a backward pass have frozen matrices."""
         return self.part.adapters
 
     @cached_property
@@ -178,12 +183,12 @@ class LocalSizes:
 
     @cached_property
     def qk_norm(self) -> bool:
-        """Whether the heads of queries and keys are normalised, in some layers at least."""
+        """Whether the heads of queries and keys are normalised."""
         without_weights = self.options.qk_norm == "rotated"
         return without_weights or any(spec.parameter == "q_norm" for spec in self._layer_specs)
 
     def partial_elements(self, *, sequence_parallel: bool) -> int:
-        """Count a layer's elements with partial gradients, which TP ranks all-reduce, without shared KV heads."""
+        """Count a layer's elements with partial gradients, which TP ranks all-reduce; without shared KV heads."""
         partial = {Partial.TENSOR_PARALLEL} | ({Partial.SEQUENCE_PARALLEL} if sequence_parallel else set())
         return sum(
             math.prod(local_tensor(self.shape, spec, self.tp, 0).shape)
@@ -205,7 +210,8 @@ class LocalSizes:
 
     @cached_property
     def parameter_counts(self) -> Mapping[str, int]:
-        """Number of parameters of the transformer in a layer, in the embedding, and in what follows the layers."""
+        """Number of named parameters in a layer ("layer"), before the layers ("embedding"), and after them
+        ("end")."""
         found = {"layer": set[str](), "embedding": set[str](), "end": set[str]()}
         for spec in model_tensors(self.shape, self.head):
             outside = "end" if spec.place is Place.LAST else "embedding"
@@ -214,7 +220,7 @@ class LocalSizes:
 
     @lru_cache(maxsize=256)  # noqa: B019 -- instances are few and small
     def cut_sets(self, dp: int) -> "Mapping[str, SetSizes]":
-        """Compute the sizes of parameter sets of which each data-parallel rank has its rows (ZeRO-3)."""
+        """Compute the sizes of parameter sets if each of `dp` data-parallel ranks stores its own rows (ZeRO-3)."""
         return {
             name: self._set_sizes(of, dp)
             for name, of in build_parameter_sets(self.shape, self.head, self.part, trained=True).items()
@@ -227,7 +233,7 @@ class LocalSizes:
         for (place, _), specs in groupby(of.tensors, key=lambda spec: (spec.place, spec.parameter)):
             in_layer = not isinstance(place, Place)
             if in_layer and place != of.layers[0]:
-                continue  # all layers are alike, which `check_family` sees to
+                continue  # `check_family` makes sure that all layers are alike.
             sums, stack = layer if in_layer else end if place is Place.LAST else embedding, list(specs)
             for t in range(self.tp):
                 local = [local_tensor(self.shape, spec, self.tp, t) for spec in stack]
@@ -243,32 +249,32 @@ class LocalSizes:
 
     @cached_property
     def trained(self) -> "SetSizes":
-        """Sizes of the set that training updates, if the role is trained."""
+        """Sizes of the parameter set that training updates, or would update."""
         return next(self.sets[name] for name, updated in self.part.sets.items() if updated)
 
     @cached_property
     def trains_head(self) -> bool:
-        """Whether training updates the head: unless it is a frozen embedding table, or frozen below adapters."""
+        """Whether training updates the head, which may be frozen or tied to a frozen embedding table."""
         if not self.trained.tied:
             return any(self.trained.end)
-        # A table of positions may be trained without it.
+        # A trained embedding section need not include the tied table: it may train only positions.
         found = build_parameter_sets(self.shape, self.head, self.part, trained=True)
         updated = next(name for name, trains in self.part.sets.items() if trains)
         return any(spec.place is Place.BOTH_ENDS for spec in found[updated].tensors)
 
     def keeps_logits(self, tokens: Real, *, cpu: bool) -> Bools:
-        """Tell whether training keeps the logits of so many tokens; those with a cap are not kept on a CPU."""
+        """Tell whether training keeps the logits of `tokens` tokens; a CPU does not keep capped logits."""
         capped = self.options.logit_cap is not None and cpu
         return np.asarray(tokens <= (0 if capped else count_kept_logit_rows(self.padded_vocab, cpu=cpu)))
 
     def count_logit_chunks(self, tokens: Real, *, cpu: bool) -> tuple[Real, Ints]:
-        """Count the rows of a chunk of logits, and the chunks, of so many tokens."""
+        """Return the rows per chunk of logits, and the number of chunks, for `tokens` tokens."""
         rows = count_logit_rows(self.padded_vocab, cpu=cpu)
         return np.minimum(rows, tokens), truncate(np.ceil(tokens / rows))
 
     @cached_property
     def layer_elements(self) -> int:
-        """Elements of a layer on the fullest rank, adapters included."""
+        """Elements of the first layer on the rank with the most, adapters included."""
         return sum(max(sizes.layer) for sizes in self.sets.values() if 0 in sizes.layers)
 
 
@@ -279,7 +285,7 @@ class AdapterSizes:
     inputs: int
     rank: int
     blocks: tuple[int, ...]
-    """Rows of each block of the matrix that has an A of its own."""
+    """Rows of each block of the matrix; every block has its own A and B."""
     dora: bool
 
     @property
@@ -300,17 +306,19 @@ class AdapterSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class SetSizes:
-    """Elements of a parameter set, by tensor-parallel rank, and which of a model's layers have such elements."""
+    """Elements of a parameter set; tuples of elements have an entry for each tensor-parallel rank."""
 
     layers_of_model: int
     layers: tuple[int, ...]
+    """Layers of the model that have parameters in the set, ascending."""
     layer: tuple[int, ...]
-    """Of each of `layers`."""
+    """Elements of each of these layers."""
     embedding: tuple[int, ...]
-    """What the first stage of a pipeline holds, and the last one, too, where the head is tied to it."""
+    """Elements of the embedding: on the first pipeline stage, and on the last one if the head is tied to it."""
     end: tuple[int, ...]
-    """What follows the layers."""
+    """Elements after the layers, on the last stage."""
     tied: bool
+    """Whether the head is tied to the embedding."""
 
     @lru_cache(maxsize=4096)  # noqa: B019 -- instances are few and small
     def stage_layers(self, pp: int) -> tuple[int, ...]:
@@ -321,7 +329,7 @@ class SetSizes:
         )
 
     def stage_elements(self, pp: int) -> tuple[int, ...]:
-        """Compute the elements that each pipeline stage stores on its largest rank."""
+        """Compute the elements that each pipeline stage stores on its TP rank with the most."""
         result = []
         for stage, layers in enumerate(self.stage_layers(pp)):
             own = [layers * elements for elements in self.layer]

@@ -13,7 +13,7 @@ from realrl.program.arrays import Bools, Ints
 
 @dataclass(frozen=True, kw_only=True)
 class Strategies:
-    """Strategies that agree in what decides which operations there are; arrays have an entry for each."""
+    """Strategies with the same kinds of operations, which differ only in numbers; arrays have an entry for each."""
 
     tp: int
     sequence_parallel: bool
@@ -43,7 +43,7 @@ class Strategies:
 
 
 def group_strategies(strategies: Sequence[Strategy]) -> list[tuple[Ints, Strategies]]:
-    """Group strategies by what arrays of them have in common: indices, and the strategies there."""
+    """Group strategies that `Strategies` can hold together; each group has the indices of its strategies."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, s in enumerate(strategies):
         groups.setdefault((s.tp, s.sequence_parallel, s.dtype, s.zero), []).append(i)

@@ -1,4 +1,4 @@
-"""Keys that attention reads, on average over layers with a sliding window and without."""
+"""Keys that attention reads, averaged over layers with and without a sliding window."""
 
 import numpy as np
 
@@ -7,10 +7,11 @@ from realrl.program.arrays import Real
 
 
 def average_squares(shape: ModelShape, tokens: Real, squares: Real, *, layers: int | None = None) -> Real:
-    """Compute what stands for the sum of squared lengths in an average layer, or in one of the last `layers`.
+    """Compute the effective sum of squared lengths in an average layer, or in an average one of the last `layers`.
 
-    A query of a sequence of s tokens sees s / 2 keys on average; with a window w, s² - (s - w)² stands for
-    s². Exact where sequences are of equal length; else that of their length averaged over tokens, squares / tokens.
+    A causal query in a sequence of s tokens sees s / 2 keys on average. With a window of w < s tokens,
+    s² - (s - w)² replaces s². The result is exact if all sequences have equal length. If not, it uses the length
+    averaged over tokens, squares / tokens.
     """
     share = find_windowed_share(shape, layers)
     if not share:
@@ -27,7 +28,7 @@ def average_context(shape: ModelShape, context: Real) -> Real:
 
 
 def find_windowed_share(shape: ModelShape, layers: int | None = None) -> float:
-    """Find the share of all layers, or of the last ones, that have a window."""
+    """Find the share of layers with a window, among all layers or the last `layers`."""
     last = shape.layers if layers is None else layers
     if not last:
         return 0.0

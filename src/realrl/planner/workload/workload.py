@@ -1,4 +1,4 @@
-"""Workload of a step: number of records and distribution of lengths."""
+"""Workload of a step: number of items, and the distribution of their lengths."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from realrl.recipe.generation import GenerationConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Restrictions of the tokens that are drawn."""
+    """Restrictions on the tokens that generation samples."""
 
     top_k: bool = False
-    """Whether the k likeliest tokens are kept."""
+    """Whether only the k likeliest tokens may be sampled (`top_k`)."""
     top_p: bool = False
-    """Whether the likeliest tokens are kept that together have a probability."""
+    """Whether only the likeliest tokens with a given total probability may be sampled (`top_p`)."""
     minimum: bool = False
-    """Whether sequences must not end before some tokens."""
+    """Whether sequences have a minimum length (`min_new_tokens`)."""
 
     @classmethod
     def of(cls, generation: GenerationConfig) -> Self:
@@ -38,13 +38,12 @@ class Sampling:
 
 
 UNRESTRICTED = Sampling()
-"""Every token may be drawn."""
 
 
 def count_visited_experts(shape: ModelShape, tokens: Real) -> Real:
-    """Compute the experts of a layer that at least one of so many tokens passes through, if all are as likely.
+    """Compute the mean number of a layer's experts that at least one of `tokens` tokens chooses.
 
-    0 for a model without experts.
+    All experts are taken to be equally likely. The result is 0 for a model without experts.
     """
     mixture = shape.mixture
     if mixture is None:
@@ -53,7 +52,7 @@ def count_visited_experts(shape: ModelShape, tokens: Real) -> Real:
 
 
 def count_read_weights(shape: ModelShape, tokens: Real) -> Real:
-    """Count the parameters of a layer's matrices that a pass of so many tokens reads."""
+    """Count the parameters of a layer's matrices that a pass over `tokens` tokens reads."""
     own = count_layer_weights(shape)
     if shape.mixture is None:
         return own
@@ -64,9 +63,10 @@ def count_read_weights(shape: ModelShape, tokens: Real) -> Real:
 QUANTILES = 64
 """Sample size that represents a length distribution."""
 _PROMPTS = FORMS["prompt"].keys
-"""Keys whose rows are prompts without answers."""
+"""Keys whose rows hold prompts without answers."""
 _GOLDEN = 0.6180339887498949
-"""Multiples of it, modulo 1, are spread evenly: pairs prompts with answers as if they were independent."""
+"""The golden ratio minus 1. Its multiples modulo 1 are spread evenly, so an order by them pairs prompts and answers
+as if they were independent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,27 +74,25 @@ class CallWork:
     """Sequences and passes of one call in a step."""
 
     items: int
-    """Items in the whole step, over all mini-batches, once: records times samples of each. Ranks share out items,
-    not sequences."""
+    """Items of the whole step over all mini-batches, each counted once: records times samples per record. DP ranks
+    share out items, not sequences."""
     lengths: tuple[int, ...]
-    """Sample of tokens per sequence that is passed through the model at once: whole sequences, or prompts
-    where the call generates."""
+    """Sample of sequence lengths in tokens: whole sequences, or prompts if the call generates."""
     answers: tuple[int, ...]
     """Tokens to generate for the same sequences; empty unless the call generates."""
     room: int
-    """Most tokens that are generated per sequence."""
+    """Maximum tokens that are generated per sequence."""
     minibatches: int
     """Optimizer steps per pass."""
     passes: int
-    """Times that the sequences are gone through."""
+    """Number of times that the call processes all sequences."""
     episode: int = 0
-    """Most tokens of an answer of which a train call makes experience; 0 for calls that make none."""
+    """Longest answer, in tokens, from which a train call makes experience; 0 for calls that make none."""
     per_item: int = 1
-    """Sequences of each item."""
+    """Sequences per item."""
     samples: int = 1
-    """Items that are generated from one prompt, whose prefill and part of the KV cache they share."""
+    """Items generated from one prompt. They share the prompt's prefill and its part of the KV cache."""
     sampling: Sampling = UNRESTRICTED
-    """Restrictions of the tokens that are generated."""
 
     @property
     def sequences(self) -> int:
@@ -103,7 +101,10 @@ class CallWork:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest item, as the cache holds it where it is generated: the least that is processed."""
+        """Tokens of the longest item, the smallest micro-batch that can hold it.
+
+        If the call generates, these are tokens of whole cache blocks, with room for the longest answer.
+        """
         if not self.answers:
             return self.per_item * max(self.lengths)
         return (
@@ -112,7 +113,7 @@ class CallWork:
 
     @property
     def capacity(self) -> int:
-        """Most tokens of a mini-batch, as the cache holds them where they are generated."""
+        """Maximum tokens of a mini-batch; if the call generates, tokens of whole cache blocks."""
         items = -(-self.items // self.minibatches)
         if not self.answers:
             return self.per_item * items * max(self.lengths)
@@ -126,35 +127,34 @@ class CallWork:
 
     @property
     def mean_square(self) -> float:
-        """Mean of the squares of `lengths`, which the cost of attention grows with."""
+        """Mean of the squares of `lengths`; the cost of attention is proportional to it."""
         return sum(n * n for n in self.lengths) / len(self.lengths)
 
     @property
     def tokens(self) -> float:
-        """Tokens passed through the model at once in a step, over all mini-batches, one pass."""
+        """Tokens of one pass over all mini-batches of a step; only prompts if the call generates."""
         return self.sequences * self.mean
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Items of a step; lengths are sorted samples, 64 quantiles of their distribution."""
+    """Items of a step. Lengths are sorted samples: at most 64 quantiles of their distribution."""
 
     items: int
-    """Items per step: records (`data.batch`), each as often as it is sampled."""
+    """Items per step: records (`data.batch`) times samples per record."""
     prompts: tuple[int, ...]
-    """Tokens of prompts; of whole training sequences where nothing is generated."""
+    """Lengths of prompts in tokens; of whole training sequences if nothing is generated."""
     answers: tuple[int, ...] = (0,)
-    """Tokens of answers; 0 where nothing is generated."""
+    """Lengths of answers in tokens; 0 if nothing is generated."""
     max_new_tokens: int = 0
-    """Bound of the answers, for which the key/value cache has room."""
+    """Maximum length of an answer."""
     epochs: int = 1
     """Training passes over the items of a step."""
     samples: int = 1
-    """Items of each prompt, all samples of it."""
+    """Samples of each prompt; each one is an item."""
     experience_calls: tuple[str, ...] = ()
-    """Train calls that make experience of the answers (`AlgorithmSpec.experience_calls`)."""
+    """Train calls that make experience from the answers (`AlgorithmSpec.experience_calls`)."""
     sampling: Sampling = UNRESTRICTED
-    """Restrictions of the tokens of answers."""
 
     @classmethod
     def of(
@@ -164,10 +164,10 @@ class Workload:
         prompts: Sequence[int] | None = None,
         answers: Sequence[int] | None = None,
     ) -> "Workload":
-        """Build the workload of a recipe, with measured lengths if there are any.
+        """Build the workload of a recipe, with measured lengths of prompts and answers if they are given.
 
-        Without them every prompt has `max_prompt_tokens`, every answer `max_new_tokens`, and every training
-        sequence `max_tokens`: the most there can be. Longer answers are cut off, as generation does it.
+        Without measured lengths, all have the maximum: `max_prompt_tokens` for prompts, `max_new_tokens` for
+        answers, and `max_tokens` for training sequences. Longer answers are cut off, as in generation.
         """
         data, spec = experiment.data, experiment.spec
         epochs = spec.epochs(experiment)
@@ -201,7 +201,7 @@ class Workload:
                 samples=self.samples,
                 sampling=self.sampling,
             )
-        # Inference, training, and functions, which see whole sequences unless their keys are of prompts alone.
+        # All other calls process whole sequences, unless their keys hold only prompts.
         passes = self.epochs if call.kind is Kind.TRAIN else 1
         of_prompts = [key in _PROMPTS for key in call.work]
         kinds = of_prompts[:1] if len(set(of_prompts)) == 1 else of_prompts
@@ -220,7 +220,8 @@ class Workload:
         )
 
     def tokens(self, graph: DataflowGraph) -> float:
-        """Compute the mean tokens of a step of a graph, prompts and answers together, each sequence once."""
+        """Compute the mean tokens of a step of a graph: prompts and answers together, each sequence counted
+        once."""
         mean = sum(self.prompts) / len(self.prompts) + sum(self.answers) / len(self.answers)
         return mean * max(self.work(call).sequences for call in graph.calls)
 
@@ -238,7 +239,7 @@ class Workload:
 def quantiles(lengths: Sequence[int], count: int = QUANTILES) -> tuple[int, ...]:
     """Reduce lengths to a sorted sample of at most `count`: the middles of equal parts of the sorted lengths.
 
-    A single number where all are the same. ValueError for none.
+    If all lengths are equal, the sample is a single number. Raises ValueError if there are none.
     """
     if not lengths:
         raise ValueError("no lengths to take quantiles of")
