@@ -119,8 +119,8 @@ def cost_kept_captures(context: CallContext) -> Floats:
 def _cost_captures(context: CallContext, sizes: ManyGenerations) -> Floats:
     """Host seconds to capture all graphs of a call.
 
-    There is a graph for each number of rows. The host launches the kernels of each graph twice: to warm up, and to
-    capture.
+    There is a graph for each number of rows. The host launches the kernels of each graph twice:
+    once kernel by kernel for the first step, and once to capture the graph.
     """
     timing, work = context.timing, context.work
     if not timing.decodes_by_graphs:
