@@ -159,7 +159,7 @@ def check_layers(_: int) -> None:
             device=DEVICES["h100"], efficiency=Efficiency(), sizes=roofline.sizes, dtype="bfloat16"
         )
         e = timing.efficiency
-        assert forward == e.forward_operations + timing._further_operations, name
+        assert forward == e.forward_operations + timing._optional_operations, name
         assert forward == timing.decode_operations, name
         assert backward == timing._backward_operations, name
         assert roofline._elementwise(TOKENS) == pytest.approx(moved, rel=0.02), name

@@ -1,4 +1,4 @@
-"""The `realrl` command. Command modules import what they run only once the arguments are understood."""
+"""The `realrl` command. A command imports its heavy modules only after its arguments are parsed."""
 
 import os
 import sys
@@ -36,7 +36,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-# Each has the name of its file.
+# The name of a command is the name of its file.
 COMMANDS = (
     train,
     plan,
@@ -71,9 +71,9 @@ def _options(
 def run_app(arguments: Sequence[str]) -> int:
     """Run a command line, print its failure if it fails, and return its exit status.
 
-    2 for a mistake that the user can correct, 1 for any other failure, 130 or 143 when interrupted.
+    The status is 2 for a mistake of the user, 1 for any other failure, and 130 or 143 after an interruption.
     """
-    # Texts may hold half a surrogate pair, which JSON has and UTF-8 has not.
+    # JSON text may hold half a surrogate pair, which UTF-8 cannot encode.
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     status, failure = 1, None
@@ -81,9 +81,9 @@ def run_app(arguments: Sequence[str]) -> int:
         status = _run(arguments)
     except Interrupted:
         pass
-    except Exception as error:  # nothing may end on a traceback
+    except Exception as error:  # a user must never see a traceback
         failure = error
-    # Whatever the exception: a library may have replaced or swallowed that of a signal.
+    # Ask for the signal itself: a library may have replaced or swallowed its exception.
     interrupted = find_interruption()
     if interrupted is not None:
         return _report_interruption(interrupted)
@@ -96,7 +96,7 @@ def run_app(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     try:
-        # Commands that start themselves again as ranks need them.
+        # `obj` holds the arguments: some commands start themselves again as ranks.
         app(args=list(arguments), prog_name="realrl", obj=list(arguments))
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
@@ -104,7 +104,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _report_interruption(interrupted: Interrupted) -> int:
-    # Of ranks that the local launcher has started, it says so itself.
+    # The local launcher reports an interruption of the ranks that it started.
     if interrupted.message and is_writer() and SCRATCH_VARIABLE not in os.environ:
         print(f"realrl: {interrupted.message}", file=sys.stderr)
     return interrupted.status

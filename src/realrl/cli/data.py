@@ -17,12 +17,12 @@ def data(
     recipe: Recipe,
     overrides: Overrides = None,
     samples: Annotated[
-        int, typer.Option("--samples", min=0, help="Records to show of each source, as the model sees them.")
+        int, typer.Option("--samples", min=0, help="Number of records to show of each source.")
     ] = 2,
 ) -> None:
-    """Read the records of a recipe: how many, how long, what is skipped and why, and how the model sees them.
+    """Show the records of a recipe as a run would read them: counts, lengths, skipped records, first samples.
 
-    Exits with status 2 where a run would refuse them.
+    The exit status is 2 if a run would refuse the records. See docs/data.md.
     """
     from realrl.config.errors import UserError
     from realrl.recipe.load import load_experiment
@@ -59,7 +59,7 @@ def _show(experiment: "Experiment", tokenizer: Any, inspection: "Inspection") ->
 
 
 def _describe_epoch(experiment: "Experiment", inspection: "Inspection") -> str:
-    """Describe an epoch; UserError where a step takes more than it has."""
+    """Describe an epoch. Raises UserError if one step needs more records than an epoch has."""
     from realrl.data.order import Order
 
     settings, records = experiment.data, inspection.data
@@ -75,11 +75,11 @@ def _describe_epoch(experiment: "Experiment", inspection: "Inspection") -> str:
 
 
 def _describe_fields(inspection: "Inspection") -> str:
-    """Describe the fields of records besides those that texts are made of, and who sees them."""
+    """Describe the extra columns of the records, and the functions that see them."""
     if not inspection.fields:
-        return "fields besides the texts: none"
+        return "extra columns: none"
     fields = ", ".join(f"{name} ({count:,} records)" for name, count in inspection.fields.items())
-    lines = [f"fields besides the texts: {fields}"]
+    lines = [f"extra columns: {fields}"]
     lines += [
         f"{call} sees {', '.join(names) or 'none of them'}" for call, names in inspection.functions.items()
     ]

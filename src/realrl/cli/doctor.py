@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 DoctorRecipe = Annotated[
     str | None,
     typer.Argument(
-        help="A recipe, or the directory of a run: its needs are compared with this machine.",
+        help="A recipe or the directory of a run; the check covers whether it fits this machine.",
         show_default=False,
     ),
 ]
 
 DoctorOverrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Fields to set on top of the recipe.", show_default=False),
+    typer.Argument(metavar="KEY=VALUE", help="Settings that override the recipe.", show_default=False),
 ]
 
 
@@ -33,19 +33,22 @@ def doctor(
     cluster: Annotated[
         str | None,
         typer.Option(
-            metavar="NODESxDEVICES", help="Processes to examine for, such as 1x2; else the recipe's."
+            metavar="NODESxDEVICES",
+            help="Processes that should run here, such as 1x2; default: the recipe's.",
         ),
     ] = None,
     run_dir: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Directory in which a run would write; else the recipe's run_dir."),
+        typer.Option(
+            metavar="DIR", help="Directory that a run would write to; default: the recipe's run_dir."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Examine this machine, or all nodes of torchrun, for what would stop a run or slow it down. Takes seconds.
+    """Check this machine, or all nodes under torchrun, for what would stop a run or slow it down. Takes seconds.
 
-    Versions, GPUs, links, limits, disk, and whether the recipe fits; for each what is wrong and what to do. The
-    exit status is 1 if there is a problem.
+    It checks versions, GPUs, links, limits, disk, and whether the recipe fits. The exit status is 1 if there is a
+    problem. See docs/doctor.md.
     """
     from realrl.recipe.load import load_experiment
     from realrl.runtime.doctor.examine import examine_locally, examine_together, find_launched, find_subject

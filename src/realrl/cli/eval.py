@@ -21,16 +21,15 @@ def eval(
         str | None,
         typer.Option(
             metavar="DIR",
-            help="Directory for metrics.json and samples.jsonl; RUN_DIR/eval if not given.",
+            help="Directory for metrics.json and samples.jsonl; default: RUN_DIR/eval.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Evaluate the models of a recipe on its `data.eval`, without training: metrics, and samples with their scores.
+    """Evaluate the models of a recipe on `data.eval` without training: metrics, and samples with their scores.
 
-    Runs on the recipe's cluster and plan, as local processes or as ranks of torchrun. Weights are those of
-    `models.ROLE.path`; those of a run's directory are its final ones. Settings are those of the section
-    `evaluation`.
+    It reads the weights from `models.ROLE.path`; for the directory of a run, it takes the run's final models. The
+    recipe's cluster and plan hold, and its section `evaluation`. See docs/evaluation.md.
     """
     from realrl.config.files import check_directory
     from realrl.config.paths import local_path
@@ -61,9 +60,9 @@ def eval(
 
 
 def _use_final_models(run_dir: Path, overrides: Sequence[str]) -> list[str]:
-    """List the overrides by which the trained roles of a run have its final weights, unless given others.
+    """List overrides that give trained roles the final weights of a run, except roles with a `path` in `overrides`.
 
-    UserError if the run has not saved them.
+    Raises UserError if the run has not saved final weights.
     """
     from realrl.checkpoint.saved import checkpoint_path
     from realrl.config.errors import UserError
@@ -76,8 +75,8 @@ def _use_final_models(run_dir: Path, overrides: Sequence[str]) -> list[str]:
         path = checkpoint_path(run_dir, None, role if number else "")
         if not path.is_dir():
             raise UserError(
-                f"{run_dir} has no final models yet; give the weights to evaluate by models.{role}.path=DIR, for"
-                f" example those that `realrl export {run_dir} --out DIR` writes"
+                f"{run_dir} has no final models yet; name the weights to evaluate with models.{role}.path=DIR;"
+                f" `realrl export {run_dir} --out DIR` writes those of a checkpoint"
             )
         found += [f"models.{role}.{name}=null" for name in ("shape", "tokenizer")]
         found.append(f"models.{role}.path={json.dumps(str(path))}")
@@ -85,7 +84,7 @@ def _use_final_models(run_dir: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def _check_evaluation(experiment: "Experiment") -> None:
-    """Check what can be checked before any process starts, without reading data and models; else UserError."""
+    """Check a recipe before any process starts, without reading data or weights. Raises UserError."""
     from realrl.huggingface.directory import check_directories
     from realrl.plan.presets import SEARCH
     from realrl.runtime.prepare.compile import compile_evaluation, make_written_plan

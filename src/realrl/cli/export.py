@@ -10,22 +10,23 @@ def export(
         str, typer.Argument(metavar="RUN_DIR", help="Directory of a run, or one of its checkpoints.")
     ],
     out: Annotated[
-        str, typer.Option(metavar="DIR", help="Directory to write to: one model per role, DIR/ROLE.")
+        str, typer.Option(metavar="DIR", help="Directory to write to; each role goes to DIR/ROLE.")
     ],
     role: Annotated[
         list[str] | None,
-        typer.Option(help="Trained role to write; all of them if not given. May be repeated."),
+        typer.Option(help="Trained role to write; default: all. May be repeated."),
     ] = None,
-    step: Annotated[
-        int | None, typer.Option(help="Training steps before the checkpoint; the last one if not given.")
-    ] = None,
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the last one.")] = None,
     max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Most that one file of weights holds, or a single tensor.")
+        str,
+        typer.Option(metavar="SIZE", help="Maximum size of a weight file, unless a single tensor is larger."),
     ] = "5GB",
     merge: Annotated[
-        bool, typer.Option("--merge", help="Merge adapters into their model, instead of writing them alone.")
+        bool, typer.Option("--merge", help="Merge LoRA adapters into their model; see docs/lora.md.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace models that lie in DIR.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace models that DIR already has.")
+    ] = False,
 ) -> None:
     """Write the models of a checkpoint as Hugging Face directories."""
     from realrl.checkpoint.saved import find_run_of, list_checkpoints
@@ -42,13 +43,13 @@ def export(
     run_dir, given = find_run_of(local_path(run))
     checkpoints = list_checkpoints(run_dir)
     if given is not None and step is not None:
-        raise UserError(f"{run} is a checkpoint already; leave out --step")
+        raise UserError(f"{run} is already a checkpoint; leave out --step")
     step = given if given is not None else step
     if not checkpoints:
         raise UserError(f"{run_dir} holds no checkpoint")
     if step is not None and step not in checkpoints:
         raise UserError(
-            f"{run_dir} has no checkpoint after {step} steps; there is {join([*map(str, checkpoints)])}"
+            f"{run_dir} has no checkpoint of step {step}; it has {join([*map(str, checkpoints)])}"
         )
     trained = AlgorithmRecord.load(run_dir).trained
     unknown = next((name for name in role or () if name not in trained), None)
@@ -59,7 +60,7 @@ def export(
     for name in role or trained:
         if (folder / name).exists() and not overwrite:
             raise UserError(
-                f"--out {out}: there is {folder / name}; choose another directory or give --overwrite"
+                f"--out {out}: {folder / name} exists already; choose another directory or give --overwrite"
             )
     from realrl.runtime.export import export_models
 

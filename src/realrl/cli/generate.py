@@ -18,81 +18,86 @@ def generate(
     context: typer.Context,
     model_dir: Annotated[
         str,
-        typer.Argument(help="Hugging Face directory of a model, or the directory of a run: its final model."),
+        typer.Argument(
+            help="Hugging Face directory of a model, or the directory of a run with a final model."
+        ),
     ],
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.")] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SOURCE",
-            help="Records with prompts: a file, glob, directory or data set, as data.train of a recipe; may be "
-            "given several times. Rewards see their further fields.",
+            help="Records with prompts, as in data.train of a recipe; may be repeated. See docs/data.md.",
         ),
     ] = None,
     prompts: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="A .txt with a prompt per line; any other file is like --data."),
+        typer.Option(
+            metavar="FILE", help="A .txt file with one prompt per line; any other file is read as by --data."
+        ),
     ] = None,
     chat: Annotated[
         bool,
         typer.Option(
             "--chat",
-            help="Write prompts of plain text with the tokenizer's chat template, as a user turn; without it "
-            "they are used as they stand. Messages always take the template.",
+            help="Put plain-text prompts into the chat template, as a user turn. Messages always use the template.",
         ),
     ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 128,
-    min_new_tokens: Annotated[int, typer.Option(help="Do not end before this many tokens.")] = 0,
+    min_new_tokens: Annotated[int, typer.Option(help="Do not stop before this many tokens.")] = 0,
     stop_token_id: Annotated[
         list[int] | None,
         typer.Option(
-            metavar="ID", help="Token that ends answers, instead of the model's own ones. May be repeated."
+            metavar="ID", help="Token that ends an answer, in place of the model's own. May be repeated."
         ),
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after the end of sequence, to --max-new-tokens.")
+        bool,
+        typer.Option("--ignore-eos", help="Continue after an end-of-sequence token, up to --max-new-tokens."),
     ] = False,
     stop: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TEXT",
-            help="Text that ends an answer, which leaves it out. May be given several times.",
+            help="Text that ends an answer and is cut off. May be repeated.",
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(help="Logits are divided by this.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0 for all.")] = 0,
     top_p: Annotated[
-        float, typer.Option(help="Sample among the likeliest tokens of this probability.")
+        float, typer.Option(help="Sample among the likeliest tokens whose probabilities reach this sum.")
     ] = 1.0,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Take the most likely token.")] = False,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always take the most likely token.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same samples.")] = 1,
     n: Annotated[int, typer.Option("--n", min=1, help="Samples per prompt.")] = 1,
     reward: Annotated[
         str | None,
         typer.Option(
             metavar="REWARD",
-            help="Score answers: FILE.py:FUNCTION, or YAML as `reward` of a recipe, such as "
-            "'{verifier: {kind: numeric}}'.",
+            help="Score answers with FILE.py:FUNCTION, or YAML such as '{verifier: {kind: numeric}}'. "
+            "See docs/rewards.md.",
         ),
     ] = None,
     reward_model: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Score answers by this reward model.")
+        str | None, typer.Option(metavar="DIR", help="Score answers with this reward model.")
     ] = None,
     best: Annotated[
-        bool, typer.Option("--best", help="Keep the answer with the highest score to each prompt.")
+        bool, typer.Option("--best", help="Keep only the best-scored answer to each prompt.")
     ] = False,
     cluster: Annotated[
-        str, typer.Option(help="Devices, as `cluster` of a recipe: 1x2 starts two local processes.")
+        str, typer.Option(help="Devices, as in a recipe: 1x2 starts two local processes.")
     ] = "1x1",
     plan: Annotated[
-        str, typer.Option(help="Plan, as `plan` of a recipe: a preset, a plan file, or search.")
+        str, typer.Option(help="Plan, as in a recipe: a preset, a plan file, or search. See docs/plans.md.")
     ] = "symmetric",
     family: Annotated[
         str | None,
-        typer.Option(metavar="FILE.py", help="The file of a model family of your own that the model is of."),
+        typer.Option(metavar="FILE.py", help="File of the model's family, if the family is your own."),
     ] = None,
-    out: Annotated[str | None, typer.Option(metavar="FILE", help="Write .jsonl records here.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the answers to this .jsonl file.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
 ) -> None:
     """Sample completions from a model, for prompts or a data set, and score them."""
     from realrl.config.errors import UserError
@@ -119,11 +124,9 @@ def generate(
     elif prompts is not None:
         sources.append(prompts)
     if not records and not sources:
-        raise UserError(
-            "there is nothing to continue: give --prompt TEXT or --prompts FILE, or --data SOURCE"
-        )
+        raise UserError("there is no prompt: give --prompt TEXT or --prompts FILE, or --data SOURCE")
     if best and reward is None and reward_model is None:
-        raise UserError("--best chooses by a score; give --reward or --reward-model")
+        raise UserError("--best needs scores; give --reward or --reward-model")
     from realrl.runtime.evaluation.generate import SamplingJob, generate_answers, make_sampling_recipe
 
     job = SamplingJob(
@@ -145,7 +148,9 @@ def generate(
         if out is not None:
             check_file(str(local_path(out)), local_path(out))
             if local_path(out).is_file() and not overwrite:
-                raise UserError(f"--out {out}: there is such a file; choose another one or give --overwrite")
+                raise UserError(
+                    f"--out {out}: this file exists already; choose another one or give --overwrite"
+                )
         launch_ranks(recipe, context.obj)
     rows = generate_answers(job, recipe, best=best, say=lambda text: typer.echo(f"note: {text}", err=True))
     if out is not None:
@@ -157,9 +162,9 @@ def generate(
 
 
 def _find_model(given: str) -> str:
-    """Find the model of what the command was given: a model itself, or the final one of a run's directory.
+    """Return a model directory unchanged; for the directory of a run, return its final model.
 
-    UserError if the run has not saved one.
+    Raises UserError if the run has not saved a final model.
     """
     from realrl.checkpoint.saved import CONFIG, checkpoint_path
     from realrl.config.errors import UserError
@@ -171,8 +176,8 @@ def _find_model(given: str) -> str:
     final = checkpoint_path(run_dir, None)
     if not final.is_dir():
         raise UserError(
-            f"{given} is the directory of a run without a final model; `realrl export {given} --out DIR` writes"
-            " the models of its last checkpoint"
+            f"{given} is a run without a final model; `realrl export {given} --out DIR` writes the models of its last"
+            " checkpoint"
         )
     return str(final)
 
@@ -191,21 +196,21 @@ def _read_sampling(**options: Any) -> "GenerationConfig":
 
 
 def _read_reward(text: str) -> Any:
-    """Read a reward as a recipe has it: the reference of a function, or YAML."""
+    """Read a reward as in a recipe: the name of a function, or YAML."""
     from realrl.config.yaml_file import parse_yaml
 
     return text if text.rpartition(":")[2].isidentifier() else parse_yaml(text, "--reward")
 
 
 def _shown(prompt: str | list[dict[str, Any]], chat: bool) -> str:
-    """Format a prompt for people; the answer of a conversation has a line of its own."""
+    """Format a prompt; the answer to a conversation starts on a new line."""
     if isinstance(prompt, str):
         return f"{prompt}\n" if chat else prompt
     return "".join(f"{message['role']}: {message['content']}\n" for message in prompt)
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows to a file, atomically; RunError if there is no room for it."""
+    """Write rows to a file atomically. Raises RunError if the file cannot be written."""
     from realrl.config.errors import RunError
     from realrl.config.files import reason_of
     from realrl.config.json_file import write_rows
@@ -215,14 +220,14 @@ def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
         if is_writer():
             write_rows(path, rows)
         else:
-            # It takes part, and has none.
+            # Other ranks must consume the generator to take part in sampling; they get no rows.
             assert not list(rows)
     except OSError as error:
         raise RunError(f"{path} cannot be written: {reason_of(error)}") from error
 
 
 def _read_lines(path: str) -> "list[Record]":
-    """Read a record per line of a .txt file that is not blank."""
+    """Read a .txt file: each line that is not blank is a prompt."""
     from realrl.config.errors import UserError
     from realrl.config.paths import local_path
 

@@ -28,89 +28,80 @@ if TYPE_CHECKING:
 PlanRecipe = Annotated[
     str | None,
     typer.Argument(
-        help="A recipe, or the directory of a run; needed except to calibrate.", show_default=False
+        help="A recipe or the directory of a run; may be left out with --calibrate.", show_default=False
     ),
 ]
 ClusterOption = Annotated[
     str | None,
     typer.Option(
         metavar="C",
-        help="Devices as KIND:NODESxDEVICES, such as a100-80g:16x8, joined by + where they differ, or a YAML file."
-        " Without it, CPU processes of this machine, as many as the recipe's cluster has devices.",
+        help="Devices as KIND:NODESxDEVICES, such as a100-80g:16x8, or a YAML file; see docs/planning.md. Default: the"
+        " recipe's cluster, on the CPUs of this machine if it names no kind.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Out = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Write the plan file, a .yaml, for plan=FILE in a recipe.")
+    str | None,
+    typer.Option(metavar="FILE", help="Write the plan to a .yaml file, for plan=FILE in a recipe."),
 ]
-Html = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Write a page with everything, to open offline.")
-]
+Html = Annotated[str | None, typer.Option(metavar="FILE", help="Write the whole report as one HTML page.")]
 TraceOption = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="Write the predicted timeline, for ui.perfetto.dev."),
+    typer.Option(metavar="FILE", help="Write the predicted timeline for ui.perfetto.dev."),
 ]
 Nodes = Annotated[
     str | None,
-    typer.Option(
-        metavar="N,N,..", help="Numbers of nodes to compare, for example 1,2,4,8; plans for the best."
-    ),
+    typer.Option(metavar="N,N,..", help="Compare these numbers of nodes, for example 1,2,4,8."),
 ]
 ObjectiveText = Annotated[
     str,
     typer.Option(
         metavar="time|cost",
-        help="time: the fastest step. cost: the cheapest, on as many of the first nodes as that takes; without"
-        " prices, the one of fewest device-hours.",
+        help="time: plan for the fastest step. cost: for the cheapest one; see docs/planning.md.",
     ),
 ]
 TargetStep = Annotated[
     str | None,
     typer.Option(
         metavar="SECONDS",
-        help="Choose the cluster, too: the cheapest whose step is this short, among the first nodes of each group"
-        " of the cluster (groups are not combined; a cluster file gives their prices).",
+        help="Choose the cheapest cluster whose step is at most this long; see docs/planning.md.",
     ),
 ]
 Budget = Annotated[
     float | None,
     typer.Option(
         metavar="PRICE",
-        help="Choose the cluster, too: the one with the shortest step that costs at most this per hour.",
+        help="Choose the fastest cluster that costs at most this much per hour.",
     ),
 ]
 EffortOption = Annotated[
     float | None,
     typer.Option(
-        help="How long to search, besides listing the ways to run each call: plans to score, and sets of plans to"
-        " bound, four of which count as one; if not given 800000. Each of --nodes has as much, all numbers of nodes"
-        " under --objective cost together, and each cluster that --target-step or --budget tries a quarter, or more"
-        " where that leaves the target open.",
+        help="How long to search, as a number of plans; default: 800000. See docs/planning.md.",
         show_default=False,
     ),
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Of the search.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the search.")]
 ProfileOption = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="Measured times (see `realrl profile`), for devices of its kind; the recipe's if not given.",
+        help="Times that `realrl profile` measured; default: the recipe's profile.",
     ),
 ]
 LengthsOption = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help='Measured lengths, {"prompts": [..], "answers": [..]} in tokens, or the directory of a run. Without'
-        " it, each sequence is as long as it may be.",
+        help='File with measured lengths in tokens, {"prompts": [..], "answers": [..]}, or the directory of a run.'
+        " Default: the maximum lengths.",
     ),
 ]
 Calibrate = Annotated[
     str | None,
     typer.Option(
         metavar="RUN_DIR",
-        help="Correct the profile by what calls took in a run, and write it: --profile, else the recipe's, else"
-        " profile.json. It may be a new file. Then plan, if there is a recipe.",
+        help="Correct the profile with the times that this run measured, then plan; see docs/planning.md.",
     ),
 ]
 
@@ -137,10 +128,10 @@ def plan(
     tried: TryOption = None,
     try_minutes: TryMinutes = None,
 ) -> None:
-    """Find the fastest plan for a recipe on any cluster, and say what to expect of it. Needs no GPU.
+    """Find the fastest plan for a recipe on any cluster, and predict its time and memory. Needs no GPU.
 
-    Prints how long a step takes and why, what fills the devices, how near to the best the plan is proven to be, and
-    what presets would do.
+    It prints how long a step takes and why, what fills the memory, how close to the optimum the plan is proven to
+    be, and how presets compare. See docs/planning.md.
     """
     from realrl.cli.planning import input as plan_input
     from realrl.recipe.load import load_experiment
@@ -148,7 +139,7 @@ def plan(
     from realrl.runtime.try_plans import TrialSettings, check_trials, find_fastest_plan
 
     if recipe is None and calibrate is None:
-        raise UserError("name a recipe, a YAML file, to plan for")
+        raise UserError("name a recipe (a YAML file) to plan for")
     experiment = None
     if recipe is not None:
         recipe, overrides = resolve_recipe(recipe, overrides)
@@ -170,7 +161,7 @@ def plan(
     constraints = read_constraints(experiment, scenario.spec, files.get("out"))
     trial = None
     if tried is None and try_minutes is not None:
-        raise UserError("--try-minutes is the time of --try: give that, too")
+        raise UserError("--try-minutes limits --try: give --try N too")
     if tried is not None:
         minutes = TRY_MINUTES if try_minutes is None else try_minutes
         chooses = bool(counts) or goal != "time" or wanted is not None
@@ -199,7 +190,7 @@ def plan(
 def _print(
     report: "PlanReport", source: str, trial: "TrialSettings | None", *, as_json: bool
 ) -> "PlanTrials | None":
-    """Print the report, and what plans took that are to be tried."""
+    """Print the report, and run the trials of `--try` if there are any."""
     from realrl.cli.planning.tables import print_report
     from realrl.cli.planning.trials import run_trials, trials_to_json
     from realrl.planner.report.to_json import report_to_json
@@ -214,7 +205,7 @@ def _print(
 
 
 def _write(report: "PlanReport", name: str, file: Path, title: str, source: str, plan: "Plan") -> None:
-    """Write the file of an option; that of the plan has the one that was the fastest as measured, if any was."""
+    """Write the file of one option. `plan` is the chosen plan, or the fastest one that `--try` measured."""
     if name == "out":
         plan.save(file, report.scenario.graph)
     elif name == "html":

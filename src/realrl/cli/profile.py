@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 ProfileRecipe = Annotated[
     str | None,
     typer.Argument(
-        help="A recipe, or the directory of a run. Its models and sizes are measured.", show_default=False
+        help="A recipe or the directory of a run, whose models and sizes are measured.", show_default=False
     ),
 ]
 
@@ -23,29 +23,34 @@ def profile(
     overrides: Overrides = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A model to measure too, for example llama-2-7b; may be repeated."),
+        typer.Option(
+            metavar="NAME", help="Also measure this model, for example llama-2-7b; may be repeated."
+        ),
     ] = None,
     dtype: Annotated[
         list[str] | None,
-        typer.Option(metavar="TYPE", help="float32 or bfloat16, in place of the recipe's; may be repeated."),
+        typer.Option(metavar="TYPE", help="float32 or bfloat16; default: the recipe's. May be repeated."),
     ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(
             metavar="KIND:1xN",
-            help="Devices to measure for, such as cpu:1x2 or h100:1x8, or a YAML file; else the recipe's.",
+            help="Devices to measure, such as cpu:1x2 or h100:1x8, or a YAML file; default: the recipe's.",
         ),
     ] = None,
     out: Annotated[
-        str, typer.Option(metavar="FILE", help="Written; what is in it already is not measured again.")
+        str,
+        typer.Option(metavar="FILE", help="File to write; sizes that it already has are not measured again."),
     ] = "profile.json",
-    quick: Annotated[bool, typer.Option("--quick", help="At few sizes, in less than a minute.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="Measure what is in the file, too.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure only a few sizes, in less than a minute.")
+    ] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure again what the file already has.")] = False,
 ) -> None:
-    """Measure what `realrl plan` has to know of this machine: layers, generation, the optimizer, and communication.
+    """Measure this machine for `realrl plan`: layers, generation, the optimizer and communication.
 
-    Takes some minutes. On CPUs as many processes measure side by side as the cluster has devices, since that is how
-    fast each of them then is.
+    It takes some minutes. On CPUs, one process per device measures at the same time, because processes that share a
+    machine slow each other down. See docs/planning.md.
     """
     from realrl.recipe.load import load_experiment
     from realrl.runtime.processes.environment import is_writer, set_library_defaults, under_launcher
@@ -90,9 +95,9 @@ def profile(
 
 
 def _processes(request: "Request", counted: str | None) -> "Cluster":
-    """Count the processes to start on this machine: one per device, but no more than there are GPUs.
+    """Count the processes to start on this machine: one per device, at most one per GPU.
 
-    `counted`: the recipe's cluster, where none was named.
+    `counted`: the recipe's cluster, if `--cluster` was not given.
     """
     from realrl.config.errors import UserError
     from realrl.plan.cluster import Cluster
@@ -105,6 +110,6 @@ def _processes(request: "Request", counted: str | None) -> "Cluster":
         return Cluster(group.nodes, group.devices_per_node)
     if not use_cuda("auto"):
         raise UserError(
-            f"cluster {group} has GPUs, and torch finds none here; measure CPU processes with --cluster cpu:1x2"
+            f"cluster {group} has GPUs, but torch finds none here; measure CPU processes with --cluster cpu:1x2"
         )
     return Cluster(1, min(resolve_cluster("auto", "auto").size, group.devices_per_node))

@@ -1,4 +1,4 @@
-"""Shared code of commands that take a recipe."""
+"""Arguments and functions that the commands with a recipe share."""
 
 import json
 from collections.abc import Sequence
@@ -12,23 +12,23 @@ if TYPE_CHECKING:
     from realrl.recipe.experiment import Experiment
 
 Recipe = Annotated[
-    str, typer.Argument(help="A recipe: YAML file, or the directory of a run.", show_default=False)
+    str, typer.Argument(help="A recipe (a YAML file), or the directory of a run.", show_default=False)
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="Fields to set on top of the recipe, for example data.batch=32; see `realrl config`.",
+        help="Settings that override the recipe, for example data.batch=32; see docs/recipes.md.",
         show_default=False,
     ),
 ]
 
 
 def resolve_recipe(given: str, overrides: Sequence[str] | None) -> tuple[str, list[str]]:
-    """Find the recipe file of what a command was given: a recipe, or the directory of a run.
+    """Return the recipe file and its overrides for a recipe or the directory of a run.
 
-    Returns it with the overrides; for a run's directory they begin with those that make a command use this run.
-    UserError for a directory without a run.
+    For the directory of a run, the first overrides make the command use and resume this run. Raises UserError for
+    a directory without a run.
     """
     from realrl.checkpoint.saved import CONFIG
     from realrl.config.errors import UserError
@@ -38,14 +38,14 @@ def resolve_recipe(given: str, overrides: Sequence[str] | None) -> tuple[str, li
     if not directory.is_dir():
         return given, [*(overrides or [])]
     if not (directory / CONFIG).is_file():
-        raise UserError(f"{given} is a directory without a run; give a recipe, or the directory of a run")
-    # How the run was started is no setting of it: this one goes on.
+        raise UserError(f"{given} is a directory without a run; give a recipe or the directory of a run")
+    # The saved recipe may say `overwrite: true` from the first start; now the run has to resume.
     started = [f"run_dir={json.dumps(given)}", "overwrite=false", "resume=auto"]
     return str(directory / CONFIG), [*started, *(overrides or [])]
 
 
 def find_cluster(experiment: "Experiment") -> "Cluster":
-    """Find the cluster a recipe means; only `auto` needs torch, to count GPUs."""
+    """Find the cluster of a recipe. Only `auto` imports torch, to count GPUs."""
     from realrl.runtime.prepare.cluster import written_cluster
 
     cluster = written_cluster(experiment.cluster)
@@ -57,9 +57,9 @@ def find_cluster(experiment: "Experiment") -> "Cluster":
 
 
 def find_training_cluster(experiment: "Experiment") -> "Cluster":
-    """Find the cluster that a recipe trains on: of `auto` on CPUs, as many processes as the planner chooses.
+    """Find the cluster that a recipe trains on.
 
-    What is chosen, and why, is printed.
+    For `auto` on CPUs, the planner chooses the number of processes, and a note explains the choice.
     """
     from realrl.runtime.prepare.cluster import written_cluster
     from realrl.runtime.processes.environment import under_launcher
@@ -79,7 +79,7 @@ def find_training_cluster(experiment: "Experiment") -> "Cluster":
 
 
 def note_crowd(cluster: "Cluster") -> None:
-    """Note that processes on this machine's CPU are more than its cores; UserError if its memory is too small."""
+    """Print a note if there are more processes than cores. Raises UserError if the host memory is too small."""
     from realrl.runtime.prepare.host import describe_crowd
 
     crowd = describe_crowd(cluster.size)
@@ -88,10 +88,11 @@ def note_crowd(cluster: "Cluster") -> None:
 
 
 def launch_ranks(experiment: "Experiment", arguments: Sequence[str]) -> None:
-    """Run `realrl ARGUMENTS` in one process for each device of a recipe's cluster, and exit as they do.
+    """Run `realrl ARGUMENTS` in one local process per device, and exit with their status.
 
-    Returns where there is one device, for this process to compute itself. Called before any launcher has started
-    this process. A plan that has to be searched is found first. UserError for a cluster that cannot be here.
+    Returns at once if the cluster has one device: this process then computes itself. It searches for the plan first
+    if the recipe says `plan: search`. Do not call it in a process that a launcher started. Raises UserError if this
+    machine cannot run the cluster.
     """
     from realrl.plan.presets import SEARCH
     from realrl.runtime.launcher.launch import Start, check_local, launch

@@ -16,7 +16,7 @@ def report(
     run_dirs: Annotated[list[str], typer.Argument(help="Directories of finished runs.")],
     out: Annotated[str, typer.Option(metavar="DIR", help="Directory for report.json and report.png.")],
 ) -> None:
-    """Sum up finished runs: a table and samples here, metrics in report.json, curves in report.png."""
+    """Summarize finished runs: a table and samples on the terminal, metrics in report.json, curves in report.png."""
     from importlib.util import find_spec
 
     from realrl.cli.reporting.runs import read_runs
@@ -26,7 +26,7 @@ def report(
     from realrl.config.paths import local_path
 
     if find_spec("matplotlib") is None:
-        raise UserError("the report's curves need matplotlib: pip install 'realrl[demo]'")
+        raise UserError("the curves of a report need matplotlib: pip install 'realrl[demo]'")
     from realrl.cli.reporting.picture import draw_picture
 
     runs = read_runs(run_dirs)
@@ -64,7 +64,7 @@ def _print_report(runs: "dict[str, FinishedRun]", metrics: "list[ReportedMetric]
 
 
 def _sample_table(before: "tuple[Sample, ...]", after: "tuple[Sample, ...]") -> Any:
-    """Make a table of completions of the same prompts, side by side."""
+    """Make a table with the first and the last completion of each prompt side by side."""
     from rich.table import Table
     from rich.text import Text
 
@@ -73,7 +73,7 @@ def _sample_table(before: "tuple[Sample, ...]", after: "tuple[Sample, ...]") -> 
         table.add_column(heading, ratio=1)
     pairs = [(old, new) for old, new in zip(before, after, strict=False) if old.prompt == new.prompt]
     for old, new in pairs[:_SHOWN_SAMPLES]:
-        # Text, not str: completions may hold brackets, which rich would take for markup.
+        # Text, not str: rich would read brackets in completions as markup.
         table.add_row(Text(old.prompt), _completion(old, Text), _completion(new, Text))
     return table
 

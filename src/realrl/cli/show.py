@@ -16,14 +16,17 @@ def show(
     recipe: Recipe,
     overrides: Overrides = None,
     plan: Annotated[
-        str | None, typer.Option("--plan", metavar="P", help="A preset or plan file instead of the recipe's.")
+        str | None,
+        typer.Option("--plan", metavar="P", help="A preset or a plan file in place of the recipe's plan."),
     ] = None,
-    programs: Annotated[bool, typer.Option("--programs", help="Print every rank's program too.")] = False,
+    programs: Annotated[
+        bool, typer.Option("--programs", help="Also print the program of every rank.")
+    ] = False,
 ) -> None:
     """Print a recipe with every default filled in, its dataflow graphs and its plan. Runs nothing.
 
-    Of the plan it draws which device does what in the course of a step, and tells the bytes that each reallocation
-    moves and what every device holds.
+    It draws the work of each device over a step, and lists the bytes of each reallocation and the memory of each
+    device. See docs/plans.md.
     """
     from realrl.plan.presets import SEARCH
     from realrl.recipe.load import dump_experiment, load_experiment

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Run a recipe, or go on with the run whose directory is given in its place.
+    """Train a recipe, or resume the run in a directory.
 
-    Starts local processes, or takes part as a rank when started by torchrun.
+    It starts one local process per device. Under torchrun, it is one of the ranks. See docs/runs.md.
     """
     from realrl.config.errors import UserError
     from realrl.config.paths import local_path
@@ -42,7 +42,7 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     recipe, overrides = resolve_recipe(recipe, overrides)
     experiment = load_experiment(recipe, overrides)
     if not experiment.spec.trains:
-        raise UserError(f"algorithm={experiment.algorithm} trains nothing; realrl eval runs it")
+        raise UserError(f"algorithm={experiment.algorithm} trains no model; run it with realrl eval")
     with _tidied(experiment) as run_dir:
         if not under_launcher():
             check_unused(experiment.run_dir)
@@ -80,7 +80,7 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 
 
 def _train_on_ray(experiment: "Experiment", arguments: list[str], run_dir: Callable[[], Path | None]) -> int:
-    """Train on the nodes of a Ray cluster; return the exit status. Ranks find a plan and check that it fits."""
+    """Train on the nodes of a Ray cluster, and return the exit status. The ranks search for the plan themselves."""
     from realrl.config.errors import UserError
     from realrl.plan.presets import SEARCH
     from realrl.runtime.launcher.launch import Start, launch_training
@@ -92,7 +92,7 @@ def _train_on_ray(experiment: "Experiment", arguments: list[str], run_dir: Calla
     cluster = written_cluster(experiment.cluster)
     if cluster is None:
         raise UserError(
-            "launch.by=ray: cluster=auto does not say how many nodes to take; set it, for example, to 2x8"
+            "launch.by=ray: cluster=auto does not say how many nodes to use; set it, for example, to 2x8"
         )
     earlier = find_earlier_run(experiment)
     if earlier is not None and earlier.finished:
@@ -109,10 +109,10 @@ def _train_on_ray(experiment: "Experiment", arguments: list[str], run_dir: Calla
 
 @contextmanager
 def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
-    """Clean up after a run in the block.
+    """Clean up after the run that the block trains.
 
-    An interruption learns what has been saved; nothing half written is left. Yields a function for the run's
-    directory, None as long as the run has not made it.
+    Afterwards, half-written files are gone, and the message of an interruption says which step was saved. Yields a
+    function that returns the run's directory, or None until the run has created it.
     """
     from realrl.checkpoint.saved import find_saved, remove_partial
     from realrl.program.trace_file import merge_rank_traces
@@ -141,15 +141,17 @@ def _tidied(experiment: "Experiment") -> Iterator[Callable[[], Path | None]]:
                 interrupted.saved = saved.describe(experiment.training.steps)
         if is_writer() and run_dir() is not None:
             remove_partial(directory.path)
-            # What is there of a run that failed says what led to it.
+            # A failed run keeps its traces: they show what led to the failure.
             with suppress(OSError):
                 merge_rank_traces(directory.path)
             _write_end(directory.path, interrupted or failure)
 
 
 def _write_end(run_dir: Path, failure: BaseException | None) -> None:
-    """Write how the run ended; in processes of the local launcher, it does, knowing the first cause and whether it
-    starts them again."""
+    """Write how the run ended.
+
+    Ranks of the local launcher write nothing: the launcher knows the first failure and whether it restarts them.
+    """
     from realrl.runtime.supervision.failures import describe_failure
     from realrl.runtime.supervision.orphans import SCRATCH_VARIABLE
     from realrl.runtime.supervision.run_end import write_end
@@ -166,9 +168,9 @@ def _write_end(run_dir: Path, failure: BaseException | None) -> None:
 
 
 def _shrink(recipe: str, overrides: list[str], experiment: "Experiment", devices: int) -> "Start | None":
-    """Find how a run goes on with at most so many devices of this machine; None where it cannot.
+    """Find how to restart the run on at most `devices` devices of this machine; None if it cannot.
 
-    The plan is that of the recipe where it is a preset or a search, and else a search.
+    A preset of the recipe stays. A plan file is for other devices, so a search replaces it.
     """
     from realrl.config.errors import UserError
     from realrl.plan.presets import PRESETS, SEARCH
@@ -184,11 +186,11 @@ def _shrink(recipe: str, overrides: list[str], experiment: "Experiment", devices
             changed = load_experiment(recipe, arguments)
             plan = _check(changed, find_cluster(changed))
         except UserError as error:
-            typer.echo(f"note: the run cannot go on with {size} devices: {error}", err=True)
+            typer.echo(f"note: the run cannot continue on {size} devices: {error}", err=True)
             continue
         if not named:
             typer.echo(
-                f"note: {experiment.plan} is for other devices; a plan is searched for {size}", err=True
+                f"note: {experiment.plan} is for other devices; a search found a plan for {size}", err=True
             )
         text = None if plan is None else plan.to_text(changed.graph)
         return Start(find_cluster(changed), ["train", recipe, *arguments], text)
@@ -196,11 +198,10 @@ def _shrink(recipe: str, overrides: list[str], experiment: "Experiment", devices
 
 
 def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
-    """Check what can be checked before any process starts, without reading data and models; else UserError.
+    """Check a recipe before any process starts, without reading data or weights. Raises UserError.
 
-    For several processes also that the plan fits, after searching for it where the recipe says so.
-
-    One process finds that out itself, since it may ask its GPU.
+    For several processes, it also searches for the plan if the recipe says so, checks that the plan fits, and
+    returns a plan that it searched for. A single process checks that later itself, because it may ask its GPU.
     """
     from realrl.huggingface.directory import check_directories
     from realrl.plan.presets import SEARCH
@@ -231,7 +232,7 @@ def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
         check_functions(experiment)
         plan = cached_plan(experiment, search_spec(experiment, cluster, here), partial(typer.echo, err=True))
         compiled = compile_recipe(experiment, cluster, plan)
-    # The processes then know these sizes, too, and presets may depend on them.
+    # Compile with these sizes, as the processes will: presets may depend on them.
     check_fit(experiment, with_sizes(experiment, compiled, plan), here)
     if here == "cpu":
         note_crowd(cluster)
