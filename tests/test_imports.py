@@ -207,7 +207,7 @@ def test_modules_that_promise_it_load_no_torch() -> None:
         for name, path in MODULES.items()
         if re.search("(?i)(no|without) torch\\b", ast.get_docstring(ast.parse(path.read_text())) or "")
     ]
-    assert "realrl.runtime.prepare.compile" in promise and "realrl.huggingface.directory" in promise
+    assert "realrl.runtime.prepare.job" in promise and "realrl.huggingface.directory" in promise
     assert loaded_by(promise) <= {"numpy"}
 
 

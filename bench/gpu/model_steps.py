@@ -10,7 +10,7 @@ from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
-from realrl.engine.training.trainer import Trainer
+from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import ModelShape
 from realrl.huggingface.initial_weights import initialise
 from realrl.planner.workload.flops import count_head_weights, count_layer_weights
@@ -70,7 +70,7 @@ def measure_training(device: Device, size: str, *, layers: int | None = None) ->
     batch = Batch(tuple(range(count)), {"tokens": rows, "loss_mask": masks}).to(device.place)
 
     def step() -> None:
-        trainer.train(batch, SFTTrain(), [list(range(count))], lr=1e-6, max_tokens=tokens)
+        trainer.train(batch, SFTTrain(), [list(range(count))], TrainOptions(max_tokens=tokens), lr=1e-6)
 
     seconds = device.seconds(step)
     achieved = count_training_operations(shape, tokens, length) / seconds

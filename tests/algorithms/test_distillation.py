@@ -20,7 +20,7 @@ from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
 from realrl.plan.cluster import Cluster
 from realrl.recipe.load import parse_experiment
-from realrl.runtime.prepare.compile import compile_recipe
+from realrl.runtime.prepare.job import make_job
 from realrl.testing.shrink import SHAPE
 
 KINDS = [("reverse_kl", 1.0), ("forward_kl", 0.0), ("jsd", 0.5), ("jsd", 0.1)]
@@ -191,6 +191,6 @@ def test_models_need_one_vocabulary_of_at_least_as_many_tokens(
         },
     }
     with pytest.raises(UserError, match=re.escape(problem)):
-        compile_recipe(parse_experiment({**recipe, "distillation": {"top_k": top_k}}), Cluster(1, 1))
+        make_job(parse_experiment({**recipe, "distillation": {"top_k": top_k}}), Cluster(1, 1))
     recipe["models"]["teacher"]["shape"] = SHAPE
-    compile_recipe(parse_experiment({**recipe, "distillation": {"top_k": 320}}), Cluster(1, 1))
+    make_job(parse_experiment({**recipe, "distillation": {"top_k": 320}}), Cluster(1, 1))

@@ -17,7 +17,7 @@ from realrl.algorithms.policy_gradient import PolicyGradientConfig
 from realrl.algorithms.policy_gradient_methods import PolicyGradientTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import make_unsharded_model
-from realrl.engine.training.trainer import Trainer
+from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import ModelShape
 from realrl.recipe.model import OptimizerConfig
 from realrl.recipe.registry import find_algorithm
@@ -184,7 +184,9 @@ def train_once(method: PolicyGradientTrain, batch: Batch, tokens: int) -> dict[s
     (parameters,) = (held.buffer.data for held in model.sets.values())
     parameters.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
     trainer = Trainer(model, OptimizerConfig())
-    return trainer.train(batch, method, [list(range(len(batch)))], lr=1e-3, max_tokens=tokens).result()
+    return trainer.train(
+        batch, method, [list(range(len(batch)))], TrainOptions(max_tokens=tokens), lr=1e-3
+    ).result()
 
 
 def groups(values: list[float], samples: int) -> list[list[float]]:

@@ -21,7 +21,7 @@ from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.parallel_groups import select_groups
-from realrl.engine.training.trainer import Trainer
+from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import Head, ModelShape
 from realrl.huggingface.initial_weights import initialise
 from realrl.layout import limits
@@ -204,10 +204,12 @@ def learn(model: Model, everything: Batch) -> dict[str, torch.Tensor]:
             local,
             train,
             positions,
+            TrainOptions(
+                max_tokens=budget,
+                recompute=strategy.recompute,
+                candidates=None if step == 0 or head == "scalar" else Candidates(CANDIDATES, "teacher_ids"),
+            ),
             lr=OPTIMIZER.lr,
-            max_tokens=budget,
-            recompute=strategy.recompute,
-            candidates=None if step == 0 or head == "scalar" else Candidates(CANDIDATES, "teacher_ids"),
         ).result()
         for name, value in metrics.items():
             results[f"{step}/{name}"] = torch.tensor(value)

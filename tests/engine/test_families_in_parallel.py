@@ -17,7 +17,7 @@ from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model
 from realrl.engine.parallel_groups import select_groups
-from realrl.engine.training.trainer import Trainer
+from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import ModelShape
 from realrl.layout.layout import build_layout
 from realrl.model.packing import Packing
@@ -151,7 +151,9 @@ def check(model: Model, weights: Figures, expected: Figures, where: str) -> None
         return step(lr, summed=summed, **options)
 
     trainer.optimizer.step = noted  # type: ignore[method-assign]
-    metrics = trainer.train(batch, SFTTrain(), [list(range(len(LENGTHS)))], lr=LR, max_tokens=budget).result()
+    metrics = trainer.train(
+        batch, SFTTrain(), [list(range(len(LENGTHS)))], TrainOptions(max_tokens=budget), lr=LR
+    ).result()
     compare("norm", torch.tensor(metrics["grad_norm"]), expected["norm"], where)
     for name, region in regions.items():
         for what, values in (("gradient of", gradients[name]), ("updated", model.parameters[name])):

@@ -19,7 +19,7 @@ from realrl.data.balance import assign
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model
 from realrl.engine.parallel_groups import select_groups
-from realrl.engine.training.trainer import Trainer
+from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.adapters import ADAPTERS, LowRank
 from realrl.families.registry import model_tensors
 from realrl.families.shape import ModelShape
@@ -192,9 +192,12 @@ def learn(case: str, placement: Placement, process: Process, groups: object) -> 
     local, norms = everything.select(sorted(items)), []
     for _ in range(STEPS):
         metrics = trainer.train(
-            local, SFTTrain(), [list(range(len(items)))], lr=OPTIMIZER.lr, max_tokens=strategy.micro_batch_tokens,
-            recompute=strategy.recompute,
-        ).result()  # fmt: skip
+            local,
+            SFTTrain(),
+            [list(range(len(items)))],
+            TrainOptions(max_tokens=strategy.micro_batch_tokens, recompute=strategy.recompute),
+            lr=OPTIMIZER.lr,
+        ).result()
         norms.append(metrics["grad_norm"])
     memory = Memory({"actor": StoredModel(shape, "lm", "float32", True, part)}, {"actor": placement}, (), {})
     return {

@@ -11,7 +11,7 @@ from realrl.algorithms.sft_methods import SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.data.dataset import Dataset
 from realrl.engine.model import Model, make_unsharded_model
-from realrl.engine.training.trainer import Trainer
+from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import Head
 from realrl.huggingface import model_files
 from realrl.recipe.data import DataConfig
@@ -72,7 +72,9 @@ def test_the_loss_of_a_conversation_is_that_of_transformers_on_its_answers(
     norm = torch.stack([p.grad.norm() for p in reference.parameters() if p.grad is not None]).norm()
 
     trainer = Trainer(opened(world.actor, "lm"), OPTIMIZER)
-    metrics = trainer.train(data.batch([0]), SFTTrain(), [[0]], lr=0.0, max_tokens=1024).result()
+    metrics = trainer.train(
+        data.batch([0]), SFTTrain(), [[0]], TrainOptions(max_tokens=1024), lr=0.0
+    ).result()
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
@@ -89,7 +91,9 @@ def pair_batch(pairs: list[int], rows: list[int]) -> Batch:
 def learn_pairs(world: World, batch: Batch, budget: int) -> tuple[dict[str, float], torch.Tensor]:
     model = opened(world.reward, "scalar")
     everything = [list(range(len(batch)))]
-    metrics = Trainer(model, OPTIMIZER).train(batch, RewardTrain(), everything, lr=1e-2, max_tokens=budget)
+    metrics = Trainer(model, OPTIMIZER).train(
+        batch, RewardTrain(), everything, TrainOptions(max_tokens=budget), lr=1e-2
+    )
     return metrics.result(), model.sets["base"].buffer.data
 
 

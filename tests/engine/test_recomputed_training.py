@@ -9,7 +9,7 @@ from realrl.algorithms.reward_model_methods import RewardTrain
 from realrl.algorithms.sft_methods import SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model, make_unsharded_model
-from realrl.engine.training.trainer import Trainer
+from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import Head, ModelShape
 from realrl.huggingface.initial_weights import initialise
 from realrl.layout import limits
@@ -65,7 +65,11 @@ def test_recomputation_gives_the_same_metrics_and_updates_bit_for_bit(
         trainer = Trainer(model, OptimizerConfig(lr=1e-2))
         metrics = [
             trainer.train(
-                batch, method, [[0, 1, 2], [3, 4, 5]], lr=1e-2, max_tokens=40, recompute=recompute
+                batch,
+                method,
+                [[0, 1, 2], [3, 4, 5]],
+                TrainOptions(max_tokens=40, recompute=recompute),
+                lr=1e-2,
             ).result()
             for _ in range(2)
         ]
@@ -79,7 +83,11 @@ def test_every_pass_of_a_micro_batch_is_a_turn() -> None:
     batch, method = WORK["lm"]
     passes: list[int] = []
     Trainer(make("lm", torch.float32), OptimizerConfig()).train(
-        batch, method, [[0, 1, 2], [3, 4, 5]], lr=0.0, max_tokens=30, after_pass=lambda: passes.append(1)
+        batch,
+        method,
+        [[0, 1, 2], [3, 4, 5]],
+        TrainOptions(max_tokens=30, after_pass=lambda: passes.append(1)),
+        lr=0.0,
     )
     assert len(passes) == 2 * (1 + 2)  # the first three sequences are one micro-batch
 

@@ -17,7 +17,7 @@ from realrl.data.balance import assign
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.parallel_groups import select_groups
-from realrl.engine.training.trainer import Trainer
+from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.registry import model_tensors
 from realrl.families.shape import Head, Mixture, ModelShape
 from realrl.huggingface.initial_weights import initialise
@@ -69,7 +69,7 @@ def gradients_of(
         return 1.0
 
     trainer.optimizer.step = note  # type: ignore[method-assign]
-    metrics = trainer.train(batch, method, [[*ITEMS]], lr=0.0, max_tokens=50).result()
+    metrics = trainer.train(batch, method, [[*ITEMS]], TrainOptions(max_tokens=50), lr=0.0).result()
     return found, metrics
 
 
@@ -188,11 +188,14 @@ def learn(part: TrainablePart, placement: Placement, process: Process, groups: o
     items = sorted(i for positions in mine for i in positions)
     metrics = [
         trainer.train(
-            batch.select(items), method, [[items.index(i) for i in positions] for positions in mine],
-            lr=OPTIMIZER.lr, max_tokens=strategy.micro_batch_tokens, recompute=strategy.recompute,
+            batch.select(items),
+            method,
+            [[items.index(i) for i in positions] for positions in mine],
+            TrainOptions(max_tokens=strategy.micro_batch_tokens, recompute=strategy.recompute),
+            lr=OPTIMIZER.lr,
         ).result()
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     values = {
         name: (region.slices, model.parameters[name][: region.size[0]].clone())
         for name, region in regions.items()

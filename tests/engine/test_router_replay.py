@@ -20,7 +20,7 @@ from realrl.engine.generation.scheduler import Scheduler
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.parallel_groups import select_groups
 from realrl.engine.replay import SampledItems
-from realrl.engine.training.trainer import Trainer
+from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import Mixture, ModelShape
 from realrl.layout.layout import build_layout
 from realrl.model.packing import Packing
@@ -202,9 +202,8 @@ def check_replay(model: Model, expected: Figures, where: str) -> None:
         batch,
         SFTTrain(),
         [list(range(len(batch)))],
+        TrainOptions(max_tokens=limit, recompute=strategy.recompute),
         lr=0.01,
-        max_tokens=limit,
-        recompute=strategy.recompute,
         replays=REPLAYS,
     ).result()
     assert metrics["grad_norm"] == pytest.approx(float(expected["norm"]), rel=1e-4), where
@@ -346,6 +345,8 @@ def test_the_balance_of_experts_is_that_of_replayed_ones() -> None:
     batch = make_batch(model.shape).with_fields(experts=Ragged(same, rows.lengths))
     trainer = Trainer(model, OptimizerConfig(), router_loss=0.1)
     items = [list(range(len(batch)))]
-    metrics = trainer.train(batch, SFTTrain(), items, lr=0.0, max_tokens=30, replays=REPLAYS).result()
+    metrics = trainer.train(
+        batch, SFTTrain(), items, TrainOptions(max_tokens=30), lr=0.0, replays=REPLAYS
+    ).result()
     assert metrics["router_idle"] == pytest.approx(1 - mixture.per_token / mixture.experts)
     assert metrics["router_busiest"] == pytest.approx(mixture.experts / mixture.per_token)

@@ -11,7 +11,7 @@ from realrl.dataflow.call import Call, Kind
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
-from realrl.engine.training.trainer import Trainer
+from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import Head, ModelShape
 from realrl.huggingface.initial_weights import initialise
 from realrl.plan.placement import Mesh, Placement, Strategy
@@ -51,10 +51,8 @@ def train(model: Model, recompute: bool = False) -> tuple[list[dict[str, float]]
             batch,
             method,
             [[0, 1], [2, 3]],
+            TrainOptions(max_tokens=150, recompute=recompute, candidates=candidates),
             lr=1e-2,
-            max_tokens=150,
-            recompute=recompute,
-            candidates=candidates,
         ).result()
         for method, candidates in list_methods(model.head)
     ]
@@ -150,7 +148,7 @@ def test_offloaded_training_goes_on_as_if_it_had_stayed(device: str) -> None:
         model = make(shape, "lm", torch.float32, place)
         trainer, parameters = Trainer(model, OptimizerConfig()), model.sets["base"].memory
         for _ in range(3):
-            trainer.train(batch, method, [[0, 1, 2, 3]], lr=1e-2, max_tokens=1000)
+            trainer.train(batch, method, [[0, 1, 2, 3]], TrainOptions(max_tokens=1000), lr=1e-2)
             if offload:
                 for memory in (parameters, trainer.memory):
                     memory.offload()

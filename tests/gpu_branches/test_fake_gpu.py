@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 
 from realrl.engine.model import make_unsharded_model
-from realrl.engine.training.trainer import Trainer
+from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import Head
 from realrl.recipe.model import OptimizerConfig
 from tests.forked import run_forked
@@ -23,9 +23,12 @@ def train(name: str, head: Head, dtype: torch.dtype, *, max_tokens: int, recompu
         gpu.reads.clear()
         for method, candidates in list_methods(head):
             trainer.train(
-                make_batch(head, model.shape, LONG), method, [[0, 1, 2, 3]], lr=1e-3,
-                max_tokens=max_tokens, recompute=recompute, candidates=candidates,
-            )  # fmt: skip
+                make_batch(head, model.shape, LONG),
+                method,
+                [[0, 1, 2, 3]],
+                TrainOptions(max_tokens=max_tokens, recompute=recompute, candidates=candidates),
+                lr=1e-3,
+            )
     return gpu.reads
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from realrl.engine.model import Model, make_unsharded_model
-from realrl.engine.training.trainer import Trainer
+from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import Head
 from realrl.huggingface.initial_weights import initialise
 from realrl.layout import limits
@@ -35,9 +35,14 @@ def train(model: Model, *, recompute: bool) -> tuple[list[dict[str, float]], dic
 
     for method, candidates in list_methods(model.head):
         metrics = trainer.train(
-            make_batch(model.head, model.shape, SHORT), method, [[0, 1, 2, 3]], lr=1e-2, max_tokens=26,
-            recompute=recompute, before_update=keep_gradients, candidates=candidates,
-        )  # fmt: skip
+            make_batch(model.head, model.shape, SHORT),
+            method,
+            [[0, 1, 2, 3]],
+            TrainOptions(
+                max_tokens=26, recompute=recompute, before_update=keep_gradients, candidates=candidates
+            ),
+            lr=1e-2,
+        )
         found.append(metrics.result())
     return found, gradients
 

@@ -11,7 +11,7 @@ from realrl.dataflow.call import Kind
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.model import Model
-from realrl.engine.training.trainer import Trainer
+from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import ModelShape
 from realrl.huggingface.initial_weights import initialise
 from realrl.layout.layout import build_layout
@@ -69,9 +69,8 @@ def run_call(kind: Kind, model: Model) -> None:
             local,
             SFTTrain(),
             [[items.index(i) for i in part] for part in mine],
+            TrainOptions(max_tokens=strategy.micro_batch_tokens, recompute=strategy.recompute),
             lr=0.01,
-            max_tokens=strategy.micro_batch_tokens,
-            recompute=strategy.recompute,
         )
     elif kind is Kind.INFERENCE:
         model.infer(local, SFTInference(), strategy.micro_batch_tokens)

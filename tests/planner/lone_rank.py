@@ -24,7 +24,7 @@ from realrl.engine.model import Model
 from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.pipeline import Pipeline
 from realrl.engine.training.optimizer import ShardedAdamW
-from realrl.engine.training.trainer import Trainer
+from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.huggingface.initial_weights import initialise
 from realrl.layout.layout import build_layout
 from realrl.model import group as collectives
@@ -183,10 +183,12 @@ class LoneRank:
                 sequences.batch,
                 sequences.train,
                 [list(range(len(sequences.batch)))],
+                TrainOptions(
+                    max_tokens=strategy.micro_batch_tokens,
+                    recompute=strategy.recompute,
+                    candidates=sequences.candidates,
+                ),
                 lr=0.0,
-                max_tokens=strategy.micro_batch_tokens,
-                recompute=strategy.recompute,
-                candidates=sequences.candidates,
             )
 
     def infer(self, sequences: Sequences) -> None:

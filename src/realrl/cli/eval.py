@@ -49,7 +49,7 @@ def eval(
         check_directory(name, directory)
         _check_evaluation(experiment)
         where = [] if out is None else ["--out", out]
-        launch_ranks(experiment, ["eval", recipe, *overrides, *where])
+        launch_ranks(experiment, ["eval", *where])
     from realrl.runtime.evaluation.run import evaluate_recipe, write_evaluation
 
     report = evaluate_recipe(experiment, lambda text: typer.echo(f"note: {text}", err=True))
@@ -87,11 +87,11 @@ def _check_evaluation(experiment: "Experiment") -> None:
     """Check a recipe before any process starts, without reading data or weights. Raises UserError."""
     from realrl.huggingface.directory import check_directories
     from realrl.plan.presets import SEARCH
-    from realrl.runtime.prepare.compile import compile_evaluation, make_written_plan
+    from realrl.runtime.prepare.job import make_evaluation_job
 
     check_directories(experiment)
     if experiment.plan != SEARCH:
-        compile_evaluation(experiment, make_written_plan(experiment, find_cluster(experiment)))
+        make_evaluation_job(experiment, find_cluster(experiment))
 
 
 def _print_metrics(report: "EvaluationReport") -> None:

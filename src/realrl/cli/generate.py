@@ -151,7 +151,7 @@ def generate(
                 raise UserError(
                     f"--out {out}: this file exists already; choose another one or give --overwrite"
                 )
-        launch_ranks(recipe, context.obj)
+        launch_ranks(recipe, context.obj, recipe=False)
     rows = generate_answers(job, recipe, best=best, say=lambda text: typer.echo(f"note: {text}", err=True))
     if out is not None:
         _write(local_path(out), rows)
@@ -176,8 +176,8 @@ def _find_model(given: str) -> str:
     final = checkpoint_path(run_dir, None)
     if not final.is_dir():
         raise UserError(
-            f"{given} is a run without a final model; `realrl export {given} --out DIR` writes the models of its last"
-            " checkpoint"
+            f"{given} is a run without a final model; `realrl export {given} --out DIR` writes the models of its"
+            " last checkpoint"
         )
     return str(final)
 

@@ -35,8 +35,8 @@ ClusterOption = Annotated[
     str | None,
     typer.Option(
         metavar="C",
-        help="Devices as KIND:NODESxDEVICES, such as a100-80g:16x8, or a YAML file; see docs/planning.md. Default: the"
-        " recipe's cluster, on the CPUs of this machine if it names no kind.",
+        help="Devices as KIND:NODESxDEVICES, such as a100-80g:16x8, or a YAML file; see docs/planning.md. Default:"
+        " the recipe's cluster, on the CPUs of this machine if it names no kind.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]

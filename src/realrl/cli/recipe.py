@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -78,42 +79,22 @@ def find_training_cluster(experiment: "Experiment") -> "Cluster":
     return choice.chosen.cluster
 
 
-def note_crowd(cluster: "Cluster") -> None:
-    """Print a note if there are more processes than cores. Raises UserError if the host memory is too small."""
-    from realrl.runtime.prepare.host import describe_crowd
-
-    crowd = describe_crowd(cluster.size)
-    if crowd is not None:
-        typer.echo(f"note: {crowd}", err=True)
-
-
-def launch_ranks(experiment: "Experiment", arguments: Sequence[str]) -> None:
+def launch_ranks(experiment: "Experiment", arguments: Sequence[str], *, recipe: bool = True) -> None:
     """Run `realrl ARGUMENTS` in one local process per device, and exit with their status.
 
-    Returns at once if the cluster has one device: this process then computes itself. It searches for the plan first
-    if the recipe says `plan: search`. Do not call it in a process that a launcher started. Raises UserError if this
-    machine cannot run the cluster.
+    `recipe`: whether the processes read the recipe, as the command's first argument. Returns at once if the cluster
+    has one device: this process then computes itself. Do not call it in a process that a launcher started. Raises
+    UserError if this machine cannot run the cluster.
     """
-    from realrl.plan.presets import SEARCH
-    from realrl.runtime.launcher.launch import Start, check_local, launch
+    from realrl.runtime.launcher.checks import check_start, note_crowd
+    from realrl.runtime.launcher.launch import Start, launch
     from realrl.runtime.launcher.local import LocalRanks
-    from realrl.runtime.prepare.devices import check_kind, search_spec
-    from realrl.runtime.prepare.fit.plan_cache import cached_plan
-    from realrl.runtime.prepare.functions import check_functions
-    from realrl.runtime.prepare.gpu import ask_machine, try_kernels
 
     cluster = find_cluster(experiment)
     if cluster.size == 1:
         return
-    check_local(cluster)
-    here = ask_machine(experiment.device)
-    check_kind(experiment, cluster, here)
-    try_kernels(experiment.kernels)
-    if here == "cpu":
-        note_crowd(cluster)
-    plan = None
-    if experiment.plan == SEARCH:
-        check_functions(experiment)
-        found = cached_plan(experiment, search_spec(experiment, cluster, here), partial(typer.echo, err=True))
-        plan = found.to_text(experiment.graph)
-    raise typer.Exit(launch(Start(cluster, arguments, plan), experiment.launch, LocalRanks))
+    say = partial(typer.echo, err=True)
+    here, plan = check_start(experiment, cluster, say)
+    note_crowd(cluster, here, say)
+    start = Start.of(arguments, experiment, cluster, plan)
+    raise typer.Exit(launch(start if recipe else replace(start, recipe=None), experiment.launch, LocalRanks))

@@ -16,7 +16,7 @@ def report(
     run_dirs: Annotated[list[str], typer.Argument(help="Directories of finished runs.")],
     out: Annotated[str, typer.Option(metavar="DIR", help="Directory for report.json and report.png.")],
 ) -> None:
-    """Summarize finished runs: a table and samples on the terminal, metrics in report.json, curves in report.png."""
+    """Summarize finished runs: a table and samples here, metrics in report.json, curves in report.png."""
     from importlib.util import find_spec
 
     from realrl.cli.reporting.runs import read_runs

@@ -8,8 +8,7 @@ import typer
 from realrl.cli.recipe import Overrides, Recipe, find_training_cluster, resolve_recipe
 
 if TYPE_CHECKING:
-    from realrl.recipe.experiment import Experiment
-    from realrl.runtime.prepare.compile import Compiled
+    from realrl.runtime.prepare.job import Job
 
 
 def show(
@@ -30,11 +29,11 @@ def show(
     """
     from realrl.plan.presets import SEARCH
     from realrl.recipe.load import dump_experiment, load_experiment
-    from realrl.runtime.prepare.compile import compile_recipe
     from realrl.runtime.prepare.devices import search_spec
     from realrl.runtime.prepare.fit.check import check_fit
     from realrl.runtime.prepare.fit.plan_cache import cached_plan
     from realrl.runtime.prepare.gpu import ask_machine
+    from realrl.runtime.prepare.job import make_job
 
     recipe, overrides = resolve_recipe(recipe, overrides)
     experiment = load_experiment(recipe, overrides)
@@ -45,40 +44,39 @@ def show(
     if experiment.plan == SEARCH:
         spec = search_spec(experiment, cluster, ask_machine(experiment.device))
         found = cached_plan(experiment, spec, partial(typer.echo, err=True))
-    compiled = compile_recipe(experiment, cluster, found)
+    job = make_job(experiment, cluster, found)
     if experiment.device_memory is not None:
-        check_fit(experiment, compiled)
+        check_fit(job)
     _section("Recipe", dump_experiment(experiment))
-    for phase in compiled.phases:
-        _show_phase(experiment, compiled, phase)
+    for phase in job.phases:
+        _show_phase(job, phase)
     if programs:
         from realrl.program.text import format_program
 
-        for name, ranks in compiled.programs.items():
+        for name, ranks in job.programs.items():
             _section(f"Programs: {name}", "\n".join(map(format_program, ranks)))
 
 
-def _show_phase(experiment: "Experiment", compiled: "Compiled", name: str) -> None:
+def _show_phase(job: "Job", name: str) -> None:
     from realrl.cli.planning import drawing
     from realrl.dataflow.graph import format_graph
     from realrl.runtime.prepare.devices import memory_spec, spec_of
     from realrl.runtime.prepare.fit.check import compute_device_memory
     from realrl.runtime.prepare.trained_parts import list_trained_parts
 
-    phase = compiled.phases[name]
+    phase = job.phases[name]
     title = _TITLES[name]
     cluster = phase.plan.cluster
-    trained = [role for role in compiled.train.graph.roles if compiled.train.graph.trained(role)]
-    _section(f"{title}: dataflow graph", format_graph(phase.graph, trained))
-    texts = [drawing.explain_plan(experiment.plan)] if name == "train" else []
-    texts += [drawing.format_plan(phase.plan, phase.graph), drawing.draw_phase(phase, compiled)]
-    texts.append(drawing.format_reallocations(phase.programs, compiled.memory, cluster))
-    devices = compute_device_memory(experiment, compiled, memory_spec(experiment, cluster))[name]
-    limited = experiment.device_memory is not None or spec_of(experiment, cluster) is not None
+    _section(f"{title}: dataflow graph", format_graph(phase.graph, job.trained))
+    texts = [drawing.explain_plan(job.experiment.plan)] if name == "train" else []
+    texts += [drawing.format_plan(phase.plan, phase.graph), drawing.draw_phase(phase, job)]
+    texts.append(drawing.format_reallocations(phase.programs, job.memory, cluster))
+    devices = compute_device_memory(job, memory_spec(job.experiment, cluster))[name]
+    limited = job.experiment.device_memory is not None or spec_of(job.experiment, cluster) is not None
     texts.append(drawing.format_memory(devices, limited=limited))
     if name == "train":
-        texts += [f"{line}\n" for line in list_trained_parts(compiled.memory.stored)]
-        texts.append(drawing.describe_unknown_sizes(compiled))
+        texts += [f"{line}\n" for line in list_trained_parts(job.models.stored)]
+        texts.append(drawing.describe_unknown_sizes(job))
     _section(f"{title}: plan on cluster {cluster}", "\n".join(filter(None, texts)))
 
 

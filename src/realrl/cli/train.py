@@ -14,14 +14,11 @@ from realrl.cli.recipe import (
     Recipe,
     find_cluster,
     find_training_cluster,
-    note_crowd,
     resolve_recipe,
 )
 from realrl.runtime.processes.signals import Interrupted, find_interruption, handles_signals
 
 if TYPE_CHECKING:
-    from realrl.plan.cluster import Cluster
-    from realrl.plan.plan import Plan
     from realrl.recipe.experiment import Experiment
     from realrl.runtime.launcher.launch import Start
 
@@ -32,10 +29,11 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     It starts one local process per device. Under torchrun, it is one of the ranks. See docs/runs.md.
     """
     from realrl.config.errors import UserError
-    from realrl.config.paths import local_path
     from realrl.recipe.load import load_experiment
+    from realrl.runtime.launcher.checks import check_training
     from realrl.runtime.output.earlier import describe_finished, find_earlier_run
     from realrl.runtime.output.lock import check_unused
+    from realrl.runtime.output.trackers import check_trackers
     from realrl.runtime.processes.environment import is_debugged, set_library_defaults, under_launcher
 
     set_library_defaults()
@@ -46,29 +44,29 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     with _tidied(experiment) as run_dir:
         if not under_launcher():
             check_unused(experiment.run_dir)
+            check_trackers(experiment)
             if experiment.launch.by == "ray":
-                raise typer.Exit(_train_on_ray(experiment, ["train", recipe, *overrides], run_dir))
+                raise typer.Exit(_train_on_ray(experiment, run_dir))
             earlier = find_earlier_run(experiment)
             if earlier is not None and earlier.finished:
                 typer.echo(describe_finished(experiment.run_dir), err=True)
                 return
             cluster = find_training_cluster(experiment)
-            plan = _check(experiment, cluster)
+            plan = check_training(experiment, cluster, _say)
             # One process gets a launcher, too, which restarts it and says why it died. But a debugger follows only
-            # this process; a notebook or a test calls this function; and a recipe cannot be read from a pipe twice.
-            alone = is_debugged() or not handles_signals() or not local_path(recipe).is_file()
+            # this process, and a notebook or a test calls this function.
+            alone = is_debugged() or not handles_signals()
             if cluster.size > 1 or not alone:
                 from realrl.runtime.launcher.launch import Start, launch_training
                 from realrl.runtime.launcher.local import LocalRanks
                 from realrl.runtime.prepare.gpu import count_visible_gpus
 
-                text = None if plan is None else plan.to_text(experiment.graph)
                 status = launch_training(
-                    Start(cluster, ["train", recipe, *overrides], text),
+                    Start.of(["train"], experiment, cluster, plan),
                     experiment.launch,
                     LocalRanks,
                     run_dir,
-                    partial(_shrink, recipe, overrides, experiment),
+                    partial(_shrink, experiment),
                     partial(count_visible_gpus, experiment.device),
                 )
                 raise typer.Exit(status)
@@ -79,7 +77,7 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
             run(experiment, progress)
 
 
-def _train_on_ray(experiment: "Experiment", arguments: list[str], run_dir: Callable[[], Path | None]) -> int:
+def _train_on_ray(experiment: "Experiment", run_dir: Callable[[], Path | None]) -> int:
     """Train on the nodes of a Ray cluster, and return the exit status. The ranks search for the plan themselves."""
     from realrl.config.errors import UserError
     from realrl.plan.presets import SEARCH
@@ -87,7 +85,7 @@ def _train_on_ray(experiment: "Experiment", arguments: list[str], run_dir: Calla
     from realrl.runtime.launcher.on_ray import connect_to_ray
     from realrl.runtime.output.earlier import describe_finished, find_earlier_run
     from realrl.runtime.prepare.cluster import named_cluster, written_cluster
-    from realrl.runtime.prepare.compile import compile_recipe
+    from realrl.runtime.prepare.job import make_job
 
     cluster = written_cluster(experiment.cluster)
     if cluster is None:
@@ -99,12 +97,12 @@ def _train_on_ray(experiment: "Experiment", arguments: list[str], run_dir: Calla
         typer.echo(describe_finished(experiment.run_dir), err=True)
         return 0
     if experiment.plan != SEARCH:
-        compile_recipe(experiment, cluster)
+        make_job(experiment, cluster)
     named = named_cluster(experiment.cluster)
     cpus = named is not None and all(group.device.cpu for group in named.groups)
     gpus = {"cpu": False, "cuda": True, "auto": None}[experiment.device] if not cpus else False
     start_ranks = connect_to_ray(cluster, gpus=gpus, settings=experiment.launch)
-    return launch_training(Start(cluster, arguments), experiment.launch, start_ranks, run_dir)
+    return launch_training(Start.of(["train"], experiment, cluster), experiment.launch, start_ranks, run_dir)
 
 
 @contextmanager
@@ -167,73 +165,31 @@ def _write_end(run_dir: Path, failure: BaseException | None) -> None:
         write_end(run_dir, described.status, described.message)
 
 
-def _shrink(recipe: str, overrides: list[str], experiment: "Experiment", devices: int) -> "Start | None":
+def _shrink(experiment: "Experiment", devices: int) -> "Start | None":
     """Find how to restart the run on at most `devices` devices of this machine; None if it cannot.
 
     A preset of the recipe stays. A plan file is for other devices, so a search replaces it.
     """
     from realrl.config.errors import UserError
     from realrl.plan.presets import PRESETS, SEARCH
-    from realrl.recipe.load import load_experiment
+    from realrl.runtime.launcher.checks import check_training
     from realrl.runtime.launcher.launch import Start
 
     kind = experiment.cluster.rpartition(":")[0]
-    named = experiment.plan in (*PRESETS, SEARCH)
+    plan = experiment.plan if experiment.plan in (*PRESETS, SEARCH) else SEARCH
     for size in range(devices, experiment.launch.min_devices - 1, -1):
-        changes = [f"cluster={kind and kind + ':'}1x{size}", *([] if named else [f"plan={SEARCH}"])]
-        arguments = [*overrides, *changes]
+        changed = experiment.model_copy(update={"cluster": f"{kind and kind + ':'}1x{size}", "plan": plan})
         try:
-            changed = load_experiment(recipe, arguments)
-            plan = _check(changed, find_cluster(changed))
+            cluster = find_cluster(changed)
+            found = check_training(changed, cluster, _say)
         except UserError as error:
-            typer.echo(f"note: the run cannot continue on {size} devices: {error}", err=True)
+            _say(f"note: the run cannot continue on {size} devices: {error}")
             continue
-        if not named:
-            typer.echo(
-                f"note: {experiment.plan} is for other devices; a search found a plan for {size}", err=True
-            )
-        text = None if plan is None else plan.to_text(changed.graph)
-        return Start(find_cluster(changed), ["train", recipe, *arguments], text)
+        if plan != experiment.plan:
+            _say(f"note: {experiment.plan} is for other devices; a search found a plan for {size}")
+        return Start.of(["train"], changed, cluster, found)
     return None
 
 
-def _check(experiment: "Experiment", cluster: "Cluster") -> "Plan | None":
-    """Check a recipe before any process starts, without reading data or weights. Raises UserError.
-
-    For several processes, it also searches for the plan if the recipe says so, checks that the plan fits, and
-    returns a plan that it searched for. A single process checks that later itself, because it may ask its GPU.
-    """
-    from realrl.huggingface.directory import check_directories
-    from realrl.plan.presets import SEARCH
-    from realrl.planner.profile.profile import Profile
-    from realrl.runtime.launcher.launch import check_local
-    from realrl.runtime.output.trackers import check_trackers
-    from realrl.runtime.prepare.compile import compile_recipe, with_sizes
-    from realrl.runtime.prepare.devices import check_kind, search_spec
-    from realrl.runtime.prepare.fit.check import check_fit
-    from realrl.runtime.prepare.fit.plan_cache import cached_plan
-    from realrl.runtime.prepare.functions import check_functions
-    from realrl.runtime.prepare.gpu import ask_machine, try_kernels
-
-    check_trackers(experiment)
-    searches = experiment.plan == SEARCH
-    compiled = None if searches else compile_recipe(experiment, cluster)
-    check_directories(experiment)
-    if experiment.profile is not None:
-        Profile.load(experiment.profile)
-    if cluster.size == 1:
-        return None
-    check_local(cluster)
-    here = ask_machine(experiment.device)
-    plan = None
-    check_kind(experiment, cluster, here)
-    try_kernels(experiment.kernels)
-    if compiled is None:
-        check_functions(experiment)
-        plan = cached_plan(experiment, search_spec(experiment, cluster, here), partial(typer.echo, err=True))
-        compiled = compile_recipe(experiment, cluster, plan)
-    # Compile with these sizes, as the processes will: presets may depend on them.
-    check_fit(experiment, with_sizes(experiment, compiled, plan), here)
-    if here == "cpu":
-        note_crowd(cluster)
-    return plan
+def _say(text: str) -> None:
+    typer.echo(text, err=True)

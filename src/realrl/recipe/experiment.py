@@ -143,6 +143,14 @@ class Experiment(Settings):
 
         return build_eval_graph(self)
 
+    @property
+    def longest(self) -> tuple[int, str]:
+        """Length of the longest possible sequence in tokens, and the settings that determine it."""
+        if self.spec.generation is None:
+            return self.data.max_tokens, "data.max_tokens"
+        longest = self.data.max_prompt_tokens + self.spec.generation(self).max_new_tokens
+        return longest, "data.max_prompt_tokens + generation.max_new_tokens"
+
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Copy the recipe with other values of some fields, without what was derived from the old ones."""
         copied = super().model_copy(update=update, deep=deep)

@@ -128,12 +128,12 @@ def _class_inside(cls: type[Settings] | None, key: str) -> type[Settings] | None
     return section_class(field)
 
 
-def dump_experiment(experiment: Experiment) -> str:
+def dump_experiment(experiment: Experiment, *, secrets: bool = False) -> str:
     """Write YAML with every field of an experiment, defaults included; it loads back to an equal object.
 
-    Secrets are replaced; the YAML then loads only after they are given again.
+    Without `secrets`, secrets are replaced; the YAML then loads only after they are given again.
     """
-    return dump_yaml(dump_settings(experiment))
+    return dump_yaml(experiment.model_dump(mode="json") if secrets else dump_settings(experiment))
 
 
 def dump_settings(experiment: Experiment) -> dict[str, Any]:

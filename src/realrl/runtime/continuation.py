@@ -26,7 +26,7 @@ from realrl.runtime.checkpointer import Checkpointer
 from realrl.runtime.evaluation.training import BestEvaluation
 from realrl.runtime.output.notes import StepNotes
 from realrl.runtime.output.rundir import RunDirectory
-from realrl.runtime.prepare.compile import Phase
+from realrl.runtime.prepare.job import Phase
 from realrl.runtime.processes.environment import restart_count
 from realrl.runtime.processes.process import Process
 from realrl.runtime.processes.signals import stop_requested

@@ -15,13 +15,12 @@ from realrl.planner.profile.profile import Profile, read_versions
 from realrl.planner.report.calibrate import describe_times
 from realrl.planner.report.comparison import Comparison
 from realrl.program.lower import WRITER
-from realrl.recipe.experiment import Experiment
 from realrl.runtime.measure.compare import Prediction, RunInfo, compare, predict
 from realrl.runtime.measure.performance import Performance
 from realrl.runtime.measure.step_timer import StepTimer, StepTimes, measure_clock_offsets
 from realrl.runtime.measure.timing_log import TimingLog
-from realrl.runtime.prepare.compile import Compiled, stored_models
 from realrl.runtime.prepare.devices import spec_of
+from realrl.runtime.prepare.job import Job
 from realrl.runtime.processes.host_memory import HostMemory, read_memory
 from realrl.runtime.processes.messages import pack, unpack
 from realrl.runtime.processes.process import Process
@@ -39,22 +38,21 @@ class Costs:
 
     def __init__(
         self,
-        experiment: Experiment,
-        compiled: Compiled,
+        job: Job,
         process: Process,
         roles: Roles,
         profile: Profile | None,
         say: Callable[[str], None],
     ) -> None:
         """`profile` is for the prediction. `say` is called with the reason if there is no prediction."""
-        self._experiment, self._compiled, self._process = experiment, compiled, process
-        self._roles, self._profile, self._say = roles, profile, say
+        self._job, self._process = job, process
+        self._profile, self._say = profile, say
         self.timer = StepTimer(
             process.device, held=roles.held, staged=roles.staged, kept_beside=roles.kept_beside
         )
-        self.spec = spec_of(experiment, compiled.train.plan.cluster, process.gpu or "cpu")
+        self.spec = spec_of(job.experiment, job.plan.cluster, process.gpu or "cpu")
         """Devices of the run; None if the planner does not know their kind."""
-        phase = compiled.train
+        phase = job.train
         self._source = phase.plan[_lengths_call(phase.graph).name].output_ranks[0]
         self._prompts, self._answers = deque[int](maxlen=KEPT_LENGTHS), deque[int](maxlen=KEPT_LENGTHS)
         self._log = TimingLog()
@@ -65,7 +63,7 @@ class Costs:
         self._performance = Performance(
             graph=phase.graph,
             plan=phase.plan,
-            models=stored_models(experiment, phase.graph, roles.shapes),
+            models=job.models.stored,
             spec=self.spec,
             profile=profile,
         )
@@ -83,18 +81,17 @@ class Costs:
 
     def _source_of_times(self) -> str | None:
         """Describe the source of predicted times; None if there are no times and no profile."""
-        path, graph = str(self._experiment.profile), self._compiled.train.graph
+        path, graph = str(self._job.experiment.profile), self._job.train.graph
         if self.spec is None and self._profile is None:
             return None
         if self.spec is None:
             return f"no times, because these devices are of an unknown kind; the profile {path} was not used"
-        stored = stored_models(self._experiment, graph, self._roles.shapes)
         functions = [call.function for call in graph.functions if call.function is not None]
-        return "; ".join(describe_times(self._profile, path, self.spec, stored, functions))
+        return "; ".join(describe_times(self._profile, path, self.spec, self._job.models.stored, functions))
 
     def compare_clocks(self) -> None:
         """Measure the offsets of the ranks' clocks, before the first step. All ranks call this together."""
-        self._offsets = measure_clock_offsets(self._process, self._compiled.train.plan.cluster.nodes)
+        self._offsets = measure_clock_offsets(self._process, self._job.plan.cluster.nodes)
 
     def step(self) -> AbstractContextManager[None]:
         """Measure the block as one step."""
@@ -133,9 +130,7 @@ class Costs:
         *_, prompts, answers = everyone[self._source]
         memories = [memory for _, memory, *_ in everyone]
         info = RunInfo(
-            experiment=self._experiment,
-            compiled=self._compiled,
-            shapes=self._roles.shapes,
+            job=self._job,
             spec=self.spec,
             software=read_versions(),
             prompts=prompts,

@@ -26,13 +26,12 @@ from realrl.huggingface.shards import Portion, list_portions, take_whole
 from realrl.huggingface.stored import Weights
 from realrl.plan.placement import DTYPES
 from realrl.program.lower import WRITER
-from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment
 from realrl.recipe.model import ModelConfig
 from realrl.runtime.continuation import gather_algorithm_state
 from realrl.runtime.output.rundir import RunDirectory
-from realrl.runtime.prepare.compile import Compiled
 from realrl.runtime.prepare.inputs import load_shared_tokenizer, load_stop_token_ids
+from realrl.runtime.prepare.job import Job
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.roles import Roles
 
@@ -157,19 +156,17 @@ class ModelSaver:
 
     def __init__(
         self,
-        experiment: Experiment,
-        compiled: Compiled,
+        job: Job,
         process: Process,
         roles: Roles,
         directory: RunDirectory,
-        trained: Sequence[str],
         tokenizer: Any,
         stop_token_ids: tuple[int, ...],
         algorithm: Callable[[], Algorithm],
     ) -> None:
         """`algorithm` returns the current algorithm object."""
-        self._name, self._compiled, self._process = experiment.spec.name, compiled, process
-        self._roles, self._directory, self._trained = roles, directory, trained
+        self._job, self._process = job, process
+        self._roles, self._directory, self._trained = roles, directory, job.trained
         self._tokenizer, self._stop_token_ids, self._algorithm = tokenizer, stop_token_ids, algorithm
 
     def save(self, which: Literal["best"] | None) -> None:
@@ -182,9 +179,9 @@ class ModelSaver:
             for role in self._trained:
                 name = "" if role == self._trained[0] else role
                 self._save_role(role, self._directory.checkpoint(which, name))
-            state = gather_algorithm_state(self._process, self._compiled.train, self._algorithm())
+            state = gather_algorithm_state(self._process, self._job.train, self._algorithm())
             if self._process.rank == WRITER and state:
-                self._directory.write_state(which, self._name, state)
+                self._directory.write_state(which, self._job.experiment.spec.name, state)
 
     def export(self, directory: Path) -> None:
         """Write every trained role into a directory, by its name."""
@@ -193,6 +190,6 @@ class ModelSaver:
 
     def _save_role(self, role: str, path: Path) -> None:
         """Write a role; the first rank of its home writes the files."""
-        if self._process.rank in self._compiled.homes[role].ranks:
+        if self._process.rank in self._job.homes[role].ranks:
             with self._directory.writing(path):
                 self._roles.save(role, path, self._tokenizer, self._stop_token_ids)

@@ -17,12 +17,11 @@ from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.training.optimizer import compute_learning_rate
 from realrl.plan.plan import Plan
 from realrl.recipe.algorithm import SCORE
-from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import trained_models
 from realrl.runtime.costs import Costs
 from realrl.runtime.evaluation.evaluate import flatten
 from realrl.runtime.measure.step_timer import StepTimer
-from realrl.runtime.prepare.compile import Compiled, SampledStep
+from realrl.runtime.prepare.job import Job, SampledStep
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.store import Store
 from realrl.runtime.worker.worker import StepInput, Worker
@@ -33,15 +32,14 @@ class TrainingSteps:
 
     def __init__(
         self,
-        experiment: Experiment,
-        compiled: Compiled,
+        job: Job,
         process: Process,
         worker: Worker,
         costs: Costs,
         records: Dataset,
     ) -> None:
         """`costs` measures every step. Raises UserError if an epoch has less than a batch, or the run no step."""
-        self._experiment, self._compiled, self._process = experiment, compiled, process
+        experiment, self._job, self._process = job.experiment, job, process
         self._worker, self._costs, self._records = worker, costs, records
         data, training = experiment.data, experiment.training
         self.order = Order(
@@ -66,18 +64,18 @@ class TrainingSteps:
         """Records taken so far; includes records whose samples were replaced."""
         self.data = records.identify()
         """Identity of the records and their order."""
-        self.scoring = _identify_code(compiled.train.graph) | {
+        self.scoring = _identify_code(job.train.graph) | {
             f"field {name!r} of data.train": checksum for name, checksum in records.identify_further().items()
         }
         """Checksums of everything that scores on this rank, by name."""
 
     def run(self, step: int) -> dict[str, float]:
         """Execute a step, counted from 0. Returns metrics by `call/name`: all of them on the rank that writes."""
-        phase, sampled = self._compiled.train, self._compiled.sampled
+        phase, sampled = self._job.train, self._job.sampled
         if sampled is not None:
             return self._run_in_rounds(step, sampled)
         store = Store(phase.graph, phase.plan, self._samples)
-        inputs = self._make_input(step, self._take(self._experiment.data.batch))
+        inputs = self._make_input(step, self._take(self._job.experiment.data.batch))
         with self._costs.step():
             program = phase.programs_of(step + 1)[self._process.rank]
             metrics = self._worker.run(program, store, inputs, self._costs.timer)
@@ -85,7 +83,7 @@ class TrainingSteps:
         return flatten(metrics)
 
     def _run_in_rounds(self, step: int, sampled: SampledStep) -> dict[str, float]:
-        phase, timer = self._compiled.train, self._costs.timer
+        phase, timer = self._job.train, self._costs.timer
         rounds = SamplingRounds(
             self._process,
             self._worker,
@@ -96,7 +94,7 @@ class TrainingSteps:
         )
         with self._costs.step():
             chosen = rounds.run(
-                self._experiment.data.batch,
+                self._job.experiment.data.batch,
                 self._take,
                 lambda prompts, before: self._make_input(step, prompts, before),
                 timer,
@@ -120,11 +118,11 @@ class TrainingSteps:
         indices = [i for i in prompts for _ in range(self._samples)]
         rates = {
             role: compute_learning_rate(config.optimizer, step, self.count)
-            for role, config in trained_models(self._experiment.model_configs).items()
+            for role, config in trained_models(self._job.experiment.model_configs).items()
         }
         return StepInput(
             records=self._records.batch(indices),
-            sampling_seed=SamplingSeed(self._experiment.seed, step, first_sequence),
+            sampling_seed=SamplingSeed(self._job.experiment.seed, step, first_sequence),
             rates=rates,
             further=self._records.further_fields(indices),
             origins=self._records.list_origins(indices),

@@ -1,12 +1,10 @@
 """Training of a recipe as one rank of its cluster."""
 
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 
 from realrl.config.errors import UserError
 from realrl.engine.optional_kernels import use_kernels
-from realrl.plan.cluster import Cluster
 from realrl.plan.presets import SEARCH
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
@@ -15,10 +13,9 @@ from realrl.runtime.output.earlier import EarlierRun, describe_finished, find_ea
 from realrl.runtime.output.lock import RunLock
 from realrl.runtime.output.shared_directory import check_shared
 from realrl.runtime.output.trackers import check_trackers
-from realrl.runtime.prepare.compile import Compiled, compile_recipe, with_sizes
 from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.fit.check import check_fit
-from realrl.runtime.prepare.gpu import Here
+from realrl.runtime.prepare.job import make_job
 from realrl.runtime.processes.process import Process, connect, resolve_cluster
 from realrl.runtime.processes.signals import SAVING, deferred_termination
 from realrl.runtime.processes.startup import (
@@ -42,7 +39,8 @@ def train(
     cluster = resolve_cluster(experiment.cluster, experiment.device)
     for_others = is_for_others(experiment, cluster)
     # Mistakes in a written plan are found before the ranks wait for each other.
-    compiled = None if experiment.plan == SEARCH or for_others else compile_recipe(experiment, cluster)
+    if experiment.plan != SEARCH and not for_others:
+        make_job(experiment, cluster)
     with (
         ExitStack() as until_the_end,
         connect(experiment.device, experiment.launch) as process,
@@ -61,12 +59,15 @@ def train(
             experiment, note = replace_plan(experiment, cluster, goes_on=earlier is not None)
             if process.rank == WRITER and note:
                 observer.note(note)
-            compiled = None if experiment.plan == SEARCH else compile_recipe(experiment, cluster)
-        compiled = _agree(compiled, experiment, cluster, process, here, observer.note)
+        plan = agree_on_plan(experiment, cluster, process, here, observer.note)
+        with process.together():
+            job = make_job(experiment, cluster, plan, download=True)
+            if process.rank == WRITER:
+                check_fit(job, here)
         # Every rank reads its inputs before the directory of an earlier run may be deleted.
         with process.together():
             make = run_class or TrainingRun
-            run = make(experiment, compiled, process, observer if process.rank == WRITER else None, earlier)
+            run = make(job, process, observer if process.rank == WRITER else None, earlier)
         check_shared(run.directory.path, process, cluster)
         # Mistakes in the opponent are found before any rank spends minutes on loading weights.
         run.evaluations.face_opponent()
@@ -98,29 +99,3 @@ def _find_earlier(experiment: Experiment, process: Process, lock: RunLock) -> Ea
             earlier = find_earlier_run(experiment)
     found: EarlierRun | None = process.gather(earlier)[WRITER]
     return found
-
-
-def _agree(
-    compiled: Compiled | None,
-    experiment: Experiment,
-    cluster: Cluster,
-    process: Process,
-    here: Here,
-    say: Callable[[str], None],
-) -> Compiled:
-    """Agree on a plan that fits, on all ranks. `compiled` is the recipe with its written plan, if it has one."""
-    if compiled is None:
-        plan = agree_on_plan(experiment, cluster, process, here, say)
-        # Nodes may know the shapes of different models.
-        with process.together():
-            compiled = compile_recipe(experiment, cluster, plan)
-    else:
-        # A preset depends on these shapes too, so all ranks take the first rank's plan.
-        plan = process.gather(compiled.train.plan)[WRITER]
-        with process.together():
-            if plan != compiled.train.plan:
-                compiled = compile_recipe(experiment, cluster, plan)
-    with process.together():
-        if process.rank == WRITER:
-            check_fit(experiment, with_sizes(experiment, compiled, plan), here)
-    return compiled

@@ -27,7 +27,6 @@ from realrl.planner.report.comparison import COSTS, Comparison
 from realrl.planner.simulate.predicted_trace import predict_step
 from realrl.program.lower import WRITER
 from realrl.program.trace_file import TRACE, TRACES, write_trace
-from realrl.recipe.experiment import Experiment
 from realrl.runtime.checkpointer import Checkpointer
 from realrl.runtime.continuation import Continuation, StatefulParts
 from realrl.runtime.costs import Costs
@@ -45,16 +44,15 @@ from realrl.runtime.output.notes import (
     list_state_notes,
 )
 from realrl.runtime.output.rundir import RunDirectory
-from realrl.runtime.prepare.compile import Compiled, stored_models
 from realrl.runtime.prepare.device_memory import list_early_loads, list_kept_decoding
 from realrl.runtime.prepare.inputs import (
     RecordLoader,
-    find_longest,
     list_tokenizer_notes,
     load_functions,
     load_shared_tokenizer,
     load_stop_token_ids,
 )
+from realrl.runtime.prepare.job import Job
 from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.processes.process import Process
 from realrl.runtime.processes.signals import end_by_signal
@@ -75,8 +73,7 @@ class TrainingRun:
 
     def __init__(
         self,
-        experiment: Experiment,
-        compiled: Compiled,
+        job: Job,
         process: Process,
         observer: RunObserver | None,
         earlier: EarlierRun | None = None,
@@ -86,14 +83,14 @@ class TrainingRun:
         `earlier` is the run in the directory that this one continues. Raises UserError for mistakes that can be
         found without weights.
         """
-        self.experiment, self.compiled, self.process, self.observer = experiment, compiled, process, observer
+        self.job, self.experiment = job, job.experiment
+        self.process, self.observer = process, observer
+        experiment = job.experiment
         self.earlier = earlier
         # Making groups needs all ranks, so it comes before anything that can fail on a single rank.
-        placements = [p for phase in compiled.phases.values() for p in phase.plan.placements.values()]
-        groups = process.groups(list_rank_sets(placements), moves=reallocates(placements))
+        groups = process.groups(list_rank_sets(job.placements), moves=reallocates(job.placements))
         group_of_threads = process.make_control_group()
-        graph = compiled.train.graph
-        self.trained = [role for role in graph.roles if graph.trained(role)]
+        self.trained = job.trained
         self.directory = RunDirectory(experiment.run_dir, self.trained)
         profile = None if experiment.profile is None else Profile.load(experiment.profile)
         self.tokenizer = load_shared_tokenizer(experiment)
@@ -103,33 +100,19 @@ class TrainingRun:
         self._started_from = None if go_on else find_saved_state(experiment, self.trained)
         if self._started_from is not None:
             load_saved_state(algorithm, *self._started_from)
-        self.roles = Roles(
-            experiment.model_configs,
-            experiment.spec.heads,
-            compiled.homes,
-            process,
-            groups,
-            compiled.train.plan,
-            compiled.train.graph.averages,
-            temperature=algorithm.temperature,
-            seed=experiment.seed,
-            max_skipped=experiment.training.max_skipped,
-            verify=experiment.debug.verify_reallocation,
-            exact=experiment.exact,
-            longest=find_longest(experiment)[0],
-        )
+        self.roles = Roles(job, process, groups, temperature=algorithm.temperature)
         # Making these notes also finds mistakes that saving would meet only hours later.
         self.saving_notes = [
             f"models.{role}: {text}" for role in self.trained for text in self._saving_notes(role)
         ]
-        functions = load_functions(algorithm, compiled.phases.values(), process.rank)
+        functions = load_functions(algorithm, job.phases.values(), process.rank)
         loader = RecordLoader(experiment, self.tokenizer, self.stop_token_ids, functions)
-        self.records = loader.load_train(compiled.train)
-        self.costs = Costs(experiment, compiled, process, self.roles, profile, self._say)
+        self.records = loader.load_train(job.train)
+        self.costs = Costs(job, process, self.roles, profile, self._say)
         self.trace = Trace(process.rank, experiment.debug.traced_steps)
         self.trace_files = TraceFiles(self.directory.path, self.trace)
         self._note_file = NoteFile(self.directory.path)
-        kept = list_kept_decoding(experiment, compiled, process.rank, process.gpu)
+        kept = list_kept_decoding(job, process.rank, process.gpu)
         self.roles.keep_decoding(kept)
         self.worker = Worker(
             process,
@@ -138,27 +121,19 @@ class TrainingRun:
             self.stop_token_ids,
             self.trace,
             self.tokenizer,
-            list_early_loads(experiment, compiled, process.rank, process.gpu, kept),
+            list_early_loads(job, process.rank, process.gpu, kept),
         )
-        self.training = TrainingSteps(experiment, compiled, process, self.worker, self.costs, self.records)
+        self.training = TrainingSteps(job, process, self.worker, self.costs, self.records)
         self.steps = self.training.count
         self.evaluations = TrainingEvaluations(
-            experiment,
-            compiled,
-            self.worker,
-            loader,
-            process=process,
-            groups=groups,
-            tokenizer=self.tokenizer,
+            job, self.worker, loader, process=process, groups=groups, tokenizer=self.tokenizer
         )
         self.notes = StepNotes(algorithm, experiment.spec)
         self.saver = ModelSaver(
-            experiment,
-            compiled,
+            job,
             process,
             self.roles,
             self.directory,
-            self.trained,
             self.tokenizer,
             self.stop_token_ids,
             lambda: self.algorithm,
@@ -172,7 +147,7 @@ class TrainingRun:
         experiment, process = self.experiment, self.process
         parts = StatefulParts(
             process=process,
-            phase=self.compiled.train,
+            phase=self.job.train,
             roles=self.roles,
             training=self.training,
             directory=self.directory,
@@ -210,7 +185,7 @@ class TrainingRun:
         if (observer := self.observer) is None:
             return
         restored = self.continuation.restored
-        self.directory.start(self.experiment, self.compiled.train.plan, self.compiled.programs, restored)
+        self.directory.start(self.experiment, self.job.plan, self.job.programs, restored)
         done = 0 if restored is None else restored.state.step
         self.directory.open_trackers(self.experiment, self._say, done)
         notes = [
@@ -222,7 +197,7 @@ class TrainingRun:
             *list_epoch_notes(self.experiment.training, self.training.order, self.steps),
             *list_model_notes(self.experiment, self.steps, {} if restored else fresh),
             *list_kernel_notes(self.experiment, self.roles.shapes),
-            *list_trained_parts(stored_models(self.experiment, self.compiled.train.graph, self.roles.shapes)),
+            *list_trained_parts(self.job.models.stored),
             *self.saving_notes,
             *self.costs.notes,
         ]
@@ -254,7 +229,7 @@ class TrainingRun:
         activity = self.process.activity
         activity.steps = self.steps
         activity.enter("train")
-        self.worker.start(self.compiled.start[self.process.rank])
+        self.worker.start(self.job.start[self.process.rank])
         done, restored, agreement = 0, self.continuation.restored, self.continuation.agreement
         if restored is None:
             self._evaluate(0)

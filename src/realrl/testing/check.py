@@ -18,7 +18,7 @@ from realrl.plan.presets import PRESETS
 from realrl.program.validate import ProgramError
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment, parse_experiment
-from realrl.runtime.prepare.compile import compile_recipe
+from realrl.runtime.prepare.job import make_job
 from realrl.testing.compare import CheckFailure, compare_runs
 from realrl.testing.ranks import RanksFailure, run_on_ranks, sampled
 from realrl.testing.shrink import shrink_recipe
@@ -106,7 +106,7 @@ def _check_programs(experiment: Experiment, graph: DataflowGraph) -> None:
     experiment = experiment.model_copy(update={"data": data})
     for case in list_compiled_cases(graph, WHOLE):
         try:
-            compile_recipe(experiment, case.plan.cluster, case.plan)
+            make_job(experiment, case.plan.cluster, case.plan)
         except (UserError, ProgramError) as error:
             raise CheckFailure(
                 f"programs of plan {case.name} on cluster {case.plan.cluster}: {error}"

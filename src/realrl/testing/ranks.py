@@ -66,11 +66,11 @@ class RenewedRun(TrainingRun):
 
     def _train_step(self, step: int) -> dict[str, float]:
         metrics = super()._train_step(step)
-        saved = gather_algorithm_state(self.process, self.compiled.train, self.algorithm)
+        saved = gather_algorithm_state(self.process, self.job.train, self.algorithm)
         state: dict[str, Any] = json.loads(json.dumps(saved))
         self.algorithm = build_algorithm(self.experiment)
         self.algorithm.load_state_dict(state)
-        load_functions(self.algorithm, self.compiled.phases.values(), self.process.rank)
+        load_functions(self.algorithm, self.job.phases.values(), self.process.rank)
         self.worker.use(self.algorithm)
         return metrics
 

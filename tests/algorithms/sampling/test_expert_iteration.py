@@ -13,7 +13,7 @@ from realrl.algorithms.expert_iteration_methods import ExpertIterationTrain, sel
 from realrl.config.errors import UserCodeError
 from realrl.data.batch import Batch
 from realrl.engine.model import make_unsharded_model
-from realrl.engine.training.trainer import Trainer
+from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import ModelShape
 from realrl.recipe.model import OptimizerConfig
 from realrl.testing.shrink import SHAPE
@@ -164,7 +164,7 @@ def test_mini_batches_without_anything_to_learn_change_nothing() -> None:
 
     def step(threshold: float) -> dict[str, float]:
         method = make_train(threshold=threshold)
-        return trainer.train(batch, method, minibatches, lr=1e-2, max_tokens=64).result()
+        return trainer.train(batch, method, minibatches, TrainOptions(max_tokens=64), lr=1e-2).result()
 
     first = step(1.0)
     assert first["empty_steps"] == 1 and first["loss"] > 0 and first["grad_norm"] > 0

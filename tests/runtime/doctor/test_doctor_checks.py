@@ -226,10 +226,10 @@ def test_more_processes_than_cores_are_found(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_disk_is_compared_with_the_needs_of_a_recipe(world: World, tmp_path: Path) -> None:
     from realrl.recipe.load import load_experiment
-    from realrl.runtime.prepare.compile import compile_recipe
+    from realrl.runtime.prepare.job import make_job
 
     experiment = load_experiment(str(world.recipe("ppo", tmp_path)))
-    need = count_checkpoint_bytes(compile_recipe(experiment, Cluster(1, 1)))
+    need = count_checkpoint_bytes(make_job(experiment, Cluster(1, 1)))
     # Actor and critic: 4 bytes of each parameter, and two moments of as many.
     held = sum(
         file.stat().st_size

@@ -8,7 +8,7 @@ from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
 from realrl.recipe.load import load_experiment
-from realrl.runtime.prepare.compile import compile_recipe
+from realrl.runtime.prepare.job import make_job
 from realrl.testing.shrink import SHAPE
 from tests.conftest import World, read_metrics
 
@@ -49,4 +49,4 @@ def test_a_router_loss_without_experts_is_one_message(world: World, tmp_path: Pa
     with pytest.raises(
         UserError, match=rf"^models\.{role}\.router_loss=0\.01 balances the experts of a mixture"
     ):
-        compile_recipe(experiment, Cluster(1, 1))
+        make_job(experiment, Cluster(1, 1))

@@ -20,7 +20,7 @@ from realrl.program.instructions import Instruction, Load, Reallocate
 from realrl.program.memory import StoredModel
 from realrl.recipe.load import load_experiment
 from realrl.runtime.measure.step_timer import StepTimer
-from realrl.runtime.prepare.compile import compile_recipe
+from realrl.runtime.prepare.job import make_job
 from realrl.runtime.prepare.trained_parts import list_trained_parts
 from realrl.runtime.training_run import TrainingRun
 from tests.conftest import PPO_CALLS, World, read_metrics
@@ -127,11 +127,11 @@ def test_bytes_in_device_memory_are_those_that_are_predicted(
     }
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
     run = prepared(recipe(world, tmp_path, plan=str(tmp_path / "plan.yaml")))
-    run.worker.start(run.compiled.start[0])
-    program = run.compiled.train.programs[0]
+    run.worker.start(run.job.start[0])
+    program = run.job.train.programs[0]
     expected = [
         sum(holdings.values())
-        for instruction, holdings in run.compiled.memory.timeline(program)
+        for instruction, holdings in run.job.memory.timeline(program)
         if not isinstance(instruction, Reallocate | Load)
     ]
     for step in range(2):
@@ -145,7 +145,7 @@ def test_more_layers_than_there_are_is_one_message(world: World, tmp_path: Path)
     with pytest.raises(
         UserError, match=r"models\.actor\.trainable_layers=3 is more than the 2 decoder layers"
     ):
-        compile_recipe(experiment, Cluster(1, 1))
+        make_job(experiment, Cluster(1, 1))
 
 
 TIED = "the head is tied to the frozen embeddings"

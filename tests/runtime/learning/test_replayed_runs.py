@@ -11,7 +11,7 @@ from realrl.cli.app import run_app
 from realrl.families.shape import Mixture
 from realrl.plan.cluster import Cluster
 from realrl.recipe.load import load_experiment
-from realrl.runtime.prepare.compile import compile_recipe
+from realrl.runtime.prepare.job import make_job
 from realrl.testing.ranks import run_on_ranks
 from realrl.testing.shrink import SHAPE, save_model
 from tests.conftest import World, read_metrics
@@ -152,18 +152,18 @@ def test_calls_of_the_role_that_sampled_replay_and_no_others(
     if algorithm != "sft":
         changes["data__eval"] = str(world.root / "ppo.jsonl")
     experiment = load_experiment(str(world.recipe(algorithm, tmp_path, **changes)))
-    compiled = compile_recipe(experiment, Cluster(1, 1))
-    graph = compiled.train.graph
+    job = make_job(experiment, Cluster(1, 1))
+    graph = job.train.graph
     assert {call.name for call in graph.calls if call.replays} == replaying
     assert {call.name for call in graph.calls if "routed_experts" in call.inputs} == replaying
     recording = {call.name for call in graph.calls if call.records_experts}
     assert recording == ({"actor.generate"} if replaying else set())
     if replaying:
         assert graph.keys["routed_experts"].width == 4 and graph.keys["routed_experts"].position_bytes == 8
-    if compiled.evaluation is not None:
-        assert not any(call.records_experts or call.replays for call in compiled.evaluation.graph.calls)
-    if compiled.sampled is not None:
-        (sampling,) = (call for call in compiled.sampled.sampling.graph.calls if call.records_experts)
+    if job.evaluation is not None:
+        assert not any(call.records_experts or call.replays for call in job.evaluation.graph.calls)
+    if job.sampled is not None:
+        (sampling,) = (call for call in job.sampled.sampling.graph.calls if call.records_experts)
         assert sampling == graph.call("actor.generate")
 
 

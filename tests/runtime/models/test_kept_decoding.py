@@ -23,15 +23,15 @@ HOME = ALONE.split("offload:")[0]
 
 
 def kept_of(run: TrainingRun, memory: int = 80 << 30) -> dict[str, int]:
-    return list_kept_decoding(run.experiment, run.compiled, 0, Gpu(NAME, memory))
+    return list_kept_decoding(run.job, 0, Gpu(NAME, memory))
 
 
 def test_memory_is_kept_where_everything_else_fits_beside_it(world: World, tmp_path: Path) -> None:
     run = prepared(recipe(world, tmp_path, HOME))
-    spec = memory_spec(run.experiment, run.compiled.train.plan.cluster, Gpu(NAME, 80 << 30))
+    spec = memory_spec(run.experiment, run.job.train.plan.cluster, Gpu(NAME, 80 << 30))
     taken, others = 0, 0
-    for name, scenario in phase_scenarios(run.experiment, run.compiled, spec).items():
-        (device,) = compute_footprints(scenario, run.compiled.memory, run.compiled.phases[name].programs)
+    for name, scenario in phase_scenarios(run.job, spec).items():
+        (device,) = compute_footprints(scenario, run.job.memory, run.job.phases[name].programs)
         for footprint in device.footprints:
             if (name, footprint.during) == ("train", "actor.generate"):
                 parts = footprint.parts
@@ -46,7 +46,7 @@ def test_memory_is_kept_where_everything_else_fits_beside_it(world: World, tmp_p
 
 def test_nothing_is_kept_where_parameters_leave_or_there_are_no_graphs(world: World, tmp_path: Path) -> None:
     home = prepared(recipe(world, tmp_path / "home", HOME))
-    assert list_kept_decoding(home.experiment, home.compiled, 0, None) == {}, "a CPU"
+    assert list_kept_decoding(home.job, 0, None) == {}, "a CPU"
     assert kept_of(prepared(recipe(world, tmp_path / "offloaded", ALONE))) == {}
 
 

@@ -18,9 +18,9 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.program.instructions import Load
 from realrl.recipe.load import load_experiment
-from realrl.runtime.prepare.compile import compile_recipe
 from realrl.runtime.prepare.device_memory import list_early_loads
 from realrl.runtime.prepare.gpu import Gpu
+from realrl.runtime.prepare.job import make_job
 from realrl.runtime.processes.process import Process
 from realrl.runtime.training_run import TrainingRun
 from realrl.runtime.worker.roles import Roles
@@ -59,15 +59,15 @@ def recipe(world: World, directory: Path, plan: str | None, **changes: object) -
 def prepared(file: Path) -> TrainingRun:
     """A run in this process, before its first step."""
     experiment = load_experiment(str(file), [])
-    compiled = compile_recipe(experiment, Cluster(1, 1))
-    run = TrainingRun(experiment, compiled, Process(0, 1, torch.device("cpu")), None)
+    job = make_job(experiment, Cluster(1, 1))
+    run = TrainingRun(job, Process(0, 1, torch.device("cpu")), None)
     run.load()
     run.restore()
     return run
 
 
 def home(run: TrainingRun, role: str) -> Model:
-    return run.roles._models[role, run.compiled.homes[role].layout]
+    return run.roles._models[role, run.job.homes[role].layout]
 
 
 def copy_of(run: TrainingRun, role: str) -> torch.Tensor:
@@ -162,11 +162,11 @@ def test_loads_that_begin_early_change_nothing(world: World, tmp_path: Path) -> 
     usual = prepared(recipe(world, tmp_path / "usual", None))
     offloaded = prepared(recipe(world, tmp_path / "offloaded", ALONE))
     gpu = Gpu("NVIDIA H100 80GB HBM3", 80 << 30)
-    early = list_early_loads(offloaded.experiment, offloaded.compiled, 0, gpu)
-    program = offloaded.compiled.train.programs[0]
+    early = list_early_loads(offloaded.job, 0, gpu)
+    program = offloaded.job.train.programs[0]
     # Of the parameters and the optimizers of two roles, at least, some are loaded after the first call.
     assert sum(len(loads) for loads in next(found for of, found in early if of is program).values()) >= 2
-    assert not list_early_loads(offloaded.experiment, offloaded.compiled, 0, None)
+    assert not list_early_loads(offloaded.job, 0, None)
     roles = offloaded.roles
     offloaded.worker._early_loads = early
     memories = [held.memory for model in roles._models.values() for held in model.sets.values()]

@@ -86,7 +86,7 @@ def test_quantised_roles_score_nearly_what_they_were_saved_as(
 
 def test_the_memory_of_quantised_roles_is_counted_and_held(world: World, tmp_path: Path) -> None:
     ready = prepared(recipe(world, tmp_path))
-    assert ready.roles.held() == sum(ready.compiled.memory.at_rest(0).values())
+    assert ready.roles.held() == sum(ready.job.memory.at_rest(0).values())
     for role, head in (("ref", "lm"), ("reward", "scalar")):
         sets = home(ready, role).sets
         tensors = model_tensors(home(ready, role).shape.model_copy(update={"quantised": None}), head)
@@ -242,9 +242,9 @@ def test_a_quantised_reference_has_no_part_in_a_base_of_others(world: World, tmp
             models__ref={"path": world.actor, "dtype": "int8"},
         )
     )
-    assert not ready.compiled.memory.holders
+    assert not ready.job.memory.holders
     assert [*home(ready, "ref").sets] == [BASE, QUANTISED] and [*home(ready, "actor").sets] == [BASE, TUNED]
-    assert ready.roles.held() == sum(ready.compiled.memory.at_rest(0).values())
+    assert ready.roles.held() == sum(ready.job.memory.at_rest(0).values())
 
 
 def test_plans_say_what_is_quantised(

@@ -16,7 +16,7 @@ from realrl.layout.sets import BASE, TUNED
 from realrl.plan.cluster import Cluster
 from realrl.program.memory import Memory
 from realrl.recipe.load import load_experiment
-from realrl.runtime.prepare.compile import compile_recipe
+from realrl.runtime.prepare.job import make_job
 from tests.conftest import PPO_CALLS, World, read_metrics
 from tests.runtime.checkpoints.interrupted import interrupt
 from tests.runtime.models.test_offload import home, prepared
@@ -94,12 +94,12 @@ def test_one_base_learns_the_same_in_two_processes(
 @pytest.mark.parametrize("copies", [False, True])
 def test_the_memory_of_one_base_is_counted_and_held_once(world: World, tmp_path: Path, copies: bool) -> None:
     ready = prepared(recipe(world, tmp_path, copies=copies))
-    memory = ready.compiled.memory
+    memory = ready.job.memory
     assert ready.roles.held() == sum(memory.at_rest(0).values())
     bases = {role: home(ready, role).sets[BASE].buffer.data for role in ("actor", "critic", "ref")}
     assert len({base.data_ptr() for base in bases.values()}) == (3 if copies else 1)
     apart = {role: replace(stored, base=None) for role, stored in memory.stored.items()}
-    each = Memory(apart, ready.compiled.homes, (), {}).at_rest(0)
+    each = Memory(apart, ready.job.homes, (), {}).at_rest(0)
     saved = sum(size for of, size in each.items() if of.role != "actor" and of.parameter_set == BASE)
     saved -= sum(size for of, size in each.items() if of.role == "reward" and of.parameter_set == BASE)
     assert sum(each.values()) - ready.roles.held() == (0 if copies else saved) and saved > 100_000
@@ -136,7 +136,7 @@ def test_a_reference_keeps_its_adapters_apart_from_one_base(world: World, tmp_pa
         )
         ready = prepared(file)
         assert [*home(ready, "ref").sets] == ([BASE, TUNED] if name == "apart" else [BASE])
-        assert ready.roles.held() == sum(ready.compiled.memory.at_rest(0).values())
+        assert ready.roles.held() == sum(ready.job.memory.at_rest(0).values())
         runs.append((ready.roles.held(), run(file)))
     (less, ours), (more, expected) = runs
     assert less < more
@@ -161,7 +161,7 @@ def test_offloading_what_others_share_is_one_message(world: World, tmp_path: Pat
         UserError,
         match="offload: ref cannot be offloaded: it shares its frozen weights",
     ):
-        compile_recipe(experiment, Cluster(1, 1))
+        make_job(experiment, Cluster(1, 1))
 
 
 def test_saved_adapters_name_one_base(world: World, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from realrl.data.batch import Batch, Ragged
 from realrl.plan.cluster import Cluster
 from realrl.recipe.load import load_experiment
 from realrl.runtime.output.rundir import RunDirectory
-from realrl.runtime.prepare.compile import compile_recipe
+from realrl.runtime.prepare.job import make_job
 from realrl.runtime.training_run import write_minibatch
 
 DEMO = str(Path(__file__).parents[3] / "recipes" / "demo" / "sft.yaml")
@@ -140,8 +140,8 @@ def test_files_before_the_first_step_are_written_atomically(
 
     monkeypatch.setattr(Path, "write_text", listen)
     experiment = load_experiment(DEMO, [f"run_dir={tmp_path / 'run'}", "cluster=1x2"])
-    compiled = compile_recipe(experiment, Cluster(1, 2))
-    RunDirectory(experiment.run_dir).start(experiment, compiled.train.plan, compiled.programs)
+    job = make_job(experiment, Cluster(1, 2))
+    RunDirectory(experiment.run_dir).start(experiment, job.train.plan, job.programs)
     assert ".config.yaml.partial" in written and ".train-rank1.txt.partial" in written
     assert all(name.startswith(".") for name in written) and not list((tmp_path / "run").rglob(".*"))
 

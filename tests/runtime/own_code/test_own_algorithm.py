@@ -22,7 +22,7 @@ from realrl.plan.cluster import Cluster
 from realrl.planner.workload.workload import Workload
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
-from realrl.runtime.prepare.compile import compile_recipe
+from realrl.runtime.prepare.job import make_job
 from realrl.runtime.profiler.sizes import Sizes
 from realrl.testing.records import write_sentence
 from tests.conftest import World, read_metrics, write_jsonl
@@ -140,9 +140,9 @@ def test_batches_count_prompts_and_devices_share_out_their_samples(world: World,
     recipe = world.recipe("grpo", tmp_path, data__batch=6, policy__samples=3)
     experiment = load_experiment(str(recipe))
     assert Sizes.of(experiment).rows == 18
-    compile_recipe(experiment, Cluster(1, 8))  # 9 items in each mini-batch
+    make_job(experiment, Cluster(1, 8))  # 9 items in each mini-batch
     with pytest.raises(ValueError, match=r"data\.batch=6, each sampled 3 times, in 2 mini-batches"):
-        compile_recipe(experiment, Cluster(2, 8))
+        make_job(experiment, Cluster(2, 8))
 
 
 def test_it_learns_the_same_where_every_call_has_a_mesh_of_its_own(place: Path, alone: Path) -> None:

@@ -14,14 +14,13 @@ from realrl.families.shape import ModelShape
 from realrl.plan.cluster import Cluster
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.simulate.estimate import Footprint, MemoryPart, PartKind
-from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment
 from realrl.recipe.model import ModelConfig
 from realrl.runtime.prepare.cluster import written_cluster
-from realrl.runtime.prepare.compile import Compiled, compile_recipe, with_sizes
 from realrl.runtime.prepare.devices import memory_spec
 from realrl.runtime.prepare.fit.changes import Draft, list_plan_changes
 from realrl.runtime.prepare.fit.check import check_fit, compute_device_memory, find_peak_device
+from realrl.runtime.prepare.job import Job, make_job
 from tests.conftest import World
 
 PPO = str(Path(__file__).parents[3] / "recipes" / "reference" / "ppo.yaml")
@@ -41,18 +40,18 @@ LONG = ("data.max_tokens=4096", "data.max_prompt_tokens=2048", "generation.max_n
 STATELESS = "offload_optimizer: [actor, critic]"
 
 
-def compiled(*overrides: str) -> tuple[Experiment, Compiled]:
+def job(*overrides: str, download: bool = False) -> Job:
     """The reference recipe of four 7B models on 8 A100, changed."""
     experiment = load_experiment(PPO, ["cluster=a100-80g:1x8", *overrides])
     cluster = written_cluster(experiment.cluster)
     assert cluster is not None
-    return experiment, compile_recipe(experiment, cluster)
+    return make_job(experiment, cluster, download=download)
 
 
 def refusal(*overrides: str) -> str:
     """The sentence about a recipe that does not fit."""
     with pytest.raises(UserError) as caught:
-        check_fit(*compiled(*overrides))
+        check_fit(job(*overrides))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -79,19 +78,15 @@ def test_sizes_that_only_the_hub_knows_are_asked_for_before_anything_starts(
         asked.update([config.path] if config.path else [])
         return known(config) or shape
 
-    monkeypatch.setattr("realrl.runtime.prepare.compile.known_shape", known)
-    monkeypatch.setattr("realrl.runtime.prepare.compile.find_model_shape", ask)
+    monkeypatch.setattr("realrl.runtime.prepare.job.known_shape", known)
+    monkeypatch.setattr("realrl.runtime.prepare.job.find_model_shape", ask)
     model = ("models.actor.path=some/model", "models.actor.shape=null", "plan=symmetric")
-    experiment, before = compiled(*model)
+    before = job(*model)
     assert before.unknown == ("actor", "ref") and not asked
-    after = with_sizes(experiment, before, None)
+    after = job(*model, download=True)
     assert not after.unknown and asked == {"some/model"}
-    assert after.memory.stored["ref"].shape == shape
-    assert with_sizes(experiment, after, None) is after
-    missing = [
-        find_peak_device(experiment, one, ClusterSpec.parse("a100-80g:1x8")).shortfall
-        for one in (before, after)
-    ]
+    assert after.models.stored["ref"].shape == shape
+    missing = [find_peak_device(one, ClusterSpec.parse("a100-80g:1x8")).shortfall for one in (before, after)]
     assert missing[0] < missing[1]
 
 
@@ -114,7 +109,7 @@ def test_what_is_offloaded_must_fit_into_the_memory_of_hosts(tmp_path: Path) -> 
     assert found is not None and float(found[1]) > 28
     # A process of each of the 8 devices takes 4 GiB besides.
     enough = f"host_memory={float(found[1]) + 8 * 4 + 0.1:.1f}GiB"
-    check_fit(*compiled(file, enough, "device_memory=1TiB"))
+    check_fit(job(file, enough, "device_memory=1TiB"))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +132,7 @@ def test_what_is_offloaded_must_fit_into_the_memory_of_hosts(tmp_path: Path) -> 
 def test_what_is_suggested_for_a_preset_makes_it_fit(overrides: tuple[str, ...], change: str) -> None:
     found = re.search(rf"; it fits with ({change}=\w+) \(needs [\d.]+ GiB\)$", refusal(*overrides))
     assert found is not None
-    check_fit(*compiled(*overrides, found[1]))
+    check_fit(job(*overrides, found[1]))
 
 
 @pytest.mark.parametrize(
@@ -201,9 +196,9 @@ def test_no_call_is_offered_to_offload_the_optimizer_that_it_uses(tmp_path: Path
     train = Call("actor.update", "actor", Kind.TRAIN, inputs=("tokens",), work=("tokens",))
     score = replace(train, name="actor.train", kind=Kind.INFERENCE)
     graph = DataflowGraph([score, train], [Key("tokens", "int64")])
-    experiment, found = compiled(plan_file(tmp_path))
-    plan = replace(found.train.plan, placements={})
-    draft = Draft(experiment, memory_spec(experiment, plan.cluster), plan)
+    found = job(plan_file(tmp_path))
+    plan = replace(found.plan, placements={})
+    draft = Draft(found.experiment, memory_spec(found.experiment, plan.cluster), plan)
     parts = {MemoryPart(PartKind.OPTIMIZER, "actor"): 1 << 30}
     offered = {
         call.name: [
@@ -243,12 +238,12 @@ def test_evaluations_count(world: World, tmp_path: Path) -> None:
     more = {"data__eval": str(world.root / "ppo.jsonl"), "data__eval_batch": 80, "data__batch": 2}
     tokens = {"micro_batch_tokens": 100_000, "ppo__minibatches": 1}
     experiment = load_experiment(str(world.recipe("ppo", tmp_path, **more, **tokens)))
-    found = compile_recipe(experiment, Cluster(1, 1))
+    found = make_job(experiment, Cluster(1, 1))
     spec = memory_spec(experiment, Cluster(1, 1))
-    assert find_peak_device(experiment, found, spec).phase == "eval"
+    assert find_peak_device(found, spec).phase == "eval"
     cache = {
         name: max(footprint.parts.get(MemoryPart(PartKind.CACHE), 0) for footprint in devices[0].footprints)
-        for name, devices in compute_device_memory(experiment, found, spec).items()
+        for name, devices in compute_device_memory(found, spec).items()
     }
     assert cache["eval"] > 2 * cache["train"] > 0
 
@@ -256,12 +251,12 @@ def test_evaluations_count(world: World, tmp_path: Path) -> None:
 def test_models_that_are_elsewhere_count_nothing(world: World, tmp_path: Path) -> None:
     recipe = world.recipe("ppo", tmp_path, models__ref={"path": "some/hub-model"})
     experiment = load_experiment(str(recipe))
-    found = compile_recipe(experiment, Cluster(1, 1))
+    found = make_job(experiment, Cluster(1, 1))
     assert found.unknown == ("ref",)
-    (device,) = compute_device_memory(experiment, found, memory_spec(experiment, Cluster(1, 1)))["train"]
+    (device,) = compute_device_memory(found, memory_spec(experiment, Cluster(1, 1)))["train"]
     held = {str(part) for part in device.resident}
     assert "actor parameters" in held and "ref parameters" not in held
-    check_fit(experiment, found)
+    check_fit(found)
 
 
 def test_a_plan_that_this_machine_cannot_hold_is_refused_before_any_process_starts(

@@ -25,7 +25,6 @@ from realrl.program.memory import Memory
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
 from realrl.recipe.load import load_experiment
-from realrl.runtime.prepare.compile import make_written_plan
 from realrl.runtime.prepare.devices import search_spec
 from realrl.runtime.prepare.fit import search as fit_search
 from realrl.runtime.prepare.fit.plan_cache import (
@@ -36,6 +35,7 @@ from realrl.runtime.prepare.fit.plan_cache import (
     read_sources,
 )
 from realrl.runtime.prepare.gpu import Gpu
+from realrl.runtime.prepare.job import make_written_plan, open_models
 from realrl.runtime.prepare.scenarios import make_scenario
 from realrl.testing.compare import compare_runs
 from tests.conftest import World, keep_full_precision, read_metrics
@@ -126,7 +126,7 @@ def test_under_torchrun_a_search_replaces_a_plan_file_for_nodes_that_have_gone(
     file = tmp_path / "plan.yaml"
     two = world.recipe("sft", tmp_path, cluster="1x2")
     loaded = load_experiment(str(two))
-    make_written_plan(loaded, Cluster(1, 2)).save(file, build_graph(loaded))
+    make_written_plan(loaded, Cluster(1, 2), open_models(loaded)).save(file, build_graph(loaded))
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     given = ["train", str(world.recipe("sft", tmp_path, cluster="auto", plan=str(file)))]

@@ -17,9 +17,9 @@ from realrl.planner.simulate.estimator import estimate_plan
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import load_experiment
 from realrl.runtime.measure.performance import find_peak_flops
-from realrl.runtime.prepare.compile import make_written_plan
 from realrl.runtime.prepare.devices import spec_of
 from realrl.runtime.prepare.host import count_cores, count_threads, cpu_quota
+from realrl.runtime.prepare.job import make_written_plan, open_models
 from realrl.runtime.prepare.processes import choose_processes, list_splits
 from realrl.runtime.prepare.scenarios import Measured, make_scenario
 from tests.conftest import World, read_metrics
@@ -171,7 +171,9 @@ def estimate(experiment: Experiment, processes: int, profile: Profile | None = N
     spec = spec_of(experiment, cluster, "cpu")
     assert spec is not None
     scenario = make_scenario(experiment, spec, Measured(profile))
-    return estimate_plan(scenario, make_written_plan(experiment, cluster)).step_seconds
+    return estimate_plan(
+        scenario, make_written_plan(experiment, cluster, open_models(experiment))
+    ).step_seconds
 
 
 def test_one_process_uses_all_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

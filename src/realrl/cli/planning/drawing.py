@@ -19,7 +19,7 @@ from realrl.program.instructions import Program, Reallocate, Run
 from realrl.program.lower import waves
 from realrl.program.memory import Memory
 from realrl.program.text import format_ranks, name_parameters
-from realrl.runtime.prepare.compile import Compiled, Phase
+from realrl.runtime.prepare.job import Job, Phase
 
 _WIDTH = 110
 """Maximum columns of a line; a wider picture continues below."""
@@ -62,13 +62,13 @@ def format_plan(plan: Plan, graph: DataflowGraph) -> str:
 _EXTRAS = ("offload", "offload_optimizer", "keep")
 
 
-def draw_phase(phase: Phase, compiled: Compiled) -> str:
+def draw_phase(phase: Phase, job: Job) -> str:
     """Draw devices as rows and time as columns: calls in the same column run at the same time, and functions begin
     in theirs."""
     columns = waves(phase.graph, phase.plan)
     rows: list[tuple[str, ...]] = []
     for rank in range(phase.plan.cluster.size):
-        rests = ", ".join(_resting(compiled, rank))
+        rests = ", ".join(_resting(job, rank))
         idle = f"- ({rests})" if rests else "-"
         cells = []
         for calls in columns:
@@ -92,14 +92,14 @@ def _cell(plan: Plan, call: Call) -> str:
     return f"{name} {plan[call.name].layout.partition(' @')[0]}"
 
 
-def _resting(compiled: Compiled, rank: int) -> list[str]:
+def _resting(job: Job, rank: int) -> list[str]:
     """List the roles whose parameters a rank holds between steps."""
-    offload = compiled.train.plan.offload
+    offload = job.plan.offload
     return [
         role
-        for role, home in compiled.homes.items()
+        for role, home in job.homes.items()
         if (rank in home.ranks and role not in offload)
-        or any(rank in copy.ranks for copy in compiled.kept.get(role, ()))
+        or any(rank in copy.ranks for copy in job.kept.get(role, ()))
     ]
 
 
@@ -213,10 +213,8 @@ def _align(rows: Sequence[Sequence[str]]) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def describe_unknown_sizes(compiled: Compiled) -> str:
+def describe_unknown_sizes(job: Job) -> str:
     """Write a note on roles whose sizes are not known here; empty when there are none."""
-    if not compiled.unknown:
+    if not job.unknown:
         return ""
-    return (
-        f"the model of {', '.join(compiled.unknown)} is not on this machine, so its bytes are not counted\n"
-    )
+    return f"the model of {', '.join(job.unknown)} is not on this machine, so its bytes are not counted\n"

@@ -29,6 +29,24 @@ LOSS = "loss"
 """Metric of every train call."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """How a train call runs."""
+
+    max_tokens: int
+    """Maximum tokens of a micro-batch."""
+    recompute: bool = False
+    """Keep only the inputs of layers for the backward pass."""
+    candidates: Candidates | None = None
+    """Candidate tokens of the call."""
+    call: str = "train"
+    """Name of the call, for errors."""
+    after_pass: Callable[[], None] = lambda: None
+    """Called after each forward and backward pass of a micro-batch."""
+    before_update: Callable[[], None] = lambda: None
+    """Called before parameters or optimizer state change."""
+
+
 class Trainer:
     """Gradients and optimizer state of the parameter set that training updates.
 
@@ -104,23 +122,15 @@ class Trainer:
         batch: Batch,
         method: TrainMethod,
         minibatches: Sequence[Sequence[int]],
+        options: TrainOptions,
         *,
         lr: float,
-        max_tokens: int,
-        recompute: bool = False,
-        after_pass: Callable[[], None] = lambda: None,
-        before_update: Callable[[], None] = lambda: None,
-        call: str = "train",
-        candidates: Candidates | None = None,
         replays: Sequence[Replay | None] = (),
     ) -> Metrics:
         """Run a train call on this rank's items.
 
-        `minibatches` are positions in `batch`, equally many and in the same order on every rank of the group.
-        `max_tokens` limits a micro-batch. With `recompute`, only the inputs of layers are kept for the backward
-        pass. `after_pass` is called after each forward and backward pass of a micro-batch, `before_update` before
-        parameters or optimizer state change. `call` is the call's name, for errors; `candidates` and `replays` are
-        those of the call.
+        `minibatches` are positions in `batch`, the same number in the same order on every rank of the group.
+        `replays` are those of the call.
 
         Losses are sums divided by their global weight, so they do not depend on micro-batches or parallelism. An
         optimizer step with a gradient that is not finite is skipped. A mini-batch without weight has nothing to
@@ -140,14 +150,14 @@ class Trainer:
         batch, metrics = method.prepare(batch.without(sampled.keys).to(model.device), data.sum)
         reduce_metrics(metrics, data, model.device)
         steps = [positions for _ in range(method.epochs) for positions in minibatches]
-        self._skipped.begin_call(call)
+        self._skipped.begin_call(options.call)
         if self._balance is not None:
             self._balance.begin_call()
         empty = 0
         for positions in steps:
             minibatch = batch.select(positions)
             minibatch_metrics, learns = self._accumulate_gradients(
-                minibatch, method, max_tokens, recompute, after_pass, candidates, sampled.select(positions)
+                minibatch, method, options, sampled.select(positions)
             )
             metrics.update(minibatch_metrics)
             if not learns:
@@ -158,7 +168,7 @@ class Trainer:
                 self.optimizer.discard()
                 break
             summed = self._accumulation.finalize()
-            before_update()
+            options.before_update()
             norm = self.optimizer.step(lr, head_scale=method.head_scale, summed=summed)
             if isfinite(norm):
                 self._accumulation.spread()
@@ -199,10 +209,7 @@ class Trainer:
         self,
         batch: Batch,
         method: TrainMethod,
-        max_tokens: int,
-        recompute: bool,
-        after_pass: Callable[[], None],
-        candidates: Candidates | None,
+        options: TrainOptions,
         sampled: SampledItems,
     ) -> tuple[Metrics, bool]:
         """Accumulate the gradient of one mini-batch.
@@ -217,7 +224,7 @@ class Trainer:
         learns = bool(weight != 0)
         weight = torch.where(weight > 0, weight, 1.0)  # without weight all losses are 0
         costs = count_item_tokens(batch, rows)
-        parts = model.split_micro_batches(costs, max_tokens)
+        parts = model.split_micro_batches(costs, options.max_tokens)
         tokens = [sum(costs[i] for i in positions) for positions in parts]
         received = model.receive_activations(tokens)
         stage = model.groups.pipeline.index
@@ -239,9 +246,7 @@ class Trainer:
             elif action.kind == "F":
                 positions = parts[action.micro_batch]
                 part, its = batch.select(positions), sampled.select(positions)
-                done = self._forward(
-                    part, method, next(received), weight, sequences, metrics, recompute, candidates, its
-                )
+                done = self._forward(part, method, options, next(received), weight, sequences, metrics, its)
                 if model.shard.last:
                     loss += done.result.detach()
                 if self._has_backward:
@@ -251,7 +256,7 @@ class Trainer:
                 accumulation.start_backward(last=action is actions[-1])
                 self._backward(passes.pop(action.micro_batch), next(gradients))
                 accumulation.finish_backward()
-            after_pass()
+            options.after_pass()
         model.pipeline.wait_sends()
         if model.shard.last and LOSS not in metrics.means:
             # The mean over mini-batches weighs each of them by its own weight.
@@ -263,12 +268,11 @@ class Trainer:
         self,
         part: Batch,
         method: TrainMethod,
+        options: TrainOptions,
         received: Tensor | None,
         weight: Tensor,
         sequences: Tensor,
         metrics: Metrics,
-        recompute: bool,
-        candidates: Candidates | None,
         sampled: SampledItems,
     ) -> "_Pass":
         model = self.model
@@ -279,11 +283,11 @@ class Trainer:
         routing = sampled.make_routing(model.shard, rows, packing)
         if self._balance is not None:
             routing = self._balance.route(routing, packing, sequences)
-        hidden = model.forward(rows, packing, received, recompute=recompute, routing=routing)
+        hidden = model.forward(rows, packing, received, recompute=options.recompute, routing=routing)
         if not model.shard.last:
             model.pipeline.send(hidden)
             return _Pass(received, hidden)
-        ids = read_candidates(part, candidates)
+        ids = read_candidates(part, options.candidates)
         output = model.compute_output(hidden, rows, packing, entropy=method.entropy, candidates=ids)
         loss, part_metrics = method.loss(part, output)
         metrics.update(part_metrics)

@@ -31,10 +31,10 @@ from realrl.runtime.doctor.machine import (
 )
 from realrl.runtime.output.trackers import check_trackers
 from realrl.runtime.prepare.cluster import named_cluster, written_cluster
-from realrl.runtime.prepare.compile import Compiled, compile_recipe
 from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.fit.check import check_fit
 from realrl.runtime.prepare.gpu import Gpu, Here, try_kernels
+from realrl.runtime.prepare.job import Job, make_job
 from realrl.runtime.processes.environment import ABANDONED
 from realrl.runtime.processes.network import NUMBERS, NodePlace, find_node_place
 
@@ -57,7 +57,7 @@ class Subject:
     device: Literal["auto", "cpu", "cuda"]
     run_dir: Path
     experiment: Experiment | None
-    compiled: Compiled | None
+    job: Job | None
     """The recipe's plan and memory, unless its plan is searched for later, or it has a mistake."""
     spec: ClusterSpec | None
     """The planner's figures of the devices, if the user names their kind."""
@@ -79,7 +79,7 @@ def find_subject(
     written = written_cluster(text)
     found = written if launched is None else launched.match(None if launched.even else written)
     gpus: list[dict[str, str]] = []
-    compiled, driver_error, recipe_error = None, "", ""
+    job, driver_error, recipe_error = None, "", ""
     try:
         gpus = [] if device == "cpu" else list_gpus()
     except UserError as error:
@@ -90,7 +90,7 @@ def find_subject(
         experiment = experiment.model_copy(update={"cluster": cluster})
     if experiment is not None and experiment.plan != SEARCH:
         try:
-            compiled = compile_recipe(experiment, found)
+            job = make_job(experiment, found)
         except UserError as error:
             recipe_error = str(error)
     return Subject(
@@ -99,7 +99,7 @@ def find_subject(
         device=device,
         run_dir=local_path(run_dir or (experiment.run_dir if experiment is not None else ".")),
         experiment=experiment,
-        compiled=compiled,
+        job=job,
         spec=named_cluster(text),
         gpus=gpus,
         driver_error=driver_error,
@@ -141,7 +141,7 @@ def examine_locally(subject: Subject) -> list[Finding]:
 
 def _list_checks(subject: Subject) -> list[tuple[str, Callable[[], Said]]]:
     """List the checks of this machine that need no other process."""
-    need = count_checkpoint_bytes(subject.compiled)
+    need = count_checkpoint_bytes(subject.job)
     gpus = min(len(subject.gpus), subject.ranks)
     return [
         ("versions", check_versions),
@@ -151,12 +151,12 @@ def _list_checks(subject: Subject) -> list[tuple[str, Callable[[], Said]]]:
     ]
 
 
-def count_checkpoint_bytes(compiled: Compiled | None) -> int | None:
+def count_checkpoint_bytes(job: Job | None) -> int | None:
     """Count the bytes of a checkpoint with all that a resumed run needs; None if a model's sizes are not known."""
-    if compiled is None or compiled.unknown:
+    if job is None or job.unknown:
         return None
     total = 0
-    for stored in compiled.memory.stored.values():
+    for stored in job.models.stored.values():
         # Two moments, and a master copy of parameters of lower precision, in float32.
         states = 2 + (stored.element_bytes < 4)
         for parameters in stored.sets.values():
@@ -226,17 +226,17 @@ def _check_fit(experiment: Experiment, subject: Subject, here: Here | None) -> S
     """Check that a recipe fits the devices, as `realrl train` would. here: the device, if it is known."""
     if subject.recipe_error:
         yield "problem", subject.recipe_error
-    compiled = subject.compiled
+    job = subject.job
     if here is not None:
         check_kind(experiment, subject.cluster, here)
         if here != "cpu":
             try_kernels(experiment.kernels)
-    if compiled is not None and not compiled.unknown:
-        check_fit(experiment, compiled, here)
-    if compiled is not None or experiment.plan == SEARCH:
-        unknown = "" if compiled is None else ", ".join(compiled.unknown)
+    if job is not None and not job.unknown:
+        check_fit(job, here)
+    if job is not None or experiment.plan == SEARCH:
+        unknown = "" if job is None else ", ".join(job.unknown)
         later = f"; the hub tells the sizes of {unknown} when it starts" if unknown else ""
-        later += "; its plan is searched for when it starts" if compiled is None else ""
+        later += "; its plan is searched for when it starts" if job is None else ""
         text = f"{experiment.algorithm} on cluster {subject.cluster} is expected to fit{later}"
         yield "ok", text
 
@@ -244,7 +244,7 @@ def _check_fit(experiment: Experiment, subject: Subject, here: Here | None) -> S
 def _try_functions(experiment: Experiment) -> Said:
     """Load the functions of a recipe, and try its verifiers, as a run would before it starts."""
     # It needs torch, and the other checks must not.
-    from realrl.runtime.prepare.functions import check_functions
+    from realrl.runtime.prepare.inputs import check_functions
 
     names = check_functions(experiment)
     if names:

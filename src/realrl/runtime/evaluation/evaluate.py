@@ -14,7 +14,7 @@ from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import SAMPLED
 from realrl.recipe.stop_strings import StopStrings
 from realrl.runtime.evaluation.answers import Answer, AnswerMetrics, EvaluationResult
-from realrl.runtime.prepare.compile import Phase
+from realrl.runtime.prepare.job import Phase
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.store import Store
 from realrl.runtime.worker.worker import StepInput, Worker

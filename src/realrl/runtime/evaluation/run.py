@@ -23,23 +23,18 @@ from realrl.plan.plan import Plan
 from realrl.plan.presets import SEARCH
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
-from realrl.recipe.model import ModelConfig, freeze
+from realrl.recipe.model import ModelConfig
 from realrl.runtime.evaluation.answers import EvaluationReport, EvaluationResult
 from realrl.runtime.evaluation.evaluate import Evaluation
 from realrl.runtime.output.notes import list_data_notes, list_kernel_notes
-from realrl.runtime.prepare.compile import (
-    CompiledEvaluation,
-    compile_evaluation,
-    make_written_plan,
-)
 from realrl.runtime.prepare.devices import check_kind
 from realrl.runtime.prepare.inputs import (
     RecordLoader,
-    find_longest,
     load_functions,
     load_shared_tokenizer,
     load_stop_token_ids,
 )
+from realrl.runtime.prepare.job import Job, make_evaluation_job
 from realrl.runtime.processes.process import Process, connect, resolve_cluster
 from realrl.runtime.processes.startup import agree_on_plan, find_least_device
 from realrl.runtime.worker.roles import Roles
@@ -54,8 +49,7 @@ class EvaluationRun:
 
     def __init__(
         self,
-        experiment: Experiment,
-        compiled: CompiledEvaluation,
+        job: Job,
         process: Process,
         groups: Mapping[tuple[int, ...], Group],
         read: RecordReader = read_records,
@@ -64,27 +58,11 @@ class EvaluationRun:
 
         Raises UserError for mistakes that can be found without weights.
         """
-        phase = compiled.evaluation
+        experiment, phase = job.experiment, job.phases["eval"]
         algorithm = build_algorithm(experiment)
         tokenizer = load_shared_tokenizer(experiment)
         stop_token_ids = load_stop_token_ids(experiment, tokenizer)
-        self._roles = Roles(
-            {
-                role: freeze(config)
-                for role, config in experiment.model_configs.items()
-                if role in phase.graph.roles
-            },
-            experiment.spec.heads,
-            compiled.homes,
-            process,
-            groups,
-            phase.plan,
-            temperature=algorithm.temperature,
-            seed=experiment.seed,
-            verify=experiment.debug.verify_reallocation,
-            exact=experiment.exact,
-            longest=find_longest(experiment)[0],
-        )
+        self._roles = Roles(job, process, groups, temperature=algorithm.temperature)
         functions = load_functions(algorithm, [phase], process.rank)
         # The user's judge runs in one process only: on the rank that calls it.
         judge = load_judge(experiment.evaluation.judge) if process.rank == WRITER else None
@@ -137,8 +115,8 @@ class Opponent:
     def _prepare(
         self, experiment: Experiment, plan: Plan, groups: Mapping[tuple[int, ...], Group]
     ) -> EvaluationRun:
-        replaced = replace_model(experiment)
-        return EvaluationRun(replaced, compile_evaluation(replaced, plan), self._process, groups)
+        job = make_evaluation_job(replace_model(experiment), plan.cluster, plan, download=True)
+        return EvaluationRun(job, self._process, groups)
 
     def _named(self, action: Callable[[], Result]) -> Result:
         """Run an action whose error messages begin with the setting."""
@@ -186,24 +164,19 @@ def evaluate_recipe(
     """
     cluster = resolve_cluster(experiment.cluster, experiment.device)
     # Mistakes in a plan are found before the ranks wait for each other.
-    plan = None if experiment.plan == SEARCH else make_written_plan(experiment, cluster)
-    if plan is not None:
-        compile_evaluation(experiment, plan)
+    if experiment.plan != SEARCH:
+        make_evaluation_job(experiment, cluster)
     with ExitStack() as until_the_end, connect(experiment.device, experiment.launch) as process:
         here = find_least_device(process)
         check_kind(experiment, cluster, here)
         with process.together():
             until_the_end.enter_context(use_kernels(experiment.kernels, process.device))
-        if plan is None:
-            plan = agree_on_plan(experiment, cluster, process, here, say)
-        # A preset depends on the models' shapes, and nodes may not know the same shapes.
-        plan = process.gather(plan)[WRITER]
+        plan = agree_on_plan(experiment, cluster, process, here, say)
         with process.together():
-            compiled = compile_evaluation(experiment, plan)
-        placements = compiled.evaluation.plan.placements.values()
-        groups = process.groups(list_rank_sets(placements), moves=reallocates(placements))
+            job = make_evaluation_job(experiment, cluster, plan, download=True)
+        groups = process.groups(list_rank_sets(job.placements), moves=reallocates(job.placements))
         with process.together():
-            run = EvaluationRun(experiment, compiled, process, groups, read)
+            run = EvaluationRun(job, process, groups, read)
             opponent = make_opponent(experiment, plan, process, groups, run.origins)
         if opponent is not None:
             run.evaluation.face(opponent.answer())

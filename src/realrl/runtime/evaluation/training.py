@@ -11,12 +11,11 @@ from realrl.data.dataset import Dataset
 from realrl.model.group import Group
 from realrl.program.lower import WRITER
 from realrl.recipe.evaluation import BestConfig
-from realrl.recipe.experiment import Experiment
 from realrl.runtime.evaluation.answers import EvaluationResult
 from realrl.runtime.evaluation.evaluate import Evaluation
 from realrl.runtime.evaluation.run import Opponent, make_opponent
-from realrl.runtime.prepare.compile import Compiled
 from realrl.runtime.prepare.inputs import RecordLoader
+from realrl.runtime.prepare.job import Job
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.worker import Worker
 
@@ -66,8 +65,7 @@ class TrainingEvaluations:
 
     def __init__(
         self,
-        experiment: Experiment,
-        compiled: Compiled,
+        job: Job,
         worker: Worker,
         loader: RecordLoader,
         *,
@@ -76,20 +74,20 @@ class TrainingEvaluations:
         tokenizer: Any,
     ) -> None:
         """`groups` are those of all placements. Raises UserError for mistakes that can be found without weights."""
-        self._process = process
+        self._process, experiment = process, job.experiment
         self.best = BestEvaluation(experiment.evaluation.best)
         self.records: Dataset | None = None
         self._evaluation: Evaluation | None = None
         self._opponent: Opponent | None = None
-        if compiled.evaluation is not None:
+        if job.evaluation is not None:
             # The user's judge runs in one process only: on the rank that calls it.
             judge = load_judge(experiment.evaluation.judge) if process.rank == WRITER else None
-            self.records = records = loader.load_eval(compiled.evaluation, judge)
+            self.records = records = loader.load_eval(job.evaluation, judge)
             self._evaluation = Evaluation(
-                experiment, process, worker, compiled.evaluation, records, tokenizer=tokenizer, judge=judge
+                experiment, process, worker, job.evaluation, records, tokenizer=tokenizer, judge=judge
             )
             origins = records.list_origins(range(len(records)))
-            self._opponent = make_opponent(experiment, compiled.train.plan, process, groups, origins)
+            self._opponent = make_opponent(experiment, job.plan, process, groups, origins)
 
     def face_opponent(self) -> None:
         """Let the model of `evaluation.against` answer, before any other model is loaded."""

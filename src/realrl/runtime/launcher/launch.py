@@ -14,6 +14,9 @@ from typing import Protocol
 
 from realrl.config.errors import UserError
 from realrl.plan.cluster import Cluster
+from realrl.plan.plan import Plan
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.load import dump_experiment
 from realrl.recipe.run_settings import LaunchConfig
 from realrl.runtime.processes.logs import LOGS
 from realrl.runtime.processes.signals import SAVING, deferred_termination, end_by_signal, stop_requested
@@ -46,8 +49,18 @@ class Start:
 
     cluster: Cluster
     arguments: Sequence[str]
+    recipe: str | None = None
+    """Text of the resolved recipe, with its secrets, if it is the first argument. Ranks and restarts read this."""
     plan: str | None = None
-    """Text of the plan file that was found for a recipe with `plan: search`."""
+    """Text of the plan that was found for a recipe with `plan: search`."""
+
+    @classmethod
+    def of(
+        cls, command: Sequence[str], experiment: Experiment, cluster: Cluster, plan: Plan | None = None
+    ) -> "Start":
+        """Start a command that takes a recipe, such as `train`; its options follow."""
+        text = None if plan is None else plan.to_text(experiment.graph)
+        return cls(cluster, command, dump_experiment(experiment, secrets=True), text)
 
 
 class Ranks(Board, Protocol):

@@ -65,6 +65,11 @@ class LocalRanks(FileBoard):
         shared = {RESTART_VARIABLE: str(restart), **hide_gpus(devices)}
         ranks = start.cluster.ranks(0 if ray is None else ray.node)
         try:
+            arguments = [*start.arguments]
+            if start.recipe is not None:
+                # The directory is private, so the recipe may have secrets.
+                arguments.insert(1, str(scratch / "recipe.yaml"))
+                write_whole(scratch / "recipe.yaml", start.recipe)
             if start.plan is not None:
                 shared[PLAN_VARIABLE] = str(scratch / "plan.yaml")
                 write_whole(scratch / "plan.yaml", start.plan)
@@ -73,7 +78,7 @@ class LocalRanks(FileBoard):
                 variables = _describe_rank(rank, start.cluster, scratch, ray)
                 variables |= {**shared, SLOT_VARIABLE: str(device)}
                 output = name_log_file(scratch, rank) if rank else None if ray is None else scratch / SCREEN
-                self._processes.append(start_process(start.arguments, variables, output))
+                self._processes.append(start_process(arguments, variables, output))
         except BaseException:
             self.kill()
             self.close()

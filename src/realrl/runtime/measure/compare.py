@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from realrl.dataflow.call import Call
-from realrl.families.shape import ModelShape
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.memory_model import MemoryModel
@@ -25,8 +24,7 @@ from realrl.planner.uncertainty.ranking import StepSampler, find_interval
 from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Program, Reallocate
 from realrl.program.text import format_instruction
-from realrl.recipe.experiment import Experiment
-from realrl.runtime.prepare.compile import Compiled, stored_models
+from realrl.runtime.prepare.job import Job
 from realrl.runtime.processes.host_memory import HostMemory
 
 if TYPE_CHECKING:
@@ -37,10 +35,7 @@ if TYPE_CHECKING:
 class RunInfo:
     """Everything about a run that its time and memory depend on."""
 
-    experiment: Experiment
-    compiled: Compiled
-    shapes: Mapping[str, ModelShape]
-    """Role -> shape of its model."""
+    job: Job
     spec: ClusterSpec | None
     """Devices of the run; None if the planner does not know their kind."""
     software: Mapping[str, str]
@@ -66,39 +61,35 @@ def predict(info: RunInfo, profile: Profile | None) -> Prediction | None:
     """Predict a training step for the measured lengths; None if the kind of the devices is unknown."""
     if info.spec is None:
         return None
-    graph = info.compiled.train.graph
     scenario = Scenario(
-        graph=graph,
-        models=stored_models(info.experiment, graph, info.shapes),
+        graph=info.job.train.graph,
+        models=info.job.models.stored,
         spec=info.spec,
-        workload=Workload.of(info.experiment, prompts=info.prompts, answers=info.answers),
+        workload=Workload.of(info.job.experiment, prompts=info.prompts, answers=info.answers),
         cost=CostModel(info.spec, profile),
         memory=MemoryModel(info.spec),
     )
-    plan = info.compiled.train.plan
+    plan = info.job.plan
     return Prediction(estimate_plan(scenario, plan), find_interval(StepSampler(scenario)(plan).repeated))
 
 
 def compare(info: RunInfo, prediction: Prediction | None, log: "TimingLog") -> Comparison:
     """Compare the measured times of training steps with the predicted ones."""
     expected = prediction.estimate if prediction else None
-    graph = info.compiled.train.graph
-    plan = info.compiled.train.plan
-    stored = stored_models(info.experiment, graph, info.shapes)
-    workload = Workload.of(info.experiment, prompts=info.prompts, answers=info.answers)
+    workload = Workload.of(info.job.experiment, prompts=info.prompts, answers=info.answers)
     return Comparison(
-        cluster=str(plan.cluster),
+        cluster=str(info.job.plan.cluster),
         spec=info.spec,
         software=dict(info.software),
-        models=stored,
+        models=info.job.models.stored,
         workload=workload,
         step=Seconds.of(log.step.counted),
         predicted_step_seconds=expected.repeated_seconds if expected else None,
         predicted_interval=prediction.interval if prediction else None,
-        calls=tuple(_call(call, info, expected, log) for call in graph.order),
+        calls=tuple(_call(call, info, expected, log) for call in info.job.train.graph.order),
         reallocations=tuple(
             _move(text, expected, log)
-            for text in _reallocations(info.compiled.train.programs)
+            for text in _reallocations(info.job.train.programs)
             if text in log.spans  # an average with a period may not have been due yet
         ),
         reserved_bytes=info.reserved or None,
@@ -108,7 +99,7 @@ def compare(info: RunInfo, prediction: Prediction | None, log: "TimingLog") -> C
 
 
 def _call(call: Call, info: RunInfo, expected: Estimate | None, log: "TimingLog") -> CallCosts:
-    placement = info.compiled.train.plan[call.name]
+    placement = info.job.plan[call.name]
     measured = log.spans[call.name]
     terms = expected.calls[call.name].terms if expected else {}
     return CallCosts(

@@ -9,11 +9,10 @@ from realrl.dataflow.call import Kind
 from realrl.planner.simulate.estimate import DeviceMemory
 from realrl.planner.simulate.footprints import compute_footprints
 from realrl.program.instructions import Program, Run
-from realrl.program.memory import EarlyLoads, Memory, find_early_loads
-from realrl.recipe.experiment import Experiment
-from realrl.runtime.prepare.compile import Compiled
+from realrl.program.memory import EarlyLoads, find_early_loads
 from realrl.runtime.prepare.devices import memory_spec
 from realrl.runtime.prepare.gpu import Gpu
+from realrl.runtime.prepare.job import Job
 from realrl.runtime.prepare.scenarios import phase_scenarios
 
 _KEPT_PARTS = ("cache", "graphs")
@@ -21,8 +20,7 @@ _KEPT_PARTS = ("cache", "graphs")
 
 
 def list_early_loads(
-    experiment: Experiment,
-    compiled: Compiled,
+    job: Job,
     rank: int,
     gpu: Gpu | None,
     kept: Mapping[str, int] | None = None,
@@ -33,11 +31,11 @@ def list_early_loads(
     """
     if gpu is None:
         return []
-    spec = memory_spec(experiment, compiled.train.plan.cluster, gpu)
-    scenarios, memory = phase_scenarios(experiment, compiled, spec), compiled.memory
+    spec = memory_spec(job.experiment, job.plan.cluster, gpu)
+    scenarios, memory = phase_scenarios(job, spec), job.memory
     resting = sum(memory.at_rest(rank).values())
     devices: list[tuple[Program, DeviceMemory, dict[str, int]]] = []
-    for name, phase in compiled.phases.items():
+    for name, phase in job.phases.items():
         for programs in (phase.programs, *phase.partial.values()):
             (device,) = compute_footprints(scenarios[name], memory, [programs[rank]])
             needed = {
@@ -61,9 +59,7 @@ def list_early_loads(
     return found
 
 
-def list_kept_decoding(
-    experiment: Experiment, compiled: Compiled, rank: int, gpu: Gpu | None
-) -> dict[str, int]:
+def list_kept_decoding(job: Job, rank: int, gpu: Gpu | None) -> dict[str, int]:
     """List the generate calls of a training step that keep their KV cache and CUDA graphs, with the planned bytes.
 
     A call qualifies if its parameters never leave the device and everything else, evaluations included, still fits.
@@ -71,18 +67,18 @@ def list_kept_decoding(
     """
     if gpu is None:
         return {}
-    spec = memory_spec(experiment, compiled.train.plan.cluster, gpu)
-    scenarios, memory = phase_scenarios(experiment, compiled, spec), compiled.memory
+    spec = memory_spec(job.experiment, job.plan.cluster, gpu)
+    scenarios, memory = phase_scenarios(job, spec), job.memory
     beside: list[tuple[str, str, int]] = []
     capacity = 0
-    for name, phase in compiled.phases.items():
+    for name, phase in job.phases.items():
         for programs in (phase.programs, *phase.partial.values()):
             (device,) = compute_footprints(scenarios[name], memory, [programs[rank]])
             capacity = device.capacity
             beside += [(name, footprint.during, footprint.bytes) for footprint in device.footprints]
     kept: dict[str, int] = {}
     scenario = scenarios["train"]
-    for run in _list_candidates(compiled.train.programs[rank], compiled, memory, rank):
+    for run in _list_candidates(job.train.programs[rank], job, rank):
         assert run.role is not None
         stages = scenario.memory.stages(
             scenario.graph.call(run.call), memory.stored[run.role], run.placement, scenario.workload
@@ -103,9 +99,9 @@ def _count_beside(kept: Mapping[str, int], call: str) -> int:
     return sum(size for name, size in kept.items() if name != call)
 
 
-def _list_candidates(program: Program, compiled: Compiled, memory: Memory, rank: int) -> Iterator[Run]:
+def _list_candidates(program: Program, job: Job, rank: int) -> Iterator[Run]:
     """List the generate calls of a program whose parameters never leave the device."""
-    graph = compiled.train.graph
+    graph, memory = job.train.graph, job.memory
     resting = {(state.role, state.layout) for state in memory.at_rest(rank) if state.state == "parameters"}
     for run in program.instructions:
         if not isinstance(run, Run) or run.role not in memory.stored:

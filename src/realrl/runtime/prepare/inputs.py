@@ -5,7 +5,8 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from realrl.algorithms.base.method import Algorithm, FunctionMethod
-from realrl.algorithms.rewards.scorers import Judge
+from realrl.algorithms.build import build_algorithm
+from realrl.algorithms.rewards.scorers import Judge, load_judge
 from realrl.config.errors import UserError
 from realrl.config.explain import brief
 from realrl.data.conversation import find_turn_end
@@ -21,7 +22,7 @@ from realrl.huggingface.tokenizers import list_stop_token_ids, load_tokenizer
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import ModelConfig, TrainedModelConfig
 from realrl.recipe.sources import name_sources
-from realrl.runtime.prepare.compile import Phase
+from realrl.runtime.prepare.job import Phase
 
 
 def load_shared_tokenizer(experiment: Experiment) -> Any:
@@ -227,18 +228,9 @@ def check_top_k(option: str, top_k: int, vocabulary: int) -> None:
 
 def _check_positions(experiment: Experiment) -> None:
     """Check that no sequence is longer than a role's model supports. Raises UserError if one is."""
-    longest, what = find_longest(experiment)
+    longest, what = experiment.longest
     for role, config in experiment.model_configs.items():
         check_length(f"{what}={longest}", longest, find_model_shape(config), f"the model of models.{role}")
-
-
-def find_longest(experiment: Experiment) -> tuple[int, str]:
-    """Find the length of the longest possible sequence in tokens, and the settings that determine it."""
-    data, generation = experiment.data, experiment.spec.generation
-    if generation is None:
-        return data.max_tokens, "data.max_tokens"
-    longest = data.max_prompt_tokens + generation(experiment).max_new_tokens
-    return longest, "data.max_prompt_tokens + generation.max_new_tokens"
 
 
 def check_length(what: str, tokens: int, shape: ModelShape, model: str) -> None:
@@ -249,3 +241,18 @@ def check_length(what: str, tokens: int, shape: ModelShape, model: str) -> None:
             f"{what} is more than the {shape.max_positions} positions that {model} is declared for"
             + (f", or has within {bounds}" if bounds else "")
         )
+
+
+def check_functions(experiment: Experiment) -> list[str]:
+    """Load the functions and the judge of a run, like its ranks will. Returns the names of their calls.
+
+    Raises UserError if one is missing or does not work, such as a verifier that fails on a known pair.
+    """
+    algorithm = build_algorithm(experiment)
+    graphs = [graph for graph in (experiment.graph, experiment.eval_graph) if graph is not None]
+    names = list(dict.fromkeys(call.name for graph in graphs for call in graph.functions))
+    for name in names:
+        cast(FunctionMethod, algorithm.method(name)).load()
+    if load_judge(experiment.evaluation.judge) is not None:
+        names.append("evaluation.judge")
+    return names

@@ -12,9 +12,9 @@ from realrl.planner.search.shortage import DoesNotFit
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.prepare.compile import make_written_plan
 from realrl.runtime.prepare.devices import spec_of
 from realrl.runtime.prepare.host import count_cores, count_threads
+from realrl.runtime.prepare.job import make_written_plan, open_models
 from realrl.runtime.prepare.scenarios import Measured, make_scenario, read_constraints
 
 WORTH_IT = 0.15
@@ -118,7 +118,7 @@ def _estimate(experiment: Experiment, cluster: Cluster, measured: Measured) -> E
     assert spec is not None, "a CPU is known"
     scenario = make_scenario(experiment, spec, measured)
     if experiment.plan != SEARCH:
-        return estimate_plan(scenario, make_written_plan(experiment, cluster))
+        return estimate_plan(scenario, make_written_plan(experiment, cluster, open_models(experiment)))
     constraints = read_constraints(experiment, spec)
     return find_best_plan(scenario, effort=_EFFORT, constraints=constraints).estimate
 

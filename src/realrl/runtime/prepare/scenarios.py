@@ -5,7 +5,6 @@ from pathlib import Path
 
 from realrl.config.errors import UserError
 from realrl.config.paths import local_path
-from realrl.dataflow.graph import DataflowGraph
 from realrl.families.sizes import SHAPES
 from realrl.huggingface.directory import find_model_shape
 from realrl.plan.plan import Plan
@@ -18,10 +17,9 @@ from realrl.planner.search.plan_search import UserConstraints
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace
 from realrl.planner.workload.workload import Workload
-from realrl.program.memory import StoredModel
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.prepare.compile import Compiled, replay_routers, stored_models
 from realrl.runtime.prepare.devices import host_is_device
+from realrl.runtime.prepare.job import Job, RoleModels, open_models
 
 
 @dataclass(frozen=True)
@@ -38,13 +36,12 @@ class Measured:
 
 def make_scenario(experiment: Experiment, spec: ClusterSpec, measured: Measured | None = None) -> Scenario:
     """Build the training step of a recipe on a cluster. Raises UserError if the size of a model is unknown."""
-    measured, graph = measured or Measured(), experiment.graph
+    measured = measured or Measured()
     workload = Workload.of(experiment, prompts=measured.prompts, answers=measured.answers)
-    stored = _all_stored(experiment, graph)
-    graph = replay_routers(graph, experiment.model_configs, {role: of.shape for role, of in stored.items()})
+    models = _open_all(experiment)
     return Scenario(
-        graph=graph,
-        models=stored,
+        graph=models.graph,
+        models=models.stored,
         spec=spec,
         workload=workload,
         cost=CostModel(spec, measured.profile),
@@ -52,13 +49,14 @@ def make_scenario(experiment: Experiment, spec: ClusterSpec, measured: Measured 
     )
 
 
-def phase_scenarios(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> dict[str, Scenario]:
-    """Describe training and evaluation steps, by the names of `Compiled.phases`, for their memory.
+def phase_scenarios(job: Job, spec: ClusterSpec) -> dict[str, Scenario]:
+    """Describe training and evaluation steps, by the names of `Job.phases`, for their memory.
 
     Roles of unknown size have no model in them.
     """
+    experiment = job.experiment
     cost, memory, found = CostModel(spec), MemoryModel(spec), {}
-    for name, phase in compiled.phases.items():
+    for name, phase in job.phases.items():
         workload = Workload.of(experiment)
         if name != "train":
             # Like in `Evaluation`: with fewer records, a rank could get none.
@@ -68,7 +66,7 @@ def phase_scenarios(experiment: Experiment, compiled: Compiled, spec: ClusterSpe
             workload = replace(workload, items=max(items, 2 * dp) * samples, samples=samples)
         found[name] = Scenario(
             graph=phase.graph,
-            models=compiled.memory.stored,
+            models=job.models.stored,
             spec=spec,
             workload=workload,
             cost=cost,
@@ -77,19 +75,19 @@ def phase_scenarios(experiment: Experiment, compiled: Compiled, spec: ClusterSpe
     return found
 
 
-def _all_stored(experiment: Experiment, graph: DataflowGraph) -> dict[str, StoredModel]:
-    configs, shapes = experiment.model_configs, {}
+def _open_all(experiment: Experiment) -> RoleModels:
+    """Open all models. Raises UserError with a remedy if the size of one cannot be found."""
     for role in experiment.spec.list_sources_first(experiment):
-        config = configs[role]
+        config = experiment.model_configs[role]
         try:
-            shapes[role] = find_model_shape(config)
+            find_model_shape(config)
         except UserError as error:
             size = config.path if config.path in SHAPES else "llama-2-7b"
             raise UserError(
                 f"models.{role}: planning needs the size of the model: {error}; or set models.{role}.path=null and"
                 f" models.{role}.shape to a size, for example {size}"
             ) from None
-    return stored_models(experiment, graph, {role: shapes[role] for role in configs})
+    return open_models(experiment, download=True)
 
 
 def read_constraints(experiment: Experiment, spec: ClusterSpec, out: Path | None = None) -> UserConstraints:

@@ -8,10 +8,9 @@ from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, SEARCH, load_plan
 from realrl.program.lower import WRITER
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.prepare.devices import search_spec
-from realrl.runtime.prepare.fit.plan_cache import cached_plan
-from realrl.runtime.prepare.functions import check_functions
+from realrl.runtime.prepare.fit.plan_cache import search_for_plan
 from realrl.runtime.prepare.gpu import Gpu, Here
+from realrl.runtime.prepare.job import make_written_plan, open_models
 from realrl.runtime.processes.environment import PLAN_VARIABLE, restart_count, under_launcher
 from realrl.runtime.processes.process import Process
 
@@ -50,19 +49,19 @@ def replace_plan(experiment: Experiment, cluster: Cluster, *, goes_on: bool) -> 
 def agree_on_plan(
     experiment: Experiment, cluster: Cluster, process: Process, here: Here, say: Callable[[str], None]
 ) -> Plan:
-    """Agree on the plan of a recipe that says `plan: search`.
+    """Agree on the plan of a recipe: the launcher's, or the one that the writer makes or searches for now.
 
-    The local launcher has found it, or the writer searches now, with `say` for its messages. UserError, on all
-    ranks, if there is none.
+    `say` is called with the messages of a search. Raises UserError on all ranks if there is no plan.
     """
     file = os.environ.get(PLAN_VARIABLE)
     if file is not None:
         return Plan.load(file, experiment.graph)
     plan: Plan | None = None
     with process.together():
-        if process.rank == WRITER:
-            check_functions(experiment)
-            plan = cached_plan(experiment, search_spec(experiment, cluster, here), say)
-    # A search that is cut short by time may find another plan elsewhere, so that nobody else searches.
+        if process.rank == WRITER and experiment.plan == SEARCH:
+            plan = search_for_plan(experiment, cluster, here, say)
+        elif process.rank == WRITER:
+            plan = make_written_plan(experiment, cluster, open_models(experiment, download=True))
+    # Only one rank decides: a search may be cut short by time, and nodes may have different files.
     agreed: Plan = process.gather(plan)[WRITER]
     return agreed

@@ -14,7 +14,7 @@ from realrl.algorithms.ppo import PPOConfig
 from realrl.algorithms.ppo_methods import ActorTrain, CriticInference, CriticTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model
-from realrl.engine.training.trainer import Trainer
+from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import Head, ModelShape
 from realrl.planner.profile.profile import LayerKind
 from realrl.recipe.model import OptimizerConfig
@@ -171,7 +171,9 @@ class Passes:
         trainer = self._trainer
         self._layer_timer.clear()
         whole = [list(range(len(batch)))]
-        trainer.train(batch, self._training, whole, lr=1e-6, max_tokens=len(batch["sequences"].values))
+        trainer.train(
+            batch, self._training, whole, TrainOptions(max_tokens=len(batch["sequences"].values)), lr=1e-6
+        )
         ((*marks,),), back = self._layer_timer.passes, self._layer_timer.backward
         before, *forward, head = clock.between(trainer.begun, *marks, back[0])
         *backward, embedding, after = clock.between(*back, trainer.left, trainer.ended)

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from realrl.config.errors import UserError
-from realrl.dataflow.call import MovingAverage
 from realrl.engine.buffers import FlatBuffer, LocalSet, Parameters
 from realrl.engine.dtypes import find_products, find_set_dtype, find_torch_dtype
 from realrl.engine.finite import NotFiniteError
@@ -18,10 +17,9 @@ from realrl.engine.parallel_groups import select_groups
 from realrl.engine.training.trainer import Trainer
 from realrl.families.adapter_config import adapter_tensors
 from realrl.families.registry import model_tensors
-from realrl.families.shape import Head
 from realrl.families.tensors import Init, TensorSpec
 from realrl.huggingface import model_files
-from realrl.huggingface.directory import find_base, find_model_shape, read_origin
+from realrl.huggingface.directory import find_base, read_origin
 from realrl.huggingface.initial_weights import initialise
 from realrl.huggingface.shards import Portion, list_portions, take_whole
 from realrl.layout.layout import Layout, build_layout
@@ -31,13 +29,11 @@ from realrl.layout.routing.routes import reallocate
 from realrl.layout.sets import BASE, TUNED, build_parameter_sets
 from realrl.model.group import Group
 from realrl.plan.placement import DTYPES, Dtype, Mesh, Placement, Strategy
-from realrl.plan.plan import Plan
 from realrl.program.instructions import Load, Offload, Reallocate, Release
-from realrl.program.memory import find_holders, order_sharers
 from realrl.program.order import following_sets, trained_sets
 from realrl.program.text import name_parameters
-from realrl.recipe.model import ModelConfig, trained_models
-from realrl.runtime.prepare.compile import adapt_shapes, find_shared_bases, find_trainable_parts
+from realrl.recipe.model import trained_models
+from realrl.runtime.prepare.job import Job
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.reallocation import Reallocator, Staging
 
@@ -49,47 +45,30 @@ class Roles:
     """Parameters by role and layout, on one rank."""
 
     def __init__(
-        self,
-        configs: Mapping[str, ModelConfig],
-        heads: Mapping[str, Head],
-        homes: Mapping[str, Placement],
-        process: Process,
-        groups: Mapping[tuple[int, ...], Group],
-        plan: Plan,
-        averages: Sequence[MovingAverage] = (),
-        *,
-        temperature: float,
-        seed: int,
-        max_skipped: int | None = None,
-        verify: bool = False,
-        exact: bool = False,
-        longest: int = 0,
+        self, job: Job, process: Process, groups: Mapping[tuple[int, ...], Group], *, temperature: float
     ) -> None:
         """Check everything about the roles except weights, which `load_weights` loads.
 
-        `max_skipped` is for trainers, `verify` for reallocations, `exact` for forward passes; `longest` is the
-        maximum length of a sequence in tokens. Raises UserError if a model whose home includes this rank cannot be
-        loaded, or if a role that follows another has other tensors.
+        `job` knows the size of every model; `groups` are those of its placements. Raises UserError if a model whose
+        home includes this rank cannot be loaded, or if a role that follows another has other tensors.
         """
-        self._configs, self._heads, self._homes, self._groups = configs, heads, homes, groups
-        self._process, self._temperature, self._verify = process, temperature, verify
-        self._plan, self._cluster, self._seed = plan, plan.cluster, seed
-        self._max_skipped = max_skipped
-        self._exact = exact
-        shapes = {role: find_model_shape(config).for_lengths(longest) for role, config in configs.items()}
-        self.shapes = adapt_shapes(shapes, configs, averages)
-        check_heads({role: shape.head_dim for role, shape in shapes.items()}, process.device)
+        experiment, models = job.experiment, job.models
+        self._experiment, self._process, self._groups = experiment, process, groups
+        self._temperature = temperature
+        self._configs, self._parts, self._homes = models.configs, models.parts, job.homes
+        self._heads = experiment.spec.heads
+        self._plan, self._cluster = job.plan, job.plan.cluster
+        self.shapes = models.shapes
+        check_heads({role: shape.head_dim for role, shape in self.shapes.items()}, process.device)
+        averages = models.graph.averages
         for average in averages:
             if self._specs(average.role) != self._specs(average.source):
                 raise UserError(
                     f"models.{average.role} cannot follow models.{average.source}: their sizes differ"
                 )
-        self._parts = find_trainable_parts(configs, averages)
         following = {average.role: following_sets(average, self._parts) for average in averages}
-        self._trained = trained_models(configs)
-        bases = find_shared_bases(configs, self.shapes, heads, self._parts, averages)
-        sharers = order_sharers({role: bases.get(role) for role in configs}, heads)
-        self._holders = find_holders(sharers, homes)
+        self._trained = trained_models(self._configs)
+        self._holders = job.memory.holders
         self.learning = (*self._trained, *following)
         """Roles whose parameters change: trained roles, and moving averages of them."""
         self.before_change: Callable[[], None] = lambda: None
@@ -107,7 +86,9 @@ class Roles:
             for role, config in self._trained.items()
         }
         """trained role -> settings of the model that it was opened from; None if it starts from scratch"""
-        self.fresh = {role: self._check(role) for role, home in homes.items() if process.rank in home.ranks}
+        self.fresh = {
+            role: self._check(role) for role, home in job.homes.items() if process.rank in home.ranks
+        }
         """role -> tensors that its files lack, and that are initialised instead"""
 
     def _check(self, role: str) -> list[str]:
@@ -159,7 +140,10 @@ class Roles:
         if role in self._trained:
             config = self._trained[role]
             self.trainers[role] = Trainer(
-                model, config.optimizer, router_loss=config.router_loss, max_skipped=self._max_skipped
+                model,
+                config.optimizer,
+                router_loss=config.router_loss,
+                max_skipped=self._experiment.training.max_skipped,
             )
         # Pinning host memory takes seconds; weights are read meanwhile.
         for memory in self._list_offloaded(role):
@@ -179,7 +163,7 @@ class Roles:
         if config.path is not None:
             missing = model_files.load(config.path, model.shape, tensors, model.parameters, regions)
         absent = [tensor for tensor in tensors if tensor.name in missing and tensor.name in regions]
-        initialise(model.parameters, absent, model.shape, self._seed, regions)
+        initialise(model.parameters, absent, model.shape, self._experiment.seed, regions)
         if any(tensor.init is Init.MAGNITUDE for tensor in tensors if tensor.name in missing):
             model.initialise_magnitudes()
 
@@ -201,7 +185,7 @@ class Roles:
             part=self._parts[role],
             base=base,
             products=find_products(
-                self._named_dtype(role, placement), self._process.device, exact=self._exact
+                self._named_dtype(role, placement), self._process.device, exact=self._experiment.exact
             ),
         )
         self._models[role, placement.layout] = model
@@ -284,7 +268,7 @@ class Roles:
             dtypes=dtypes,
             groups=groups,
             staging=self._staging,
-            verify=self._verify,
+            verify=self._experiment.debug.verify_reallocation,
         )
 
     def _copy(self, role: str, placement: Placement, name: str) -> LocalSet:

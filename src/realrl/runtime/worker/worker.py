@@ -23,6 +23,7 @@ from realrl.engine.finite import NotFiniteError, NotFiniteLogitsError
 from realrl.engine.generation.generator import generate, group_samples
 from realrl.engine.generation.sampling import SamplingSeed
 from realrl.engine.reduced_metrics import DifferentMetricsError
+from realrl.engine.training.trainer import TrainOptions
 from realrl.program.instructions import (
     Feed,
     Instruction,
@@ -307,13 +308,15 @@ class Worker:
             batch,
             cast(TrainMethod, self._algorithm.method(call.name)),
             [[position[item] for item in minibatch] for minibatch in minibatches],
+            TrainOptions(
+                max_tokens=run.placement.strategy.micro_batch_tokens,
+                recompute=run.placement.strategy.recompute,
+                after_pass=now.after_pass,
+                before_update=self._roles.before_change,
+                call=call.name,
+                candidates=call.candidates,
+            ),
             lr=now.input.rates[call.model_role],
-            max_tokens=run.placement.strategy.micro_batch_tokens,
-            recompute=run.placement.strategy.recompute,
-            after_pass=now.after_pass,
-            before_update=self._roles.before_change,
-            call=call.name,
-            candidates=call.candidates,
             replays=call.replays,
         )
 

@@ -11,7 +11,6 @@ from realrl.planner.report.shortage_text import describe_full_host
 from realrl.planner.simulate.estimate import DeviceMemory, NodeMemory, find_full_host
 from realrl.planner.simulate.footprints import compute_footprints, compute_host_memory
 from realrl.recipe.experiment import Experiment
-from realrl.runtime.prepare.compile import Compiled, compile_recipe
 from realrl.runtime.prepare.devices import host_is_device, memory_spec, spec_of
 from realrl.runtime.prepare.fit.changes import (
     Attempts,
@@ -23,6 +22,7 @@ from realrl.runtime.prepare.fit.changes import (
 )
 from realrl.runtime.prepare.fit.search import Outcome, Remedy, Trials, describe_remedies, search_plan
 from realrl.runtime.prepare.gpu import Here
+from realrl.runtime.prepare.job import Job, make_job
 from realrl.runtime.prepare.scenarios import phase_scenarios, read_constraints
 
 
@@ -31,7 +31,7 @@ class PeakDevice:
     """The device with the least free memory or the largest shortfall."""
 
     phase: str
-    """Kind of step, as in `Compiled.phases`."""
+    """Kind of step, as in `Job.phases`."""
     device: DeviceMemory
 
     @property
@@ -40,31 +40,29 @@ class PeakDevice:
         return self.device.peak.bytes - self.device.capacity
 
 
-def compute_device_memory(
-    experiment: Experiment, compiled: Compiled, spec: ClusterSpec
-) -> dict[str, tuple[DeviceMemory, ...]]:
-    """Compute the memory of every device through each kind of step, by the names of `Compiled.phases`.
+def compute_device_memory(job: Job, spec: ClusterSpec) -> dict[str, tuple[DeviceMemory, ...]]:
+    """Compute the memory of every device through each kind of step, by the names of `Job.phases`.
 
     Raises UserError if a call has fewer records than data-parallel ranks.
     """
-    scenarios, memory = phase_scenarios(experiment, compiled, spec), compiled.memory
-    if host_is_device(experiment, spec):
+    scenarios, memory = phase_scenarios(job, spec), job.memory
+    if host_is_device(job.experiment, spec):
         memory = memory.in_host_memory()
     return {
         name: compute_footprints(scenarios[name], memory, phase.programs)
-        for name, phase in compiled.phases.items()
+        for name, phase in job.phases.items()
     }
 
 
-def find_short_host(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> NodeMemory | None:
+def find_short_host(job: Job, spec: ClusterSpec) -> NodeMemory | None:
     """Find the host with the largest shortage for offloaded state; None if all hosts suffice."""
-    scenario = next(iter(phase_scenarios(experiment, compiled, spec).values()))
-    return find_full_host(compute_host_memory(scenario, compiled.memory))
+    scenario = next(iter(phase_scenarios(job, spec).values()))
+    return find_full_host(compute_host_memory(scenario, job.memory))
 
 
-def find_peak_device(experiment: Experiment, compiled: Compiled, spec: ClusterSpec) -> PeakDevice:
+def find_peak_device(job: Job, spec: ClusterSpec) -> PeakDevice:
     """Find the device with the least spare memory, in any kind of step."""
-    found = compute_device_memory(experiment, compiled, spec)
+    found = compute_device_memory(job, spec)
     devices = (PeakDevice(phase, device) for phase, devices in found.items() for device in devices)
     return max(devices, key=lambda one: one.shortfall)
 
@@ -76,26 +74,26 @@ _SECONDS, _EFFORT = 5.0, 400_000
 The effort is that of a search for any plan that fits."""
 
 
-def check_fit(experiment: Experiment, compiled: Compiled, here: Here | None = None) -> None:
+def check_fit(job: Job, here: Here | None = None) -> None:
     """Check that devices and hosts have enough memory. Raises UserError with the peak and a change that helps.
 
     `here`: the devices of this machine, if known.
     """
-    cluster = compiled.train.plan.cluster
+    experiment, cluster = job.experiment, job.plan.cluster
     known = spec_of(experiment, cluster, here)
     spec = known or memory_spec(experiment, cluster, here)
-    full = find_short_host(experiment, compiled, spec)
+    full = find_short_host(job, spec)
     if full is not None:
         raise UserError(
             f"plan {experiment.plan}: {describe_full_host(full)}; offload less, or set host_memory if a node's host"
             " has more"
         )
-    worst = find_peak_device(experiment, compiled, spec)
+    worst = find_peak_device(job, spec)
     if worst.shortfall <= 0:
         return
-    draft = Draft(experiment, spec, None if experiment.plan in PRESETS else compiled.train.plan)
-    searchable = known is not None and experiment.plan != SEARCH and not compiled.unknown
-    helps = _find_help(draft, _outcome(worst, compiled), searchable=searchable)
+    draft = Draft(experiment, spec, None if experiment.plan in PRESETS else job.plan)
+    searchable = known is not None and experiment.plan != SEARCH and not job.unknown
+    helps = _find_help(draft, _outcome(worst, job), searchable=searchable)
     raise UserError(f"plan {experiment.plan}: {_shortage(experiment, spec, worst)}; {helps}")
 
 
@@ -126,18 +124,18 @@ class _Peak(Outcome):
     """Outcome of a draft that has a plan."""
 
     worst: PeakDevice
-    compiled: Compiled
+    job: Job
 
 
-def _outcome(worst: PeakDevice, compiled: Compiled) -> _Peak:
+def _outcome(worst: PeakDevice, job: Job) -> _Peak:
     needs = f"needs {format_bytes(worst.device.peak.bytes)}"
-    return _Peak(worst.shortfall, needs, worst=worst, compiled=compiled)
+    return _Peak(worst.shortfall, needs, worst=worst, job=job)
 
 
 def _assess(draft: Draft, seconds: float = 0.0) -> _Peak:
     """Assess a draft with a plan or a preset; the time limit is ignored."""
-    compiled = compile_recipe(draft.experiment, draft.spec.cluster, draft.plan)
-    return _outcome(find_peak_device(draft.experiment, compiled, draft.spec), compiled)
+    job = make_job(draft.experiment, draft.spec.cluster, draft.plan)
+    return _outcome(find_peak_device(job, draft.spec), job)
 
 
 def _find_help(draft: Draft, outcome: _Peak, *, searchable: bool) -> str:
@@ -160,7 +158,7 @@ def _find_help(draft: Draft, outcome: _Peak, *, searchable: bool) -> str:
 def _sources(draft: Draft, outcome: _Peak) -> Iterator[Attempts]:
     """List changes that affect only the step time, the cheapest first, and the type of frozen roles."""
     offload = not host_is_device(draft.experiment, draft.spec)
-    worst, phases = outcome.worst, outcome.compiled.phases
+    worst, phases = outcome.worst, outcome.job.phases
     for changes in list_plan_changes(draft, phases[worst.phase].graph, worst.device.peak, offload=offload):
         yield in_order(changes)
 

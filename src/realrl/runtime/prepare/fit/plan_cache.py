@@ -19,6 +19,7 @@ from realrl import __version__
 from realrl.config.errors import UserError
 from realrl.config.files import reason_of, write_whole
 from realrl.families import registry as families
+from realrl.plan.cluster import Cluster
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.profile.profile import Profile
@@ -26,8 +27,10 @@ from realrl.planner.search.plan_search import UserConstraints
 from realrl.planner.simulate.scenario import Scenario
 from realrl.recipe import registry as algorithms
 from realrl.recipe.experiment import Experiment
+from realrl.runtime.prepare.devices import search_spec
 from realrl.runtime.prepare.fit.changes import Draft
 from realrl.runtime.prepare.fit.search import SearchedPlan, search_plan
+from realrl.runtime.prepare.gpu import Here
 from realrl.runtime.prepare.scenarios import Measured, read_constraints
 
 
@@ -50,6 +53,15 @@ def cached_plan(experiment: Experiment, spec: ClusterSpec, say: Callable[[str], 
     found = search_plan(draft, constraints)
     say(f"plan: {found.about}; {_write(file, found, scenario)}")
     return found.plan
+
+
+def search_for_plan(experiment: Experiment, cluster: Cluster, here: Here, say: Callable[[str], None]) -> Plan:
+    """Find the plan of a recipe with `plan: search`, as `cached_plan` does, after its functions have been tried."""
+    # The functions import torch. A search may take minutes, so a broken function is reported before it.
+    from realrl.runtime.prepare.inputs import check_functions
+
+    check_functions(experiment)
+    return cached_plan(experiment, search_spec(experiment, cluster, here), say)
 
 
 def plans_directory() -> Path:

@@ -1,7 +1,11 @@
-"""Compilation of a recipe to validated programs; the models, adapters and shared weights of its roles. No torch."""
+"""A job: a recipe with its opened models, its plan, and the validated programs of every rank. No torch.
+
+`train`, `eval`, `generate`, `show`, `doctor` and the planner all start from here.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 from realrl.config.errors import UserError
 from realrl.config.paths import is_local, local_path
@@ -25,31 +29,6 @@ from realrl.program.validate import validate, validate_start
 from realrl.recipe.algorithm import SCORE
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import ModelConfig, freeze, trained_models
-
-
-def replay_routers(
-    graph: DataflowGraph, configs: Mapping[str, ModelConfig], shapes: Mapping[str, ModelShape]
-) -> DataflowGraph:
-    """Add router replay for mixtures that are trained on their own samples; `shapes` has the known shapes.
-
-    Raises UserError if a recipe asks for it in a role without anything to replay.
-    """
-    sampling, widths = find_replaying_roles(graph), {}
-    for role, config in trained_models(configs).items():
-        if role not in shapes:
-            continue
-        shape, field = shapes[role], f"models.{role}.router_replay={str(config.router_replay).lower()}"
-        if shape.mixture is None:
-            if config.router_replay is not None:
-                raise UserError(
-                    f"{field}: the model is not a mixture of experts, so it has no router; leave the setting out"
-                )
-        elif role in sampling:
-            if config.router_replay is not False:
-                widths[role] = shape.layers * shape.mixture.per_token
-        elif config.router_replay:
-            raise UserError(f"{field}: {role} is not trained on samples of its own; leave the setting out")
-    return add_router_replay(graph, widths) if widths else graph
 
 
 @dataclass(frozen=True)
@@ -83,30 +62,72 @@ class SampledStep:
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """A recipe compiled for a cluster: training steps, evaluation steps, and homes of parameters between steps.
+class RoleModels:
+    """The models of a recipe's roles, opened without their weights."""
 
-    `start` has the programs that make the `kept` copies before the first step.
-    """
+    graph: DataflowGraph
+    """Dataflow graph of the recipe, with router replay for mixtures that need it."""
+    configs: Mapping[str, ModelConfig]
+    parts: Mapping[str, TrainablePart]
+    """The part of every role that training updates."""
+    stored: dict[str, StoredModel]
+    """How roles are stored, for those whose size is known."""
 
-    train: Phase
-    evaluation: Phase | None
+    @property
+    def shapes(self) -> dict[str, ModelShape]:
+        """Shapes of the models, for roles whose size is known."""
+        return {role: of.shape for role, of in self.stored.items()}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe compiled for a cluster. Ranks make the same job from the same recipe and plan, and then run it."""
+
+    experiment: Experiment
+    models: RoleModels
+    plan: Plan
+    """Plan of the training step."""
     homes: Mapping[str, Placement]
+    """Placements of parameters between steps."""
     kept: Mapping[str, tuple[Placement, ...]]
+    """Copies that stay between steps."""
     start: list[Program]
-    memory: Memory
+    """Programs that make the kept copies before the first step."""
+    phases: Mapping[str, Phase]
+    """Kinds of steps by name: `train` unless the job only evaluates, and `eval` if there are records for it."""
     sampled: SampledStep | None = None
     """The training step in two parts, if it samples in rounds."""
 
     @property
-    def phases(self) -> dict[str, Phase]:
-        """Kinds of steps by name."""
-        return {"train": self.train} | ({"eval": self.evaluation} if self.evaluation else {})
+    def train(self) -> Phase:
+        """The training step."""
+        return self.phases["train"]
+
+    @property
+    def evaluation(self) -> Phase | None:
+        """The evaluation step, if there is one."""
+        return self.phases.get("eval")
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Memory that programs hold; roles of unknown size count as 0."""
+        return Memory(self.models.stored, self.homes, offloaded(self.plan), self.kept)
+
+    @property
+    def trained(self) -> list[str]:
+        """Roles that the training step trains, the graph's first one first."""
+        graph = self.models.graph
+        return [role for role in graph.roles if graph.trained(role)]
 
     @property
     def unknown(self) -> tuple[str, ...]:
         """Roles whose size is not known on this machine."""
-        return tuple(role for role in self.homes if role not in self.memory.stored)
+        return tuple(role for role in self.homes if role not in self.models.stored)
+
+    @property
+    def placements(self) -> list[Placement]:
+        """Placements of all calls in all kinds of steps."""
+        return [place for phase in self.phases.values() for place in phase.plan.placements.values()]
 
     @property
     def programs(self) -> dict[str, list[Program]]:
@@ -116,7 +137,7 @@ class Compiled:
         """
         starts = any(program.instructions for program in self.start)
         found = {"start": self.start} if starts else {}
-        phases = self.phases
+        phases = dict(self.phases)
         if self.sampled is not None:
             phases |= {"sampling": self.sampled.sampling, "learning": self.sampled.learning}
         for name, phase in phases.items():
@@ -126,38 +147,140 @@ class Compiled:
         return found
 
 
-def find_trainable_parts(
-    configs: Mapping[str, ModelConfig], averages: Sequence[MovingAverage]
+def make_job(
+    experiment: Experiment, cluster: Cluster, plan: Plan | None = None, *, download: bool = False
+) -> Job:
+    """Make the job that trains a recipe on a cluster. Raises UserError for an invalid plan.
+
+    `plan` replaces the recipe's plan, and is required if that is `search`. `download` fetches the `config.json` of
+    models on the hub; without it, checks that depend on sizes cover the models that this machine knows. Memory is
+    not checked.
+    """
+    models = open_models(experiment, download=download)
+    graph = models.graph
+    if plan is None:
+        plan = make_written_plan(experiment, cluster, models)
+    else:
+        plan.check(graph, models.shapes)
+    if experiment.exact:
+        plan.check_exact()
+    homes = home_placements(graph, plan)
+    kept = kept_copies(graph, plan, homes)
+    _check_batch(experiment, graph, plan)
+    start = lower_start(plan, homes, kept, models.parts)
+    validate_start(start, homes, offloaded(plan), kept, models.parts)
+    compile_phase = partial(_compile_phase, homes=homes, kept=kept, parts=models.parts)
+    phases = {"train": compile_phase(graph, plan)}
+    if experiment.eval_graph is not None:
+        phases["eval"] = compile_phase(experiment.eval_graph, plan.evaluation(experiment.eval_graph, graph))
+    sampled = None
+    if (rounds := experiment.spec.sampling_rounds(experiment)) != 1:
+        sampling = compile_phase(graph.upstream(SCORE), plan)
+        done = {call.name: plan[call.name] for call in sampling.graph.calls}
+        sampled = SampledStep(rounds, sampling, compile_phase(graph, plan, done=done))
+    job = Job(experiment, models, plan, homes, kept, start, phases, sampled)
+    check_offloading(plan, job.memory.holders)
+    return job
+
+
+def make_evaluation_job(
+    experiment: Experiment, cluster: Cluster, plan: Plan | None = None, *, download: bool = False
+) -> Job:
+    """Make the job that evaluates a recipe without training; arguments as for `make_job`.
+
+    Roles that evaluation does not use, optimizer state and kept copies are left out. Raises UserError if the recipe
+    has no evaluation, or the plan does not fit its models.
+    """
+    graph = experiment.eval_graph
+    if graph is None:
+        raise UserError("data.eval: missing; give the records to evaluate on")
+    models = open_models(experiment, evaluates=True, download=download)
+    plan = plan or make_written_plan(experiment, cluster, open_models(experiment))
+    plan.check(experiment.graph, models.shapes)
+    if experiment.exact:
+        plan.check_exact()
+    used = replace(plan.evaluation(graph, experiment.graph), offload_optimizer=(), keep=())
+    homes = home_placements(graph, used)
+    phase = _compile_phase(graph, used, homes=homes, kept={}, parts=models.parts)
+    return Job(experiment, models, used, homes, {}, [], {"eval": phase})
+
+
+def make_written_plan(experiment: Experiment, cluster: Cluster, models: RoleModels) -> Plan:
+    """Make the plan that a recipe names: a preset or a plan file. Raises UserError if it does not fit."""
+    assert experiment.plan != SEARCH, "a searched plan must be found first"
+    tokens, recompute = experiment.micro_batch_tokens, experiment.recompute
+    return make_plan(experiment.plan, models.graph, cluster, tokens, models.shapes, recompute=recompute)
+
+
+def open_models(experiment: Experiment, *, evaluates: bool = False, download: bool = False) -> RoleModels:
+    """Open the models of a recipe: their shapes, adapters and shared weights. Reads no weights.
+
+    `evaluates`: only the roles that evaluation uses, all of them frozen. `download`: fetch the `config.json` of
+    models on the hub. Raises UserError if a file is wrong or missing, or if the recipe trains more layers than a
+    model has, balances experts of a model without experts, or compares models with different vocabularies.
+    """
+    graph, configs = experiment.graph, experiment.model_configs
+    if evaluates:
+        assert experiment.eval_graph is not None, "there is an evaluation"
+        graph = experiment.eval_graph
+        configs = {role: freeze(config) for role, config in configs.items() if role in graph.roles}
+    shapes = {}
+    for role in experiment.spec.list_sources_first(experiment):
+        if role in configs:
+            try:
+                shape = find_model_shape(configs[role]) if download else known_shape(configs[role])
+            except UserError as error:
+                raise UserError(f"models.{role}: {error}") from None
+            if shape is not None:
+                shapes[role] = shape.for_lengths(experiment.longest[0])
+    _check_candidates(graph, shapes)
+    adapters = _find_adapters(configs, graph.averages)
+    shapes = {role: shape.model_copy(update={"lora": adapters.get(role)}) for role, shape in shapes.items()}
+    parts = _find_trainable_parts(configs, graph.averages, adapters)
+    _check_sizes(configs, shapes, experiment.spec.heads, parts)
+    bases = _name_shared_weights(configs, shapes, experiment.spec.heads, parts, graph.averages)
+    stored = {
+        role: StoredModel(
+            shape=shapes[role],
+            head=experiment.spec.heads[role],
+            dtype=DTYPES[config.compute_dtype],
+            trained=graph.trained(role),
+            part=parts[role],
+            exact=experiment.exact,
+            base=bases.get(role),
+        )
+        for role, config in configs.items()
+        if role in shapes
+    }
+    if not evaluates:
+        graph = _replay_routers(graph, configs, shapes)
+    return RoleModels(graph, configs, parts, stored)
+
+
+def _find_trainable_parts(
+    configs: Mapping[str, ModelConfig], averages: Sequence[MovingAverage], adapters: Mapping[str, LowRank]
 ) -> dict[str, TrainablePart]:
     """Find the part of every role that training updates.
 
     A role that follows another, and a frozen role whose adapters stay separate, are divided in the same way.
     """
-    adapted = find_adapters_of_roles(configs, averages)
     parts = {
-        role: TrainablePart(adapters=role in adapted, quantised=config.quantised is not None)
+        role: TrainablePart(adapters=role in adapters, quantised=config.quantised is not None)
         for role, config in configs.items()
     }
     for role, config in trained_models(configs).items():
-        if role not in adapted:
+        if role not in adapters:
             parts[role] = TrainablePart(config.trainable_layers, config.freeze_embeddings)
     return parts | {average.role: parts[average.source] for average in averages}
 
 
-def stored_models(
-    experiment: Experiment, graph: DataflowGraph, shapes: Mapping[str, ModelShape]
-) -> dict[str, StoredModel]:
-    """Describe the storage of roles; `shapes` has the shapes of their files.
-
-    Raises UserError if a recipe trains more layers than a model has, balances experts of a model without
-    experts, or compares models with different vocabularies.
-    """
-    _check_candidates(graph, shapes)
-    configs = experiment.model_configs
-    shapes = adapt_shapes(shapes, configs, graph.averages)
-    heads = experiment.spec.heads
-    parts = find_trainable_parts(configs, graph.averages)
-    bases = find_shared_bases(configs, shapes, heads, parts, graph.averages)
+def _check_sizes(
+    configs: Mapping[str, ModelConfig],
+    shapes: Mapping[str, ModelShape],
+    heads: Mapping[str, Head],
+    parts: Mapping[str, TrainablePart],
+) -> None:
+    """Check settings that depend on the sizes of models. Raises UserError."""
     for role, shape in shapes.items():
         try:
             model_tensors(shape, heads[role])
@@ -175,19 +298,31 @@ def stored_models(
                 f"models.{role}.router_loss={config.router_loss:g} balances the experts of a mixture, but layers of"
                 " the model have no experts; leave it out"
             )
-    return {
-        role: StoredModel(
-            shape=shapes[role],
-            head=heads[role],
-            dtype=DTYPES[config.compute_dtype],
-            trained=graph.trained(role),
-            part=parts[role],
-            exact=experiment.exact,
-            base=bases.get(role),
-        )
-        for role, config in configs.items()
-        if role in shapes
-    }
+
+
+def _replay_routers(
+    graph: DataflowGraph, configs: Mapping[str, ModelConfig], shapes: Mapping[str, ModelShape]
+) -> DataflowGraph:
+    """Add router replay for mixtures that are trained on their own samples; `shapes` has the known shapes.
+
+    Raises UserError if a recipe asks for it in a role without anything to replay.
+    """
+    sampling, widths = find_replaying_roles(graph), {}
+    for role, config in trained_models(configs).items():
+        if role not in shapes:
+            continue
+        shape, field = shapes[role], f"models.{role}.router_replay={str(config.router_replay).lower()}"
+        if shape.mixture is None:
+            if config.router_replay is not None:
+                raise UserError(
+                    f"{field}: the model is not a mixture of experts, so it has no router; leave the setting out"
+                )
+        elif role in sampling:
+            if config.router_replay is not False:
+                widths[role] = shape.layers * shape.mixture.per_token
+        elif config.router_replay:
+            raise UserError(f"{field}: {role} is not trained on samples of its own; leave the setting out")
+    return add_router_replay(graph, widths) if widths else graph
 
 
 def _check_candidates(graph: DataflowGraph, shapes: Mapping[str, ModelShape]) -> None:
@@ -212,108 +347,16 @@ def _check_candidates(graph: DataflowGraph, shapes: Mapping[str, ModelShape]) ->
             )
 
 
-def compile_recipe(experiment: Experiment, cluster: Cluster, plan: Plan | None = None) -> Compiled:
-    """Compile a recipe to graph, plan and validated programs. Raises UserError for an invalid plan.
-
-    `plan` replaces the recipe's plan, and is required if that is `search`. Checks that depend on sizes cover the
-    models whose sizes are known without the network. Memory is not checked.
-    """
-    graph = experiment.graph
-    stored = _known_models(experiment, graph)
-    graph = replay_routers(graph, experiment.model_configs, {role: of.shape for role, of in stored.items()})
-    if plan is None:
-        plan = make_written_plan(experiment, cluster)
-    else:
-        plan.check(graph, {role: of.shape for role, of in stored.items()})
-    if experiment.exact:
-        plan.check_exact()
-    homes = home_placements(graph, plan)
-    kept = kept_copies(graph, plan, homes)
-    _check_batch(experiment, graph, plan)
-    parts = find_trainable_parts(experiment.model_configs, graph.averages)
-    start = lower_start(plan, homes, kept, parts)
-    validate_start(start, homes, offloaded(plan), kept, parts)
-    train, evaluation, eval_graph = (
-        _phase(graph, plan, homes, kept, parts),
-        None,
-        experiment.eval_graph,
-    )
-    if eval_graph is not None:
-        evaluation = _phase(eval_graph, plan.evaluation(eval_graph, graph), homes, kept, parts)
-    memory = Memory(stored, homes, offloaded(plan), kept)
-    check_offloading(plan, memory.holders)
-    rounds = experiment.spec.sampling_rounds(experiment)
-    sampled = None if rounds == 1 else _sampled_step(rounds, train, homes, kept, parts)
-    return Compiled(train, evaluation, homes, kept, start, memory, sampled)
-
-
-@dataclass(frozen=True)
-class CompiledEvaluation:
-    """Evaluation of a recipe without training, compiled for a cluster: steps, and homes of parameters."""
-
-    evaluation: Phase
-    homes: Mapping[str, Placement]
-
-
-def make_written_plan(experiment: Experiment, cluster: Cluster) -> Plan:
-    """Make the plan that a recipe names: a preset or a plan file. Raises UserError if it does not fit."""
-    assert experiment.plan != SEARCH, "a searched plan must be found first"
-    graph, tokens = experiment.graph, experiment.micro_batch_tokens
-    shapes = {role: of.shape for role, of in _known_models(experiment, graph).items()}
-    return make_plan(experiment.plan, graph, cluster, tokens, shapes, recompute=experiment.recompute)
-
-
-def compile_evaluation(experiment: Experiment, plan: Plan) -> CompiledEvaluation:
-    """Compile the evaluation of a recipe without training, on its plan.
-
-    Roles that evaluation does not use, optimizer state and kept copies are left out. Raises UserError if the recipe
-    has no evaluation, or the plan does not fit its models.
-    """
-    graph, eval_graph = experiment.graph, experiment.eval_graph
-    if eval_graph is None:
-        raise UserError("data.eval: missing; give the records to evaluate on")
-    plan.check(graph, {role: of.shape for role, of in _known_models(experiment, graph).items()})
-    if experiment.exact:
-        plan.check_exact()
-    plan = replace(plan.evaluation(eval_graph, graph), offload_optimizer=(), keep=())
-    homes = home_placements(eval_graph, plan)
-    frozen = {
-        role: freeze(config) for role, config in experiment.model_configs.items() if role in eval_graph.roles
-    }
-    phase = _phase(eval_graph, plan, homes, {}, find_trainable_parts(frozen, ()))
-    return CompiledEvaluation(phase, homes)
-
-
-def _known_models(experiment: Experiment, graph: DataflowGraph) -> dict[str, StoredModel]:
-    """Describe the storage of roles whose size is known without the network."""
-    known = {role: known_shape(config) for role, config in experiment.model_configs.items()}
-    return stored_models(experiment, graph, {role: shape for role, shape in known.items() if shape})
-
-
-def with_sizes(experiment: Experiment, compiled: Compiled, plan: Plan | None) -> Compiled:
-    """Compile again with the hub's shapes, if this machine does not know the shapes of all models.
-
-    Only `config.json` is fetched. `plan` is as in `compile_recipe`. Raises UserError if the hub does not answer.
-    """
-    if not compiled.unknown:
-        return compiled
-    configs = experiment.model_configs
-    for role in experiment.spec.list_sources_first(experiment):
-        try:
-            find_model_shape(configs[role])
-        except UserError as error:
-            raise UserError(f"models.{role}: {error}") from None
-    return compile_recipe(experiment, compiled.train.plan.cluster, plan)
-
-
-def _phase(
+def _compile_phase(
     graph: DataflowGraph,
     plan: Plan,
+    *,
     homes: Mapping[str, Placement],
     kept: Mapping[str, tuple[Placement, ...]],
     parts: TrainableParts,
     done: Mapping[str, Placement] | None = None,
 ) -> Phase:
+    """Compile a kind of step, and validate its programs. `done`: calls whose outputs it starts with."""
     homes = {role: homes[role] for role in graph.roles}
     kept = {role: kept[role] for role in graph.roles if role in kept}
 
@@ -322,21 +365,8 @@ def _phase(
         validate(programs, graph, homes, offloaded(plan), kept, parts, done)
         return programs
 
-    partial = [due for due in share_steps(graph.periods) if due != graph.periods]
-    return Phase(graph, plan, build(graph), {due: build(graph.with_due(due)) for due in partial})
-
-
-def _sampled_step(
-    rounds: int,
-    train: Phase,
-    homes: Mapping[str, Placement],
-    kept: Mapping[str, tuple[Placement, ...]],
-    parts: TrainableParts,
-) -> SampledStep:
-    graph, plan = train.graph, train.plan
-    sampling = _phase(graph.upstream(SCORE), plan, homes, kept, parts)
-    done = {call.name: plan[call.name] for call in sampling.graph.calls}
-    return SampledStep(rounds, sampling, _phase(graph, plan, homes, kept, parts, done))
+    partly = [due for due in share_steps(graph.periods) if due != graph.periods]
+    return Phase(graph, plan, build(graph), {due: build(graph.with_due(due)) for due in partly})
 
 
 def _check_batch(experiment: Experiment, graph: DataflowGraph, plan: Plan) -> None:
@@ -353,7 +383,7 @@ def _check_batch(experiment: Experiment, graph: DataflowGraph, plan: Plan) -> No
             )
 
 
-def find_adapters_of_roles(
+def _find_adapters(
     configs: Mapping[str, ModelConfig], averages: Iterable[MovingAverage]
 ) -> dict[str, LowRank]:
     """Find the adapter settings of each role whose adapters stay separate from its model.
@@ -376,22 +406,7 @@ def find_adapters_of_roles(
     return found
 
 
-def adapt_shapes(
-    shapes: Mapping[str, ModelShape],
-    configs: Mapping[str, ModelConfig],
-    averages: Iterable[MovingAverage],
-) -> dict[str, ModelShape]:
-    """Set the adapters in the shapes of roles (see `find_adapters_of_roles`)."""
-    adapters = find_adapters_of_roles(configs, averages)
-    return {
-        role: shape.model_copy(update={"lora": adapters.get(role)})
-        if shape.lora != adapters.get(role)
-        else shape
-        for role, shape in shapes.items()
-    }
-
-
-def find_shared_bases(
+def _name_shared_weights(
     configs: Mapping[str, ModelConfig],
     shapes: Mapping[str, ModelShape],
     heads: Mapping[str, Head],
