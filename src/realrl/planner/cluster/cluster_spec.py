@@ -24,8 +24,9 @@ MOST_DEVICES = 1 << 14
 """Largest cluster that can be planned: for 10,000 devices that takes more than three minutes of one core."""
 
 STORAGE = 1e9
-"""Bytes per second between a node and storage while all nodes use it, unless a cluster file says otherwise: the
-2 TB/s that Llama 3's file system sustains, for 2,048 nodes (arXiv 2407.21783, section 3.3.1)."""
+"""Default bytes per second between a node and storage while all nodes use it.
+
+Llama 3's file system sustains 2 TB/s for 2,048 nodes (arXiv 2407.21783, section 3.3.1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class NodeGroup:
     """Bandwidth between one node and the others, per direction, in bytes per second."""
     price_per_device_hour: float | None = None
     host_memory_bytes: int | None = None
-    """Memory of each node's host; None for what is usual with such devices."""
+    """Memory of each node's host; None for the usual size with such devices."""
     storage_bytes_per_s: float = STORAGE
     """Bandwidth between each node and the storage of checkpoints and weights, per direction, while all nodes use
     it, in bytes per second."""
@@ -66,21 +67,21 @@ class NodeGroup:
 
 @dataclass(frozen=True)
 class Site:
-    """Devices and network under a mesh: calls take as long on meshes with equal ones."""
+    """Devices and network under a mesh. A call takes the same time on meshes with equal sites."""
 
     device: DeviceKind
     nodes: Cluster
-    """Nodes under the mesh, each with so many devices as the mesh has of it."""
+    """Nodes under the mesh, each with the number of its devices that belong to the mesh."""
     node_bytes_per_s: float
-    """Bandwidth between one of these nodes and the others, of the slowest, per direction, in bytes per second."""
+    """Bandwidth between the slowest of these nodes and the others, per direction, in bytes per second."""
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
     """Cluster as groups of homogeneous nodes.
 
-    Ranks are numbered group by group and, inside a group, node by node. A mesh has devices of one kind; those of
-    neighbouring groups may be of one, and their nodes of different size.
+    Ranks are numbered group by group and, inside a group, node by node. A mesh has devices of one kind. It may span
+    neighbouring groups with the same kind, whose nodes may differ in size.
     """
 
     name: str
@@ -234,7 +235,8 @@ class _Device(Settings):
     host_gb_per_s: PositiveFloat | None = None
     """Bandwidth to host memory, each direction, in 10^9 bytes per second."""
     threads: PositiveInt | None = None
-    """Threads of a process on a CPU, for all of which the figures are; those that are not given grow with them."""
+    """Threads of a process on a CPU. Figures are for all threads together; figures that are not given grow with
+    them."""
 
     @field_validator("memory", mode="before")
     @classmethod
@@ -277,7 +279,7 @@ class _Group(Settings):
     price_per_device_hour: NonNegativeFloat | None = None
     """Price of one device for an hour, in any currency."""
     host_memory: str | None = None
-    """Memory of a node's host, for example `2TB`; by default what is usual with such devices."""
+    """Memory of a node's host, for example `2TB`; the default is the usual size with such devices."""
     storage_gb_per_s: PositiveFloat | None = None
     """Bandwidth between each node and the storage of checkpoints and weights while all nodes use it, in 10^9 bytes
     per second; 1 by default."""

@@ -44,17 +44,17 @@ class DeviceKind:
     """Whether the device is a process on a CPU, which has no driver and computes logits in smaller chunks."""
 
     groups_products: bool = False
-    """Whether torch has a kernel for products of groups of rows on it: of compute capabilities 9.x and 10.x."""
+    """Whether torch has a kernel for products of groups of rows, as for compute capabilities 9.x and 10.x."""
 
     threads: int = 1
-    """Threads of the process, of a CPU; the figures are those of all of them together."""
+    """Threads of a process on a CPU. Figures are for all of them together."""
     guessed: frozenset[str] = frozenset()
-    """Names of figures that stand for any such device, so that nothing can be a share of them."""
+    """Names of figures that are rough guesses, so that no utilisation is reported against them."""
     measured: str | None = None
     """Name of the tables of measured operators of such devices, in `operators/measured`; None without any."""
 
     def flops(self, dtype: Dtype) -> float:
-        """Peak FLOP/s of matmuls of models in a data type; those of `mixed` ones have bfloat16 operands."""
+        """Peak FLOP/s of matmuls in a data type. Models in `mixed` have bfloat16 operands."""
         return self.fp32_flops if dtype == "float32" else self.bf16_flops
 
     def with_threads(self, threads: int) -> "DeviceKind":
@@ -70,25 +70,25 @@ class DeviceKind:
 
 
 _LOST_PER_THREAD = 0.05
-"""Share of its own time that each further thread of a process costs: what is not divided among threads, and waiting
-for the last of them after every operation."""
+"""Share of its own time that each further thread of a process costs: some work is not divided among threads, and
+all wait for the last one after every operation."""
 
 
 def compute_thread_speedup(threads: int) -> float:
-    """Compute how much faster a process on a CPU is with so many threads, on as many cores, than with one.
+    """Compute the speedup of a process on a CPU with several threads, each on its own core.
 
-    The demo's PPO step, of which one thread is predicted to take 3.4 s, takes 1.7 to 1.9 s with two (2-core AMD
-    EPYC, torch 2.13); more than two have not been measured.
+    The demo's PPO step is predicted to take 3.4 s with one thread. With two, it takes 1.7 to 1.9 s (2-core AMD
+    EPYC, torch 2.13). More threads have not been measured.
     """
     return threads / (1 + _LOST_PER_THREAD * (threads - 1))
 
 
-# Host memory is that of the vendors' own systems of eight devices: 1 TB in a DGX A100 of 320 GB, 2 TB in one of
-# 640 GB, in a DGX H100, H200 and B200. Servers with L40S or RTX 4090 differ; theirs is usual, at the lower end.
-# The latency of a hop inside a node is of the order that NCCL's own tuning model assumes for its ring protocols
-# over NVLink (NCCL 2.18, src/graph/tuning.cc: 6.6 µs base for LL, 14 µs for simple, 0.6 to 1 µs per NVLink hop);
-# over PCIe it is that of a copy through host memory. Networks are those of the vendors' own eight-device systems
-# with the exception of the A100's, where cloud instances and clusters have 200 Gbit/s per node and up.
+# Host memory follows the vendors' own systems of eight devices: 1 TB in a DGX A100 with 320 GB, and 2 TB in a DGX
+# A100 with 640 GB, a DGX H100, H200 or B200. Servers with L40S or RTX 4090 differ; a usual, rather small size
+# stands here. The latency of an NVLink hop has the order that NCCL's tuning model assumes for its ring protocols
+# (NCCL 2.18, src/graph/tuning.cc: 6.6 µs base for LL, 14 µs for simple, 0.6 to 1 µs per NVLink hop). Over PCIe, it
+# is the latency of a copy through host memory. Networks follow the vendors' eight-device systems, except for the
+# A100: its cloud instances and clusters have 200 Gbit/s per node and more.
 _NVLINK_HOP, _PCIE_HOP = 3e-6, 8e-6
 _PCIE4, _PCIE5 = 32e9, 64e9
 

@@ -100,7 +100,8 @@ class Network:
         return self._ring("embedding")
 
     def hop(self, number_bytes: Real) -> Floats:
-        """Compute the seconds in which each rank of a stage sends `number_bytes` to its peer on the next stage."""
+        """Compute the seconds that each rank of a stage takes to send `number_bytes` to its peer on the next
+        stage."""
         device = self.sites[0].device
         leaving = [
             _count_leaving(degrees.stride(*axes_dividing(Divided.LAYERS)), site.nodes)

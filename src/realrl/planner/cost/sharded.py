@@ -77,7 +77,7 @@ class ShardedTraffic:
         return layers * spread(sizes.layer_section) + ends
 
     def host(self, *, backward: bool) -> float:
-        """Compute the seconds in which the host launches the collectives of a layer.
+        """Compute the seconds that the host takes to launch the collectives of a layer.
 
         Each parameter has a collective of its own: an all-gather under ZeRO-3, and in the backward pass a
         reduce-scatter of its gradient.

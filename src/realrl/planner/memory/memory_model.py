@@ -132,7 +132,7 @@ class MemoryModel:
     def host_capacity(self, node: int) -> float:
         """Return the bytes of host memory that offloaded state may use on a node.
 
-        There is no limit for CPUs, whose device memory is host memory.
+        CPUs have no limit, because their device memory is host memory.
         """
         group = next(g for first, g in self._groups_by_node if node < first)
         if group.device.cpu:

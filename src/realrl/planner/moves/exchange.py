@@ -15,15 +15,15 @@ from realrl.program.order import keys_between, producers
 
 _LENGTH_BYTES = 8
 _REPORT_S = 40e-6
-"""Seconds in which the writer reads the times of a rank and aligns them with the others' (docs/notes/scale.md)."""
+"""Seconds per rank that the writer takes to read the rank's times and align its clock (docs/notes/scale.md)."""
 
 
 @dataclass(frozen=True)
 class ExchangeModel:
     """Data exchange between the calls of a step.
 
-    Every DP rank of the target receives its share of the rows, and its TP ranks and stages a copy each, from one
-    sender after the other; over the hosts' network if the ranks span several nodes.
+    Every DP rank of the target receives its share of the rows, from one sender after the other. Its TP ranks and
+    stages receive a copy each. Rows travel over the hosts' network if the ranks span several nodes.
     """
 
     links: Links
@@ -31,21 +31,21 @@ class ExchangeModel:
     volumes: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """Bytes of all records of a step, by (producer, consumer)."""
     items: int = 0
-    """Items of a step, each of which has a length."""
+    """Number of items in a step."""
 
     def lengths_seconds(self, senders: Ints, ranks: Ints) -> Floats:
-        """Compute the seconds in which `senders` tell `ranks`, themselves among them, the lengths of all items.
+        """Compute the seconds until all `ranks` know the lengths of all items, which `senders` know in parts.
 
-        One of them hears from the others and tells everybody, one after the other (`Exchange.share_lengths`).
+        One sender collects the lengths and sends them to the ranks, one after the other (`Exchange.share_lengths`).
         """
         told = ranks - 1
         posted = told * self.items * _LENGTH_BYTES / self.links.node_bytes_per_s
         return np.asarray((senders - 1 + told) * self.links.latency_s + posted)
 
     def reports_seconds(self, ranks: int) -> float:
-        """Compute the seconds in which the writer takes the times of a step from all ranks (`StepReports`).
+        """Compute the seconds that the writer takes to receive the times of a step from all ranks (`StepReports`).
 
-        Each sends two messages.
+        Each rank sends two messages.
         """
         return (ranks - 1) * (2 * self.links.latency_s + _REPORT_S)
 
@@ -73,8 +73,8 @@ class ExchangeModel:
     ) -> Floats:
         """Compute a lower bound on the seconds of pairs that are only partly known.
 
-        `senders`: fewest and most; `size`: smallest size of the target; `copies`: fewest ranks that receive the
-        same rows; `rows`: most ranks that receive different ones.
+        `senders`: minimum and maximum; `size`: minimum size of the target; `copies`: minimum number of ranks that
+        receive the same rows; `rows`: maximum number of ranks that receive different rows.
         """
         volume = self.volumes.get((producer, consumer), 0.0)
         links = self.links
@@ -101,7 +101,7 @@ def _row_bytes(graph: DataflowGraph, workload: Workload, key: str) -> float:
         return each
     made_by = graph.producer(length)
     tokens = sum(workload.prompts) / len(workload.prompts)
-    # What a function writes is not known; it is taken to be no longer than what is generated.
+    # The length of a function's output is unknown. It counts as long as a generated answer.
     if made_by is not None and made_by.kind in (Kind.GENERATE, Kind.FUNCTION):
         tokens += sum(workload.answers) / len(workload.answers)
     return each * tokens

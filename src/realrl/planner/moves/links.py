@@ -25,8 +25,8 @@ Pair = tuple[Floats, Floats]
 class Boxes:
     """Parameters held by blocks of consecutive ranks, [blocks, pairs].
 
-    A box is a range of layers (`low` to `high`, in bytes) by a fraction of the TP dimension (`left` to `right`);
-    `embeds` is 1 where the same fraction of the embedding is held.
+    A box is a range of layers (`low` to `high`, in bytes) by a fraction of the TP dimension (`left` to `right`).
+    `embeds` is 1 if the block also holds this fraction of the embedding.
     """
 
     low: Floats
@@ -48,8 +48,11 @@ class Boxes:
         return (self.high - self.low) * width, self.embeds * width
 
     def shapes(self) -> Iterator[tuple[Ints, Floats]]:
-        """Iterate over the different heights, widths and embeddings of the blocks of each pair, [3, pairs]: the
-        first of all pairs, then the second of those that have two, and so on, with the indices of these pairs."""
+        """Iterate over the different (height, width, embedding) of each pair's blocks, [3, pairs].
+
+        The first item has the first shape of every pair, the second item the second shape of pairs with two or
+        more, and so on. Each comes with the indices of its pairs.
+        """
         every = np.stack([self.high - self.low, self.right - self.left, self.embeds])
         different, number = np.unique(every.reshape(3, -1), axis=1, return_inverse=True)
         number = np.sort(number.reshape(self.low.shape), axis=0)
@@ -139,11 +142,11 @@ class _Ports:
 class LinkTransfers:
     """Time model of reallocations as `layout.routing` schedules them, without choosing senders.
 
-    A node receives once what its devices need and none of them holds; a device receives what it needs and does not
-    hold. The nodes that hold the data send equal shares, and all nodes forward. Tensors are assumed to be sharded
-    evenly over TP ranks and, with ZeRO-3, over data-parallel ranks as if these were TP ranks, too; but
-    rows of ZeRO-3 and shards of TP ranks cut parameters differently, so that they have in common what chance gives.
-    Values travel in the narrower one of two types. Parameter sets are moved one after the other.
+    A device receives the parameters that it needs and does not hold. A node receives each parameter once, unless
+    one of its devices holds it. The nodes that hold the data send equal shares, and all nodes forward. Tensors are
+    assumed to be sharded evenly over TP ranks and, with ZeRO-3, over data-parallel ranks as if these were TP ranks,
+    too. But ZeRO-3 cuts rows and TP cuts shards, so the overlap of the two is the product of their fractions.
+    Values travel in the narrower of the two types. Parameter sets move one after the other.
     """
 
     cluster: Cluster
@@ -183,7 +186,7 @@ class LinkTransfers:
         return result
 
     def sent(self, role: str, source: Layouts, target: Layouts) -> Pair:
-        """Compute the bytes that all devices receive, and those that enter another node."""
+        """Compute the bytes that all devices receive, and the bytes among them that enter another node."""
         totals = []
         for bounds in (self._devices, self._nodes):
             received = [self._lacking(weights, source, target, bounds)[0] for weights in self.weights[role]]
@@ -242,7 +245,7 @@ class LinkTransfers:
         entering, distinct = self._lacking(weights, source, target, self._nodes)
         network = np.maximum(entering.max(axis=0), distinct / self._count_nodes(source)) / ports.node
         device = self._needed(weights, target) / ports.device
-        # `device` is an upper bound so far: compute it exactly only where it exceeds the network's time.
+        # `device` is an upper bound so far. Its exact value only matters if the bound exceeds the network's time.
         for part in self._parts(np.flatnonzero(device > network), self.cluster.size):
             device[part] = self._ports(weights, source[part], target[part])
         seconds = np.maximum(network, device)
@@ -269,7 +272,7 @@ class LinkTransfers:
             for boxes in [self._different_boxes(weights, source[part], self._nodes)]
             for layers, width in [(boxes.high - boxes.low, boxes.right - boxes.left)]
         ]
-        # Many layouts hold as much on a node, on as many nodes.
+        # Many layouts hold the same bytes per node, on the same number of nodes.
         different, which = np.unique(np.concatenate(held, axis=1), axis=1, return_inverse=True)
         layers, width, holding = different[:, :, None]
         found = []
@@ -359,7 +362,8 @@ class LinkTransfers:
         return np.asarray(np.where(there, stages, np.inf).min(axis=1)[pp])
 
     def _bounds(self, weights: ParameterBytes, most: int) -> Floats:
-        """Table [PP degree, stage] of the bytes at which stages begin; past the last stage, where it ends."""
+        """Table [PP degree, stage] of the bytes at which stages begin. The entry after the last stage is its
+        end."""
         if weights not in self._cuts or len(self._cuts[weights]) <= most:
             most = min(max(most, self.cluster.size), weights.layers)
             table = np.zeros((most + 1, most + 1))
@@ -372,9 +376,9 @@ class LinkTransfers:
 
 
 def _into_empty(holding: Ints, needed: Boxes, weights: ParameterBytes) -> Floats:
-    """Lower bound on the layer bytes that some node receives or sends because nodes hold none of what they need.
+    """Lower bound on the layer bytes that some node receives or sends because some nodes hold no layer bytes.
 
-    `holding`: nodes that hold something, [sources, 1]. At best those without data are the ones that need the least.
+    `holding`: nodes that hold something, [sources, 1]. In the best case, the nodes without data need the least.
     """
     blocks, pairs = needed.low.shape
     last = np.maximum(blocks - holding - 1, 0)

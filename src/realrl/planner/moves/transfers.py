@@ -35,7 +35,7 @@ class Layouts:
     degrees: Ints
     """Degrees of parallelism, in the order of `plan.axes.AXES`: [..., axes]."""
     sharded: Ints
-    """1 if data-parallel ranks shard the parameters (ZeRO-3), else 0."""
+    """1 if data-parallel ranks shard the parameters (ZeRO-3), otherwise 0."""
     dtype: Ints
     """Data type of the parameters: the place in `TYPES`."""
 
@@ -117,7 +117,7 @@ def find_nodes(cluster: Cluster) -> Ints:
 
 
 def name_mixing(role: str, source: str) -> str:
-    """Name the parameter sets in which a role follows another one, for `Transfers`."""
+    """Name, for `Transfers`, the parameter sets of a role that is a moving average of another role."""
     return f"{source} mixed into {role}"
 
 
@@ -137,7 +137,7 @@ class Transfers(Protocol):
     def at_least(self, role: str, source: Layouts, target: Layouts) -> Floats:
         """Compute a lower bound on the seconds from each source to each target, [sources, targets].
 
-        It holds wherever meshes of these sizes lie.
+        It holds for all positions of meshes with these sizes.
         """
         ...
 

@@ -21,7 +21,7 @@ from realrl.planner.cluster.devices import DeviceKind
 from realrl.program.arrays import Floats, Ints, Real
 
 PERCENT = 100
-"""Steps of one in which values are written to files."""
+"""Files have values in steps of 1/100."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Grid:
             raise ValueError(f"{len(self.values)} values for a grid of {[len(axis) for axis in self.axes]}")
 
     def at(self, *sizes: Real) -> Floats:
-        """Interpolate the values at as many sizes, or arrays of them, as there are axes."""
+        """Interpolate the values at one size, or array of sizes, per axis."""
         return np.asarray(sum(weight * self._table[point] for point, weight in self.weights(sizes)))
 
     def weights(self, sizes: Sequence[Real]) -> list[tuple[Ints, Floats]]:
@@ -85,7 +85,7 @@ LEAST_S = 2e-6
 """Seconds from the start of a kernel to the start of the next one, without any work: products of 32 x 32 x 32 take
 2.5 µs on an H100 and 4 µs on an A100, in a CUDA graph."""
 TILE = 128
-"""Keys that a block of an attention kernel reads at a time, also where a window hides most of them."""
+"""Keys that a block of an attention kernel reads at a time, even if a window hides most of them."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def place_prefill(
 ) -> TablePoint:
     """Place causal attention of sequences, as if they were of equal length. `squares`: sum of squared lengths.
 
-    Half of the scores are computed, and their product with values. With a window, length and number are those of as
-    many tokens in sequences as long as a token sees.
+    Half of the scores are computed, and their product with values. With a window, the same tokens count as shorter
+    sequences whose length is the number of tokens that a token sees.
     """
     length = squares / tokens
     seen = length if window is None else np.minimum(length, window + TILE)
@@ -163,18 +163,16 @@ ROUNDS: dict[Reduction, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatte
 TABULATED: Dtype = "bfloat16"
 """Type of the operands of all operators in the tables."""
 FLASH3 = frozenset({"h100", "h200"})
-"""Tables whose attention is that of FlashAttention 3."""
+"""Tables that were measured with FlashAttention 3."""
 MOST_RANKS = 8
 """Largest group that has been measured."""
 
 
 @dataclass(frozen=True)
 class Operators:
-    """Seconds of operators on a device: bounds by its peaks, times what the tables of its kind say of their ratio.
+    """Seconds of operators on a device: a bound by its peaks, times a measured ratio from the tables of its kind.
 
-    Sizes are numbers or arrays.
-
-    Nothing takes less than `LEAST_S`, also where sizes lie outside of tables.
+    Sizes are numbers or arrays. No result is less than `LEAST_S`, even outside of the tables.
     """
 
     device: DeviceKind
@@ -236,7 +234,7 @@ def find_operators(device: DeviceKind) -> Operators | None:
 
 
 def read_tables(name: str) -> dict[str, Any]:
-    """Read a file of tables: what was measured (`source`), and its `grids` by name."""
+    """Read a file of tables: a description of the measurements (`source`), and the `grids` by name."""
     path = files("realrl.planner.operators.measured") / f"{name}.json"
     tables: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return tables

@@ -22,7 +22,8 @@ from realrl.plan.placement import Dtype, Strategy
 from realrl.program.memory import StoredModel
 
 _PARALLEL = 8
-"""Distance between two strategies of which only one uses a parallel dimension; all else together weighs less."""
+"""Distance between two strategies if only one of them uses a parallel dimension. All other terms together are
+less."""
 _DEGREE = 2
 """Distance between two different degrees above 1 of one parallel dimension."""
 
@@ -85,7 +86,7 @@ class Correction(Settings):
 
     @property
     def about(self) -> tuple[object, ...]:
-        """Key of the measured call; a newer correction replaces an older one of equal key."""
+        """Key of the measured call. A newer correction replaces an older one with the same key."""
         fields = {name: getattr(self, name) for name in type(self).model_fields if name not in _OUTCOME}
         return tuple({**fields, "degrees": Degrees.of(self.degrees)}.values())
 
@@ -124,7 +125,7 @@ class Nearest:
     """Corrections that are nearest to a call, all equally near."""
 
     distance: int
-    """0 where a run has measured the call itself under the same strategy."""
+    """0 if a run has measured the call itself under the same strategy."""
     corrections: tuple[Correction, ...]
 
     @property

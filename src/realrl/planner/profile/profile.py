@@ -128,20 +128,24 @@ LayerKind = Literal[
     "optimizer",
     "product",
 ]
-"""Parts of calls that are measured. Unless stated otherwise, of a micro-batch of `tokens` in sequences of
+"""Measured parts of calls. Unless stated otherwise, they process a micro-batch of `tokens` in sequences of
 `context`.
 
-embed: packing and embedding, before the first layer. forward: one layer. head, scalar: log-probabilities or values
-after the last layer, and what the method of the call computes from them. These are the times of inference calls;
-embed_backward, backward, head_backward and scalar_backward are what train calls add to them, so that both together
-are forward, loss and backward. prefill: one layer that stores its keys and values. start: what a generate call
-takes besides, but for the layers of its decode steps: the last layer computes only keys and values of prompts, and
-counts here. decode: one layer of a decode step of `sequences` with `context` tokens each in the KV cache.
-decode_overhead: what a decode step takes besides on every pipeline stage. sample: head and sampling of a decode
-step, on the last stage. prepare: experience of a train call, made of `sequences` before its first mini-batch, for
-answers of `context` tokens. optimizer: update of `tokens` parameters, after gradient reduction and without zeroing
-gradients. product: a product of two square matrices with `tokens` rows, which is no part of a call but what
-arithmetic reaches at most."""
+| part | measured time |
+|---|---|
+| embed | packing and embedding, before the first layer |
+| forward | one layer |
+| head, scalar | log-probabilities or values after the last layer, and the method's computation with them |
+| embed_backward, backward, head_backward, scalar_backward | the time that a train call adds to the part above |
+| prefill | one layer that stores its keys and values |
+| start | the rest of a generate call before decoding, such as the last layer: it computes only keys and values |
+| decode | one layer of a decode step of `sequences` with `context` tokens each in the KV cache |
+| decode_overhead | the rest of a decode step on every pipeline stage |
+| sample | head and sampling of a decode step, on the last stage |
+| prepare | a train call's work on `sequences` with answers of `context` tokens before its first mini-batch |
+| optimizer | update of `tokens` parameters, without reducing or zeroing gradients |
+| product | a product of two square matrices with `tokens` rows: not a part of a call, but the peak of arithmetic |
+"""
 
 WHOLE: tuple[LayerKind, ...] = ("prepare", "optimizer", "product")
 """Kinds that do not depend on tensor parallelism and are measured without it."""
@@ -179,7 +183,7 @@ class Measurement(Settings):
 
     kind: LayerKind
     tp: PositiveInt = 1
-    """TP degree; the time is that of one TP rank."""
+    """TP degree. The time is for one TP rank."""
     tokens: NonNegativeInt = 0
     """Tokens of a micro-batch, or parameters of an optimizer update."""
     sequences: NonNegativeInt = 0
@@ -195,7 +199,7 @@ class Measurement(Settings):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Key of the measurement; a newer one replaces an older one of equal key."""
+        """Key of the measurement. A newer measurement replaces an older one with the same key."""
         return *self.series, self.tokens, self.sequences, self.context
 
     @property
@@ -237,7 +241,7 @@ class CollectiveTime(Settings):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Key of the measurement; a newer one replaces an older one of equal key."""
+        """Key of the measurement. A newer measurement replaces an older one with the same key."""
         return *self.series, self.bytes
 
     @property
@@ -286,10 +290,10 @@ class Profile(Settings):
     functions: tuple[FunctionTime, ...] = Field(default=(), strict=False)
     """What runs have measured of functions (`calibrate_profile`)."""
     sweeps: SweepSpread | None = None
-    """How far sweeps differed; None where there was one alone, and in older files."""
+    """How far sweeps differed; None after a single sweep, and in older files."""
 
     def function_seconds(self, reference: str) -> float | None:
-        """Look up the seconds per item of a function; None where no run has measured it."""
+        """Look up the seconds per item of a function; None if no run has measured it."""
         return next((time.seconds for time in self.functions if time.function == reference), None)
 
     def seconds(

@@ -26,7 +26,7 @@ class Interruptions:
     write: float
     """Seconds until it is complete, those included: an earlier failure goes back to the one before."""
     restart: float
-    """Seconds from a failure until training goes on."""
+    """Seconds from a failure until training continues."""
 
     def __post_init__(self) -> None:
         if self.rate <= 0 or not 0 <= self.stop <= self.write or self.restart < 0:
@@ -36,14 +36,14 @@ class Interruptions:
 def expected_step(of: Interruptions, step: float, every: int) -> float:
     """Compute the expected seconds per step, lost ones included, with a checkpoint after every `every` steps.
 
-    A run that has just completed a checkpoint needs `every` steps and a stop, M seconds, without a failure for the
-    next one; after a failure it restarts from there and needs `every` steps and the whole writing. The expected
-    time between two checkpoints is therefore exp(rate (restart + write - stop)) (exp(rate M) - 1) / rate: what is
-    written while training goes on counts as a part of the restart. Infinite where failures come too fast.
+    After a checkpoint, the run needs M seconds without a failure until the next one: `every` steps and a stop.
+    After a failure, it restarts from the checkpoint and needs `every` steps and the whole writing. The expected
+    time between two checkpoints is therefore exp(rate (restart + write - stop)) (exp(rate M) - 1) / rate. Writing
+    beside training counts as a part of the restart. The result is infinite if failures come too fast.
     """
     between = of.rate * (every * step + of.stop)
     before = of.rate * (of.restart + of.write - of.stop)
-    if before + between > 700:  # beyond what a float holds
+    if before + between > 700:  # exp would overflow
         return math.inf
     return math.exp(before) * math.expm1(between) / (of.rate * every)
 
@@ -76,7 +76,7 @@ def best_interval(of: Interruptions, step: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Prediction of a run that fails and goes on."""
+    """Prediction of a run with failures and restarts."""
 
     failures_per_day: float
     undisturbed_seconds: float
@@ -99,7 +99,7 @@ class Goodput:
 
 
 def predict_goodput(scenario: Scenario, estimate: Estimate) -> Goodput | None:
-    """Predict the expected step of a plan; None where the scenario has no failures."""
+    """Predict the expected step of a plan; None if the scenario has no failures."""
     if scenario.failures is None:
         return None
     starts = {name: call.start for name, call in estimate.calls.items()}
@@ -109,10 +109,10 @@ def predict_goodput(scenario: Scenario, estimate: Estimate) -> Goodput | None:
 def predict_plan_goodput(
     scenario: Scenario, failures: Failures, plan: Plan, step_seconds: float, starts: Mapping[str, float]
 ) -> Goodput:
-    """Predict the expected step of a plan whose calls start so many seconds after the step.
+    """Predict the expected step of a plan whose calls start at these seconds of the step.
 
-    Checkpoints are taken to be written from the start of a step. Training waits for them, where they are written
-    asynchronously, when parameters are about to change: not before the first train call starts.
+    Writing a checkpoint is assumed to begin with a step. If it is asynchronous, training waits for it only before
+    parameters change, which is at the start of the first train call.
     """
     traffic = count_traffic(scenario, home_placements(scenario.graph, plan))
     start = _predict_start(scenario, plan)
@@ -140,7 +140,7 @@ def predict_plan_goodput(
 
 
 def compute_expected_seconds(scenario: Scenario, estimate: Estimate) -> float:
-    """Compute the seconds of a step by which plans are compared: the expected ones where there are failures."""
+    """Compute the seconds of a step for the comparison of plans: the expected seconds if there are failures."""
     goodput = predict_goodput(scenario, estimate)
     return estimate.step_seconds if goodput is None else goodput.step_seconds
 

@@ -1,6 +1,6 @@
-"""Seconds in which all ranks of a run start, or start again, and what each of them opens for its groups.
+"""Seconds until all ranks of a run have started, and the connections that each of them opens for its groups.
 
-A prediction: nothing of it was measured on many nodes by this project. Counts are those of what the runtime makes.
+This is a prediction: the project has not measured a start on many nodes. The runtime makes the counted groups.
 """
 
 from collections.abc import Mapping
@@ -70,7 +70,7 @@ def predict_start(
     if world == 1:
         return StartEstimate(seconds=seconds, sockets=0, communicators=0, store_requests=0, store_bytes=0)
     everyone = tuple(range(world))
-    # The default group, that of `Process.control`, and that of the threads that write checkpoints.
+    # The default group, the group `Process.control`, and a group for the threads that write checkpoints.
     gloo = [everyone, everyone]
     if not gpus:
         gloo += [everyone, *(ranks for ranks in rank_sets if ranks != everyone)]
@@ -97,7 +97,7 @@ def predict_start(
 
 
 def _count_most(groups: list[tuple[tuple[int, ...], int]], world: int) -> int:
-    """Sum what the groups of a rank count, for the rank with most."""
+    """Sum the counts of each rank's groups, and return the largest sum."""
     total = [0] * world
     for ranks, count in groups:
         for rank in ranks:

@@ -1,4 +1,4 @@
-"""Time in which checkpoints are written, and weights and checkpoints read, by all nodes at once."""
+"""Time to write checkpoints, and to read weights and checkpoints, on all nodes at once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,11 +45,10 @@ class StorageTraffic:
 
 
 def count_traffic(scenario: Scenario, homes: Mapping[str, Placement]) -> StorageTraffic:
-    """Count what ranks write and read where roles live at `homes`.
+    """Count the bytes that ranks write and read if roles live at `homes`, as `checkpoint.contents` does.
 
-    As `checkpoint.contents` has it: every element of a role that learns is written once, those that
-    data-parallel ranks share by one of them. A restart restores them, and reads each rank's part of all others from
-    their own files.
+    Every element of a learning role is written once; if data-parallel ranks share it, one of them writes it. A
+    restart restores these elements, and reads each rank's part of the other roles from their own files.
     """
     spec = scenario.spec
     written, read = np.zeros(spec.size), np.zeros(spec.size)

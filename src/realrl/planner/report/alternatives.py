@@ -22,7 +22,7 @@ _PER_CALL = 3
 _NOTHING = 5e-4
 """Relative difference in step time below which two plans count as equally fast."""
 _WORTH_SAYING, _NAMED = 0.15, 2
-"""Fraction of a difference in seconds from which a term is named, and the number of terms named at most."""
+"""A term is named if it has at least this fraction of a difference in seconds; and the maximum number of terms."""
 
 
 def find_alternatives(
@@ -30,10 +30,10 @@ def find_alternatives(
 ) -> tuple[Alternative, ...]:
     """Find the most informative alternatives for each call.
 
-    These are the best that differ in one respect (devices, parallel degrees, data type, stage of ZeRO,
-    micro-batch size, recomputation, offloading, copies that are kept), and one that would be faster but does not
-    fit. `step_seconds`: predicted step of `assignment`; those of alternatives are that plus the difference of their
-    timelines. `offload`: whether offloading frees memory.
+    They are the best ones that differ in one respect: devices, parallel degrees, data type, ZeRO stage, micro-batch
+    size, recomputation, offloading, or kept copies. One more would be faster but does not fit. `step_seconds`:
+    predicted step of `assignment`; an alternative's step adds the difference of their timelines. `offload`: whether
+    offloading frees memory.
     """
     alternatives: list[Alternative] = []
     search_space = SearchSpace(micro_batch_tokens=(), offload=offload)
@@ -153,7 +153,7 @@ class _View:
         )
 
     def _other_dtype(self, candidate: Candidate) -> Dtype | None:
-        """Type of a candidate's parameters; None where it is that of the chosen one."""
+        """Type of a candidate's parameters; None if the chosen candidate has the same."""
         mine, chosen = (o.placement.strategy for o in (candidate, self.candidates[0]))
         if mine.dtype == chosen.dtype:
             return None
@@ -186,8 +186,8 @@ def _difference(terms: Mapping[str, float], others: Mapping[str, float]) -> dict
 
 
 def _pick(candidates: tuple[Candidate, ...], seconds: list[float], fill: list[float]) -> list[int]:
-    """Indices of candidates: the fastest in each respect among those slower than candidate 0, and one that does not
-    fit: of those that would be much faster, the one nearest to fitting."""
+    """Choose candidates by index: in each respect the fastest one that is slower than candidate 0, and one that
+    does not fit. The latter is nearest to fitting among the candidates that would be much faster."""
     others = range(1, len(candidates))
     slower = seconds[0] * (1 + _NOTHING)
     faster = seconds[0] * (1 - _NOTHING)
@@ -204,7 +204,7 @@ def _pick(candidates: tuple[Candidate, ...], seconds: list[float], fill: list[fl
 
 
 def _respect(chosen: Candidate, other: Candidate) -> str | None:
-    """Most important respect in which a candidate differs; None if it only offloads more."""
+    """Name the most important difference of a candidate; None if it only offloads more."""
     a = chosen.placement
     b = other.placement
     if a.mesh.size != b.mesh.size:

@@ -85,7 +85,7 @@ def _find_tables(spec: ClusterSpec, models: Mapping[str, StoredModel]) -> list[s
 
 
 def _describe_models(spec: ClusterSpec, models: Mapping[str, StoredModel]) -> tuple[str, ...]:
-    """Say of each term of a call where it comes from, without a profile."""
+    """Describe the sources of a call's terms without a profile."""
     tables = _find_tables(spec, models)
     if not tables:
         return (_SHEETS,)
@@ -119,7 +119,7 @@ def _degrees(profile: Profile, spec: ClusterSpec, models: Mapping[str, StoredMod
 def _doubts(profile: Profile, spec: ClusterSpec) -> list[str]:
     """Differences between the conditions of the measurements and the present ones.
 
-    The number of processes per node matters only on a CPU, where they share cores.
+    The number of processes per node matters only on a CPU, because they share its cores.
     """
     doubts = []
     group = next(group for group in spec.groups if group.device.name == profile.device)

@@ -111,8 +111,8 @@ class Comparison(Settings):
     reserved_bytes: PositiveInt | None
     """Peak bytes reserved by torch's caching allocator on a GPU, fragmentation included."""
     resident_bytes: PositiveInt | None = None
-    """Largest resident memory of a process after the last of these steps: libraries and what the host's allocator
-    keeps are in it, besides tensors. None where the system does not tell."""
+    """Largest resident memory of a process after the last of these steps: tensors, libraries, and memory that the
+    host's allocator keeps. None if the system does not report it."""
     peak_resident_bytes: PositiveInt | None = None
     """Largest resident memory of a process until then."""
 

@@ -116,7 +116,7 @@ def make_report(
 
 
 def _with_sizes(report: PlanReport, sizes: Sequence[SizeReport], objective: Objective) -> PlanReport:
-    """Add what was compared to a report, whose own plan replaces that of its number of nodes."""
+    """Add the compared numbers of nodes to a report. The report's own plan replaces the one for its number."""
     row = make_size_report(report.scenario, report.chosen, report.gap)
     rows = tuple(row if size.cluster == row.cluster else size for size in sizes)
     return replace(report, sizes=rows, objective=objective)

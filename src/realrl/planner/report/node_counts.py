@@ -25,7 +25,7 @@ _PART = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Target by which a cluster is chosen: one of the two."""
+    """Target for the choice of a cluster: one of the two is set."""
 
     step_seconds: float | None = None
     """Longest step, for the least price per hour."""
@@ -41,12 +41,12 @@ def choose_cluster(
     effort: float = DEFAULT_EFFORT,
     seed: int = 0,
 ) -> tuple[ClusterSpec, tuple[SizeReport, ...]]:
-    """Choose among the first nodes of each group of a cluster; also returns all that was planned on the way.
+    """Choose among the first nodes of each group of a cluster; also returns all plans that were made on the way.
 
-    More nodes never take longer, since a plan may leave some idle: the fewest that suffice are found by bisection,
-    and within a budget all that it buys are taken. Where nodes fail, they may: then half as many are tried, as long
-    as that is better. Groups are not combined. UserError where prices are missing, and where nothing is short or
-    cheap enough.
+    More nodes never take longer, because a plan may leave some idle. Bisection finds the smallest number that meets
+    a target; within a budget, all affordable nodes are used. If nodes may fail, more nodes can take longer: then
+    half the number is tried, again and again while that is better. Groups are not combined. Raises UserError if
+    prices are missing, or if no step is short or cheap enough.
     """
     offers = [ClusterSpec(str(group), (group,)) for group in scenario.spec.groups]
     _check_prices(scenario.spec, wanted)
@@ -71,7 +71,7 @@ def _buy(
     price_per_hour: float,
     plan: Callable[[ClusterSpec, int], SizeReport],
 ) -> list[SizeReport]:
-    """Plan for as many nodes as a budget buys."""
+    """Plan for the largest number of nodes that a budget pays for."""
     one = offer.with_nodes(1)
     each = one.price_per_hour or 0.0
     affordable = offer.nodes if not each else min(offer.nodes, int(price_per_hour / each + 1e-9))
@@ -83,7 +83,8 @@ def _buy(
 def _halve(
     scenario: Scenario, offer: ClusterSpec, nodes: int, plan: Callable[[ClusterSpec, int], SizeReport]
 ) -> list[SizeReport]:
-    """Plan for so many nodes and, where they fail, for half as many as long as steps get shorter; the best last."""
+    """Plan for a number of nodes; if they may fail, also for half of it while steps get shorter. The best is
+    last."""
     found = [plan(offer, nodes)]
     while scenario.failures is not None and nodes > 1:
         nodes //= 2
@@ -145,7 +146,7 @@ def _check_prices(spec: ClusterSpec, wanted: Wanted) -> None:
 def _plan(
     scenario: Scenario, constraints: UserConstraints, effort: float, seed: int, target: float | None
 ) -> SizeReport:
-    """Plan a step; where the bound leaves open whether one of `target` seconds exists, search for it."""
+    """Plan a step. Search for one of `target` seconds if the bound does not exclude it."""
     search = partial(find_plan, scenario, seed=seed, constraints=constraints)
     try:
         found = search(effort=_PART * effort)

@@ -49,7 +49,7 @@ class Preset:
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """Plan that fits, with its interval and probability beside the others that do."""
+    """Plan that fits, with its interval and its probability of being the fastest."""
 
     name: str
     """`CHOSEN`, `FASTEST`, a preset or plan file, or `RUNNER_UP` with a number."""
@@ -79,9 +79,9 @@ class Alternative:
     on_device: tuple[str, ...] = ()
     """State kept on devices that the chosen plan offloads: `parameters`, `optimizer`."""
     dtype: Dtype | None = None
-    """Type of the call's parameters; None where it is as in the chosen plan."""
+    """Type of the call's parameters; None if the chosen plan has the same."""
     keep: bool | None = None
-    """Whether copies of the role's parameters in other layouts are kept between uses; None where it is as in the
+    """Whether copies of the role's parameters in other layouts are kept between uses; None if that is as in the
     chosen plan."""
     function: bool = False
     """Whether the call is a function, which has neither degrees but dp, nor micro-batches."""
@@ -99,9 +99,9 @@ class SizeReport:
     devices: int
     estimate: Estimate | None
     gap: float | None
-    """Relative optimality gap on these nodes; None if there is no plan."""
+    """Relative optimality gap on these nodes; None without a plan."""
     refused: str | None
-    """Error message if there is no plan, for example `needs 93 GiB of 79 GiB during actor.train, ...`."""
+    """Error message without a plan, for example `needs 93 GiB of 79 GiB during actor.train, ...`."""
     price_per_hour: float | None
     """Price of these nodes per hour; None if prices are not given."""
     goodput: "Goodput | None" = None
@@ -114,26 +114,26 @@ class SizeReport:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of one step, expected ones where there are failures; infinite if there is no plan."""
+        """Seconds of one step, in expectation if there are failures; infinite without a plan."""
         if self.goodput is not None:
             return self.goodput.step_seconds
         return self.estimate.step_seconds if self.estimate else math.inf
 
     @property
     def repeated_seconds(self) -> float:
-        """Steady-state seconds per step, longer by the share that failures take; infinite if there is no plan."""
+        """Steady-state seconds per step, including the time that failures cost; infinite without a plan."""
         if self.estimate is None:
             return math.inf
         return self.estimate.repeated_seconds / (self.goodput.share if self.goodput else 1.0)
 
     @property
     def device_hours(self) -> float:
-        """Device-hours per step in steady state; infinite if there is no plan."""
+        """Device-hours per step in steady state; infinite without a plan."""
         return self.repeated_seconds * self.devices / 3600
 
     @property
     def price(self) -> float | None:
-        """Price per step in steady state; None if prices are not given, infinite if there is no plan."""
+        """Price per step in steady state; None without prices, infinite without a plan."""
         if self.price_per_hour is None:
             return None
         return self.repeated_seconds / 3600 * self.price_per_hour if self.estimate else math.inf
@@ -162,13 +162,13 @@ class PlanReport:
     """Number of candidates, by call."""
     presets: Mapping[str, Preset]
     contenders: Mapping[str, Contender]
-    """The chosen plan and those that it was compared with, by name, the fastest first."""
+    """The chosen plan and the plans that it was compared with, by name, the fastest first."""
     alternatives: tuple[Alternative, ...]
     """Nearest alternatives, a few for each call."""
     sizes: tuple[SizeReport, ...] = ()
-    """Best plans on the requested numbers of nodes, that of this plan included."""
+    """Best plans on the requested numbers of nodes, including this plan's own."""
     objective: Objective = "time"
-    """Objective by which the number of nodes was chosen."""
+    """Objective of the choice of the number of nodes."""
     goodput: "Goodput | None" = None
     """Prediction of the run with its failures; None without a rate of failures."""
     expected_bound_seconds: float | None = None
@@ -188,5 +188,5 @@ class PlanReport:
 
     @property
     def given_up(self) -> Contender | None:
-        """The plan that is predicted to be the fastest, where a simpler one was preferred to it."""
+        """The plan with the fastest predicted step, if a simpler one was preferred."""
         return self.contenders.get(FASTEST)

@@ -51,7 +51,7 @@ def describe_full_device(memory: DeviceMemory) -> str:
 
 
 def describe_misfit(estimate: Estimate) -> str:
-    """Describe why an estimated plan does not fit: a host, else the peak device."""
+    """Describe why an estimated plan does not fit: a full host, or without one the fullest device."""
     full = estimate.full_host
     return describe_full_device(estimate.peak_device) if full is None else describe_full_host(full)
 

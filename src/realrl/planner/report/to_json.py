@@ -111,7 +111,7 @@ def _preset(preset: Preset, graph: DataflowGraph) -> dict[str, Any]:
 def _call(call: CallEstimate) -> dict[str, Any]:
     strategy = call.placement.strategy
     if call.call.is_function:
-        # None where no run has measured it: it then counts no time.
+        # None if no run has measured it. It then counts no time.
         return {
             "function": call.call.function,
             "mesh": str(call.placement.mesh),

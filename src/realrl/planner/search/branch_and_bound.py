@@ -16,7 +16,7 @@ _PARENTS, _CHILDREN = 8192, 1 << 15
 _FIRST_HEURISTIC, _SAMPLES = 2000, 512
 """Number of bounded nodes after which the primal heuristic first runs, and number of plans that it samples."""
 _SOON, _LATER = 1.5, 2.5
-"""Factors by which the number of nodes grows until the heuristic runs again: after a success, and otherwise."""
+"""The heuristic runs again when the number of nodes has grown by this factor: after a success, and otherwise."""
 _LONG = 0.3
 """A call is long if its least seconds exceed this fraction of the longest call's."""
 _EXACT = 1e-12

@@ -154,7 +154,7 @@ def find_call_errors(scenario: Scenario, call: Call, placement: Placement) -> Ca
         found = CallErrors("data sheet", SPREADS["data sheet"])
     if nearest is None:
         return found
-    # The run measured other strategies, which tells the error of the machine as a whole.
+    # The run measured other strategies. Their error is the error of the machine as a whole.
     return replace(found, spread=replace(found.spread, machine=SPREADS["run"].machine))
 
 

@@ -39,8 +39,8 @@ def count_pass_flops(
         return operations
     if not model.part.adapters:
         return operations + 2 * _forward(model, tokens, scored, squares, layers=model.part.last_layers)
-    # A frozen matrix needs only the gradient of its input, so its backward pass takes as many FLOPs as its forward
-    # pass. Attention has no matrices, and takes twice as many.
+    # A frozen matrix needs only the gradient of its input, so its backward pass takes the FLOPs of its forward
+    # pass. Attention has no matrices; its backward pass takes twice the FLOPs of its forward pass.
     frozen = tokens * model.shape.layers * count_layer_weights(model.shape)
     frozen += scored * count_head_weights(model.shape, "lm") if model.head == "lm" else 0
     return operations + 2 * operations - 2 * frozen

@@ -105,7 +105,7 @@ def _split_prompts(work: CallWork, sizes: GenerationRows, budget: int) -> Chunks
     mean = sum(lengths) / len(lengths)
     prompts = sizes.prompts
     each = prompts / sizes.rows
-    # Prompts that all decode batches begin with; of these, the first batch takes as many as its slots hold.
+    # Prompts that start on the decode batches; the first batch takes one for each of its slots.
     begun = _count_first_prompts(work, sizes)
     first = max(1.0, min(begun, sizes.rows_per_batch * each))
     later = max(1.0, first / REPLACED_TOGETHER)
