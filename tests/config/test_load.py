@@ -178,7 +178,7 @@ def test_the_path_of_a_field_begins_with_its_section(recipe: str) -> None:
 
 
 def test_a_misspelt_required_key_is_not_said_to_be_missing_as_well(recipe: str) -> None:
-    for key in ("trian", "train_files"):
+    for key in ("trian", "trains"):
         with pytest.raises(UserError) as caught:
             load_experiment(recipe, ["data=null", f"data={{{key}: a}}"])
         assert str(caught.value) == f"data.{key}: unknown key; did you mean data.train?"

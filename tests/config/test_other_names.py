@@ -1,5 +1,7 @@
-"""Names of other tools in recipes: the error message says what they are called here."""
+"""Names of other tools in recipes: accepted if they mean the same; otherwise the message names our setting."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,21 +39,65 @@ def test_no_name_of_another_tool_hides_a_setting() -> None:
         assert not [name for name in OTHER_NAMES if has(recipe, name)]
 
 
+ACCEPTED = [
+    ("grpo", "num_generations", 4, "policy.samples", 4),
+    ("grpo", "policy.num_generations", 4, "policy.samples", 4),
+    ("grpo", "generation.num_generations", 4, "policy.samples", 4),
+    ("expert_iteration", "num_generations", 8, "expert_iteration.samples", 8),
+    ("distillation", "num_generations", 8, "distillation.samples", 8),
+    ("grpo", "learning_rate", 1e-3, "models.actor.optimizer.lr", 1e-3),
+    ("reward", "learning_rate", 1e-3, "models.reward.optimizer.lr", 1e-3),
+    ("ppo", "models.critic.learning_rate", 1e-3, "models.critic.optimizer.lr", 1e-3),
+    ("ppo", "models.critic.optimizer.learning_rate", 1e-3, "models.critic.optimizer.lr", 1e-3),
+    ("grpo", "lr_scheduler_type", "constant_with_warmup", "models.actor.optimizer.schedule", "constant"),
+    ("grpo", "policy.beta", 0.2, "policy.kl.coef", 0.2),
+    ("ppo", "beta", 0.2, "ppo.kl.coef", 0.2),
+    ("dpo", "beta", 0.2, "preference.beta", 0.2),
+    ("dpo", "loss_type", "ipo", "preference.loss", "ipo"),
+    ("grpo", "loss_type", "dr_grpo", "policy.aggregate", "constant"),
+    ("grpo", "loss_agg_mode", "token-mean", "policy.aggregate", "token_mean"),
+    ("grpo", "scale_rewards", False, "policy.scale", "none"),
+    ("grpo", "importance_sampling_level", "sequence", "policy.ratio", "sequence_mean"),
+    ("grpo", "epsilon", 0.3, "policy.clip", 0.3),
+    ("grpo", "policy.epsilon_high", 0.3, "policy.clip_high", 0.3),
+    ("grpo", "max_completion_length", 8, "generation.max_new_tokens", 8),
+    ("grpo", "data.max_prompt_length", 8, "data.max_prompt_tokens", 8),
+    ("sft", "num_train_epochs", 2, "training.epochs", 2),
+    ("sft", "models.actor.lora", {"r": 4, "lora_alpha": 4}, "models.actor.lora.rank", 4),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "key", "value", "ours", "read"), ACCEPTED)
+def test_a_name_with_the_same_meaning_may_be_used(
+    algorithm: str, key: str, value: Any, ours: str, read: Any
+) -> None:
+    found: Any = parse_experiment(change_settings(least(algorithm), [(key, value)]))
+    for part in ours.split("."):
+        found = getattr(found, part)
+    assert found == read
+
+
+def test_the_last_of_two_names_of_a_setting_counts_among_overrides() -> None:
+    changes = [("policy.samples", 4), ("num_generations", 16), ("clip_ratio", 0.3), ("policy.clip", 0.1)]
+    policy: Any = parse_experiment(change_settings(least("grpo"), changes)).policy  # type: ignore[attr-defined]
+    assert (policy.samples, policy.clip) == (16, 0.1)
+
+
+def test_two_names_of_a_setting_in_one_recipe_are_refused() -> None:
+    recipe = least("grpo") | {"num_generations": 4, "policy": {"samples": 8}}
+    with pytest.raises(UserError, match=r"^num_generations and policy\.samples are the same setting; give one"):
+        parse_experiment(recipe)
+
+
+def test_the_documents_list_every_accepted_name() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"`([\w.]+)`", document.partition("## Names from other tools")[2]))
+    assert {name for name, other in OTHER_NAMES.items() if other.accepted} <= listed
+
+
 @pytest.mark.parametrize(
     ("algorithm", "key", "value", "words"),
     [
-        ("grpo", "num_generations", 8, "num_generations: unknown key; did you mean policy.samples?"),
-        ("grpo", "policy.num_generations", 8, "did you mean policy.samples?"),
-        ("grpo", "generation.num_generations", 8, "did you mean policy.samples?"),
-        ("expert_iteration", "num_generations", 8, "did you mean expert_iteration.samples?"),
-        ("distillation", "num_generations", 8, "did you mean distillation.samples?"),
-        ("grpo", "learning_rate", 1e-5, "did you mean models.actor.optimizer.lr?"),
-        ("reward", "learning_rate", 1e-5, "did you mean models.reward.optimizer.lr?"),
-        ("ppo", "models.critic.learning_rate", 1e-5, "did you mean models.critic.optimizer.lr?"),
-        ("ppo", "models.critic.optimizer.learning_rate", 1e-5, "did you mean models.critic.optimizer.lr?"),
-        ("grpo", "policy.beta", 0.1, "did you mean policy.kl.coef?"),
-        ("ppo", "beta", 0.1, "did you mean ppo.kl.coef?"),
-        ("dpo", "beta", 0.1, "did you mean preference.beta?"),
         (
             "kto",
             "preference.beta",
@@ -61,20 +107,13 @@ def test_no_name_of_another_tool_hides_a_setting() -> None:
         ("sft", "training.gradient_accumulation_steps", 4, "did you mean micro_batch_tokens?"),
         ("sft", "per_device_train_batch_size", 4, "did you mean data.batch? It counts all devices"),
         ("sft", "lora.r", 8, "lora: unknown key; for lora.r, did you mean models.actor.lora.rank?"),
-        ("sft", "models.actor.lora", {"r": 8, "lora_alpha": 4}, "did you mean models.actor.lora.alpha?"),
-        ("sft", "models.actor.lora.target_modules", ["q"], "did you mean models.actor.lora.targets?"),
         ("sft", "resize_vocab", True, "did you mean models.actor.vocab_size? It is a number of tokens"),
-        ("grpo", "max_completion_length", 8, "did you mean generation.max_new_tokens?"),
-        ("grpo", "data.max_prompt_length", 8, "did you mean data.max_prompt_tokens?"),
-        ("sft", "num_train_epochs", 1, "did you mean training.epochs?"),
         ("sft", "models.actor.optimizer.warmup_ratio", 0.1, "optimizer.warmup_steps? It counts steps."),
-        ("grpo", "policy.epsilon", 0.2, "did you mean policy.clip?"),
         ("grpo", "actor_rollout_ref.rollout.n", 8, "rollout.n, did you mean policy.samples?"),
         ("grpo", "actor_rollout_ref.actor.optim.lr", 1e-6, "did you mean models.actor.optimizer.lr?"),
         ("ppo", "critic.optim.lr", 1e-6, "did you mean models.critic.optimizer.lr?"),
         ("grpo", "trainer.n_gpus_per_node", 8, "did you mean cluster? It is written as nodes x devices"),
         ("sft", "packing", True, "packing: unknown key; sequences are always packed"),
-        ("sft", "num_generations", 8, "did you mean evaluation.samples?"),
         ("sft", "polcy.x", 1, "polcy: unknown key; known keys are"),
     ],
 )

@@ -5,7 +5,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, get_args
 
@@ -43,6 +43,10 @@ class OtherName:
     """Dotted paths of our settings; the first that exists counts."""
     about: str = ""
     """Sentence on the difference; without targets, the reason."""
+    accepted: bool = False
+    """Whether recipes may use the name, because it has the meaning of our setting."""
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    """The other tool's values that have other names here."""
 
 
 _WANTED = {
@@ -270,7 +274,27 @@ def _suggest(
 def translate_name(
     path: Sequence[str], place: Sequence[str], cls: type[Settings], other_names: Mapping[str, OtherName]
 ) -> tuple[str | None, str] | None:
-    """Find the setting that other tools name by the last parts of `path`, with a suggestion; None if unknown.
+    """Find the setting that other tools name by the last parts of `path`, with a suggestion; None if unknown."""
+    for other, target in _find_targets(path, place, cls, other_names):
+        if target is None:
+            return None, other.about
+        return target, " ".join(filter(None, (f"did you mean {target}?", other.about)))
+    return None
+
+
+def accept_name(
+    path: Sequence[str], place: Sequence[str], cls: type[Settings], other_names: Mapping[str, OtherName]
+) -> tuple[OtherName, str] | None:
+    """Find the setting that may be written by the last part of `path`, as other tools do; None if there is none."""
+    for other, target in _find_targets(path[-1:], place, cls, other_names):
+        return (other, target) if target is not None and other.accepted else None
+    return None
+
+
+def _find_targets(
+    path: Sequence[str], place: Sequence[str], cls: type[Settings], other_names: Mapping[str, OtherName]
+) -> Iterator[tuple[OtherName, str | None]]:
+    """Find the settings that the last parts of `path` may name, the best first; None for a name without a setting.
 
     place: path of the surrounding section. Its settings are preferred, so `models.critic.learning_rate` is the
     critic's.
@@ -280,23 +304,21 @@ def translate_name(
         if other is None:
             continue
         if not other.targets:
-            return None, other.about
+            yield other, None
         for target in other.targets:
             parts = target.split(".")
             for depth in range(len(place), -1, -1):
                 for start in range(len(parts) if depth else 1):
                     candidate = (*place[:depth], *parts[start:])
                     if _field(candidate, cls) is not None:
-                        found = ".".join(candidate)
-                        return found, " ".join(filter(None, (f"did you mean {found}?", other.about)))
-    return None
+                        yield other, ".".join(candidate)
 
 
 def list_paths(cls: type[Settings], prefix: str = "") -> Iterable[str]:
     """List the dotted path of every field under a class."""
-    for name, field in cls.written_fields().items():
+    for name, info in cls.written_fields().items():
         yield prefix + name
-        inner = section_class(field)
+        inner = section_class(info)
         if inner is not None:
             yield from list_paths(inner, f"{prefix}{name}.")
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
-from realrl.config.explain import brief, explain, section_class, shorten
+from realrl.config.explain import accept_name, brief, explain, section_class, shorten
 from realrl.config.paths import local_path
 from realrl.config.redaction import REDACTED, redact_settings
 from realrl.config.yaml_file import dump_yaml, parse_yaml, read_yaml
@@ -62,6 +62,7 @@ def parse_experiment(settings: dict[str, Any]) -> Experiment:
     if settings.get("algorithm") is None:
         raise UserError(f"algorithm: missing; give {describe_choices()}")
     spec, reference = find_algorithm(settings["algorithm"])
+    settings = rename_settings(settings, spec.recipe)
     try:
         experiment = spec.recipe.model_validate({**settings, "algorithm": reference})
     except ValidationError as error:
@@ -94,7 +95,10 @@ def change_settings(settings: Mapping[str, Any], changes: Iterable[tuple[str, An
     changed, changes = copy.deepcopy(dict(settings)), list(changes)
     algorithm = {**settings, **dict(changes)}.get("algorithm")
     recipe = None if algorithm is None else find_algorithm(algorithm)[0].recipe
+    if recipe is not None:
+        changed = rename_settings(changed, recipe)
     for name, value in changes:
+        name, value = _rename(name.split("."), value, recipe)
         *path, last = name.split(".")
         section: Any = changed
         cls: type[Settings] | None = recipe
@@ -107,6 +111,58 @@ def change_settings(settings: Mapping[str, Any], changes: Iterable[tuple[str, An
                 raise UserError(f"{name}: {inner} is {brief(section)}, which has no keys inside")
         _merge(section, last, value, cls)
     return changed
+
+
+def rename_settings(settings: Mapping[str, Any], recipe: type[Settings]) -> dict[str, Any]:
+    """Copy settings with our names in place of the names of other tools (docs/recipes.md).
+
+    Raises UserError if both names of a setting are given.
+    """
+    renamed = copy.deepcopy(dict(settings))
+    for path in list(_list_unknown(renamed, recipe)):
+        *place, key = path
+        section = renamed
+        for part in place:
+            section = section[part]
+        name, value = _rename(path, section[key], recipe)
+        if name == ".".join(path):
+            continue
+        del section[key]
+        *target, last = name.split(".")
+        section = renamed
+        for part in target:
+            if section.get(part) is None:
+                section[part] = {}
+            section = section[part]
+        if last in section:
+            raise UserError(f"{'.'.join(path)} and {name} are the same setting; give one of them")
+        section[last] = value
+    return renamed
+
+
+def _rename(path: Sequence[str], value: Any, recipe: type[Settings] | None) -> tuple[str, Any]:
+    """Translate a setting that has another tool's name, and its value; other settings stay."""
+    *place, _ = path
+    cls = recipe
+    for part in place:
+        cls = _class_inside(cls, part)
+    if recipe is None or cls is None or path[-1] in cls.model_fields:
+        return ".".join(path), value
+    found = accept_name(path, place, recipe, OTHER_NAMES)
+    if found is None:
+        return ".".join(path), value
+    other, target = found
+    return target, other.values.get(value, value) if isinstance(value, str | bool) else value
+
+
+def _list_unknown(section: Mapping[str, Any], cls: type[Settings]) -> Iterator[list[str]]:
+    """List the paths of keys that are not settings."""
+    for key, value in section.items():
+        inner = _class_inside(cls, key)
+        if key not in cls.model_fields:
+            yield [key]
+        elif inner is not None and isinstance(value, Mapping):
+            yield from ([key, *path] for path in _list_unknown(value, inner))
 
 
 def _merge(section: dict[str, Any], key: str, value: Any, cls: type[Settings] | None) -> None:
