@@ -22,10 +22,10 @@ import torch
 import yaml
 from harness import Results, make_parser, realrl
 
-from realrl.algorithms.policy_methods import LogprobsInference
+from realrl.algorithms.policy_loss import LogprobsInference
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.generator import generate
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.huggingface import model_files
 from realrl.huggingface.tokenizers import load_tokenizer

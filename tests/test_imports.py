@@ -42,7 +42,7 @@ TORCH_FREE_PACKAGES = {
     "config",
 }
 WITH_TORCH = re.compile(
-    r"realrl\.algorithms\.(build|guard|base\.(method|rows)|\w+_methods|ppo_experience|rewards\.(methods|scorers))"
+    r"realrl\.algorithms\.(build|guard|base\.(method|rows)|kl|\w+_loss|ppo_experience|rewards\.(methods|scorers))"
 )
 """Modules of algorithms that compute. All others describe, and import no torch."""
 LEAF = "realrl.data.batch"
@@ -240,11 +240,11 @@ def test_nothing_asks_which_algorithm_a_recipe_is_of() -> None:
 
 
 def algorithm_of(module: str) -> str | None:
-    """The algorithm that a module belongs to: `ppo` for `realrl.algorithms.ppo_methods`."""
+    """The algorithm that a module belongs to: `ppo` for `realrl.algorithms.ppo_loss`."""
     parts = module.split(".")
     if package(module) != "algorithms" or len(parts) < 3:
         return None
-    name = re.sub("_(methods|experience)$", "", parts[2])
+    name = re.sub("_(loss|experience)$", "", parts[2])
     return None if name in SHARED else name
 
 

@@ -5,17 +5,17 @@ from typing import Any
 import torch
 from device import Device
 
-from realrl.algorithms.sft_methods import SFTTrain
+from realrl.algorithms.sft_loss import SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.generator import generate
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import ModelShape
 from realrl.huggingface.initial_weights import initialise
 from realrl.planner.workload.flops import count_head_weights, count_layer_weights
 from realrl.recipe.generation import GenerationConfig
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 
 BATCHES = (1, 16, 64, 256)
 """Rows of a decode step."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from realrl.engine.generation.decode_step import DecodeStep
 from realrl.engine.generation.row_buffers import BufferedRows
-from realrl.engine.generation.sampling import SamplingNoise
+from realrl.engine.generation.sampling_noise import SamplingNoise
 from realrl.recipe.load import load_experiment
 from realrl.runtime.observer import MetricsRecord
 from realrl.runtime.train import train

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from realrl.algorithms.base.method import ModelOutput, Sum
 from realrl.algorithms.ppo import PPOConfig
-from realrl.algorithms.ppo_methods import PPOAlgorithm
+from realrl.algorithms.ppo_loss import PPOAlgorithm
 from realrl.data.batch import Batch, Ragged
 from realrl.recipe.graphs import build_eval_graph, build_graph
 from realrl.recipe.load import parse_experiment

@@ -10,7 +10,7 @@ from realrl.algorithms.base.method import GenerateMethod, PlainTrain, StatelessA
 from realrl.algorithms.build import build_algorithm
 from realrl.algorithms.ppo import ALGORITHM as PPO
 from realrl.algorithms.ppo import PPOConfig
-from realrl.algorithms.ppo_methods import ActorTrain
+from realrl.algorithms.ppo_loss import ActorTrain
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Kind
 from realrl.recipe.experiment import Experiment

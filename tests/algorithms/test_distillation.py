@@ -9,7 +9,7 @@ from ppo_reference import random_items, to_batch
 
 from realrl.algorithms.base.method import ModelOutput
 from realrl.algorithms.distillation import DistillationConfig, OfflineDistillationConfig
-from realrl.algorithms.distillation_methods import (
+from realrl.algorithms.distillation_loss import (
     DivergenceTrain,
     DrawnTeacher,
     DrawnTrain,

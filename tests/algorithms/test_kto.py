@@ -11,7 +11,7 @@ from torch import Tensor
 
 from realrl.algorithms.base.method import ModelOutput
 from realrl.algorithms.kto import KTOConfig
-from realrl.algorithms.kto_methods import KTOTrain, LabelledInference
+from realrl.algorithms.kto_loss import KTOTrain, LabelledInference
 from realrl.data.batch import Batch, Ragged
 from realrl.data.dataset import mismatch_completions
 

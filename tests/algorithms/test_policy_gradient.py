@@ -14,12 +14,12 @@ from torch import Tensor
 from realrl.algorithms.base.method import ModelOutput
 from realrl.algorithms.base.rows import Responses
 from realrl.algorithms.policy_gradient import PolicyGradientConfig
-from realrl.algorithms.policy_gradient_methods import PolicyGradientTrain
+from realrl.algorithms.policy_gradient_loss import PolicyGradientTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import make_unsharded_model
 from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import ModelShape
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 from realrl.recipe.registry import find_algorithm
 from realrl.testing.shrink import SHAPE
 

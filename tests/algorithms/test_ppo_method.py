@@ -18,9 +18,9 @@ from ppo_reference import (
 
 from realrl.algorithms.base.method import Metrics
 from realrl.algorithms.policy import make_eval_graph
-from realrl.algorithms.policy_methods import RefInference
+from realrl.algorithms.policy_loss import RefInference
 from realrl.algorithms.ppo import PPOConfig, train_graph
-from realrl.algorithms.ppo_methods import ActorTrain, CriticInference, CriticTrain, PPOAlgorithm
+from realrl.algorithms.ppo_loss import ActorTrain, CriticInference, CriticTrain, PPOAlgorithm
 from realrl.algorithms.rewards.methods import RewardInference
 from realrl.data.batch import Batch
 

@@ -16,9 +16,9 @@ from ppo_reference import (
 )
 
 from realrl.algorithms.base.method import ModelOutput
-from realrl.algorithms.policy_methods import RefInference
+from realrl.algorithms.policy_loss import RefInference
 from realrl.algorithms.ppo import PPOConfig
-from realrl.algorithms.ppo_methods import ActorTrain, CriticTrain
+from realrl.algorithms.ppo_loss import ActorTrain, CriticTrain
 from realrl.algorithms.rewards.methods import RewardInference
 from realrl.data.batch import Batch, Ragged
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from realrl.algorithms.base.method import Metrics, ModelOutput
 from realrl.algorithms.preference import PreferenceConfig
-from realrl.algorithms.preference_methods import (
+from realrl.algorithms.preference_loss import (
     PairLogprobs,
     PreferenceInference,
     PreferenceTrain,

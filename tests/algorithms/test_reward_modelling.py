@@ -10,7 +10,7 @@ from ppo_reference import VOCABULARY, TableModel
 
 from realrl.algorithms.base.method import ModelOutput
 from realrl.algorithms.reward_model import PairLossConfig, RankingConfig
-from realrl.algorithms.reward_model_methods import (
+from realrl.algorithms.reward_model_loss import (
     PairInference,
     RankingInference,
     RankingTrain,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from ppo_reference import VOCABULARY, TableModel, alone
 
-from realrl.algorithms.sft_methods import SFTInference, SFTTrain
+from realrl.algorithms.sft_loss import SFTInference, SFTTrain
 from realrl.data.batch import Batch, Ragged
 
 

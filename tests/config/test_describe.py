@@ -14,7 +14,7 @@ from realrl.config.explain import list_paths
 from realrl.config.yaml_file import parse_yaml
 from realrl.recipe.describe import COMMON, describe_settings
 from realrl.recipe.load import change_settings, parse_experiment
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 from realrl.recipe.registry import find_algorithm, list_algorithms
 from tests.config.minimal import least
 

@@ -85,7 +85,9 @@ def test_the_last_of_two_names_of_a_setting_counts_among_overrides() -> None:
 
 def test_two_names_of_a_setting_in_one_recipe_are_refused() -> None:
     recipe = least("grpo") | {"num_generations": 4, "policy": {"samples": 8}}
-    with pytest.raises(UserError, match=r"^num_generations and policy\.samples are the same setting; give one"):
+    with pytest.raises(
+        UserError, match=r"^num_generations and policy\.samples are the same setting; give one"
+    ):
         parse_experiment(recipe)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from realrl.config.errors import UserError
 from realrl.recipe.load import load_experiment, parse_experiment
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 
 RECIPE = "algorithm: sft\nrun_dir: x\ndata: {train: a.jsonl}\nmodels: {actor: {path: a}}\n"
 

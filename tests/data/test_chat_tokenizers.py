@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from realrl.data.conversation import Conversation, Message, write_conversation, write_prompt, write_side
 from realrl.data.dataset import Dataset
-from realrl.data.reader import Text
+from realrl.data.record_forms import Text
 from realrl.data.tokenization import Row, tokenize
 from realrl.recipe.data import DataConfig
 

@@ -6,7 +6,7 @@ import torch
 from realrl.config.errors import UserError
 from realrl.data import items
 from realrl.data.dataset import Dataset
-from realrl.data.reader import READERS, Reader, further_fields
+from realrl.data.record_forms import READERS, Reader, further_fields
 from realrl.data.rejects import BadRecordError
 from realrl.recipe.forms import FORMS
 from realrl.runtime.prepare.inputs import read_stop_token_ids

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from realrl.config.errors import UserError
-from realrl.data import files
+from realrl.data import record_files
 from realrl.data.records import read_records
 from realrl.data.rejects import Rejects
 
@@ -255,8 +255,8 @@ def test_a_folder_that_is_no_data_set_is_a_user_error(tmp_path):
 def test_small_files_that_unpack_to_huge_ones_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
-    monkeypatch.setattr(files, "LARGEST_LINE", 1 << 20)
-    monkeypatch.setattr(files, "LARGEST_ARRAY", 1 << 20)
+    monkeypatch.setattr(record_files, "LARGEST_LINE", 1 << 20)
+    monkeypatch.setattr(record_files, "LARGEST_ARRAY", 1 << 20)
     file = tmp_path / f"bomb{ending}.gz"
     file.write_bytes(gzip.compress(b"[" + bytes(2 << 20)))
     assert file.stat().st_size < 4096

@@ -157,9 +157,12 @@ def test_a_tokenizer_is_replaced_only_on_demand_and_never_inside_a_model(
     assert run_app(command) == 0
     before = (out / "tokenizer.json").read_bytes()
     assert run_app([*command[:-1], "310"]) == 2
-    assert "there is a tokenizer; choose another directory or give --overwrite" in capsys.readouterr().err
+    assert (
+        "this directory has a tokenizer already; choose another one or give --overwrite"
+        in capsys.readouterr().err
+    )
     assert (out / "tokenizer.json").read_bytes() == before
     assert run_app([*command[:-1], "310", "--overwrite"]) == 0
     assert (out / "tokenizer.json").read_bytes() != before
     assert run_app(["tokenizer", data, "--out", world.actor, "--overwrite"]) == 2
-    assert "this directory holds a model" in capsys.readouterr().err
+    assert "this directory has a model" in capsys.readouterr().err

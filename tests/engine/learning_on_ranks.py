@@ -10,15 +10,15 @@ import torch.distributed as dist
 
 from realrl.algorithms.base.method import Metrics, ModelOutput
 from realrl.algorithms.distillation import OfflineDistillationConfig
-from realrl.algorithms.distillation_methods import DivergenceTrain, TopTeacher
-from realrl.algorithms.reward_model_methods import PairInference, RewardTrain
-from realrl.algorithms.sft_methods import SFTInference, SFTTrain
+from realrl.algorithms.distillation_loss import DivergenceTrain, TopTeacher
+from realrl.algorithms.reward_model_loss import PairInference, RewardTrain
+from realrl.algorithms.sft_loss import SFTInference, SFTTrain
 from realrl.data.balance import assign, partition_samples
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Candidates
 from realrl.engine import pipeline
 from realrl.engine.generation.generator import generate
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.parallel_groups import select_groups
 from realrl.engine.training.trainer import Trainer, TrainOptions
@@ -29,7 +29,7 @@ from realrl.layout.layout import build_layout
 from realrl.plan.communicators import list_rank_sets
 from realrl.plan.placement import Placement
 from realrl.recipe.generation import GenerationConfig
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
 from tests.forked import run_forked

@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from realrl.algorithms.sft_methods import SFTInference, SFTTrain
+from realrl.algorithms.sft_loss import SFTInference, SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.generator import generate
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import Model
 from realrl.engine.parallel_groups import select_groups
 from realrl.engine.training.trainer import Trainer, TrainOptions
@@ -24,7 +24,7 @@ from realrl.model.packing import Packing
 from realrl.plan.communicators import list_rank_sets
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.recipe.generation import GenerationConfig
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
 from tests.model.small_models import make_theirs, random_rows

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from realrl.algorithms.sft_methods import SFTTrain
+from realrl.algorithms.sft_loss import SFTTrain
 from realrl.data.balance import assign
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model
@@ -30,7 +30,7 @@ from realrl.layout.sets import TUNED, TrainablePart
 from realrl.plan.communicators import list_rank_sets
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.program.memory import Memory, StoredModel
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
 from tests.forked import run_forked

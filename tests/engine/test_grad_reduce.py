@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from realrl.algorithms.sft_methods import SFTTrain
+from realrl.algorithms.sft_loss import SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.parallel_groups import ParallelGroups
@@ -16,7 +16,7 @@ from realrl.layout import limits
 from realrl.layout.layout import build_layout
 from realrl.model.group import Group, make_single_rank_group
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 
 SHAPE = ModelShape(
     vocab_size=50, hidden_size=16, intermediate_size=24, layers=4, heads=2, kv_heads=2, head_dim=8

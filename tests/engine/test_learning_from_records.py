@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from realrl.algorithms.reward_model_methods import RewardTrain
-from realrl.algorithms.sft_methods import SFTTrain
+from realrl.algorithms.reward_model_loss import RewardTrain
+from realrl.algorithms.sft_loss import SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.data.dataset import Dataset
 from realrl.engine.model import Model, make_unsharded_model
@@ -15,7 +15,7 @@ from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import Head
 from realrl.huggingface import model_files
 from realrl.recipe.data import DataConfig
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 from tests.conftest import World, write_jsonl
 
 TEMPLATE = (

@@ -14,7 +14,7 @@ from realrl.layout.layout import build_layout
 from realrl.model.group import Group, make_single_rank_group
 from realrl.plan.placement import Dtype, Mesh, Placement, Strategy
 from realrl.program.memory import HeldState, Memory, StoredModel
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 
 SHAPE = ModelShape(
     vocab_size=67, hidden_size=12, intermediate_size=20, layers=3, heads=3, kv_heads=1, head_dim=4

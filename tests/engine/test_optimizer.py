@@ -12,7 +12,7 @@ from realrl.engine.buffers import FlatBuffer
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.families.tensors import Place, TensorSpec
 from realrl.model.group import Group, make_single_rank_group
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import wait_to_be_scheduled
 from tests.forked import run_forked

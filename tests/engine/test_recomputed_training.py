@@ -5,8 +5,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from realrl.algorithms.base.method import TrainMethod
-from realrl.algorithms.reward_model_methods import RewardTrain
-from realrl.algorithms.sft_methods import SFTTrain
+from realrl.algorithms.reward_model_loss import RewardTrain
+from realrl.algorithms.sft_loss import SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer, TrainOptions
@@ -14,7 +14,7 @@ from realrl.families.shape import Head, ModelShape
 from realrl.huggingface.initial_weights import initialise
 from realrl.layout import limits
 from realrl.model.packing import Packing
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 
 SHAPE = ModelShape(
     vocab_size=50,

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realrl.algorithms.base.method import TrainMethod
-from realrl.algorithms.reward_model_methods import RewardTrain
-from realrl.algorithms.sft_methods import SFTTrain
+from realrl.algorithms.reward_model_loss import RewardTrain
+from realrl.algorithms.sft_loss import SFTTrain
 from realrl.data.balance import assign
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model, make_unsharded_model
@@ -26,7 +26,7 @@ from realrl.layout.sets import WHOLE, TrainablePart
 from realrl.model.routing import LIKELIEST, BalancedRouting, ExpertCounts
 from realrl.plan.communicators import list_rank_sets
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
 from tests.forked import run_forked

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from realrl.algorithms.sft_methods import SFTInference, SFTTrain
+from realrl.algorithms.sft_loss import SFTInference, SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Replay
 from realrl.engine.generation.generator import generate
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.generation.scheduler import Scheduler
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.parallel_groups import select_groups
@@ -27,7 +27,7 @@ from realrl.model.packing import Packing
 from realrl.plan.communicators import list_rank_sets
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.recipe.generation import GenerationConfig
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 from realrl.runtime.processes.environment import leave
 from realrl.runtime.processes.process import Process, wait_to_be_scheduled
 from tests.forked import run_forked

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from realrl.engine.training.optimizer import compute_learning_rate
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 
 
 def rates(steps: int = 10, **settings: object) -> list[float]:

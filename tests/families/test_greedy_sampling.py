@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.generator import generate
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.shape import ModelShape
 from realrl.recipe.generation import GenerationConfig

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from realrl.cli.app import run_app
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.generator import generate
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import make_unsharded_model
 from realrl.families.shape import ModelShape, RopeScaling
 from realrl.huggingface.tokenizers import load_tokenizer

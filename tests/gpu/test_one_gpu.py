@@ -9,7 +9,7 @@ import torch
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Call, Kind
 from realrl.engine.generation.generator import generate
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import Head, ModelShape
@@ -20,7 +20,7 @@ from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
 from realrl.recipe.generation import GenerationConfig
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 from realrl.runtime.measure.step_timer import count_allocations
 from tests.gpu.devices import on_one_device
 from tests.gpu_branches.training_cases import LONG, SHAPES, list_methods, make_batch

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from realrl.engine.generation.decode_step import DecodeStep
 from realrl.engine.generation.row_buffers import RowBuffers
 from realrl.engine.generation.sampler import Sampler
-from realrl.engine.generation.sampling import SamplingNoise, SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingNoise, SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.shape import Mixture, ModelShape
 from realrl.layout.kv_blocks import CacheSize

@@ -7,7 +7,7 @@ import torch
 from realrl.engine.model import make_unsharded_model
 from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import Head
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 from tests.forked import run_forked
 from tests.gpu_branches.fake_gpu import fake_gpu
 from tests.gpu_branches.training_cases import LONG, SHAPES, list_methods, make_batch

@@ -8,7 +8,7 @@ from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import Head
 from realrl.huggingface.initial_weights import initialise
 from realrl.layout import limits
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 from tests.gpu_branches.training_cases import SHAPES, SHORT, list_methods, make_batch
 
 # The interpreter computes both sides of a `where`, of which kernels use one.

@@ -4,9 +4,9 @@ import torch
 
 from realrl.algorithms.base.method import TrainMethod
 from realrl.algorithms.distillation import OfflineDistillationConfig
-from realrl.algorithms.distillation_methods import DivergenceTrain
-from realrl.algorithms.reward_model_methods import RewardTrain
-from realrl.algorithms.sft_methods import SFTTrain
+from realrl.algorithms.distillation_loss import DivergenceTrain
+from realrl.algorithms.reward_model_loss import RewardTrain
+from realrl.algorithms.sft_loss import SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Candidates
 from realrl.families.adapters import LowRank

@@ -13,7 +13,7 @@ from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.buffers import FlatBuffer
 from realrl.engine.generation.generator import generate
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.adapters import LowRank
 from realrl.families.registry import model_tensors

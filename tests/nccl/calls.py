@@ -4,12 +4,12 @@ from functools import cache
 
 import torch
 
-from realrl.algorithms.sft_methods import SFTInference, SFTTrain
+from realrl.algorithms.sft_loss import SFTInference, SFTTrain
 from realrl.data.balance import assign
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Kind
 from realrl.engine.generation.generator import generate
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import Model
 from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import ModelShape
@@ -17,7 +17,7 @@ from realrl.huggingface.initial_weights import initialise
 from realrl.layout.layout import build_layout
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.recipe.generation import GenerationConfig
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 from tests.nccl.recording import make_groups, recording
 from tests.nccl.simulator import Action
 

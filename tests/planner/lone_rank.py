@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from realrl.algorithms.base.method import InferenceMethod, TrainMethod
 from realrl.algorithms.distillation import OfflineDistillationConfig
-from realrl.algorithms.distillation_methods import DivergenceInference, DivergenceTrain, TopTeacher
-from realrl.algorithms.reward_model_methods import PairInference, RewardTrain
-from realrl.algorithms.sft_methods import SFTInference, SFTTrain
+from realrl.algorithms.distillation_loss import DivergenceInference, DivergenceTrain, TopTeacher
+from realrl.algorithms.reward_model_loss import PairInference, RewardTrain
+from realrl.algorithms.sft_loss import SFTInference, SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.call import Candidates
 from realrl.engine.dtypes import find_torch_dtype
 from realrl.engine.generation.generator import generate
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import Model
 from realrl.engine.parallel_groups import ParallelGroups
 from realrl.engine.pipeline import Pipeline
@@ -33,7 +33,7 @@ from realrl.model.group import Group, make_single_rank_group
 from realrl.plan.placement import Placement
 from realrl.program.memory import StoredModel
 from realrl.recipe.generation import GenerationConfig
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 from realrl.runtime.measure.step_timer import count_allocations
 
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation import decode_memory
 from realrl.engine.generation.generator import generate
 from realrl.engine.generation.sampler import choose_tokens_on_gpu
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.offload import Offloadable
 from realrl.engine.training.optimizer import sum_squares

@@ -21,11 +21,11 @@ from parity import time_decode
 from results import CPU, PLACE, attempt, over, record, replayed, seconds_of, sync
 from torch import Tensor
 
-from realrl.algorithms.sft_methods import SFTTrain
+from realrl.algorithms.sft_loss import SFTTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation import decode_step
 from realrl.engine.generation.generator import generate
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.engine.training.trainer import Trainer
 from realrl.families.shape import ModelShape

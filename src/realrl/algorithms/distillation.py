@@ -229,7 +229,7 @@ DISTILLATION = AlgorithmSpec(
     generation=lambda experiment: experiment.generation,
     samples_per_prompt=lambda experiment: experiment.distillation.samples,
     epochs=lambda experiment: experiment.distillation.epochs,
-    methods=import_later("realrl.algorithms.distillation_methods:make_algorithm"),
+    methods=import_later("realrl.algorithms.distillation_loss:make_algorithm"),
     # One of the two gives the divergence in evaluations.
     optional_calls=("actor.inference", "teacher.inference"),
     optional_metrics=("teacher_mass", "teacher_kl"),
@@ -262,7 +262,7 @@ OFFLINE_DISTILLATION = AlgorithmSpec(
     train_graph=make_offline_graph,
     eval_graph=make_offline_eval_graph,
     generation=None,
-    methods=import_later("realrl.algorithms.distillation_methods:make_offline_algorithm"),
+    methods=import_later("realrl.algorithms.distillation_loss:make_offline_algorithm"),
     headlines=("actor.train/divergence", "actor.train/teacher_mass", "actor.inference/divergence"),
     curves=_CURVE,
     summary=_SUMMARY,

@@ -118,7 +118,7 @@ ALGORITHM = AlgorithmSpec(
     train_graph=lambda experiment: make_kto_graph(experiment.kto),
     eval_graph=lambda experiment: make_kto_eval_graph(experiment.kto),
     generation=None,
-    methods=import_later("realrl.algorithms.kto_methods:make_algorithm"),
+    methods=import_later("realrl.algorithms.kto_loss:make_algorithm"),
     optional_metrics=("kl",),
     headlines=(
         "actor.train/loss",

@@ -202,7 +202,7 @@ def _describe(name: str, about: str, **defaults: Any) -> AlgorithmSpec:
         samples_per_prompt=lambda experiment: experiment.policy.samples,
         sampling_rounds=lambda experiment: experiment.policy.sampling_rounds,
         epochs=lambda experiment: experiment.policy.epochs,
-        methods=import_later("realrl.algorithms.policy_gradient_methods:PolicyGradientAlgorithm"),
+        methods=import_later("realrl.algorithms.policy_gradient_loss:PolicyGradientAlgorithm"),
         headlines=(*HEADLINES, "judge"),
         curves=CURVES,
         **DESCRIPTION,

@@ -135,7 +135,7 @@ ALGORITHM = AlgorithmSpec(
     train_graph=_make_train_graph,
     epochs=lambda experiment: experiment.ppo.epochs,
     experience_calls=("actor.train", "critic.train"),
-    methods=import_later("realrl.algorithms.ppo_methods:PPOAlgorithm"),
+    methods=import_later("realrl.algorithms.ppo_loss:PPOAlgorithm"),
     headlines=(*HEADLINES, "critic.train/value_loss", "judge"),
     curves=CURVES,
     **DESCRIPTION,

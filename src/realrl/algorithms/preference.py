@@ -165,7 +165,7 @@ def _describe(name: str, about: str, **defaults: Any) -> AlgorithmSpec:
         train_graph=make_preference_graph,
         eval_graph=make_preference_eval_graph,
         generation=None,
-        methods=import_later("realrl.algorithms.preference_methods:make_algorithm"),
+        methods=import_later("realrl.algorithms.preference_loss:make_algorithm"),
         optional_calls=("ref.inference",),
         headlines=(
             "actor.train/loss",

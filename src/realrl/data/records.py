@@ -9,7 +9,7 @@ from typing import Any
 
 from realrl.config.errors import UserError, join
 from realrl.config.paths import local_path
-from realrl.data.files import Record, find_ending, read_file
+from realrl.data.record_files import Record, find_ending, read_file
 from realrl.data.rejects import Rejects
 from realrl.recipe.sources import is_glob, split_source
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from realrl.config.errors import UserError
 from realrl.data.conversation import Conversation, Turn
-from realrl.data.reader import Steps, Text
+from realrl.data.record_forms import Steps, Text
 from realrl.recipe.data import DataConfig
 
 if TYPE_CHECKING:

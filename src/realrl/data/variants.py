@@ -1,10 +1,10 @@
-"""Other usual ways to write records, rewritten into the fields that `data/reader.py` reads."""
+"""Other usual ways to write records, rewritten into the fields that `data/record_forms.py` reads."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from realrl.data.reader import Fields
+from realrl.data.record_forms import Fields
 from realrl.data.rejects import BadRecordError
 from realrl.recipe.forms import FORMS
 

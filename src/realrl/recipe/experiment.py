@@ -11,10 +11,11 @@ from realrl.config.errors import join
 from realrl.config.paths import PathOrName, YamlOrName
 from realrl.config.values import check_cluster, check_size
 from realrl.dataflow.graph import DataflowGraph
-from realrl.recipe.data import DataConfig, TrainingConfig
+from realrl.recipe.data import DataConfig
 from realrl.recipe.evaluation import EvaluationConfig
 from realrl.recipe.model import ModelConfig
 from realrl.recipe.run_settings import CheckpointConfig, LaunchConfig, Resume, TrackersConfig
+from realrl.recipe.training import TrainingConfig
 
 if TYPE_CHECKING:
     from realrl.recipe.algorithm import AlgorithmSpec

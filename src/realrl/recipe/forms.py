@@ -1,4 +1,4 @@
-"""Forms of records: fields, and the keys of a dataflow graph that they yield. `data/reader.py` reads them."""
+"""Forms of records: fields, and the keys of a dataflow graph that they yield. `data/record_forms.py` reads them."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

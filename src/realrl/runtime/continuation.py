@@ -20,8 +20,8 @@ from realrl.config.errors import RunError, UserError
 from realrl.config.explain import nearest
 from realrl.dataflow.call import Kind
 from realrl.program.lower import WRITER
-from realrl.recipe.data import SpikeConfig
 from realrl.recipe.experiment import Experiment
+from realrl.recipe.training import SpikeConfig
 from realrl.runtime.checkpointer import Checkpointer
 from realrl.runtime.evaluation.training import BestEvaluation
 from realrl.runtime.output.notes import StepNotes

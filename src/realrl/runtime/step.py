@@ -13,7 +13,7 @@ from realrl.data.dataset import Dataset
 from realrl.data.order import Order
 from realrl.dataflow.call import Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.training.optimizer import compute_learning_rate
 from realrl.plan.plan import Plan
 from realrl.recipe.algorithm import SCORE

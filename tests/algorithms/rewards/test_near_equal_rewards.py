@@ -12,7 +12,7 @@ from torch import Tensor
 
 from realrl.algorithms.base.method import FunctionInput
 from realrl.algorithms.policy_gradient import PolicyGradientConfig
-from realrl.algorithms.policy_gradient_methods import PolicyGradientTrain, subtract_baseline
+from realrl.algorithms.policy_gradient_loss import PolicyGradientTrain, subtract_baseline
 from realrl.algorithms.ppo import PPOConfig
 from realrl.algorithms.ppo_experience import shape_rewards
 from realrl.algorithms.rewards.config import RewardTerm

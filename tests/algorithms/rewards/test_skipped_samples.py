@@ -9,9 +9,9 @@ from torch import Tensor
 
 from realrl.algorithms.base.method import Metrics, ModelOutput
 from realrl.algorithms.policy_gradient import PolicyGradientConfig
-from realrl.algorithms.policy_gradient_methods import PolicyGradientTrain
+from realrl.algorithms.policy_gradient_loss import PolicyGradientTrain
 from realrl.algorithms.ppo import PPOConfig
-from realrl.algorithms.ppo_methods import ActorTrain, CriticTrain
+from realrl.algorithms.ppo_loss import ActorTrain, CriticTrain
 from realrl.config.errors import UserCodeError
 from realrl.data.batch import Batch, Ragged
 

@@ -9,13 +9,13 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from realrl.algorithms.expert_iteration import ExpertIterationConfig
-from realrl.algorithms.expert_iteration_methods import ExpertIterationTrain, select_answers
+from realrl.algorithms.expert_iteration_loss import ExpertIterationTrain, select_answers
 from realrl.config.errors import UserCodeError
 from realrl.data.batch import Batch
 from realrl.engine.model import make_unsharded_model
 from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import ModelShape
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 from realrl.testing.shrink import SHAPE
 from tests.algorithms.ppo_reference import Item, TableModel, alone, on_ranks, random_items, to_batch
 

@@ -7,7 +7,7 @@ import torch
 
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.generator import generate
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.adapters import LowRank
 from realrl.families.shape import Mixture, ModelShape

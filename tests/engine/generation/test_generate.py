@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.finite import NotFiniteError
 from realrl.engine.generation import generator
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.huggingface import model_files
 from realrl.model.packing import Packing

@@ -14,7 +14,7 @@ from realrl.engine.generation.decode_memory import KeptDecoding, list_addresses
 from realrl.engine.generation.decode_step import DecodeStep, StepGraphs
 from realrl.engine.generation.row_buffers import BufferedRows, RowBuffers
 from realrl.engine.generation.sampler import Sampler
-from realrl.engine.generation.sampling import SamplingNoise, SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingNoise, SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.shape import Mixture, ModelShape
 from realrl.layout.kv_blocks import GPU_STEPS, MAX_DECODE_ROWS, CacheSize, pad_rows

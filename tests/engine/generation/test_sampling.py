@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from realrl.engine.generation.sampler import Sampler, choose_tokens, choose_tokens_on_gpu, keep_top_p
-from realrl.engine.generation.sampling import SamplingNoise, SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingNoise, SamplingSeed
 from realrl.recipe.generation import GenerationConfig
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])

@@ -6,7 +6,7 @@ import torch
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation.decode_memory import KeptDecoding
 from realrl.engine.generation.generator import generate, group_samples
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import Model, make_unsharded_model
 from realrl.families.shape import ModelShape
 from realrl.huggingface.initial_weights import initialise

@@ -16,7 +16,7 @@ from realrl.config.errors import UserError
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.generation import decode_batch, decode_memory
 from realrl.engine.generation.generator import generate
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.model import make_unsharded_model
 from realrl.huggingface import model_files
 from realrl.layout.kv_blocks import count_steps_per_look

@@ -16,9 +16,9 @@ from realrl.checkpoint.saved import list_checkpoints
 from realrl.checkpoint.storage import write_state
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
-from realrl.recipe.data import SpikeConfig
 from realrl.recipe.evaluation import BestConfig
 from realrl.recipe.run_settings import CheckpointConfig
+from realrl.recipe.training import SpikeConfig
 from realrl.runtime.continuation import Spike, SpikeDetector
 from tests.conftest import World, read_metrics
 from tests.runtime.checkpoints.interrupted import interrupt

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from realrl.algorithms.rewards.methods import RewardInference
-from realrl.algorithms.sft_methods import SFTTrain
+from realrl.algorithms.sft_loss import SFTTrain
 from realrl.cli.app import run_app
 from realrl.config.errors import RunError
 from realrl.data.batch import Ragged

@@ -8,8 +8,8 @@ import pytest
 from realrl.cli.app import run_app
 from realrl.data.dataset import Dataset, SourceCount
 from realrl.data.order import Order
-from realrl.recipe.data import TrainingConfig
 from realrl.recipe.load import change_settings, parse_experiment
+from realrl.recipe.training import TrainingConfig
 from realrl.runtime.output.notes import list_data_notes, list_epoch_notes, list_model_notes
 from tests.config.minimal import least
 from tests.conftest import World, read_metrics, write_jsonl

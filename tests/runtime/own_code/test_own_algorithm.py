@@ -14,7 +14,7 @@ import yaml
 
 from realrl.algorithms.base.method import ModelOutput
 from realrl.algorithms.preference import PreferenceConfig
-from realrl.algorithms.preference_methods import compute_preference_loss
+from realrl.algorithms.preference_loss import compute_preference_loss
 from realrl.cli.app import run_app
 from realrl.config.user_code import UserCode
 from realrl.data.batch import Batch, Ragged

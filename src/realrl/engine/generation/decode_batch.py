@@ -16,7 +16,7 @@ from realrl.engine.generation.decode_memory import (
 )
 from realrl.engine.generation.prefill import PrefillPass
 from realrl.engine.generation.routed_experts import RoutedExperts
-from realrl.engine.generation.sampling import SamplingNoise, SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingNoise, SamplingSeed
 from realrl.engine.generation.scheduler import DecodeRow, DecodeTurn, RowPrefill, Scheduler
 from realrl.engine.model import Model
 from realrl.engine.pipeline import PendingRecv

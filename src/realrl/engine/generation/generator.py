@@ -12,7 +12,7 @@ from realrl.engine.generation.decode_batch import DecodeBatch, GenerateCall
 from realrl.engine.generation.decode_memory import KeptDecoding
 from realrl.engine.generation.prefill import as_tensor
 from realrl.engine.generation.routed_experts import join_stages
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.generation.scheduler import DecodeRow, Prompt
 from realrl.engine.model import Model
 from realrl.model.routing import EXPERT_DTYPE

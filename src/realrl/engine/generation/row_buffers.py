@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realrl.engine.generation.sampling import SamplingNoise
+from realrl.engine.generation.sampling_noise import SamplingNoise
 from realrl.engine.generation.scheduler import SCRATCH, DecodeRow, DecodeTurn
 from realrl.layout.kv_blocks import count_blocks, count_prompt_blocks
 from realrl.model.paged_attention import CachedRows

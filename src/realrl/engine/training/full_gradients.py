@@ -18,7 +18,7 @@ from realrl.engine.training.gradients import (
     require_gradients,
 )
 from realrl.engine.training.optimizer import ShardedAdamW
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 
 
 class OverlappedGradReduce:

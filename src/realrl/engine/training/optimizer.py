@@ -16,7 +16,7 @@ from realrl.families.tensors import TensorSpec
 from realrl.layout.limits import GATHER_STAGES
 from realrl.model.gpu.path import on_gpu
 from realrl.model.group import Group, all_gather, reduce_scatter
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 
 _RUN = 2**16
 """Elements whose squares are summed in float32, a few roundings per lane; the sums of such runs are added in

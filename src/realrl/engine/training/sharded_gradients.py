@@ -22,7 +22,7 @@ from realrl.engine.training.gradients import (
 from realrl.engine.training.optimizer import ShardedAdamW
 from realrl.model.group import all_gather, make_single_rank_group
 from realrl.plan.placement import Placement
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 
 
 class ShardedGradients(Accumulation):

@@ -23,7 +23,7 @@ from realrl.engine.training.gradients import Accumulation
 from realrl.engine.training.sharded_gradients import ShardedGradients
 from realrl.engine.training.skipped_steps import SkippedSteps, find_first_not_finite
 from realrl.model.packing import Packing
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 
 LOSS = "loss"
 """Metric of every train call."""

@@ -7,7 +7,7 @@ from realrl.algorithms.base.method import Metrics
 from realrl.algorithms.rewards.scorers import Judge
 from realrl.data.dataset import Dataset
 from realrl.data.order import split_eval_batches
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.program.lower import WRITER
 from realrl.recipe.algorithm import SCORE
 from realrl.recipe.experiment import Experiment

@@ -11,7 +11,7 @@ from realrl.config.errors import UserError
 from realrl.config.explain import shorten
 from realrl.config.json_file import to_json
 from realrl.data.conversation import Conversation, Message
-from realrl.data.reader import Reader, Steps, Text
+from realrl.data.record_forms import Reader, Steps, Text
 from realrl.data.records import Record, read_records
 from realrl.data.rejects import BadRecordError, Rejects
 from realrl.data.tokenization import EMPTY_PROMPT, tokenize

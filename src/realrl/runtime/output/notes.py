@@ -17,10 +17,10 @@ from realrl.dataflow.graph import DataflowGraph
 from realrl.families.registry import find_layer_options
 from realrl.families.shape import ModelShape
 from realrl.recipe.algorithm import AlgorithmSpec
-from realrl.recipe.data import TrainingConfig
 from realrl.recipe.evaluation import JUDGE
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.model import trained_models
+from realrl.recipe.training import TrainingConfig
 from realrl.runtime.output.earlier import LENGTH, EarlierRun
 from realrl.runtime.output.untaught import UntaughtSteps
 

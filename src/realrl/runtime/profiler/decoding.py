@@ -9,7 +9,7 @@ from torch import Tensor
 from realrl.data.batch import Ragged
 from realrl.engine.generation.decode_batch import DecodeBatch, GenerateCall
 from realrl.engine.generation.generator import generate, list_rows
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.generation.scheduler import RowPrefill
 from realrl.engine.model import Model
 from realrl.layout.kv_blocks import BLOCK_TOKENS

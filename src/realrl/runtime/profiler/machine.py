@@ -17,7 +17,7 @@ from realrl.layout.limits import bucket_count
 from realrl.model.group import Group, all_gather, make_single_rank_group, reduce_scatter
 from realrl.plan.communicators import RankSets
 from realrl.planner.profile.profile import CollectiveKind, CollectiveTime
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 from realrl.runtime.processes.process import Process
 from realrl.runtime.profiler.points import UNKNOWN, Clock, Point, trimmed_mean
 from realrl.runtime.profiler.sizes import copy_sizes, transfer_sizes

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from realrl.algorithms.base.method import InferenceMethod, Metrics, TrainMethod
-from realrl.algorithms.policy_methods import RefInference
+from realrl.algorithms.policy_loss import RefInference
 from realrl.algorithms.ppo import PPOConfig
-from realrl.algorithms.ppo_methods import ActorTrain, CriticInference, CriticTrain
+from realrl.algorithms.ppo_loss import ActorTrain, CriticInference, CriticTrain
 from realrl.data.batch import Batch, Ragged
 from realrl.engine.model import Model
 from realrl.engine.training.trainer import Trainer, TrainOptions
 from realrl.families.shape import Head, ModelShape
 from realrl.planner.profile.profile import LayerKind
-from realrl.recipe.model import OptimizerConfig
+from realrl.recipe.optimizer import OptimizerConfig
 from realrl.runtime.profiler.points import Clock, Moment
 
 

@@ -21,7 +21,7 @@ from realrl.data.batch import Batch
 from realrl.dataflow.call import Call, Kind
 from realrl.engine.finite import NotFiniteError, NotFiniteLogitsError
 from realrl.engine.generation.generator import generate, group_samples
-from realrl.engine.generation.sampling import SamplingSeed
+from realrl.engine.generation.sampling_noise import SamplingSeed
 from realrl.engine.reduced_metrics import DifferentMetricsError
 from realrl.engine.training.trainer import TrainOptions
 from realrl.program.instructions import (

@@ -18,7 +18,7 @@ from realrl.algorithms.base.method import (
     Sum,
 )
 from realrl.algorithms.base.rows import Responses, add_answer_means
-from realrl.algorithms.policy_methods import (
+from realrl.algorithms.policy_loss import (
     OnSequences,
     PolicyTrain,
     RefInference,

@@ -26,12 +26,8 @@ from realrl.algorithms.distillation import (
     DivergenceConfig,
     OfflineDistillationExperiment,
 )
-from realrl.algorithms.policy_methods import (
-    MAX_LOG_RATIO,
-    LogprobsInference,
-    PolicyTrain,
-    compute_policy_loss,
-)
+from realrl.algorithms.kl import MAX_LOG_RATIO
+from realrl.algorithms.policy_loss import LogprobsInference, PolicyTrain, compute_policy_loss
 from realrl.data.batch import Batch, Ragged
 from realrl.dataflow.graph import DataflowGraph
 from realrl.recipe.algorithm import get_eval_generation
