@@ -54,10 +54,10 @@ class ExpertIterationTrain(PlainTrain):
         restricted: bool = False,
         skips: bool = False,
     ) -> None:
-        """prompts: per step. restricted: whether sampling excludes tokens.
+        """`prompts`: number per step. `restricted`: whether sampling excludes some tokens.
 
-        skips: whether NaN is the score of an answer that its reward skipped. Otherwise NaN is a mistake, and must
-        make the gradient not finite.
+        `skips`: whether NaN marks an answer that its reward skipped. If not, NaN is an error and must reach the
+        gradient.
         """
         self.epochs = config.epochs
         self._config, self._prompts = config, prompts

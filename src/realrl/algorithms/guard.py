@@ -238,9 +238,8 @@ class GuardedObject:
     def __init__(
         self, code: UserCode, target: Any, owner: str, checks: Mapping[str, Check], *, alone: bool = True
     ) -> None:
-        """owner: how error messages name the object, such as `actor.train`. checks: by function.
-
-        alone: whether functions may fail on one rank only.
+        """`owner`: name of the object in error messages, such as `actor.train`. `checks`: the check of each
+        function's result, by function name. `alone`: whether one rank may fail while the others succeed.
         """
         self._code, self._target, self._owner = code, target, owner
         self._checks, self._alone = checks, alone

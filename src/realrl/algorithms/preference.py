@@ -18,7 +18,7 @@ _PER_TOKEN = ("ipo", "odds_ratio")
 
 
 class PreferenceModels(Models):
-    """The models of learning from preferences."""
+    """Models of a preference recipe: the trained actor, and perhaps a frozen reference."""
 
     actor: TrainedModelConfig
     """The policy."""

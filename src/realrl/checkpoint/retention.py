@@ -89,7 +89,10 @@ def commit(path: Path) -> None:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Delete a checkpoint: it stays whole until the rename, and is not a checkpoint afterwards. Raises OSError."""
+    """Delete a checkpoint. Raises OSError.
+
+    It is renamed first, so that a half-deleted directory never passes for a checkpoint.
+    """
     doomed = partial_path(path)
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)

@@ -108,8 +108,8 @@ class Memory:
         *,
         shared: bool = False,
     ) -> None:
-        """`shared` says whether devices are processes in the host's memory. Offloading then frees nothing, because
-        host copies are never given back."""
+        """`shared`: whether devices are CPU processes, whose memory is the host's. Offloading then frees nothing,
+        because host copies are never given back."""
         self._shared = shared
         self.stored, self._homes, self._offloaded, self._kept = stored, homes, offloaded, kept
         self.holders = find_holders(list_sharers(stored), homes)

@@ -76,7 +76,7 @@ class DrawnBox:
 
     @property
     def chosen(self) -> Label | None:
-        """Label that fits into a picture of the usual width."""
+        """The most detailed label that fits into this box at the picture's usual width; None if none does."""
         room = self.width / 100 * WIDTH
         return next((lab for lab in self.labels if lab.width <= room and lab.height <= self.height), None)
 

@@ -46,7 +46,7 @@ def list_remarks(plan: Plan, scenario: "Scenario") -> list[str]:
 
 
 def write_notes(report: "PlanReport", source: str) -> list[tuple[str, str]]:
-    """List headings with their text. `source`: origin of the times."""
+    """Write the notes on a plan's page as (heading, text). `source` says where the predicted times come from."""
     options = report.candidates.values()
     ways = f"{min(options):,} to {max(options):,}" if min(options) < max(options) else f"{min(options):,}"
     return [

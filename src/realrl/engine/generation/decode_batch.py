@@ -115,10 +115,10 @@ class DecodeBatch:
 
     @torch.no_grad()
     def run(self) -> Iterator[None]:
-        """Yield once when the first turn is planned, then after each step, when this stage has sent its part.
+        """Yield after planning the first turn, and again after sending the result of each step.
 
-        Every stage plans the turns of several batches in the same order, so that all stages decide from the same
-        state. The last stage therefore plans before it yields, the others after.
+        All stages must plan the turns of several batches in the same order. For this, the last stage plans its next
+        turn before it yields, and the others afterwards.
         """
         call = self._call
         pipeline = call.model.pipeline

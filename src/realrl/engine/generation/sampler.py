@@ -136,8 +136,8 @@ def choose_tokens(probabilities: Tensor, noise: Tensor) -> Tensor:
 def choose_tokens_on_gpu(probabilities: Tensor, noise: Tensor) -> Tensor:
     """Compute `choose_tokens` without waiting for the device.
 
-    Blocks of tokens are summed in float32. Only the blocks' sums, and the tokens of one block, are summed in
-    float64: torch would first copy all tokens to float64.
+    Probabilities are summed in float32 within blocks. Only the block sums and the chosen block are summed in
+    float64, because torch would otherwise copy all probabilities to float64 first.
     """
     rows, vocabulary = probabilities.shape
     missing = -vocabulary % _BLOCK

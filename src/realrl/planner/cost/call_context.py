@@ -57,7 +57,7 @@ class CallContext:
         return DeviceHostTime(2 * ring.all_reduce(size), 2 * self.collective_host)
 
     def head_communication(self, tokens: Real) -> Real:
-        """Time the TP communication of the head forward.
+        """Predict the seconds of TP communication in the head's forward pass.
 
         The maximum and the sum of each row of logits are all-reduced chunk by chunk. The log-probabilities of all
         chunks are all-reduced once. If the call selects the likeliest tokens, each rank's selection is gathered

@@ -61,7 +61,7 @@ class EarlierRun:
 
 
 def describe_finished(run_dir: str) -> str:
-    """Make the note about a finished run."""
+    """Write the message that nothing is left to train in `run_dir`."""
     return f"run_dir={run_dir}: this run is already finished"
 
 

@@ -309,7 +309,7 @@ _MOST = 1 << 22
 
 
 def describe_start(step: int, cluster: str, **more: Any) -> dict[str, Any]:
-    """Describe a start of the run after `step` training steps."""
+    """Make the history entry of a start or restart at which `step` training steps were already done."""
     now = {"time": round(time.time(), 3), "step": step, "cluster": cluster, "host": socket.gethostname()}
     return now | {"job": find_job(), "restarts": restart_count()} | more
 

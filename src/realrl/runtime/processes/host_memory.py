@@ -1,4 +1,4 @@
-"""Host memory of this process: how much of it is resident, and what libraries keep of it. No torch."""
+"""Resident host memory of this process, and limits on the freed memory that glibc and oneDNN keep. No torch."""
 
 import ctypes
 import os

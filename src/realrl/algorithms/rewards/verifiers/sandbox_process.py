@@ -95,7 +95,7 @@ def _passes(run: Callable[[], None]) -> bool:
 
 
 def run_job() -> None:
-    """Run the job of the input in a child, because only children are in the new process namespace."""
+    """Read a job from standard input and run it in a child: only children enter the new process namespace."""
     job = json.load(sys.stdin)
     # Only this process knows where the answer goes.
     answers = os.dup(1)

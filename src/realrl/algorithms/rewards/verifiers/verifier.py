@@ -1,4 +1,4 @@
-"""Base classes of verifiers: the column with the right answer, and the part of a completion that counts."""
+"""Base classes of verifiers. They name the column with the right answer, and extract the text to compare."""
 
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
