@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from realrl.cli.recipe import Overrides, Recipe, find_training_cluster, resolve_recipe
+from realrl.cli.recipe import Overrides, Recipe, resolve_recipe
 
 if TYPE_CHECKING:
     from realrl.runtime.prepare.job import Job
@@ -34,12 +34,13 @@ def show(
     from realrl.runtime.prepare.fit.plan_cache import cached_plan
     from realrl.runtime.prepare.gpu import ask_machine
     from realrl.runtime.prepare.job import make_job
+    from realrl.runtime.start import find_training_cluster
 
     recipe, overrides = resolve_recipe(recipe, overrides)
     experiment = load_experiment(recipe, overrides)
     if plan is not None:
         experiment = experiment.model_copy(update={"plan": plan})
-    cluster = find_training_cluster(experiment)
+    cluster = find_training_cluster(experiment, partial(typer.echo, err=True))
     found = None
     if experiment.plan == SEARCH:
         spec = search_spec(experiment, cluster, ask_machine(experiment.device))
