@@ -35,13 +35,19 @@ MakeObserver = Callable[[], AbstractContextManager[RunObserver]]
 
 
 def start_training(
-    experiment: Experiment, observe: MakeObserver, say: Callable[[str], None], *, here: bool = False
+    experiment: Experiment,
+    observe: MakeObserver,
+    say: Callable[[str], None],
+    *,
+    here: bool = False,
+    objects: Callable[[], bytes] | None = None,
 ) -> Outcome:
     """Train a recipe, or resume its run. Returns how the started processes ended.
 
     In a process that a launcher has started, it trains as one rank. Otherwise it starts a local process for each
     device, or actors on a Ray cluster. `here`: a single process is not started; this process trains instead. `say`
-    is called with notes. Raises UserError or RunError if training in this process fails.
+    is called with notes. `objects` packs the functions that a script hands to started processes. Raises UserError
+    or RunError if training in this process fails.
     """
     if not experiment.spec.trains:
         raise UserError(f"algorithm={experiment.algorithm} trains no model; run it with realrl eval")
@@ -54,18 +60,19 @@ def start_training(
                 say(describe_finished(experiment.run_dir))
                 return Outcome()
             if experiment.launch.by == "ray":
-                return _train_on_ray(experiment, run_dir)
+                return _train_on_ray(experiment, run_dir, None if objects is None else objects())
             cluster = find_training_cluster(experiment, say)
             plan = check_training(experiment, cluster, say)
             # One process gets a launcher, too, which restarts it and says why it died. But a debugger follows only
             # this process.
             if cluster.size > 1 or not (here or is_debugged()):
+                packed = None if objects is None else objects()
                 return launch_training(
-                    Start.of(["train"], experiment, cluster, plan),
+                    Start.of(["train"], experiment, cluster, plan, packed),
                     experiment.launch,
                     LocalRanks,
                     run_dir,
-                    partial(_shrink, experiment, say),
+                    partial(_shrink, experiment, say, packed),
                     partial(count_visible_gpus, experiment.device),
                 )
         from realrl.runtime.train import train
@@ -104,7 +111,7 @@ def find_training_cluster(experiment: Experiment, say: Callable[[str], None]) ->
     return choice.chosen.cluster
 
 
-def _train_on_ray(experiment: Experiment, run_dir: RunDir) -> Outcome:
+def _train_on_ray(experiment: Experiment, run_dir: RunDir, objects: bytes | None) -> Outcome:
     """Train on the nodes of a Ray cluster. The ranks search for the plan themselves."""
     from realrl.runtime.launcher.on_ray import connect_to_ray
 
@@ -119,7 +126,8 @@ def _train_on_ray(experiment: Experiment, run_dir: RunDir) -> Outcome:
     cpus = named is not None and all(group.device.cpu for group in named.groups)
     gpus = {"cpu": False, "cuda": True, "auto": None}[experiment.device] if not cpus else False
     start_ranks = connect_to_ray(cluster, gpus=gpus, settings=experiment.launch)
-    return launch_training(Start.of(["train"], experiment, cluster), experiment.launch, start_ranks, run_dir)
+    start = Start.of(["train"], experiment, cluster, objects=objects)
+    return launch_training(start, experiment.launch, start_ranks, run_dir)
 
 
 @contextmanager
@@ -174,7 +182,9 @@ def _write_end(run_dir: Path, failure: BaseException | None) -> None:
         write_end(run_dir, described.status, described.message)
 
 
-def _shrink(experiment: Experiment, say: Callable[[str], None], devices: int) -> Start | None:
+def _shrink(
+    experiment: Experiment, say: Callable[[str], None], objects: bytes | None, devices: int
+) -> Start | None:
     """Find how to restart the run on at most `devices` devices of this machine; None if it cannot.
 
     A preset of the recipe stays. A plan file is for other devices, so a search replaces it.
@@ -191,5 +201,5 @@ def _shrink(experiment: Experiment, say: Callable[[str], None], devices: int) ->
             continue
         if plan != experiment.plan:
             say(f"note: {experiment.plan} is for other devices; a search found a plan for {size}")
-        return Start.of(["train"], changed, cluster, found)
+        return Start.of(["train"], changed, cluster, found, objects)
     return None

@@ -53,14 +53,21 @@ class Start:
     """Text of the resolved recipe, with its secrets, if it is the first argument. Ranks and restarts read this."""
     plan: str | None = None
     """Text of the plan that was found for a recipe with `plan: search`."""
+    objects: bytes | None = None
+    """Functions of a script that the recipe names, see `api.objects`."""
 
     @classmethod
     def of(
-        cls, command: Sequence[str], experiment: Experiment, cluster: Cluster, plan: Plan | None = None
+        cls,
+        command: Sequence[str],
+        experiment: Experiment,
+        cluster: Cluster,
+        plan: Plan | None = None,
+        objects: bytes | None = None,
     ) -> "Start":
         """Start a command that takes a recipe, such as `train`; its options follow."""
         text = None if plan is None else plan.to_text(experiment.graph)
-        return cls(cluster, command, dump_experiment(experiment, secrets=True), text)
+        return cls(cluster, command, dump_experiment(experiment, secrets=True), text, objects)
 
 
 class Ranks(Board, Protocol):
