@@ -43,7 +43,7 @@ def _run() -> int:
         # A run continues even if the terminal, or the `tee` that it prints to, has gone.
         sys.stderr = sys.__stderr__ = open_screen(2, owned=False)  # type: ignore[misc]
     if OBJECTS_VARIABLE in os.environ:
-        from realrl.api.objects import load_objects
+        from realrl.runtime.script_objects import load_objects
 
         load_objects()
     # Only now: loading modules takes long enough to be interrupted.

@@ -2,24 +2,25 @@
 
 import os
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from realrl.api.arguments import read_arguments
 from realrl.api.errors import plain_errors
-from realrl.api.objects import find_objects, pack_objects
 from realrl.api.run import Run
 from realrl.config.errors import RunError, UserError
 from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.load import dump_experiment, parse_experiment
 from realrl.recipe.registry import BUILT_IN, find_algorithm, list_algorithms
+from realrl.runtime.callbacks import CallbackObserver, check_callbacks
+from realrl.runtime.script_objects import CALLBACKS, find_objects, pack_objects
 
 if TYPE_CHECKING:
-    from realrl.cli.progress.training import Progress
     from realrl.planner.report.report import PlanReport
+    from realrl.runtime.observer import RunObserver
 
 _WORDS = {"dr": "Dr", "pp": "PP", "remax": "ReMax", "simpo": "SimPO"}
 _ACRONYMS = {"sft", "ppo", "grpo", "dapo", "gspo", "rloo", "dpo", "orpo", "kto"}
@@ -41,12 +42,16 @@ class Algorithm:
     spec: ClassVar[AlgorithmSpec]
 
     @plain_errors
-    def __init__(self, model: Any = None, **settings: Any) -> None:
+    def __init__(self, model: Any = None, *, callbacks: Any = (), **settings: Any) -> None:
         """Read and check the recipe; see docs/python.md for the arguments.
+
+        `callbacks`: functions of a `realrl.Step`, called after each training step, and objects with `on_step` or
+        `on_evaluation`.
 
         `run_dir` is `runs/ALGORITHM-HASH` by default, with a hash of the recipe: the same script resumes its run.
         Raises UserError for a mistake in the arguments.
         """
+        self._callbacks = check_callbacks(callbacks)
         arguments = settings if model is None else {"model": model, **settings}
         found = read_arguments(self.spec, arguments)
         found["algorithm"] = self.reference
@@ -67,9 +72,11 @@ class Algorithm:
 
         set_library_defaults()
         objects = find_objects(self.experiment.model_dump(mode="json"))
+        if self._callbacks:
+            objects[CALLBACKS] = self._callbacks
         outcome = start_training(
             self.experiment,
-            _observe,
+            self._observe,
             _say,
             here=True,
             objects=(lambda: pack_objects(objects)) if objects else None,
@@ -77,6 +84,13 @@ class Algorithm:
         if outcome.cause is not None:
             raise _make_error(outcome.cause)
         return Run(self.experiment.run_dir)
+
+    @contextmanager
+    def _observe(self) -> "Iterator[RunObserver]":
+        from realrl.cli.progress.training import Progress
+
+        with Progress() as progress:
+            yield CallbackObserver(progress, self._callbacks)
 
     def resume(self) -> Run:
         """Resume the run in `run_dir` from its last checkpoint. Raises UserError if there is no run to resume."""
@@ -195,12 +209,6 @@ def _hash(settings: Mapping[str, Any]) -> str:
     import json
 
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:8]
-
-
-def _observe() -> "AbstractContextManager[Progress]":
-    from realrl.cli.progress.training import Progress
-
-    return Progress()
 
 
 def _say(text: str) -> None:

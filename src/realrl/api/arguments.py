@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from realrl.api.objects import add_function
 from realrl.config.errors import UserError, join
 from realrl.config.explain import brief, list_paths, nearest
 from realrl.config.files import whole_file
@@ -15,6 +14,7 @@ from realrl.recipe.algorithm import AlgorithmSpec
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.load import change_settings
 from realrl.recipe.other_names import OTHER_NAMES
+from realrl.runtime.script_objects import add_function
 
 
 def read_arguments(spec: AlgorithmSpec, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`realrl train`."""
 
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,9 @@ from realrl.cli.recipe import Overrides, Recipe, resolve_recipe
 from realrl.runtime.processes.signals import handles_signals
 
 if TYPE_CHECKING:
-    from realrl.cli.progress.training import Progress
+    from collections.abc import Iterator
+
+    from realrl.runtime.observer import RunObserver
 
 
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
@@ -32,7 +35,12 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
         raise typer.Exit(report_outcome(outcome))
 
 
-def _observe() -> "Progress":
+@contextmanager
+def _observe() -> "Iterator[RunObserver]":
+    """Show the progress of the run, and call the callbacks of the script that started this rank."""
     from realrl.cli.progress.training import Progress
+    from realrl.runtime.callbacks import CallbackObserver
+    from realrl.runtime.script_objects import find_callbacks
 
-    return Progress()
+    with Progress() as progress:
+        yield CallbackObserver(progress, find_callbacks())

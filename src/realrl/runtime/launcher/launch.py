@@ -54,7 +54,7 @@ class Start:
     plan: str | None = None
     """Text of the plan that was found for a recipe with `plan: search`."""
     objects: bytes | None = None
-    """Functions of a script that the recipe names, see `api.objects`."""
+    """Functions of a script that the recipe names, see `runtime.script_objects`."""
 
     @classmethod
     def of(

@@ -21,6 +21,8 @@ from realrl.config.errors import UserError
 from realrl.runtime.processes.environment import OBJECTS_VARIABLE
 
 MODULE = "realrl_objects"
+CALLBACKS = "callbacks"
+"""Name of the callbacks of a run in the module, on its ranks."""
 
 
 def add_function(setting: str, function: Callable[..., Any]) -> str:
@@ -57,8 +59,8 @@ def pack_objects(objects: dict[str, Any]) -> bytes:
             found[name] = cloudpickle.dumps(value)
         except Exception as error:  # reducing an object runs its own code
             raise UserError(
-                f"{name.rpartition('_')[0]} cannot be sent to the processes of the run: {type(error).__name__}:"
-                f" {error}; define it in a file and name it FILE.py:FUNCTION"
+                f"{name.rpartition('_')[0] or name} cannot be sent to the processes of the run:"
+                f" {type(error).__name__}: {error}; define it in a file and name it FILE.py:FUNCTION"
             ) from None
     return bytes(cloudpickle.dumps((sys.path, found)))
 
@@ -76,6 +78,11 @@ def load_objects() -> None:
     sys.path += [entry for entry in path if entry not in sys.path]
     for name, value in objects.items():
         setattr(_module(), name, pickle.loads(value))
+
+
+def find_callbacks() -> list[Any]:
+    """Find the callbacks that the launcher of this rank was given."""
+    return list(vars(_module()).get(CALLBACKS, ())) if MODULE in sys.modules else []
 
 
 def _module() -> ModuleType:
