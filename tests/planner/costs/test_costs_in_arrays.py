@@ -18,7 +18,7 @@ from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.cost.network import Network
 from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.space.columns import list_ways
+from realrl.planner.space.ways import list_ways
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel

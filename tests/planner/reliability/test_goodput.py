@@ -28,6 +28,7 @@ from realrl.planner.search.plan_search import UserConstraints, find_best_plan, f
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.space.candidate import count_bytes_alone
 from realrl.program.lower import home_placements
 from tests.nccl.programs import random_placement
 from tests.planner.searching.test_plan_report import GRAPH, SHAPE, scenario
@@ -135,7 +136,7 @@ def test_trained_roles_move_to_where_checkpoints_are_written_sooner() -> None:
     found = find_plan(of, effort=EFFORT)
     trains = found.problem.candidates["actor.train"]
     narrow = min(
-        (i for i, one in enumerate(trains) if one.bytes_alone(is_home=True) < 60e9),
+        (i for i, one in enumerate(trains) if count_bytes_alone(one, is_home=True) < 60e9),
         key=lambda i: (trains[i].placement.mesh.size, trains[i].seconds),
     )
     chosen = {**found.result.assignment, "actor.train": narrow}

@@ -9,7 +9,7 @@ from realrl.layout.limits import GATHER_STAGES, bucket_count
 from realrl.planner.cost.call_context import CallContext
 from realrl.planner.cost.sharded import SectionSeconds, ShardedTraffic
 from realrl.planner.cost.timing import BatchSize, DeviceHostTime
-from realrl.planner.workload.batching import ManyChunks, split_all_work
+from realrl.planner.workload.batching import Chunks, split_all_work
 from realrl.program.arrays import Floats, Ints, Real, apply_each, tabulate_stages
 
 _SMALL = 64
@@ -227,7 +227,7 @@ def cost_inference(context: CallContext) -> Mapping[str, Floats]:
 
 
 def cost_forward_pass(
-    context: CallContext, chunks: ManyChunks, layer: DeviceHostTime, outside: OutsideLayers
+    context: CallContext, chunks: Chunks, layer: DeviceHostTime, outside: OutsideLayers
 ) -> dict[str, Floats]:
     """Cost the forward pass of all chunks through all stages, in seconds by term."""
     layer_communication = context.layer_communication(chunks.tokens)
@@ -265,7 +265,7 @@ class _EqualLayers:
 
 
 def _cost_pipeline(
-    context: CallContext, chunks: ManyChunks, layers: Sequence[_EqualLayers], outside: OutsideLayers
+    context: CallContext, chunks: Chunks, layers: Sequence[_EqualLayers], outside: OutsideLayers
 ) -> dict[str, Floats]:
     """Seconds of the busiest stage by term, and the bubble: its idle time while the pipeline fills and drains.
 

@@ -13,7 +13,7 @@ from realrl.planner.cluster.devices import DeviceKind, compute_thread_speedup
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.roofline import Roofline
 from realrl.planner.profile.profile import WHOLE, CollectiveKind, LayerKind, Profile
-from realrl.planner.workload.batching import ManyChunks
+from realrl.planner.workload.batching import Chunks
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.workload import Sampling
 from realrl.program.arrays import Floats, Ints, Real
@@ -41,7 +41,7 @@ class BatchSize:
     """Sum of squared sequence lengths."""
 
     @classmethod
-    def of(cls, chunks: ManyChunks) -> Self:
+    def of(cls, chunks: Chunks) -> Self:
         """Return the size of a chunk under each strategy."""
         return cls(chunks.tokens, chunks.squares)
 

@@ -42,8 +42,7 @@ Parts = Mapping[str, Ints]
 class Activations:
     """Activation memory of a model under each of some strategies, in bytes per rank.
 
-    `lengths` are samples of sequence lengths, and `sample` is the index of each strategy's sample. In methods,
-    `tokens` counts the tokens of each strategy's largest micro-batch, `chunks` counts its micro-batches, `layers`
+    `lengths` is a sample of sequence lengths for each strategy. In methods, `tokens` counts the tokens of each strategy's largest micro-batch, `chunks` counts its micro-batches, `layers`
     counts the layers of each stage, [stages, strategies], and `stage` numbers the stages, [stages, 1].
     """
 
@@ -52,7 +51,6 @@ class Activations:
     dtype: Dtype
     cpu: bool
     lengths: Sequence[tuple[int, ...]]
-    sample: Ints
     candidates: Candidates | None = None
     """The call's candidates."""
     decode_graphs: bool = False
@@ -197,7 +195,6 @@ class Activations:
             element_bytes=self.element_bytes,
             cpu=self.cpu,
             lengths=self.lengths,
-            sample=self.sample,
         )
 
     @cached_property

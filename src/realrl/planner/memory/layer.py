@@ -30,8 +30,7 @@ def added_bytes(elements: int, element_bytes: int) -> int:
 class LayerMemory:
     """Activation sizes of a layer.
 
-    `lengths` are samples of sequence lengths, and `sample` is the index of each strategy's sample. They matter only
-    if attention pads sequences: on a GPU, in float32 or in layers with a cap or sinks.
+    `lengths` is a sample of sequence lengths for each strategy. They matter only if attention pads sequences: on a GPU, in float32 or in layers with a cap or sinks.
     """
 
     sizes: LocalSizes
@@ -39,7 +38,6 @@ class LayerMemory:
     element_bytes: int
     cpu: bool
     lengths: Sequence[tuple[int, ...]]
-    sample: Ints
 
     @cached_property
     def hidden(self) -> int:
@@ -305,7 +303,7 @@ class LayerMemory:
         options, float32 = self.sizes.options, self.element_bytes == 4
         if self.cpu or not (options.scores_in_memory or (float32 and self.sizes.shape.windowed_layers)):
             return truncate(0)
-        longest = np.array([max(lengths) for lengths in self.lengths])[self.sample]
+        longest = np.array([max(lengths) for lengths in self.lengths])
         most = tokens * self._padded_rows * longest * self._heads
         copies = 3 + (options.attention_cap is not None) if backward else 1
         return truncate(
@@ -319,7 +317,7 @@ class LayerMemory:
     @cached_property
     def _padded_rows(self) -> Floats:
         """Tokens including the padding of attention, per token without it."""
-        return np.array([_count_padded(lengths) for lengths in self.lengths])[self.sample]
+        return np.array([_count_padded(lengths) for lengths in self.lengths])
 
     @property
     def _pads(self) -> bool:

@@ -228,7 +228,7 @@ class MemoryModel:
             chunks = generation.passes
         else:
             chunks = split_all_work(work, strategies, self.efficiency.pass_chunks_per_stage)
-        tokens = chunks.peak_tokens
+        tokens = chunks.peak.tokens
         sizes = self._local(model, strategies.tp)
         activations = Activations(
             sizes=sizes,
@@ -236,8 +236,7 @@ class MemoryModel:
             strategies=strategies if generation is None else replace(strategies, sequence_parallel=False),
             dtype=_dtype(model, strategies),
             cpu=cpu,
-            lengths=chunks.peak_lengths,
-            sample=chunks.peak,
+            lengths=chunks.peak.lengths,
             candidates=call.candidates,
             decode_graphs=self.efficiency.decode_graphs
             and sizes.runs_ahead(_dtype(model, strategies), exact=model.exact, device=device),
@@ -260,7 +259,7 @@ class MemoryModel:
             parts = activations.generating(
                 tokens,
                 rows=generation.rows_per_batch,
-                cached=generation.cached_tokens,
+                cached=generation.cache.tokens,
                 batches=generation.batches,
                 layers=layers,
                 stage=stage,
@@ -272,7 +271,7 @@ class MemoryModel:
             parts = {**parts, "packed weights": parts.get("packed weights", 0) + packed}
         records = -(-(work.items // work.minibatches) // strategies.dp)
         parts = add_candidates(parts, call, work, records, tokens, cpu=cpu, last=last)
-        routed = tokens if generation is None else generation.cached_tokens
+        routed = tokens if generation is None else generation.cache.tokens
         parts = add_routed_experts(parts, call, model.shape, work, records, routed, layers=layers, cpu=cpu)
         passing = sum(size for name, size in parts.items() if name not in _LASTING)
         return {**parts, "fragmentation": truncate(FRAGMENTATION * np.asarray(passing))}

@@ -325,7 +325,7 @@ def _keeping(problem: Problem, plan: Plan) -> Problem:
     """Restrict a problem to candidates that keep the same copies as the plan."""
     same = {}
     for call in problem.graph.calls:
-        keeps = problem.table(call).costs.keeps
+        keeps = problem.table(call).costs.keep
         wanted = problem.is_home(call) and call.role in plan.keep and bool(keeps.any())
         same[call.name] = np.flatnonzero(keeps == wanted)
     return problem.select(same)

@@ -4,7 +4,7 @@ import numpy as np
 
 from realrl.planner.moves.transfers import Layouts
 from realrl.planner.search.shortage import DoesNotFit, explain_call_shortage
-from realrl.planner.space.costs import CandidateCosts
+from realrl.planner.space.candidate import Costs, count_bytes_alone
 from realrl.planner.space.problem import Problem
 from realrl.program.arrays import Bools, Ints
 
@@ -20,7 +20,7 @@ def prune_candidates(problem: Problem) -> tuple[Problem, dict[str, Ints]]:
     kept: dict[str, Ints] = {}
     for call in problem.graph.calls:
         table = problem.table(call)
-        needs = table.costs.bytes_alone(is_home=problem.is_home(call))
+        needs = count_bytes_alone(table.costs, is_home=problem.is_home(call))
         limits = problem.limits(call)
         fits = np.flatnonzero(needs <= limits)
         if not len(fits):
@@ -31,14 +31,14 @@ def prune_candidates(problem: Problem) -> tuple[Problem, dict[str, Ints]]:
     return problem.select(kept), kept
 
 
-def _find_undominated(layouts: Layouts, costs: CandidateCosts, *, by_mesh: bool) -> Ints:
+def _find_undominated(layouts: Layouts, costs: Costs, *, by_mesh: bool) -> Ints:
     """Find the candidates that no other candidate dominates; of equal candidates, the first stays."""
     if by_mesh:
         # Candidates of a group exchange rows with the same ranks.
         key = [layouts.first, layouts.size, layouts.shares]
     else:
         # Candidates of a group can share the same replicas, and agree on keeping copies.
-        key = [layouts.codes, costs.sequence_parallel.astype(np.int64), costs.keeps.astype(np.int64)]
+        key = [layouts.codes, costs.sequence_parallel.astype(np.int64), costs.keep.astype(np.int64)]
     _, group = np.unique(np.stack(key), axis=1, return_inverse=True)
     group = group.reshape(-1)
     sizes = np.bincount(group)
@@ -51,26 +51,28 @@ def _find_undominated(layouts: Layouts, costs: CandidateCosts, *, by_mesh: bool)
     return np.flatnonzero(~beaten)
 
 
-def _find_beaten(layouts: Layouts, costs: CandidateCosts, among: Ints) -> Bools:
+def _find_beaten(layouts: Layouts, costs: Costs, among: Ints) -> Bools:
     """Tell which candidates another member of their group dominates. `among`: indices, [groups, members]."""
     better = np.ones((*among.shape, among.shape[1]), dtype=bool)  # [groups, better, other]
     for column in (
         costs.seconds,
-        costs.captures,
-        costs.working,
-        costs.weights,
-        costs.host,
-        costs.weights * costs.offloaded,
-        costs.load,
-        costs.unload,
+        costs.capture_seconds,
+        costs.working_bytes,
+        costs.weights_bytes,
+        costs.host_bytes,
+        costs.weights_bytes * costs.offload,
+        costs.load_seconds,
+        costs.unload_seconds,
     ):
         of = column[among]
         better &= of[:, :, None] <= of[:, None]
     # In a plan, another call may already hold the communicators of the dominated candidate's layout, or another
     # role its frozen weights. They then cost it nothing, but the better candidate's own may cost extra in full.
-    code, resident = layouts.codes[among], costs.resident[among]
+    code, resident = layouts.codes[among], costs.resident_bytes[among]
     own = np.where(
-        code[:, :, None] == code[:, None], 0.0, (costs.communicators + costs.base)[among][:, :, None]
+        code[:, :, None] == code[:, None],
+        0.0,
+        (costs.communicator_bytes + costs.base_bytes)[among][:, :, None],
     )
     better &= resident[:, :, None] <= resident[:, None] - own
     equal = better & better.transpose(0, 2, 1)

@@ -51,14 +51,14 @@ class MemoryBound:
         self._when_moved: dict[int, tuple[Floats, Floats]] = {}
         for c in self._models:
             costs = tables.candidates(c)
-            running = costs.working + costs.communicators + costs.weights * costs.offloaded
+            running = costs.working_bytes + costs.communicator_bytes + costs.weights_bytes * costs.offload
             if tables.home[c] == c:
-                held = costs.resident - costs.base if c in self._sharing else costs.resident
+                held = costs.resident_bytes - costs.base_bytes if c in self._sharing else costs.resident_bytes
                 self._when_held[c] = self._tabulate(c, held)
                 self._when_run[c] = self._tabulate(c, held + running)
             else:
                 self._when_run[c] = self._tabulate(c, running)
-                self._when_moved[c] = self._tabulate(c, running + costs.weights)
+                self._when_moved[c] = self._tabulate(c, running + costs.weights_bytes)
 
     def __call__(
         self,
@@ -165,7 +165,7 @@ class MemoryBound:
         before = int(groups.row.max()) + 1 - len(groups.layouts.first)
         layout = groups.row[groups.alone] - before
         found = []
-        for seconds in (costs.seconds, costs.seconds + costs.load):
+        for seconds in (costs.seconds, costs.seconds + costs.load_seconds):
             table = np.full((len(groups.layouts.first), _STEPS + 1), np.inf)
             np.minimum.at(table, (layout, self._step(needs)), seconds)
             table = np.minimum.accumulate(table, axis=1)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from realrl.dataflow.call import Call
 from realrl.planner.search.many_plans import PlanEvaluation
-from realrl.planner.space.candidate import Candidate
+from realrl.planner.space.candidate import Candidate, count_bytes_alone
 from realrl.planner.space.problem import Assignment, Problem
 from realrl.program.lower import home_placements, kept_copies
 
@@ -50,7 +50,7 @@ def explain_call_shortage(problem: Problem, call: Call, number: int) -> Shortage
     candidate = problem.candidates[call.name][number]
     is_home = problem.is_home(call)
     resident = {call.model_role: candidate.resident_bytes} if is_home else {}
-    needed = candidate.bytes_alone(is_home=is_home)
+    needed = count_bytes_alone(candidate, is_home=is_home)
     rank = candidate.placement.mesh.first
     return Shortage(
         rank=rank,

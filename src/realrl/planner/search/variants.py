@@ -82,7 +82,7 @@ class Variants:
         layouts = 1 + (np.diff(codes, axis=0) != 0).sum(axis=0)
         facts = Facts(self._tables, columns)
         copies = sum(facts.uses_first(c).astype(np.int64) for c in self._models)
-        offloaded = columns.offloaded.sum(axis=0) + columns.offloads_optimizer.sum(axis=0)
+        offloaded = columns.offload.sum(axis=0) + columns.offload_optimizer.sum(axis=0)
         counts: Ints = layouts + facts.away.sum(axis=0) + copies + offloaded
         return counts
 

@@ -16,10 +16,10 @@ from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import Site
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.space.candidate import Candidate
+from realrl.planner.space.candidate import Candidate, count_bytes_alone
 from realrl.planner.space.candidates import list_meshes, list_micro_batches, list_strategies
-from realrl.planner.space.columns import Ways, add_keeping, add_offloading, drop_dominated, list_ways
 from realrl.planner.space.problem import Problem
+from realrl.planner.space.ways import Ways, add_keeping, add_offloading, drop_dominated, list_ways
 from realrl.program.memory import list_sharers
 
 
@@ -148,8 +148,8 @@ class _Builder:
             ways = list_ways(self.scenario, call, placements, shares=self._shares(call))
             number = np.array([number for number, _ in every])
             for i, meshes in enumerate(sites.values()):
-                of_site = ways[number[ways.strategy] == i]
-                candidates += self._choose(call, of_site, meshes[0].first).candidates(meshes)
+                chosen = self._choose(call, ways[number == i], meshes[0].first)
+                candidates += chosen.candidates(meshes)
         return candidates
 
     def _strategies(self, call: Call, mesh: Mesh, tokens: tuple[int, ...]) -> Iterator[Strategy]:
@@ -183,12 +183,13 @@ class _Builder:
     def _choose(self, call: Call, ways: Ways, first: int) -> Ways:
         """Choose the ways to run a call on a mesh that some best plan may need."""
         limit = self.scenario.memory.capacity(first)
-        fitting = ways[ways.bytes_alone <= limit]
+        needed = count_bytes_alone(ways, is_home=True)
+        fitting = ways[needed <= limit]
         if not len(fitting):
             # The error message describes the way with the smallest shortage.
-            return ways[np.argsort(ways.bytes_alone, kind="stable")[:1]]
+            return ways[np.argsort(needed, kind="stable")[:1]]
         variants = self._with_variants(call, fitting, first, limit)
-        return drop_dominated(variants[variants.bytes_alone <= limit])
+        return drop_dominated(variants[count_bytes_alone(variants, is_home=True) <= limit])
 
     def _with_variants(self, call: Call, ways: Ways, first: int, limit: float) -> Ways:
         """Add variants that offload or keep copies, if the call is its role's home and the search space allows
@@ -207,17 +208,17 @@ class _Builder:
     def _fits(self, candidate: Candidate) -> bool:
         """Tell whether a candidate alone fits into its devices."""
         limit = self.scenario.memory.capacity(candidate.placement.mesh.first)
-        return candidate.bytes_alone(is_home=True) <= limit
+        return bool(count_bytes_alone(candidate, is_home=True) <= limit)
 
     def _given(self, call: Call, placements: Sequence[Placement]) -> list[Candidate]:
         """List the candidates of placements from plans, in the order of `placements`."""
         by_mesh: dict[Mesh, list[Placement]] = defaultdict(list)
         for placement in placements:
             by_mesh[placement.mesh].append(placement)
-        found: dict[Placement, list[Candidate]] = {}
+        found: dict[Placement, list[Candidate]] = defaultdict(list)
         for mesh, there in by_mesh.items():
             ways = list_ways(self.scenario, call, there, shares=self._shares(call))
             variants = self._with_variants(call, ways, mesh.first, 0.0)
-            for i, placement in enumerate(there):
-                found[placement] = variants[variants.strategy == i].candidates([mesh])
+            for candidate in variants.candidates([mesh]):
+                found[candidate.placement].append(candidate)
         return [candidate for placement in placements for candidate in found[placement]]

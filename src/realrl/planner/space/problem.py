@@ -13,8 +13,7 @@ from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
 from realrl.planner.moves.exchange import ExchangeModel
 from realrl.planner.moves.transfers import Transfers, find_nodes
-from realrl.planner.space.candidate import Candidate
-from realrl.planner.space.costs import CandidateTable
+from realrl.planner.space.candidate import Candidate, CandidateTable
 from realrl.program.arrays import Floats, Ints
 from realrl.program.lower import home_placements, kept_copies
 from realrl.program.order import TrainableParts
@@ -59,7 +58,7 @@ class Problem:
                 raise UserError(f"call {call.name} has no option to run with on cluster {self.cluster}")
             table = self.table(call)
             costs = table.costs
-            if not self.is_home(call) and (costs.offloaded | costs.offloads_optimizer | costs.keeps).any():
+            if not self.is_home(call) and (costs.offload | costs.offload_optimizer | costs.keep).any():
                 raise ValueError(
                     f"{call.name} is not the home of a role, so it cannot decide what to offload or keep"
                 )
