@@ -145,13 +145,14 @@ def test_stored_state_is_that_of_the_fullest_stage_and_padded_for_data_ranks() -
     assert model.parameters(store(), place(7)) == 2 * (whole + -whole % 7)
     assert model.parameters(store(), place(1, 1, 2)) == 2 * (2 * layer + table + 64)
     # Gradients, and two moments and masters; with other ranks reduced gradients as well.
-    assert model.state(store(), place(1)) == (4 + 12) * whole
-    assert model.state(store(), place(2)) == (4 + 16 // 2) * whole
-    assert model.state(store(dtype="float32"), place(2)) == (4 + 12 // 2) * whole
-    assert model.kept_state(store(), place(2)) == 12 * whole // 2
-    assert model.kept_state(store(dtype="float32"), place(2)) == 8 * whole // 2
-    assert model.set_bytes(store(), place(1, 1, 2)) == {"base": 2 * (2 * layer + table + 64)}
+    for of, at, freed, copied in (
+        (store(), place(1), 4 + 12, 12),
+        (store(), place(2), 4 + 16 // 2, 12 // 2),
+        (store(dtype="float32"), place(2), 4 + 12 // 2, 8 // 2),
+    ):
+        assert model.states(of, Strategies.of([at.strategy])) == (freed * whole, copied * whole)
     strategies = Strategies.of([place(1, 1, 2).strategy])
+    assert model.largest_sets(store(), strategies) == {"base": 2 * (2 * layer + table + 64)}
     assert model.least_base_bytes(store(), strategies)[0] == 2 * (2 * layer + table)
     assert FRAGMENTATION == 0.1 and SHAPE.layers == 4
 

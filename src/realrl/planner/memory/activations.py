@@ -42,8 +42,9 @@ Parts = Mapping[str, Ints]
 class Activations:
     """Activation memory of a model under each of some strategies, in bytes per rank.
 
-    `lengths` is a sample of sequence lengths for each strategy. In methods, `tokens` counts the tokens of each strategy's largest micro-batch, `chunks` counts its micro-batches, `layers`
-    counts the layers of each stage, [stages, strategies], and `stage` numbers the stages, [stages, 1].
+    `lengths` is a sample of sequence lengths for each strategy. In methods, `tokens` counts the tokens of each
+    strategy's largest micro-batch, and `chunks` counts its micro-batches. `layers` counts the layers of each stage,
+    [stages, strategies], and `stage` numbers the stages, [stages, 1].
     """
 
     sizes: LocalSizes
@@ -76,7 +77,7 @@ class Activations:
         return _peak(layer, _only(stage == 0, embedded), _only(last, scored))
 
     def generating(
-        self, tokens: Real, *, rows: Real, cached: Ints, batches: Ints, layers: Ints, stage: Ints
+        self, tokens: Real, *, rows: Real, cached: Real, batches: Ints, layers: Ints, stage: Ints
     ) -> Parts:
         """Compute the peak of a generate call: while weights are packed, in a layer, or while tokens are sampled.
 

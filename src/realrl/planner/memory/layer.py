@@ -30,7 +30,8 @@ def added_bytes(elements: int, element_bytes: int) -> int:
 class LayerMemory:
     """Activation sizes of a layer.
 
-    `lengths` is a sample of sequence lengths for each strategy. They matter only if attention pads sequences: on a GPU, in float32 or in layers with a cap or sinks.
+    `lengths` is a sample of sequence lengths for each strategy. They matter only if attention pads sequences: on a
+    GPU, in float32 or in layers with a cap or sinks.
     """
 
     sizes: LocalSizes

@@ -13,7 +13,7 @@ from realrl.layout.sets import BASE, element_width
 from realrl.plan.cluster import Cluster, Links
 from realrl.plan.placement import Placement
 from realrl.planner.moves.transfers import HALF, Layouts, find_nodes
-from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.planner.workload.shard_sizes import size_shards
 from realrl.program.arrays import Bools, Floats, Ints
 from realrl.program.memory import StoredModel
 
@@ -104,7 +104,7 @@ class ParameterBytes:
     def of(cls, model: StoredModel, width: int, name: str = BASE) -> "ParameterBytes":
         """Build from a set of a model whose parameters have `width` bytes each, if they are not quantised."""
         width = element_width(name, width)
-        sizes = LocalSizes(model.shape, model.head, 1, model.part).sets[name]
+        sizes = size_shards(model, 1).sets[name]
         return cls(
             layers=sizes.layers_of_model,
             layer=sizes.layer[0] * width,

@@ -8,7 +8,7 @@ import numpy as np
 from realrl.layout.sets import element_width
 from realrl.plan.placement import Placement
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.workload.shard_sizes import LocalSizes, SetSizes
+from realrl.planner.workload.shard_sizes import SetSizes, size_shards
 from realrl.program.arrays import Floats, Ints
 from realrl.program.memory import StoredModel
 
@@ -84,7 +84,7 @@ def count_saved_bytes(scenario: Scenario) -> float:
 
 def _sizes(model: StoredModel, tp: int) -> Mapping[str, SetSizes]:
     """Sizes of the parameter sets in a role's checkpoint; a model under adapters is read from its own files."""
-    sizes = LocalSizes(model.shape, model.head, tp, model.part).sets
+    sizes = size_shards(model, tp).sets
     if not model.part.adapters:
         return sizes
     return {name: of for name, of in sizes.items() if model.sets[name].trainable}
@@ -111,7 +111,7 @@ def _stage_weights(model: StoredModel, home: Placement) -> list[float]:
     """Bytes of the parameters that a rank of each stage holds."""
     strategy = home.strategy
     total = [0.0] * strategy.pp
-    local = LocalSizes(model.shape, model.head, strategy.tp, model.part)
+    local = size_shards(model, strategy.tp)
     stored = local.cut_sets(strategy.dp) if strategy.shards_parameters else local.sets
     for name, sizes in stored.items():
         for stage, elements in enumerate(sizes.stage_elements(strategy.pp)):

@@ -76,49 +76,36 @@ def make_report(
 ) -> PlanReport:
     """Plan a step and compare the plan with presets, alternatives, and other numbers of nodes.
 
-    `nodes`: numbers of nodes to choose from by `objective`, each meaning the first nodes of the cluster.
-    Without them, `time` plans for the whole cluster, and `cost` for the number of nodes that makes a step
-    cheapest. `effort`: limit of the search, and of a search before it for each of `nodes`, or for all
-    numbers of nodes together under `cost`. `wanted`: choose the cluster, too, as `choose_cluster` does.
-    DoesNotFit if no plan fits; UserError if a call cannot run on the cluster at all.
+    `nodes` are numbers of nodes to choose from by `objective`; each means the first nodes of the cluster. Without
+    `nodes`, `time` plans for the whole cluster, and `cost` for the number of nodes that makes a step cheapest.
+    `effort` limits the search on the chosen nodes. A search on each of `nodes` before it has the same limit; under
+    `cost` without `nodes`, the searches on all numbers of nodes share it. With `wanted`, `choose_cluster` chooses
+    the cluster. Raises DoesNotFit if no plan fits, and UserError if a call cannot run on the cluster at all.
     """
     constraints = constraints or UserConstraints()
     effort = DEFAULT_EFFORT if effort is None else effort
+    rows: tuple[SizeReport, ...] = ()
+    start, longest = None, math.inf
     if wanted is not None:
         spec, rows = choose_cluster(scenario, wanted, constraints, effort=effort, seed=seed)
         scenario = scenario.on(spec)
         start = next(row.plan for row in rows if row.cluster == spec.name)
-        best_plan = find_best_plan(
-            scenario,
-            effort=effort,
-            seed=seed,
-            constraints=constraints,
-            start=start,
-            longest=math.inf if wanted.step_seconds is None else wanted.step_seconds,
-        )
-        goal: Objective = "step" if wanted.price_per_hour is None else "budget"
-        return _with_sizes(_report(scenario, best_plan, constraints), rows, goal)
-    if not nodes and objective == "time":
-        return _report(
-            scenario,
-            find_best_plan(scenario, effort=effort, seed=seed, constraints=constraints),
-            constraints,
-        )
-    counts = sorted(set(nodes)) or range(1, scenario.spec.nodes + 1)
-    largest = scenario.spec.with_nodes(counts[-1])
-    each = effort if nodes else effort / len(counts)
-    scenario = scenario.on(largest)
-    sizes = compare_sizes(scenario, counts, effort=each, seed=seed, constraints=constraints)
-    best = min(sizes, key=lambda size: size.step_seconds if objective == "time" else size.cost)
-    scenario = scenario.on(scenario.spec.with_nodes(best.nodes))
-    best_plan = find_best_plan(scenario, effort=effort, seed=seed, constraints=constraints, start=best.plan)
-    return _with_sizes(_report(scenario, best_plan, constraints), sizes, objective)
-
-
-def _with_sizes(report: PlanReport, sizes: Sequence[SizeReport], objective: Objective) -> PlanReport:
-    """Add the compared numbers of nodes to a report. The report's own plan replaces the one for its number."""
-    row = make_size_report(report.scenario, report.chosen, report.gap)
-    rows = tuple(row if size.cluster == row.cluster else size for size in sizes)
+        longest = math.inf if wanted.step_seconds is None else wanted.step_seconds
+        objective = "step" if wanted.price_per_hour is None else "budget"
+    elif nodes or objective != "time":
+        counts = sorted(set(nodes)) or range(1, scenario.spec.nodes + 1)
+        scenario = scenario.on(scenario.spec.with_nodes(counts[-1]))
+        each = effort if nodes else effort / len(counts)
+        rows = compare_sizes(scenario, counts, effort=each, seed=seed, constraints=constraints)
+        chosen = min(rows, key=lambda row: row.step_seconds if objective == "time" else row.cost)
+        scenario, start = scenario.on(scenario.spec.with_nodes(chosen.nodes)), chosen.plan
+    best = find_best_plan(
+        scenario, effort=effort, seed=seed, constraints=constraints, start=start, longest=longest
+    )
+    report = _report(scenario, best, constraints)
+    # The report's own plan replaces the plan that was first made for its number of nodes.
+    own = make_size_report(scenario, report.chosen, report.gap) if rows else None
+    rows = tuple(own if own is not None and row.cluster == own.cluster else row for row in rows)
     return replace(report, sizes=rows, objective=objective)
 
 

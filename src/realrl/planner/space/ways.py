@@ -82,13 +82,13 @@ def list_ways(scenario: Scenario, call: Call, placements: Sequence[Placement], *
     n = len(strategies)
     weights, resident, whole, base = (np.zeros(n) for _ in range(4))
     for members, alike in group_strategies(strategies):
-        needs = scenario.memory.needs(call, model, first, alike, scenario.workload)
+        held, used = scenario.memory.needs(call, model, first, alike, scenario.workload)
         there = np.arange(int(alike.pp.max()))[:, None] < alike.pp
-        static = sum(needs.static.values())
-        weights[members] = needs.static["parameters"].max(axis=0)
+        static = sum(held.values())
+        weights[members] = held["parameters"].max(axis=0)
         resident[members] = np.max(static, axis=0)
         # Resident and total bytes may peak on different stages.
-        whole[members] = np.where(there, static + sum(needs.dynamic.values()), 0).max(axis=0)
+        whole[members] = np.where(there, static + sum(used.values()), 0).max(axis=0)
         if shares:
             base[members] = scenario.memory.least_base_bytes(model, alike)
     terms = scenario.cost.terms(call, model, placements, scenario.workload)

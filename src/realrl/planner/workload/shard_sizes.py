@@ -22,6 +22,7 @@ from realrl.layout.shard import Shard
 from realrl.plan.placement import Dtype
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.program.arrays import Bools, Ints, Real, truncate
+from realrl.program.memory import StoredModel
 
 _ALIGNED = 8
 """Both sides of experts' matrices must be multiples of this many bfloat16 numbers for the grouped kernel."""
@@ -276,6 +277,12 @@ class LocalSizes:
     def layer_elements(self) -> int:
         """Elements of the first layer on the rank with the most, adapters included."""
         return sum(max(sizes.layer) for sizes in self.sets.values() if 0 in sizes.layers)
+
+
+@lru_cache(maxsize=4096)
+def size_shards(model: StoredModel, tp: int) -> LocalSizes:
+    """Find the shard sizes of a role's model."""
+    return LocalSizes(model.shape, model.head, tp, model.part)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 from realrl.plan.axes import Degrees
 from realrl.plan.placement import Dtype, Strategy
 from realrl.program.arrays import Bools, Ints
+from realrl.program.memory import StoredModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,10 @@ class Strategies:
             micro_batch_tokens=np.array([s.micro_batch_tokens for s in alike]),
             recompute=np.array([s.recompute for s in alike]),
         )
+
+    def dtype_of(self, model: StoredModel) -> Dtype:
+        """Find the data type of a model's parameters and activations under these strategies."""
+        return model.dtype if self.dtype is None else self.dtype
 
 
 def group_strategies(strategies: Sequence[Strategy]) -> list[tuple[Ints, Strategies]]:
