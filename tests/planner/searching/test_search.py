@@ -151,7 +151,7 @@ def test_a_call_that_fits_no_device_is_named_with_its_shortage() -> None:
     with pytest.raises(DoesNotFit) as caught:
         search_plans(replace(problem, candidates={**problem.candidates, name: candidates}), budget=LITTLE)
     shortage = caught.value.shortage
-    assert (shortage.call, shortage.assignment) == (name, None)
+    assert shortage.call == name
     assert shortage.factor >= 3
 
 
@@ -186,7 +186,6 @@ def test_roles_that_do_not_fit_together_are_listed_with_their_resident_bytes(see
     with pytest.raises(DoesNotFit) as caught:
         search_plans(problem, budget=LITTLE)
     shortage = caught.value.shortage
-    assert shortage.assignment is not None
     assert len(shortage.resident_bytes) > 1
     assert shortage.factor == pytest.approx(shortage.needed_bytes / shortage.limit_bytes)
     assert shortage.needed_bytes >= sum(shortage.resident_bytes.values())

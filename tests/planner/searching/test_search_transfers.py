@@ -12,8 +12,8 @@ from realrl.layout.layout import build_layout
 from realrl.layout.routing.routes import reallocate
 from realrl.plan.cluster import Cluster, Links
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.moves.links import Boxes, LinkTransfers, ParameterBytes
-from realrl.planner.moves.transfers import Layouts, TransferTable
+from realrl.planner.moves.links import Boxes, LinkTransfers, ParameterBytes, TransferTable
+from realrl.planner.moves.transfers import Layouts
 from realrl.program.arrays import Floats
 from realrl.program.memory import StoredModel
 from tests.plan.meshes import list_tidy
@@ -32,12 +32,12 @@ class PairTransfers:
         self._seconds = seconds
 
     def seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        """See `realrl.planner.moves.transfers.Transfers`."""
+        """See `LinkTransfers`."""
         pairs = zip(source.placements(), target.placements(), strict=True)
         return np.array([self._seconds(role, a, b) if a != b else 0.0 for a, b in pairs], dtype=np.float64)
 
     def at_least(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        """See `realrl.planner.moves.transfers.Transfers`."""
+        """See `LinkTransfers`."""
         return np.zeros((len(source.first), len(target.first)))
 
 

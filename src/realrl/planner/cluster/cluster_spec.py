@@ -51,7 +51,6 @@ class NodeGroup:
 
     @property
     def size(self) -> int:
-        """Number of devices."""
         return self.nodes * self.devices_per_node
 
     @property
@@ -95,12 +94,10 @@ class ClusterSpec:
 
     @property
     def size(self) -> int:
-        """Number of devices, which equals the number of ranks."""
         return sum(group.size for group in self.groups)
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
         return sum(group.nodes for group in self.groups)
 
     @cached_property
@@ -139,7 +136,6 @@ class ClusterSpec:
         return {}
 
     def device(self, rank: int) -> DeviceKind:
-        """Return the device kind of a rank."""
         return self.groups[self.group_index(rank)].device
 
     @cached_property
@@ -244,7 +240,6 @@ class _Device(Settings):
         return check_size(value)
 
     def kind(self) -> DeviceKind:
-        """Build the device kind."""
         given: dict[str, Any] = {
             "name": self.name,
             "memory_bytes": None if self.memory is None else parse_bytes(self.memory),

@@ -48,7 +48,7 @@ class CallContext:
         """
         if self.strategies.tp == 1:
             return DeviceHostTime(0.0)
-        ring = self.network.tp_group
+        ring = self.network.group("tp")
         size = self._hidden(tokens)
         if self.strategies.sequence_parallel and not self.work.answers:
             return DeviceHostTime(
@@ -65,7 +65,7 @@ class CallContext:
         """
         if self._head_is_local:
             return 0.0
-        group, candidates = self.network.tp_group, self.candidates
+        group, candidates = self.network.group("tp"), self.candidates
         rows, count = self._logit_chunks(tokens)
         seconds = 2 * count * group.all_reduce(4 * rows)
         if candidates is None or candidates.ids is not None:
@@ -83,14 +83,14 @@ class CallContext:
             return 0.0
         rows, count = self._logit_chunks(tokens)
         kept = self.timing.sizes.keeps_logits(tokens, cpu=self.timing.device.cpu)
-        again = np.where(kept, 0.0, 2 * count * self.network.tp_group.all_reduce(4 * rows))
-        return again + self.network.tp_group.all_reduce(self._hidden(tokens))
+        again = np.where(kept, 0.0, 2 * count * self.network.group("tp").all_reduce(4 * rows))
+        return again + self.network.group("tp").all_reduce(self._hidden(tokens))
 
     def sample_communication(self, rows: Real) -> Real:
         """Time the all-gather of the next tokens' logits to every TP rank."""
         if self._head_is_local:
             return 0.0
-        return self.network.tp_group.all_gather(
+        return self.network.group("tp").all_gather(
             4 * rows * self.timing.sizes.padded_vocab * self.strategies.tp
         )
 

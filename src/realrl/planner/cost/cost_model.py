@@ -54,7 +54,6 @@ class CallCost:
 
     @property
     def seconds(self) -> float:
-        """Sum of all terms."""
         return sum(self.terms.values())
 
 
@@ -281,7 +280,6 @@ class CostModel:
         return np.array([find_correction(profile.corrections, call, model, s) for s in strategies])
 
     def _profile_of(self, rank: int) -> Profile | None:
-        """The profile, if it was measured on a rank's kind of device."""
         return self._profile_for(self.spec.device(rank))
 
     def _profile_for(self, device: DeviceKind) -> Profile | None:

@@ -33,7 +33,6 @@ class Roofline:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element of activations and parameters."""
         return ELEMENT_BYTES[self.dtype]
 
     @cached_property

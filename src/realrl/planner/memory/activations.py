@@ -181,7 +181,6 @@ class Activations:
         return self.layer.bytes(tokens, layers * each) + np.where(layers > 0, self._shared(tokens), 0)
 
     def cache(self, tokens: Real, layers: Ints) -> Ints:
-        """Compute the bytes of a KV cache."""
         return kv_cache_bytes(self.sizes, tokens=tokens, layers=layers, element_bytes=self.element_bytes)
 
     @property

@@ -312,7 +312,6 @@ class LayerMemory:
         )
 
     def bytes(self, tokens: Real, numbers: Real) -> Ints:
-        """Compute the bytes of `numbers` elements per token."""
         return truncate(tokens * numbers * self.element_bytes)
 
     @cached_property

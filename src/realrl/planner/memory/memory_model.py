@@ -61,12 +61,10 @@ class MemoryNeed:
 
     @property
     def static_bytes(self) -> int:
-        """Static bytes in total."""
         return sum(self.static.values())
 
     @property
     def bytes(self) -> int:
-        """Static and dynamic bytes in total."""
         return self.static_bytes + sum(self.dynamic.values())
 
 
@@ -254,7 +252,6 @@ class MemoryModel:
         }
 
     def _stage_bytes(self, model: StoredModel, strategies: Strategies) -> Ints:
-        """Bytes of parameters that each stage stores."""
         return np.sum(list(self._set_bytes(model, strategies).values()), axis=0)
 
     def _training_state(
@@ -293,7 +290,6 @@ def _padded(sizes: SetSizes, replicas: int, pp: int) -> tuple[int, ...]:
 
 
 def _usable(group: NodeGroup, cluster: Cluster) -> int:
-    """Bytes of a device that a plan may use."""
     kind = group.device
     usable = kind.memory_bytes - message_limits(cpu=kind.cpu).staging_bytes
     return usable if kind.cpu else usable - DRIVER_BYTES - world_bytes(cluster)

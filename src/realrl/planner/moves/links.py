@@ -80,6 +80,8 @@ def _overlap(a: Floats, b: Floats, c: Floats, d: Floats) -> Floats:
 
 _AT_ONCE = 1 << 16
 """Array elements (nodes or devices, times pairs) processed together, so that they stay in the caches."""
+_FEW_PAIRS = 1 << 15
+"""Pairs of layouts that are kept apart from older ones."""
 _FEW_LAYOUTS, _RECENT = 16, 4
 """Layouts whose boxes are not kept, and number of sets of boxes that are."""
 
@@ -163,7 +165,7 @@ class LinkTransfers:
     """Boxes of layouts that were asked for last."""
 
     def seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        """See `Transfers`."""
+        """Compute the seconds of each pair; 0 for two equal layouts."""
         result = np.zeros(len(source.first))
         half = (source.dtype == HALF) | (target.dtype == HALF)
         for moving, pairs in ((self.weights, ~half), (self.halves, half)):
@@ -177,7 +179,10 @@ class LinkTransfers:
         return float(self.seconds(role, Layouts.of([source]), Layouts.of([target]))[0])
 
     def at_least(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        """See `Transfers`."""
+        """Compute a lower bound on the seconds from each source to each target, [sources, targets].
+
+        It depends on the sizes of the meshes, not on their positions.
+        """
         result = np.zeros((len(source.first), len(target.first)))
         half = (source.dtype == HALF)[:, None] | (target.dtype == HALF)
         for moving, pairs in ((self.weights, ~half), (self.halves, half)):
@@ -373,6 +378,54 @@ class LinkTransfers:
                 table[pp, : pp + 1] = cuts
             self._cuts[weights] = table
         return self._cuts[weights]
+
+
+class TransferTable:
+    """Reallocation times between two lists of layouts of a role, computed on first use."""
+
+    def __init__(self, transfers: LinkTransfers, role: str, sources: Layouts, targets: Layouts) -> None:
+        self._transfers = transfers
+        self.role = role
+        self._sources = sources
+        self._targets = targets
+        # Of billions of pairs some hundred thousand are used, here and there. New ones are kept apart until they
+        # are some thousands, so that the others need not be sorted again each time.
+        self._many, self._few = (_KnownPairs(np.zeros(0, np.int64), np.zeros(0)) for _ in range(2))
+
+    def __call__(self, source: Ints, target: Ints) -> Floats:
+        """Return the seconds of pairs of indices."""
+        pairs, which = np.unique(source * len(self._targets.first) + target, return_inverse=True)
+        seconds = np.full(len(pairs), np.nan)
+        for known in (self._many, self._few):
+            known.fill(pairs, seconds)
+        missing = np.isnan(seconds)
+        if missing.any():
+            i, j = np.divmod(pairs[missing], len(self._targets.first))
+            seconds[missing] = self._transfers.seconds(self.role, self._sources[i], self._targets[j])
+            self._few = self._few.merge(pairs[missing], seconds[missing])
+            if len(self._few.pairs) > _FEW_PAIRS:
+                self._many = self._many.merge(self._few.pairs, self._few.seconds)
+                self._few = _KnownPairs(np.zeros(0, np.int64), np.zeros(0))
+        return seconds[which.reshape(source.shape)]
+
+
+@dataclass(frozen=True)
+class _KnownPairs:
+    """Seconds of pairs, in ascending order of their numbers."""
+
+    pairs: Ints
+    seconds: Floats
+
+    def fill(self, pairs: Ints, seconds: Floats) -> None:
+        """Fill in the seconds of those pairs that are known."""
+        if len(self.pairs):
+            place = np.minimum(np.searchsorted(self.pairs, pairs), len(self.pairs) - 1)
+            np.copyto(seconds, self.seconds[place], where=self.pairs[place] == pairs)
+
+    def merge(self, pairs: Ints, seconds: Floats) -> "_KnownPairs":
+        """Add pairs that are not known."""
+        place = np.searchsorted(self.pairs, pairs)
+        return _KnownPairs(np.insert(self.pairs, place, pairs), np.insert(self.seconds, place, seconds))
 
 
 def _into_empty(holding: Ints, needed: Boxes, weights: ParameterBytes) -> Floats:

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import numpy as np
 
-from realrl.planner.moves.transfers import TransferTable
+from realrl.planner.moves.links import TransferTable
 from realrl.planner.search.groups import ALONE, LAYOUT, CandidateGroups, Numbers, group_candidates
 from realrl.planner.search.tables import Tables
 from realrl.program.arrays import Bools, Floats, Ints

@@ -4,7 +4,7 @@ import numpy as np
 
 from realrl.planner.moves.transfers import Layouts
 from realrl.planner.search.shortage import DoesNotFit, explain_call_shortage
-from realrl.planner.space.candidate import Costs, count_bytes_alone
+from realrl.planner.space.candidate import Costs, count_bytes_alone, find_undominated
 from realrl.planner.space.problem import Problem
 from realrl.program.arrays import Bools, Ints
 
@@ -40,21 +40,16 @@ def _find_undominated(layouts: Layouts, costs: Costs, *, by_mesh: bool) -> Ints:
         # Candidates of a group can share the same replicas, and agree on keeping copies.
         key = [layouts.codes, costs.sequence_parallel.astype(np.int64), costs.keep.astype(np.int64)]
     _, group = np.unique(np.stack(key), axis=1, return_inverse=True)
-    group = group.reshape(-1)
-    sizes = np.bincount(group)
-    members = np.argsort(group, kind="stable")
-    beaten = np.zeros(len(group), dtype=bool)
-    for size in np.unique(sizes):
-        # Compare groups of equal size together, [groups, members].
-        among = members[sizes[group[members]] == size].reshape(-1, size)
-        beaten[among] = _find_beaten(layouts, costs, among)
-    return np.flatnonzero(~beaten)
 
+    def hold_less(among: Ints) -> Bools:
+        # In a plan, another call may already hold the communicators of the dominated candidate's layout, or another
+        # role its frozen weights. They then cost it nothing, but the better candidate's own may cost extra in full.
+        code, resident = layouts.codes[among], costs.resident_bytes[among]
+        own = (costs.communicator_bytes + costs.base_bytes)[among][:, :, None]
+        own = np.where(code[:, :, None] == code[:, None], 0.0, own)
+        return np.asarray(resident[:, :, None] <= resident[:, None] - own)
 
-def _find_beaten(layouts: Layouts, costs: Costs, among: Ints) -> Bools:
-    """Tell which candidates another member of their group dominates. `among`: indices, [groups, members]."""
-    better = np.ones((*among.shape, among.shape[1]), dtype=bool)  # [groups, better, other]
-    for column in (
+    columns = [
         costs.seconds,
         costs.capture_seconds,
         costs.working_bytes,
@@ -63,19 +58,5 @@ def _find_beaten(layouts: Layouts, costs: Costs, among: Ints) -> Bools:
         costs.weights_bytes * costs.offload,
         costs.load_seconds,
         costs.unload_seconds,
-    ):
-        of = column[among]
-        better &= of[:, :, None] <= of[:, None]
-    # In a plan, another call may already hold the communicators of the dominated candidate's layout, or another
-    # role its frozen weights. They then cost it nothing, but the better candidate's own may cost extra in full.
-    code, resident = layouts.codes[among], costs.resident_bytes[among]
-    own = np.where(
-        code[:, :, None] == code[:, None],
-        0.0,
-        (costs.communicator_bytes + costs.base_bytes)[among][:, :, None],
-    )
-    better &= resident[:, :, None] <= resident[:, None] - own
-    equal = better & better.transpose(0, 2, 1)
-    # Of equal candidates the first stays.
-    earlier = np.tri(among.shape[1], k=-1, dtype=bool).T
-    return ((better & ~equal) | (equal & earlier)).any(axis=1)
+    ]
+    return find_undominated(group.reshape(-1), columns, hold_less)

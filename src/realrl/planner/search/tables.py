@@ -5,7 +5,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from realrl.dataflow.call import Call
-from realrl.planner.moves.transfers import Layouts, TransferTable, name_mixing, name_refreshing
+from realrl.planner.moves.links import TransferTable
+from realrl.planner.moves.transfers import Layouts, name_mixing, name_refreshing
 from realrl.planner.space.candidate import Costs
 from realrl.planner.space.problem import Problem
 from realrl.program.arrays import Floats, Ints

@@ -35,7 +35,6 @@ class Durations:
         """Parameter sets that a step changes, by role and name."""
 
     def __call__(self, instruction: Instruction) -> float:
-        """Return the seconds of an instruction."""
         match instruction:
             case Run(call):
                 return sum(self.terms(call).values())

@@ -76,7 +76,6 @@ class CallEstimate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the call itself."""
         return sum(self.terms.values())
 
 
@@ -121,7 +120,6 @@ class Footprint:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all parts."""
         return sum(self.parts.values())
 
 
@@ -187,7 +185,6 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak bytes on the peak device."""
         return self.peak_device.peak.bytes
 
     @property

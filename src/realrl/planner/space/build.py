@@ -72,7 +72,6 @@ class _Builder:
 
     @cached_property
     def meshes(self) -> list[Mesh]:
-        """Meshes of the cluster that calls may run on."""
         return list_meshes(self.scenario.spec)
 
     @cached_property

@@ -1,6 +1,6 @@
 """Candidates: the ways to run a call, with their costs, one by one and as columns."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from operator import attrgetter
@@ -95,6 +95,30 @@ def count_bytes_alone(costs: Candidate | Costs, *, is_home: bool) -> Any:
     return always + costs.resident_bytes + costs.weights_bytes * costs.offload
 
 
+def find_undominated(
+    groups: Ints, columns: Sequence[Floats], also: Callable[[Ints], Bools] | None = None
+) -> Ints:
+    """Find the rows that no other row of their group equals or beats in every column. Of equal rows the first stays.
+
+    `groups`: number of each row's group. `also`: a condition beyond the columns. Given rows, [groups, members], it
+    tells whether one member is at least as good as another, [groups, one, another].
+    """
+    sizes = np.bincount(groups)
+    members = np.argsort(groups, kind="stable")
+    beaten = np.zeros(len(groups), dtype=bool)
+    for size in np.unique(sizes):
+        # Compare groups of equal size together, [groups, members].
+        among = members[sizes[groups[members]] == size].reshape(-1, size)
+        better = np.ones((*among.shape, size), dtype=bool) if also is None else also(among)
+        for column in columns:
+            of = column[among]
+            better &= of[:, :, None] <= of[:, None]
+        equal = better & better.transpose(0, 2, 1)
+        earlier = np.tri(size, k=-1, dtype=bool).T
+        beaten[among] = ((better & ~equal) | (equal & earlier)).any(axis=1)
+    return np.flatnonzero(~beaten)
+
+
 class CandidateTable(tuple[Candidate, ...]):
     """Candidates of a call. Their layouts and costs as columns are computed once, on first use."""
 
@@ -120,7 +144,6 @@ class CandidateTable(tuple[Candidate, ...]):
         return Costs(**columns)
 
     def select(self, numbers: Ints) -> "CandidateTable":
-        """Select candidates by their indices."""
         selected = CandidateTable(map(self.__getitem__, numbers.tolist()))
         selected.layouts = self.layouts[numbers]
         selected.costs = self.costs[numbers]

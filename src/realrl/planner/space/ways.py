@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from realrl.dataflow.call import Call, Kind
 from realrl.plan.placement import Mesh, Placement
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.space.candidate import COSTS, Candidate, Costs
+from realrl.planner.space.candidate import COSTS, Candidate, Costs, find_undominated
 from realrl.planner.workload.strategies import group_strategies
-from realrl.program.arrays import Floats, Ints
+from realrl.program.arrays import Floats
 from realrl.program.memory import StoredModel
 from realrl.program.order import changed_sets
 
@@ -31,7 +31,6 @@ class Ways(Costs):
 
     @classmethod
     def join(cls, *parts: "Ways") -> "Ways":
-        """Concatenate ways."""
         return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
 
     def candidates(self, meshes: Sequence[Mesh]) -> list[Candidate]:
@@ -50,24 +49,15 @@ def drop_dominated(ways: Ways) -> Ways:
 
     A plan with the better way is also valid, and at least as fast (`search.prune`). All ways have one mesh size.
     """
-    layouts: dict[tuple[object, ...], list[int]] = {}
-    for i, (s, keep) in enumerate(zip(ways.strategies, ways.keep.tolist(), strict=True)):
-        key = s.degrees, s.sequence_parallel, s.dtype, s.shards_parameters, keep
-        layouts.setdefault(key, []).append(i)
+    numbers: dict[tuple[object, ...], int] = {}
+    layouts = [
+        numbers.setdefault((s.degrees, s.sequence_parallel, s.dtype, s.shards_parameters, keep), len(numbers))
+        for s, keep in zip(ways.strategies, ways.keep.tolist(), strict=True)
+    ]
     moving = (ways.weights_bytes, ways.load_seconds, ways.unload_seconds)
     loaded = [np.where(ways.offload, column, 0.0) for column in moving]
     held = [ways.resident_bytes, ways.working_bytes, ways.weights_bytes, -ways.base_bytes, ways.host_bytes]
-    costs = np.stack([ways.seconds, ways.capture_seconds, *held, *loaded], axis=1)
-    stay = [np.array(members)[find_undominated(costs[members])] for members in layouts.values()]
-    return ways[np.sort(np.concatenate(stay))]
-
-
-def find_undominated(costs: Floats) -> Ints:
-    """Find the rows of costs that no other row equals or beats in every cost; of equal rows, the first stays."""
-    better = (costs[:, None] <= costs[None]).all(axis=2)
-    equal = better & better.T
-    beaten = (better & ~equal) | (equal & np.tri(len(costs), k=-1, dtype=bool).T)
-    return np.flatnonzero(~beaten.any(axis=0))
+    return ways[find_undominated(np.array(layouts), [ways.seconds, ways.capture_seconds, *held, *loaded])]
 
 
 def list_ways(scenario: Scenario, call: Call, placements: Sequence[Placement], *, shares: bool) -> Ways:

@@ -28,7 +28,6 @@ class StepSampler:
         self._known: list[tuple[Plan, StepSamples]] = []
 
     def __call__(self, plan: Plan) -> StepSamples:
-        """Sample the seconds of a step."""
         for other, samples in self._known:
             if other == plan:
                 return samples

@@ -67,7 +67,6 @@ class Spread:
     others."""
 
     def term(self, name: str) -> float:
-        """Return the size of a term's error."""
         return self.terms.get(name, self.other_terms)
 
 
@@ -215,7 +214,6 @@ class SampledDurations:
         self._predicted = Durations(scenario, plan)
 
     def __call__(self, instruction: Instruction) -> Samples:
-        """Sample the seconds of an instruction."""
         match instruction:
             case Run(name):
                 return self._call(self._scenario.graph.call(name), self._plan[name])

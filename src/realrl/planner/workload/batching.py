@@ -26,7 +26,6 @@ class PeakChunk:
 
     @property
     def tokens(self) -> Any:
-        """Tokens of a forward pass of the chunk."""
         if isinstance(self.lengths, tuple):
             return self.sequences * sum(self.lengths) / len(self.lengths)
         return self.sequences * np.array([*map(sum, self.lengths)]) / np.array([*map(len, self.lengths)])

@@ -35,7 +35,6 @@ class GenerationRows:
 
     @property
     def rows_per_batch(self) -> Any:
-        """Rows of a decode batch."""
         return -(-self.cache.rows // self.batches)
 
 

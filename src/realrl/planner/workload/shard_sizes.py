@@ -62,7 +62,6 @@ class LocalSizes:
 
     @cached_property
     def ffn_dim(self) -> int:
-        """Feed-forward dimension."""
         return max(len(feed_forward(self.shape, self.tp, t)) for t in range(self.tp))
 
     @cached_property
@@ -205,7 +204,6 @@ class LocalSizes:
 
     @cached_property
     def sets(self) -> Mapping[str, "SetSizes"]:
-        """Elements of each parameter set."""
         found = build_parameter_sets(self.shape, self.head, self.part, trained=True)
         return {name: self._set_sizes(of) for name, of in found.items()}
 
@@ -281,7 +279,6 @@ class LocalSizes:
 
 @lru_cache(maxsize=4096)
 def size_shards(model: StoredModel, tp: int) -> LocalSizes:
-    """Find the shard sizes of a role's model."""
     return LocalSizes(model.shape, model.head, tp, model.part)
 
 

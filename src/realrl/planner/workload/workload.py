@@ -122,7 +122,6 @@ class CallWork:
 
     @property
     def mean(self) -> float:
-        """Mean of `lengths`."""
         return sum(self.lengths) / len(self.lengths)
 
     @property
