@@ -21,8 +21,8 @@ from realrl.planner.reliability.goodput import (
     predict_goodput,
 )
 from realrl.planner.reliability.storage import count_saved_bytes, count_traffic
-from realrl.planner.report.make import make_report
-from realrl.planner.report.node_counts import Wanted, choose_cluster
+from realrl.planner.report.make import choose_cluster, make_report
+from realrl.planner.report.report import Wanted
 from realrl.planner.search.plan_search import UserConstraints, find_best_plan, find_plan
 from realrl.planner.search.variants import Variants
 from realrl.planner.simulate.estimate import Estimate

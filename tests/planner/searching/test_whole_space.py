@@ -13,8 +13,7 @@ from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.search.bound import Bound
 from realrl.planner.search.many_plans import Timeline
-from realrl.planner.search.prune import prune_candidates
-from realrl.planner.search.search import SearchBudget, search_plans, select_core
+from realrl.planner.search.search import SearchBudget, prune_candidates, search_plans, select_core
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space import build
 from realrl.planner.space.candidate import count_bytes_alone

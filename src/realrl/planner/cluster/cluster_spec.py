@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
@@ -210,6 +210,10 @@ class ClusterSpec:
         return cls(text.replace(" ", ""), tuple(groups))
 
 
+Size = Annotated[str, BeforeValidator(check_size)]
+"""Bytes as text, for example `80GiB`."""
+
+
 class _Device(Settings):
     """Device kind in a cluster file; fields that are not given are those of the built-in kind `like`."""
 
@@ -218,7 +222,7 @@ class _Device(Settings):
     name: str | None = None
     """Name of a kind of its own, the key of measured profiles; tables of operators that were measured on the
     built-in kind are not used for it."""
-    memory: str | None = None
+    memory: Size | None = None
     """Device memory, for example `80GiB`."""
     bf16_tflops: PositiveFloat | None = None
     """Dense peak in bfloat16, in 10^12 operations per second."""
@@ -233,11 +237,6 @@ class _Device(Settings):
     threads: PositiveInt | None = None
     """Threads of a process on a CPU. Figures are for all threads together; figures that are not given grow with
     them."""
-
-    @field_validator("memory", mode="before")
-    @classmethod
-    def _size(cls, value: Any) -> Any:
-        return check_size(value)
 
     def kind(self) -> DeviceKind:
         given: dict[str, Any] = {
@@ -273,16 +272,11 @@ class _Group(Settings):
     """Bandwidth between a node and the others, each direction, in 10^9 bits per second."""
     price_per_device_hour: NonNegativeFloat | None = None
     """Price of one device for an hour, in any currency."""
-    host_memory: str | None = None
+    host_memory: Size | None = None
     """Memory of a node's host, for example `2TB`; the default is the usual size with such devices."""
     storage_gb_per_s: PositiveFloat | None = None
     """Bandwidth between each node and the storage of checkpoints and weights while all nodes use it, in 10^9 bytes
     per second; 1 by default."""
-
-    @field_validator("host_memory", mode="before")
-    @classmethod
-    def _size(cls, value: Any) -> Any:
-        return check_size(value)
 
     def group(self) -> NodeGroup:
         """Build the node group; UserError if `device` is neither a name nor a section."""

@@ -298,8 +298,9 @@ class LayerMemory:
     def score_bytes(self, tokens: Real, *, backward: bool) -> Ints:
         """Compute the bytes of attention scores, if they are computed in memory, for some queries at a time.
 
-        In the forward pass, scores are float32 and then cast to the model's type. The backward pass holds the
-        softmax weights, the gradient, its product with the weights and, if there is a cap, the slope of the cap.
+        The forward pass holds float32 weights. The backward pass holds float32 weights, their gradient, the product
+        of both and, if there is a cap, the slope of the cap. Both also hold a cast to the model's type if it is
+        narrower.
         """
         options, float32 = self.sizes.options, self.element_bytes == 4
         if self.cpu or not (options.scores_in_memory or (float32 and self.sizes.shape.windowed_layers)):

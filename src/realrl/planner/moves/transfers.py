@@ -8,9 +8,9 @@ import numpy as np
 
 from realrl.dataflow.call import Call
 from realrl.dataflow.graph import DataflowGraph
-from realrl.plan.axes import Degrees, Divided, axes_dividing, axis_names, column_of
+from realrl.plan.axes import Divided, axes_dividing, axis_names, column_of
 from realrl.plan.cluster import Cluster
-from realrl.plan.placement import DTYPES, Dtype, Mesh, Placement, Strategy
+from realrl.plan.placement import DTYPES, Dtype, Placement
 from realrl.program.arrays import Ints
 from realrl.program.order import TrainableParts, changed_sets, set_names
 
@@ -92,18 +92,6 @@ class Layouts:
         for column in range(others.shape[-1]):
             code = (code << bits) + others[..., column]
         return (code * 2 + self.sharded) * len(TYPES) + self.dtype
-
-    def placements(self) -> list[Placement]:
-        """Convert to placements; their micro-batch sizes are defaults and carry no meaning."""
-        columns = (self.first, self.size, self.sharded, self.dtype, self.degrees)
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        return [
-            Placement(
-                Mesh(first, size),
-                Strategy(degrees=Degrees(tuple(degrees)), zero=3 if sharded else 1, dtype=TYPES[dtype]),
-            )
-            for first, size, sharded, dtype, degrees in rows
-        ]
 
 
 @lru_cache(maxsize=64)

@@ -16,7 +16,7 @@ from realrl.config.json_file import read_json, write_readable
 from realrl.config.paths import local_path
 from realrl.dataflow.call import Call
 from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.uncertainty.outlook import Interval
+from realrl.planner.simulate.estimate import Interval
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
 

@@ -21,8 +21,7 @@ from realrl.planner.search.variants import Variants
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.space.build import SearchSpace, build_problem
-from realrl.planner.space.candidates import MANY_DEVICES, list_micro_batches
+from realrl.planner.space.build import MANY_DEVICES, SearchSpace, build_problem, list_micro_batches
 from realrl.planner.space.problem import Problem
 from realrl.planner.uncertainty.ranking import MOST_LONGER, StepSampler, choose_plan
 from realrl.planner.workload.workload import Workload

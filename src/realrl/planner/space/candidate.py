@@ -98,7 +98,7 @@ def count_bytes_alone(costs: Candidate | Costs, *, is_home: bool) -> Any:
 def find_undominated(
     groups: Ints, columns: Sequence[Floats], also: Callable[[Ints], Bools] | None = None
 ) -> Ints:
-    """Find the rows that no other row of their group equals or beats in every column. Of equal rows the first stays.
+    """Find the rows that no row of their group equals or beats in every column; of equal rows, the first stays.
 
     `groups`: number of each row's group. `also`: a condition beyond the columns. Given rows, [groups, members], it
     tells whether one member is at least as good as another, [groups, one, another].
