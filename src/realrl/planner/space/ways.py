@@ -47,7 +47,7 @@ class Ways(Costs):
 def drop_dominated(ways: Ways) -> Ways:
     """Drop a way if another way of the same layout is at least as good in every cost.
 
-    A plan with the better way is also valid, and at least as fast (`prune_candidates`). All ways have one mesh size.
+    A plan with the better way is also valid, and at least as fast (`prune_candidates`). All meshes have one size.
     """
     numbers: dict[tuple[object, ...], int] = {}
     layouts = [
