@@ -6,12 +6,11 @@ from functools import cached_property
 import numpy as np
 
 from realrl.dataflow.call import Candidates
-from realrl.layout.ranges import stage_layers
 from realrl.planner.cost.network import Network
 from realrl.planner.cost.timing import DeviceHostTime, Timing
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import CallWork
-from realrl.program.arrays import Floats, Ints, Real, tabulate_stages
+from realrl.program.arrays import Floats, Ints, Real
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ class CallContext:
     @cached_property
     def layers(self) -> Ints:
         """Number of layers on each stage, [stages, strategies]."""
-        layers = self.timing.sizes.shape.layers
-        return tabulate_stages(lambda pp: list(map(len, stage_layers(layers, pp))), self.strategies.pp)
+        return self.strategies.spread_layers(self.timing.sizes.shape.layers)
 
     @property
     def overlap(self) -> float:

@@ -263,7 +263,8 @@ class CostModel:
     def _transfers_of(
         self, model: StoredModel, source: Placement, target: Placement, parameter_set: str
     ) -> LinkTransfers:
-        key = (model, _narrower(model, source, target), parameter_set)
+        # Values travel in the narrower of the two data types.
+        key = (model, min(model.width(place.strategy) for place in (source, target)), parameter_set)
         if key not in self._transfers:
             # Both mappings hold the set in the narrower type, so `LinkTransfers` need not choose between them.
             weights = {"": (ParameterBytes.of(*key),)}
@@ -294,8 +295,3 @@ def find_slowest(links: Iterable[Links]) -> Links:
         min(one.node_bytes_per_s for one in candidates),
         max(one.latency_s for one in candidates),
     )
-
-
-def _narrower(model: StoredModel, source: Placement, target: Placement) -> int:
-    """Bytes of a parameter in the narrower of two placements' data types."""
-    return min(model.width(source.strategy), model.width(target.strategy))

@@ -210,9 +210,6 @@ class Timing:
         # Without data parallelism, gradients are copied instead of reduced: 4 bytes are read and 4 written.
         return measured + clear + np.where(dp == 1, self._moved("copy", 4 * elements, 8 * elements), 0.0)
 
-    def copy(self, number_bytes: Real) -> Real:
-        return self._moved("copy", number_bytes, 2 * number_bytes)
-
     def allocate(self, number_bytes: Real) -> Real:
         """Time an allocation of memory from the system, zeroing included."""
         return self._moved("allocate", number_bytes, number_bytes)

@@ -105,7 +105,10 @@ class LayerMemory:
         head in float32. If it pads, it saves padded copies of its inputs and outputs, with keys and values for
         every query head. Norms of heads save their inputs, and a float32 scale per head.
         """
-        norms = 2 * self.hidden + self._normed_blocks * (self.stream + self._norm_scales)
+        # Four norms per layer keep their input if norms are also after each block. LayerNorm keeps a mean, too.
+        options = self.sizes.options
+        number, scales = 4 if options.norm_place == "around" else 2, 2 if options.norm == "layer" else 1
+        norms = 2 * self.hidden + number * (self.stream + scales * self._float32)
         if self.sizes.qk_norm:
             heads = (self.sizes.q_dim + self.sizes.kv_dim) / self.sizes.shape.head_dim
             norms += self._qkv + heads * self._float32
@@ -113,7 +116,7 @@ class LayerMemory:
         attention: Real
         if self._pads:
             # If scores are computed in memory, attention keeps neither the padded output nor its log-sum-exp.
-            results = 0 if self.sizes.options.scores_in_memory else self.sizes.q_dim + sums
+            results = 0 if options.scores_in_memory else self.sizes.q_dim + sums
             attention = self._padded_rows * (self._read + 2 * self.sizes.q_dim + results) + self.sizes.q_dim
         else:
             attention = self._read + self.sizes.q_dim + sums
@@ -183,16 +186,6 @@ class LayerMemory:
         """
         adapters = [a for a in self.sizes.adapters if a.rows <= outputs]
         return max((outputs if a.dora else max(a.blocks) for a in adapters), default=0)
-
-    @property
-    def _normed_blocks(self) -> int:
-        """Number of norms per layer that keep their input; two more if norms are also after each block."""
-        return 4 if self.sizes.options.norm_place == "around" else 2
-
-    @property
-    def _norm_scales(self) -> float:
-        """Elements that a norm keeps per row: its scale and, for LayerNorm, its mean, both in float32."""
-        return self._float32 * (2 if self.sizes.options.norm == "layer" else 1)
 
     @property
     def projected(self) -> float:

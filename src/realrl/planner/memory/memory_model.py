@@ -12,7 +12,6 @@ from realrl.config.errors import UserError
 from realrl.config.values import format_bytes
 from realrl.dataflow.call import Call, Kind
 from realrl.layout.limits import bucket_count, message_limits
-from realrl.layout.ranges import stage_layers
 from realrl.layout.sets import BASE, element_width
 from realrl.plan.cluster import Cluster
 from realrl.plan.placement import ELEMENT_BYTES, Placement
@@ -193,9 +192,7 @@ class MemoryModel:
             decode_graphs=self.efficiency.decode_graphs
             and sizes.runs_ahead(strategies.dtype_of(model), exact=model.exact, device=device),
         )
-        layers = tabulate_stages(
-            lambda pp: list(map(len, stage_layers(model.shape.layers, pp))), strategies.pp
-        )
+        layers = strategies.spread_layers(model.shape.layers)
         stage = np.arange(len(layers))[:, None]
         last = stage == strategies.pp - 1
         parts: Parts

@@ -247,9 +247,10 @@ class LinkTransfers:
 
     def _seconds(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
         ports = self._slower(source, target)
+        first, last = self._span(source)
         entering, distinct = self._lacking(weights, source, target, self._nodes)
-        network = np.maximum(entering.max(axis=0), distinct / self._count_nodes(source)) / ports.node
-        device = self._needed(weights, target) / ports.device
+        network = np.maximum(entering.max(axis=0), distinct / (last - first + 1)) / ports.node
+        device = (self._largest(weights, target.stages) + weights.embedding) / target.parts / ports.device
         # `device` is an upper bound so far. Its exact value only matters if the bound exceeds the network's time.
         for part in self._parts(np.flatnonzero(device > network), self.cluster.size):
             device[part] = self._ports(weights, source[part], target[part])
@@ -303,11 +304,6 @@ class LinkTransfers:
         ranks = np.minimum(np.lcm(source.parts, target.parts) // target.parts, source.parts)
         return np.asarray(2 * stages * ranks * self._slower(source, target).latency)
 
-    def _count_nodes(self, places: Layouts) -> Ints:
-        """Number of nodes that meshes span."""
-        first, last = self._span(places)
-        return last - first + 1
-
     def _lacking(self, weights: ParameterBytes, source: Layouts, target: Layouts, bounds: Ints) -> Pair:
         """Bytes that the devices between two `bounds` need and do not hold, [blocks, pairs], and a bound on
         distinct ones."""
@@ -350,10 +346,6 @@ class LinkTransfers:
         low = cuts[layouts.stages, first]
         high = cuts[layouts.stages, last + 1]
         return Boxes(low, np.where(present, high, low), left, np.where(present, right, left), 1.0 * ends)
-
-    def _needed(self, weights: ParameterBytes, layouts: Layouts) -> Floats:
-        """Upper bound on the bytes of any device."""
-        return (self._largest(weights, layouts.stages) + weights.embedding) / layouts.parts
 
     def _largest(self, weights: ParameterBytes, pp: Ints) -> Floats:
         """Bytes of the largest stage, without the embedding."""

@@ -6,9 +6,10 @@ from typing import Self
 
 import numpy as np
 
+from realrl.layout.ranges import stage_layers
 from realrl.plan.axes import Degrees
 from realrl.plan.placement import Dtype, Strategy
-from realrl.program.arrays import Bools, Ints
+from realrl.program.arrays import Bools, Ints, tabulate_stages
 from realrl.program.memory import StoredModel
 
 
@@ -41,6 +42,10 @@ class Strategies:
             micro_batch_tokens=np.array([s.micro_batch_tokens for s in alike]),
             recompute=np.array([s.recompute for s in alike]),
         )
+
+    def spread_layers(self, layers: int) -> Ints:
+        """Count the layers of a model on each stage, [stages, strategies]; 0 past a strategy's last stage."""
+        return tabulate_stages(lambda pp: list(map(len, stage_layers(layers, pp))), self.pp)
 
     def dtype_of(self, model: StoredModel) -> Dtype:
         """Find the data type of a model's parameters and activations under these strategies."""
