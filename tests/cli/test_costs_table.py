@@ -8,7 +8,7 @@ from rich.console import Console
 from realrl.cli.progress.costs import costs_note, costs_table
 from realrl.dataflow.call import Call, Kind
 from realrl.planner.report.comparison import Comparison, MoveCosts, Seconds
-from realrl.planner.uncertainty.outlook import Interval
+from realrl.planner.simulate.estimate import Interval
 from tests.planner.profiles.test_calibrate import SPEC, run
 
 

@@ -18,8 +18,7 @@ from realrl.config.files import reason_of
 
 if TYPE_CHECKING:
     from realrl.plan.plan import Plan
-    from realrl.planner.report.node_counts import Wanted
-    from realrl.planner.report.report import Objective, PlanReport
+    from realrl.planner.report.report import Objective, PlanReport, Wanted
     from realrl.planner.search.plan_search import UserConstraints
     from realrl.planner.simulate.scenario import Scenario
     from realrl.runtime.prepare.fit.changes import Draft

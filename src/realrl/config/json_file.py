@@ -1,13 +1,14 @@
 """JSON files of people and other programs, in which repeated keys are errors, and our own JSON lines."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from realrl.config.errors import UserError
-from realrl.config.files import reason_of, whole_file
+from realrl.config.files import reason_of, whole_file, write_whole
 
 
 class RepeatedKeyError(ValueError):
@@ -47,6 +48,13 @@ def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         raise RepeatedKeyError(f"key {next(key for key in keys if keys.count(key) > 1)!r} twice")
     return found
+
+
+def write_readable(file: Path, content: Any) -> None:
+    """Write JSON atomically, each innermost object or list on a line of its own, so that diff compares files."""
+    text = json.dumps(content, indent=1)
+    text = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda match: re.sub(r"\s*\n\s*", " ", match[0]), text)
+    write_whole(file, text + "\n")
 
 
 def read_tail(file: Path, limit: int) -> list[bytes]:

@@ -298,7 +298,6 @@ def test_recomputation_keeps_the_input_of_each_layer() -> None:
             dtype="bfloat16",
             cpu=False,
             lengths=[(512,)],
-            sample=np.array([0]),
         ).kept(1000, one)[0]
         for r in (False, True)
     )

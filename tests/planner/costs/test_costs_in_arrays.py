@@ -18,7 +18,7 @@ from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.cost.network import Network
 from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.space.columns import list_ways
+from realrl.planner.space.ways import list_ways
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
@@ -123,7 +123,11 @@ def test_groups_share_the_network_of_a_node_as_counted_rank_by_rank(kind: str, p
         network = Network(
             (spec.site(placement.mesh),), Strategies.of([placement.strategy]), Efficiency(link=1.0)
         )
-        ring = {"tp": network.tp_group, "dp": network.dp_group, "embedding": network.embedding_group}[kind]
+        ring = {
+            "tp": network.group("tp"),
+            "dp": network.group("dp"),
+            "embedding": network.group("embedding"),
+        }[kind]
         assert ring.size[0] == len(members[0]) and ring.nodes[0] == max(map(len, nodes))
         shared = 1e9 / max(through.values()) if through else 1e15
         assert ring.bytes_per_s[0] == pytest.approx(shared)

@@ -166,7 +166,7 @@ def test_other_types_and_devices_without_tables_are_computed_from_data_sheets() 
 def ring(spec: str, tp: int) -> Ring:
     placement = place(1, tp)
     site = ClusterSpec.parse(spec).site(placement.mesh)
-    return Network((site,), Strategies.of([placement.strategy]), Efficiency()).tp_group
+    return Network((site,), Strategies.of([placement.strategy]), Efficiency()).group("tp")
 
 
 def test_collectives_inside_a_node_are_tabulated_and_others_computed() -> None:

@@ -49,9 +49,9 @@ def test_groups_share_the_network_of_the_nodes_that_their_ranks_are_on(spec: Clu
         network = Network((spec.site(placement.mesh),), Strategies.of([s]), efficiency)
         rank, dps, tps, pps = placement.rank, range(s.dp), range(s.tp), range(s.pp)
         pairs: list[tuple[Ring, list[list[int]]]] = [
-            (network.tp_group, [[rank(dp=d, tp=t, pp=p) for t in tps] for d in dps for p in pps]),
-            (network.dp_group, [[rank(dp=d, tp=t, pp=p) for d in dps] for t in tps for p in pps]),
-            (network.mesh_group, [list(placement.ranks)]),
+            (network.group("tp"), [[rank(dp=d, tp=t, pp=p) for t in tps] for d in dps for p in pps]),
+            (network.group("dp"), [[rank(dp=d, tp=t, pp=p) for d in dps] for t in tps for p in pps]),
+            (network.group("mesh"), [list(placement.ranks)]),
         ]
         for ring, groups in pairs:
             width, hop, nodes = expected_ring(spec, groups)

@@ -126,7 +126,6 @@ def test_memory_of_scores_grows_with_lengths_up_to_those_of_a_block() -> None:
             element_bytes=element_bytes,
             cpu=False,
             lengths=[(length,)],
-            sample=np.array([0]),
         )
         return int(np.max(layer.score_bytes(length, backward=backward)))
 

@@ -14,6 +14,7 @@ from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.moves.transfers import Layouts
 from realrl.planner.workload.workload import Workload
+from tests.planner.executed_routes import time_routes
 from tests.planner.unit_device import SHAPE, make_cluster, make_efficiency, store
 
 LAYER, TABLE, END = 256 * 64 + 64 * 128 + 320 * 64 + 64 * 160 + 2 * 64, 960 * 64, 960 * 64 + 64
@@ -165,9 +166,9 @@ def test_routes_that_are_executed_take_what_is_estimated() -> None:
     nodes = make_cluster(2, 4, node_bytes_per_s=1.0, link_bytes_per_s=4.0)
     costs = CostModel(nodes, efficiency=make_efficiency())
     for source, target in ((at(0, 1, 4), at(4, 1, 4)), (at(0, 1), at(1, 1)), (at(0, 4), at(4, 1, 4))):
-        exact = costs.exact_reallocation(store(), source, target)
+        exact = time_routes(costs, store(), source, target)
         assert exact == pytest.approx(costs.reallocation(store(), source, target), rel=0.01)
-    wide = costs.exact_reallocation(store(dtype="float32"), at(0, 1), at(1, 1))
+    wide = time_routes(costs, store(dtype="float32"), at(0, 1), at(1, 1))
     assert wide == pytest.approx(WHOLE, rel=1e-3)  # four bytes, four per second
 
 

@@ -316,7 +316,7 @@ def test_rows_of_several_lengths_are_replaced_when_an_eighth_of_them_has_ended()
     for answers, places in (((32,), 8.0), ((16, 32, 32, 48), 7.5)):
         work = replace(STEP, items=64, answers=answers, max_new_tokens=48).work(make_call(Kind.GENERATE))
         sizes = split_generations(work, Strategies.of([place(tokens=512).strategy]), cpu=False)
-        sizes = replace(sizes, rows_at_a_time=np.array([8]))
+        sizes = replace(sizes, cache=replace(sizes.cache, rows=np.array([8])))
         waiting = next(iter(split_decode_steps(work, sizes, steps_per_look=16, shares=False)))
         assert (waiting.rows, waiting.steps) == (8, (64 - 8) * 32 / places)
 

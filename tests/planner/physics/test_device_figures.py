@@ -9,12 +9,12 @@ from realrl.config.errors import UserError
 from realrl.plan.placement import Mesh, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.cluster.devices import DEVICES, DeviceKind, compute_thread_speedup
-from realrl.planner.memory.memory_model import FRAGMENTATION, MemoryModel
+from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.operators.tables import place_collective, place_decode, place_prefill, place_product
 from realrl.planner.profile.profile import Profile
 from realrl.planner.workload.strategies import Strategies
 from realrl.runtime.measure.performance import find_peak_bandwidth, find_peak_flops
-from tests.planner.unit_device import SHAPE, place, store
+from tests.planner.unit_device import place, store
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -145,15 +145,15 @@ def test_stored_state_is_that_of_the_fullest_stage_and_padded_for_data_ranks() -
     assert model.parameters(store(), place(7)) == 2 * (whole + -whole % 7)
     assert model.parameters(store(), place(1, 1, 2)) == 2 * (2 * layer + table + 64)
     # Gradients, and two moments and masters; with other ranks reduced gradients as well.
-    assert model.state(store(), place(1)) == (4 + 12) * whole
-    assert model.state(store(), place(2)) == (4 + 16 // 2) * whole
-    assert model.state(store(dtype="float32"), place(2)) == (4 + 12 // 2) * whole
-    assert model.kept_state(store(), place(2)) == 12 * whole // 2
-    assert model.kept_state(store(dtype="float32"), place(2)) == 8 * whole // 2
-    assert model.set_bytes(store(), place(1, 1, 2)) == {"base": 2 * (2 * layer + table + 64)}
+    for of, at, freed, copied in (
+        (store(), place(1), 4 + 12, 12),
+        (store(), place(2), 4 + 16 // 2, 12 // 2),
+        (store(dtype="float32"), place(2), 4 + 12 // 2, 8 // 2),
+    ):
+        assert model.states(of, Strategies.of([at.strategy])) == (freed * whole, copied * whole)
     strategies = Strategies.of([place(1, 1, 2).strategy])
+    assert model.largest_sets(store(), strategies) == {"base": 2 * (2 * layer + table + 64)}
     assert model.least_base_bytes(store(), strategies)[0] == 2 * (2 * layer + table)
-    assert FRAGMENTATION == 0.1 and SHAPE.layers == 4
 
 
 def test_bounds_of_operators_are_arithmetic_or_traffic_and_a_kernel_that_does_nothing() -> None:

@@ -14,26 +14,27 @@ from realrl.config.errors import UserError
 from realrl.families.registry import model_tensors
 from realrl.plan.plan import Plan
 from realrl.planner.cluster.cluster_spec import ClusterSpec, load_cluster
-from realrl.planner.cluster.failures import LLAMA_3, Failures
+from realrl.planner.cluster.failures import Failures
 from realrl.planner.reliability.goodput import (
     bound_expected_seconds,
     compute_expected_seconds,
     predict_goodput,
 )
 from realrl.planner.reliability.storage import count_saved_bytes, count_traffic
-from realrl.planner.report.make import make_report
-from realrl.planner.report.node_counts import Wanted, choose_cluster
-from realrl.planner.search.homes import find_better_homes
+from realrl.planner.report.make import choose_cluster, make_report
+from realrl.planner.report.report import Wanted
 from realrl.planner.search.plan_search import UserConstraints, find_best_plan, find_plan
+from realrl.planner.search.variants import Variants
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.space.candidate import count_bytes_alone
 from realrl.program.lower import home_placements
 from tests.nccl.programs import random_placement
 from tests.planner.searching.test_plan_report import GRAPH, SHAPE, scenario
 
 EFFORT = 20_000
-RARE, OFTEN = Failures(per_device_day=LLAMA_3 / 1000), Failures(per_device_day=20.0)
+RARE, OFTEN = Failures(per_device_day=419 / 54 / 16_384), Failures(per_device_day=20.0)
 PARAMETERS = {
     role: sum(tensor.numel for tensor in model_tensors(SHAPE, "lm" if role == "actor" else "scalar"))
     for role in ("actor", "critic")
@@ -135,19 +136,20 @@ def test_trained_roles_move_to_where_checkpoints_are_written_sooner() -> None:
     found = find_plan(of, effort=EFFORT)
     trains = found.problem.candidates["actor.train"]
     narrow = min(
-        (i for i, one in enumerate(trains) if one.bytes_alone(is_home=True) < 60e9),
+        (i for i, one in enumerate(trains) if count_bytes_alone(one, is_home=True) < 60e9),
         key=lambda i: (trains[i].placement.mesh.size, trains[i].seconds),
     )
     chosen = {**found.result.assignment, "actor.train": narrow}
     before = compute_expected_seconds(of, estimate_plan(of, found.problem.plan(chosen)))
-    (better,) = find_better_homes(of, found.problem, chosen)
+    variants, failures = Variants(found.problem), of.failures
+    assert failures is not None
+    better = found.problem.plan(variants.find_better_home(of, failures, chosen))
     assert better["actor.train"].mesh.size > trains[narrow].placement.mesh.size
     assert compute_expected_seconds(of, estimate_plan(of, better)) < before
     # The plan that was searched for is the best of its neighbours, or one of them is found.
-    for plan in find_better_homes(of, found.problem, found.result.assignment):
-        searched = compute_expected_seconds(of, estimate_plan(of, found.plan))
-        assert compute_expected_seconds(of, estimate_plan(of, plan)) < searched
-    assert find_better_homes(replace(of, failures=None), found.problem, chosen) == []
+    plan = found.problem.plan(variants.find_better_home(of, failures, found.result.assignment))
+    searched = compute_expected_seconds(of, estimate_plan(of, found.plan))
+    assert plan == found.plan or compute_expected_seconds(of, estimate_plan(of, plan)) < searched
 
 
 def test_fewer_nodes_are_chosen_where_more_of_them_fail() -> None:

@@ -25,7 +25,7 @@ def test_the_fullest_host_is_found_wherever_meshes_begin(seed: int) -> None:
     columns: Any = SimpleNamespace(
         first=np.array([[mesh.first for mesh in row] for row in meshes]),
         end=np.array([[mesh.first + mesh.size for mesh in row] for row in meshes]),
-        host=host,
+        host_bytes=host,
     )
     problem: Any = SimpleNamespace(cluster=cluster, host_memory_bytes=limits)
     memory = OffloadedState(problem, homes)

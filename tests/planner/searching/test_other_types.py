@@ -18,7 +18,7 @@ from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace, build_problem
 from realrl.program.memory import StoredModel
 from tests.planner.searching.test_search_build import scenario
-from tests.planner.searching.test_search_transfers import SHAPE, WEIGHTS
+from tests.planner.searching.test_search_transfers import SHAPE, WEIGHTS, list_placements
 
 
 def wide_scenario(dtype: Dtype = "float32") -> Scenario:
@@ -91,6 +91,6 @@ def test_layouts_of_other_types_are_other_layouts() -> None:
         Placement(Mesh(0, 2), Strategy(dp=2, dtype=dtype)) for dtype in (None, "float32", "mixed", "bfloat16")
     ]
     layouts = Layouts.of(places)
-    assert len({*layouts.codes.tolist()}) == 4 and layouts.placements() == places
+    assert len({*layouts.codes.tolist()}) == 4 and list_placements(layouts) == places
     assert [Placement.parse(str(place)) for place in places] == places
     assert [model.width(place.strategy) for place in places] == [4, 4, 4, 2]

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from realrl.planner.report.node_counts import search_node_counts
 from realrl.planner.search.bound import Bound
 from realrl.planner.search.groups import ALONE
 from realrl.planner.search.many_plans import Timeline
@@ -152,7 +151,7 @@ def test_a_call_that_fits_no_device_is_named_with_its_shortage() -> None:
     with pytest.raises(DoesNotFit) as caught:
         search_plans(replace(problem, candidates={**problem.candidates, name: candidates}), budget=LITTLE)
     shortage = caught.value.shortage
-    assert (shortage.call, shortage.assignment) == (name, None)
+    assert shortage.call == name
     assert shortage.factor >= 3
 
 
@@ -187,20 +186,19 @@ def test_roles_that_do_not_fit_together_are_listed_with_their_resident_bytes(see
     with pytest.raises(DoesNotFit) as caught:
         search_plans(problem, budget=LITTLE)
     shortage = caught.value.shortage
-    assert shortage.assignment is not None
     assert len(shortage.resident_bytes) > 1
     assert shortage.factor == pytest.approx(shortage.needed_bytes / shortage.limit_bytes)
     assert shortage.needed_bytes >= sum(shortage.resident_bytes.values())
 
 
-def test_part_of_a_cluster_is_planned_with_meshes_inside_it() -> None:
+def test_a_problem_restricted_to_some_nodes_has_only_meshes_inside_them() -> None:
     rng = random.Random(2)
     problem = next(p for p in iter(lambda: sampled_problem(rng), None) if p.cluster.nodes == 4)
-    for size in search_node_counts(problem, [1, 2, 4], budget=LITTLE):
-        if size.problem is not None and size.result is not None:
-            plan = size.problem.plan(size.result.assignment)
-            last = max(p.mesh.first + p.mesh.size for p in plan.placements.values())
-            assert last <= problem.cluster.bounds[size.nodes]
+    for nodes in (1, 2, 4):
+        restricted = problem.restricted(nodes)
+        for candidates in () if restricted is None else restricted.candidates.values():
+            ends = [one.placement.mesh.first + one.placement.mesh.size for one in candidates]
+            assert max(ends) <= problem.cluster.bounds[nodes]
 
 
 @pytest.mark.parametrize("seed", [1, 5, 8])

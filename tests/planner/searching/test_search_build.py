@@ -20,8 +20,7 @@ from realrl.planner.search.many_plans import Timeline
 from realrl.planner.search.plan_search import UserConstraints, find_plan
 from realrl.planner.search.search import SearchBudget, search_plans
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.space.build import SearchSpace, build_problem
-from realrl.planner.space.candidates import list_meshes, list_micro_batches
+from realrl.planner.space.build import SearchSpace, build_problem, list_meshes, list_micro_batches
 from realrl.planner.space.problem import Problem
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel

@@ -10,10 +10,11 @@ import pytest
 from realrl.families.shape import ModelShape
 from realrl.layout.layout import build_layout
 from realrl.layout.routing.routes import reallocate
+from realrl.plan.axes import Degrees
 from realrl.plan.cluster import Cluster, Links
 from realrl.plan.placement import Mesh, Placement, Strategy
-from realrl.planner.moves.links import Boxes, LinkTransfers, ParameterBytes
-from realrl.planner.moves.transfers import Layouts, TransferTable
+from realrl.planner.moves.links import Boxes, LinkTransfers, ParameterBytes, TransferTable
+from realrl.planner.moves.transfers import TYPES, Layouts
 from realrl.program.arrays import Floats
 from realrl.program.memory import StoredModel
 from tests.plan.meshes import list_tidy
@@ -25,6 +26,17 @@ WEIGHTS = {"actor": (ParameterBytes.of(StoredModel(SHAPE, "lm", "bfloat16", trai
 LINKS = Links(170e6, 20e6, 0.0)
 
 
+def list_placements(layouts: Layouts) -> list[Placement]:
+    columns = (layouts.first, layouts.size, layouts.sharded, layouts.dtype, layouts.degrees)
+    return [
+        Placement(
+            Mesh(first, size),
+            Strategy(degrees=Degrees(tuple(degrees)), zero=3 if sharded else 1, dtype=TYPES[dtype]),
+        )
+        for first, size, sharded, dtype, degrees in zip(*(c.tolist() for c in columns), strict=True)
+    ]
+
+
 class PairTransfers:
     """Transfers by a function of one pair, with no bound better than 0."""
 
@@ -32,12 +44,12 @@ class PairTransfers:
         self._seconds = seconds
 
     def seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        """See `realrl.planner.moves.transfers.Transfers`."""
-        pairs = zip(source.placements(), target.placements(), strict=True)
+        """See `LinkTransfers`."""
+        pairs = zip(list_placements(source), list_placements(target), strict=True)
         return np.array([self._seconds(role, a, b) if a != b else 0.0 for a, b in pairs], dtype=np.float64)
 
     def at_least(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        """See `realrl.planner.moves.transfers.Transfers`."""
+        """See `LinkTransfers`."""
         return np.zeros((len(source.first), len(target.first)))
 
 

@@ -8,8 +8,8 @@ import pytest
 from realrl.cli.app import run_app
 from realrl.config.errors import UserError
 from realrl.planner.cluster.cluster_spec import ClusterSpec, load_cluster
-from realrl.planner.report.make import make_report
-from realrl.planner.report.node_counts import Wanted, choose_cluster
+from realrl.planner.report.make import choose_cluster, make_report
+from realrl.planner.report.report import Wanted
 from realrl.planner.search.plan_search import UserConstraints, find_plan
 from realrl.planner.simulate.scenario import Scenario
 from tests.planner.searching.test_plan_report import scenario

@@ -13,10 +13,10 @@ from realrl.planner.cost.cost_model import CostModel
 from realrl.planner.memory.memory_model import MemoryModel
 from realrl.planner.search.bound import Bound
 from realrl.planner.search.many_plans import Timeline
-from realrl.planner.search.prune import prune_candidates
-from realrl.planner.search.search import SearchBudget, search_plans, select_core
+from realrl.planner.search.search import SearchBudget, prune_candidates, search_plans, select_core
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space import build
+from realrl.planner.space.candidate import count_bytes_alone
 from realrl.planner.space.problem import Problem
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
@@ -88,5 +88,5 @@ def test_the_core_has_fast_and_lean_candidates_of_each_size_of_mesh() -> None:
             assert min(o.seconds + o.load_seconds * o.offload for o in some) == min(
                 o.seconds + o.load_seconds * o.offload for o in every
             )
-            needs = [min(o.bytes_alone(is_home=True) for o in of) for of in (some, every)]
+            needs = [min(count_bytes_alone(o, is_home=True) for o in of) for of in (some, every)]
             assert needs[0] == needs[1]

@@ -11,10 +11,10 @@ from realrl.plan.plan import Plan
 from realrl.planner.profile.profile import Profile, SweepSpread
 from realrl.planner.report.calibrate import calibrate_profile
 from realrl.planner.report.comparison import CallCosts, Comparison, Seconds
+from realrl.planner.simulate.estimate import LEVEL
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.uncertainty import sampled_steps
-from realrl.planner.uncertainty.outlook import LEVEL
 from realrl.planner.uncertainty.ranking import StepSampler, find_interval
 from realrl.planner.uncertainty.sampled_steps import (
     SPREADS,

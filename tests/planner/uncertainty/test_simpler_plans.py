@@ -12,12 +12,11 @@ from realrl.planner.search import plan_search
 from realrl.planner.search.many_plans import Timeline
 from realrl.planner.search.plan_search import find_best_plan
 from realrl.planner.search.variants import Variants
-from realrl.planner.simulate.estimate import Estimate
+from realrl.planner.simulate.estimate import CONVINCING, Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.space.build import build_problem
 from realrl.planner.space.problem import Assignment, Problem
 from realrl.planner.uncertainty import ranking
-from realrl.planner.uncertainty.outlook import CONVINCING
 from realrl.planner.uncertainty.ranking import MOST_LONGER, choose_plan, count_parts
 from tests.planner.simulating.test_estimate import preset, scenario
 

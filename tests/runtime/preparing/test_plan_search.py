@@ -21,6 +21,7 @@ from realrl.planner.report.comparison import Comparison
 from realrl.planner.search.plan_search import UserConstraints, find_plan
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.build import SearchSpace
+from realrl.planner.workload.strategies import Strategies
 from realrl.program.memory import Memory
 from realrl.recipe.experiment import Experiment
 from realrl.recipe.graphs import build_graph
@@ -166,7 +167,8 @@ def test_two_processes_run_a_plan_found_under_zero_3_in_the_memory_that_is_predi
         model = scenario.models[role]
         # As the engine allocates them: tests/engine/test_memory_estimate.py.
         held = [sum(Memory({role: model}, {role: home}, (), {}).at_rest(rank).values()) for rank in range(2)]
-        assert max(held) == scenario.memory.parameters(model, home) + scenario.memory.state(model, home)
+        freed, _ = scenario.memory.states(model, Strategies.of([home.strategy]))
+        assert max(held) == scenario.memory.parameters(model, home) + freed
     for call in costs.calls:
         assert call.bytes == pytest.approx(call.predicted_bytes, rel=0.3), call.call.name
 

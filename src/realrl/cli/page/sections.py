@@ -16,7 +16,7 @@ from realrl.cli.page.text import (
 from realrl.cli.page.tips import find_role_class, make_tip
 from realrl.config.values import format_bytes
 from realrl.planner.report.shortage_text import describe_misfit
-from realrl.planner.uncertainty.outlook import LEVEL
+from realrl.planner.simulate.estimate import LEVEL
 
 if TYPE_CHECKING:
     from realrl.planner.report.report import PlanReport

@@ -17,7 +17,7 @@ from realrl.cli.page.text import (
 from realrl.cli.page.tips import find_call_class, find_role_class
 from realrl.config.values import format_bytes
 from realrl.planner.report.shortage_text import describe_misfit
-from realrl.planner.uncertainty.outlook import LEVEL
+from realrl.planner.simulate.estimate import LEVEL
 from realrl.program.text import name_parameters
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from realrl.families.registry import model_tensors
 from realrl.families.sizes import SHAPES, count_block_weights
 from realrl.plan.placement import Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.simulate.estimate import MemoryPart
-from realrl.planner.uncertainty.outlook import Interval
+from realrl.planner.simulate.estimate import Interval, MemoryPart
 from realrl.program.memory import StoredModel
 
 if TYPE_CHECKING:

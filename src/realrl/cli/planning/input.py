@@ -15,8 +15,7 @@ from realrl.config.values import parse_bytes
 
 if TYPE_CHECKING:
     from realrl.planner.cluster.cluster_spec import ClusterSpec
-    from realrl.planner.report.node_counts import Wanted
-    from realrl.planner.report.report import Objective
+    from realrl.planner.report.report import Objective, Wanted
     from realrl.planner.simulate.scenario import Scenario
     from realrl.recipe.experiment import Experiment
     from realrl.runtime.prepare.fit.changes import Draft
@@ -171,7 +170,7 @@ def parse_wanted(target_step: str | None, budget: float | None, *, others: bool)
 
     UserError for anything else, and for both, or one beside options that choose a number of nodes (`others`).
     """
-    from realrl.planner.report.node_counts import Wanted
+    from realrl.planner.report.report import Wanted
 
     if target_step is None and budget is None:
         return None

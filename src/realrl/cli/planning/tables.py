@@ -27,8 +27,7 @@ from realrl.config.values import format_bytes
 from realrl.plan.axes import degrees_title
 from realrl.plan.placement import Placement
 from realrl.planner.report.report import Alternative, Contender, PlanReport, describe_gap
-from realrl.planner.simulate.estimate import CallEstimate, Estimate
-from realrl.planner.uncertainty.outlook import CONVINCING, LEVEL
+from realrl.planner.simulate.estimate import CONVINCING, LEVEL, CallEstimate, Estimate
 from realrl.program.text import name_parameters
 
 if TYPE_CHECKING:

@@ -66,7 +66,7 @@ def print_trials(trials: "PlanTrials", console: "Console | None" = None) -> None
 
     from realrl.cli.page.text import format_share
     from realrl.cli.planning.tables import make_table
-    from realrl.planner.uncertainty.outlook import LEVEL
+    from realrl.planner.simulate.estimate import LEVEL
 
     console = console or Console(highlight=False)
     rows = make_table("plan", "measured>", "steps>", "predicted>", f"{format_share(LEVEL)}>", "")

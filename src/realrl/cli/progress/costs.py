@@ -7,7 +7,7 @@ from rich.table import Table
 
 from realrl.cli.page.text import format_seconds, format_span
 from realrl.config.values import format_bytes
-from realrl.planner.uncertainty.outlook import LEVEL
+from realrl.planner.simulate.estimate import LEVEL
 
 if TYPE_CHECKING:
     from realrl.planner.report.comparison import Comparison

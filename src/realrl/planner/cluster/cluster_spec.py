@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
@@ -51,7 +51,6 @@ class NodeGroup:
 
     @property
     def size(self) -> int:
-        """Number of devices."""
         return self.nodes * self.devices_per_node
 
     @property
@@ -95,12 +94,10 @@ class ClusterSpec:
 
     @property
     def size(self) -> int:
-        """Number of devices, which equals the number of ranks."""
         return sum(group.size for group in self.groups)
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
         return sum(group.nodes for group in self.groups)
 
     @cached_property
@@ -139,7 +136,6 @@ class ClusterSpec:
         return {}
 
     def device(self, rank: int) -> DeviceKind:
-        """Return the device kind of a rank."""
         return self.groups[self.group_index(rank)].device
 
     @cached_property
@@ -214,6 +210,10 @@ class ClusterSpec:
         return cls(text.replace(" ", ""), tuple(groups))
 
 
+Size = Annotated[str, BeforeValidator(check_size)]
+"""Bytes as text, for example `80GiB`."""
+
+
 class _Device(Settings):
     """Device kind in a cluster file; fields that are not given are those of the built-in kind `like`."""
 
@@ -222,7 +222,7 @@ class _Device(Settings):
     name: str | None = None
     """Name of a kind of its own, the key of measured profiles; tables of operators that were measured on the
     built-in kind are not used for it."""
-    memory: str | None = None
+    memory: Size | None = None
     """Device memory, for example `80GiB`."""
     bf16_tflops: PositiveFloat | None = None
     """Dense peak in bfloat16, in 10^12 operations per second."""
@@ -238,13 +238,7 @@ class _Device(Settings):
     """Threads of a process on a CPU. Figures are for all threads together; figures that are not given grow with
     them."""
 
-    @field_validator("memory", mode="before")
-    @classmethod
-    def _size(cls, value: Any) -> Any:
-        return check_size(value)
-
     def kind(self) -> DeviceKind:
-        """Build the device kind."""
         given: dict[str, Any] = {
             "name": self.name,
             "memory_bytes": None if self.memory is None else parse_bytes(self.memory),
@@ -278,16 +272,11 @@ class _Group(Settings):
     """Bandwidth between a node and the others, each direction, in 10^9 bits per second."""
     price_per_device_hour: NonNegativeFloat | None = None
     """Price of one device for an hour, in any currency."""
-    host_memory: str | None = None
+    host_memory: Size | None = None
     """Memory of a node's host, for example `2TB`; the default is the usual size with such devices."""
     storage_gb_per_s: PositiveFloat | None = None
     """Bandwidth between each node and the storage of checkpoints and weights while all nodes use it, in 10^9 bytes
     per second; 1 by default."""
-
-    @field_validator("host_memory", mode="before")
-    @classmethod
-    def _size(cls, value: Any) -> Any:
-        return check_size(value)
 
     def group(self) -> NodeGroup:
         """Build the node group; UserError if `device` is neither a name nor a section."""

@@ -92,146 +92,115 @@ def compute_thread_speedup(threads: int) -> float:
 _NVLINK_HOP, _PCIE_HOP = 3e-6, 8e-6
 _PCIE4, _PCIE5 = 32e9, 64e9
 
-DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
-    {
-        kind.name: kind
-        for kind in (
-            # NVIDIA A100 data sheet (SXM4): 312 / 19.5 TFLOP/s, 1,555 and 2,039 GB/s, NVLink 600 GB/s both ways.
-            DeviceKind(
-                name="a100-40g",
-                memory_bytes=int(39.4 * _GIB),
-                bf16_flops=312e12,
-                fp32_flops=19.5e12,
-                memory_bytes_per_s=1555e9,
-                link_bytes_per_s=300e9,
-                link_latency_s=_NVLINK_HOP,
-                host_bytes_per_s=_PCIE4,
-                host_memory_bytes=128 * _GB,
-                node_bytes_per_s=25e9,
-                measured="a100",
-            ),
-            DeviceKind(
-                name="a100-80g",
-                memory_bytes=int(79.2 * _GIB),
-                bf16_flops=312e12,
-                fp32_flops=19.5e12,
-                memory_bytes_per_s=2039e9,
-                link_bytes_per_s=300e9,
-                link_latency_s=_NVLINK_HOP,
-                host_bytes_per_s=_PCIE4,
-                host_memory_bytes=256 * _GB,
-                node_bytes_per_s=25e9,
-                measured="a100",
-            ),
-            # The A100 with NVLink reduced to 400 GB/s both ways.
-            DeviceKind(
-                name="a800-80g",
-                memory_bytes=int(79.2 * _GIB),
-                bf16_flops=312e12,
-                fp32_flops=19.5e12,
-                memory_bytes_per_s=2039e9,
-                link_bytes_per_s=200e9,
-                link_latency_s=_NVLINK_HOP,
-                host_bytes_per_s=_PCIE4,
-                host_memory_bytes=256 * _GB,
-                node_bytes_per_s=25e9,
-                measured="a100",
-            ),
-            # NVIDIA H100 data sheet (SXM5): 989 / 67 TFLOP/s, 3.35 TB/s, NVLink 900 GB/s; DGX: 8 x 400 Gbit/s.
-            DeviceKind(
-                name="h100",
-                memory_bytes=int(79.1 * _GIB),
-                bf16_flops=989e12,
-                fp32_flops=67e12,
-                memory_bytes_per_s=3350e9,
-                link_bytes_per_s=450e9,
-                link_latency_s=_NVLINK_HOP,
-                host_bytes_per_s=_PCIE5,
-                host_memory_bytes=256 * _GB,
-                node_bytes_per_s=400e9,
-                groups_products=True,
-                measured="h100",
-            ),
-            # NVIDIA H200 data sheet: as the H100, with 141 GB at 4.8 TB/s.
-            DeviceKind(
-                name="h200",
-                memory_bytes=int(139.8 * _GIB),
-                bf16_flops=989e12,
-                fp32_flops=67e12,
-                memory_bytes_per_s=4800e9,
-                link_bytes_per_s=450e9,
-                link_latency_s=_NVLINK_HOP,
-                host_bytes_per_s=_PCIE5,
-                host_memory_bytes=256 * _GB,
-                node_bytes_per_s=400e9,
-                groups_products=True,
-                measured="h200",
-            ),
-            # NVIDIA HGX B200 data sheet, per device: 2.25 PFLOP/s dense, 75 TFLOP/s, 8 TB/s, NVLink 1.8 TB/s.
-            DeviceKind(
-                name="b200",
-                memory_bytes=int(178.4 * _GIB),
-                bf16_flops=2250e12,
-                fp32_flops=75e12,
-                memory_bytes_per_s=8000e9,
-                link_bytes_per_s=900e9,
-                link_latency_s=_NVLINK_HOP,
-                host_bytes_per_s=_PCIE5,
-                host_memory_bytes=256 * _GB,
-                node_bytes_per_s=400e9,
-                groups_products=True,
-                measured="b200",
-            ),
-            # NVIDIA L40S data sheet: 362 / 91.6 TFLOP/s, 48 GB at 864 GB/s, PCIe 4 and no NVLink.
-            DeviceKind(
-                name="l40s",
-                memory_bytes=int(44.4 * _GIB),
-                bf16_flops=362e12,
-                fp32_flops=91.6e12,
-                memory_bytes_per_s=864e9,
-                link_bytes_per_s=32e9,
-                link_latency_s=_PCIE_HOP,
-                host_bytes_per_s=_PCIE4,
-                host_memory_bytes=96 * _GB,
-                node_bytes_per_s=25e9,
-                measured="l40s",
-            ),
-            # NVIDIA Ada white paper: 165 / 82.6 TFLOP/s, 24 GB at 1,008 GB/s; without peer-to-peer access, so that
-            # what devices exchange passes PCIe twice.
-            DeviceKind(
-                name="rtx-4090",
-                memory_bytes=int(23.5 * _GIB),
-                bf16_flops=165e12,
-                fp32_flops=82.6e12,
-                memory_bytes_per_s=1008e9,
-                link_bytes_per_s=16e9,
-                link_latency_s=_PCIE_HOP,
-                host_bytes_per_s=_PCIE4,
-                host_memory_bytes=32 * _GB,
-                node_bytes_per_s=1.25e9,
-            ),
-            # A process with one thread, on a core of a 2-core AMD EPYC virtual machine, torch 2.13: about 105 and
-            # 325 GFLOP/s; gloo over loopback, a small all-reduce about 1 ms. `realrl profile` replaces these rough
-            # numbers.
-            DeviceKind(
-                name="cpu",
-                memory_bytes=8 * _GIB,
-                bf16_flops=325e9,
-                fp32_flops=105e9,
-                memory_bytes_per_s=10e9,
-                link_bytes_per_s=3.5e9,
-                link_latency_s=0.5e-3,
-                host_bytes_per_s=10e9,
-                host_memory_bytes=8 * _GB,
-                node_bytes_per_s=1.25e9,
-                node_latency_s=1e-3,
-                kernel_s=10e-6,
-                cpu=True,
-                guessed=frozenset({"bf16_flops", "fp32_flops", "memory_bytes_per_s"}),
-            ),
-        )
-    }
+# NVIDIA A100 data sheet (SXM4): 312 / 19.5 TFLOP/s, 1,555 and 2,039 GB/s, NVLink 600 GB/s both ways.
+_A100 = DeviceKind(
+    name="a100-80g",
+    memory_bytes=int(79.2 * _GIB),
+    bf16_flops=312e12,
+    fp32_flops=19.5e12,
+    memory_bytes_per_s=2039e9,
+    link_bytes_per_s=300e9,
+    link_latency_s=_NVLINK_HOP,
+    host_bytes_per_s=_PCIE4,
+    host_memory_bytes=256 * _GB,
+    node_bytes_per_s=25e9,
+    measured="a100",
 )
+# NVIDIA H100 data sheet (SXM5): 989 / 67 TFLOP/s, 3.35 TB/s, NVLink 900 GB/s; DGX: 8 x 400 Gbit/s.
+_H100 = DeviceKind(
+    name="h100",
+    memory_bytes=int(79.1 * _GIB),
+    bf16_flops=989e12,
+    fp32_flops=67e12,
+    memory_bytes_per_s=3350e9,
+    link_bytes_per_s=450e9,
+    link_latency_s=_NVLINK_HOP,
+    host_bytes_per_s=_PCIE5,
+    host_memory_bytes=256 * _GB,
+    node_bytes_per_s=400e9,
+    groups_products=True,
+    measured="h100",
+)
+_KINDS = (
+    replace(
+        _A100,
+        name="a100-40g",
+        memory_bytes=int(39.4 * _GIB),
+        memory_bytes_per_s=1555e9,
+        host_memory_bytes=128 * _GB,
+    ),
+    _A100,
+    # The A100 with NVLink reduced to 400 GB/s both ways.
+    replace(_A100, name="a800-80g", link_bytes_per_s=200e9),
+    _H100,
+    # NVIDIA H200 data sheet: as the H100, with 141 GB at 4.8 TB/s.
+    replace(
+        _H100,
+        name="h200",
+        memory_bytes=int(139.8 * _GIB),
+        memory_bytes_per_s=4800e9,
+        measured="h200",
+    ),
+    # NVIDIA HGX B200 data sheet, per device: 2.25 PFLOP/s dense, 75 TFLOP/s, 8 TB/s, NVLink 1.8 TB/s.
+    replace(
+        _H100,
+        name="b200",
+        memory_bytes=int(178.4 * _GIB),
+        bf16_flops=2250e12,
+        fp32_flops=75e12,
+        memory_bytes_per_s=8000e9,
+        link_bytes_per_s=900e9,
+        measured="b200",
+    ),
+    # NVIDIA L40S data sheet: 362 / 91.6 TFLOP/s, 48 GB at 864 GB/s, PCIe 4 and no NVLink.
+    DeviceKind(
+        name="l40s",
+        memory_bytes=int(44.4 * _GIB),
+        bf16_flops=362e12,
+        fp32_flops=91.6e12,
+        memory_bytes_per_s=864e9,
+        link_bytes_per_s=32e9,
+        link_latency_s=_PCIE_HOP,
+        host_bytes_per_s=_PCIE4,
+        host_memory_bytes=96 * _GB,
+        node_bytes_per_s=25e9,
+        measured="l40s",
+    ),
+    # NVIDIA Ada white paper: 165 / 82.6 TFLOP/s, 24 GB at 1,008 GB/s; without peer-to-peer access, so that
+    # what devices exchange passes PCIe twice.
+    DeviceKind(
+        name="rtx-4090",
+        memory_bytes=int(23.5 * _GIB),
+        bf16_flops=165e12,
+        fp32_flops=82.6e12,
+        memory_bytes_per_s=1008e9,
+        link_bytes_per_s=16e9,
+        link_latency_s=_PCIE_HOP,
+        host_bytes_per_s=_PCIE4,
+        host_memory_bytes=32 * _GB,
+        node_bytes_per_s=1.25e9,
+    ),
+    # A process with one thread, on a core of a 2-core AMD EPYC virtual machine, torch 2.13: about 105 and
+    # 325 GFLOP/s; gloo over loopback, a small all-reduce about 1 ms. `realrl profile` replaces these rough
+    # numbers.
+    DeviceKind(
+        name="cpu",
+        memory_bytes=8 * _GIB,
+        bf16_flops=325e9,
+        fp32_flops=105e9,
+        memory_bytes_per_s=10e9,
+        link_bytes_per_s=3.5e9,
+        link_latency_s=0.5e-3,
+        host_bytes_per_s=10e9,
+        host_memory_bytes=8 * _GB,
+        node_bytes_per_s=1.25e9,
+        node_latency_s=1e-3,
+        kernel_s=10e-6,
+        cpu=True,
+        guessed=frozenset({"bf16_flops", "fp32_flops", "memory_bytes_per_s"}),
+    ),
+)
+DEVICES: Mapping[str, DeviceKind] = MappingProxyType({kind.name: kind for kind in _KINDS})
 """Built-in kinds by name."""
 
 

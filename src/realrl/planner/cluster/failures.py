@@ -4,9 +4,6 @@ from dataclasses import dataclass
 
 DAY = 86_400.0
 """Seconds of a day."""
-LLAMA_3 = 419 / 54 / 16.384
-"""Failures per day and 1,000 devices while Llama 3 405B was trained: 419 unexpected interruptions in 54 days on
-16,384 H100 (arXiv 2407.21783, section 3.3.4)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,11 @@ from functools import cached_property
 import numpy as np
 
 from realrl.dataflow.call import Candidates
-from realrl.layout.ranges import stage_layers
 from realrl.planner.cost.network import Network
 from realrl.planner.cost.timing import DeviceHostTime, Timing
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import CallWork
-from realrl.program.arrays import Floats, Ints, Real, tabulate_stages
+from realrl.program.arrays import Floats, Ints, Real
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ class CallContext:
     @cached_property
     def layers(self) -> Ints:
         """Number of layers on each stage, [stages, strategies]."""
-        layers = self.timing.sizes.shape.layers
-        return tabulate_stages(lambda pp: list(map(len, stage_layers(layers, pp))), self.strategies.pp)
+        return self.strategies.spread_layers(self.timing.sizes.shape.layers)
 
     @property
     def overlap(self) -> float:
@@ -48,7 +46,7 @@ class CallContext:
         """
         if self.strategies.tp == 1:
             return DeviceHostTime(0.0)
-        ring = self.network.tp_group
+        ring = self.network.group("tp")
         size = self._hidden(tokens)
         if self.strategies.sequence_parallel and not self.work.answers:
             return DeviceHostTime(
@@ -65,7 +63,7 @@ class CallContext:
         """
         if self._head_is_local:
             return 0.0
-        group, candidates = self.network.tp_group, self.candidates
+        group, candidates = self.network.group("tp"), self.candidates
         rows, count = self._logit_chunks(tokens)
         seconds = 2 * count * group.all_reduce(4 * rows)
         if candidates is None or candidates.ids is not None:
@@ -83,14 +81,14 @@ class CallContext:
             return 0.0
         rows, count = self._logit_chunks(tokens)
         kept = self.timing.sizes.keeps_logits(tokens, cpu=self.timing.device.cpu)
-        again = np.where(kept, 0.0, 2 * count * self.network.tp_group.all_reduce(4 * rows))
-        return again + self.network.tp_group.all_reduce(self._hidden(tokens))
+        again = np.where(kept, 0.0, 2 * count * self.network.group("tp").all_reduce(4 * rows))
+        return again + self.network.group("tp").all_reduce(self._hidden(tokens))
 
     def sample_communication(self, rows: Real) -> Real:
         """Time the all-gather of the next tokens' logits to every TP rank."""
         if self._head_is_local:
             return 0.0
-        return self.network.tp_group.all_gather(
+        return self.network.group("tp").all_gather(
             4 * rows * self.timing.sizes.padded_vocab * self.strategies.tp
         )
 

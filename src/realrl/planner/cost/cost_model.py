@@ -9,11 +9,8 @@ import numpy as np
 
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
-from realrl.families.shape import Head, ModelShape
-from realrl.layout.layout import build_layout
 from realrl.layout.limits import message_limits
-from realrl.layout.routing.routes import reallocate
-from realrl.layout.sets import BASE, TrainablePart, element_width
+from realrl.layout.sets import BASE
 from realrl.plan.cluster import Links
 from realrl.plan.placement import ELEMENT_BYTES, Placement, Strategy
 from realrl.planner.cluster.cluster_spec import ClusterSpec, Site
@@ -30,7 +27,7 @@ from realrl.planner.moves.transfers import Layouts, name_mixing, name_refreshing
 from realrl.planner.profile.corrections import find_correction
 from realrl.planner.profile.profile import Profile
 from realrl.planner.workload.batching import records_per_rank
-from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.planner.workload.shard_sizes import size_shards
 from realrl.planner.workload.strategies import Strategies, group_strategies
 from realrl.planner.workload.workload import Workload
 from realrl.program.arrays import Floats, Real
@@ -57,7 +54,6 @@ class CallCost:
 
     @property
     def seconds(self) -> float:
-        """Sum of all terms."""
         return sum(self.terms.values())
 
 
@@ -80,7 +76,6 @@ class CostModel:
         self.profile = profile
         self.efficiency = efficiency or Efficiency()
         self._calls: dict[object, CallCost] = {}
-        self._sizes: dict[tuple[ModelShape, Head, int, TrainablePart], LocalSizes] = {}
         self._transfers: dict[tuple[StoredModel, int, str], LinkTransfers] = {}
 
     def call(
@@ -166,8 +161,8 @@ class CostModel:
     ) -> float:
         """Estimate the seconds of reallocating a parameter set, as the search does (`LinkTransfers`).
 
-        For nine in ten random pairs of placements, the estimate is within 2 % or a millisecond of
-        `exact_reallocation`. Values travel in the narrower of the source's and the target's data type.
+        For nine in ten random pairs of placements, the estimate is within 2 % or a millisecond of the time of the
+        routes that a run executes. Values travel in the narrower of the source's and the target's data type.
         """
         return self._transfers_of(model, source, target, parameter_set).one("", source, target)
 
@@ -200,32 +195,12 @@ class CostModel:
 
         own = {role: model.element_bytes for role, model in models.items()}
         halves = dict.fromkeys(models, ELEMENT_BYTES["bfloat16"])
-        return LinkTransfers(self.spec.cluster, weights(own), self._node_links, weights(halves))
-
-    def exact_reallocation(
-        self, model: StoredModel, source: Placement, target: Placement, parameter_set: str = BASE
-    ) -> float:
-        """Compute the seconds of a reallocation from the routes that a run executes.
-
-        Finding the routes takes 1 to 100 milliseconds, too long for a search.
-        """
-        tensors = model.sets[parameter_set].tensors
-        source_layout, target_layout = (
-            build_layout(model.shape, model.head, place, tensors) for place in (source, target)
-        )
-        node = self.spec.cluster.node
-        links = _slowest(
-            self._node_links[n]
-            for mesh in (source.mesh, target.mesh)
-            for n in range(node(mesh.first), node(mesh.first + mesh.size - 1) + 1)
-        )
-        routes = reallocate(source_layout, target_layout, self.spec.cluster, links)
-        return routes.seconds(links, element_width(parameter_set, _narrower(model, source, target)))
+        return LinkTransfers(self.spec.cluster, weights(own), self.node_links, weights(halves))
 
     def exchange(self, graph: DataflowGraph, workload: Workload) -> ExchangeModel:
         """Build the time model of data exchange between the calls of a graph."""
         host = self.efficiency.host_bytes_per_s
-        links = _slowest(self._node_links)
+        links = find_slowest(self.node_links)
         slower = Links(
             min(host, links.device_bytes_per_s), min(host, links.node_bytes_per_s), links.latency_s
         )
@@ -244,7 +219,7 @@ class CostModel:
         return number_bytes / width if measured is None else measured
 
     @cached_property
-    def _node_links(self) -> tuple[Links, ...]:
+    def node_links(self) -> tuple[Links, ...]:
         """Achievable bandwidths inside and between nodes, one entry per node."""
         fraction = self.efficiency.link
         return tuple(
@@ -272,14 +247,12 @@ class CostModel:
         workload: Workload,
     ) -> CallContext:
         device = sites[0].device
-        key = (model.shape, model.head, strategies.tp, model.part)
-        sizes = self._sizes.setdefault(key, LocalSizes(*key))
         profile = self._profile_for(device)
         timing = Timing(
             device=device,
             efficiency=self.efficiency,
-            sizes=sizes,
-            dtype=model.dtype if strategies.dtype is None else strategies.dtype,
+            sizes=size_shards(model, strategies.tp),
+            dtype=strategies.dtype_of(model),
             sequence_parallel=strategies.sequence_parallel,
             profile=profile,
             exact=model.exact,
@@ -290,11 +263,12 @@ class CostModel:
     def _transfers_of(
         self, model: StoredModel, source: Placement, target: Placement, parameter_set: str
     ) -> LinkTransfers:
-        key = (model, _narrower(model, source, target), parameter_set)
+        # Values travel in the narrower of the two data types.
+        key = (model, min(model.width(place.strategy) for place in (source, target)), parameter_set)
         if key not in self._transfers:
             # Both mappings hold the set in the narrower type, so `LinkTransfers` need not choose between them.
             weights = {"": (ParameterBytes.of(*key),)}
-            self._transfers[key] = LinkTransfers(self.spec.cluster, weights, self._node_links, weights)
+            self._transfers[key] = LinkTransfers(self.spec.cluster, weights, self.node_links, weights)
         return self._transfers[key]
 
     def _corrections(
@@ -307,14 +281,13 @@ class CostModel:
         return np.array([find_correction(profile.corrections, call, model, s) for s in strategies])
 
     def _profile_of(self, rank: int) -> Profile | None:
-        """The profile, if it was measured on a rank's kind of device."""
         return self._profile_for(self.spec.device(rank))
 
     def _profile_for(self, device: DeviceKind) -> Profile | None:
         return self.profile if self.profile and self.profile.device == device.name else None
 
 
-def _slowest(links: Iterable[Links]) -> Links:
+def find_slowest(links: Iterable[Links]) -> Links:
     """Combine the smallest bandwidths and the longest latency of several links."""
     candidates = list(links)
     return Links(
@@ -322,8 +295,3 @@ def _slowest(links: Iterable[Links]) -> Links:
         min(one.node_bytes_per_s for one in candidates),
         max(one.latency_s for one in candidates),
     )
-
-
-def _narrower(model: StoredModel, source: Placement, target: Placement) -> int:
-    """Bytes of a parameter in the narrower of two placements' data types."""
-    return min(model.width(source.strategy), model.width(target.strategy))

@@ -10,7 +10,7 @@ from realrl.planner.cost.call_context import CallContext
 from realrl.planner.cost.passes import OutsideLayers, at_last, cost_forward_pass
 from realrl.planner.cost.timing import BatchSize
 from realrl.planner.memory.activations import kv_cache_bytes
-from realrl.planner.workload.generation import ManyGenerations, split_generations
+from realrl.planner.workload.generation import GenerationWork, split_generations
 from realrl.planner.workload.workload import CallWork
 from realrl.program.arrays import Floats, Ints, Real, apply_each, truncate
 
@@ -30,7 +30,7 @@ class DecodeSegment:
 
 
 def split_decode_steps(
-    work: CallWork, sizes: ManyGenerations, *, steps_per_look: int, shares: bool
+    work: CallWork, sizes: GenerationWork, *, steps_per_look: int, shares: bool
 ) -> Iterator[DecodeSegment]:
     """Split the decode steps of a call into segments, until its longest sequence ends.
 
@@ -43,7 +43,7 @@ def split_decode_steps(
     answers = np.sort([-(-n // steps_per_look) * steps_per_look for n in work.answers])
     count = len(answers)
     together = sizes.rows / sizes.prompts
-    most = sizes.rows_at_a_time
+    most = sizes.cache.rows
     mean = answers.mean()
     # Mean answer tokens in the cache over all decode steps: an answer of n tokens contributes 0 + 1 + ... + n - 1.
     own = (answers * (answers - 1)).mean() / (2 * mean)
@@ -80,7 +80,7 @@ def cost_generation(context: CallContext) -> Mapping[str, Floats]:
     embedding = timing.embed(size)
     cache = kv_cache_bytes(
         timing.sizes,
-        tokens=sizes.cached_tokens,
+        tokens=sizes.cache.tokens,
         layers=context.layers.max(axis=0),
         element_bytes=timing.element_bytes,
     )
@@ -116,7 +116,7 @@ def cost_kept_captures(context: CallContext) -> Floats:
     return np.where(keeps, _cost_captures(context, sizes), 0.0)
 
 
-def _cost_captures(context: CallContext, sizes: ManyGenerations) -> Floats:
+def _cost_captures(context: CallContext, sizes: GenerationWork) -> Floats:
     """Host seconds to capture all graphs of a call.
 
     There is a graph for each number of rows. The host launches the kernels of each graph twice:

@@ -83,22 +83,6 @@ class Network:
     efficiency: Efficiency
     profile: Profile | None = None
 
-    @cached_property
-    def tp_group(self) -> Ring:
-        return self._ring("tp")
-
-    @cached_property
-    def dp_group(self) -> Ring:
-        return self._ring("dp")
-
-    @cached_property
-    def mesh_group(self) -> Ring:
-        return self._ring("mesh")
-
-    @cached_property
-    def embedding_group(self) -> Ring:
-        return self._ring("embedding")
-
     def hop(self, number_bytes: Real) -> Floats:
         """Compute the seconds that each rank of a stage takes to send `number_bytes` to its peer on the next
         stage."""
@@ -121,6 +105,16 @@ class Network:
     @cached_property
     def _node_bytes_per_s(self) -> Floats:
         return np.array([site.node_bytes_per_s for site in self.sites])
+
+    @cached_property
+    def _groups(self) -> dict[GroupKind, Ring]:
+        return {}
+
+    def group(self, kind: GroupKind) -> Ring:
+        """Return the process groups of one kind."""
+        if kind not in self._groups:
+            self._groups[kind] = self._ring(kind)
+        return self._groups[kind]
 
     def _ring(self, kind: GroupKind) -> Ring:
         """Build a ring; groups that communicate at the same time share the network of a node.

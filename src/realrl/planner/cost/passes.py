@@ -9,7 +9,7 @@ from realrl.layout.limits import GATHER_STAGES, bucket_count
 from realrl.planner.cost.call_context import CallContext
 from realrl.planner.cost.sharded import SectionSeconds, ShardedTraffic
 from realrl.planner.cost.timing import BatchSize, DeviceHostTime
-from realrl.planner.workload.batching import ManyChunks, split_all_work
+from realrl.planner.workload.batching import Chunks, split_all_work
 from realrl.program.arrays import Floats, Ints, Real, apply_each, tabulate_stages
 
 _SMALL = 64
@@ -31,11 +31,9 @@ class OutsideLayers:
     comm_last: Real = 0.0
 
     def own(self, pp: Ints) -> Floats:
-        """Return the seconds of computation by stage."""
         return _by_stage(pp, self.every, self.first, self.last)
 
     def communication(self, pp: Ints) -> Floats:
-        """Return the seconds of TP communication by stage."""
         return _by_stage(pp, 0.0, self.comm_first, self.comm_last)
 
 
@@ -100,7 +98,7 @@ def cost_training(context: CallContext) -> Mapping[str, Floats]:
     terms["pipeline"] = np.where(strategies.pp > 1, exposed, 0.0)
     elements = tabulate_stages(trained.stage_elements, strategies.pp).max(axis=0)
     update = timing.update(elements, strategies.dp)
-    terms["optimizer"] = update + context.network.mesh_group.all_reduce(_SMALL)
+    terms["optimizer"] = update + context.network.group("mesh").all_reduce(_SMALL)
     if sharded is None:
         last_pass = at_last(strategies.pp, updated).sum(axis=0) * backward.device
         reduction = _cost_gradient_reduction(context, elements, last_pass)
@@ -131,7 +129,7 @@ def _cost_sharded_step(
     stages = np.where(
         np.arange(len(updated))[:, None] < context.strategies.pp, passes + sharded.spread(updated), 0.0
     )
-    small = 4 * context.network.dp_group.all_reduce(_SMALL)
+    small = 4 * context.network.group("dp").all_reduce(_SMALL)
     return small + chunks * _cost_partial_gradients(context) + stages.max(axis=0)
 
 
@@ -144,8 +142,8 @@ def _cost_gradient_reduction(context: CallContext, elements: Ints, last_pass: Re
     """
     network = context.network
     num_buckets = apply_each(bucket_count, elements)
-    seconds = num_buckets * network.dp_group.reduce_scatter(4 * elements / num_buckets)
-    small = 3 * network.dp_group.all_reduce(_SMALL)
+    seconds = num_buckets * network.group("dp").reduce_scatter(4 * elements / num_buckets)
+    small = 3 * network.group("dp").all_reduce(_SMALL)
     late = seconds * _find_late_share(context, elements)
     early = seconds - late
     first = np.where(early > 0, seconds / num_buckets, 0.0)
@@ -178,14 +176,14 @@ def _cost_partial_gradients(context: CallContext) -> Real:
     seconds: Real = 0.0
     partial = 4 * most * sizes.partial_elements(sequence_parallel=strategies.sequence_parallel)
     if partial.any():
-        seconds += network.tp_group.all_reduce(partial) + network.dp_group.all_reduce(partial)
+        seconds += network.group("tp").all_reduce(partial) + network.group("dp").all_reduce(partial)
     if sizes.shares_kv_heads:
         columns = shape.hidden_size if shape.lora is None else shape.lora.rank
         keys = 4 * shape.kv_heads * shape.head_dim * columns
-        seconds += 2 * most * network.tp_group.all_reduce(keys)
+        seconds += 2 * most * network.group("tp").all_reduce(keys)
     if sizes.trained.tied and any(sizes.trained.embedding):
         table = 4.0 * sizes.padded_vocab * shape.hidden_size
-        seconds += np.where(strategies.pp > 1, network.embedding_group.all_reduce(table), 0.0)
+        seconds += np.where(strategies.pp > 1, network.group("embedding").all_reduce(table), 0.0)
     return seconds
 
 
@@ -196,13 +194,12 @@ def _cost_parameter_gather(context: CallContext, elements: Ints, update: Real) -
     """
     num_buckets = apply_each(bucket_count, elements)
     bucket_bytes = context.timing.element_bytes * elements / num_buckets
-    seconds = num_buckets * context.network.dp_group.all_gather(bucket_bytes)
+    seconds = num_buckets * context.network.group("dp").all_gather(bucket_bytes)
     last = 1 / np.minimum(GATHER_STAGES, num_buckets)
     return np.maximum(seconds - update * (1 - last) * context.overlap, seconds * last)
 
 
 def cost_inference(context: CallContext) -> Mapping[str, Floats]:
-    """Cost an inference call, in seconds by term."""
     timing = context.timing
     chunks = split_all_work(context.work, context.strategies, timing.efficiency.pass_chunks_per_stage)
     size = BatchSize.of(chunks)
@@ -221,13 +218,13 @@ def cost_inference(context: CallContext) -> Mapping[str, Floats]:
     terms = cost_forward_pass(context, chunks, launched, outside)
     waits = sharded.forward(SectionSeconds(layer=layer.device))
     there = np.arange(len(waits))[:, None] < context.strategies.pp
-    agreement = context.network.dp_group.all_reduce(_SMALL)
+    agreement = context.network.group("dp").all_reduce(_SMALL)
     terms["data"] = chunks.count * np.where(there, waits, 0.0).max(axis=0) + agreement
     return terms
 
 
 def cost_forward_pass(
-    context: CallContext, chunks: ManyChunks, layer: DeviceHostTime, outside: OutsideLayers
+    context: CallContext, chunks: Chunks, layer: DeviceHostTime, outside: OutsideLayers
 ) -> dict[str, Floats]:
     """Cost the forward pass of all chunks through all stages, in seconds by term."""
     layer_communication = context.layer_communication(chunks.tokens)
@@ -265,7 +262,7 @@ class _EqualLayers:
 
 
 def _cost_pipeline(
-    context: CallContext, chunks: ManyChunks, layers: Sequence[_EqualLayers], outside: OutsideLayers
+    context: CallContext, chunks: Chunks, layers: Sequence[_EqualLayers], outside: OutsideLayers
 ) -> dict[str, Floats]:
     """Seconds of the busiest stage by term, and the bubble: its idle time while the pipeline fills and drains.
 

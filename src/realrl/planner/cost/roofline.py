@@ -33,7 +33,6 @@ class Roofline:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element of activations and parameters."""
         return ELEMENT_BYTES[self.dtype]
 
     @cached_property
@@ -204,7 +203,7 @@ class Roofline:
             share = find_windowed_share(sizes.shape)
             seconds = (1 - share) * self.operators.decode(rows, context, *heads)
             if share:
-                seconds += share * self.operators.decode(rows, context, *heads, sizes.shape.window)
+                seconds += share * self.operators.decode(rows, context, *heads, sizes.shape.window or 0)
             return seconds
         keys = rows * average_context(sizes.shape, context)
         return self.traffic(2 * keys * sizes.cache_dim * self.element_bytes)
@@ -257,7 +256,7 @@ class Roofline:
         share = find_windowed_share(sizes.shape)
         seconds = (1 - share) * operators.prefill(tokens, squares, *heads)
         if share:
-            seconds += share * operators.prefill(tokens, squares, *heads, sizes.shape.window)
+            seconds += share * operators.prefill(tokens, squares, *heads, sizes.shape.window or 0)
         return seconds * (self.efficiency.flash2_slower if operators.flash3 else 1.0)
 
     def _scores(self, tokens: Real, squares: Real, score_bytes: float) -> Real:

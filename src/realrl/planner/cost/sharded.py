@@ -104,7 +104,7 @@ class ShardedTraffic:
 
     @property
     def _ring(self) -> Ring:
-        return self.context.network.dp_group
+        return self.context.network.group("dp")
 
     def _gather(self, section: SectionBytes) -> Floats:
         return self._each(self._ring.all_gather, section.tensors, section.parameters)

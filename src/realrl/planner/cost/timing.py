@@ -13,7 +13,7 @@ from realrl.planner.cluster.devices import DeviceKind, compute_thread_speedup
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.cost.roofline import Roofline
 from realrl.planner.profile.profile import WHOLE, CollectiveKind, LayerKind, Profile
-from realrl.planner.workload.batching import ManyChunks
+from realrl.planner.workload.batching import Chunks
 from realrl.planner.workload.shard_sizes import LocalSizes
 from realrl.planner.workload.workload import Sampling
 from realrl.program.arrays import Floats, Ints, Real
@@ -41,8 +41,7 @@ class BatchSize:
     """Sum of squared sequence lengths."""
 
     @classmethod
-    def of(cls, chunks: ManyChunks) -> Self:
-        """Return the size of a chunk under each strategy."""
+    def of(cls, chunks: Chunks) -> Self:
         return cls(chunks.tokens, chunks.squares)
 
     @property
@@ -66,7 +65,6 @@ class Timing:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element of activations and parameters."""
         return ELEMENT_BYTES[self.dtype]
 
     @cached_property
@@ -89,7 +87,6 @@ class Timing:
         return _or_nothing(self._measured_of("embed_backward", size))
 
     def forward(self, size: BatchSize) -> DeviceHostTime:
-        """Time a layer forward."""
         measured = self._measured_of("forward", size)
         if measured is not None:
             return DeviceHostTime(self._exact * (measured + self._unmeasured(size.tokens)))
@@ -123,7 +120,6 @@ class Timing:
         return frozen / whole
 
     def head(self, size: BatchSize) -> Real:
-        """Time the head forward."""
         measured = self._measured_of("scalar" if self._scalar else "head", size)
         return self._exact * (self.roofline.head(size.tokens) if measured is None else measured)
 
@@ -132,7 +128,6 @@ class Timing:
         return self.roofline.likeliest(size.tokens)
 
     def head_backward(self, size: BatchSize) -> Real:
-        """Time the head backward."""
         measured = self._measured_of("scalar_backward" if self._scalar else "head_backward", size)
         return self.roofline.head_backward(size.tokens) if measured is None else measured
 
@@ -163,7 +158,6 @@ class Timing:
 
     @property
     def decode_operations(self) -> int:
-        """Number of kernels of a layer in a decode step."""
         return self.efficiency.decode_operations + self._optional_operations
 
     def look(self, rows: Real) -> Real:
@@ -215,10 +209,6 @@ class Timing:
             return clear + self.roofline.traffic(self.efficiency.update_bytes * elements / dp)
         # Without data parallelism, gradients are copied instead of reduced: 4 bytes are read and 4 written.
         return measured + clear + np.where(dp == 1, self._moved("copy", 4 * elements, 8 * elements), 0.0)
-
-    def copy(self, number_bytes: Real) -> Real:
-        """Time a copy inside device memory."""
-        return self._moved("copy", number_bytes, 2 * number_bytes)
 
     def allocate(self, number_bytes: Real) -> Real:
         """Time an allocation of memory from the system, zeroing included."""

@@ -42,9 +42,9 @@ Parts = Mapping[str, Ints]
 class Activations:
     """Activation memory of a model under each of some strategies, in bytes per rank.
 
-    `lengths` are samples of sequence lengths, and `sample` is the index of each strategy's sample. In methods,
-    `tokens` counts the tokens of each strategy's largest micro-batch, `chunks` counts its micro-batches, `layers`
-    counts the layers of each stage, [stages, strategies], and `stage` numbers the stages, [stages, 1].
+    `lengths` is a sample of sequence lengths for each strategy. In methods, `tokens` counts the tokens of each
+    strategy's largest micro-batch, and `chunks` counts its micro-batches. `layers` counts the layers of each stage,
+    [stages, strategies], and `stage` numbers the stages, [stages, 1].
     """
 
     sizes: LocalSizes
@@ -52,7 +52,6 @@ class Activations:
     dtype: Dtype
     cpu: bool
     lengths: Sequence[tuple[int, ...]]
-    sample: Ints
     candidates: Candidates | None = None
     """The call's candidates."""
     decode_graphs: bool = False
@@ -78,7 +77,7 @@ class Activations:
         return _peak(layer, _only(stage == 0, embedded), _only(last, scored))
 
     def generating(
-        self, tokens: Real, *, rows: Real, cached: Ints, batches: Ints, layers: Ints, stage: Ints
+        self, tokens: Real, *, rows: Real, cached: Real, batches: Ints, layers: Ints, stage: Ints
     ) -> Parts:
         """Compute the peak of a generate call: while weights are packed, in a layer, or while tokens are sampled.
 
@@ -182,7 +181,6 @@ class Activations:
         return self.layer.bytes(tokens, layers * each) + np.where(layers > 0, self._shared(tokens), 0)
 
     def cache(self, tokens: Real, layers: Ints) -> Ints:
-        """Compute the bytes of a KV cache."""
         return kv_cache_bytes(self.sizes, tokens=tokens, layers=layers, element_bytes=self.element_bytes)
 
     @property
@@ -197,7 +195,6 @@ class Activations:
             element_bytes=self.element_bytes,
             cpu=self.cpu,
             lengths=self.lengths,
-            sample=self.sample,
         )
 
     @cached_property

@@ -41,7 +41,6 @@ class GatheredMemory:
     element_bytes: int
 
     def embedding(self) -> Ints:
-        """Compute the bytes while tokens are embedded."""
         return self.embedding_section.parameters + self.layer_section.parameters
 
     def layer(self, *, last_stage: Bools, layers: Ints) -> Ints:

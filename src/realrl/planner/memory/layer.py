@@ -30,8 +30,8 @@ def added_bytes(elements: int, element_bytes: int) -> int:
 class LayerMemory:
     """Activation sizes of a layer.
 
-    `lengths` are samples of sequence lengths, and `sample` is the index of each strategy's sample. They matter only
-    if attention pads sequences: on a GPU, in float32 or in layers with a cap or sinks.
+    `lengths` is a sample of sequence lengths for each strategy. They matter only if attention pads sequences: on a
+    GPU, in float32 or in layers with a cap or sinks.
     """
 
     sizes: LocalSizes
@@ -39,7 +39,6 @@ class LayerMemory:
     element_bytes: int
     cpu: bool
     lengths: Sequence[tuple[int, ...]]
-    sample: Ints
 
     @cached_property
     def hidden(self) -> int:
@@ -106,7 +105,10 @@ class LayerMemory:
         head in float32. If it pads, it saves padded copies of its inputs and outputs, with keys and values for
         every query head. Norms of heads save their inputs, and a float32 scale per head.
         """
-        norms = 2 * self.hidden + self._normed_blocks * (self.stream + self._norm_scales)
+        # Four norms per layer keep their input if norms are also after each block. LayerNorm keeps a mean, too.
+        options = self.sizes.options
+        number, scales = 4 if options.norm_place == "around" else 2, 2 if options.norm == "layer" else 1
+        norms = 2 * self.hidden + number * (self.stream + scales * self._float32)
         if self.sizes.qk_norm:
             heads = (self.sizes.q_dim + self.sizes.kv_dim) / self.sizes.shape.head_dim
             norms += self._qkv + heads * self._float32
@@ -114,7 +116,7 @@ class LayerMemory:
         attention: Real
         if self._pads:
             # If scores are computed in memory, attention keeps neither the padded output nor its log-sum-exp.
-            results = 0 if self.sizes.options.scores_in_memory else self.sizes.q_dim + sums
+            results = 0 if options.scores_in_memory else self.sizes.q_dim + sums
             attention = self._padded_rows * (self._read + 2 * self.sizes.q_dim + results) + self.sizes.q_dim
         else:
             attention = self._read + self.sizes.q_dim + sums
@@ -184,16 +186,6 @@ class LayerMemory:
         """
         adapters = [a for a in self.sizes.adapters if a.rows <= outputs]
         return max((outputs if a.dora else max(a.blocks) for a in adapters), default=0)
-
-    @property
-    def _normed_blocks(self) -> int:
-        """Number of norms per layer that keep their input; two more if norms are also after each block."""
-        return 4 if self.sizes.options.norm_place == "around" else 2
-
-    @property
-    def _norm_scales(self) -> float:
-        """Elements that a norm keeps per row: its scale and, for LayerNorm, its mean, both in float32."""
-        return self._float32 * (2 if self.sizes.options.norm == "layer" else 1)
 
     @property
     def projected(self) -> float:
@@ -299,13 +291,14 @@ class LayerMemory:
     def score_bytes(self, tokens: Real, *, backward: bool) -> Ints:
         """Compute the bytes of attention scores, if they are computed in memory, for some queries at a time.
 
-        In the forward pass, scores are float32 and then cast to the model's type. The backward pass holds the
-        softmax weights, the gradient, its product with the weights and, if there is a cap, the slope of the cap.
+        The forward pass holds float32 weights. The backward pass holds float32 weights, their gradient, the product
+        of both and, if there is a cap, the slope of the cap. Both also hold a cast to the model's type if it is
+        narrower.
         """
         options, float32 = self.sizes.options, self.element_bytes == 4
         if self.cpu or not (options.scores_in_memory or (float32 and self.sizes.shape.windowed_layers)):
             return truncate(0)
-        longest = np.array([max(lengths) for lengths in self.lengths])[self.sample]
+        longest = np.array([max(lengths) for lengths in self.lengths])
         most = tokens * self._padded_rows * longest * self._heads
         copies = 3 + (options.attention_cap is not None) if backward else 1
         return truncate(
@@ -313,13 +306,12 @@ class LayerMemory:
         )
 
     def bytes(self, tokens: Real, numbers: Real) -> Ints:
-        """Compute the bytes of `numbers` elements per token."""
         return truncate(tokens * numbers * self.element_bytes)
 
     @cached_property
     def _padded_rows(self) -> Floats:
         """Tokens including the padding of attention, per token without it."""
-        return np.array([_count_padded(lengths) for lengths in self.lengths])[self.sample]
+        return np.array([_count_padded(lengths) for lengths in self.lengths])
 
     @property
     def _pads(self) -> bool:

@@ -121,6 +121,5 @@ class Logits:
         return self.sizes.head == "scalar"
 
     def _chunk(self, tokens: Real) -> Real:
-        """Number of logits in a chunk."""
         rows, _ = self.sizes.count_logit_chunks(tokens, cpu=self.cpu)
         return rows * self.sizes.padded_vocab

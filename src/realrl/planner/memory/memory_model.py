@@ -11,52 +11,23 @@ import numpy as np
 from realrl.config.errors import UserError
 from realrl.config.values import format_bytes
 from realrl.dataflow.call import Call, Kind
-from realrl.families.shape import Head, ModelShape
 from realrl.layout.limits import bucket_count, message_limits
-from realrl.layout.ranges import stage_layers
-from realrl.layout.sets import BASE, TrainablePart, element_width
+from realrl.layout.sets import BASE, element_width
 from realrl.plan.cluster import Cluster
-from realrl.plan.placement import ELEMENT_BYTES, Dtype, Placement
+from realrl.plan.placement import ELEMENT_BYTES, Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec, NodeGroup
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.cluster.efficiency import Efficiency
 from realrl.planner.memory.activations import Activations, Parts, choose, total
 from realrl.planner.memory.communicators import count_layout_bytes, world_bytes
 from realrl.planner.memory.packed_weights import packed_matrix_bytes
-from realrl.planner.memory.routed_experts import add_routed_experts
 from realrl.planner.workload.batching import split_all_work
 from realrl.planner.workload.generation import split_generations
-from realrl.planner.workload.shard_sizes import LocalSizes, SetSizes
+from realrl.planner.workload.shard_sizes import SetSizes, size_shards
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import CallWork, Workload
 from realrl.program.arrays import Bools, Ints, Real, tabulate_stages, truncate
 from realrl.program.memory import StoredModel, TrainingState, count_training_state
-
-_BYTES = 8
-"""Bytes per candidate: its id in int32, and a log-probability in float32."""
-
-
-def add_candidates(
-    parts: Parts, call: Call, work: CallWork, rank_records: Ints, tokens: Real, *, cpu: bool, last: Bools
-) -> Parts:
-    """Add the memory of a call's candidates to the peak of each stage.
-
-    `tokens` counts the tokens of a micro-batch, and `rank_records` the records of a mini-batch on a rank. Given
-    candidates are copied for a micro-batch. Training also copies them for the mini-batch and, on a GPU, for the
-    whole step. Candidates that inference selects are moved to host memory, so they count only on a CPU.
-    """
-    if call.candidates is None:
-        return parts
-    rank_tokens = rank_records * work.mean
-    each = _BYTES * call.candidates.count
-    if call.candidates.ids is None:
-        # At the end, the outputs of all micro-batches are concatenated, so both copies exist.
-        outputs = {"activations": truncate(2 * each * rank_tokens)}
-        return choose(last & (total(outputs) > total(parts)), outputs, parts) if cpu else parts
-    if call.kind is Kind.TRAIN:
-        tokens = tokens + rank_tokens * (1 if cpu else 1 + work.minibatches)
-    return {**parts, "activations": parts.get("activations", truncate(0)) + truncate(each * tokens)}
-
 
 _GIB = 1 << 30
 DRIVER_BYTES = int(0.6 * _GIB)
@@ -69,6 +40,10 @@ FRAGMENTATION = 0.1
 Static memory consists of a few flat buffers and does not fragment. Neither do the cache, packed weights and the
 memory of graphs, because a call allocates them once and holds them until it ends."""
 
+_CANDIDATE_BYTES = 8
+"""Bytes per candidate: its id in int32, and a log-probability in float32."""
+_EXPERT_BYTES = 2
+"""Bytes of an expert's number, an int16, which generation records and later calls replay."""
 _LASTING = ("cache", "packed weights", "graphs")
 
 
@@ -85,24 +60,11 @@ class MemoryNeed:
 
     @property
     def static_bytes(self) -> int:
-        """Static bytes in total."""
         return sum(self.static.values())
 
     @property
     def bytes(self) -> int:
-        """Static and dynamic bytes in total."""
         return self.static_bytes + sum(self.dynamic.values())
-
-
-@dataclass(frozen=True)
-class ManyNeeds:
-    """`MemoryNeed` of each pipeline stage under many strategies, [stages, strategies].
-
-    Entries of `dynamic` past a strategy's last stage have no meaning.
-    """
-
-    static: Parts
-    dynamic: Parts
 
 
 class MemoryModel:
@@ -119,7 +81,6 @@ class MemoryModel:
                     " message buffers need"
                 )
         self.efficiency = efficiency or Efficiency()
-        self._sizes: dict[tuple[ModelShape, Head, int, TrainablePart], LocalSizes] = {}
         self._needs: dict[object, tuple[MemoryNeed, ...]] = {}
 
     def capacity(self, rank: int) -> int:
@@ -148,13 +109,8 @@ class MemoryModel:
         """Compute the bytes of a copy of the parameters on the peak device of a placement."""
         return int(self._stage_bytes(model, Strategies.of([placement.strategy])).max())
 
-    def set_bytes(self, model: StoredModel, placement: Placement) -> dict[str, int]:
-        """Compute the bytes of a copy of each parameter set, on the device that stores the most of it."""
-        sizes = self.largest_sets(model, Strategies.of([placement.strategy]))
-        return {name: int(size[0]) for name, size in sizes.items()}
-
     def largest_sets(self, model: StoredModel, strategies: Strategies) -> dict[str, Ints]:
-        """Compute `set_bytes` under each of some strategies."""
+        """Compute the bytes of a copy of each parameter set, on the device that stores the most of it."""
         return {name: size.max(axis=0) for name, size in self._set_bytes(model, strategies).items()}
 
     def least_base_bytes(self, model: StoredModel, strategies: Strategies) -> Ints:
@@ -164,19 +120,12 @@ class MemoryModel:
         there = np.arange(len(size))[:, None] < strategies.pp
         return np.where(there, size, size.max()).min(axis=0)
 
-    def state(self, model: StoredModel, placement: Placement) -> int:
-        """Compute the bytes that optimizer offloading frees on the peak device: gradients and optimizer state."""
-        return int(self.states(model, Strategies.of([placement.strategy]))[0][0])
-
-    def kept_state(self, model: StoredModel, placement: Placement) -> int:
-        """Compute the bytes that optimizer offloading copies: two moments and, below float32, the master weights.
-
-        Gradients are not copied, because no step needs those of the step before.
-        """
-        return int(self.states(model, Strategies.of([placement.strategy]))[1][0])
-
     def states(self, model: StoredModel, strategies: Strategies) -> tuple[Ints, Ints]:
-        """Compute `state` and `kept_state` under each of some strategies."""
+        """Compute the bytes that optimizer offloading frees on the peak device, and the bytes that it copies.
+
+        It frees gradients and optimizer state. It copies the two moments and, if there are any, the master weights.
+        It copies no gradients, because the next step computes its own.
+        """
         state = self._training_state(model, strategies, model.element_bytes)
         return state.bytes.max(axis=0), state.kept.max(axis=0)
 
@@ -193,23 +142,25 @@ class MemoryModel:
         key = (call, model, placement.strategy, device.cpu, device.groups_products, workload)
         if key not in self._needs:
             strategies = Strategies.of([placement.strategy])
-            needs = self.needs(call, model, placement.mesh.first, strategies, workload)
+            static, dynamic = self.needs(call, model, placement.mesh.first, strategies, workload)
             self._needs[key] = tuple(
-                MemoryNeed(_pick(needs.static, stage), _pick(needs.dynamic, stage))
+                MemoryNeed(_pick(static, stage), _pick(dynamic, stage))
                 for stage in range(placement.strategy.pp)
             )
         return self._needs[key]
 
     def needs(
         self, call: Call, model: StoredModel, first: int, strategies: Strategies, workload: Workload
-    ) -> ManyNeeds:
-        """Compute the memory needs under many strategies, as `stages` does for one, on devices like rank
-        `first`'s."""
+    ) -> tuple[Parts, Parts]:
+        """Compute static and dynamic parts as `stages` does, under many strategies, [stages, strategies].
+
+        `first` is a rank on the kind of device. Dynamic parts past a strategy's last stage have no meaning.
+        """
         static = {"parameters": self._stage_bytes(model, strategies)}
         if call.kind is Kind.TRAIN:
-            state = self._training_state(model, strategies, ELEMENT_BYTES[_dtype(model, strategies)])
+            state = self._training_state(model, strategies, ELEMENT_BYTES[strategies.dtype_of(model)])
             static |= {"gradients": state.gradients, "optimizer": state.optimizer}
-        return ManyNeeds(static, self._dynamic(call, model, strategies, workload, self.spec.device(first)))
+        return static, self._dynamic(call, model, strategies, workload, self.spec.device(first))
 
     def call(self, call: Call, model: StoredModel, placement: Placement, workload: Workload) -> MemoryNeed:
         """Compute the largest memory need among the pipeline stages."""
@@ -228,23 +179,20 @@ class MemoryModel:
             chunks = generation.passes
         else:
             chunks = split_all_work(work, strategies, self.efficiency.pass_chunks_per_stage)
-        tokens = chunks.peak_tokens
-        sizes = self._local(model, strategies.tp)
+        tokens = chunks.peak.tokens
+        sizes = size_shards(model, strategies.tp)
         activations = Activations(
             sizes=sizes,
             # Generation does not use sequence parallelism, which pays off for long sequences only.
             strategies=strategies if generation is None else replace(strategies, sequence_parallel=False),
-            dtype=_dtype(model, strategies),
+            dtype=strategies.dtype_of(model),
             cpu=cpu,
-            lengths=chunks.peak_lengths,
-            sample=chunks.peak,
+            lengths=chunks.peak.lengths,
             candidates=call.candidates,
             decode_graphs=self.efficiency.decode_graphs
-            and sizes.runs_ahead(_dtype(model, strategies), exact=model.exact, device=device),
+            and sizes.runs_ahead(strategies.dtype_of(model), exact=model.exact, device=device),
         )
-        layers = tabulate_stages(
-            lambda pp: list(map(len, stage_layers(model.shape.layers, pp))), strategies.pp
-        )
+        layers = strategies.spread_layers(model.shape.layers)
         stage = np.arange(len(layers))[:, None]
         last = stage == strategies.pp - 1
         parts: Parts
@@ -260,20 +208,28 @@ class MemoryModel:
             parts = activations.generating(
                 tokens,
                 rows=generation.rows_per_batch,
-                cached=generation.cached_tokens,
+                cached=generation.cache.tokens,
                 batches=generation.batches,
                 layers=layers,
                 stage=stage,
             )
-        if (
-            cpu and model.exact
-        ):  # Exact forward passes pack each matrix for its product, and free it afterwards.
+        if cpu and model.exact:
+            # Exact forward passes pack each matrix for its product, and free it afterwards.
             packed = packed_matrix_bytes(sizes, activations.dtype, head=last & (model.head == "lm"))
-            parts = {**parts, "packed weights": parts.get("packed weights", 0) + packed}
+            parts = _add(parts, "packed weights", packed)
         records = -(-(work.items // work.minibatches) // strategies.dp)
-        parts = add_candidates(parts, call, work, records, tokens, cpu=cpu, last=last)
-        routed = tokens if generation is None else generation.cached_tokens
-        parts = add_routed_experts(parts, call, model.shape, work, records, routed, layers=layers, cpu=cpu)
+        rank_tokens = records * work.mean
+        parts = _add_candidates(parts, call, work, rank_tokens, tokens, cpu=cpu, last=last)
+        mixture = model.shape.mixture
+        if mixture is not None and (call.records_experts or any(call.replays)):
+            each = _EXPERT_BYTES * mixture.per_token
+            if generation is not None:
+                # The KV cache also holds the experts that generation records.
+                parts = _add(parts, "cache", each * layers * generation.cache.tokens)
+            else:
+                # Host memory holds the experts of all items twice, for the step and for the call.
+                held = 2 * each * model.shape.layers * work.minibatches * rank_tokens if cpu else 0
+                parts = _add(parts, "activations", each * layers * tokens + held)
         passing = sum(size for name, size in parts.items() if name not in _LASTING)
         return {**parts, "fragmentation": truncate(FRAGMENTATION * np.asarray(passing))}
 
@@ -285,7 +241,7 @@ class MemoryModel:
 
     def _set_bytes(self, model: StoredModel, strategies: Strategies) -> dict[str, Ints]:
         """Bytes that each stage stores of each parameter set, [stages, strategies]."""
-        width = ELEMENT_BYTES[_dtype(model, strategies)]
+        width = ELEMENT_BYTES[strategies.dtype_of(model)]
         cut = strategies.zero == 3
         return {
             name: element_width(name, width) * self._pad_all(model, strategies, name, cut=cut)
@@ -293,7 +249,6 @@ class MemoryModel:
         }
 
     def _stage_bytes(self, model: StoredModel, strategies: Strategies) -> Ints:
-        """Bytes of parameters that each stage stores."""
         return np.sum(list(self._set_bytes(model, strategies).values()), axis=0)
 
     def _training_state(
@@ -309,21 +264,13 @@ class MemoryModel:
 
         If `cut`, each data-parallel rank stores only its own rows.
         """
-        local, stages = self._local(model, strategies.tp), int(strategies.pp.max())
+        local, stages = size_shards(model, strategies.tp), int(strategies.pp.max())
         degrees = zip(strategies.dp.tolist(), strategies.pp.tolist(), strict=True)
         sizes = (
             _padded(local.cut_sets(dp)[name], 1, pp) if cut else _padded(local.sets[name], dp, pp)
             for dp, pp in degrees
         )
         return np.array([of_stages + (0,) * (stages - len(of_stages)) for of_stages in sizes]).T
-
-    def _local(self, model: StoredModel, tp: int) -> LocalSizes:
-        key = (model.shape, model.head, tp, model.part)
-        return self._sizes.setdefault(key, LocalSizes(*key))
-
-
-def _dtype(model: StoredModel, strategies: Strategies) -> Dtype:
-    return model.dtype if strategies.dtype is None else strategies.dtype
 
 
 def _pick(parts: Parts, stage: int) -> dict[str, int]:
@@ -340,7 +287,31 @@ def _padded(sizes: SetSizes, replicas: int, pp: int) -> tuple[int, ...]:
 
 
 def _usable(group: NodeGroup, cluster: Cluster) -> int:
-    """Bytes of a device that a plan may use."""
     kind = group.device
     usable = kind.memory_bytes - message_limits(cpu=kind.cpu).staging_bytes
     return usable if kind.cpu else usable - DRIVER_BYTES - world_bytes(cluster)
+
+
+def _add_candidates(
+    parts: Parts, call: Call, work: CallWork, rank_tokens: Real, tokens: Real, *, cpu: bool, last: Bools
+) -> Parts:
+    """Add the memory of a call's candidates to the peak of each stage.
+
+    `tokens` counts the tokens of a micro-batch, and `rank_tokens` the tokens of a mini-batch on a rank. Given
+    candidates are copied for a micro-batch. Training also copies them for the mini-batch and, on a GPU, for the
+    whole step. Candidates that inference selects are moved to host memory, so they count only on a CPU.
+    """
+    if call.candidates is None:
+        return parts
+    each = _CANDIDATE_BYTES * call.candidates.count
+    if call.candidates.ids is None:
+        # At the end, the outputs of all micro-batches are concatenated, so both copies exist.
+        outputs = {"activations": truncate(2 * each * rank_tokens)}
+        return choose(last & (total(outputs) > total(parts)), outputs, parts) if cpu else parts
+    if call.kind is Kind.TRAIN:
+        tokens = tokens + rank_tokens * (1 if cpu else 1 + work.minibatches)
+    return _add(parts, "activations", each * tokens)
+
+
+def _add(parts: Parts, name: str, size: Real) -> Parts:
+    return {**parts, name: parts.get(name, truncate(0)) + truncate(size)}

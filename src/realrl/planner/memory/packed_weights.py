@@ -5,6 +5,8 @@ widened for each product, and have no packed copy. The CPU that runs a generate 
 off, so these bytes are an upper bound.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from realrl.layout.limits import LANES
@@ -16,29 +18,23 @@ from realrl.program.arrays import Bools, Ints
 def packed_weight_bytes(sizes: LocalSizes, dtype: Dtype, *, layers: Ints, head: Bools) -> Ints:
     """Compute the bytes of a packed copy of the matrices of `layers` and, if `head`, of the head's."""
     matrices = () if sizes.shape.quantised else sizes.matmul_shapes + sizes.experts * sizes.expert_shapes
-    of_layer, of_head = (
-        sum(_add_rows(rows) * columns for rows, columns in shapes)
-        for shapes in (matrices, _head_shape(sizes))
-    )
+    of_layer = sum(_add_rows(rows) * columns for rows, columns in matrices)
+    of_head = _add_rows(sizes.padded_vocab) * sizes.shape.hidden_size
     return _element_bytes(dtype) * (layers * of_layer + head * of_head)
 
 
 def packing_bytes(sizes: LocalSizes, dtype: Dtype, *, head: Bools) -> Ints:
     """Compute the most temporary bytes while a matrix is packed: a rounded copy, and a copy with added rows."""
-    with_head, without = (max(_copies(s, dtype) for s in _shapes(sizes, of)) for of in (True, False))
-    return _element_bytes(dtype) * np.where(head, with_head, without)
+    return _find_most(sizes, dtype, head, lambda rows, columns: _count_copied(rows, columns, dtype))
 
 
 def packed_matrix_bytes(sizes: LocalSizes, dtype: Dtype, *, head: Bools) -> Ints:
     """Compute the most bytes held while one matrix is packed for a product, as exact forward passes do."""
-    with_head, without = (
-        max(
-            _add_rows(rows) * columns + _copies((rows, columns), dtype)
-            for rows, columns in _shapes(sizes, of)
-        )
-        for of in (True, False)
-    )
-    return _element_bytes(dtype) * np.where(head, with_head, without)
+
+    def count(rows: int, columns: int) -> int:
+        return _add_rows(rows) * columns + _count_copied(rows, columns, dtype)
+
+    return _find_most(sizes, dtype, head, count)
 
 
 def widened_matrix_bytes(sizes: LocalSizes, dtype: Dtype) -> int:
@@ -47,18 +43,16 @@ def widened_matrix_bytes(sizes: LocalSizes, dtype: Dtype) -> int:
     return ELEMENT_BYTES[dtype] * max(widened, default=0)
 
 
-def _copies(shape: tuple[int, int], dtype: Dtype) -> int:
-    """Temporary elements while a matrix is packed, in addition to the packed copy."""
-    rows, columns = shape
+def _count_copied(rows: int, columns: int, dtype: Dtype) -> int:
+    """Count the temporary elements while a matrix is packed, in addition to the packed copy."""
     return (dtype == "mixed") * rows * columns + (_add_rows(rows) != rows) * _add_rows(rows) * columns
 
 
-def _shapes(sizes: LocalSizes, head: bool) -> tuple[tuple[int, int], ...]:
-    return sizes.matmul_shapes + sizes.expert_shapes + (_head_shape(sizes) if head else ())
-
-
-def _head_shape(sizes: LocalSizes) -> tuple[tuple[int, int]]:
-    return ((sizes.padded_vocab, sizes.shape.hidden_size),)
+def _find_most(sizes: LocalSizes, dtype: Dtype, head: Bools, count: Callable[[int, int], int]) -> Ints:
+    """Find the most bytes for any matrix of a layer and, if `head`, of the head. `count` gives elements."""
+    of_layer = max(count(*shape) for shape in sizes.matmul_shapes + sizes.expert_shapes)
+    of_head = count(sizes.padded_vocab, sizes.shape.hidden_size)
+    return _element_bytes(dtype) * np.where(head, max(of_layer, of_head), of_layer)
 
 
 def _add_rows(rows: int) -> int:

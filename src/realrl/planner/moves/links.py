@@ -13,7 +13,7 @@ from realrl.layout.sets import BASE, element_width
 from realrl.plan.cluster import Cluster, Links
 from realrl.plan.placement import Placement
 from realrl.planner.moves.transfers import HALF, Layouts, find_nodes
-from realrl.planner.workload.shard_sizes import LocalSizes
+from realrl.planner.workload.shard_sizes import size_shards
 from realrl.program.arrays import Bools, Floats, Ints
 from realrl.program.memory import StoredModel
 
@@ -80,6 +80,8 @@ def _overlap(a: Floats, b: Floats, c: Floats, d: Floats) -> Floats:
 
 _AT_ONCE = 1 << 16
 """Array elements (nodes or devices, times pairs) processed together, so that they stay in the caches."""
+_FEW_PAIRS = 1 << 15
+"""Pairs of layouts that are kept apart from older ones."""
 _FEW_LAYOUTS, _RECENT = 16, 4
 """Layouts whose boxes are not kept, and number of sets of boxes that are."""
 
@@ -104,7 +106,7 @@ class ParameterBytes:
     def of(cls, model: StoredModel, width: int, name: str = BASE) -> "ParameterBytes":
         """Build from a set of a model whose parameters have `width` bytes each, if they are not quantised."""
         width = element_width(name, width)
-        sizes = LocalSizes(model.shape, model.head, 1, model.part).sets[name]
+        sizes = size_shards(model, 1).sets[name]
         return cls(
             layers=sizes.layers_of_model,
             layer=sizes.layer[0] * width,
@@ -163,7 +165,7 @@ class LinkTransfers:
     """Boxes of layouts that were asked for last."""
 
     def seconds(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        """See `Transfers`."""
+        """Compute the seconds of each pair; 0 for two equal layouts."""
         result = np.zeros(len(source.first))
         half = (source.dtype == HALF) | (target.dtype == HALF)
         for moving, pairs in ((self.weights, ~half), (self.halves, half)):
@@ -177,7 +179,10 @@ class LinkTransfers:
         return float(self.seconds(role, Layouts.of([source]), Layouts.of([target]))[0])
 
     def at_least(self, role: str, source: Layouts, target: Layouts) -> Floats:
-        """See `Transfers`."""
+        """Compute a lower bound on the seconds from each source to each target, [sources, targets].
+
+        It depends on the sizes of the meshes, not on their positions.
+        """
         result = np.zeros((len(source.first), len(target.first)))
         half = (source.dtype == HALF)[:, None] | (target.dtype == HALF)
         for moving, pairs in ((self.weights, ~half), (self.halves, half)):
@@ -242,9 +247,10 @@ class LinkTransfers:
 
     def _seconds(self, weights: ParameterBytes, source: Layouts, target: Layouts) -> Floats:
         ports = self._slower(source, target)
+        first, last = self._span(source)
         entering, distinct = self._lacking(weights, source, target, self._nodes)
-        network = np.maximum(entering.max(axis=0), distinct / self._count_nodes(source)) / ports.node
-        device = self._needed(weights, target) / ports.device
+        network = np.maximum(entering.max(axis=0), distinct / (last - first + 1)) / ports.node
+        device = (self._largest(weights, target.stages) + weights.embedding) / target.parts / ports.device
         # `device` is an upper bound so far. Its exact value only matters if the bound exceeds the network's time.
         for part in self._parts(np.flatnonzero(device > network), self.cluster.size):
             device[part] = self._ports(weights, source[part], target[part])
@@ -298,11 +304,6 @@ class LinkTransfers:
         ranks = np.minimum(np.lcm(source.parts, target.parts) // target.parts, source.parts)
         return np.asarray(2 * stages * ranks * self._slower(source, target).latency)
 
-    def _count_nodes(self, places: Layouts) -> Ints:
-        """Number of nodes that meshes span."""
-        first, last = self._span(places)
-        return last - first + 1
-
     def _lacking(self, weights: ParameterBytes, source: Layouts, target: Layouts, bounds: Ints) -> Pair:
         """Bytes that the devices between two `bounds` need and do not hold, [blocks, pairs], and a bound on
         distinct ones."""
@@ -346,10 +347,6 @@ class LinkTransfers:
         high = cuts[layouts.stages, last + 1]
         return Boxes(low, np.where(present, high, low), left, np.where(present, right, left), 1.0 * ends)
 
-    def _needed(self, weights: ParameterBytes, layouts: Layouts) -> Floats:
-        """Upper bound on the bytes of any device."""
-        return (self._largest(weights, layouts.stages) + weights.embedding) / layouts.parts
-
     def _largest(self, weights: ParameterBytes, pp: Ints) -> Floats:
         """Bytes of the largest stage, without the embedding."""
         cuts = self._bounds(weights, int(pp.max()))
@@ -373,6 +370,54 @@ class LinkTransfers:
                 table[pp, : pp + 1] = cuts
             self._cuts[weights] = table
         return self._cuts[weights]
+
+
+class TransferTable:
+    """Reallocation times between two lists of layouts of a role, computed on first use."""
+
+    def __init__(self, transfers: LinkTransfers, role: str, sources: Layouts, targets: Layouts) -> None:
+        self._transfers = transfers
+        self.role = role
+        self._sources = sources
+        self._targets = targets
+        # Of billions of pairs some hundred thousand are used, here and there. New ones are kept apart until they
+        # are some thousands, so that the others need not be sorted again each time.
+        self._many, self._few = (_KnownPairs(np.zeros(0, np.int64), np.zeros(0)) for _ in range(2))
+
+    def __call__(self, source: Ints, target: Ints) -> Floats:
+        """Return the seconds of pairs of indices."""
+        pairs, which = np.unique(source * len(self._targets.first) + target, return_inverse=True)
+        seconds = np.full(len(pairs), np.nan)
+        for known in (self._many, self._few):
+            known.fill(pairs, seconds)
+        missing = np.isnan(seconds)
+        if missing.any():
+            i, j = np.divmod(pairs[missing], len(self._targets.first))
+            seconds[missing] = self._transfers.seconds(self.role, self._sources[i], self._targets[j])
+            self._few = self._few.merge(pairs[missing], seconds[missing])
+            if len(self._few.pairs) > _FEW_PAIRS:
+                self._many = self._many.merge(self._few.pairs, self._few.seconds)
+                self._few = _KnownPairs(np.zeros(0, np.int64), np.zeros(0))
+        return seconds[which.reshape(source.shape)]
+
+
+@dataclass(frozen=True)
+class _KnownPairs:
+    """Seconds of pairs, in ascending order of their numbers."""
+
+    pairs: Ints
+    seconds: Floats
+
+    def fill(self, pairs: Ints, seconds: Floats) -> None:
+        """Fill in the seconds of those pairs that are known."""
+        if len(self.pairs):
+            place = np.minimum(np.searchsorted(self.pairs, pairs), len(self.pairs) - 1)
+            np.copyto(seconds, self.seconds[place], where=self.pairs[place] == pairs)
+
+    def merge(self, pairs: Ints, seconds: Floats) -> "_KnownPairs":
+        """Add pairs that are not known."""
+        place = np.searchsorted(self.pairs, pairs)
+        return _KnownPairs(np.insert(self.pairs, place, pairs), np.insert(self.seconds, place, seconds))
 
 
 def _into_empty(holding: Ints, needed: Boxes, weights: ParameterBytes) -> Floats:

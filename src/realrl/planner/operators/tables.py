@@ -18,6 +18,7 @@ import numpy as np
 
 from realrl.plan.placement import Dtype
 from realrl.planner.cluster.devices import DeviceKind
+from realrl.planner.cluster.efficiency import Efficiency
 from realrl.program.arrays import Floats, Ints, Real
 
 PERCENT = 100
@@ -81,9 +82,7 @@ class Grid:
 
 ELEMENT = 2
 """Bytes per element of operands: they are bfloat16."""
-LEAST_S = 2e-6
-"""Seconds from the start of a kernel to the start of the next one, without any work: products of 32 x 32 x 32 take
-2.5 µs on an H100 and 4 µs on an A100, in a CUDA graph."""
+LEAST_S = Efficiency.least_kernel_s
 TILE = 128
 """Keys that a block of an attention kernel reads at a time, even if a window hides most of them."""
 
@@ -108,10 +107,10 @@ def place_prefill(
     device: DeviceKind,
     tokens: Real,
     squares: Real,
-    heads: float,
-    kv_heads: float,
-    head_dim: float,
-    window: int | None = None,
+    heads: Real,
+    kv_heads: Real,
+    head_dim: Real,
+    window: Real | None = None,
 ) -> TablePoint:
     """Place causal attention of sequences, as if they were of equal length. `squares`: sum of squared lengths.
 
@@ -129,10 +128,10 @@ def place_decode(
     device: DeviceKind,
     rows: Real,
     context: Real,
-    heads: float,
-    kv_heads: float,
-    head_dim: float,
-    window: int | None = None,
+    heads: Real,
+    kv_heads: Real,
+    head_dim: Real,
+    window: Real | None = None,
 ) -> TablePoint:
     """Place attention of one new token per row, which reads keys and values of `context` tokens."""
     seen = context if window is None else np.minimum(context, window + TILE)
@@ -178,40 +177,22 @@ class Operators:
     device: DeviceKind
     grids: Mapping[str, Grid]
 
-    def product(self, rows: Real, outputs: Real, inputs: Real) -> Floats:
-        """Time a product of [rows, inputs] and [inputs, outputs]."""
-        return self._time("product", place_product(self.device, rows, outputs, inputs))
+    def product(self, *sizes: Real) -> Floats:
+        """Time a matrix product; for the sizes see `place_product`."""
+        return self._time("product", place_product(self.device, *sizes))
 
     @property
     def flash3(self) -> bool:
         """Whether attention was measured with FlashAttention 3."""
         return self.device.measured in FLASH3
 
-    def prefill(
-        self,
-        tokens: Real,
-        squares: Real,
-        heads: float,
-        kv_heads: float,
-        head_dim: float,
-        window: int | None = None,
-    ) -> Floats:
-        """Time causal attention of whole sequences. `squares`: sum of squared lengths."""
-        point = place_prefill(self.device, tokens, squares, heads, kv_heads, head_dim, window)
-        return self._time("prefill", point)
+    def prefill(self, *sizes: Real) -> Floats:
+        """Time causal attention of whole sequences; for the sizes see `place_prefill`."""
+        return self._time("prefill", place_prefill(self.device, *sizes))
 
-    def decode(
-        self,
-        rows: Real,
-        context: Real,
-        heads: float,
-        kv_heads: float,
-        head_dim: float,
-        window: int | None = None,
-    ) -> Floats:
-        """Time attention of one new token of each of `rows` sequences that have `context` tokens."""
-        point = place_decode(self.device, rows, context, heads, kv_heads, head_dim, window)
-        return self._time("decode", point)
+    def decode(self, *sizes: Real) -> Floats:
+        """Time attention of one new token per sequence; for the sizes see `place_decode`."""
+        return self._time("decode", place_decode(self.device, *sizes))
 
     def collective(self, kind: Reduction, ranks: Real, number_bytes: Real) -> Floats:
         """Time a collective of 2 to `MOST_RANKS` ranks of a node.

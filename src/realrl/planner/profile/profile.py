@@ -9,9 +9,7 @@ The speed of a process on a CPU depends on how many others compute at the same t
 together.
 """
 
-import json
 import platform
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,8 +24,7 @@ from realrl import __version__
 from realrl.config.base import Settings
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, explain
-from realrl.config.files import write_whole
-from realrl.config.json_file import read_json
+from realrl.config.json_file import read_json, write_readable
 from realrl.config.paths import local_path
 from realrl.families.shape import Mixture, ModelShape
 from realrl.plan.placement import Dtype
@@ -218,14 +215,6 @@ class LayerTimes(Settings):
     dtype: Dtype
     measurements: tuple[Measurement, ...] = Field(strict=False)
 
-    @cached_property
-    def surfaces(self) -> Mapping[tuple[str, int], Surface]:
-        """Interpolated times by (kind, TP degree)."""
-        groups: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
-        for m in self.measurements:
-            groups.setdefault((m.kind, m.tp), []).append((m.context, m.size, m.seconds))
-        return {key: Surface.of(points) for key, points in groups.items()}
-
 
 class CollectiveTime(Settings):
     """Measured time of a collective, a message or a copy."""
@@ -313,7 +302,7 @@ class Profile(Settings):
         return None if surface is None else surface(context, size)
 
     def peak_flops(self, dtype: Dtype) -> float | None:
-        """Find the largest FLOP/s of any measured product in a data type; None where none was measured."""
+        """Find the largest FLOP/s of any measured product in a data type; None if none was measured."""
         rates = [
             2 * m.tokens**3 / m.seconds
             for part in self.layers
@@ -323,7 +312,7 @@ class Profile(Settings):
         return max(rates, default=None)
 
     def memory_bytes_per_s(self) -> float | None:
-        """Find the bandwidth at which the largest measured copy reads and writes; None where none was measured."""
+        """Find the bandwidth at which the largest measured copy reads and writes; None if none was measured."""
         copies = [c for c in self.collectives if c.kind == "copy"]
         largest = max(copies, key=lambda c: c.bytes, default=None)
         return None if largest is None else 2 * largest.bytes / largest.seconds
@@ -341,10 +330,7 @@ class Profile(Settings):
     def save(self, path: str | Path) -> None:
         """Write the file that `load` reads."""
         content = {"format": self.format, "version": self.version}
-        text = json.dumps(content | self.model_dump(mode="json", exclude_defaults=True), indent=1)
-        # One measurement per line, so that files can be compared with diff.
-        text = re.sub(r"\{[^{}]*\}", lambda match: re.sub(r"\s*\n\s*", " ", match[0]), text)
-        write_whole(Path(path), text + "\n")
+        write_readable(Path(path), content | self.model_dump(mode="json", exclude_defaults=True))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -381,11 +367,12 @@ class Profile(Settings):
 
     @cached_property
     def _surfaces(self) -> Mapping[tuple[object, Dtype, str, int], Surface]:
-        return {
-            (_key(part.shape), part.dtype, *key): surface
-            for part in self.layers
-            for key, surface in part.surfaces.items()
-        }
+        groups: dict[tuple[object, Dtype, str, int], list[tuple[float, float, float]]] = {}
+        for part in self.layers:
+            for m in part.measurements:
+                key = _key(part.shape), part.dtype, m.kind, m.tp
+                groups.setdefault(key, []).append((m.context, m.size, m.seconds))
+        return {key: Surface.of(points) for key, points in groups.items()}
 
     @cached_property
     def _curves(self) -> Mapping[tuple[str, int, int], Curve]:

@@ -17,32 +17,28 @@ _GLOO_REQUESTS = 2
 _MEETING = 6
 """Requests of a rank to the store until all have met (`runtime.processes.rendezvous`)."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class StartTimes:
-    """Seconds of the parts of a start."""
-
-    process: float = 30.0
-    """From the order to start processes to their meeting: scheduler, imports, CUDA context. An assumption; imports
-    alone are 3 to 5 s here, from a local disk."""
-    request: float = 15e-6
-    """A request to the store, which one thread on one node answers (docs/notes/scale.md)."""
-    connection: float = 100e-6
-    """A connection of gloo: a socket on both sides. An assumption."""
-    world: float = 2.5
-    """The first communicator of NCCL, but for its ranks: 2.46 s with NCCL 2.22 on 8 H100 (nccl#534)."""
-    split: float = 0.6
-    """Another communicator, which finds the devices and links of its ranks again: 0.52 s there."""
-    nccl_rank: float = 265 / 98_304
-    """Each rank of a communicator: NCCL starts among 96k GPUs in 265 s (arXiv 2510.20171). For some
-    thousands, 2.5 minutes were reported in January 2024 (nccl#1156)."""
-    split_share: float = 0.25
-    """Share of that for each rank of the communicator that is split: one of about four all-gathers. An
-    assumption."""
-    compile: float = 600e-6
-    """To compile and check the programs of all ranks, for each of them, on every rank (docs/notes/scale.md)."""
-    warm_up: float = 30.0
-    """By which the first step is longer: kernels are compiled, graphs captured. An assumption."""
+# Seconds of the parts of a start.
+_PROCESS = 30.0
+"""From the order to start processes to their meeting: scheduler, imports, CUDA context. An assumption; imports
+alone are 3 to 5 s here, from a local disk."""
+_REQUEST = 15e-6
+"""A request to the store, which one thread on one node answers (docs/notes/scale.md)."""
+_CONNECTION = 100e-6
+"""A connection of gloo: a socket on both sides. An assumption."""
+_WORLD = 2.5
+"""The first communicator of NCCL, without its share per rank: 2.46 s with NCCL 2.22 on 8 H100 (nccl#534)."""
+_SPLIT = 0.6
+"""Another communicator, which finds the devices and links of its ranks again: 0.52 s there."""
+_NCCL_RANK = 265 / 98_304
+"""Each rank of a communicator: NCCL starts among 96k GPUs in 265 s (arXiv 2510.20171). For some thousands,
+2.5 minutes were reported in January 2024 (nccl#1156)."""
+_SPLIT_SHARE = 0.25
+"""Share of `_NCCL_RANK` for each rank of the communicator that is split: one of about four all-gathers. An
+assumption."""
+_COMPILE = 600e-6
+"""To compile and check the programs of all ranks, for each of them, on every rank (docs/notes/scale.md)."""
+_WARM_UP = 30.0
+"""Extra seconds of the first step: kernels are compiled, and graphs are captured. An assumption."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +57,9 @@ class StartEstimate:
     """Bytes that it sends."""
 
 
-def predict_start(
-    rank_sets: RankSets, world: int, *, gpus: bool, efficiency: Efficiency, times: StartTimes | None = None
-) -> StartEstimate:
-    """Predict the start of ranks with these groups; of one rank, which has none, processes alone."""
-    times = times or StartTimes()
-    seconds = {"process": times.process, "compile": times.compile * world, "warm-up": times.warm_up}
+def predict_start(rank_sets: RankSets, world: int, *, gpus: bool, efficiency: Efficiency) -> StartEstimate:
+    """Predict the start of ranks with these groups. A single rank has no groups, so only its process counts."""
+    seconds = {"process": _PROCESS, "compile": _COMPILE * world, "warm-up": _WARM_UP}
     if world == 1:
         return StartEstimate(seconds=seconds, sockets=0, communicators=0, store_requests=0, store_bytes=0)
     everyone = tuple(range(world))
@@ -77,16 +70,16 @@ def predict_start(
     requests = _MEETING * world + _GLOO_REQUESTS * sum(len(ranks) ** 2 for ranks in gloo)
     answered = sum(len(ranks) ** 2 * (_GLOO_ADDRESS + 8 * len(ranks)) for ranks in gloo)
     sockets = _count_most([(ranks, len(ranks)) for ranks in gloo], world)
-    seconds["store"] = times.request * requests + answered / efficiency.host_bytes_per_s
-    seconds["gloo"] = times.connection * sockets
+    seconds["store"] = _REQUEST * requests + answered / efficiency.host_bytes_per_s
+    seconds["gloo"] = _CONNECTION * sockets
     communicators = 0
     if gpus:
         first, *others = list_communicators(rank_sets, world)
         communicators = 1 + _count_most([(one.ranks, 1) for one in others], world)
-        seconds["nccl"] = times.world + times.nccl_rank * len(first.ranks)
+        seconds["nccl"] = _WORLD + _NCCL_RANK * len(first.ranks)
         for split in group_splits(others):
             largest = max(len(one.ranks) for one in split)
-            seconds["nccl"] += times.split + times.nccl_rank * (times.split_share * world + largest)
+            seconds["nccl"] += _SPLIT + _NCCL_RANK * (_SPLIT_SHARE * world + largest)
     return StartEstimate(
         seconds=seconds,
         sockets=sockets,

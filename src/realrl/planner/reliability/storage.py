@@ -8,9 +8,8 @@ import numpy as np
 from realrl.layout.sets import element_width
 from realrl.plan.placement import Placement
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.workload.shard_sizes import LocalSizes, SetSizes
+from realrl.planner.workload.shard_sizes import SetSizes, size_shards
 from realrl.program.arrays import Floats, Ints
-from realrl.program.memory import StoredModel
 
 _SAVED = 4 * 3
 """Bytes of a trained parameter in a checkpoint: it, or its master, and two moments of the optimizer, in float32."""
@@ -52,15 +51,16 @@ def count_traffic(scenario: Scenario, homes: Mapping[str, Placement]) -> Storage
     """
     spec = scenario.spec
     written, read = np.zeros(spec.size), np.zeros(spec.size)
-    following = {average.role for average in scenario.graph.averages}
     for role, home in homes.items():
-        model = scenario.models[role]
-        saved = np.array(_stage_bytes(model, home, learns=model.trained or role in following))
-        stages = np.repeat(np.array(_stage_weights(model, home)), home.mesh.size // home.strategy.pp)
-        shares = np.repeat(saved / home.strategy.dp, home.mesh.size // home.strategy.pp)
+        model, strategy = scenario.models[role], home.strategy
+        ranks = home.mesh.size // strategy.pp
+        saved = np.repeat(_saved_stages(scenario, role, strategy.tp, strategy.pp) / strategy.dp, ranks)
+        sizes, width = size_shards(model, strategy.tp), model.width(strategy)
+        stored = sizes.cut_sets(strategy.dp) if strategy.shards_parameters else sizes.sets
+        weights = {name: element_width(name, width) for name in stored}
         here = slice(home.mesh.first, home.mesh.first + home.mesh.size)
-        written[here] += shares
-        read[here] += np.where(shares > 0, shares, stages)
+        written[here] += saved
+        read[here] += np.where(saved > 0, saved, np.repeat(_by_stage(stored, weights, strategy.pp), ranks))
     nodes = [group for group in spec.groups for _ in range(group.nodes)]
     return StorageTraffic(
         written,
@@ -72,48 +72,33 @@ def count_traffic(scenario: Scenario, homes: Mapping[str, Placement]) -> Storage
 
 def count_saved_bytes(scenario: Scenario) -> float:
     """Count the least bytes of a checkpoint under any plan, on all nodes together."""
-    following = {average.role for average in scenario.graph.averages}
-    total = 0.0
-    for role in scenario.graph.roles:
-        model = scenario.models[role]
-        for name, sizes in _sizes(model, 1).items():
-            if model.trained or role in following:
-                total += _saved_width(model, name) * sum(sizes.stage_elements(1))
-    return total
+    return float(sum(_saved_stages(scenario, role, 1, 1).sum() for role in scenario.graph.roles))
 
 
-def _sizes(model: StoredModel, tp: int) -> Mapping[str, SetSizes]:
-    """Sizes of the parameter sets in a role's checkpoint; a model under adapters is read from its own files."""
-    sizes = LocalSizes(model.shape, model.head, tp, model.part).sets
-    if not model.part.adapters:
-        return sizes
-    return {name: of for name, of in sizes.items() if model.sets[name].trainable}
+def _saved_stages(scenario: Scenario, role: str, tp: int, pp: int) -> Floats:
+    """Bytes that the data-parallel ranks of each stage save together, for one TP rank, [stages].
+
+    Only learning roles are saved. The parameters beside adapters are read from the model's own files instead.
+    """
+    model = scenario.models[role]
+    if not model.trained and role not in {average.role for average in scenario.graph.averages}:
+        return np.zeros(pp)
+    trainable = {name for name, of in model.sets.items() if of.trainable}
+    sets = {
+        name: sizes
+        for name, sizes in size_shards(model, tp).sets.items()
+        if name in trainable or not model.part.adapters
+    }
+    widths = {
+        name: _SAVED if model.trained and name in trainable else element_width(name, model.element_bytes)
+        for name in sets
+    }
+    return _by_stage(sets, widths, pp)
 
 
-def _saved_width(model: StoredModel, name: str) -> float:
-    """Bytes of an element of a parameter set in a checkpoint."""
-    if model.trained and model.sets[name].trainable:
-        return _SAVED
-    return element_width(name, model.element_bytes)
-
-
-def _stage_bytes(model: StoredModel, home: Placement, *, learns: bool) -> list[float]:
-    """Bytes that the data-parallel ranks of each stage, one TP rank of each, save together."""
-    strategy = home.strategy
-    total = [0.0] * strategy.pp
-    for name, sizes in _sizes(model, strategy.tp).items() if learns else ():
-        for stage, elements in enumerate(sizes.stage_elements(strategy.pp)):
-            total[stage] += _saved_width(model, name) * elements
-    return total
-
-
-def _stage_weights(model: StoredModel, home: Placement) -> list[float]:
-    """Bytes of the parameters that a rank of each stage holds."""
-    strategy = home.strategy
-    total = [0.0] * strategy.pp
-    local = LocalSizes(model.shape, model.head, strategy.tp, model.part)
-    stored = local.cut_sets(strategy.dp) if strategy.shards_parameters else local.sets
-    for name, sizes in stored.items():
-        for stage, elements in enumerate(sizes.stage_elements(strategy.pp)):
-            total[stage] += element_width(name, model.width(strategy)) * elements
+def _by_stage(sets: Mapping[str, SetSizes], widths: Mapping[str, float], pp: int) -> Floats:
+    """Bytes of parameter sets on each stage, [stages]. `widths`: bytes of an element, by set."""
+    total = np.zeros(pp)
+    for name, sizes in sets.items():
+        total += widths[name] * np.array(sizes.stage_elements(pp))
     return total

@@ -1,13 +1,13 @@
 """Alternatives to the placements of a plan, with the reasons against them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind
-from realrl.plan.placement import Dtype, Placement, Strategy
+from realrl.plan.placement import Placement, Strategy
 from realrl.plan.plan import Plan
 from realrl.planner.report.report import Alternative
 from realrl.planner.report.shortage_text import describe_shortage
@@ -125,10 +125,11 @@ class _View:
         return [self._alternative(timeline, base, number) for number in picked]
 
     def _alternative(self, timeline: Timeline, base: PlanEvaluation, number: int) -> Alternative:
-        assignment = {**self.assignment, self.call.name: number}
+        assignment, models = {**self.assignment, self.call.name: number}, self.scenario.models
         other = timeline.evaluate(assignment)
         candidate = self.candidates[number]
         chosen = self.candidates[0]
+        own, before = candidate.placement.strategy, chosen.placement.strategy
         slower = other.seconds - base.seconds
         away = {
             "parameters": (chosen.offload, candidate.offload),
@@ -142,26 +143,20 @@ class _View:
         return Alternative(
             call=self.call.name,
             placement=candidate.placement,
-            offload=tuple(name for name, (before, after) in away.items() if after and not before),
+            offload=tuple(name for name, (then, now) in away.items() if now and not then),
             step_seconds=self.step_seconds + slower,
             fits=other.fits,
             reason=reason,
-            on_device=tuple(name for name, (before, after) in away.items() if before and not after),
-            dtype=self._other_dtype(candidate),
+            on_device=tuple(name for name, (then, now) in away.items() if then and not now),
+            dtype=None if own.dtype == before.dtype else models[self.call.model_role].dtype_under(own),
             keep=None if candidate.keep == chosen.keep else candidate.keep,
             function=self.call.is_function,
         )
 
-    def _other_dtype(self, candidate: Candidate) -> Dtype | None:
-        """Type of a candidate's parameters; None if the chosen candidate has the same."""
-        mine, chosen = (o.placement.strategy for o in (candidate, self.candidates[0]))
-        if mine.dtype == chosen.dtype:
-            return None
-        return self.scenario.models[self.call.model_role].dtype_under(mine)
-
     def _where_slower(self, base: PlanEvaluation, other: PlanEvaluation, candidate: Candidate) -> str:
         slower = other.seconds - base.seconds
-        terms = _difference(self._terms(other, candidate), self._terms(base, self.candidates[0]))
+        now, before = self._terms(other, candidate), self._terms(base, self.candidates[0])
+        terms = {name: now.get(name, 0.0) - before.get(name, 0.0) for name in {**now, **before}}
         # The remainder: calls that now need the same devices, or that depend on this one, run later.
         terms["waiting"] = slower - sum(terms.values())
         named = [
@@ -179,10 +174,6 @@ class _View:
         terms["offload"] = candidate.seconds + captures - sum(terms.values())
         terms["reallocation"] = sum(evaluation.reallocation_seconds.values())
         return terms
-
-
-def _difference(terms: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
-    return {name: terms.get(name, 0.0) - others.get(name, 0.0) for name in {**terms, **others}}
 
 
 def _pick(candidates: tuple[Candidate, ...], seconds: list[float], fill: list[float]) -> list[int]:
@@ -203,28 +194,25 @@ def _pick(candidates: tuple[Candidate, ...], seconds: list[float], fill: list[fl
     return sorted([*best.values(), *nearest], key=lambda number: seconds[number])[:_PER_CALL]
 
 
+_RESPECTS: Mapping[str, Callable[[Candidate], object]] = {
+    "size": lambda one: one.placement.mesh.size,
+    "place": lambda one: one.placement.mesh,
+    "degrees": lambda one: one.placement.strategy.degrees,
+    "type": lambda one: one.placement.strategy.dtype,
+    "stage of ZeRO": lambda one: one.placement.strategy.zero,
+    "recomputation": lambda one: one.placement.strategy.recompute,
+    "offload": lambda one: (one.offload, one.offload_optimizer),
+    "copies": lambda one: one.keep,
+}
+"""Respects in which candidates differ, the most important first."""
+
+
 def _respect(chosen: Candidate, other: Candidate) -> str | None:
-    """Name the most important difference of a candidate; None if it only offloads more."""
-    a = chosen.placement
-    b = other.placement
-    if a.mesh.size != b.mesh.size:
-        return "size"
-    if a.mesh != b.mesh:
-        return "place"
-    if a.strategy.degrees != b.strategy.degrees:
-        return "degrees"
-    if a.strategy.dtype != b.strategy.dtype:
-        return "type"
-    if a.strategy.zero != b.strategy.zero:
-        return "stage of ZeRO"
-    if a.strategy.recompute != b.strategy.recompute:
-        return "recomputation"
-    if (chosen.offload, chosen.offload_optimizer) != (other.offload, other.offload_optimizer):
-        less = other.offload <= chosen.offload and other.offload_optimizer <= chosen.offload_optimizer
-        return "offload" if less else None
-    if chosen.keep != other.keep:
-        return "copies"
-    return "micro-batch"
+    """Find the most important respect in which a candidate differs; None if it only offloads more."""
+    differs = (name for name, find in _RESPECTS.items() if find(chosen) != find(other))
+    respect = next(differs, "micro-batch")
+    more = other.offload > chosen.offload or other.offload_optimizer > chosen.offload_optimizer
+    return None if respect == "offload" and more else respect
 
 
 def _seconds(seconds: float) -> str:

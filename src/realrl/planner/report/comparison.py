@@ -1,7 +1,6 @@
 """Measured and predicted costs of a run: the file `costs.json` of its directory."""
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -13,11 +12,11 @@ from realrl.config.base import Settings
 from realrl.config.errors import UserError
 from realrl.config.explain import brief, explain
 from realrl.config.files import write_whole
-from realrl.config.json_file import read_json
+from realrl.config.json_file import read_json, write_readable
 from realrl.config.paths import local_path
 from realrl.dataflow.call import Call
 from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.uncertainty.outlook import Interval
+from realrl.planner.simulate.estimate import Interval
 from realrl.planner.workload.workload import Workload
 from realrl.program.memory import StoredModel
 
@@ -118,10 +117,7 @@ class Comparison(Settings):
 
     def save(self, directory: str | Path) -> None:
         """Write the files of a run directory atomically."""
-        text = json.dumps(self.model_dump(mode="json"), indent=1)
-        # Innermost objects and lists on one line each, for readability.
-        text = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda match: re.sub(r"\s*\n\s*", " ", match[0]), text)
-        write_whole(Path(directory) / COSTS, text + "\n")
+        write_readable(Path(directory) / COSTS, self.model_dump(mode="json"))
         lengths = {"prompts": self.workload.prompts, "answers": self.workload.answers}
         write_whole(Path(directory) / LENGTHS, json.dumps(lengths) + "\n")
 

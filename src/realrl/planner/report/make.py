@@ -1,13 +1,14 @@
 """Planning of a step, with a report on the plan and its alternatives."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from realrl.config.errors import UserError
+from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.reliability.goodput import bound_expected_seconds, predict_goodput
 from realrl.planner.report.alternatives import find_alternatives
-from realrl.planner.report.node_counts import Wanted, choose_cluster, compare_sizes, make_size_report
 from realrl.planner.report.report import (
     CHOSEN,
     FASTEST,
@@ -17,11 +18,18 @@ from realrl.planner.report.report import (
     PlanReport,
     Preset,
     SizeReport,
+    Wanted,
 )
-from realrl.planner.search.plan_search import BestPlan, UserConstraints, find_best_plan
-from realrl.planner.search.search import DEFAULT_EFFORT
+from realrl.planner.report.shortage_text import describe_shortage
+from realrl.planner.search.plan_search import BestPlan, FoundPlan, UserConstraints, find_best_plan, find_plan
+from realrl.planner.search.search import DEFAULT_EFFORT, search_plans
+from realrl.planner.search.shortage import DoesNotFit
 from realrl.planner.simulate.estimate import Estimate
+from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.space.build import build_problem
+from realrl.planner.space.candidate import Candidate
+from realrl.planner.space.problem import Assignment, Problem
 from realrl.planner.uncertainty.ranking import StepSampler, count_parts
 
 _RUNNERS_UP = 2
@@ -64,6 +72,189 @@ def _list_runners_up(best: BestPlan) -> list[Estimate]:
     return sorted(others, key=lambda estimate: estimate.step_seconds)[:_RUNNERS_UP]
 
 
+_PART = 0.25
+"""Effort of a search that only decides between clusters, relative to that for the chosen one."""
+
+
+def choose_cluster(
+    scenario: Scenario,
+    wanted: Wanted,
+    constraints: UserConstraints,
+    *,
+    effort: float = DEFAULT_EFFORT,
+    seed: int = 0,
+) -> tuple[ClusterSpec, tuple[SizeReport, ...]]:
+    """Choose among the first nodes of each group of a cluster; also returns all plans that were made on the way.
+
+    More nodes never take longer, because a plan may leave some idle. Bisection finds the smallest number that meets
+    a target; within a budget, all affordable nodes are used. If nodes may fail, more nodes can take longer: then
+    half the number is tried, again and again while that is better. Groups are not combined. Raises UserError if
+    prices are missing, or if no step is short or cheap enough.
+    """
+    _check_prices(scenario.spec, wanted)
+    offers = [ClusterSpec(str(group), (group,)) for group in scenario.spec.groups]
+    found: list[SizeReport] = []
+    for offer in offers:
+        nodes = offer.nodes
+        each = offer.with_nodes(1).price_per_hour or 0.0
+        if wanted.price_per_hour is not None and each:
+            nodes = min(nodes, int(wanted.price_per_hour / each + 1e-9))
+        if not nodes:
+            refused = f"costs {each:,.4g} an hour"
+            found.append(make_size_report(scenario.on(offer.with_nodes(1)), None, None, refused))
+            continue
+
+        def plan(nodes: int, offer: ClusterSpec = offer) -> SizeReport:
+            part = scenario.on(offer.with_nodes(nodes))
+            return _plan(part, constraints, effort, seed, wanted.step_seconds)
+
+        rows = [plan(nodes)]
+        while scenario.failures is not None and nodes > 1:
+            nodes //= 2
+            half = plan(nodes)
+            if half.step_seconds >= rows[-1].step_seconds:
+                break
+            rows.append(half)
+        found += rows if wanted.step_seconds is None else _bisect(rows, wanted.step_seconds, plan)
+    best = _choose(found, wanted)
+    spec = next(offer.with_nodes(best.nodes) for offer in offers if offer.groups[0].device.name == best.kind)
+    return spec, tuple(found)
+
+
+def _bisect(
+    rows: Sequence[SizeReport], seconds: float, plan: Callable[[int], SizeReport]
+) -> list[SizeReport]:
+    """Find the fewest nodes whose step is short enough. Returns all plans in ascending order of nodes.
+
+    The last of `rows` is the plan with the shortest step.
+    """
+    found = [*rows]
+    low, high, enough = 0, found[-1].nodes, found[-1].step_seconds <= seconds
+    while high - low > 1 and enough:
+        middle = (low + high) // 2
+        found.append(plan(middle))
+        if found[-1].step_seconds <= seconds:
+            high = middle
+        else:
+            low = middle
+    return sorted(found, key=lambda row: row.nodes)
+
+
+def _choose(rows: Sequence[SizeReport], wanted: Wanted) -> SizeReport:
+    """Choose the best row; Raises UserError if none will do."""
+    fastest = min(rows, key=lambda row: row.step_seconds)
+    if fastest.estimate is None:
+        refused = "; ".join(f"{row.cluster} {row.refused}" for row in rows)
+        price = wanted.price_per_hour
+        target = f"--target-step {wanted.step_seconds:g}" if price is None else f"--budget {price:g}"
+        raise UserError(f"{target}: no cluster will do: {refused}")
+    if wanted.step_seconds is None:
+        return fastest
+    enough = [row for row in rows if row.step_seconds <= wanted.step_seconds]
+    if not enough:
+        raise UserError(
+            f"--target-step: no step of {wanted.step_seconds:g} s: the fastest, on {fastest.cluster}, takes"
+            f" {fastest.step_seconds:.3g} s"
+        )
+    return min(enough, key=lambda row: (row.price_per_hour or 0.0, row.devices, row.step_seconds))
+
+
+def _check_prices(spec: ClusterSpec, wanted: Wanted) -> None:
+    """Raise UserError if prices decide but are missing. With one kind of device, the fewest nodes are cheapest."""
+    if spec.price_per_hour is None and (wanted.price_per_hour is not None or len(spec.groups) > 1):
+        option = "--target-step" if wanted.price_per_hour is None else "--budget"
+        raise UserError(
+            f"{option}: cluster {spec.name} has no prices; give price_per_device_hour for each group of a cluster"
+            " file"
+        )
+    names = [group.device.name for group in spec.groups]
+    if len(set(names)) < len(names):
+        raise UserError(f"cluster {spec.name}: groups to choose from must be of different kinds of devices")
+
+
+def _plan(
+    scenario: Scenario, constraints: UserConstraints, effort: float, seed: int, target: float | None
+) -> SizeReport:
+    """Plan a step. Search for one of `target` seconds if the bound does not exclude it."""
+    search = partial(find_plan, scenario, seed=seed, constraints=constraints)
+    try:
+        found = search(effort=_PART * effort)
+        row = _make_report(scenario, found)
+        if target is not None and found.result.lower_bound <= target < row.step_seconds:
+            found = search(effort=effort, tolerance=max(0.0, 1 - target / found.result.evaluation.seconds))
+            row = min(row, _make_report(scenario, found), key=lambda row: row.step_seconds)
+    except DoesNotFit as error:
+        return make_size_report(scenario, None, None, describe_shortage(scenario, error.shortage))
+    except UserError as error:
+        return make_size_report(scenario, None, None, str(error))
+    return row
+
+
+def _make_report(scenario: Scenario, found: FoundPlan) -> SizeReport:
+    return make_size_report(scenario, estimate_plan(scenario, found.plan), found.result.gap)
+
+
+def compare_sizes(
+    scenario: Scenario, nodes: Sequence[int], *, effort: float, seed: int, constraints: UserConstraints
+) -> tuple[SizeReport, ...]:
+    """Find the best plan on the first nodes of the cluster, for each number in `nodes`.
+
+    `nodes` are ascending, up to the scenario's number of nodes. `effort` limits each search. Each search starts,
+    among others, from the plan before, which leaves the added nodes idle. Raises DoesNotFit if no plan fits even on
+    all nodes.
+    """
+    problem = build_problem(scenario, search_space=constraints.search_space)
+    before: Mapping[str, Candidate] = {}
+    rows = []
+    for number in nodes:
+        part, restricted = scenario.on(scenario.spec.with_nodes(number)), problem.restricted(number)
+        try:
+            if restricted is None:
+                # Candidates for a large cluster leave out small meshes: search anew on these few nodes.
+                found = find_plan(part, effort=effort, constraints=constraints)
+                plan, result = found.plan, found.result
+            else:
+                starts = _find_assignments(restricted, before)
+                result = search_plans(restricted, effort=effort, seed=seed, starts=starts)
+                before = restricted.chosen_candidates(result.assignment)
+                plan = restricted.plan(result.assignment)
+            rows.append(make_size_report(part, estimate_plan(part, plan), result.gap))
+        except DoesNotFit as error:
+            if number == nodes[-1]:
+                raise
+            unsure = "; this is the plan nearest to fitting of those that were tried"
+            shortage = describe_shortage(part, error.shortage)
+            rows.append(make_size_report(part, None, None, shortage + unsure * (not error.shortage.proven)))
+        except UserError as error:
+            rows.append(make_size_report(part, None, None, str(error)))
+    return tuple(rows)
+
+
+def _find_assignments(problem: Problem, candidates: Mapping[str, Candidate]) -> list[Assignment]:
+    """Find the assignment of some candidates; empty if the problem lacks one of them."""
+    if not candidates or any(one not in problem.candidates[name] for name, one in candidates.items()):
+        return []
+    return [{name: problem.candidates[name].index(one) for name, one in candidates.items()}]
+
+
+def make_size_report(
+    scenario: Scenario, found: Estimate | None, gap: float | None, refused: str | None = None
+) -> SizeReport:
+    """Build the report of a scenario's number of nodes."""
+    spec = scenario.spec
+    return SizeReport(
+        cluster=spec.name,
+        kind=spec.groups[0].device.name,
+        nodes=spec.nodes,
+        devices=spec.size,
+        estimate=found,
+        gap=gap,
+        refused=refused,
+        price_per_hour=spec.price_per_hour,
+        goodput=None if found is None else predict_goodput(scenario, found),
+    )
+
+
 def make_report(
     scenario: Scenario,
     *,
@@ -76,49 +267,36 @@ def make_report(
 ) -> PlanReport:
     """Plan a step and compare the plan with presets, alternatives, and other numbers of nodes.
 
-    `nodes`: numbers of nodes to choose from by `objective`, each meaning the first nodes of the cluster.
-    Without them, `time` plans for the whole cluster, and `cost` for the number of nodes that makes a step
-    cheapest. `effort`: limit of the search, and of a search before it for each of `nodes`, or for all
-    numbers of nodes together under `cost`. `wanted`: choose the cluster, too, as `choose_cluster` does.
-    DoesNotFit if no plan fits; UserError if a call cannot run on the cluster at all.
+    `nodes` are numbers of nodes to choose from by `objective`; each means the first nodes of the cluster. Without
+    `nodes`, `time` plans for the whole cluster, and `cost` for the number of nodes that makes a step cheapest.
+    `effort` limits the search on the chosen nodes. A search on each of `nodes` before it has the same limit; under
+    `cost` without `nodes`, the searches on all numbers of nodes share it. With `wanted`, `choose_cluster` chooses
+    the cluster. Raises DoesNotFit if no plan fits, and UserError if a call cannot run on the cluster at all.
     """
     constraints = constraints or UserConstraints()
     effort = DEFAULT_EFFORT if effort is None else effort
+    rows: tuple[SizeReport, ...] = ()
+    start, longest = None, math.inf
     if wanted is not None:
         spec, rows = choose_cluster(scenario, wanted, constraints, effort=effort, seed=seed)
         scenario = scenario.on(spec)
         start = next(row.plan for row in rows if row.cluster == spec.name)
-        best_plan = find_best_plan(
-            scenario,
-            effort=effort,
-            seed=seed,
-            constraints=constraints,
-            start=start,
-            longest=math.inf if wanted.step_seconds is None else wanted.step_seconds,
-        )
-        goal: Objective = "step" if wanted.price_per_hour is None else "budget"
-        return _with_sizes(_report(scenario, best_plan, constraints), rows, goal)
-    if not nodes and objective == "time":
-        return _report(
-            scenario,
-            find_best_plan(scenario, effort=effort, seed=seed, constraints=constraints),
-            constraints,
-        )
-    counts = sorted(set(nodes)) or range(1, scenario.spec.nodes + 1)
-    largest = scenario.spec.with_nodes(counts[-1])
-    each = effort if nodes else effort / len(counts)
-    scenario = scenario.on(largest)
-    sizes = compare_sizes(scenario, counts, effort=each, seed=seed, constraints=constraints)
-    best = min(sizes, key=lambda size: size.step_seconds if objective == "time" else size.cost)
-    scenario = scenario.on(scenario.spec.with_nodes(best.nodes))
-    best_plan = find_best_plan(scenario, effort=effort, seed=seed, constraints=constraints, start=best.plan)
-    return _with_sizes(_report(scenario, best_plan, constraints), sizes, objective)
-
-
-def _with_sizes(report: PlanReport, sizes: Sequence[SizeReport], objective: Objective) -> PlanReport:
-    """Add the compared numbers of nodes to a report. The report's own plan replaces the one for its number."""
-    row = make_size_report(report.scenario, report.chosen, report.gap)
-    rows = tuple(row if size.cluster == row.cluster else size for size in sizes)
+        longest = math.inf if wanted.step_seconds is None else wanted.step_seconds
+        objective = "step" if wanted.price_per_hour is None else "budget"
+    elif nodes or objective != "time":
+        counts = sorted(set(nodes)) or range(1, scenario.spec.nodes + 1)
+        scenario = scenario.on(scenario.spec.with_nodes(counts[-1]))
+        each = effort if nodes else effort / len(counts)
+        rows = compare_sizes(scenario, counts, effort=each, seed=seed, constraints=constraints)
+        chosen = min(rows, key=lambda row: row.step_seconds if objective == "time" else row.cost)
+        scenario, start = scenario.on(scenario.spec.with_nodes(chosen.nodes)), chosen.plan
+    best = find_best_plan(
+        scenario, effort=effort, seed=seed, constraints=constraints, start=start, longest=longest
+    )
+    report = _report(scenario, best, constraints)
+    # The report's own plan replaces the plan that was first made for its number of nodes.
+    own = make_size_report(scenario, report.chosen, report.gap) if rows else None
+    rows = tuple(own if own is not None and row.cluster == own.cluster else row for row in rows)
     return replace(report, sizes=rows, objective=objective)
 
 

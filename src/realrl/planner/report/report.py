@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from realrl.plan.placement import Dtype, Placement
 from realrl.plan.plan import Plan
-from realrl.planner.simulate.estimate import Estimate
-from realrl.planner.uncertainty.outlook import Outlook
+from realrl.planner.simulate.estimate import Estimate, Outlook
 
 if TYPE_CHECKING:  # rendering a report needs no cost model and must not import numpy
     from realrl.planner.reliability.goodput import Goodput
@@ -34,6 +33,16 @@ def describe_gap(gap: float) -> str:
 Objective = Literal["time", "cost", "step", "budget"]
 """What a number of nodes is chosen by: the shortest step, the cheapest step, the cheapest cluster with a step
 that is short enough, the shortest step within a budget."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Target for the choice of a cluster: one of the two is set."""
+
+    step_seconds: float | None = None
+    """Longest step, for the least price per hour."""
+    price_per_hour: float | None = None
+    """Highest price per hour, for the shortest step."""
 
 
 @dataclass(frozen=True)

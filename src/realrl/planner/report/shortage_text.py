@@ -18,47 +18,33 @@ def describe_shortage(scenario: "Scenario", shortage: "Shortage") -> str:
     """Describe a shortage that a search has met; for the wording see `_describe`."""
     if shortage.node is not None:
         return _describe_host(shortage.node, shortage.needed_bytes, shortage.limit_bytes)
-    graph = scenario.graph
-    call = graph.call(shortage.call)
-    strategy = shortage.candidate.placement
-    need = scenario.memory.call(call, scenario.models[call.model_role], strategy, scenario.workload)
+    call = scenario.graph.call(shortage.call)
+    need = scenario.memory.call(call, scenario.models[call.model_role], shortage.placement, scenario.workload)
     parts = Counter({MemoryPart(PartKind(name)): size for name, size in need.dynamic.items()})
     parts[MemoryPart(PartKind.PARAMETERS, call.role)] = need.static["parameters"]
     parts[MemoryPart(PartKind.OPTIMIZER, call.role)] = need.static_bytes - need.static["parameters"]
     for role, kept in shortage.resident_bytes.items():
         if role != call.role or call.kind is not Kind.TRAIN:
-            kind = PartKind.TRAINING if graph.trained(role) else PartKind.PARAMETERS
+            kind = PartKind.TRAINING if scenario.graph.trained(role) else PartKind.PARAMETERS
             parts[MemoryPart(kind, role)] += int(kept)
-    return _describe(
-        rank=shortage.rank,
-        needed=shortage.needed_bytes,
-        capacity=shortage.limit_bytes,
-        during=call.name,
-        parts=parts,
-    )
+    return _describe(shortage.rank, shortage.needed_bytes, shortage.limit_bytes, call.name, parts)
 
 
 def describe_full_device(memory: DeviceMemory) -> str:
     """Describe the shortage of a device of an estimated plan; for the wording see `_describe`."""
     peak = memory.peak
-    return _describe(
-        rank=memory.rank,
-        needed=peak.bytes,
-        capacity=memory.capacity,
-        during=peak.during,
-        parts=peak.parts,
-    )
-
-
-def describe_misfit(estimate: Estimate) -> str:
-    """Describe why an estimated plan does not fit: a full host, or without one the fullest device."""
-    full = estimate.full_host
-    return describe_full_device(estimate.peak_device) if full is None else describe_full_host(full)
+    return _describe(memory.rank, peak.bytes, memory.capacity, peak.during, peak.parts)
 
 
 def describe_full_host(memory: NodeMemory) -> str:
     """Describe the shortage of a node's host under an estimated plan."""
     return _describe_host(memory.node, memory.bytes, memory.capacity)
+
+
+def describe_misfit(estimate: Estimate) -> str:
+    """Describe why an estimated plan does not fit: a full host comes first, then the peak device."""
+    full = estimate.full_host
+    return describe_full_device(estimate.peak_device) if full is None else describe_full_host(full)
 
 
 def _describe_host(node: int, needed: float, capacity: float) -> str:
@@ -68,9 +54,7 @@ def _describe_host(node: int, needed: float, capacity: float) -> str:
     )
 
 
-def _describe(
-    *, rank: int, needed: float, capacity: float, during: str, parts: Mapping[MemoryPart, int]
-) -> str:
+def _describe(rank: int, needed: float, capacity: float, during: str, parts: Mapping[MemoryPart, int]) -> str:
     """Name the device, the call and the largest part.
 
     For example `device 0 needs 93 GiB of 79 GiB during actor.train, 51 GiB of it activations`.

@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from realrl.dataflow.graph import DataflowGraph
+from realrl.plan.placement import Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.report.report import Alternative, Contender, PlanReport, Preset, SizeReport
-from realrl.planner.simulate.estimate import CallEstimate, Estimate, MoveEstimate
+from realrl.planner.simulate.estimate import LEVEL, CallEstimate, Estimate, MoveEstimate
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.uncertainty.outlook import LEVEL, Interval
 
 if TYPE_CHECKING:
     from realrl.planner.reliability.goodput import Goodput
@@ -27,7 +28,7 @@ def report_to_json(report: PlanReport) -> dict[str, Any]:
         "evaluations": report.evaluations,
         "options": dict(report.candidates),
         "objective": report.objective,
-        "interval": _interval(report.outlook.interval),
+        "interval": list(astuple(report.outlook.interval)),
         "level": LEVEL,
         "contenders": [
             _contender(contender, report.scenario.graph) for contender in report.contenders.values()
@@ -87,15 +88,11 @@ def _plan(estimate: Estimate, graph: DataflowGraph) -> dict[str, Any]:
     return content
 
 
-def _interval(interval: Interval) -> list[float]:
-    return [interval.low, interval.high]
-
-
 def _contender(contender: Contender, graph: DataflowGraph) -> dict[str, Any]:
     return {
         "name": contender.name,
         "step_seconds": contender.estimate.step_seconds,
-        "interval": _interval(contender.outlook.interval),
+        "interval": list(astuple(contender.outlook.interval)),
         "fastest": contender.outlook.fastest,
         "parts": contender.parts,
         "plan": _plan(contender.estimate, graph),
@@ -108,30 +105,34 @@ def _preset(preset: Preset, graph: DataflowGraph) -> dict[str, Any]:
     return {**estimate_to_json(preset.estimate, graph), "recompute_added": preset.recompute}
 
 
-def _call(call: CallEstimate) -> dict[str, Any]:
-    strategy = call.placement.strategy
-    if call.call.is_function:
-        # None if no run has measured it. It then counts no time.
-        return {
-            "function": call.call.function,
-            "mesh": str(call.placement.mesh),
-            "dp": strategy.dp,
-            "start": call.start,
-            "end": call.end,
-            "seconds": call.seconds if call.terms else None,
-            "terms": dict(call.terms),
-        }
+def _placement(placement: Placement, *, function: bool) -> dict[str, Any]:
+    """Convert a placement; a function has a mesh and data-parallel ranks only."""
+    strategy = placement.strategy
+    if function:
+        return {"mesh": str(placement.mesh), "dp": strategy.dp}
     return {
-        "mesh": str(call.placement.mesh),
+        "mesh": str(placement.mesh),
         **strategy.degrees.named(),
         "micro_batch_tokens": strategy.micro_batch_tokens,
-        "sequence_parallel": strategy.sequence_parallel,
         "recompute": strategy.recompute,
         "zero": strategy.zero,
         "dtype": strategy.dtype,
+    }
+
+
+def _call(call: CallEstimate) -> dict[str, Any]:
+    is_function = call.call.is_function
+    strategy = call.placement.strategy
+    own = (
+        {"function": call.call.function} if is_function else {"sequence_parallel": strategy.sequence_parallel}
+    )
+    return {
+        **own,
+        **_placement(call.placement, function=is_function),
         "start": call.start,
         "end": call.end,
-        "seconds": call.seconds,
+        # None for a function that no run has measured, which counts no time.
+        "seconds": None if is_function and not call.terms else call.seconds,
         "terms": dict(call.terms),
     }
 
@@ -163,27 +164,16 @@ def _memory(estimate: Estimate) -> dict[str, Any]:
 
 
 def _alternative(alternative: Alternative) -> dict[str, Any]:
-    strategy = alternative.placement.strategy
-    if alternative.function:
-        return {
-            "call": alternative.call,
-            "mesh": str(alternative.placement.mesh),
-            "dp": strategy.dp,
-            "step_seconds": alternative.step_seconds,
-            "fits": alternative.fits,
-            "reason": alternative.reason,
-        }
-    return {
-        "call": alternative.call,
-        "mesh": str(alternative.placement.mesh),
-        **strategy.degrees.named(),
-        "micro_batch_tokens": strategy.micro_batch_tokens,
-        "recompute": strategy.recompute,
-        "zero": strategy.zero,
+    changes = {
         "dtype": alternative.dtype,
         "offload": list(alternative.offload),
         "on_device": list(alternative.on_device),
         "keep": alternative.keep,
+    }
+    return {
+        "call": alternative.call,
+        **_placement(alternative.placement, function=alternative.function),
+        **({} if alternative.function else changes),
         "step_seconds": alternative.step_seconds,
         "fits": alternative.fits,
         "reason": alternative.reason,

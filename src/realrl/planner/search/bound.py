@@ -6,15 +6,18 @@ from itertools import combinations
 
 import numpy as np
 
-from realrl.planner.search.groups import Numbers, group_candidates
-from realrl.planner.search.least_moves import LeastMoves
-from realrl.planner.search.room import MemoryBound
+from realrl.planner.moves.links import TransferTable
+from realrl.planner.search.groups import ALONE, LAYOUT, CandidateGroups, Numbers, group_candidates
 from realrl.planner.search.tables import Tables
-from realrl.program.arrays import Bools, Floats
+from realrl.program.arrays import Bools, Floats, Ints
 from realrl.program.step import Activity
 
 _AT_ONCE = 512
 """Number of nodes whose work is summed together, so that the arrays stay in the caches."""
+_STEPS = 128
+"""Number of memory sizes that tables of times distinguish."""
+_ROUNDING = 1e-9
+"""Relative rounding error of bytes."""
 _Work = tuple[Floats, Floats]
 """Earliest start of some work, and its device-seconds."""
 
@@ -40,6 +43,236 @@ class _Sets:
     """Device-seconds of the call."""
     copies: list[Floats] = field(default_factory=list)
     """Bytes of the replica that each call certainly needs, [calls][nodes]; empty if memory is ignored."""
+
+
+class LeastMoves:
+    """Lower bounds on moving parameters from homes to other calls, vectorised over nodes (sets of plans)."""
+
+    def __init__(self, tables: Tables, groups: Sequence[CandidateGroups]) -> None:
+        self._tables = tables
+        self._groups = groups
+        self._least: dict[tuple[str, int], Floats] = {}
+        """(Moved parameters, receiving call) -> seconds, [groups of the home, groups of the call]."""
+        # A call that can share the replica of another call may need no reallocation: leave it out.
+        self.moving = {c for c, h in enumerate(tables.home) if h != c and not tables.sharers[c]}
+        """Calls that need a reallocation unless they run in the layout of their home."""
+        self._with_call = {c: self._tabulate_with_call(c) for c in self.moving}
+        # Later calls of a role may use the same copy as an earlier one, which is refreshed once.
+        self.refreshes = [
+            refresh
+            for refresh in tables.refreshes
+            if not any(p < refresh.target for p in tables.same_role[refresh.target] if p != refresh.home)
+        ]
+        """Refreshes of copies that no earlier call of the role can use."""
+
+    def seconds(self, table: TransferTable, c: int, nodes: Numbers) -> Floats:
+        """Bound the seconds of moving the parameters of `table` from their home to call `c`, [nodes]."""
+        home = self._tables.home[c]
+        source, target = self._groups[home], self._groups[c]
+        seconds = self._cheapest(table.role, c)[source.row[nodes[home]], target.row[nodes[c]]]
+        both = (source.level[nodes[home]] == ALONE) & (target.level[nodes[c]] == ALONE)
+        if both.any():
+            mine = self._tables.candidates(c).layout[target.candidate[nodes[c, both]]]
+            its = self._tables.candidates(home).layout[source.candidate[nodes[home, both]]]
+            seconds[both] = table(its, mine)
+        return seconds
+
+    def seconds_with_call(self, c: int, nodes: Numbers) -> tuple[Floats, Floats]:
+        """Bound the seconds of call `c` with the reallocation before it, and the device-seconds of both, [nodes].
+
+        The layouts in which a call is fast often differ much from the layout of its home. The least sum of both
+        times is then more than the sum of the least times. Bounds are 0 if a copy may be kept.
+        """
+        home = self._tables.home[c]
+        source, target = self._groups[home], self._groups[c]
+        transient = ~source.may_keep[nodes[home]]
+        seconds, work = (
+            table[source.row[nodes[home]], target.row[nodes[c]]] * transient for table in self._with_call[c]
+        )
+        return seconds, work
+
+    def median_seconds(self, c: int) -> float:
+        """Compute the median of the least seconds of reallocations to call `c`, over pairs of layouts."""
+        if c not in self.moving:
+            return 0.0
+        return float(np.median(self._between_layouts(c)))
+
+    def copy_bytes(self, c: int, nodes: Numbers) -> Floats:
+        """Bound the bytes of the replica that call `c` needs, [nodes]; 0 if it may need none."""
+        if c not in self.moving:
+            return np.zeros(nodes.shape[1])
+        home = self._tables.home[c]
+        source, target = self._groups[home], self._groups[c]
+        least = self._cheapest(self._tables.reallocation[c].role, c)
+        moved = least[source.row[nodes[home]], target.row[nodes[c]]] > 0
+        return np.where(moved, target.weights[nodes[c]], 0.0)
+
+    def _cheapest(self, role: str, c: int) -> Floats:
+        """Tabulate the least seconds of transfers to call `c`, [groups of the home, groups of the call].
+
+        The groups end at level `LAYOUT`.
+        """
+        if (role, c) not in self._least:
+            source, target = self._groups[self._tables.home[c]], self._groups[c]
+            # Candidates of the home with and without kept copies have the same layouts: compute each layout once.
+            _, some, of = np.unique(source.layouts.codes, return_index=True, return_inverse=True)
+            least = self._tables.problem.transfers.at_least(role, source.layouts[some], target.layouts)
+            self._least[role, c] = self._reduce(least[of], c)
+        return self._least[role, c]
+
+    def _tabulate_with_call(self, c: int) -> tuple[Floats, Floats]:
+        """Tabulate the values of `seconds_with_call`, [groups of the home, groups of the call]."""
+        source, target = self._groups[self._tables.home[c]], self._groups[c]
+        moved = self._between_layouts(c)
+        devices = np.maximum(source.layouts.size[:, None], target.layouts.size)
+        of_layouts = target.level == LAYOUT
+        seconds = moved + target.seconds[of_layouts]
+        work = moved * devices + target.area[of_layouts]
+        return self._reduce(seconds, c), self._reduce(work, c)
+
+    def _between_layouts(self, c: int) -> Floats:
+        """Return the least seconds of reallocations to call `c`, [layouts of the home, layouts of the call]."""
+        source, target = self._groups[self._tables.home[c]], self._groups[c]
+        least = self._cheapest(self._tables.reallocation[c].role, c)
+        return least[-len(source.layouts.first) :, -len(target.layouts.first) :]
+
+    def _reduce(self, pairs: Floats, c: int) -> Floats:
+        """Reduce values of pairs of layouts to least values, [groups of the home, groups of the call]."""
+        for axis, call in enumerate((self._tables.home[c], c)):
+            starts = self._groups[call].layout_starts
+            pairs = np.concatenate([np.minimum.reduceat(pairs, s, axis=axis) for s in starts], axis=axis)
+        return pairs
+
+
+class MemoryBound:
+    """Lower bounds on memory, vectorised over nodes: averages over the devices of each call while it runs.
+
+    Homes of roles, kept copies and a running call need at least some memory; the remaining memory is their room. No
+    candidate of a fitting plan needs more than its call's least memory plus this room. Fast candidates often need
+    more, so the room raises the least seconds of calls.
+    """
+
+    def __init__(self, tables: Tables, groups: Sequence[CandidateGroups]) -> None:
+        self._tables = tables
+        self._groups = groups
+        cluster = tables.problem.cluster
+        self._devices = cluster.size
+        self._capacity = float(np.dot(tables.problem.memory_bytes, np.diff(cluster.bounds)))
+        self._largest = max(tables.problem.memory_bytes)
+        self._models = [c for c, call in enumerate(tables.calls) if not call.is_function]
+        self._sharing = {h for homes in tables.sharing_homes for h in homes}
+        self._held = [g.own if c in self._sharing else g.resident for c, g in enumerate(groups)]
+        """Bytes that each home certainly keeps, even if it shares its frozen weights, [groups] by call."""
+        self._when_held: dict[int, tuple[Floats, Floats]] = {}
+        self._when_run: dict[int, tuple[Floats, Floats]] = {}
+        self._when_moved: dict[int, tuple[Floats, Floats]] = {}
+        for c in self._models:
+            costs = tables.candidates(c)
+            running = costs.working_bytes + costs.communicator_bytes + costs.weights_bytes * costs.offload
+            if tables.home[c] == c:
+                held = costs.resident_bytes - costs.base_bytes if c in self._sharing else costs.resident_bytes
+                self._when_held[c] = self._tabulate(c, held)
+                self._when_run[c] = self._tabulate(c, held + running)
+            else:
+                self._when_run[c] = self._tabulate(c, running)
+                self._when_moved[c] = self._tabulate(c, running + costs.weights_bytes)
+
+    def tighten(self, sets: "_Sets", apart: Mapping[tuple[int, int], Bools]) -> Bools:
+        """Raise the seconds of `sets` to the least seconds of candidates that fit into the remaining memory.
+
+        `apart`: whether two calls at home must have no devices in common, by pair. Returns whether some device must
+        run out of memory, [nodes].
+        """
+        groups, tables = self._groups, self._tables
+        nodes, size, common, copies = sets.nodes, sets.size, sets.common, sets.copies
+        running = [g.working[row] for g, row in zip(groups, nodes, strict=True)]
+        # Bytes that stay on the devices of calls: the state of roles at home, and kept copies.
+        stays = {}
+        for c in self._models:
+            home = tables.home[c]
+            kept = groups[home].must_keep[nodes[home]]
+            # Later calls of a role may use the same copy as the first, so only the first call counts it.
+            first = not any(p < c for p in tables.same_role[c] if p != home)
+            stays[c] = self._held[c][nodes[c]] if home == c else np.where(kept, first * copies[c], 0.0)
+        shared = [{h: groups[h].base[nodes[h]] for h in homes} for homes in tables.sharing_homes]
+        everything = sum(stays[c] * size[c] for c in stays)
+        everything += sum(np.max([base[h] * size[h] for h in base], axis=0) for base in shared)
+        full = everything > self._capacity
+        room = {c: (self._capacity - everything) / size[c] for c in stays}
+        for c in self._models:
+            home, limit = tables.home[c], groups[c].limit[nodes[c]]
+            needs = running[c] + (stays[c] if home == c else copies[c])
+            others = {
+                h: held for h, held in stays.items() if h != c and (h == home or tables.home[h] != home)
+            }
+            # On average over the devices of the call, everything that stays there fits beside it.
+            left = (limit - needs) * size[c]
+            left = left - sum(held * common[h][c] for h, held in others.items())
+            left -= sum(np.max([base[h] * common[h][c] for h in base], axis=0) for base in shared)
+            # On one device, the largest state that certainly lies there fits, with the states that cover all
+            # devices.
+            covering = sum(np.where(common[h][c] >= size[c], held, 0.0) for h, held in others.items())
+            partly = [
+                np.where(common[h][c] > 0, np.where(common[h][c] < size[c], held, 0.0), 0.0)
+                for h, held in others.items()
+            ]
+            spare = limit - needs - covering
+            worst = np.minimum(spare - np.max(partly, axis=0, initial=0.0), left / size[c])
+            for pair, which in apart.items():
+                if c not in pair:
+                    # If the three calls are too large for the cluster, this call meets one of two calls that are
+                    # apart.
+                    less = np.minimum(*(stays[h] for h in pair))
+                    less = less - sum(np.where(common[h][c] >= size[c], others[h], 0.0) for h in pair)
+                    crowded = which & (size[[*pair, c]].sum(axis=0) > self._devices)
+                    np.minimum(worst, np.where(crowded, spare - less, np.inf), out=worst)
+            full |= worst < -_ROUNDING * self._largest
+            for h, held in others.items():
+                there = common[h][c]
+                average = np.where(there > 0, left / np.maximum(there, 1), np.inf)
+                alone = np.where(there > 0, spare - np.where(there >= size[c], 0.0, held), np.inf)
+                np.minimum(room[h], np.minimum(average, alone), out=room[h])
+            if home == c:
+                self._raise(sets, c, self._when_run[c], worst + needs)
+            else:
+                self._raise(sets, c, self._when_run[c], worst + running[c])
+                moved = np.where(copies[c] > 0, worst + needs, np.inf)
+                self._raise(sets, c, self._when_moved[c], moved)
+        for h, table in self._when_held.items():
+            self._raise(sets, h, table, room[h] + stays[h])
+        # No candidate fits into the room of some call.
+        full |= np.isinf(sets.seconds).any(axis=0)
+        for least in (sets.seconds, sets.loading):
+            least[:, full] = 0.0
+        return full
+
+    def _raise(self, sets: "_Sets", c: int, tables: tuple[Floats, Floats], size: Floats) -> None:
+        """Raise the least times of a call to the least times of its candidates with at most `size` bytes."""
+        row = self._groups[c].row[sets.nodes[c]]
+        step = self._step(size * (1 + _ROUNDING) + 1)
+        for table, least in zip(tables, (sets.seconds, sets.loading), strict=True):
+            np.maximum(least[c], table[row, step], out=least[c])
+
+    def _step(self, size: Floats) -> Ints:
+        return np.clip(size * (_STEPS / self._largest), 0, _STEPS).astype(np.int64)
+
+    def _tabulate(self, c: int, needs: Floats) -> tuple[Floats, Floats]:
+        """Tabulate the least seconds of a call, without and with loading, [groups down to layouts, memory sizes].
+
+        `needs`: bytes that each candidate needs.
+        """
+        groups, costs = self._groups[c], self._tables.candidates(c)
+        before = int(groups.row.max()) + 1 - len(groups.layouts.first)
+        layout = groups.row[groups.alone] - before
+        found = []
+        for seconds in (costs.seconds, costs.seconds + costs.load_seconds):
+            table = np.full((len(groups.layouts.first), _STEPS + 1), np.inf)
+            np.minimum.at(table, (layout, self._step(needs)), seconds)
+            table = np.minimum.accumulate(table, axis=1)
+            found.append(
+                np.concatenate([np.minimum.reduceat(table, s, axis=0) for s in groups.layout_starts])
+            )
+        return found[0], found[1]
 
 
 class Bound:
@@ -95,18 +328,12 @@ class Bound:
             return self._end(sets)
         sets.copies = [self.moves.copy_bytes(c, nodes) for c in range(len(nodes))]
         apart, otherwise = self._side_by_side(sets, goal)
-        room = self._memory(
-            nodes,
-            size=sets.size,
-            common=sets.common,
-            copies=sets.copies,
-            seconds=sets.seconds,
-            loading=sets.loading,
-            apart=apart,
-        )
-        sets.seconds = room.seconds
-        sets.loading[self._loads] = room.loading[self._loads]
-        return np.minimum(np.where(room.full, np.inf, self._end(sets)), otherwise)
+        loading = sets.loading.copy()
+        full = self._memory.tighten(sets, apart)
+        # Only the loads of these calls certainly happen.
+        loading[self._loads] = sets.loading[self._loads]
+        sets.loading = loading
+        return np.minimum(np.where(full, np.inf, self._end(sets)), otherwise)
 
     def _side_by_side(self, sets: "_Sets", goal: float) -> tuple[dict[tuple[int, int], Bools], Floats]:
         """Find pairs of calls at home that, run one after the other, end at `goal` or later.

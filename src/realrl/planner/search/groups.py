@@ -110,12 +110,18 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
     layouts = tables.layouts(call)[columns.layout]
     copies = layouts.size // layouts.shares
     busy = np.zeros_like(columns.seconds) if tables.calls[call].is_function else columns.seconds
-    sizes = (columns.weights, columns.resident, columns.base, columns.working, columns.limit)
+    sizes = (
+        columns.weights_bytes,
+        columns.resident_bytes,
+        columns.base_bytes,
+        columns.working_bytes,
+        columns.limit,
+    )
     parts = _number_parts(tables, columns)
     where = (*layouts.degrees.T, layouts.sharded, layouts.dtype)
-    costs = (columns.seconds, columns.load, columns.unload, *sizes, columns.offloaded)
+    costs = (columns.seconds, columns.load_seconds, columns.unload_seconds, *sizes, columns.offload)
     power = np.frexp(size)[1]
-    table = np.stack([power, size, columns.keeps, parts, layouts.cuts, *where, *costs], axis=1)
+    table = np.stack([power, size, columns.keep, parts, layouts.cuts, *where, *costs], axis=1)
     # Number of leading columns of the table that are equal within a group of each level.
     deciding = {SIZES: 1, SIZE: 3, TENSOR: 5, LAYOUT: 5 + len(where)}
     _, kind = np.unique(table, axis=0, return_inverse=True)
@@ -155,17 +161,19 @@ def group_candidates(tables: Tables, call: int) -> CandidateGroups:
         rows=least(size // copies),
         most_rows=-least(-(size // copies)),
         copies=least(copies),
-        load=least(columns.load),
-        unload=least(columns.unload),
-        weights=least(columns.weights),
-        resident=least(columns.resident),
-        own=least(columns.resident - columns.base),
-        base=least(columns.base),
-        working=least(columns.working + columns.communicators + columns.weights * columns.offloaded),
+        load=least(columns.load_seconds),
+        unload=least(columns.unload_seconds),
+        weights=least(columns.weights_bytes),
+        resident=least(columns.resident_bytes),
+        own=least(columns.resident_bytes - columns.base_bytes),
+        base=least(columns.base_bytes),
+        working=least(
+            columns.working_bytes + columns.communicator_bytes + columns.weights_bytes * columns.offload
+        ),
         limit=-least(-columns.limit),
         layouts=layouts[order[starts[LAYOUT]]],
-        may_keep=~least(~columns.keeps),
-        must_keep=least(columns.keeps),
+        may_keep=~least(~columns.keep),
+        must_keep=least(columns.keep),
         alone=offsets[ALONE] + np.argsort(order),
         layout_starts=tuple(np.searchsorted(starts[LAYOUT], starts[level]) for level in range(KIND)),
         row=np.concatenate([np.arange(offsets[KIND]), *(offsets[LAYOUT] + of for of in layout)]),

@@ -93,8 +93,8 @@ class Facts(StepFacts):
             first=columns.first,
             end=columns.end,
             code=columns.code,
-            kept=columns.keeps[tables.home],
-            offloaded=columns.offloaded,
+            kept=columns.keep[tables.home],
+            offloaded=columns.offload,
         )
         super().__init__(tables, decisions)
         self.tables, self.columns = tables, columns
@@ -104,8 +104,8 @@ class Facts(StepFacts):
             self.point = point = np.concatenate([columns.first, columns.end])
         self.inside: Bools = (columns.first[:, None] <= point) & (point < columns.end[:, None])
         """Whether a point lies on the mesh of a call, [calls, points, plans]."""
-        moved = self.borrowed | ~self.away & columns.offloaded[tables.home]
-        self.seconds = columns.seconds + np.where(moved, columns.captures, 0.0)
+        moved = self.borrowed | ~self.away & columns.offload[tables.home]
+        self.seconds = columns.seconds + np.where(moved, columns.capture_seconds, 0.0)
         """Seconds of each call, [calls, plans]. A call captures its CUDA graphs again if its parameters have
         moved."""
 
@@ -122,10 +122,10 @@ class Facts(StepFacts):
 
     def _evaluate(self, activity: Activity) -> tuple[Bools, Floats, Bools, Floats, Floats]:
         nothing = np.zeros(self.columns.first.shape[1])
-        present, weights = self.present(activity), self.columns.weights
+        present, weights = self.present(activity), self.columns.weights_bytes
         where = np.logical_or.reduce([self.inside[row] for row in self.tables.rows(activity)]) & present
         if activity.phase is Phase.RUN:
-            return where, self._seconds(activity), where, nothing, self.columns.working[activity.call]
+            return where, self._seconds(activity), where, nothing, self.columns.working_bytes[activity.call]
         row, sign = (activity.allocates, 1) if activity.frees is None else (activity.frees, -1)
         grows = np.zeros_like(where) if row is None else self.inside[row] & present
         change = nothing if row is None else sign * weights[row]
@@ -144,7 +144,7 @@ class Facts(StepFacts):
             return self.tables.transfers(activity)(
                 columns.layout[activity.home], columns.layout[activity.target]
             )
-        return (columns.load if activity.frees is None else columns.unload)[activity.home]
+        return (columns.load_seconds if activity.frees is None else columns.unload_seconds)[activity.home]
 
     def _sharing_seconds(self, c: int) -> Floats:
         """Seconds of sharing the lengths of a call's rows, [plans]: its output ranks tell all ranks that need
@@ -308,7 +308,7 @@ class OffloadedState:
         used = np.zeros(points.shape)
         for home in self._homes:
             ranks = np.minimum(end, columns.end[home]) - np.maximum(begin, columns.first[home])
-            used += np.maximum(ranks, 0) * columns.host[home]
+            used += np.maximum(ranks, 0) * columns.host_bytes[home]
         return used / self._limits[node]
 
     def limit(self, rank: int) -> float:
@@ -369,7 +369,7 @@ class Timeline:
 
     def _takes_time(self, activity: Activity) -> bool:
         if activity.phase in (Phase.OFFLOAD_SOURCE, Phase.OFFLOAD, Phase.OFFLOAD_CHANGED):
-            return bool(self.tables.candidates(activity.home).unload.any())
+            return bool(self.tables.candidates(activity.home).unload_seconds.any())
         return activity.phase is not Phase.RELEASE
 
     def __call__(self, assignment: Ints) -> tuple[Floats, Floats]:
@@ -471,11 +471,11 @@ class Timeline:
         tables = self.tables
         held = np.zeros(facts.inside.shape[1:])
         for home in dict.fromkeys(tables.home):
-            held += facts.inside[home] * columns.resident[home]
+            held += facts.inside[home] * columns.resident_bytes[home]
         held += self._communicator_bytes(facts) - self._shared_bytes(facts)
         for c, home in enumerate(tables.home):
             if c != home:
-                held += facts.inside[c] * np.where(facts.uses_first(c), columns.weights[c], 0.0)
+                held += facts.inside[c] * np.where(facts.uses_first(c), columns.weights_bytes[c], 0.0)
         peak = held.copy()
         change = _along(activities.bytes, order)
         needs = _along(activities.needs, order)
@@ -505,7 +505,7 @@ class Timeline:
             for i, second in enumerate(homes):
                 for first in homes[:i]:
                     alike = columns.code[first] == columns.code[second]
-                    found |= alike & (columns.offloaded[first] | columns.offloaded[second])
+                    found |= alike & (columns.offload[first] | columns.offload[second])
         return found
 
     def _shared_bytes(self, facts: Facts) -> Floats:
@@ -516,7 +516,7 @@ class Timeline:
                 saved = np.zeros(columns.first.shape[1])
                 for first in homes[:i]:
                     alike = columns.code[first] == columns.code[second]
-                    common = np.minimum(columns.base[first], columns.base[second])
+                    common = np.minimum(columns.base_bytes[first], columns.base_bytes[second])
                     saved = np.maximum(saved, np.where(alike, common, 0.0))
                 found += facts.inside[second] * saved
         return found
@@ -527,7 +527,7 @@ class Timeline:
         models = [c for c, call in enumerate(self.tables.calls) if not call.is_function]
         for i, c in enumerate(models):
             known = (columns.code[models[:i]] == columns.code[c]).any(axis=0)
-            found += facts.inside[c] * np.where(known, 0.0, columns.communicators[c])
+            found += facts.inside[c] * np.where(known, 0.0, columns.communicator_bytes[c])
         return found
 
     def _receiving(self, columns: Columns) -> tuple[Floats, Floats]:

@@ -15,15 +15,13 @@ from realrl.plan.placement import Mesh, Placement
 from realrl.plan.plan import Plan
 from realrl.plan.presets import PRESETS, make_plan
 from realrl.planner.reliability.goodput import compute_expected_seconds
-from realrl.planner.search.homes import find_better_homes
 from realrl.planner.search.search import DEFAULT_EFFORT, TOLERANCE, SearchBudget, SearchResult, search_plans
 from realrl.planner.search.shortage import DoesNotFit
 from realrl.planner.search.variants import Variants
 from realrl.planner.simulate.estimate import Estimate
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.space.build import SearchSpace, build_problem
-from realrl.planner.space.candidates import MANY_DEVICES, list_micro_batches
+from realrl.planner.space.build import MANY_DEVICES, SearchSpace, build_problem, list_micro_batches
 from realrl.planner.space.problem import Problem
 from realrl.planner.uncertainty.ranking import MOST_LONGER, StepSampler, choose_plan
 from realrl.planner.workload.workload import Workload
@@ -174,8 +172,9 @@ def _estimate_searched(scenario: Scenario, found: FoundPlan) -> tuple[Estimate, 
     variants, problem, result = Variants(found.problem), found.problem, found.result
     simple = variants.simplify(result.assignment, result.evaluation.seconds * (1 + MOST_LONGER))
     near = [simple, *variants.find_runners_up(result.assignment, _RUNNERS_UP)]
-    plans = [*map(problem.plan, near), *find_better_homes(scenario, problem, result.assignment)]
-    plans = [plan for plan in plans if plan != found.plan]
+    if scenario.failures is not None:
+        near.append(variants.find_better_home(scenario, scenario.failures, result.assignment))
+    plans = [plan for plan in map(problem.plan, near) if plan != found.plan]
     estimates = [estimate_plan(scenario, plan) for i, plan in enumerate(plans) if plan not in plans[:i]]
     return estimate_plan(scenario, found.plan), *(estimate for estimate in estimates if estimate.fits)
 
@@ -325,7 +324,7 @@ def _keeping(problem: Problem, plan: Plan) -> Problem:
     """Restrict a problem to candidates that keep the same copies as the plan."""
     same = {}
     for call in problem.graph.calls:
-        keeps = problem.table(call).costs.keeps
+        keeps = problem.table(call).costs.keep
         wanted = problem.is_home(call) and call.role in plan.keep and bool(keeps.any())
         same[call.name] = np.flatnonzero(keeps == wanted)
     return problem.select(same)

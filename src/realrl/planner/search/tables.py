@@ -5,15 +5,16 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from realrl.dataflow.call import Call
-from realrl.planner.moves.transfers import Layouts, TransferTable, name_mixing, name_refreshing
-from realrl.planner.space.costs import CandidateCosts
+from realrl.planner.moves.links import TransferTable
+from realrl.planner.moves.transfers import Layouts, name_mixing, name_refreshing
+from realrl.planner.space.candidate import Costs
 from realrl.planner.space.problem import Problem
 from realrl.program.arrays import Floats, Ints
 from realrl.program.step import OF_OFFLOADED, Activity, Phase, StepGraph
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns(CandidateCosts):
+class Columns(Costs):
     """Meshes and costs of candidates: one entry per candidate, or [calls, plans] for the candidates of plans."""
 
     first: Ints
@@ -59,9 +60,9 @@ class Tables(StepGraph):
             case Phase.HAND_ON | Phase.HAND_ON_COLLECTED:
                 return bool(self.length_receivers[activity.call])
             case Phase.REFRESH | Phase.REFRESH_FOLLOWER:
-                return bool(self.candidates(activity.home).keeps.any())
+                return bool(self.candidates(activity.home).keep.any())
             case phase if phase in OF_OFFLOADED:
-                return bool(self.candidates(activity.home).offloaded.any())
+                return bool(self.candidates(activity.home).offload.any())
         return True
 
     def transfers(self, activity: Activity) -> TransferTable:

@@ -1,13 +1,18 @@
-"""Variants of a searched plan: simpler ones that are nearly as fast, and runners-up."""
+"""Variants of a searched plan: simpler and nearly as fast, runners-up, and better homes of roles if nodes fail."""
 
 import numpy as np
 
 from realrl.plan.axes import Degrees
+from realrl.planner.cluster.failures import Failures
+from realrl.planner.reliability.goodput import predict_plan_goodput
 from realrl.planner.search.local import change_calls, list_moves
 from realrl.planner.search.many_plans import Facts, Timeline
+from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.space.problem import Assignment, Problem
 from realrl.program.arrays import Floats, Ints
 
+_NEAREST = 8
+"""Number of other candidates per train call whose expected step is computed; they have the shortest steps."""
 _AT_ONCE = 4096
 """Number of plans whose parts are counted at once."""
 
@@ -60,6 +65,30 @@ class Variants:
                 found.append(self._name(plans[:, i]))
         return found
 
+    def find_better_home(self, scenario: Scenario, failures: Failures, assignment: Assignment) -> Assignment:
+        """Find the shortest expected step under failures, among a plan and plans that differ in one train call.
+
+        A search minimises the step without failures. The placement of the trained roles also decides how long
+        writing checkpoints and restarting takes. Only the fastest plans that differ in a call are tried.
+        """
+
+        def expect(choice: Assignment) -> float:
+            found = self._timeline.evaluate(choice)
+            plan = self._timeline.problem.plan(choice)
+            return predict_plan_goodput(scenario, failures, plan, found.seconds, found.start).step_seconds
+
+        others: list[Assignment] = []
+        for role in (role for role in scenario.graph.roles if scenario.graph.trained(role)):
+            call = self._tables.number[scenario.graph.home(role).name]
+            candidates = np.delete(
+                np.arange(self._tables.sizes[call]), assignment[self._tables.calls[call].name]
+            )
+            plans = change_calls(self._read(assignment), [call], candidates[None])
+            seconds = self._seconds(plans)
+            nearest = np.argsort(seconds, kind="stable")[:_NEAREST]
+            others += [self._name(plans[:, i]) for i in nearest if np.isfinite(seconds[i])]
+        return min([assignment, *others], key=expect)
+
     def _neighbours(self, current: Ints) -> Ints:
         """List the plans that are one change away, [calls, plans]."""
         return np.concatenate([change_calls(current, *move) for move in self._moves], axis=1)
@@ -82,7 +111,7 @@ class Variants:
         layouts = 1 + (np.diff(codes, axis=0) != 0).sum(axis=0)
         facts = Facts(self._tables, columns)
         copies = sum(facts.uses_first(c).astype(np.int64) for c in self._models)
-        offloaded = columns.offloaded.sum(axis=0) + columns.offloads_optimizer.sum(axis=0)
+        offloaded = columns.offload.sum(axis=0) + columns.offload_optimizer.sum(axis=0)
         counts: Ints = layouts + facts.away.sum(axis=0) + copies + offloaded
         return counts
 

@@ -7,6 +7,7 @@ import numpy as np
 from realrl.plan.plan import Plan
 from realrl.planner.moves.transfers import Layouts
 from realrl.planner.simulate.scenario import Scenario
+from realrl.planner.workload.strategies import Strategies
 from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Receive, Run, ShareLengths
 from realrl.program.lower import home_placements, kept_copies
 from realrl.program.order import changed_sets, changes
@@ -34,7 +35,6 @@ class Durations:
         """Parameter sets that a step changes, by role and name."""
 
     def __call__(self, instruction: Instruction) -> float:
-        """Return the seconds of an instruction."""
         match instruction:
             case Run(call):
                 return sum(self.terms(call).values())
@@ -79,8 +79,9 @@ class Durations:
             return 0.0
         scenario = self._scenario
         model = scenario.models[role]
+        strategies = Strategies.of([placement.strategy])
         if instruction.state == "optimizer":
-            size = scenario.memory.kept_state(model, placement)
+            _, (size,) = scenario.memory.states(model, strategies)
         else:
-            size = scenario.memory.set_bytes(model, placement)[name]
+            (size,) = scenario.memory.largest_sets(model, strategies)[name]
         return float(scenario.cost.offload(size, placement.mesh.first))

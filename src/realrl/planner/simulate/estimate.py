@@ -76,7 +76,6 @@ class CallEstimate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the call itself."""
         return sum(self.terms.values())
 
 
@@ -121,7 +120,6 @@ class Footprint:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all parts."""
         return sum(self.parts.values())
 
 
@@ -187,7 +185,6 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak bytes on the peak device."""
         return self.peak_device.peak.bytes
 
     @property
@@ -246,6 +243,36 @@ class Estimate:
                 total[moving[type(slice_.instruction)]] += slice_.seconds - slice_.waiting
         total["idle"] = self.step_seconds * len(self.slices) - sum(total.values())
         return dict(total)
+
+
+LEVEL = 0.9
+"""Probability with which a measured time lies in its interval."""
+
+CONVINCING = 0.8
+"""A plan counts as faster than another if the probability of this is at least `CONVINCING`."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Seconds between which a time lies with probability `LEVEL`. It lies below as often as above."""
+
+    low: float
+    high: float
+
+    def __contains__(self, seconds: float) -> bool:
+        return self.low <= seconds <= self.high
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Expected step of a plan in comparison with other plans."""
+
+    interval: Interval
+    """Seconds of one isolated step."""
+    repeated: Interval
+    """Seconds per step in steady state."""
+    fastest: float
+    """Probability that no other plan of the comparison has a shorter step."""
 
 
 def find_full_host(hosts: Sequence[NodeMemory]) -> NodeMemory | None:

@@ -101,15 +101,12 @@ def _moves(scenario: Scenario, programs: Sequence[Program], simulation: Simulati
         if isinstance(move, Reallocate):
             model = scenario.models[move.role]
             sent, network = scenario.cost.moved(model, move.source, move.target, move.parameter_set)
-            start = event.start + event.waiting
-            seconds = event.seconds - event.waiting
-            before = _before(programs[move.target.mesh.first], move)
             moves.append(
                 MoveEstimate(
                     instruction=move,
-                    before=before,
-                    start=start,
-                    seconds=seconds,
+                    before=_before(programs[move.target.mesh.first], move),
+                    start=event.start + event.waiting,
+                    seconds=event.seconds - event.waiting,
                     sent_bytes=sent,
                     network_bytes=network,
                 )

@@ -55,7 +55,6 @@ class Simulation:
 
     @property
     def repeated_seconds(self) -> float:
-        """Steady-state seconds per step."""
         return (self.ends[-1] - self.ends[SETTLED - 1]) / (len(self.ends) - SETTLED)
 
     def slices(self, step: int) -> tuple[tuple[Slice, ...], ...]:
@@ -127,7 +126,6 @@ class _Group(Generic[Time]):
 
     @cached_property
     def members(self) -> frozenset[int]:
-        """Set of the ranks."""
         return frozenset(self.ranks)
 
 

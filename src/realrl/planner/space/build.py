@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import gcd
 
 import numpy as np
@@ -11,16 +12,107 @@ import numpy as np
 from realrl.config.errors import UserError
 from realrl.dataflow.call import Call, Kind
 from realrl.layout.sets import QUANTISED
+from realrl.plan.axes import list_degrees
 from realrl.plan.placement import ZERO_STAGES, Dtype, Mesh, Placement, Strategy, function_placement
 from realrl.plan.plan import Plan
-from realrl.planner.cluster.cluster_spec import Site
+from realrl.planner.cluster.cluster_spec import ClusterSpec, Site
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.space.candidate import Candidate
-from realrl.planner.space.candidates import list_meshes, list_micro_batches, list_strategies
-from realrl.planner.space.columns import Ways, add_keeping, add_offloading, drop_dominated, list_ways
+from realrl.planner.space.candidate import Candidate, count_bytes_alone
 from realrl.planner.space.problem import Problem
+from realrl.planner.space.ways import Ways, add_keeping, add_offloading, drop_dominated, list_ways
+from realrl.planner.workload.workload import CallWork
 from realrl.program.memory import list_sharers
+
+_FEW_DEVICES = 16
+"""Largest cluster, in devices, for which every run of devices inside a node is a candidate."""
+_FEW_NODES = 16
+"""Largest number of nodes for which every run of nodes is a candidate."""
+_SMALLEST_BATCH, _LARGEST_PASS = 4096, 16384
+"""Tokens of the smallest micro-batch, and of the largest micro-batch outside generation."""
+MANY_DEVICES = 2048
+"""Largest cluster, in devices, for which small meshes are candidates."""
+_SMALLEST, _SMALLEST_OF_MANY = 128, 16
+"""Meshes smaller than 1/128 of the cluster are left out; 1/16 if the cluster has more than `MANY_DEVICES`."""
+
+
+def list_meshes(spec: ClusterSpec) -> list[Mesh]:
+    """Enumerate meshes: parts of one node, and runs of whole nodes.
+
+    On small clusters, parts of a node may begin and end anywhere. Otherwise their size divides the node's, and they
+    begin at multiples of their size. On large clusters, the number of nodes of a run is 4 to 7 times a power of two
+    (or 1, 2 or 3), and the run begins or ends at a multiple of the smallest power of two that holds it.
+    """
+    meshes = [mesh for part in spec.uniform_parts for node in part for mesh in _list_inside(spec, node)]
+    bounds = spec.cluster.bounds
+    for part in spec.uniform_parts:
+        for nodes in range(1, len(part) + 1):
+            for begin in range(len(part) - nodes + 1):
+                if len(part) <= _FEW_NODES or _tidy(begin, nodes, len(part)):
+                    first = part.start + begin
+                    meshes.append(Mesh(bounds[first], bounds[first + nodes] - bounds[first]))
+    smallest = _SMALLEST if spec.size <= MANY_DEVICES else _SMALLEST_OF_MANY
+    return [mesh for mesh in meshes if mesh.size * smallest >= spec.size]
+
+
+def _list_inside(spec: ClusterSpec, node: int) -> Iterator[Mesh]:
+    """Enumerate meshes that are smaller than a node."""
+    ranks = spec.cluster.ranks(node)
+    anywhere = spec.size <= _FEW_DEVICES
+    for size in range(1, len(ranks)):
+        if anywhere or len(ranks) % size == 0:
+            for first in ranks[: len(ranks) - size + 1 : 1 if anywhere else size]:
+                yield Mesh(first, size)
+
+
+def list_strategies(
+    size: int,
+    divided: int,
+    layers: int,
+    heads: int,
+    micro_batch_tokens: tuple[int, ...],
+    recompute: tuple[bool, ...] = (False,),
+    zero: tuple[int, ...] = (1,),
+    dtypes: tuple[Dtype | None, ...] = (None,),
+) -> Iterator[Strategy]:
+    """Enumerate strategies on `size` devices; the TP degree divides `divided`, the devices of every node."""
+    allowed = {
+        "tp": [tp for tp in range(1, min(divided, heads) + 1) if divided % tp == 0],
+        "pp": range(1, layers + 1),
+    }
+    for degrees in list_degrees(size, allowed, rest="dp"):
+        stages = tuple(stage for stage in zero if stage == 1 or degrees["dp"] > 1)
+        for tokens, recomputes, stage, dtype in product(micro_batch_tokens, recompute, stages, dtypes):
+            yield Strategy(
+                degrees=degrees,
+                micro_batch_tokens=tokens,
+                sequence_parallel=degrees["tp"] > 1,
+                recompute=recomputes,
+                zero=stage,
+                dtype=dtype,
+            )
+
+
+def list_micro_batches(kind: Kind, work: CallWork) -> tuple[int, ...]:
+    """Enumerate micro-batch sizes in tokens, from a size that keeps a device busy to a whole mini-batch.
+
+    For generation they count the capacity of the KV cache and grow up to all sequences, since larger decode batches
+    cost less per token.
+    """
+    whole = work.capacity
+    sizes = [max(work.longest, min(_SMALLEST_BATCH, whole // 4))]
+    largest, step = (whole, 4) if kind is Kind.GENERATE else (min(whole, _LARGEST_PASS), 2)
+    while sizes[-1] < largest:
+        sizes.append(min(largest, sizes[-1] * step))
+    return tuple(sizes)
+
+
+def _tidy(begin: int, nodes: int, total: int) -> bool:
+    if nodes == total:
+        return True
+    power = 1 << (nodes.bit_length() - 1)
+    block = nodes if nodes == power else 2 * power
+    return nodes % max(1, power // 4) == 0 and (begin % block == 0 or (begin + nodes) % block == 0)
 
 
 @dataclass(frozen=True)
@@ -72,7 +164,6 @@ class _Builder:
 
     @cached_property
     def meshes(self) -> list[Mesh]:
-        """Meshes of the cluster that calls may run on."""
         return list_meshes(self.scenario.spec)
 
     @cached_property
@@ -148,8 +239,8 @@ class _Builder:
             ways = list_ways(self.scenario, call, placements, shares=self._shares(call))
             number = np.array([number for number, _ in every])
             for i, meshes in enumerate(sites.values()):
-                of_site = ways[number[ways.strategy] == i]
-                candidates += self._choose(call, of_site, meshes[0].first).candidates(meshes)
+                chosen = self._choose(call, ways[number == i], meshes[0].first)
+                candidates += chosen.candidates(meshes)
         return candidates
 
     def _strategies(self, call: Call, mesh: Mesh, tokens: tuple[int, ...]) -> Iterator[Strategy]:
@@ -183,12 +274,13 @@ class _Builder:
     def _choose(self, call: Call, ways: Ways, first: int) -> Ways:
         """Choose the ways to run a call on a mesh that some best plan may need."""
         limit = self.scenario.memory.capacity(first)
-        fitting = ways[ways.bytes_alone <= limit]
+        needed = count_bytes_alone(ways, is_home=True)
+        fitting = ways[needed <= limit]
         if not len(fitting):
             # The error message describes the way with the smallest shortage.
-            return ways[np.argsort(ways.bytes_alone, kind="stable")[:1]]
+            return ways[np.argsort(needed, kind="stable")[:1]]
         variants = self._with_variants(call, fitting, first, limit)
-        return drop_dominated(variants[variants.bytes_alone <= limit])
+        return drop_dominated(variants[count_bytes_alone(variants, is_home=True) <= limit])
 
     def _with_variants(self, call: Call, ways: Ways, first: int, limit: float) -> Ways:
         """Add variants that offload or keep copies, if the call is its role's home and the search space allows
@@ -207,17 +299,17 @@ class _Builder:
     def _fits(self, candidate: Candidate) -> bool:
         """Tell whether a candidate alone fits into its devices."""
         limit = self.scenario.memory.capacity(candidate.placement.mesh.first)
-        return candidate.bytes_alone(is_home=True) <= limit
+        return bool(count_bytes_alone(candidate, is_home=True) <= limit)
 
     def _given(self, call: Call, placements: Sequence[Placement]) -> list[Candidate]:
         """List the candidates of placements from plans, in the order of `placements`."""
         by_mesh: dict[Mesh, list[Placement]] = defaultdict(list)
         for placement in placements:
             by_mesh[placement.mesh].append(placement)
-        found: dict[Placement, list[Candidate]] = {}
+        found: dict[Placement, list[Candidate]] = defaultdict(list)
         for mesh, there in by_mesh.items():
             ways = list_ways(self.scenario, call, there, shares=self._shares(call))
             variants = self._with_variants(call, ways, mesh.first, 0.0)
-            for i, placement in enumerate(there):
-                found[placement] = variants[variants.strategy == i].candidates([mesh])
+            for candidate in variants.candidates([mesh]):
+                found[candidate.placement].append(candidate)
         return [candidate for placement in placements for candidate in found[placement]]

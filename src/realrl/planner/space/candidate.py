@@ -1,9 +1,17 @@
-"""Candidate: one way to run a call, with its costs."""
+"""Candidates: the ways to run a call, with their costs, one by one and as columns."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from operator import attrgetter
+from typing import Any, Self
+
+import numpy as np
 
 from realrl.plan.axes import Degrees
 from realrl.plan.placement import Dtype, Placement
+from realrl.planner.moves.transfers import Layouts
+from realrl.program.arrays import Bools, Floats, Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,18 +47,104 @@ class Candidate:
     capture_seconds: float = 0.0
     """Further seconds of the call if its parameters have moved in this step (`CallCost.captures`)."""
 
-    def bytes_alone(self, *, is_home: bool) -> float:
-        """Return the bytes a device needs at least while the call runs.
-
-        `is_home`: whether this is the role's primary placement.
-        """
-        if not is_home:
-            return self.working_bytes + self.weights_bytes + self.communicator_bytes
-        held = self.resident_bytes + self.communicator_bytes
-        return held + self.working_bytes + self.weights_bytes * self.offload
-
     @property
     def layout(self) -> tuple[int, Degrees, bool, Dtype | None]:
         """Key of the layout of the parameters: equal keys mean equal layouts."""
         s = self.placement.strategy
         return self.placement.mesh.first, s.degrees, s.shards_parameters, s.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Costs in columns named like the fields of `Candidate`: [candidates], or [calls, plans]."""
+
+    seconds: Floats
+    weights_bytes: Floats
+    resident_bytes: Floats
+    working_bytes: Floats
+    base_bytes: Floats
+    communicator_bytes: Floats
+    host_bytes: Floats
+    load_seconds: Floats
+    unload_seconds: Floats
+    capture_seconds: Floats
+    offload: Bools
+    offload_optimizer: Bools
+    keep: Bools
+    sequence_parallel: Bools
+    """Whether sequence parallelism is on. Calls can share a replica only if they agree on it."""
+
+    def __getitem__(self, index: "Ints | Bools | slice") -> Self:
+        return type(self)(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+
+
+COSTS = tuple(field.name for field in fields(Costs) if field.name != "sequence_parallel")
+"""Columns that are fields of a `Candidate`."""
+_FLAGS = ("offload", "offload_optimizer", "keep", "sequence_parallel")
+_read = attrgetter(*COSTS, "placement.strategy.sequence_parallel")
+
+
+def count_bytes_alone(costs: Candidate | Costs, *, is_home: bool) -> Any:
+    """Count the bytes that a device needs at least while a call runs: a number, or a column.
+
+    `is_home`: whether this is the role's primary placement.
+    """
+    always = costs.working_bytes + costs.communicator_bytes
+    if not is_home:
+        return always + costs.weights_bytes
+    return always + costs.resident_bytes + costs.weights_bytes * costs.offload
+
+
+def find_undominated(
+    groups: Ints, columns: Sequence[Floats], also: Callable[[Ints], Bools] | None = None
+) -> Ints:
+    """Find the rows that no row of their group equals or beats in every column; of equal rows, the first stays.
+
+    `groups`: number of each row's group. `also`: a condition beyond the columns. Given rows, [groups, members], it
+    tells whether one member is at least as good as another, [groups, one, another].
+    """
+    sizes = np.bincount(groups)
+    members = np.argsort(groups, kind="stable")
+    beaten = np.zeros(len(groups), dtype=bool)
+    for size in np.unique(sizes):
+        # Compare groups of equal size together, [groups, members].
+        among = members[sizes[groups[members]] == size].reshape(-1, size)
+        better = np.ones((*among.shape, size), dtype=bool) if also is None else also(among)
+        for column in columns:
+            of = column[among]
+            better &= of[:, :, None] <= of[:, None]
+        equal = better & better.transpose(0, 2, 1)
+        earlier = np.tri(size, k=-1, dtype=bool).T
+        beaten[among] = ((better & ~equal) | (equal & earlier)).any(axis=1)
+    return np.flatnonzero(~beaten)
+
+
+class CandidateTable(tuple[Candidate, ...]):
+    """Candidates of a call. Their layouts and costs as columns are computed once, on first use."""
+
+    @classmethod
+    def of(cls, candidates: Iterable[Candidate]) -> "CandidateTable":
+        """Build the table of candidates; a table is returned unchanged."""
+        return candidates if isinstance(candidates, cls) else cls(candidates)
+
+    @cached_property
+    def layouts(self) -> Layouts:
+        return Layouts.of(candidate.placement for candidate in self)
+
+    @cached_property
+    def costs(self) -> Costs:
+        names = (*COSTS, "sequence_parallel")
+        table = np.array([*map(_read, self)], dtype=np.float64).reshape(-1, len(names))
+        columns: dict[str, Any] = {
+            name: np.ascontiguousarray(column, dtype=bool if name in _FLAGS else np.float64)
+            for name, column in zip(names, table.T, strict=True)
+        }
+        for name in ("load_seconds", "unload_seconds"):
+            columns[name] = columns[name] * columns["offload"]
+        return Costs(**columns)
+
+    def select(self, numbers: Ints) -> "CandidateTable":
+        selected = CandidateTable(map(self.__getitem__, numbers.tolist()))
+        selected.layouts = self.layouts[numbers]
+        selected.costs = self.costs[numbers]
+        return selected

@@ -12,9 +12,9 @@ from realrl.plan.cluster import Cluster
 from realrl.plan.placement import Placement
 from realrl.plan.plan import Plan
 from realrl.planner.moves.exchange import ExchangeModel
-from realrl.planner.moves.transfers import Transfers, find_nodes
-from realrl.planner.space.candidate import Candidate
-from realrl.planner.space.costs import CandidateTable
+from realrl.planner.moves.links import LinkTransfers
+from realrl.planner.moves.transfers import find_nodes
+from realrl.planner.space.candidate import Candidate, CandidateTable
 from realrl.program.arrays import Floats, Ints
 from realrl.program.lower import home_placements, kept_copies
 from realrl.program.order import TrainableParts
@@ -36,7 +36,7 @@ class Problem:
     cluster: Cluster
     candidates: Mapping[str, tuple[Candidate, ...]]
     """Candidates by call."""
-    transfers: Transfers
+    transfers: LinkTransfers
     memory_bytes: tuple[float, ...]
     """Usable bytes per device, by node; equal on all nodes of a mesh."""
     exchange: ExchangeModel
@@ -59,7 +59,7 @@ class Problem:
                 raise UserError(f"call {call.name} has no option to run with on cluster {self.cluster}")
             table = self.table(call)
             costs = table.costs
-            if not self.is_home(call) and (costs.offloaded | costs.offloads_optimizer | costs.keeps).any():
+            if not self.is_home(call) and (costs.offload | costs.offload_optimizer | costs.keep).any():
                 raise ValueError(
                     f"{call.name} is not the home of a role, so it cannot decide what to offload or keep"
                 )
@@ -87,7 +87,6 @@ class Problem:
         return call.role is not None and self.home(call.role) == call
 
     def limit(self, placement: Placement) -> float:
-        """Return the usable bytes of each device of a placement."""
         return self.memory_bytes[self.cluster.node(placement.mesh.first)]
 
     def limits(self, call: Call) -> Floats:
@@ -95,7 +94,6 @@ class Problem:
         return np.array(self.memory_bytes)[find_nodes(self.cluster)[self.table(call).layouts.first]]
 
     def chosen_candidates(self, assignment: Assignment) -> dict[str, Candidate]:
-        """Return the selected candidate of each call."""
         return {call.name: self.candidates[call.name][assignment[call.name]] for call in self.graph.calls}
 
     def find_assignment(self, plan: Plan) -> Assignment | None:

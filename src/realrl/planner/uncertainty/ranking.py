@@ -8,10 +8,9 @@ from numpy.typing import NDArray
 
 from realrl.dataflow.graph import DataflowGraph
 from realrl.plan.plan import Plan
-from realrl.planner.simulate.estimate import Estimate
+from realrl.planner.simulate.estimate import CONVINCING, LEVEL, Estimate, Interval, Outlook
 from realrl.planner.simulate.scenario import Scenario
 from realrl.planner.simulate.simulator import Samples
-from realrl.planner.uncertainty.outlook import CONVINCING, LEVEL, Interval, Outlook
 from realrl.planner.uncertainty.sampled_steps import Draws, StepSamples, sample_step
 from realrl.program.lower import home_placements, kept_copies
 
@@ -28,7 +27,6 @@ class StepSampler:
         self._known: list[tuple[Plan, StepSamples]] = []
 
     def __call__(self, plan: Plan) -> StepSamples:
-        """Sample the seconds of a step."""
         for other, samples in self._known:
             if other == plan:
                 return samples

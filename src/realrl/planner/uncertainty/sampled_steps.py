@@ -67,7 +67,6 @@ class Spread:
     others."""
 
     def term(self, name: str) -> float:
-        """Return the size of a term's error."""
         return self.terms.get(name, self.other_terms)
 
 
@@ -108,6 +107,8 @@ FUNCTION = Spread(machine=0.0, call=0.15)
 MOVES: Mapping[str, float] = {"reallocation": 0.4, "exchange": 0.4, "copies": 0.2}
 """Errors of moves between calls, whose times come from the bandwidths of links: a judgement. Copies between device
 and host use PCIe, which varies less."""
+
+_KINDS = {Reallocate: "reallocation", Receive: "exchange", Load: "copies", Offload: "copies"}
 
 TABLES_OF_TERMS: Mapping[str, str] = {
     "compute": "product",
@@ -215,26 +216,16 @@ class SampledDurations:
         self._predicted = Durations(scenario, plan)
 
     def __call__(self, instruction: Instruction) -> Samples:
-        """Sample the seconds of an instruction."""
-        match instruction:
-            case Run(name):
-                return self._call(self._scenario.graph.call(name), self._plan[name])
-            case Reallocate():
-                return self._move("reallocation", instruction)
-            case Load() | Offload():
-                return self._move("copies", instruction)
-            case Receive():
-                return self._move("exchange", instruction)
-            case _:
-                return np.full(self._draws.count, self._predicted(instruction))
+        if isinstance(instruction, Run):
+            return self._call(self._scenario.graph.call(instruction.call), self._plan[instruction.call])
+        seconds = np.full(self._draws.count, self._predicted(instruction))
+        kind = _KINDS.get(type(instruction))
+        return seconds if kind is None else seconds * self._draws.sample_factor(MOVES[kind], kind)
 
     @property
     def reporting(self) -> float:
         """Seconds that the writing rank needs between two steps to receive the times of all ranks."""
         return self._predicted.reporting
-
-    def _move(self, kind: str, instruction: Instruction) -> Samples:
-        return self._predicted(instruction) * self._draws.sample_factor(MOVES[kind], kind)
 
     def _call(self, call: Call, placement: Placement) -> Samples:
         errors = find_call_errors(self._scenario, call, placement)

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Self, TypeVar
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from realrl.config.errors import UserError
 from realrl.plan.placement import Strategy
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import CallWork
-from realrl.program.arrays import Floats, Ints
+from realrl.program.arrays import Ints
 
 Work = TypeVar("Work")
 
@@ -20,84 +20,62 @@ Work = TypeVar("Work")
 class PeakChunk:
     """Chunk with the peak memory of a call: it has the most tokens and the longest sequences."""
 
-    sequences: float
-    lengths: tuple[int, ...]
-    """Sample of sequence lengths in a forward pass of the chunk, in tokens."""
+    sequences: Any
+    lengths: Any
+    """Sample of sequence lengths in a forward pass of the chunk, in tokens: a tuple, or an array of tuples."""
 
     @property
-    def tokens(self) -> float:
-        """Tokens of a forward pass of the chunk."""
-        return self.sequences * sum(self.lengths) / len(self.lengths)
+    def tokens(self) -> Any:
+        if isinstance(self.lengths, tuple):
+            return self.sequences * sum(self.lengths) / len(self.lengths)
+        return self.sequences * np.array([*map(sum, self.lengths)]) / np.array([*map(len, self.lengths)])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """Micro-batches of one DP rank. Times assume chunks of equal size; peak memory is that of the largest chunk."""
+    """Micro-batches of one DP rank: numbers for one strategy, or arrays for many (`split_all_work`).
 
-    count: int
-    sequences: float
+    Times assume chunks of equal size; peak memory is that of the largest chunk.
+    """
+
+    count: Any
+    sequences: Any
     """Mean sequences of a chunk on the busiest rank."""
-    tokens: float
+    tokens: Any
     """Mean tokens of a chunk."""
-    squares: float
+    squares: Any
     """Mean sum of squared lengths of a chunk."""
     peak: PeakChunk
 
 
-@dataclass(frozen=True, kw_only=True)
-class ManyChunks:
-    """`Chunks` of many strategies as arrays."""
-
-    count: Ints
-    tokens: Floats
-    squares: Floats
-    peak_tokens: Floats
-    """Tokens of a forward pass of the chunk with peak memory."""
-    peak_lengths: Sequence[tuple[int, ...]]
-    """Samples of sequence lengths in these chunks."""
-    peak: Ints
-    """Index into `peak_lengths` for each strategy."""
-
-    @classmethod
-    def of(cls, each: Sequence[Chunks]) -> Self:
-        """Build from the chunks of each strategy."""
-        return cls(
-            count=np.array([chunks.count for chunks in each]),
-            tokens=np.array([chunks.tokens for chunks in each], dtype=np.float64),
-            squares=np.array([chunks.squares for chunks in each], dtype=np.float64),
-            peak_tokens=np.array([chunks.peak.tokens for chunks in each], dtype=np.float64),
-            peak_lengths=[chunks.peak.lengths for chunks in each],
-            peak=np.arange(len(each)),
-        )
-
-    def __getitem__(self, index: Ints) -> "ManyChunks":
-        return ManyChunks(
-            count=self.count[index],
-            tokens=self.tokens[index],
-            squares=self.squares[index],
-            peak_tokens=self.peak_tokens[index],
-            peak_lengths=self.peak_lengths,
-            peak=self.peak[index],
-        )
-
-
-def split_each(strategies: Strategies, split: Callable[[Strategy], Work]) -> tuple[list[Work], Ints]:
+def split_each(strategies: Strategies, split: Callable[[Strategy], Work]) -> Work:
     """Call `split` once for all strategies with equal DP and PP degrees and micro-batch tokens.
 
-    Returns the results, and for each strategy the index of its result.
+    The results are dataclasses of numbers, and are returned as one dataclass of arrays, [strategies].
     """
     known: dict[tuple[int, int, int], int] = {}
     keys = zip(
         *(a.tolist() for a in (strategies.dp, strategies.pp, strategies.micro_batch_tokens)), strict=True
     )
     where = np.array([known.setdefault(key, len(known)) for key in keys])
-    return [split(Strategy(dp=dp, pp=pp, micro_batch_tokens=tokens)) for dp, pp, tokens in known], where
+    each = [split(Strategy(dp=dp, pp=pp, micro_batch_tokens=tokens)) for dp, pp, tokens in known]
+    return cast(Work, _gather(each, where))
 
 
-def split_all_work(work: CallWork, strategies: Strategies, per_stage: int) -> ManyChunks:
+def _gather(values: Sequence[Any], where: Ints) -> Any:
+    """Gather values at indices in an array, or dataclasses in a dataclass of arrays."""
+    first = values[0]
+    if is_dataclass(first) and not isinstance(first, type):
+        columns = {f.name: [getattr(value, f.name) for value in values] for f in fields(first)}
+        return type(first)(**{name: _gather(column, where) for name, column in columns.items()})
+    if isinstance(first, tuple):
+        return np.fromiter(values, dtype=object, count=len(values))[where]
+    return np.array(values)[where]
+
+
+def split_all_work(work: CallWork, strategies: Strategies, per_stage: int) -> Chunks:
     """Split a mini-batch under each strategy (`split_work`)."""
-    each, where = split_each(strategies, lambda strategy: split_work(work, strategy, per_stage))
-    return ManyChunks.of(each)[where]
+    return split_each(strategies, lambda strategy: split_work(work, strategy, per_stage))
 
 
 def split_work(work: CallWork, strategy: Strategy, per_stage: int) -> Chunks:

@@ -2,8 +2,7 @@
 
 import math
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 from realrl.layout.kv_blocks import (
     EXPECTED_SHARE,
@@ -15,27 +14,28 @@ from realrl.layout.kv_blocks import (
     size_cache,
 )
 from realrl.plan.placement import Strategy
-from realrl.planner.workload.batching import Chunks, ManyChunks, PeakChunk, records_per_rank, split_each
+from realrl.planner.workload.batching import Chunks, PeakChunk, records_per_rank, split_each
 from realrl.planner.workload.strategies import Strategies
 from realrl.planner.workload.workload import CallWork
-from realrl.program.arrays import Ints
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRows:
-    """Rows of a generate call on the busiest rank, and how they are decoded."""
+    """Rows of a generate call on the busiest rank, and how they are decoded.
 
-    rows: int
-    prompts: int
+    Numbers for one strategy, or arrays for many (`split_generations`).
+    """
+
+    rows: Any
+    prompts: Any
     """Distinct prompts of these rows."""
     cache: CacheSize
-    batches: int
+    batches: Any
     """Decode batches in flight, at most one per pipeline stage. Rows decoded at a time are divided among them."""
 
     @property
-    def rows_per_batch(self) -> int:
-        """Rows of a decode batch."""
-        return math.ceil(self.cache.rows / self.batches)
+    def rows_per_batch(self) -> Any:
+        return -(-self.cache.rows // self.batches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,34 +46,9 @@ class GenerationWork(GenerationRows):
     """Forward passes that prefill the prompts."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ManyGenerations:
-    """`GenerationWork` of many strategies as arrays."""
-
-    rows: Ints
-    prompts: Ints
-    cached_tokens: Ints
-    """Tokens of the KV cache."""
-    rows_at_a_time: Ints
-    """Rows that are decoded at a time in all decode batches together."""
-    rows_per_batch: Ints
-    batches: Ints
-    passes: ManyChunks
-
-
-def split_generations(work: CallWork, strategies: Strategies, *, cpu: bool) -> ManyGenerations:
+def split_generations(work: CallWork, strategies: Strategies, *, cpu: bool) -> GenerationWork:
     """Split a generate call under each strategy (`split_generation`)."""
-    each, where = split_each(strategies, lambda strategy: split_generation(work, strategy, cpu=cpu))
-    passes = ManyChunks.of([one.passes for one in each])
-    return ManyGenerations(
-        rows=np.array([one.rows for one in each])[where],
-        prompts=np.array([one.prompts for one in each])[where],
-        cached_tokens=np.array([one.cache.tokens for one in each])[where],
-        rows_at_a_time=np.array([one.cache.rows for one in each])[where],
-        rows_per_batch=np.array([one.rows_per_batch for one in each])[where],
-        batches=np.array([one.batches for one in each])[where],
-        passes=passes[where],
-    )
+    return split_each(strategies, lambda strategy: split_generation(work, strategy, cpu=cpu))
 
 
 def split_generation(work: CallWork, strategy: Strategy, *, cpu: bool) -> GenerationWork:

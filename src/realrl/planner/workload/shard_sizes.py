@@ -22,6 +22,7 @@ from realrl.layout.shard import Shard
 from realrl.plan.placement import Dtype
 from realrl.planner.cluster.devices import DeviceKind
 from realrl.program.arrays import Bools, Ints, Real, truncate
+from realrl.program.memory import StoredModel
 
 _ALIGNED = 8
 """Both sides of experts' matrices must be multiples of this many bfloat16 numbers for the grouped kernel."""
@@ -61,7 +62,6 @@ class LocalSizes:
 
     @cached_property
     def ffn_dim(self) -> int:
-        """Feed-forward dimension."""
         return max(len(feed_forward(self.shape, self.tp, t)) for t in range(self.tp))
 
     @cached_property
@@ -204,7 +204,6 @@ class LocalSizes:
 
     @cached_property
     def sets(self) -> Mapping[str, "SetSizes"]:
-        """Elements of each parameter set."""
         found = build_parameter_sets(self.shape, self.head, self.part, trained=True)
         return {name: self._set_sizes(of) for name, of in found.items()}
 
@@ -276,6 +275,11 @@ class LocalSizes:
     def layer_elements(self) -> int:
         """Elements of the first layer on the rank with the most, adapters included."""
         return sum(max(sizes.layer) for sizes in self.sets.values() if 0 in sizes.layers)
+
+
+@lru_cache(maxsize=4096)
+def size_shards(model: StoredModel, tp: int) -> LocalSizes:
+    return LocalSizes(model.shape, model.head, tp, model.part)
 
 
 @dataclass(frozen=True)

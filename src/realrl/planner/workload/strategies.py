@@ -6,9 +6,11 @@ from typing import Self
 
 import numpy as np
 
+from realrl.layout.ranges import stage_layers
 from realrl.plan.axes import Degrees
 from realrl.plan.placement import Dtype, Strategy
-from realrl.program.arrays import Bools, Ints
+from realrl.program.arrays import Bools, Ints, tabulate_stages
+from realrl.program.memory import StoredModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,14 @@ class Strategies:
             micro_batch_tokens=np.array([s.micro_batch_tokens for s in alike]),
             recompute=np.array([s.recompute for s in alike]),
         )
+
+    def spread_layers(self, layers: int) -> Ints:
+        """Count the layers of a model on each stage, [stages, strategies]; 0 past a strategy's last stage."""
+        return tabulate_stages(lambda pp: list(map(len, stage_layers(layers, pp))), self.pp)
+
+    def dtype_of(self, model: StoredModel) -> Dtype:
+        """Find the data type of a model's parameters and activations under these strategies."""
+        return model.dtype if self.dtype is None else self.dtype
 
 
 def group_strategies(strategies: Sequence[Strategy]) -> list[tuple[Ints, Strategies]]:

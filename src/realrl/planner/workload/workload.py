@@ -122,7 +122,6 @@ class CallWork:
 
     @property
     def mean(self) -> float:
-        """Mean of `lengths`."""
         return sum(self.lengths) / len(self.lengths)
 
     @property
@@ -236,8 +235,8 @@ class Workload:
         )
 
 
-def quantiles(lengths: Sequence[int], count: int = QUANTILES) -> tuple[int, ...]:
-    """Reduce lengths to a sorted sample of at most `count`: the middles of equal parts of the sorted lengths.
+def quantiles(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Reduce lengths to a sorted sample of at most `QUANTILES`: the middles of equal parts of the sorted lengths.
 
     If all lengths are equal, the sample is a single number. Raises ValueError if there are none.
     """
@@ -246,6 +245,6 @@ def quantiles(lengths: Sequence[int], count: int = QUANTILES) -> tuple[int, ...]
     ordered = sorted(lengths)
     if ordered[0] == ordered[-1]:
         return (ordered[0],)
-    if len(ordered) <= count:
+    if len(ordered) <= QUANTILES:
         return tuple(ordered)
-    return tuple(ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count))
+    return tuple(ordered[(2 * i + 1) * len(ordered) // (2 * QUANTILES)] for i in range(QUANTILES))

@@ -16,10 +16,9 @@ from realrl.planner.report.comparison import (
     Seconds,
     waiting_for,
 )
-from realrl.planner.simulate.estimate import Estimate, MemoryPart, PartKind
+from realrl.planner.simulate.estimate import Estimate, Interval, MemoryPart, PartKind
 from realrl.planner.simulate.estimator import estimate_plan
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.uncertainty.outlook import Interval
 from realrl.planner.uncertainty.ranking import StepSampler, find_interval
 from realrl.planner.workload.workload import Workload
 from realrl.program.instructions import Program, Reallocate

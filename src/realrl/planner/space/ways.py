@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from realrl.dataflow.call import Call, Kind
-from realrl.plan.placement import Mesh, Placement, Strategy
+from realrl.plan.placement import Mesh, Placement
 from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.space.candidate import Candidate
+from realrl.planner.space.candidate import COSTS, Candidate, Costs, find_undominated
 from realrl.planner.workload.strategies import group_strategies
-from realrl.program.arrays import Bools, Floats, Ints
+from realrl.program.arrays import Floats
 from realrl.program.memory import StoredModel
 from realrl.program.order import changed_sets
 
@@ -19,84 +20,44 @@ _WORTH_OFFLOADING = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ways:
-    """Ways to run a call with their costs (`Candidate`), one entry per way."""
+class Ways(Costs):
+    """Ways to run a call with their costs, one entry per way."""
 
-    strategies: Sequence[Strategy]
-    strategy: Ints
-    """Index of the strategy of each way."""
-    seconds: Floats
-    weights_bytes: Floats
-    resident_bytes: Floats
-    working_bytes: Floats
-    base_bytes: Floats
-    communicator_bytes: Floats
-    host_bytes: Floats
-    load_seconds: Floats
-    unload_seconds: Floats
-    capture_seconds: Floats
-    offload: Bools
-    offload_optimizer: Bools
-    keep: Bools
+    strategies: NDArray[np.object_]
+    """The `Strategy` of each way."""
 
     def __len__(self) -> int:
-        return len(self.strategy)
+        return len(self.strategies)
 
-    def __getitem__(self, index: "Ints | Bools") -> "Ways":
-        return replace(self, **{name: getattr(self, name)[index] for name in _COLUMNS})
-
-    @property
-    def bytes_alone(self) -> Floats:
-        """Bytes that a device needs at least while the call runs in the role's primary placement."""
-        held = self.resident_bytes + self.communicator_bytes + self.working_bytes
-        return held + self.weights_bytes * self.offload
+    @classmethod
+    def join(cls, *parts: "Ways") -> "Ways":
+        return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
 
     def candidates(self, meshes: Sequence[Mesh]) -> list[Candidate]:
         """Make the candidates on each of some meshes, all of one site."""
-        costs = {name: getattr(self, name).tolist() for name in _COSTS}
-        rows = [dict(zip(costs, row, strict=True)) for row in zip(*costs.values(), strict=True)]
-        strategies = [self.strategies[i] for i in self.strategy.tolist()]
+        rows = zip(*(getattr(self, name).tolist() for name in COSTS), strict=True)
         return [
-            Candidate(placement=Placement(mesh, strategy), **row)
-            for strategy, row in zip(strategies, rows, strict=True)
+            Candidate(placement=Placement(mesh, strategy), **costs)
+            for strategy, row in zip(self.strategies.tolist(), rows, strict=True)
+            for costs in [dict(zip(COSTS, row, strict=True))]
             for mesh in meshes
         ]
-
-
-_COLUMNS = tuple(field.name for field in fields(Ways) if field.name != "strategies")
-_COSTS = tuple(name for name in _COLUMNS if name != "strategy")
 
 
 def drop_dominated(ways: Ways) -> Ways:
     """Drop a way if another way of the same layout is at least as good in every cost.
 
-    A plan with the better way is also valid, and at least as fast (`search.prune`). All ways have one mesh size.
+    A plan with the better way is also valid, and at least as fast (`prune_candidates`). All meshes have one size.
     """
-    strategies = [ways.strategies[i] for i in ways.strategy.tolist()]
-    layouts: dict[tuple[object, ...], list[int]] = {}
-    for i, (s, keep) in enumerate(zip(strategies, ways.keep.tolist(), strict=True)):
-        key = s.degrees, s.sequence_parallel, s.dtype, s.shards_parameters, keep
-        layouts.setdefault(key, []).append(i)
+    numbers: dict[tuple[object, ...], int] = {}
+    layouts = [
+        numbers.setdefault((s.degrees, s.sequence_parallel, s.dtype, s.shards_parameters, keep), len(numbers))
+        for s, keep in zip(ways.strategies, ways.keep.tolist(), strict=True)
+    ]
     moving = (ways.weights_bytes, ways.load_seconds, ways.unload_seconds)
     loaded = [np.where(ways.offload, column, 0.0) for column in moving]
     held = [ways.resident_bytes, ways.working_bytes, ways.weights_bytes, -ways.base_bytes, ways.host_bytes]
-    costs = np.stack([ways.seconds, ways.capture_seconds, *held, *loaded], axis=1)
-    stay = [np.array(members)[find_undominated(costs[members])] for members in layouts.values()]
-    return ways[np.sort(np.concatenate(stay))]
-
-
-def find_undominated(costs: Floats) -> Ints:
-    """Find the rows of costs that no other row equals or beats in every cost; of equal rows, the first stays."""
-    better = (costs[:, None] <= costs[None]).all(axis=2)
-    equal = better & better.T
-    beaten = (better & ~equal) | (equal & np.tri(len(costs), k=-1, dtype=bool).T)
-    return np.flatnonzero(~beaten.any(axis=0))
-
-
-def join_ways(parts: Sequence[Ways]) -> Ways:
-    """Join ways of the same strategies."""
-    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS}
-    return Ways(strategies=parts[0].strategies, **columns)
+    return ways[find_undominated(np.array(layouts), [ways.seconds, ways.capture_seconds, *held, *loaded])]
 
 
 def list_ways(scenario: Scenario, call: Call, placements: Sequence[Placement], *, shares: bool) -> Ways:
@@ -111,41 +72,42 @@ def list_ways(scenario: Scenario, call: Call, placements: Sequence[Placement], *
     n = len(strategies)
     weights, resident, whole, base = (np.zeros(n) for _ in range(4))
     for members, alike in group_strategies(strategies):
-        needs = scenario.memory.needs(call, model, first, alike, scenario.workload)
+        held, used = scenario.memory.needs(call, model, first, alike, scenario.workload)
         there = np.arange(int(alike.pp.max()))[:, None] < alike.pp
-        static = sum(needs.static.values())
-        weights[members] = needs.static["parameters"].max(axis=0)
+        static = sum(held.values())
+        weights[members] = held["parameters"].max(axis=0)
         resident[members] = np.max(static, axis=0)
         # Resident and total bytes may peak on different stages.
-        whole[members] = np.where(there, static + sum(needs.dynamic.values()), 0).max(axis=0)
+        whole[members] = np.where(there, static + sum(used.values()), 0).max(axis=0)
         if shares:
             base[members] = scenario.memory.least_base_bytes(model, alike)
     terms = scenario.cost.terms(call, model, placements, scenario.workload)
     captures = np.zeros(n)
     if scenario.keeps_graphs:
         captures = scenario.cost.captures(call, model, placements, scenario.workload)
+    nothing, no = np.zeros(n), np.zeros(n, dtype=bool)
     return Ways(
-        strategies=strategies,
-        strategy=np.arange(n),
+        strategies=np.array(strategies, dtype=object),
+        sequence_parallel=np.array([strategy.sequence_parallel for strategy in strategies]),
         seconds=np.asarray(sum(terms.values()) - captures, dtype=np.float64),
         weights_bytes=weights,
         resident_bytes=resident,
         working_bytes=whole - resident,
         base_bytes=base,
         communicator_bytes=np.array([float(scenario.memory.communicators([p])) for p in placements]),
-        host_bytes=np.zeros(n),
-        load_seconds=np.zeros(n),
-        unload_seconds=np.zeros(n),
         capture_seconds=captures,
-        offload=np.zeros(n, dtype=bool),
-        offload_optimizer=np.zeros(n, dtype=bool),
-        keep=np.zeros(n, dtype=bool),
+        host_bytes=nothing,
+        load_seconds=nothing,
+        unload_seconds=nothing,
+        offload=no,
+        offload_optimizer=no,
+        keep=no,
     )
 
 
 def add_keeping(ways: Ways) -> Ways:
     """Add variants of all ways that keep copies of the role's parameters in other layouts."""
-    return join_ways([ways, replace(ways, keep=np.ones(len(ways), dtype=bool))])
+    return Ways.join(ways, replace(ways, keep=np.ones(len(ways), dtype=bool)))
 
 
 def add_offloading(scenario: Scenario, call: Call, first: int, ways: Ways, limit: float) -> Ways:
@@ -155,11 +117,9 @@ def add_offloading(scenario: Scenario, call: Call, first: int, ways: Ways, limit
     be the home of its role.
     """
     model = scenario.models[call.model_role]
-    parts = [ways]
     if call.kind is Kind.TRAIN:
-        parts.append(_offload_optimizer(scenario, model, first, ways, limit))
-    every = join_ways(parts)
-    return join_ways([every, _offload_parameters(scenario, call, model, first, every, limit)])
+        ways = Ways.join(ways, _offload_optimizer(scenario, model, first, ways, limit))
+    return Ways.join(ways, _offload_parameters(scenario, call, model, first, ways, limit))
 
 
 def _offload_optimizer(scenario: Scenario, model: StoredModel, first: int, ways: Ways, limit: float) -> Ways:
@@ -187,7 +147,7 @@ def _offload_parameters(
     }
     state = _states(scenario, model, some)[0] if call.kind is Kind.TRAIN else np.zeros(len(some))
     sizes: dict[str, Floats] = {}
-    for members, alike in group_strategies([some.strategies[i] for i in some.strategy.tolist()]):
+    for members, alike in group_strategies(some.strategies.tolist()):
         for name, size in scenario.memory.largest_sets(model, alike).items():
             sizes.setdefault(name, np.zeros(len(some)))[members] = size
     copies = {name: np.asarray(scenario.cost.offload(size, first)) for name, size in sizes.items()}
@@ -208,6 +168,6 @@ def _states(scenario: Scenario, model: StoredModel, ways: Ways) -> tuple[Floats,
     """Return the bytes that optimizer offloading frees on the peak device, and the bytes that it needs on the
     host."""
     state, kept = np.zeros(len(ways)), np.zeros(len(ways))
-    for members, alike in group_strategies([ways.strategies[i] for i in ways.strategy.tolist()]):
+    for members, alike in group_strategies(ways.strategies.tolist()):
         state[members], kept[members] = scenario.memory.states(model, alike)
     return state, kept
