@@ -138,7 +138,7 @@ def test_a_wrong_config_json_is_one_error_message(
 
 COMMANDS: list[tuple[str, str]] = [
     ("train gone.yaml", "gone.yaml does not exist"),
-    ("train DIR/folder", "is a directory without a run; give a recipe, or the directory of a run"),
+    ("train DIR/folder", "is a directory without a run; give a recipe or the directory of a run"),
     ("train PPO/x", "cannot be read"),
     ("show gone.yaml", "gone.yaml does not exist"),
     ("show PPO --plan symetric", "did you mean symmetric?"),
@@ -183,7 +183,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("plan PPO --effort inf", "at most 1e+12"),
     ("plan PPO --out DIR/folder", "this is a directory; name a file in it"),
     ("plan PPO --out DIR/plan.txt", "the name of a plan file ends in .yaml"),
-    ("plan PPO --out PPO", "name another one"),
+    ("plan PPO --out PPO", "name another file"),
     ("plan PPO --out /proc/x.yaml", "--out /proc/x.yaml cannot be written"),
     ("plan PPO --html /proc/x.html", "--html /proc/x.html cannot be written"),
     ("plan PPO --trace /proc/x.json", "--trace /proc/x.json cannot be written"),
@@ -227,7 +227,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("generate DIR/qwen9 --prompt a", "model_type 'qwen9' is not supported; supported are: gemma, gemma2,"),
     ("generate ACTOR", "give --prompt TEXT or --prompts FILE"),
     ("generate ACTOR --prompts DIR/gone.txt", "cannot be read"),
-    ("generate ACTOR --prompts DIR/empty.txt", "there is nothing to continue"),
+    ("generate ACTOR --prompts DIR/empty.txt", "there is no prompt"),
     ("generate ACTOR --prompts DIR/records.tsv", "has an unsupported format"),
     (
         "generate ACTOR --prompts DIR/folder",
@@ -250,7 +250,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("generate ACTOR --prompt a --out /proc/x", "/proc/x cannot be written"),
     ("generate ACTOR --prompt a --out DIR/folder", "is a directory; name a file in it"),
     ("generate ACTOR --prompt a --out DIR/text.txt/x", "cannot be written"),
-    ("generate ACTOR --prompt a --best", "--best chooses by a score; give --reward or --reward-model"),
+    ("generate ACTOR --prompt a --best", "--best needs scores; give --reward or --reward-model"),
     ("generate ACTOR --prompt a --reward length", "write FILE.py:FUNCTION or package.module:FUNCTION"),
     ("generate ACTOR --prompt a --reward {verifier:{kind:numbers}}", "reward"),
     (

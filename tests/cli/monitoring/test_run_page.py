@@ -164,8 +164,8 @@ def test_metrics_come_as_they_are_written(run: Path) -> None:
 def test_a_long_run_is_read_in_parts(
     run: Path, monkeypatch: pytest.MonkeyPatch, whole: int, fewest: int, most: int
 ) -> None:
-    monkeypatch.setattr("realrl.cli.monitoring.run_files._LINES", 500)
-    monkeypatch.setattr("realrl.cli.monitoring.run_files._WHOLE", whole)
+    monkeypatch.setattr("realrl.cli.monitoring.run_page._LINES", 500)
+    monkeypatch.setattr("realrl.cli.monitoring.run_page._WHOLE", whole)
     rows, offset, more = [], 0, True
     with served(run) as client:
         while more:

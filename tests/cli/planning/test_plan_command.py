@@ -117,7 +117,10 @@ def test_tables_fit_a_hundred_columns_and_need_no_colour(capsys: pytest.CaptureF
 def test_planning_without_a_cluster_is_for_this_machine_and_noted(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "cluster=1x2", "device_memory=40GiB")
     assert found["cluster"]["groups"][0]["device"] == "cpu" and found["cluster"]["devices"] == 2
-    assert "no --cluster was named" in found["source"] and "cpu:1x2" in found["source"]
+    assert (
+        "without --cluster, this plan is for CPU processes" in found["source"]
+        and "cpu:1x2" in found["source"]
+    )
 
 
 def test_plans_for_several_numbers_of_nodes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,8 +225,8 @@ def test_a_profile_of_another_device_is_noted_as_unused(
         (["--effort", "nan"], "--effort: nan must be above 0"),
         (["--html", "."], "--html .: this is a directory"),
         (["--out", "plan.txt"], "--out plan.txt: the name of a plan file ends in .yaml"),
-        (["--out", REFERENCE], "name another one"),
-        (["--out", "a.yaml", "--html", "./a.yaml"], "--html ./a.yaml: this file is that of --out"),
+        (["--out", REFERENCE], "name another file"),
+        (["--out", "a.yaml", "--html", "./a.yaml"], "--html ./a.yaml: this is the file of --out"),
         (["--profile", "nowhere.json"], "nowhere.json"),
         (["--lengths", "nowhere.json"], "--lengths: nowhere.json: no such file"),
         (["--lengths", "."], "lengths.json: no such file"),

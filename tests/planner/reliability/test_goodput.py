@@ -206,13 +206,13 @@ def test_failures_without_progress_are_said(capsys: pytest.CaptureFixture[str]) 
     [
         (
             ["--failures-per-day", "-1"],
-            "--failures-per-day: '-1' is no number above 0; write 3 for the whole",
+            "--failures-per-day: '-1' is not a number above 0; write 3 for the whole",
         ),
-        (["--failures-per-day", "0"], "is no number above 0"),
+        (["--failures-per-day", "0"], "is not a number above 0"),
         (["--failures-per-day", "3/100"], "or 0.47/1000 for each 1,000 devices"),
-        (["--failures-per-day", "inf"], "is no number above 0"),
+        (["--failures-per-day", "inf"], "is not a number above 0"),
         (["--failures-per-day", "3", "--restart-seconds", "-1"], "--restart-seconds: -1 must be at least 0"),
-        (["--restart-seconds", "60"], "give --failures-per-day, too"),
+        (["--restart-seconds", "60"], "give --failures-per-day too"),
     ],
 )
 def test_failures_that_cannot_be_are_refused(

@@ -1,56 +1,62 @@
-"""Picture of the last step of a run, as it was measured, with the predicted one below, on one scale."""
+"""Picture of the last step of a run: measured times above predicted times, on one scale."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from realrl.cli.page.templating import find_template
-from realrl.cli.page.text import format_interval, format_seconds, format_strategy
-from realrl.cli.page.timeline import DrawnBand, DrawnBox, Label, TimelineDrawing, list_labels, list_ticks
-from realrl.cli.page.tips import make_tip
+from realrl.cli.page.text import format_interval, format_seconds, make_tip
+from realrl.cli.page.timeline import (
+    DrawnBand,
+    DrawnBox,
+    TimelineDrawing,
+    describe_instruction,
+    find_template,
+    list_ticks,
+)
 from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Run
 from realrl.program.text import parse_instruction
 from realrl.program.trace_file import Event, PredictedStep, find_rank, is_host, read_rank_traces
 
 _RANKS, _ALONE = 64, 8
-"""Ranks that are read, and the most that are drawn each by itself; of more, those that do the same are one band."""
+"""Maximum ranks to read, and maximum ranks with a row each. Above that, ranks with equal work share a row."""
 _TRACES = 1 << 25
-"""Bytes of traces that are read."""
+"""Maximum bytes of traces to read."""
 _HEIGHT, _LEAST, _MOST = 420, 18, 40
-"""Pixels of the whole picture where rows are neither too thin nor too high."""
+"""Pixels: height of the whole picture, and the least and the greatest height of a row."""
 _EVALUATION = 1 << 40
-"""Number from which on steps are evaluations."""
+"""Steps with this number or a higher one are evaluations."""
 _NEGLIGIBLE = 2e-4
-"""Fraction of the picture; shorter slices are not drawn."""
+"""Fraction of the picture. Shorter slices are not drawn."""
 _COLOURS = 8
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A row of the picture: the slices of one rank, for all that do the same; times in seconds."""
+    """A row of the picture: the slices of one rank, which stand for all ranks with equal work."""
 
     name: str
     detail: str
     slices: Sequence[Event]
     origin: float
+    """Seconds at which the picture starts, on the clock of the slices."""
 
 
 @dataclass(frozen=True)
 class StepPicture:
-    """The picture, and the step it is of."""
+    """Picture of a step."""
 
     step: int
-    """Step, counted from 1."""
+    """Number of the step, from 1."""
     ranks: int
-    """Number of ranks that it shows."""
+    """Number of ranks in the picture."""
     seconds: float
     """Seconds from the first slice to the end of the last one."""
     predicted_seconds: float | None
     drawing: TimelineDrawing
 
     def to_html(self) -> dict[str, object]:
-        """Make the SVG elements of both parts; what comes from the run is escaped in them."""
+        """Make the SVG elements of both parts. The template escapes texts of the run."""
         module = find_template("timeline.jinja").module
         return {
             "step": self.step,
@@ -64,9 +70,9 @@ class StepPicture:
 
 
 def draw_last_step(run_dir: Path, kinds: Mapping[str, str]) -> StepPicture | None:
-    """Draw the last step that all ranks have finished; None as long as there is none.
+    """Draw the last step that all ranks have finished; None before the first one.
 
-    `kinds`: call -> kind, as far as that is known; of other calls the end of their name tells.
+    `kinds` maps a call to its kind. The kind of other calls is guessed from the end of their names.
     """
     traces = read_rank_traces(run_dir, _RANKS, _TRACES)
     step = _find_step(traces)
@@ -91,9 +97,9 @@ def draw_last_step(run_dir: Path, kinds: Mapping[str, str]) -> StepPicture | Non
 
 
 def _find_step(traces: Mapping[int, Sequence[Event]]) -> int | None:
-    """Find the latest step of training that most ranks have slices of.
+    """Find the latest training step for which most ranks have slices.
 
-    Ranks write at different moments, each when a step has ended: the latest of one may be unknown to others.
+    Each rank writes when it has ended a step, so the last step of one rank may be missing for others.
     """
     counts: dict[int, int] = {}
     for events in traces.values():
@@ -140,7 +146,7 @@ def _draw(rows: Sequence[_Row], whole: float, kinds: Mapping[str, str]) -> Timel
             box = _box(event, row, whole, colours, kinds, y, height)
             if box is not None:
                 boxes.append(box)
-    ticks = tuple(tick for tick in list_ticks(whole) if tick.x < 99)  # the last one's text would be cut
+    ticks = tuple(tick for tick in list_ticks(whole) if tick.x < 99)  # there is no room for text at the end
     return TimelineDrawing(height * len(rows), tuple(bands), tuple(borders), tuple(boxes), ticks)
 
 
@@ -160,20 +166,10 @@ def _box(
         start += waiting
     if end - start < _NEGLIGIBLE * whole:
         return None
-    instruction = _parse(event["name"])
-    look, call = "wait", ""
-    labels: list[Label] = []
     seconds = format_seconds(end - start)
-    match instruction:
-        case Run(call, None, _):
-            look, labels = "function", [Label((f"{call} · {seconds}",)), Label((call,))]
-        case Run(call, str(role), placement):
-            look = f"{colours[role]} {_kind(call, kinds)}"
-            labels = list(list_labels(call, role, format_strategy(placement), seconds))
-        case Reallocate(role, into=into):
-            look = f"{colours[into or role]} move"
-        case Load(role) | Offload(role):
-            look = f"{colours[role]} host"
+    look, call, labels = describe_instruction(
+        _parse(event["name"]), seconds, lambda role: colours[role], lambda call: _kind(call, kinds)
+    )
     error = str(event["args"].get("error", ""))
     if error:
         look += " failed"
@@ -187,13 +183,13 @@ def _box(
         height=height - 2,
         look=look,
         call=call,
-        labels=tuple(labels),
+        labels=labels,
         tip=make_tip(title, facts),
     )
 
 
 def _choose_colours(rows: Sequence[_Row]) -> dict[str, str]:
-    """Choose the colour of each role, in the order in which they come."""
+    """Choose the colour of each role, in the order of the first slices."""
     roles: dict[str, None] = {}
     for row in rows:
         for event in sorted(row.slices, key=lambda event: event["ts"]):
@@ -206,7 +202,7 @@ def _choose_colours(rows: Sequence[_Row]) -> dict[str, str]:
 
 
 def _parse(name: str) -> Instruction | None:
-    """Read an instruction; None of what is none, such as a wait for a function."""
+    """Read an instruction; None for a slice without one, such as a wait for a function."""
     try:
         return parse_instruction(name)
     except ValueError:

@@ -1,6 +1,7 @@
-"""Text form of the numbers and names of a plan."""
+"""Numbers, names and columns as text, for pages and for the terminal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from realrl.families.quantisation import is_scale
@@ -13,8 +14,11 @@ from realrl.planner.uncertainty.outlook import Interval
 from realrl.program.memory import StoredModel
 
 if TYPE_CHECKING:
+    from realrl.dataflow.call import Call
+    from realrl.planner.report.report import PlanReport
     from realrl.planner.simulate.scenario import Scenario
 
+_COLOURS = 8
 _FACTORS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -26,7 +30,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_span(interval: Interval) -> str:
-    """Format the seconds between which a time lies, for example `38 to 53 s` or `1.8 to 2.6 s`."""
+    """Format an interval of seconds, for example `38 to 53 s` or `1.8 to 2.6 s`."""
     factor, unit = (1.0, "s") if interval.high >= 0.9995 else (1e3, "ms")
     bounds = (
         f"{bound:,.0f}" if bound >= 9.95 else f"{bound:.2g}"
@@ -39,6 +43,11 @@ def format_share(share: float) -> str:
     """Format a percentage with two digits, for example `2.8 %`."""
     digits = 0 if abs(share) >= 0.0995 or not share else 1
     return f"{share:.{digits}%}".replace("%", " %")
+
+
+def format_measured(seconds: float) -> str:
+    """Format measured seconds without a unit, with three digits or more and at most to a millisecond."""
+    return f"{seconds:.{3 if seconds < 10 else 1 if seconds < 1000 else 0}f}"
 
 
 def format_count(number: float) -> str:
@@ -70,12 +79,32 @@ def format_strategy(placement: Placement) -> str:
 
 
 def format_extras(placement: Placement) -> str:
-    """Format the settings of a strategy besides its degrees and micro-batches."""
+    """Format the settings of a strategy, without its degrees and its micro-batch size."""
     return ", ".join(placement.strategy.settings)
 
 
+def format_flags(placement: Placement) -> str:
+    """Format the settings of a strategy without sequence parallelism, which most tensor-parallel calls have."""
+    return ", ".join(name for name in placement.strategy.settings if name != "sequence parallel")
+
+
+def find_role_class(report: "PlanReport", role: str) -> str:
+    """Find the CSS class that gives a role its colour."""
+    return f"r{report.scenario.graph.roles.index(role) % _COLOURS}"
+
+
+def find_call_class(report: "PlanReport", call: "Call") -> str:
+    """Find the CSS class that gives a call its colour: the class of its role, or `function`."""
+    return "function" if call.role is None else find_role_class(report, call.role)
+
+
+def make_tip(title: str, rows: Iterable[tuple[str, str]]) -> str:
+    """Format a tooltip: a title, then a name, a tab and a value per line. Empty values are left out."""
+    return "\n".join([title, *(f"{name}\t{value}" for name, value in rows if value)])
+
+
 def name_model(model: StoredModel) -> str:
-    """Name a model by its published shape, else by its number of parameters."""
+    """Name a model by its published shape, or by its number of parameters if the shape is not known."""
     plain = model.shape.model_copy(update={"lora": None, "quantised": None})
     known = next((name for name, shape in SHAPES.items() if shape == plain), None)
     return known or f"{format_parameters(model)} parameters"
@@ -84,7 +113,7 @@ def name_model(model: StoredModel) -> str:
 def format_parameters(model: StoredModel) -> str:
     """Format the number of parameters of a model, for example `70.6 B`, or `30.5 B (3.35 B active)`.
 
-    Active are those that a token meets in a mixture.
+    The active parameters of a mixture are the ones that one token passes through.
     """
     tensors = model_tensors(model.shape, model.head)
     number = sum(tensor.numel for tensor in tensors if not is_scale(tensor))
@@ -127,6 +156,18 @@ def _lengths(lengths: Sequence[int]) -> str:
     return f"{lengths[0]:,} to {lengths[-1]:,} (mean {sum(lengths) / len(lengths):,.0f})"
 
 
+def align_columns(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
+    """Align columns of text; rows may end early. `right`: align all columns but the first to the right."""
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    return [
+        "  ".join(
+            cell.rjust(width) if right and i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=False))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def find_largest(parts: Mapping[MemoryPart, int]) -> MemoryPart:
-    """Find the part that takes the most bytes."""
+    """Find the largest memory part."""
     return max(parts, key=lambda part: parts[part])

@@ -1,14 +1,21 @@
-"""Lines of metrics.jsonl, whole or as they come."""
+"""Metrics of a run as its directory has them: lines of metrics.jsonl, and the speed of a step. No torch."""
 
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from realrl.cli.page.text import format_share
 from realrl.config.errors import UserError
 from realrl.config.json_file import parse_rows, read_tail
+from realrl.runtime.measure.metric_names import IDLE_RANK, PERFORMANCE
+
+_STEP = ("tokens_per_s", "mfu", "idle", "idle_max")
+_WORTH_TELLING = 0.05
+"""Minimum difference between the idlest rank and the mean for naming this rank."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,7 @@ class MetricLine:
 
     @classmethod
     def parse(cls, row: Mapping[str, Any]) -> "MetricLine":
-        """Make a line of its JSON form; KeyError where something is missing."""
+        """Read a line from its JSON form. Raises KeyError if a field is missing."""
         return cls(row["step"], row["kind"], row["metrics"], row.get("seconds"))
 
 
@@ -39,12 +46,12 @@ class MetricPart:
 
 
 def find_metric(names: Mapping[str, object], metric: str) -> str | None:
-    """Find a metric by its name, or by what follows its last slash."""
+    """Find a metric by its full name, or by the part after its last slash."""
     return next((name for name in names if name == metric or name.endswith("/" + metric)), None)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read all JSON lines of a file; UserError naming the line that is none."""
+    """Read all JSON lines of a file. Raises UserError with the number of an invalid line."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
@@ -55,12 +62,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_part(path: Path, offset: int, limit: int, every: int = 1) -> MetricPart:
-    """Read the whole lines in `limit` bytes of a file that grows; what is no line of metrics is left out.
+    """Read the whole lines in `limit` bytes of a growing file, but at least one line. Invalid lines are skipped.
 
-    Of training steps only one in `every` is read.
-
-    From the beginning where no line ends at `offset`: the file has been cut and written on. OSError where it cannot
-    be read. At least one line is read, however long, if there is a whole one.
+    `every` thins out the training steps: only one of so many is read. If no line ends at `offset`, the file was cut
+    and written again, and reading restarts at its beginning. Raises OSError if it cannot be read.
     """
     with path.open("rb") as file:
         file.seek(max(0, offset - 1))
@@ -77,7 +82,7 @@ def read_part(path: Path, offset: int, limit: int, every: int = 1) -> MetricPart
 
 
 def read_last(path: Path, limit: int) -> tuple[MetricLine, ...]:
-    """Read the whole lines in the last `limit` bytes of a file; none where it cannot be read."""
+    """Read the whole lines in the last `limit` bytes of a file; none if it cannot be read."""
     return tuple(_parse_lines(read_tail(path, limit)))
 
 
@@ -89,3 +94,30 @@ def _parse_lines(texts: Sequence[bytes]) -> list[MetricLine]:
             if isinstance(line.step, int) and isinstance(line.metrics, dict):
                 found.append(line)
     return found
+
+
+def read_speed(metrics: Mapping[str, object]) -> dict[str, float]:
+    """Select the performance metrics of a whole step and of its ranks, by name without prefix."""
+    found = {}
+    for name, value in metrics.items():
+        short = name.removeprefix(PERFORMANCE)
+        of_step = short in _STEP or short.startswith(IDLE_RANK)
+        if short != name and of_step and isinstance(value, int | float) and isfinite(value):
+            found[short] = float(value)
+    return found
+
+
+def describe_speed(speed: Mapping[str, float]) -> list[str]:
+    """Describe the result of `read_speed`: throughput, MFU, and how idle the ranks were."""
+    parts = []
+    if "tokens_per_s" in speed:
+        parts.append(f"{speed['tokens_per_s']:,.0f} tokens/s")
+    if "mfu" in speed:
+        parts.append(f"MFU {format_share(speed['mfu'])}")
+    if "idle_max" in speed and "idle" in speed:
+        most, mean = speed["idle_max"], speed["idle"]
+        ranks = [name for name, share in speed.items() if name.startswith(IDLE_RANK) and share == most]
+        which = f"rank {ranks[0].removeprefix(IDLE_RANK)}: " if ranks else "at most "
+        detail = f" ({which}{format_share(most)})" if most - mean > _WORTH_TELLING else ""
+        parts.append(f"idle {format_share(mean)}{detail}")
+    return parts
