@@ -1,4 +1,4 @@
-"""Online DPO: sample two answers to each prompt, let a reward choose the better one, and learn from the pair by DPO.
+"""Online DPO: sample two answers to each prompt, let a reward choose the better, and learn from the pair by DPO.
 
 This file is a whole algorithm. Name it in a recipe, `algorithm: examples/online_dpo.py`. Every command accepts it:
 

@@ -124,8 +124,7 @@ class RunPage:
         """Draw the timeline of the last step."""
         costs = self._read_costs()
         calls = [] if costs is None else costs["calls"]
-        picture = draw_last_step(self.path, {call["name"]: call["kind"] for call in calls})
-        return Reply.of_json(None if picture is None else picture.to_html())
+        return Reply.of_json(draw_last_step(self.path, {call["name"]: call["kind"] for call in calls}))
 
     def _find(self, name: str) -> Path | None:
         """Find a file of the run; None if it is missing, or a link leads out of the directory."""

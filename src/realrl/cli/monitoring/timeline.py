@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from realrl.cli.page.text import format_interval, format_seconds, make_tip
 from realrl.cli.page.timeline import (
@@ -42,58 +43,39 @@ class _Row:
     """Seconds at which the picture starts, on the clock of the slices."""
 
 
-@dataclass(frozen=True)
-class StepPicture:
-    """Picture of a step."""
+def draw_last_step(run_dir: Path, kinds: Mapping[str, str]) -> dict[str, Any] | None:
+    """Draw the last step that all ranks have finished, as SVG elements; None before the first one.
 
-    step: int
-    """Number of the step, from 1."""
-    ranks: int
-    """Number of ranks in the picture."""
-    seconds: float
-    """Seconds from the first slice to the end of the last one."""
-    predicted_seconds: float | None
-    drawing: TimelineDrawing
-
-    def to_html(self) -> dict[str, object]:
-        """Make the SVG elements of both parts. The template escapes texts of the run."""
-        module = find_template("timeline.jinja").module
-        return {
-            "step": self.step,
-            "ranks": self.ranks,
-            "seconds": self.seconds,
-            "predicted_seconds": self.predicted_seconds,
-            "height": round(self.drawing.height + module.axis, 1),  # type: ignore[attr-defined]
-            "gutter": str(module.gutter(self.drawing)),  # type: ignore[attr-defined]
-            "plot": str(module.patterns()) + str(module.plot(self.drawing, True)),  # type: ignore[attr-defined]
-        }
-
-
-def draw_last_step(run_dir: Path, kinds: Mapping[str, str]) -> StepPicture | None:
-    """Draw the last step that all ranks have finished; None before the first one.
-
-    `kinds` maps a call to its kind. The kind of other calls is guessed from the end of their names.
+    `kinds` maps a call to its kind. The kind of other calls is guessed from the end of their names. The result also
+    has the number of the step, the number of ranks in the picture, and the measured and the predicted seconds.
     """
     traces = read_rank_traces(run_dir, _RANKS, _TRACES)
     step = _find_step(traces)
     if step is None:
         return None
-    measured = {
-        rank: [event for event in events if event["args"].get("step") == step]
-        for rank, events in traces.items()
-    }
-    measured = {rank: events for rank, events in measured.items() if events}
-    origin = min(event["ts"] for events in measured.values() for event in events)
-    seconds = _end(event for events in measured.values() for event in events) - origin / 1e6
+    measured, predicted = dict[int, list[Event]](), dict[int, list[Event]]()
+    for rank, events in traces.items():
+        if here := [event for event in events if event["args"].get("step") == step]:
+            measured[rank] = here
     found = PredictedStep.load(run_dir)
-    predicted: dict[int, list[Event]] = {}
     for event in (event for rank in found.ranks for event in rank) if found is not None else ():
         if find_rank(event) in measured:
             predicted.setdefault(find_rank(event), []).append(event)
-    expected = _end(event for events in predicted.values() for event in events) if predicted else None
+    origin = min(event["ts"] for events in measured.values() for event in events)
+    seconds = _end(measured) - origin / 1e6
+    expected = _end(predicted) if predicted else None
     rows = list(_list_rows(measured, predicted, origin))
     drawing = _draw(rows, max(seconds, expected or 0.0, 1e-6), kinds)
-    return StepPicture(step + 1, len(measured), seconds, expected, drawing)
+    template: Any = find_template("timeline.jinja").module
+    return {
+        "step": step + 1,
+        "ranks": len(measured),
+        "seconds": seconds,
+        "predicted_seconds": expected,
+        "height": round(drawing.height + template.axis, 1),
+        "gutter": str(template.gutter(drawing)),
+        "plot": str(template.patterns()) + str(template.plot(drawing, True)),
+    }
 
 
 def _find_step(traces: Mapping[int, Sequence[Event]]) -> int | None:
@@ -214,5 +196,6 @@ def _kind(call: str, kinds: Mapping[str, str]) -> str:
     return kinds.get(call) or next((kind for kind in ("generate", "train") if kind in last), "inference")
 
 
-def _end(events: Iterator[Event]) -> float:
-    return max((event["ts"] + event["dur"]) / 1e6 for event in events)
+def _end(ranks: Mapping[int, Sequence[Event]]) -> float:
+    """Find the end of the last slice, in seconds."""
+    return max((event["ts"] + event["dur"]) / 1e6 for events in ranks.values() for event in events)

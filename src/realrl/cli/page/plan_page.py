@@ -233,8 +233,8 @@ def _write_notes(report: "PlanReport", source: str) -> list[tuple[str, str]]:
             "Search.",
             f"{format_count(report.evaluations)} plans were costed in {format_seconds(report.search_seconds)}, made"
             f" of {ways} ways to run each call. Branch and bound proves that no plan made of them has a shorter"
-            f" step than {format_seconds(report.lower_bound_seconds)}. The proof is about predicted times, not about"
-            " a real machine.",
+            f" step than {format_seconds(report.lower_bound_seconds)}. The proof is about predicted times, not"
+            " about a real machine.",
         ),
         (
             "Utilisation and MFU.",

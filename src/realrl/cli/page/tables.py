@@ -9,15 +9,16 @@ from realrl.cli.page.text import (
     find_call_class,
     find_role_class,
     format_count,
+    format_degrees,
     format_extras,
     format_flags,
-    format_interval,
+    format_layout,
     format_seconds,
     format_share,
     format_span,
-    format_strategy,
 )
 from realrl.config.values import format_bytes
+from realrl.plan.axes import degrees_title
 from realrl.planner.report.report import Objective, format_gap
 from realrl.planner.report.shortage_text import describe_misfit
 from realrl.program.text import name_parameters
@@ -112,13 +113,13 @@ def make_calls_table(report: "PlanReport") -> Table:
     for name, call in calls.items():
         placement, function = call.placement, call.call.is_function
         settings = "on the host" if function else format_extras(placement)
-        words = (name, format_interval(placement.ranks), format_strategy(placement), settings)
+        words = (name, str(placement.mesh), format_degrees(placement, function=function), settings)
         micro_batch = "" if function else f"{placement.strategy.micro_batch_tokens:,}"
         seconds = _short(call.seconds) if call.terms else "not measured"
         numbers = [_short(call.terms.get(term, 0.0)) for term in terms]
         rows.append((*words, micro_batch, f"{call.start:.2f}", seconds, *numbers))
     return Table(
-        head=("call", "devices", "strategy", "with", "micro-batch", "start", "seconds", *terms),
+        head=("call", "devices", degrees_title(), "with", "micro-batch", "start", "seconds", *terms),
         rows=rows,
         words=4,
         looks=[find_call_class(report, call.call) for call in calls.values()],
@@ -133,11 +134,17 @@ def make_moves_table(report: "PlanReport") -> Table:
         i = move.instruction
         what = name_parameters(i.role, i.parameter_set) + (f" into {i.into}" if i.into else "")
         sizes = (format_bytes(move.sent_bytes), format_bytes(move.network_bytes))
-        row = (what, move.before or "after the update", i.source.layout, i.target.layout, *sizes)
+        row = (
+            what,
+            move.before or "after the update",
+            format_layout(i.source),
+            format_layout(i.target),
+            *sizes,
+        )
         rows.append((*row, f"{move.start:.2f}", format_seconds(move.seconds)))
         looks.append(find_role_class(report, i.into or i.role))
     return Table(
-        head=("parameters of", "for", "from", "to", "sent", "between nodes", "start", "time"),
+        head=("role", "for", "from", "to", "sent", "between nodes", "start", "time"),
         rows=rows,
         words=4,
         looks=looks,
@@ -210,9 +217,9 @@ def make_alternatives_table(report: "PlanReport", alternatives: Sequence["Altern
     found = sorted(alternatives, key=lambda a: (order.index(a.call), not a.fits, a.step_seconds))
     classes = [find_call_class(report, report.scenario.graph.call(a.call)) for a in found]
     return Table(
-        head=("call", "devices", "strategy", "micro-batch", "with", "why not", "step"),
+        head=("call", "devices", degrees_title(), "with", "why not", "micro-batch", "step"),
         rows=[_alternative(a) for a in found],
-        words=6,
+        words=5,
         looks=[look if a.fits else f"{look} unfit" for a, look in zip(found, classes, strict=True)],
         calls=[a.call for a in found],
     )
@@ -228,11 +235,11 @@ def _alternative(other: "Alternative") -> tuple[str, ...]:
     ]
     return (
         other.call,
-        format_interval(other.placement.ranks),
-        format_strategy(other.placement),
-        "" if other.function else f"{strategy.micro_batch_tokens:,}",
+        str(other.placement.mesh),
+        format_degrees(other.placement, function=other.function),
         ", ".join(filter(None, settings)),
         other.reason,
+        "" if other.function else f"{strategy.micro_batch_tokens:,}",
         format_seconds(other.step_seconds) if other.fits else "does not fit",
     )
 

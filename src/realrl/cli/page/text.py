@@ -78,6 +78,18 @@ def format_strategy(placement: Placement) -> str:
     return " × ".join(degrees) or "one device"
 
 
+def format_degrees(placement: Placement, *, function: bool = False) -> str:
+    """Format degrees of parallelism, for example `2×8×4`; for a function, only its data-parallel degree."""
+    return f"{placement.strategy.dp}" if function else placement.strategy.degrees.in_table()
+
+
+def format_layout(placement: Placement) -> str:
+    """Format the layout of parameters, for example `2×8×4 @0-63`, or `8×1×1 @0-7 ZeRO-3 bfloat16`."""
+    s = placement.strategy
+    how = ["ZeRO-3"] * s.shards_parameters + ([s.dtype] if s.dtype else [])
+    return " ".join([f"{format_degrees(placement)} @{placement.mesh}", *how])
+
+
 def format_extras(placement: Placement) -> str:
     """Format the settings of a strategy, without its degrees and its micro-batch size."""
     return ", ".join(placement.strategy.settings)

@@ -42,8 +42,8 @@ def calibrate_file(run_dir: str, path: str | None) -> str:
 def _print(run: "Comparison", before: "Profile | None", after: "Profile") -> None:
     from rich.console import Console
 
-    from realrl.cli.page.text import format_flags
-    from realrl.cli.planning.tables import format_degrees, make_table
+    from realrl.cli.page.text import format_degrees, format_flags
+    from realrl.cli.planning.tables import make_table
     from realrl.plan.axes import degrees_title
     from realrl.plan.placement import Placement
     from realrl.planner.cost.cost_model import CostModel

@@ -16,6 +16,7 @@ from realrl.cli.page.text import (
     find_largest,
     format_batch,
     format_count_of,
+    format_degrees,
     format_devices,
     format_flags,
     format_seconds,
@@ -26,7 +27,6 @@ from realrl.cli.page.text import (
 from realrl.config.errors import join
 from realrl.config.values import format_bytes
 from realrl.plan.axes import degrees_title
-from realrl.plan.placement import Placement
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.report.report import CHOSEN, FASTEST, Alternative, PlanReport, describe_gap
 from realrl.planner.report.shortage_text import describe_full_device
@@ -104,14 +104,14 @@ def make_table(*columns: str) -> Table:
     return made
 
 
-def _draw(table: shared.Table, left_out: str = "") -> RenderableType:
+def _draw(table: shared.Table, left_out: str | None = None) -> RenderableType:
     """Draw a table of the page, without one of its columns; a name that repeats is shown once."""
     columns = [number for number, name in enumerate(table.head) if name != left_out]
     drawn = make_table(*(table.head[i] + ">" * (i >= table.words) for i in columns))
     previous = ""
-    for row in table.rows:
-        drawn.add_row("" if row[0] == previous else row[0], *(row[i] for i in columns[1:]))
-        previous = row[0]
+    for first, *others in ([row[i] for i in columns] for row in table.rows):
+        drawn.add_row("" if first == previous else first, *others)
+        previous = first
     return Group(drawn, *(Text(note, style="dim") for note in table.notes))
 
 
@@ -140,12 +140,6 @@ def _headline(report: PlanReport) -> Text:
         f"Found in {format_seconds(report.search_seconds)}: {report.evaluations:,} plans costed, made of"
         f" {kinds:,} ways to run {format_count_of(len(report.candidates), 'call')}.\n",
     )
-
-
-def format_degrees(placement: Placement, *, function: bool = False) -> str:
-    """Format degrees of parallelism, for example `2×8×4`; for a function, only its data-parallel degree."""
-    s = placement.strategy
-    return f"{s.dp}" if function else s.degrees.in_table()
 
 
 def _calls(chosen: Estimate, scenario: "Scenario") -> RenderableType:
