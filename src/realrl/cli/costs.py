@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
+from realrl.cli.monitoring.metrics import list_costs
 from realrl.cli.page.text import format_measured, format_seconds, format_share, format_span
 from realrl.config.values import format_bytes
 from realrl.planner.uncertainty.outlook import LEVEL
@@ -24,10 +25,7 @@ def compares(comparison: "Comparison") -> bool:
 
 
 def costs_table(comparison: "Comparison") -> Table:
-    """Make the table of costs, with predictions if `compares` allows it.
-
-    It has a row for each call, a row for the wait for each function, and rows for reallocations and the step.
-    """
+    """Make the table of costs, with predictions if `compares` allows it."""
     predicted = compares(comparison)
     table = Table(box=box.SIMPLE)
     # Only names may wrap: a number must never be cut.
@@ -35,28 +33,16 @@ def costs_table(comparison: "Comparison") -> Table:
     for name in _PREDICTED if predicted else _MEASURED:
         table.add_column(name, justify="right", no_wrap=True)
 
-    def add(
-        name: str,
-        before: float | None,
-        after: float,
-        bytes_before: int | None = None,
-        bytes_after: int | None = None,
-    ) -> None:
+    costs = list_costs(comparison)
+    for number, cost in enumerate(costs, 2):
+        before, after = cost.predicted_seconds, cost.seconds
         seconds = ["" if value is None else format_measured(value) for value in (before, after)]
-        memory = ["" if size is None else format_bytes(size) for size in (bytes_before, bytes_after)]
-        ratio = f"{after / before:.2f}" if before else ""
-        table.add_row(name, *((*seconds, ratio, *memory) if predicted else (seconds[1], memory[1])))
-
-    for of in comparison.calls:
-        add(of.call.name, of.predicted_seconds, of.seconds.median, of.predicted_bytes, of.bytes)
-        if of.waited is not None:
-            add("  wait", None, of.waited.median)
-    moves = comparison.reallocations
-    if moves:
-        expected = sum(move.predicted_seconds or 0.0 for move in moves)
-        add("reallocations", expected, sum(move.seconds.median for move in moves))
-    table.add_section()
-    add("whole step", comparison.predicted_step_seconds, comparison.step.median)
+        memory = ["" if size is None else format_bytes(size) for size in (cost.predicted_bytes, cost.bytes)]
+        cells = [*seconds, f"{after / before:.2f}" if before else "", *memory]
+        # A line separates the whole step, which is last, from its parts.
+        table.add_row(
+            cost.name, *(cells if predicted else (cells[1], cells[4])), end_section=number == len(costs)
+        )
     return table
 
 
@@ -76,7 +62,7 @@ def costs_note(comparison: "Comparison") -> str:
             parts[0] += f", {inside} the predicted {format_seconds(seconds)} ({within})"
         parts += ["ratio: measured over predicted", "memory: tensors on the fullest device"]
     if any(of.waited is not None for of in comparison.calls):
-        parts.append("wait: of ranks for the function")
+        parts.append("wait: of ranks for the function above")
     resident, peak = comparison.resident_bytes, comparison.peak_resident_bytes
     if resident is not None and peak is not None:
         parts.append(

@@ -202,7 +202,6 @@ def kubernetes(
 
 
 def _check(pattern: str, option: str, value: str, accepted: str) -> None:
-    """Check the value of an option. Raises UserError."""
     from realrl.config.explain import shorten
 
     if not re.fullmatch(pattern, value):

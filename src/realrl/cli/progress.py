@@ -163,5 +163,4 @@ def _describe_metric(label: str, name: str, metrics: Mapping[str, float]) -> str
 
 
 def _last_part(name: str) -> str:
-    """Return the name of a metric without its call."""
     return name.rpartition("/")[2]

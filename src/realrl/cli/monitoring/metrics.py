@@ -1,4 +1,4 @@
-"""Metrics of a run as its directory has them: lines of metrics.jsonl, and the speed of a step. No torch."""
+"""Metrics and costs of a run from its directory. No torch."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,12 +6,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from realrl.cli.page.text import format_share
 from realrl.config.errors import UserError
 from realrl.config.json_file import parse_rows, read_tail
 from realrl.runtime.measure.metric_names import IDLE_RANK, PERFORMANCE
+
+if TYPE_CHECKING:
+    from realrl.planner.report.comparison import Comparison
 
 _STEP = ("tokens_per_s", "mfu", "idle", "idle_max")
 _WORTH_TELLING = 0.05
@@ -64,7 +67,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def read_part(path: Path, offset: int, limit: int, every: int = 1) -> MetricPart:
     """Read the whole lines in `limit` bytes of a growing file, but at least one line. Invalid lines are skipped.
 
-    `every` thins out the training steps: only one of so many is read. If no line ends at `offset`, the file was cut
+    With `every` above 1, one line in `every` is read, and all evaluations. If no line ends at `offset`, the file was cut
     and written again, and reading restarts at its beginning. Raises OSError if it cannot be read.
     """
     with path.open("rb") as file:
@@ -121,3 +124,29 @@ def describe_speed(speed: Mapping[str, float]) -> list[str]:
         detail = f" ({which}{format_share(most)})" if most - mean > _WORTH_TELLING else ""
         parts.append(f"idle {format_share(mean)}{detail}")
     return parts
+
+
+class Cost(NamedTuple):
+    """Predicted and measured seconds of a part of a step, and the peak bytes of a call."""
+
+    name: str
+    placement: str | None
+    predicted_seconds: float | None
+    seconds: float
+    predicted_bytes: int | None = None
+    bytes: int | None = None
+
+
+def list_costs(comparison: "Comparison") -> list[Cost]:
+    """List the costs of each call, of the wait for each function, of reallocations, and of the whole step."""
+    found = []
+    for of in comparison.calls:
+        seconds, sizes = (of.predicted_seconds, of.seconds.median), (of.predicted_bytes, of.bytes)
+        found.append(Cost(of.call.name, of.placement, *seconds, *sizes))
+        if of.waited is not None:
+            found.append(Cost("  wait", None, None, of.waited.median))
+    moves = comparison.reallocations
+    if moves:
+        expected = sum(move.predicted_seconds or 0.0 for move in moves)
+        found.append(Cost("reallocations", None, expected, sum(move.seconds.median for move in moves)))
+    return [*found, Cost("whole step", None, comparison.predicted_step_seconds, comparison.step.median)]

@@ -1,27 +1,28 @@
 """Page of a run, and the data that it asks for: bounded in size, and only from the run's directory."""
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from realrl import __version__
 from realrl.checkpoint.saved import BEST, METRICS, list_checkpoints
-from realrl.cli.monitoring.metrics import MetricPart, find_metric, read_part
+from realrl.cli.monitoring.metrics import MetricPart, find_metric, list_costs, read_part
 from realrl.cli.monitoring.server import Query, Reply, Route
 from realrl.cli.monitoring.status import describe_activity, read_algorithm, read_status
 from realrl.cli.monitoring.timeline import draw_last_step
 from realrl.cli.page.timeline import find_template
 from realrl.config.errors import UserError
-from realrl.config.json_file import parse_rows, read_json, read_tail
+from realrl.config.json_file import parse_rows, read_tail
+from realrl.planner.report.comparison import COSTS, Comparison
 from realrl.program.trace_file import PREDICTED, TRACE, PredictedStep
 from realrl.runtime.supervision.run_end import NOTES
 
 _RANKS, _NAMES = 512, 64
 """Maximum ranks on the page, and metrics per request."""
 _LINES, _WHOLE = 1 << 20, 1 << 22
-"""Bytes of metrics per request, and size of a file up to which no lines are left out."""
+"""Bytes of metrics per request. Above the second size, a file is not read in full."""
 _NOTES, _ROWS, _LETTERS, _LARGEST = 200, 64, 4000, 1 << 26
 """Maximum notes, samples of an evaluation, letters of a text, and bytes of a file to download."""
 _LONGEST, _STEPS = 1 << 20, 1000
@@ -61,6 +62,7 @@ class RunPage:
         status = read_status(self.path)
         algorithm = read_algorithm(self.path)
         predicted = PredictedStep.load(self.path)
+        costs = self._load_costs()
         found = status.to_json()
         found["ranks"] = [
             {**rank, "does": describe_activity(whole)}
@@ -74,7 +76,8 @@ class RunPage:
                 "checkpoints": self._list_checkpoints(),
                 "notes": self._read_notes(),
                 "memory": [] if predicted is None else [vars(device) for device in predicted.memory[:_RANKS]],
-                "costs": self._read_costs(),
+                "costs": [] if costs is None else [cost._asdict() for cost in list_costs(costs)],
+                "measured_steps": 0 if costs is None else costs.step.steps,
                 "downloads": [name for name in (TRACE, PREDICTED) if self._find(name)],
             }
         )
@@ -122,9 +125,9 @@ class RunPage:
 
     def read_step(self, _: Query) -> Reply:
         """Draw the timeline of the last step."""
-        costs = self._read_costs()
-        calls = [] if costs is None else costs["calls"]
-        return Reply.of_json(draw_last_step(self.path, {call["name"]: call["kind"] for call in calls}))
+        costs = self._load_costs()
+        kinds = {} if costs is None else {of.call.name: str(of.call.kind) for of in costs.calls}
+        return Reply.of_json(draw_last_step(self.path, kinds))
 
     def _find(self, name: str) -> Path | None:
         """Find a file of the run; None if it is missing, or a link leads out of the directory."""
@@ -169,34 +172,11 @@ class RunPage:
                 continue
         return sorted(found, key=lambda entry: (entry["time"], entry["name"]), reverse=True)[:_ROWS]
 
-    def _read_costs(self) -> dict[str, Any] | None:
-        """Read measured and predicted costs; None if the file is missing or damaged."""
-        file = self._find("costs.json")
+    def _load_costs(self) -> Comparison | None:
         try:
-            found = {} if file is None else read_json(file)
-            moves = found["reallocations"]
-            rest = [("whole step", found["step"]["median"], found["predicted_step_seconds"])]
-            if moves:
-                measured = sum(move["seconds"]["median"] for move in moves)
-                predicted = sum(move["predicted_seconds"] or 0 for move in moves)
-                rest.insert(0, ("reallocations", measured, predicted))
-            return {
-                "calls": [_summarize_call(call) for call in found["calls"]],
-                "rest": [{"name": a, "seconds": b, "predicted_seconds": c} for a, b, c in rest],
-                "steps": found["step"]["steps"],
-            }
-        except (UserError, KeyError, TypeError, AttributeError):
+            return None if self._find(COSTS) is None else Comparison.load(self.path)
+        except (UserError, OSError):
             return None
-
-
-def _summarize_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "name": str(call["call"]["name"]),
-        "kind": str(call["call"]["kind"]),
-        "placement": str(call["placement"]),
-        "seconds": call["seconds"]["median"],
-        **{name: call[name] for name in ("predicted_seconds", "bytes", "predicted_bytes")},
-    }
 
 
 def _read_first_rows(file: Path) -> Iterator[dict[str, Any]]:

@@ -31,11 +31,11 @@ Liveness = Literal["running", "finished", "failed", "interrupted", "stale"]
 FRESH = 15.0
 """Seconds without a heartbeat, which should come every second, after which a rank counts as silent."""
 _LOADING = 900.0
-"""Seconds in which a restarted run should send its first heartbeat."""
+"""A restarted run should send its first heartbeat within this time, in seconds."""
 _RECENT = 20
 """Number of steps for a rate."""
 _ENOUGH = 3
-"""Steps since the last start from which on the rate leaves out earlier steps."""
+"""With this many steps since the last start, the rate leaves out earlier steps."""
 _TAIL = 1 << 22
 """Bytes at the end of metrics.jsonl that are read."""
 _MOST_RANKS = 64
@@ -262,7 +262,6 @@ def _find_rates(trained: Sequence[MetricLine]) -> Rates | None:
 
 
 def _evaluation_seconds(config: Any, lines: Sequence[MetricLine], step: int, steps: int) -> float:
-    """Estimate the seconds of the remaining evaluations."""
     taken = [line.seconds for line in lines if line.kind == "eval" and line.seconds is not None]
     if not taken or step >= steps:
         return 0.0

@@ -128,7 +128,7 @@ def _draw(rows: Sequence[_Row], whole: float, kinds: Mapping[str, str]) -> Timel
             box = _box(event, row, whole, colours, kinds, y, height)
             if box is not None:
                 boxes.append(box)
-    ticks = tuple(tick for tick in list_ticks(whole) if tick.x < 99)  # there is no room for text at the end
+    ticks = tuple(tick for tick in list_ticks(whole) if tick.x < 99)  # a text at the end would be cut
     return TimelineDrawing(height * len(rows), tuple(bands), tuple(borders), tuple(boxes), ticks)
 
 
@@ -171,7 +171,6 @@ def _box(
 
 
 def _choose_colours(rows: Sequence[_Row]) -> dict[str, str]:
-    """Choose the colour of each role, in the order of the first slices."""
     roles: dict[str, None] = {}
     for row in rows:
         for event in sorted(row.slices, key=lambda event: event["ts"]):
@@ -197,5 +196,4 @@ def _kind(call: str, kinds: Mapping[str, str]) -> str:
 
 
 def _end(ranks: Mapping[int, Sequence[Event]]) -> float:
-    """Find the end of the last slice, in seconds."""
     return max((event["ts"] + event["dur"]) / 1e6 for events in ranks.values() for event in events)

@@ -88,7 +88,6 @@ def find_areas(bands: Sequence[Band], step_seconds: float) -> list[Area]:
 
 
 def _work(estimate: Estimate, spec: ClusterSpec, rank: int) -> tuple[object, ...]:
-    """Make a key that is equal for devices with the same activity."""
     instructions = (
         s.instruction for s in estimate.slices[rank] if isinstance(s.instruction, WORK) and not s.host
     )
@@ -106,7 +105,7 @@ def _blocks(slices: Sequence[Slice], shortest: float) -> Iterator[Block]:
 
 
 def _reason(slices: Sequence[Slice], start: float, end: float) -> str:
-    """Say what a device mostly waits for between two moments."""
+    """Find the longest wait of a device between two moments, in words."""
     waits = {s: min(end, s.start + s.waiting) - max(start, s.start) for s in slices if s.waiting > 0}
     waits = {s: seconds for s, seconds in waits.items() if seconds > 0}
     if sum(waits.values()) < (end - start) / 2:

@@ -202,7 +202,6 @@ def list_memory_parts(report: "PlanReport") -> list[tuple[str, str]]:
 
 
 def _look(report: "PlanReport", part: MemoryPart) -> str:
-    """Find the CSS classes of a part."""
     return f"part {part.kind}" if part.role is None else f"{find_role_class(report, part.role)} {_what(part)}"
 
 

@@ -144,7 +144,6 @@ def _list_models(report: "PlanReport") -> list[tuple[str, str, list[tuple[str, s
 
 
 def _list_legend(report: "PlanReport") -> list[tuple[str, str]]:
-    """List the CSS classes of the picture of a step with their meaning."""
     graph = report.scenario.graph
     instructions = {type(s.instruction) for rank in report.chosen.slices for s in rank}
     models = (call.call for call in report.chosen.calls.values() if not call.call.is_function)

@@ -100,7 +100,6 @@ def place_bound(report: "PlanReport") -> float:
 
 
 def _longest(report: "PlanReport") -> float:
-    """Find the seconds of the longest bar."""
     others = [preset.estimate for preset in report.presets.values() if preset.estimate]
     return max(estimate.step_seconds for estimate in (report.chosen, *others))
 

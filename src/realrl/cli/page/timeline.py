@@ -41,7 +41,7 @@ _LINE, _LETTER, _MARGIN = 15, 6.7, 8
 
 @cache
 def find_template(name: str) -> Template:
-    """Find a page's template by the name of its file. It escapes what it inserts."""
+    """Find a page's template by the name of its file. Inserted values are escaped."""
     loader = PackageLoader("realrl.cli.page", "templates")
     return Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
@@ -264,7 +264,6 @@ def _describe_block(estimate: Estimate, block: Block) -> str:
 
 
 def _describe_call(estimate: Estimate, name: str) -> str:
-    """Describe a call with its placement and the terms of its time."""
     call = estimate.calls[name]
     placement = call.placement
     facts = [
@@ -283,7 +282,6 @@ def _describe_call(estimate: Estimate, name: str) -> str:
 
 
 def _describe_move(estimate: Estimate, move: Reallocate, facts: list[tuple[str, str]]) -> str:
-    """Describe a reallocation with its layouts and bytes."""
     role = name_parameters(move.role, move.parameter_set)
     title = f"{role} is reallocated" if move.into is None else f"{role} is mixed into {move.into}"
     facts = [("old layout", move.source.layout), ("new layout", move.target.layout), *facts]
@@ -295,7 +293,6 @@ def _describe_move(estimate: Estimate, move: Reallocate, facts: list[tuple[str, 
 
 
 def _list_labels(call: str, role: str, degrees: str, seconds: str) -> Iterator[Label]:
-    """List the ways to label the box of a call."""
     words = tuple(call.split("."))
     yield Label((call, f"{degrees} · {seconds}"))
     yield from (Label(lines) for lines in ((call, seconds), (*words, seconds), (call,)))

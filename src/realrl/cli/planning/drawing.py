@@ -86,7 +86,6 @@ def _cell(plan: Plan, call: Call) -> str:
 
 
 def _resting(job: Job, rank: int) -> list[str]:
-    """List the roles whose parameters a rank holds between steps."""
     offload = job.plan.offload
     return [
         role
@@ -97,7 +96,6 @@ def _resting(job: Job, rank: int) -> list[str]:
 
 
 def _fold(rows: Sequence[Sequence[str]]) -> Iterator[tuple[int, int]]:
-    """Divide columns into ranges that fit on a line."""
     widths = [2 + max(map(len, column)) for column in zip(*rows, strict=True)]
     first, used = 0, 0
     for number, width in enumerate(widths):

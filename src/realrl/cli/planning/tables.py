@@ -105,7 +105,7 @@ def make_table(*columns: str) -> Table:
 
 
 def _draw(table: shared.Table, left_out: str | None = None) -> RenderableType:
-    """Draw a table of the page, without one of its columns; a name that repeats is shown once."""
+    """Draw a table of the page, without the column `left_out`. A repeated name is shown once."""
     columns = [number for number, name in enumerate(table.head) if name != left_out]
     drawn = make_table(*(table.head[i] + ">" * (i >= table.words) for i in columns))
     previous = ""
@@ -247,7 +247,7 @@ def describe_preference(report: PlanReport) -> str:
 
 
 def _nearest(report: PlanReport) -> list[Alternative]:
-    """Select a few alternatives per call: first those that do not fit, which would be faster, then the nearest."""
+    """Select a few alternatives per call: first faster ones that do not fit, then the nearest ones."""
     found = []
     for _, group in groupby(report.alternatives, key=lambda other: other.call):
         found += sorted(group, key=lambda other: other.fits)[:_ALTERNATIVES]

@@ -47,7 +47,6 @@ def run_trials(report: "PlanReport", settings: "TrialSettings", *, quiet: bool) 
 
 
 def _say_trial(trial: "Trial") -> None:
-    """Print a line about the last run of a plan on stderr."""
     from realrl.cli.page.text import format_seconds
 
     if trial.failure:
@@ -58,7 +57,6 @@ def _say_trial(trial: "Trial") -> None:
 
 
 def _print_trials(trials: "PlanTrials") -> None:
-    """Print the plans that were tried, the fastest first."""
     from rich.console import Console
     from rich.text import Text
 

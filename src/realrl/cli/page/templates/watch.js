@@ -169,12 +169,11 @@ function row(look, ...cells) {
   return found;
 }
 
-function showCosts(costs) {
-  byId("costs-section").hidden = !costs;
-  if (!costs) return;
-  const all = [...costs.calls, ...costs.rest], expected = all.some((c) => c.predicted_seconds);
-  byId("costs-lead").textContent = `Medians of ${costs.steps} ${costs.steps === 1 ? "step" : "steps"}${expected ? ", with predictions for the measured lengths" : ""}. Memory: tensors on the fullest device.`;
-  byId("costs").replaceChildren(...all.map((c) => {
+function showCosts({ costs, measured_steps: steps }) {
+  byId("costs-section").hidden = !costs.length;
+  const expected = costs.some((c) => c.predicted_seconds);
+  byId("costs-lead").textContent = `Medians of ${steps} ${steps === 1 ? "step" : "steps"}${expected ? ", with predictions for the measured lengths" : ""}. Memory: tensors on the fullest device.`;
+  byId("costs").replaceChildren(...costs.map((c) => {
     const ratio = c.predicted_seconds && c.seconds !== null ? (c.seconds / c.predicted_seconds).toFixed(2) : "–";
     const found = row(c.placement ? "" : "rest", [c.name, "word"], [c.placement ?? "", "word"], [seconds(c.predicted_seconds)], [seconds(c.seconds)], [ratio],
       [bytes(c.predicted_bytes)], [bytes(c.bytes)]);
@@ -284,7 +283,7 @@ async function refresh() {
       addChart(SECONDS, SECONDS);
     }
     showStatus(shown);
-    showCosts(shown.costs);
+    showCosts(shown);
     showRanks(shown);
     showEntries(shown);
     await Promise.all([pollMetrics(), showStep(), showSamples(shown)]);
