@@ -187,7 +187,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("plan PPO --out /proc/x.yaml", "--out /proc/x.yaml cannot be written"),
     ("plan PPO --html /proc/x.html", "--html /proc/x.html cannot be written"),
     ("plan PPO --trace /proc/x.json", "--trace /proc/x.json cannot be written"),
-    ("plan PPO --html DIR/x --trace DIR/x", "this file is that of --html"),
+    ("plan PPO --html DIR/x --trace DIR/x", "this is the file of --html"),
     ("plan PPO --html DIR/text.txt/x", "text.txt is a file"),
     ("plan PPO --lengths DIR/gone.json", "no such file"),
     ("plan PPO --lengths DIR/nothing", "lengths.json: no such file"),

@@ -67,8 +67,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def read_part(path: Path, offset: int, limit: int, every: int = 1) -> MetricPart:
     """Read the whole lines in `limit` bytes of a growing file, but at least one line. Invalid lines are skipped.
 
-    With `every` above 1, one line in `every` is read, and all evaluations. If no line ends at `offset`, the file was cut
-    and written again, and reading restarts at its beginning. Raises OSError if it cannot be read.
+    With `every` above 1, one line in `every` is read, and all evaluations. If no line ends at `offset`, the file
+    was cut and written again, so reading restarts at its beginning. Raises OSError if it cannot be read.
     """
     with path.open("rb") as file:
         file.seek(max(0, offset - 1))
