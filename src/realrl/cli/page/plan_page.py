@@ -205,7 +205,7 @@ def _format_long(seconds: float) -> str:
 
 
 def _write_notes(report: "PlanReport", source: str) -> list[tuple[str, str]]:
-    """List headings with their text. `source`: origin of the times."""
+    """Write the notes on a plan's page as (heading, text). `source`: origin of the times."""
     options = report.candidates.values()
     ways = f"{min(options):,} to {max(options):,}" if min(options) < max(options) else f"{min(options):,}"
     return [
