@@ -205,7 +205,7 @@ def _print(
 
 
 def _write(report: "PlanReport", name: str, file: Path, title: str, source: str, plan: "Plan") -> None:
-    """Write the file of one option. `plan` is the chosen plan, or the fastest one that `--try` measured."""
+    """Write the file of one option. `plan`: the chosen plan, or the fastest plan of `--try`."""
     if name == "out":
         plan.save(file, report.scenario.graph)
     elif name == "html":

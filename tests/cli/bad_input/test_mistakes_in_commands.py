@@ -53,7 +53,7 @@ DATA: list[tuple[str, str, str]] = [
     ("ppo", '{"prompt": 3}', "field 'prompt' must be"),
     ("ppo", '{"prompt": "%s"}' % ("b " * 600), "more than data.max_prompt_tokens=512"),
 ]
-"""Algorithm, the first line of a data file, and what is said of it."""
+"""Algorithm, the first line of a data file, and words of the message."""
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ CONFIGS: list[tuple[dict[str, Any] | str, str]] = [
         "rope_scaling: low_freq_factor=4 must be at most high_freq_factor=1",
     ),
 ]
-"""What a `config.json` says, or its text."""
+"""Changes to a `config.json`, or its whole text, and words of the message."""
 
 
 @pytest.mark.parametrize("command", ["show", "generate"])
@@ -275,7 +275,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("train PPO algorithm=realrl.algorithms.sampling", "unknown key"),
     ("generate REWARD --prompt a", "is a sequence classifier, not a language model"),
 ]
-"""Command lines; PPO is a recipe, ACTOR and REWARD are models, DIR the directory of `place`."""
+"""Command lines and words of the message. PPO is a recipe, ACTOR and REWARD are models, DIR is `place`."""
 
 
 @pytest.mark.parametrize(("line", "words"), COMMANDS, ids=[line for line, _ in COMMANDS])
@@ -317,7 +317,7 @@ BOXES = [
     "config ppo policy sft",
     "--nonsense",
 ]
-"""Command lines whose form typer refuses."""
+"""Command lines that typer refuses."""
 
 
 @pytest.mark.parametrize("line", BOXES)

@@ -1,4 +1,4 @@
-"""`realrl plan --calibrate`: what a run has measured becomes part of a profile."""
+"""`realrl plan --calibrate`: the measurements of a run correct a profile."""
 
 from pathlib import Path
 

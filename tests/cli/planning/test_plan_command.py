@@ -1,4 +1,4 @@
-"""`realrl plan`: what it prints, writes and refuses."""
+"""`realrl plan`: its output, its files and its error messages."""
 
 import json
 import subprocess

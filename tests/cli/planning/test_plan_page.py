@@ -180,7 +180,7 @@ def page(report: PlanReport, folder: Path, title: str = "A plan", **others: str)
 
 
 class Elements(HTMLParser):
-    """All elements and texts of a page; fails where they are not nested properly."""
+    """All elements and texts of a page. Fails if they are not nested properly."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ def status(
     watch: Annotated[
         float | None,
         typer.Option(
-            metavar="SECONDS", min=0.2, max=86_400, help="Print again every so often until the run ends."
+            metavar="SECONDS", min=0.2, max=86_400, help="Print again after this time, until the run ends."
         ),
     ] = None,
 ) -> None:
