@@ -74,35 +74,25 @@ def run_app(arguments: Sequence[str]) -> int:
     # Text from JSON may hold half a surrogate pair, which UTF-8 cannot encode.
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    status, failure = 1, None
+    status, failure = 0, None
     try:
-        status = _run(arguments)
+        # `obj` holds the arguments: some commands start themselves again as ranks.
+        app(args=list(arguments), prog_name="realrl", obj=list(arguments))
+    except SystemExit as exit_:
+        status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except Interrupted:
-        pass
+        status = 1
     except Exception as error:  # a user must never see a traceback
         failure = error
     # Ask for the signal itself: a library may have replaced or swallowed its exception.
     interrupted = find_interruption()
     if interrupted is not None:
-        return _report_interruption(interrupted)
+        # The local launcher reports an interruption of the ranks that it started.
+        if interrupted.message and is_writer() and SCRATCH_VARIABLE not in os.environ:
+            print(f"realrl: {interrupted.message}", file=sys.stderr)
+        return interrupted.status
     if failure is not None:
         from realrl.runtime.supervision.failures import report_failure
 
         return report_failure(failure)
     return status
-
-
-def _run(arguments: Sequence[str]) -> int:
-    try:
-        # `obj` holds the arguments: some commands start themselves again as ranks.
-        app(args=list(arguments), prog_name="realrl", obj=list(arguments))
-    except SystemExit as exit_:
-        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-    return 0
-
-
-def _report_interruption(interrupted: Interrupted) -> int:
-    # The local launcher reports an interruption of the ranks that it started.
-    if interrupted.message and is_writer() and SCRATCH_VARIABLE not in os.environ:
-        print(f"realrl: {interrupted.message}", file=sys.stderr)
-    return interrupted.status
