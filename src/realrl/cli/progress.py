@@ -31,8 +31,6 @@ class _Display:
 
     _bars: Bars
 
-    ends = False
-
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
@@ -90,6 +88,8 @@ class ProfileProgress(_Display):
 
 class Progress(_Display):
     """Progress of a run: one bar, and a line per evaluation. A log file gets a line every few seconds."""
+
+    ends = False
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.table import Table
     from rich.text import Text
 
@@ -27,7 +28,7 @@ def report(
 ) -> None:
     """Summarize finished runs: a table and samples here, metrics in report.json, curves in report.png."""
     from realrl.config.errors import RunError, UserError
-    from realrl.config.files import check_directory, check_file, reason_of, write_whole
+    from realrl.config.files import check_directory, check_file, reason_of, whole_file, write_whole
     from realrl.config.paths import local_path
 
     if find_spec("matplotlib") is None:
@@ -45,7 +46,8 @@ def report(
     summary = {key: value for key, _, value in metrics} | {"seconds": seconds}
     try:
         write_whole(numbers, json.dumps(summary, indent=2) + "\n")
-        _draw_curves(runs, picture)
+        with whole_file(picture) as partial:
+            make_figure(runs).savefig(partial, format="png", dpi=120)
     except OSError as error:
         raise RunError(f"--out {out} cannot be written: {reason_of(error)}") from error
     _print_report(runs, metrics, seconds)
@@ -53,7 +55,9 @@ def report(
 
 
 @dataclass(frozen=True)
-class _FinishedRun:
+class FinishedRun:
+    """Metrics and samples of a finished run."""
+
     path: Path
     algorithm: "AlgorithmRecord"
     lines: tuple["MetricLine", ...]
@@ -83,34 +87,43 @@ class _FinishedRun:
         return {name: trained[name] for name in trained if name.endswith("/loss") or name in summary}
 
 
-def _read_runs(directories: Sequence[str]) -> dict[str, _FinishedRun]:
-    """Read one run per algorithm. Raises UserError with the file and the line that is missing or malformed."""
+def _read_runs(directories: Sequence[str]) -> dict[str, FinishedRun]:
+    """Read one run per algorithm. Raises UserError."""
     from realrl.config.errors import UserError
-    from realrl.config.paths import local_path
-    from realrl.runtime.output.algorithm_record import RECORD
 
-    runs: dict[str, _FinishedRun] = {}
+    runs: dict[str, FinishedRun] = {}
     for directory in directories:
-        path = local_path(directory)
-        for name in ("config.yaml", RECORD, "metrics.jsonl"):
-            if not (path / name).exists():
-                raise UserError(f"{directory} holds no finished run: {name} is missing")
-        try:
-            run = _read_run(path)
-        except UserError:
-            raise
-        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            raise UserError(
-                f"{directory} is not a run directory that this version understands: {error!r}"
-            ) from None
+        run = read_run(directory)
         name = run.algorithm.name
         if name in runs:
-            raise UserError(f"{runs[name].path} and {path} are both {name} runs; a report takes one of each")
+            raise UserError(
+                f"{runs[name].path} and {run.path} are both {name} runs; a report takes one of each"
+            )
         runs[name] = run
     return runs
 
 
-def _read_run(path: Path) -> _FinishedRun:
+def read_run(directory: str) -> FinishedRun:
+    """Read a run directory. Raises UserError with the file and the line that is missing or malformed."""
+    from realrl.config.errors import UserError
+    from realrl.config.paths import local_path
+    from realrl.runtime.output.algorithm_record import RECORD
+
+    path = local_path(directory)
+    for name in ("config.yaml", RECORD, "metrics.jsonl"):
+        if not (path / name).exists():
+            raise UserError(f"{directory} holds no finished run: {name} is missing")
+    try:
+        return _read_run(path)
+    except UserError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{directory} is not a run directory that this version understands: {error!r}"
+        ) from None
+
+
+def _read_run(path: Path) -> FinishedRun:
     from realrl.checkpoint.saved import find_saved
     from realrl.cli.monitoring.metrics import MetricLine, read_rows
     from realrl.config.errors import UserError
@@ -125,7 +138,7 @@ def _read_run(path: Path) -> _FinishedRun:
             f"{path}: a report takes finished runs; this run is still going, or ended {saved.describe(steps)}"
         )
     keys = (*algorithm.sample_keys, "judge")
-    return _FinishedRun(
+    return FinishedRun(
         path=path,
         algorithm=algorithm,
         lines=tuple(map(MetricLine.parse, read_rows(path / "metrics.jsonl"))),
@@ -141,7 +154,7 @@ def _read_run(path: Path) -> _FinishedRun:
     )
 
 
-def _list_metrics(runs: Mapping[str, _FinishedRun]) -> Iterator[tuple[str, str, float | None]]:
+def _list_metrics(runs: Mapping[str, FinishedRun]) -> Iterator[tuple[str, str, float | None]]:
     """Yield the summary metrics of the runs: key in report.json, label in the table, value (None if not finite).
 
     A key that several algorithms use starts with the algorithm's name and a dot. A run without evaluations has the
@@ -159,12 +172,10 @@ def _list_metrics(runs: Mapping[str, _FinishedRun]) -> Iterator[tuple[str, str, 
                 yield f"{name}.{measured}", f"{name}: {measured} of the last step", value
 
 
-def _draw_curves(runs: Mapping[str, _FinishedRun], path: Path) -> None:
-    """Write a PNG with one panel per curve: a line for training, dots for evaluations."""
+def make_figure(runs: Mapping[str, FinishedRun]) -> "Figure":
+    """Draw one panel per curve: a line for training, dots for evaluations."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-
-    from realrl.config.files import whole_file
 
     panels = [
         (f"{run.algorithm.name}: {label}", run.series("train", metric), run.series("eval", metric))
@@ -187,12 +198,11 @@ def _draw_curves(runs: Mapping[str, _FinishedRun], path: Path) -> None:
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.25)
         axes.legend(fontsize=8, frameon=False)
-    with whole_file(path) as partial:
-        picture.savefig(partial, format="png", dpi=120)
+    return picture
 
 
 def _print_report(
-    runs: Mapping[str, _FinishedRun],
+    runs: Mapping[str, FinishedRun],
     metrics: Sequence[tuple[str, str, float | None]],
     seconds: Mapping[str, float],
 ) -> None:
