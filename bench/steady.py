@@ -44,7 +44,7 @@ TINY |= {"head_dim": 16, "tied_embeddings": True}
 
 def train_one_rank(recipe: str, changes: list[str], out: Path) -> None:
     """Train as one rank and write its memory after each step."""
-    from realrl.cli.progress.training import Progress
+    from realrl.cli.progress import Progress
     from realrl.recipe.load import load_experiment
     from realrl.runtime.train import train
     from realrl.runtime.training_run import TrainingRun

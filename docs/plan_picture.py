@@ -5,7 +5,7 @@ Usage: python docs/plan_picture.py
 
 from pathlib import Path
 
-from realrl.cli.planning.page import draw_timeline_svg
+from realrl.cli.page.plan_page import draw_timeline_svg
 from realrl.planner.cluster.cluster_spec import ClusterSpec
 from realrl.planner.report.make import make_report
 from realrl.recipe.load import load_experiment

@@ -1,10 +1,10 @@
-"""Online DPO: sample two answers to each prompt, let a reward say which is better, and learn from the pair by DPO.
+"""Online DPO: sample two answers to each prompt, let a reward choose the better, and learn from the pair by DPO.
 
-One file is a whole algorithm. Name it in a recipe, `algorithm: examples/online_dpo.py`, and every command knows it:
+This file is a whole algorithm. Name it in a recipe, `algorithm: examples/online_dpo.py`. Every command accepts it:
 
     realrl config examples/online_dpo.py    the fields of its recipes
-    realrl show, plan, train RECIPE         as for algorithms that come with the package
-    realrl report RUN_DIR --out DIR         its curves and the metrics it sums up
+    realrl show, plan, train RECIPE         as for built-in algorithms
+    realrl report RUN_DIR --out DIR         its curves and its summary metrics
 """
 
 from typing import Self
@@ -84,8 +84,8 @@ class OnlineDPOExperiment(Experiment):
         return self
 
 
-# The calls of a step, and what flows between them. The two answers of a prompt are keys of one item, without and
-# with this prefix, so that both are at hand wherever one of them is.
+# The calls of a step, and the keys between them. The two answers to a prompt are keys of one item, without and with
+# this prefix, so that a call always has both.
 
 OTHER = "other_"
 SIDES = ("", OTHER)
@@ -191,7 +191,7 @@ class LearnPairs(PlainTrain):
         self._beta = beta
 
     def prepare(self, batch: Batch, dp_sum: Sum) -> tuple[Batch, Metrics]:
-        """Add `sign`: 1 where the first answer is better, -1 where the other one is, 0 where neither is."""
+        """Add `sign`: 1 if the first answer is better, -1 if the other one is better, 0 if they are equal."""
         first, other = (batch[key].values.double() for key in pairs_of("score"))
         # A score that is missing (on_error: skip) is NaN, and leaves nothing to compare.
         known = ~(first - other).isnan()

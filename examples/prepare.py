@@ -1,4 +1,4 @@
-"""Make what the examples need: prompts, a tokenizer, and a sentiment classifier with a tokenizer of its own.
+"""Make the data of the examples: prompts, a tokenizer, and a sentiment classifier with its own tokenizer.
 
 Usage: python examples/prepare.py
 

@@ -1,16 +1,16 @@
-"""A verifier of one's own: whether an answer names what its question asks for."""
+"""A custom verifier: does an answer name what its question asks for?"""
 
 from collections.abc import Sequence
 from itertools import takewhile
 
 
 def count_common(text: str, word: str) -> int:
-    """Count the letters that both begin with."""
+    """Count the letters of the common prefix."""
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(text, word, strict=False))))
 
 
 def names_one(completions: Sequence[str], accepted: Sequence[Sequence[str]]) -> list[float]:
-    """Score 1 for an answer that begins with an accepted word; half the share of one that it begins to spell.
+    """Score 1 for an accepted first word, and half the matching fraction if the word only starts correctly.
 
     `accepted` is a field of the records: for each completion, the words that its prompt accepts.
     """

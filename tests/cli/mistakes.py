@@ -1,4 +1,4 @@
-"""What tests of mistakes share: what every error message must be, and what is wrong in several kinds of files."""
+"""Helpers for tests of mistakes: the form of every error message, and mistakes in several kinds of files."""
 
 from pathlib import Path
 from typing import Any

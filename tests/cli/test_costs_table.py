@@ -5,7 +5,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from realrl.cli.progress.costs import costs_note, costs_table
+from realrl.cli.costs import costs_note, costs_table
 from realrl.dataflow.call import Call, Kind
 from realrl.planner.report.comparison import Comparison, MoveCosts, Seconds
 from realrl.planner.simulate.estimate import Interval

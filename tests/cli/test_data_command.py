@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from realrl.cli.app import run_app
-from realrl.cli.reporting.records import format_lengths
+from realrl.cli.data import format_lengths
 from tests.conftest import World, write_jsonl
 
 
@@ -35,7 +35,7 @@ def test_records_are_counted_measured_and_shown_with_what_is_learnt(recipe, tmp_
     assert "an epoch takes 4 items, in 2 steps of data.batch=2" in out
     assert f"{first}:1 (" in out and f"{second}:1 (" in out and f"{second}:2 (" not in out
     assert "<s>the film[[ is great</s>]]" in out and "<s>[[the cast</s>]]" in out
-    assert "fields besides the texts: level (1 records)\nno function sees them" in out
+    assert "extra columns: level (1 records)\nno function sees them" in out
     assert {"prompt", "answers", "whole"} <= {line[0] for line in words if line}
 
 
@@ -81,7 +81,7 @@ def test_functions_are_listed_with_the_fields_that_they_see(world, tmp_path, cap
     status, out, err = run(capsys, recipe, f"data.train={train}", f"data.eval={train}")
     assert (status, err) == (0, "")
     assert "── data.train " in out and "── data.eval " in out
-    assert r"fields besides the texts: answer (2 records), \ud800 (2 records)" in out
+    assert r"extra columns: answer (2 records), \ud800 (2 records)" in out
     assert "reward.function sees answer\n" in out
     status, _, err = run(capsys, recipe, f"data.train={world.root / 'ppo.jsonl'}")
     assert status == 2 and "needs 'answer', which no record of" in err

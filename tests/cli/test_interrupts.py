@@ -41,7 +41,7 @@ def test_messages_that_nobody_reads_end_nothing() -> None:
     os.close(reader)
     with open_screen(writer) as screen:
         print("note: a first line", file=screen, flush=True)
-        # rich ends the process where it meets a closed pipe.
+        # rich would end the process at a closed pipe.
         Console(file=screen).print("and another one")
 
 

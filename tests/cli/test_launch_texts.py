@@ -85,11 +85,11 @@ def test_torchrun_is_told_each_nodes_address(capsys: pytest.CaptureFixture[str])
         (("slurm", "cluster=auto"), "cluster=auto does not say how many nodes the job has"),
         (
             ("kubernetes", "cluster=2x8", "overwrite=true"),
-            "overwrite=true: a pod that is started again would",
+            "overwrite=true: a restarted pod would delete",
         ),
         (
             ("slurm", "cluster=2x8", "resume=never"),
-            "resume=never: a job that is started again could not go on",
+            "resume=never: a restarted job could not resume its run",
         ),
         (("slurm", "cluster=h100:2x8", "device=cpu"), "names h100, but device=cpu"),
         (("slurm", "cluster=2x8", "device=cpu", "--gpu-type", "h100"), "the recipe computes on CPUs"),

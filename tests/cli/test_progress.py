@@ -2,7 +2,7 @@
 
 import pytest
 
-from realrl.cli.progress.training import Progress
+from realrl.cli.progress import Progress
 from realrl.recipe.load import parse_experiment
 from realrl.runtime.observer import MetricsRecord
 from tests.cli.test_costs_table import predicted
@@ -41,7 +41,7 @@ def test_a_log_has_plain_whole_lines_and_no_bar(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setattr("realrl.cli.progress.training._QUIET_SECONDS", -1.0)
+    monkeypatch.setattr("realrl.cli.progress._QUIET_SECONDS", -1.0)
     whole_run(Progress())
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -56,7 +56,7 @@ def test_a_log_has_plain_whole_lines_and_no_bar(
 def test_a_log_is_not_flooded_with_steps(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("realrl.cli.progress.training._QUIET_SECONDS", 1e9)
+    monkeypatch.setattr("realrl.cli.progress._QUIET_SECONDS", 1e9)
     whole_run(Progress())
     assert "0.50 s" not in capsys.readouterr().err
 
@@ -86,7 +86,7 @@ def test_a_terminal_gets_a_bar_and_its_cursor_back_whatever_happens(
 def test_a_training_line_ends_with_the_speed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("realrl.cli.progress.training._QUIET_SECONDS", -1.0)
+    monkeypatch.setattr("realrl.cli.progress._QUIET_SECONDS", -1.0)
     alone = {"perf/tokens_per_s": 12345.6, "perf/mfu": 0.412, "perf/idle": 0.02, "perf/actor.train/mfu": 0.5}
     even = {"perf/tokens_per_s": 80.0, "perf/idle": 0.034, "perf/idle_max": 0.05}
     uneven = {"perf/idle": 0.2, "perf/idle_max": 0.4, "perf/idle/rank-0": 0.0, "perf/idle/rank-1": 0.4}
@@ -138,7 +138,7 @@ def test_a_short_run_ends_with_the_losses_of_its_last_step(capsys: pytest.Captur
 def test_a_step_that_taught_nothing_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("realrl.cli.progress.training._QUIET_SECONDS", -1.0)
+    monkeypatch.setattr("realrl.cli.progress._QUIET_SECONDS", -1.0)
     metrics = {"grad_norm": 0.0, "learning_rate": 1.0, "groups_of_equal_rewards": 1.0, "kl": 0.5}
     with Progress() as progress:
         progress.begin(EXPERIMENT, 3)

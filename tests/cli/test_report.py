@@ -162,7 +162,7 @@ def test_an_interrupted_run_is_refused_with_what_there_is_of_it(
         file.write(torn)
     assert run_app(["report", run, "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
-        f"realrl: {run}: a report takes finished runs, and this one goes on or has ended after step 5 of 12;"
+        f"realrl: {run}: a report takes finished runs; this run is still going, or ended after step 5 of 12;"
         f" saved: {run}/checkpoints/step-000002; metrics up to step 5 in {run}/metrics.jsonl\n"
     )
 

@@ -47,7 +47,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def section(text: str, first: str) -> list[str]:
-    """Lines from the one that starts with `first` to the next empty one."""
+    """Lines from `first` to the next empty line."""
     lines = text.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(first))
     return lines[start : lines.index("", start)]

@@ -87,7 +87,7 @@ class Algorithm:
 
     @contextmanager
     def _observe(self) -> "Iterator[RunObserver]":
-        from realrl.cli.progress.training import Progress
+        from realrl.cli.progress import Progress
 
         with Progress() as progress:
             yield CallbackObserver(progress, self._callbacks)

@@ -38,7 +38,7 @@ class Run:
 
         Metrics have names such as `actor.train/loss`. A number that was not finite is None.
         """
-        from realrl.cli.reporting.metrics import read_rows
+        from realrl.cli.monitoring.metrics import read_rows
 
         file = self.path / METRICS
         rows = read_rows(file) if file.is_file() else []
@@ -61,7 +61,7 @@ class Run:
     @property
     def samples(self) -> list[dict[str, Any]]:
         """The shown answers of the last evaluation: `prompt`, `completion`, and scores."""
-        from realrl.cli.reporting.metrics import read_rows
+        from realrl.cli.monitoring.metrics import read_rows
 
         files = sorted((self.path / "samples").glob("step-*.jsonl"))
         return read_rows(files[-1]) if files else []
@@ -109,8 +109,7 @@ class Run:
 
     def plot(self) -> "Figure":
         """Draw the curves of the run. Raises UserError without matplotlib."""
-        from realrl.cli.reporting.picture import make_figure
-        from realrl.cli.reporting.runs import read_run
+        from realrl.cli.report import make_figure, read_run
 
         run = read_run(str(self.path))
         return make_figure({run.algorithm.name: run})

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from typing import Annotated
 
@@ -16,10 +16,9 @@ from realrl.cli.eval import eval
 from realrl.cli.export import export
 from realrl.cli.generate import generate
 from realrl.cli.launchers import launchers
-from realrl.cli.monitoring.status import status
-from realrl.cli.monitoring.watch import watch
+from realrl.cli.models import print_models
+from realrl.cli.monitoring.commands import status, watch
 from realrl.cli.plan import plan
-from realrl.cli.planning.models import print_models
 from realrl.cli.profile import profile
 from realrl.cli.report import report
 from realrl.cli.show import show
@@ -36,26 +35,25 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-# The name of a command is the name of its file.
-COMMANDS = (
-    train,
-    plan,
-    profile,
-    show,
-    data,
-    config,
-    eval,
-    generate,
-    export,
-    tokenizer,
-    print_models,
-    report,
-    doctor,
-    status,
-    watch,
-)
-for command in COMMANDS:
-    app.command(command.__module__.rpartition(".")[2])(command)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "train": train,
+    "plan": plan,
+    "profile": profile,
+    "show": show,
+    "data": data,
+    "config": config,
+    "eval": eval,
+    "generate": generate,
+    "export": export,
+    "tokenizer": tokenizer,
+    "models": print_models,
+    "report": report,
+    "doctor": doctor,
+    "status": status,
+    "watch": watch,
+}
+for name, command in COMMANDS.items():
+    app.command(name)(command)
 app.add_typer(launchers, name="launch")
 
 
@@ -73,38 +71,28 @@ def run_app(arguments: Sequence[str]) -> int:
 
     The status is 2 for a mistake of the user, 1 for any other failure, and 130 or 143 after an interruption.
     """
-    # JSON text may hold half a surrogate pair, which UTF-8 cannot encode.
+    # Text from JSON may hold half a surrogate pair, which UTF-8 cannot encode.
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    status, failure = 1, None
+    status, failure = 0, None
     try:
-        status = _run(arguments)
+        # `obj` holds the arguments: some commands start themselves again as ranks.
+        app(args=list(arguments), prog_name="realrl", obj=list(arguments))
+    except SystemExit as exit_:
+        status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except Interrupted:
-        pass
+        status = 1
     except Exception as error:  # a user must never see a traceback
         failure = error
     # Ask for the signal itself: a library may have replaced or swallowed its exception.
     interrupted = find_interruption()
     if interrupted is not None:
-        return _report_interruption(interrupted)
+        # The local launcher reports an interruption of the ranks that it started.
+        if interrupted.message and is_writer() and SCRATCH_VARIABLE not in os.environ:
+            print(f"realrl: {interrupted.message}", file=sys.stderr)
+        return interrupted.status
     if failure is not None:
         from realrl.runtime.supervision.failures import report_failure
 
         return report_failure(failure)
     return status
-
-
-def _run(arguments: Sequence[str]) -> int:
-    try:
-        # `obj` holds the arguments: some commands start themselves again as ranks.
-        app(args=list(arguments), prog_name="realrl", obj=list(arguments))
-    except SystemExit as exit_:
-        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-    return 0
-
-
-def _report_interruption(interrupted: Interrupted) -> int:
-    # The local launcher reports an interruption of the ranks that it started.
-    if interrupted.message and is_writer() and SCRATCH_VARIABLE not in os.environ:
-        print(f"realrl: {interrupted.message}", file=sys.stderr)
-    return interrupted.status

@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,8 +11,16 @@ import typer
 from realrl.cli.recipe import Overrides, Recipe, resolve_recipe
 
 if TYPE_CHECKING:
+    from realrl.data.dataset import SourceCount
+    from realrl.data.tokenization import Row
     from realrl.recipe.experiment import Experiment
     from realrl.runtime.inspect import Inspection
+
+_QUANTILES = (0, 5, 25, 50, 75, 95, 99, 100)
+_BINS, _BAR = 10, 40
+"""Bars of the histogram, and characters of the longest bar."""
+_SHOWN = 300
+"""Maximum tokens shown at the beginning and at the end of a record."""
 
 
 def data(
@@ -40,12 +50,10 @@ def data(
 
 
 def _show(experiment: "Experiment", tokenizer: Any, inspection: "Inspection") -> None:
-    from realrl.cli.reporting.records import format_counts, format_item, format_lengths
-
     records = inspection.data
     assert records is not None, "it has been read"
     typer.echo(typer.style(f"── data.{inspection.name} " + "─" * 60, bold=True))
-    typer.echo(format_counts(records.sources))
+    typer.echo(_format_counts(records.sources))
     if inspection.name == "train":
         typer.echo(_describe_epoch(experiment, inspection))
     for note in records.notes:
@@ -54,7 +62,7 @@ def _show(experiment: "Experiment", tokenizer: Any, inspection: "Inspection") ->
     typer.echo(_describe_fields(inspection))
     coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for origin, rows in inspection.first:
-        typer.echo(f"\n{format_item(tokenizer, origin, rows, coloured)}")
+        typer.echo(f"\n{_format_item(tokenizer, origin, rows, coloured)}")
     typer.echo()
 
 
@@ -86,3 +94,78 @@ def _describe_fields(inspection: "Inspection") -> str:
     if not inspection.functions:
         lines.append("no function sees them")
     return "\n".join(lines)
+
+
+def _format_counts(sources: "Sequence[SourceCount]") -> str:
+    """Format the table of sources, and the first reasons for the skipped records of each."""
+    from realrl.cli.page.text import align_columns
+    from realrl.data.order import count_drawn
+
+    rows = [("source", "items", "malformed", "too long", "weight", "per epoch")]
+    reasons = []
+    for source in sources:
+        counts = (source.items, source.skipped - source.too_long, source.too_long)
+        items, malformed, too_long = (f"{count:,}" for count in counts)
+        drawn = f"{count_drawn((source.items, source.weight)):,}"
+        rows.append((source.path, items, malformed, too_long, f"{source.weight:g}", drawn))
+        reasons += [f"  skipped {reason}" for reason in source.reasons]
+        if source.skipped > len(source.reasons):
+            reasons.append(f"  skipped {source.skipped - len(source.reasons):,} more of {source.path}")
+    return "\n".join([*align_columns(rows, right=True), *reasons])
+
+
+def format_lengths(lengths: dict[str, Any]) -> str:
+    """Format quantiles of the numbers of tokens, and a histogram for the last entry."""
+    import numpy as np
+
+    from realrl.cli.page.text import align_columns
+
+    rows = [("tokens", "least", *(f"{q} %" for q in _QUANTILES[1:-1]), "most", "mean")]
+    for name, values in lengths.items():
+        numbers = np.asarray(values)
+        quantiles = np.percentile(numbers, _QUANTILES, method="inverted_cdf")
+        rows.append((name, *(f"{value:,.0f}" for value in quantiles), f"{numbers.mean():,.1f}"))
+    return "\n".join([*align_columns(rows, right=True), "", *_draw_histogram(name, numbers)])
+
+
+def _draw_histogram(name: str, values: Any) -> Iterator[str]:
+    import numpy as np
+
+    least, most = int(values.min()), int(values.max())
+    width = -(-(most - least + 1) // _BINS)
+    counts = np.bincount((values - least) // width)
+    digits = len(f"{most + width:,}")
+    for first, count in zip(range(least, most + 1, width), counts.tolist(), strict=True):
+        span = f"{first:>{digits},} to {first + width - 1:>{digits},}"
+        bar = "█" * -(-count * _BAR // int(counts.max()))
+        yield f"{name} {span}  {bar} {count:,}"
+
+
+def _format_item(tokenizer: Any, origin: str, rows: "Sequence[Row]", coloured: bool) -> str:
+    """Format an item as the model sees it. Tokens to learn are green, or in [[ ]] without colour."""
+    names = ("chosen", "rejected") if len(rows) == 2 else [""] * len(rows)
+    parts = []
+    for name, row in zip(names, rows, strict=True):
+        learnt = sum(row.loss_mask)
+        about = f"{len(row.ids):,} tokens, {learnt:,} to learn" if row.answers else f"{len(row.ids):,} tokens"
+        title = " ".join(filter(None, (origin, name, f"({about})")))
+        text = _mark(tokenizer, row.ids, row.loss_mask, coloured)
+        if (left_out := len(row.ids) - 2 * _SHOWN) > 0:
+            beginning, end = (
+                _mark(tokenizer, row.ids[part], row.loss_mask[part], coloured)
+                for part in (slice(_SHOWN), slice(-_SHOWN, None))
+            )
+            text = f"{beginning}\n... {left_out:,} tokens ...\n{end}"
+        parts.append(f"{typer.style(title, bold=True)}\n{text}")
+    return "\n".join(parts)
+
+
+def _mark(tokenizer: Any, ids: Sequence[int], mask: Sequence[int], coloured: bool) -> str:
+    text = ""
+    for learnt, run in groupby(zip(mask, ids, strict=True), key=lambda pair: pair[0]):
+        part = tokenizer.decode([token for _, token in run])
+        if coloured:
+            text += typer.style(part, fg=typer.colors.GREEN) if learnt else typer.style(part, dim=True)
+        else:
+            text += f"[[{part}]]" if learnt else part
+    return text

@@ -8,28 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from realrl.cli.recipe import resolve_recipe
+from realrl.cli.recipe import Overrides, resolve_recipe
 
 if TYPE_CHECKING:
     from realrl.runtime.doctor.machine import Finding
 
-DoctorRecipe = Annotated[
-    str | None,
-    typer.Argument(
-        help="A recipe or the directory of a run; the check covers whether it fits this machine.",
-        show_default=False,
-    ),
-]
-
-DoctorOverrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Settings that override the recipe.", show_default=False),
-]
-
 
 def doctor(
-    recipe: DoctorRecipe = None,
-    overrides: DoctorOverrides = None,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            help="A recipe or the directory of a run; the check covers whether it fits this machine.",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: Overrides = None,
     cluster: Annotated[
         str | None,
         typer.Option(
@@ -60,12 +53,11 @@ def doctor(
     subject = find_subject(experiment, cluster, run_dir, launched=launched)
     findings = examine_locally(subject) if launched is None else examine_together(subject)
     if is_writer() or launched is None:
-        _print_json(findings) if as_json else _print_table(findings)
+        if as_json:
+            typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+        else:
+            _print_table(findings)
     raise typer.Exit(int(any(finding.status == "problem" for finding in findings)))
-
-
-def _print_json(findings: "Sequence[Finding]") -> None:
-    typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
 
 
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red", "unknown": "magenta"}
@@ -81,20 +73,18 @@ def _print_table(findings: "Sequence[Finding]") -> None:
 
     several = len({finding.node for finding in findings if finding.node}) > 1
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    if several:
+    for _ in range(2 + several):
         table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for finding in findings:
         node = [Text(finding.node)] if several else []
         status = Text(finding.status, style=_COLOURS[finding.status])
         table.add_row(status, Text(finding.subject), *node, Text(finding.text))
+    counts = Counter(finding.status for finding in findings)
+    problems, warnings = (
+        f"{counts[status]} {status}{'s' * (counts[status] != 1)}" for status in ("problem", "warning")
+    )
+    unknown = f", {counts['unknown']} not known" if counts["unknown"] else ""
     console = Console(highlight=False)
     console.print(table)
-    counts = Counter(finding.status for finding in findings)
-    console.print(
-        f"{counts['problem']} problem{'s' * (counts['problem'] != 1)},"
-        f" {counts['warning']} warning{'s' * (counts['warning'] != 1)}"
-        + (f", {counts['unknown']} not known" if counts["unknown"] else "")
-    )
+    console.print(f"{problems}, {warnings}{unknown}")

@@ -220,7 +220,7 @@ def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
         if is_writer():
             write_rows(path, rows)
         else:
-            # Other ranks must consume the generator to take part in sampling; they get no rows.
+            # Sampling is collective, so every rank must run the generator. Other ranks get no rows.
             assert not list(rows)
     except OSError as error:
         raise RunError(f"{path} cannot be written: {reason_of(error)}") from error

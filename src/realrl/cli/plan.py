@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from realrl.cli.planning.failures import FailuresPerDay, RestartSeconds, parse_failures
+from realrl.cli.planning.input import FailuresPerDay, RestartSeconds, parse_failures
 from realrl.cli.planning.trials import TRY_MINUTES, TryMinutes, TryOption
 from realrl.cli.recipe import Overrides, resolve_recipe
 from realrl.config.errors import UserError
@@ -204,11 +204,11 @@ def _print(
 
 
 def _write(report: "PlanReport", name: str, file: Path, title: str, source: str, plan: "Plan") -> None:
-    """Write the file of one option. `plan` is the chosen plan, or the fastest one that `--try` measured."""
+    """Write the file of one option. `plan`: the chosen plan, or the fastest plan of `--try`."""
     if name == "out":
         plan.save(file, report.scenario.graph)
     elif name == "html":
-        from realrl.cli.planning.page import write_page
+        from realrl.cli.page.plan_page import write_page
 
         write_page(report, file, title, source=source, command=shlex.join(["realrl", *sys.argv[1:]]))
     else:

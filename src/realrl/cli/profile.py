@@ -87,7 +87,7 @@ def profile(
             ]
             arguments += ["--quick"] * quick + ["--again"] * again
             raise typer.Exit(report_outcome(launch(Start(here, arguments), LaunchConfig(), LocalRanks)))
-    from realrl.cli.progress.profiling import ProfileProgress
+    from realrl.cli.progress import ProfileProgress
     from realrl.runtime.profiler.driver import profile as run
 
     with ProfileProgress() as progress:

@@ -1,4 +1,4 @@
-"""A plan that cannot be run is one sentence and exit status 2, before any process starts or torch is loaded."""
+"""An impossible plan gives one message and exit status 2, before any process starts or torch is loaded."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[Changes, str, str]] = {
         "",
         "plan: critic.inference and critic.train share the parameters of critic, so sequence_parallel must be",
     ),
-    "keeps what there is not": (
+    "keeps an unknown role": (
         {},
         "keep: [critc]",
         "plan: keep: critc is not one of actor, reward, ref, critic",

@@ -53,7 +53,7 @@ DATA: list[tuple[str, str, str]] = [
     ("ppo", '{"prompt": 3}', "field 'prompt' must be"),
     ("ppo", '{"prompt": "%s"}' % ("b " * 600), "more than data.max_prompt_tokens=512"),
 ]
-"""Algorithm, the first line of a data file, and what is said of it."""
+"""Algorithm, the first line of a data file, and words of the message."""
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ CONFIGS: list[tuple[dict[str, Any] | str, str]] = [
         "rope_scaling: low_freq_factor=4 must be at most high_freq_factor=1",
     ),
 ]
-"""What a `config.json` says, or its text."""
+"""Changes to a `config.json`, or its whole text, and words of the message."""
 
 
 @pytest.mark.parametrize("command", ["show", "generate"])
@@ -138,7 +138,7 @@ def test_a_wrong_config_json_is_one_error_message(
 
 COMMANDS: list[tuple[str, str]] = [
     ("train gone.yaml", "gone.yaml does not exist"),
-    ("train DIR/folder", "is a directory without a run; give a recipe, or the directory of a run"),
+    ("train DIR/folder", "is a directory without a run; give a recipe or the directory of a run"),
     ("train PPO/x", "cannot be read"),
     ("show gone.yaml", "gone.yaml does not exist"),
     ("show PPO --plan symetric", "did you mean symmetric?"),
@@ -183,11 +183,11 @@ COMMANDS: list[tuple[str, str]] = [
     ("plan PPO --effort inf", "at most 1e+12"),
     ("plan PPO --out DIR/folder", "this is a directory; name a file in it"),
     ("plan PPO --out DIR/plan.txt", "the name of a plan file ends in .yaml"),
-    ("plan PPO --out PPO", "name another one"),
+    ("plan PPO --out PPO", "name another file"),
     ("plan PPO --out /proc/x.yaml", "--out /proc/x.yaml cannot be written"),
     ("plan PPO --html /proc/x.html", "--html /proc/x.html cannot be written"),
     ("plan PPO --trace /proc/x.json", "--trace /proc/x.json cannot be written"),
-    ("plan PPO --html DIR/x --trace DIR/x", "this file is that of --html"),
+    ("plan PPO --html DIR/x --trace DIR/x", "this is the file of --html"),
     ("plan PPO --html DIR/text.txt/x", "text.txt is a file"),
     ("plan PPO --lengths DIR/gone.json", "no such file"),
     ("plan PPO --lengths DIR/nothing", "lengths.json: no such file"),
@@ -227,7 +227,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("generate DIR/qwen9 --prompt a", "model_type 'qwen9' is not supported; supported are: gemma, gemma2,"),
     ("generate ACTOR", "give --prompt TEXT or --prompts FILE"),
     ("generate ACTOR --prompts DIR/gone.txt", "cannot be read"),
-    ("generate ACTOR --prompts DIR/empty.txt", "there is nothing to continue"),
+    ("generate ACTOR --prompts DIR/empty.txt", "there is no prompt"),
     ("generate ACTOR --prompts DIR/records.tsv", "has an unsupported format"),
     (
         "generate ACTOR --prompts DIR/folder",
@@ -250,7 +250,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("generate ACTOR --prompt a --out /proc/x", "/proc/x cannot be written"),
     ("generate ACTOR --prompt a --out DIR/folder", "is a directory; name a file in it"),
     ("generate ACTOR --prompt a --out DIR/text.txt/x", "cannot be written"),
-    ("generate ACTOR --prompt a --best", "--best chooses by a score; give --reward or --reward-model"),
+    ("generate ACTOR --prompt a --best", "--best needs scores; give --reward or --reward-model"),
     ("generate ACTOR --prompt a --reward length", "write FILE.py:FUNCTION or package.module:FUNCTION"),
     ("generate ACTOR --prompt a --reward {verifier:{kind:numbers}}", "reward"),
     (
@@ -275,7 +275,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("train PPO algorithm=realrl.algorithms.sampling", "unknown key"),
     ("generate REWARD --prompt a", "is a sequence classifier, not a language model"),
 ]
-"""Command lines; PPO is a recipe, ACTOR and REWARD are models, DIR the directory of `place`."""
+"""Command lines and words of the message. PPO is a recipe, ACTOR and REWARD are models, DIR is `place`."""
 
 
 @pytest.mark.parametrize(("line", "words"), COMMANDS, ids=[line for line, _ in COMMANDS])
@@ -317,7 +317,7 @@ BOXES = [
     "config ppo policy sft",
     "--nonsense",
 ]
-"""Command lines whose form typer refuses."""
+"""Command lines that typer refuses."""
 
 
 @pytest.mark.parametrize("line", BOXES)

@@ -167,7 +167,7 @@ FILES: list[tuple[str, str, str]] = [
     ),
     ("--profile", "\xff", "not valid JSON"),
 ]
-"""Files that `realrl plan` reads besides a recipe."""
+"""Files that `realrl plan` reads in addition to a recipe."""
 
 
 @pytest.mark.parametrize(("option", "text", "words"), FILES)

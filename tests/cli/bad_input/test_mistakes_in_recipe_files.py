@@ -1,4 +1,4 @@
-"""Files that are no recipes: each is one error message and exit status 2, whatever the command."""
+"""Files that are not recipes: every command prints one message and exits with status 2."""
 
 from pathlib import Path
 

@@ -308,7 +308,7 @@ OVERRIDES: list[tuple[str, str]] = [
         "data.batch=16 in 2 mini-batches gives less than one item to each of the 16 data-parallel ranks of",
     ),
 ]
-"""Overrides of a PPO recipe, several with spaces between, and what is said. DIR is the directory of `place`."""
+"""Overrides of a PPO recipe, separated by spaces, and words of the message. DIR is the directory of `place`."""
 
 
 @pytest.mark.parametrize(("overrides", "words"), OVERRIDES, ids=[text[:50] for text, _ in OVERRIDES])

@@ -1,4 +1,4 @@
-"""The page of a run: what its server answers, to whom, and that the run's texts stay texts."""
+"""The page of a run: the server's answers, access control, and escaping of the run's texts."""
 
 import json
 import re
@@ -155,7 +155,7 @@ def test_metrics_come_as_they_are_written(run: Path) -> None:
         add_steps(run, range(2))
         anew = client.read("/api/metrics", offset=further["offset"], **asked)
         assert len(anew["rows"]) == 3 and anew["offset"] < further["offset"]
-        # And so is one that was cut in a resume, and is longer again than what was read.
+        # A file that was cut in a resume is read again, even if it has grown beyond the old offset.
         add_steps(run, range(2, 90))
         assert len(client.read("/api/metrics", offset=further["offset"] - 1, **asked)["rows"]) == 90 + 9
 
@@ -164,8 +164,8 @@ def test_metrics_come_as_they_are_written(run: Path) -> None:
 def test_a_long_run_is_read_in_parts(
     run: Path, monkeypatch: pytest.MonkeyPatch, whole: int, fewest: int, most: int
 ) -> None:
-    monkeypatch.setattr("realrl.cli.monitoring.run_files._LINES", 500)
-    monkeypatch.setattr("realrl.cli.monitoring.run_files._WHOLE", whole)
+    monkeypatch.setattr("realrl.cli.monitoring.run_page._LINES", 500)
+    monkeypatch.setattr("realrl.cli.monitoring.run_page._WHOLE", whole)
     rows, offset, more = [], 0, True
     with served(run) as client:
         while more:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from realrl.cli.app import run_app
-from realrl.cli.monitoring.status_text import format_status
-from realrl.cli.reporting.status import format_duration, read_status
+from realrl.cli.monitoring.status import format_duration, format_status, read_status
 from realrl.runtime.output.rundir import HISTORY, add_start, describe_start
 from realrl.runtime.supervision.run_end import RESTARTING, write_end
 from tests.cli.monitoring.written_runs import (

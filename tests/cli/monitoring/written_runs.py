@@ -21,7 +21,7 @@ CALLS = ("actor.generate [actor] on d2 t1 p1 @0-1 mb=8192", "actor.train [actor]
 
 
 def write_run(path: Path, steps: int = 40, **training: Any) -> Path:
-    """A run of PPO that has come to a step, evaluated every 10; the last 20 steps took 2 s each, others 1 s."""
+    """Write a PPO run with an evaluation every 10 steps. The last 20 steps took 2 s each, the others 1 s."""
     path.mkdir(parents=True)
     settings = {"steps": 100, **training}
     config = {"algorithm": "ppo", "training": settings, "evaluation": {"every": 10}}
@@ -77,7 +77,7 @@ def write_rank(path: Path, rank: int, *, ago: float = 0.0, **changes: Any) -> No
 
 
 def write_step(path: Path, ranks: int = 2, extra: Sequence[Event] = (), step: int = 39) -> None:
-    """Traces of the last step, each call of which took 1 s, and its prediction of half of that."""
+    """Write traces of a step with calls of 1 s, and its prediction with calls of 0.5 s."""
     predicted = []
     for rank in range(ranks):
         slices = [
@@ -110,7 +110,7 @@ def write_samples(path: Path, step: int, rows: Sequence[dict[str, Any]]) -> None
 
 
 def write_checkpoint(path: Path, step: int) -> None:
-    """A checkpoint that looks whole from outside."""
+    """Write a checkpoint that looks complete from outside."""
     folder = path / "checkpoints" / f"step-{step:06}"
     folder.mkdir(parents=True)
     (folder / MANIFEST).write_text("{}")

@@ -1,4 +1,4 @@
-"""`realrl plan --calibrate`: what a run has measured becomes part of a profile."""
+"""`realrl plan --calibrate`: the measurements of a run correct a profile."""
 
 from pathlib import Path
 
@@ -59,4 +59,4 @@ def test_the_plan_command_without_recipe_and_calibration_is_a_user_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run_app(["plan"]) == 2
-    assert capsys.readouterr().err == "realrl: name a recipe, a YAML file, to plan for\n"
+    assert capsys.readouterr().err == "realrl: name a recipe (a YAML file) to plan for\n"

@@ -14,11 +14,10 @@ import pytest
 
 from realrl.algorithms.ppo import train_graph
 from realrl.cli.page.bands import find_areas, find_bands
-from realrl.cli.page.memory import make_memory_cards
-from realrl.cli.page.sections import TERMS, make_time_bars, write_verdict
+from realrl.cli.page.bars import TERMS, make_memory_cards, make_time_bars
+from realrl.cli.page.plan_page import draw_timeline_svg, write_page, write_verdict
 from realrl.cli.page.text import format_count, format_seconds, format_share
 from realrl.cli.page.timeline import WIDTH, draw_timeline
-from realrl.cli.planning.page import draw_timeline_svg, write_page
 from realrl.dataflow.call import Call, Key, Kind
 from realrl.dataflow.graph import DataflowGraph
 from realrl.families.sizes import SHAPES
@@ -181,7 +180,7 @@ def page(report: PlanReport, folder: Path, title: str = "A plan", **others: str)
 
 
 class Elements(HTMLParser):
-    """All elements and texts of a page; fails where they are not nested properly."""
+    """All elements and texts of a page. Fails if they are not nested properly."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -293,7 +292,8 @@ def test_boxes_lie_inside_the_picture_and_labels_inside_boxes(name: str) -> None
         assert box.x >= 0 and box.x + box.width <= 100 + 1e-6
         assert box.y >= 0 and box.y + box.height <= timeline.height + 1e-6
         if box.chosen:
-            assert box.chosen.height <= box.height and box.chosen.width <= box.width / 100 * WIDTH
+            width, height = box.chosen.size
+            assert height <= box.height and width <= box.width / 100 * WIDTH
     assert all(0 <= tick.x <= 100 for tick in timeline.ticks)
     assert 3 <= sum(tick.level == 0 for tick in timeline.ticks) <= 11
 

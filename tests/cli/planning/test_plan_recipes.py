@@ -1,4 +1,4 @@
-"""`realrl plan` of every shipped recipe, on its own cluster or on 16 GPUs: found quickly, and within the memory."""
+"""`realrl plan` finds a plan that fits for every recipe here, on its own cluster or on 16 GPUs."""
 
 import json
 from pathlib import Path
@@ -13,11 +13,11 @@ from realrl.recipe.load import load_experiment
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
 CLUSTERS = {"recipes/demo": "cpu:1x2", "recipes/demo_grpo": "cpu:1x2", "recipes/small": "h100:1x1"}
-"""Folder -> cluster, where the recipe names no kind of device."""
+"""Folder -> cluster, for recipes without a kind of device."""
 
 
 def list_sizes(recipe: str) -> list[str]:
-    """Overrides that give models a size in place of a path, which is only a placeholder, or on the hub."""
+    """Overrides that replace the placeholder paths of models with sizes."""
     document = yaml.safe_load((ROOT / recipe).read_text())
     folder = str(Path(recipe).parent)
     shape = {"recipes/small": "qwen2.5-0.5b"}.get(folder, "llama-2-7b")

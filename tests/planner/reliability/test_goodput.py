@@ -185,9 +185,9 @@ def test_the_command_says_what_failures_cost(tmp_path: Path, capsys: pytest.Capt
     page = tmp_path / "page.html"
     assert plan_command("--failures-per-day", "3", "--html", str(page)) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "With 3 failures a day, one in 8 hours, a step takes" in said
-    every = re.search(r"checkpoint\.every=(\d+) is best", said)
-    assert every is not None and f"checkpoint.every={every[1]} is best" in page.read_text()
+    assert "With 3 failures a day, one in 8 hours, the expected time of a step is" in said
+    every = re.search(r"The best interval is checkpoint\.every=(\d+)", said)
+    assert every is not None and every[0] in page.read_text()
     assert plan_command("--failures-per-day", "750/1000", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["failures"]["per_day"] == pytest.approx(3)
@@ -208,13 +208,13 @@ def test_failures_without_progress_are_said(capsys: pytest.CaptureFixture[str]) 
     [
         (
             ["--failures-per-day", "-1"],
-            "--failures-per-day: '-1' is no number above 0; write 3 for the whole",
+            "--failures-per-day: '-1' is not a number above 0; write 3 for the whole",
         ),
-        (["--failures-per-day", "0"], "is no number above 0"),
-        (["--failures-per-day", "3/100"], "or 0.47/1000 for each 1,000 devices"),
-        (["--failures-per-day", "inf"], "is no number above 0"),
+        (["--failures-per-day", "0"], "is not a number above 0"),
+        (["--failures-per-day", "3/100"], "or 0.47/1000 per 1,000 devices"),
+        (["--failures-per-day", "inf"], "is not a number above 0"),
         (["--failures-per-day", "3", "--restart-seconds", "-1"], "--restart-seconds: -1 must be at least 0"),
-        (["--restart-seconds", "60"], "give --failures-per-day, too"),
+        (["--restart-seconds", "60"], "give --failures-per-day too"),
     ],
 )
 def test_failures_that_cannot_be_are_refused(

@@ -1,22 +1,28 @@
-"""Job of several nodes: what the texts for torchrun, Slurm and Kubernetes have in common."""
+"""Job on several nodes: the common part of the texts for torchrun, Slurm and Kubernetes."""
 
+import json
 import math
 import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from realrl.plan.cluster import Cluster
-    from realrl.planner.cluster.cluster_spec import ClusterSpec
-    from realrl.recipe.experiment import Experiment
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from realrl.config.errors import UserError
+from realrl.config.explain import shorten
+from realrl.plan.cluster import Cluster
+from realrl.recipe.experiment import Experiment
+from realrl.recipe.load import load_experiment
+from realrl.runtime.prepare.cluster import named_cluster, written_cluster
 
 PATIENCE = 300
-"""Seconds that torchrun on one node waits for an answer of the first one: longer than a network is gone."""
-CPUS_BESIDE_A_GPU = 8
-"""CPU cores of a process that computes on a GPU, unless the user says otherwise."""
+"""Seconds for which torchrun on one node waits for the first node. It must survive a network failure."""
+CPUS_PER_GPU = 8
+"""Default CPU cores of a process that computes on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,18 +33,18 @@ class Job:
     arguments: tuple[str, ...]
     """Arguments of `python -m realrl`."""
     command: str
-    """Command line that has made the text."""
+    """Command line that wrote the text."""
     name: str
     devices: tuple[int, ...]
-    """Number of devices of each node; the same for all, but for torchrun."""
+    """Number of devices of each node. Only torchrun accepts different numbers."""
     gpus: bool
     cpus: int
     """CPU cores for the process of each device."""
     restarts: int
     directory: str
-    """Directory that the command is run in, on every node."""
+    """Working directory on every node."""
     grace: int
-    """Seconds after SIGTERM for a step and a checkpoint, by the recipe."""
+    """Seconds after SIGTERM for a step and a checkpoint, from the recipe."""
     patience: int = PATIENCE
 
     @property
@@ -48,7 +54,7 @@ class Job:
 
     @property
     def per_node(self) -> int:
-        """Devices of a node where all have as many."""
+        """Devices of a node, if all nodes have the same number."""
         return self.devices[0]
 
 
@@ -56,104 +62,107 @@ def make_job(
     kind: str,
     recipe: str,
     overrides: Sequence[str],
-    *,
     name: str | None,
     cpus: int | None,
     restarts: int,
     directory: str | None,
-    overwrites: bool = True,
 ) -> Job:
-    """Read a recipe and make its job; `kind` is the command, for the record.
+    """Read a recipe and make its job. `kind` is the command: torchrun, slurm or kubernetes.
 
-    `overwrites` tells whether processes know, when they are started again, that they may not delete the run that
-    they are to continue, although the recipe says `overwrite`. UserError for a mistake in the recipe, and where it
-    does not say how many nodes and devices there are.
+    Raises UserError for a mistake in the recipe, and if it does not say how many nodes and devices there are.
     """
-    from realrl.config.errors import UserError
-    from realrl.recipe.load import load_experiment
-
     experiment = load_experiment(recipe, overrides)
     if not experiment.spec.trains:
         raise UserError(
-            f"algorithm={experiment.algorithm} trains nothing; only training runs on several nodes"
+            f"algorithm={experiment.algorithm} trains no model; only training runs on several nodes"
         )
     if experiment.resume == "never":
         raise UserError(
-            "resume=never: a job that is started again could not go on; set resume=auto, or choose a new run_dir"
+            "resume=never: a restarted job could not resume its run; set resume=auto, or choose a new run_dir"
         )
-    if experiment.overwrite and not overwrites:
+    # torchrun and Slurm tell a restarted process that it must not delete the run; a new pod cannot know.
+    if experiment.overwrite and kind == "kubernetes":
         raise UserError(
-            "overwrite=true: a pod that is started again would delete the run; set overwrite=false and choose a new"
-            " run_dir"
+            "overwrite=true: a restarted pod would delete the run; set overwrite=false and choose a new run_dir"
         )
     cluster, gpus = _find_devices(experiment, one_kind=kind != "torchrun")
+    if name is None:
+        words = re.sub(r"[^a-z0-9]+", "-", experiment.run_dir.lower()).strip("-")
+        # The last parts of a path distinguish runs.
+        name = f"realrl-{words[-40:].strip('-')}".rstrip("-")
+    elif not re.fullmatch(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?", name):
+        raise UserError(
+            f"--name {shorten(name)}: it must have at most 50 lower-case letters, digits and hyphens, start with a"
+            " letter, and not end with a hyphen"
+        )
     return Job(
         recipe=recipe,
         arguments=("train", recipe, *overrides),
         command=shlex.join(["realrl", "launch", kind, recipe, *overrides]),
-        name=check_job_name(name) if name is not None else _make_name(experiment.run_dir),
+        name=name,
         devices=tuple(len(cluster.ranks(node)) for node in range(cluster.nodes)),
         gpus=gpus,
-        cpus=cpus if cpus is not None else CPUS_BESIDE_A_GPU if gpus else 1,
+        cpus=cpus if cpus is not None else CPUS_PER_GPU if gpus else 1,
         restarts=restarts,
         directory=directory or str(Path.cwd()),
         grace=math.ceil(experiment.launch.grace_seconds),
     )
 
 
-def check_job_name(name: str) -> str:
-    """Check a name for Slurm and Kubernetes alike, and return it; else UserError."""
-    from realrl.config.errors import UserError
-    from realrl.config.explain import shorten
+def _find_devices(experiment: Experiment, *, one_kind: bool) -> tuple[Cluster, bool]:
+    """Find the nodes and devices that a recipe names, and whether they are GPUs. Raises UserError.
 
-    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?", name):
-        raise UserError(
-            f"--name {shorten(name)}: it must have at most 50 lower-case letters, digits and hyphens, a letter"
-            " first and no hyphen last"
-        )
-    return name
-
-
-def _find_devices(experiment: "Experiment", *, one_kind: bool) -> "tuple[Cluster, bool]":
-    """Find the nodes and devices that a recipe names, and whether these are GPUs; UserError where it does not.
-
-    `one_kind` asks for nodes that are all alike.
+    `one_kind`: whether all nodes must be alike.
     """
-    from realrl.config.errors import UserError
-    from realrl.runtime.prepare.cluster import named_cluster, written_cluster
-
     cluster = written_cluster(experiment.cluster)
     if cluster is None:
         raise UserError(
             "cluster=auto does not say how many nodes the job has; set cluster, for example to 2x8 (nodes x devices"
-            " of each), or h100:2x8"
+            " per node) or h100:2x8"
         )
-    kinds = _list_kinds(named_cluster(experiment.cluster))
-    if len(kinds) > 1 and (one_kind or len(set(kinds.values())) > 1):
+    named = named_cluster(experiment.cluster)
+    is_cpu = {} if named is None else {group.device.name: group.device.cpu for group in named.groups}
+    if len(is_cpu) > 1 and (one_kind or len(set(is_cpu.values())) > 1):
         raise UserError(
-            f"cluster={experiment.cluster} has nodes of different kinds ({', '.join(kinds)}); a job asks for nodes"
-            " of one kind"
+            f"cluster={experiment.cluster} has nodes of different kinds ({', '.join(is_cpu)}); a job needs nodes of"
+            " one kind"
         )
     if one_kind and not cluster.even:
         raise UserError(
-            f"cluster={experiment.cluster} has nodes of different size; a job asks for nodes of one size, `realrl"
-            " launch torchrun` writes the command of each node"
+            f"cluster={experiment.cluster} has nodes of different sizes; a job needs nodes of one size. `realrl"
+            " launch torchrun` writes a command for each node"
         )
-    cpu = set(kinds.values()) == {True}
-    if kinds and experiment.device != "auto" and (experiment.device == "cpu") != cpu:
+    cpu = set(is_cpu.values()) == {True}
+    if is_cpu and experiment.device != "auto" and (experiment.device == "cpu") != cpu:
         raise UserError(
-            f"cluster={experiment.cluster} names {', '.join(kinds)}, but device={experiment.device}; set"
+            f"cluster={experiment.cluster} names {', '.join(is_cpu)}, but device={experiment.device}; set"
             " device=auto"
         )
     return cluster, not cpu and experiment.device != "cpu"
 
 
-def _list_kinds(named: "ClusterSpec | None") -> dict[str, bool]:
-    """List the kinds of devices that a recipe names, and whether each is a CPU."""
-    return {} if named is None else {group.device.name: group.device.cpu for group in named.groups}
+def fill_template(name: str, **values: Any) -> str:
+    """Fill a template of this package."""
+    return _environment().get_template(name).render(**values)
 
 
-def _make_name(run_dir: str) -> str:
-    words = re.sub(r"[^a-z0-9]+", "-", run_dir.lower()).strip("-")
-    # The last parts of a path tell runs apart.
-    return f"realrl-{words[-40:].strip('-')}".rstrip("-")
+@cache
+def _environment() -> Environment:
+    # These texts are shell and YAML, not HTML: each value goes through one of the filters below.
+    environment = Environment(
+        loader=PackageLoader("realrl.cli.launch"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters |= {
+        "sh": shlex.quote,
+        "json": json.dumps,
+        # Kubernetes would replace $(NAME) with a variable.
+        "kubernetes": lambda text: text.replace("$(", "$$("),
+        # A comment must stay on one line.
+        "line": lambda text: " ".join(text.split()),
+    }
+    return environment

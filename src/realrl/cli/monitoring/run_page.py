@@ -1,34 +1,40 @@
-"""Page of a run, and the data that it asks for."""
+"""Page of a run, and the data that it asks for: bounded in size, and only from the run's directory."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from realrl import __version__
-from realrl.cli.monitoring.run_files import RunFiles
+from realrl.checkpoint.saved import BEST, METRICS, list_checkpoints
+from realrl.cli.monitoring.metrics import MetricPart, find_metric, list_costs, read_part
 from realrl.cli.monitoring.server import Query, Reply, Route
-from realrl.cli.monitoring.status_text import describe_doing
+from realrl.cli.monitoring.status import describe_activity, read_algorithm, read_status
 from realrl.cli.monitoring.timeline import draw_last_step
-from realrl.cli.page.templating import find_template
-from realrl.cli.reporting.metrics import find_metric
-from realrl.cli.reporting.status import read_status
+from realrl.cli.page.timeline import find_template
 from realrl.config.errors import UserError
-from realrl.config.json_file import read_json
+from realrl.config.json_file import parse_rows, read_tail
+from realrl.planner.report.comparison import COSTS, Comparison
 from realrl.program.trace_file import PREDICTED, TRACE, PredictedStep
-from realrl.runtime.output.algorithm_record import RECORD, AlgorithmRecord
+from realrl.runtime.supervision.run_end import NOTES
 
-_RANKS = 512
-"""Ranks that the page lists."""
-_NAMES = 64
-"""Metrics that are asked for at a time."""
+_RANKS, _NAMES = 512, 64
+"""Maximum ranks on the page, and metrics per request."""
+_LINES, _WHOLE = 1 << 20, 1 << 22
+"""Bytes of metrics per request. Above the second size, a file is not read in full."""
+_NOTES, _ROWS, _LETTERS, _LARGEST = 200, 64, 4000, 1 << 26
+"""Maximum notes, samples of an evaluation, letters of a text, and bytes of a file to download."""
+_LONGEST, _STEPS = 1 << 20, 1000
+"""Maximum bytes of a line, and number of evaluations whose samples can be chosen."""
 
 
 class RunPage:
-    """Answers to the requests of a run's page. All of it is read anew from the run's directory."""
+    """Answers to the requests of a run's page. Each answer reads the run's directory again."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._files = RunFiles(run_dir)
+        self.path = run_dir
+        self._inside = run_dir.resolve()
         self.routes: dict[str, Route] = {
             "/": self.make_page,
             "/api/run": self.read_run,
@@ -40,10 +46,11 @@ class RunPage:
         }
 
     def make_page(self, _: Query) -> Reply:
-        """Make the page itself, which holds nothing of the run but its name."""
+        """Make the page itself. Of the run, it holds only the name."""
         nonce = secrets.token_urlsafe(16)
-        name = self._files.path.resolve().name
-        text = find_template("watch.html.jinja").render(name=name, nonce=nonce, version=__version__)
+        text = find_template("watch.html.jinja").render(
+            name=self._inside.name, nonce=nonce, version=__version__
+        )
         policy = (
             f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self';"
             " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -51,108 +58,138 @@ class RunPage:
         return Reply(text.encode(), "text/html; charset=utf-8", policy=policy)
 
     def read_run(self, _: Query) -> Reply:
-        """Read all but curves, samples and the timeline."""
-        path = self._files.path
-        status = read_status(path)
-        algorithm = self._algorithm()
-        predicted = PredictedStep.load(path)
+        """Read everything but curves, samples and the timeline."""
+        status = read_status(self.path)
+        algorithm = read_algorithm(self.path)
+        predicted = PredictedStep.load(self.path)
+        costs = self._load_costs()
         found = status.to_json()
         found["ranks"] = [
-            {**rank, "does": describe_doing(whole)}
+            {**rank, "does": describe_activity(whole)}
             for rank, whole in zip(found["ranks"][:_RANKS], status.ranks, strict=False)
         ]
         return Reply.of_json(
             {
                 "status": found,
                 "curves": [] if algorithm is None else list(algorithm.curves.items()),
-                "sampled": self._files.list_sampled_steps(),
-                "checkpoints": self._files.list_checkpoints(),
-                "notes": self._files.read_notes(),
+                "sampled": self._list_sampled_steps(),
+                "checkpoints": self._list_checkpoints(),
+                "notes": self._read_notes(),
                 "memory": [] if predicted is None else [vars(device) for device in predicted.memory[:_RANKS]],
-                "costs": self._costs(),
-                "downloads": [name for name in (TRACE, PREDICTED) if self._files.find(name)],
+                "costs": [] if costs is None else [cost._asdict() for cost in list_costs(costs)],
+                "measured_steps": 0 if costs is None else costs.step.steps,
+                "downloads": [name for name in (TRACE, PREDICTED) if self._find(name)],
             }
         )
 
     def read_metrics(self, query: Query) -> Reply:
-        """Read what has come after `offset`: the metrics whose names, separated by commas, are in `names`."""
+        """Read the metrics after `offset` bytes whose names, separated by commas, are in `names`.
+
+        `file` in the reply differs if the file is another one. If the file has become shorter, reading restarts.
+        """
         names = query.get("names", "").split(",")[:_NAMES]
-        part, file = self._files.read_metrics(_whole(query.get("offset")))
-        rows = []
-        known: dict[str, None] = {}
+        offset, file = _whole(query.get("offset")), self._find(METRICS)
+        part, identity = MetricPart((), 0, False), ""
+        if file is not None:
+            status = file.stat()
+            start = offset if offset <= status.st_size else 0
+            # A curve of a long run leaves out steps, because reading all of them would take too long.
+            every = 1 + (status.st_size - start) // _WHOLE
+            part, identity = read_part(file, start, _LINES * min(every, 16), every), f"{status.st_ino}"
+        rows, known = [], dict[str, None]()
         for line in part.lines:
             known |= dict.fromkeys(line.metrics)
             found = (find_metric(line.metrics, name) if name else None for name in names)
             values = [None if name is None else line.metrics[name] for name in found]
             rows.append((line.step, line.kind, line.seconds, values))
-        content = {"file": file, "offset": part.offset, "more": part.more, "rows": rows, "known": [*known]}
+        content = {
+            "file": identity,
+            "offset": part.offset,
+            "more": part.more,
+            "rows": rows,
+            "known": [*known],
+        }
         return Reply.of_json(content)
 
     def read_samples(self, query: Query) -> Reply:
-        """Read the samples of the evaluation after `step` training steps."""
-        algorithm = self._algorithm()
-        keys = () if algorithm is None else algorithm.sample_keys
-        return Reply.of_json(self._files.read_samples(_whole(query.get("step")), keys))
+        """Read the first samples of the evaluation after `step` training steps."""
+        algorithm = read_algorithm(self.path)
+        keys = (*(() if algorithm is None else algorithm.sample_keys), "judge")
+        found = []
+        file = self._find(f"samples/step-{_whole(query.get('step')):06}.jsonl")
+        for row in () if file is None else _read_first_rows(file):
+            numbers = {key: row[key] for key in keys if isinstance(row.get(key), int | float)}
+            prompt, completion = _cut(row.get("prompt")), _cut(row.get("completion"))
+            found.append({"prompt": prompt, "completion": completion, "numbers": numbers})
+        return Reply.of_json(found)
 
     def read_step(self, _: Query) -> Reply:
         """Draw the timeline of the last step."""
-        costs = self._costs()
-        calls = [] if costs is None else costs["calls"]
-        picture = draw_last_step(self._files.path, {call["name"]: call["kind"] for call in calls})
-        return Reply.of_json(None if picture is None else picture.to_html())
+        costs = self._load_costs()
+        kinds = {} if costs is None else {of.call.name: str(of.call.kind) for of in costs.calls}
+        return Reply.of_json(draw_last_step(self.path, kinds))
+
+    def _find(self, name: str) -> Path | None:
+        """Find a file of the run; None if it is missing, or a link leads out of the directory."""
+        file = self.path / name
+        try:
+            found = file.resolve()
+            return file if found.is_file() and found.is_relative_to(self._inside) else None
+        except OSError:
+            return None
 
     def _download(self, name: str) -> Reply | None:
-        content = self._files.read(name)
-        return None if content is None else Reply(content, "application/json", file=name)
+        file = self._find(name)
+        if file is None or file.stat().st_size > _LARGEST:
+            return None
+        return Reply(file.read_bytes(), "application/json", file=name)
 
-    def _algorithm(self) -> AlgorithmRecord | None:
+    def _list_sampled_steps(self) -> list[int]:
+        """List the last steps with samples, in order."""
+        names = [file.name for file in (self.path / "samples").glob("step-*.jsonl")]
+        return sorted(int(name[5:-6]) for name in names if name[5:-6].isdecimal())[-_STEPS:]
+
+    def _read_notes(self) -> list[dict[str, Any]]:
+        file = self._find(NOTES)
+        rows = [] if file is None else list(parse_rows(read_tail(file, _LONGEST)))[-_NOTES:]
+        return [
+            {
+                "time": time if isinstance(time := row.get("time"), int | float) else 0.0,
+                "text": _cut(row.get("text")),
+            }
+            for row in rows
+        ]
+
+    def _list_checkpoints(self) -> list[dict[str, Any]]:
+        """List checkpoints and saved models, latest first."""
+        saved = [path for name in (BEST, "final") for path in self.path.glob(f"{name}*")]
+        found = []
+        for folder in [*list_checkpoints(self.path).values(), *saved]:
+            try:
+                if folder.is_dir():
+                    found.append({"name": str(folder.relative_to(self.path)), "time": folder.stat().st_mtime})
+            except OSError:
+                continue
+        return sorted(found, key=lambda entry: (entry["time"], entry["name"]), reverse=True)[:_ROWS]
+
+    def _load_costs(self) -> Comparison | None:
         try:
-            return None if self._files.find(RECORD) is None else AlgorithmRecord.load(self._files.path)
+            return None if self._find(COSTS) is None else Comparison.load(self.path)
         except (UserError, OSError):
             return None
 
-    def _costs(self) -> dict[str, Any] | None:
-        """Read measured beside predicted costs, without what they are of; None where there are none."""
-        file = self._files.find("costs.json")
-        try:
-            found = {} if file is None else read_json(file)
-            calls = [_describe_call(call) for call in found["calls"]]
-            moves = [
-                (move["seconds"]["median"], move["predicted_seconds"]) for move in found["reallocations"]
-            ]
-            moved = {
-                "name": "reallocations",
-                "kind": "move",
-                "seconds": sum(seconds for seconds, _ in moves),
-                "predicted_seconds": sum(seconds or 0 for _, seconds in moves),
-            }
-            whole = {
-                "name": "whole step",
-                "kind": "",
-                "seconds": found["step"]["median"],
-                "predicted_seconds": found["predicted_step_seconds"],
-            }
-            return {
-                "calls": calls,
-                "rest": [moved, whole] if moves else [whole],
-                "steps": found["step"]["steps"],
-            }
-        except (UserError, KeyError, TypeError, AttributeError):
-            return None
+
+def _read_first_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects in the first lines of a file; lines without an object are left out."""
+    with file.open("rb") as lines:
+        yield from parse_rows(islice(iter(lambda: lines.readline(_LONGEST), b""), _ROWS))
 
 
-def _describe_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "name": str(call["call"]["name"]),
-        "kind": str(call["call"]["kind"]),
-        "placement": str(call["placement"]),
-        "seconds": call["seconds"]["median"],
-        "predicted_seconds": call["predicted_seconds"],
-        "bytes": call["bytes"],
-        "predicted_bytes": call["predicted_bytes"],
-    }
+def _cut(text: Any) -> str:
+    text = text if isinstance(text, str) else ""
+    return text if len(text) <= _LETTERS else f"{text[:_LETTERS]} …"
 
 
 def _whole(text: str | None) -> int:
-    """Read a number that is not negative; 0 where there is none."""
+    """Read a whole number from a query; 0 if it is missing or malformed."""
     return int(text) if text and text.isascii() and text.isdecimal() and len(text) < 16 else 0

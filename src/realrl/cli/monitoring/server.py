@@ -1,4 +1,4 @@
-"""Server of a run's page: read-only, with a fixed list of addresses, none of which names a file."""
+"""Server of a run's page: read-only, with a fixed list of addresses. No address is the path of a file."""
 
 import json
 import secrets
@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 Query = Mapping[str, str]
 _THREADS = 32
-"""Maximum requests at a time; others wait."""
+"""Maximum number of requests at a time. Further requests wait."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -28,22 +28,19 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Reply:
-    """Content of a response, its type, and the file name under which it is saved, if it is to be."""
+    """Content of a response, and its type."""
 
     content: bytes
     type: str
     file: str = ""
+    """Name under which a browser saves it; empty for content to show."""
     policy: str = "default-src 'none'"
     """Content security policy."""
 
     @classmethod
     def of_json(cls, value: Any) -> "Reply":
-        """Make an answer of JSON values."""
-        try:
-            text = json.dumps(value, allow_nan=False)
-        except ValueError:  # somebody else's file
-            text = json.dumps(_finite(value))
-        return cls(text.encode(), "application/json")
+        """Reply with JSON. Files may hold NaN, which JSON does not have; it becomes null."""
+        return cls(json.dumps(_finite(value), allow_nan=False).encode(), "application/json")
 
 
 Route = Callable[[Query], Reply | None]
@@ -52,16 +49,16 @@ Route = Callable[[Query], Reply | None]
 class PageServer(ThreadingHTTPServer):
     """Server of routes on one address.
 
-    Every request carries the server's token, so that other users of the machine see nothing. One that is bound to
-    loopback answers only to loopback names: a page elsewhere whose name is made to point here is refused.
+    Every request needs the server's token, so that other users of the machine see nothing. On a loopback address,
+    the server also checks the host name of a request: otherwise another web site could point its own name to this
+    address and read the page (DNS rebinding).
     """
 
     daemon_threads = True
 
     def __init__(self, host: str, port: int, routes: Mapping[str, Route]) -> None:
-        """Listen at once; OSError where that is not possible, UnicodeError for a host with an impossible name."""
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        self.address_family = family
+        """Start to listen. Raises OSError, or UnicodeError for an impossible host name."""
+        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         self.routes = routes
         self.token = secrets.token_urlsafe(16)
         self.local = is_loopback(host)
@@ -70,40 +67,37 @@ class PageServer(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        """Bind, without asking for the name of the address, which can take long."""
+        """Bind without a look-up of the host's name, which can take long."""
         TCPServer.server_bind(self)
 
     @property
     def url(self) -> str:
         """Address of the page, with the token."""
-        # All addresses are none that a browser can open.
+        # A browser cannot open the address that stands for all addresses.
         anywhere = self._host in ("0.0.0.0", "::")
         host = socket.gethostname() if anywhere else f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self.server_address[1]}/?token={self.token}"
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer a request once there are few enough."""
+        """Answer a request as soon as fewer than `_THREADS` are running."""
         with self._free:
             super().process_request_thread(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a client that has gone."""
+        """Print nothing about a client that closed its connection."""
 
 
 def _finite(value: Any) -> Any:
-    """Replace numbers that JSON does not have by null."""
-    match value:
-        case dict():
-            return {key: _finite(inner) for key, inner in value.items()}
-        case list() | tuple():
-            return [_finite(inner) for inner in value]
-        case float() if not isfinite(value):
-            return None
-    return value
+    """Replace numbers that JSON does not have with null."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host's name or address is this machine's own loopback."""
+    """Check whether a host's name or address is this machine's own loopback."""
     if host.lower() == "localhost":
         return True
     try:
@@ -124,46 +118,43 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.local and not is_loopback(_hostname(self.headers.get("Host", ""))):
             self._refuse(HTTPStatus.FORBIDDEN, "this page is not served under this host name")
         elif not secrets.compare_digest(query.get("token", "").encode(), self.server.token.encode()):
-            self._refuse(
-                HTTPStatus.FORBIDDEN, "open the address that realrl watch has printed, with its token"
-            )
+            self._refuse(HTTPStatus.FORBIDDEN, "open the address that realrl watch printed, with its token")
         elif address.path not in self.server.routes:
             self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
         else:
-            self._answer(self.server.routes[address.path], query)
-
-    def _answer(self, route: Route, query: Query) -> None:
-        try:
-            answer = route(query)
-        except Exception as error:  # a damaged file must not end the page
-            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")
-            return
-        if answer is None:
-            self._refuse(HTTPStatus.NOT_FOUND, "the run has no such file, or not yet")
-        else:
-            self._send(HTTPStatus.OK, answer)
+            try:
+                reply = self.server.routes[address.path](query)
+            except Exception as error:  # a damaged file must not end the page
+                self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")
+                return
+            if reply is None:
+                self._refuse(HTTPStatus.NOT_FOUND, "the run does not have this file, or does not have it yet")
+            else:
+                self._send(HTTPStatus.OK, reply)
 
     def _refuse(self, status: HTTPStatus, text: str) -> None:
         self._send(status, Reply(f"{text}\n".encode(), "text/plain; charset=utf-8"))
 
-    def _send(self, status: HTTPStatus, answer: Reply) -> None:
+    def _send(self, status: HTTPStatus, reply: Reply) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", answer.type)
-        self.send_header("Content-Length", str(len(answer.content)))
-        self.send_header("Content-Security-Policy", answer.policy)
-        if answer.file:
-            self.send_header("Content-Disposition", f'attachment; filename="{answer.file}"')
-        for name, value in _HEADERS.items():
+        headers = {
+            "Content-Type": reply.type,
+            "Content-Length": str(len(reply.content)),
+            "Content-Security-Policy": reply.policy,
+            **({"Content-Disposition": f'attachment; filename="{reply.file}"'} if reply.file else {}),
+            **_HEADERS,
+        }
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(answer.content)
+        self.wfile.write(reply.content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: addresses have the token."""
+        """Log nothing, because addresses contain the token."""
 
 
 def _hostname(header: str) -> str:
-    """Find the name in a Host header, without its port; empty where there is none."""
+    """Find the name in a Host header, without its port; empty if there is none."""
     try:
         return urlsplit(f"//{header}").hostname or ""
     except ValueError:

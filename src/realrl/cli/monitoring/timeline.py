@@ -1,99 +1,87 @@
-"""Picture of the last step of a run, as it was measured, with the predicted one below, on one scale."""
+"""Picture of the last step of a run: measured times above predicted times, on one scale."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from realrl.cli.page.templating import find_template
-from realrl.cli.page.text import format_interval, format_seconds, format_strategy
-from realrl.cli.page.timeline import DrawnBand, DrawnBox, Label, TimelineDrawing, list_labels, list_ticks
-from realrl.cli.page.tips import make_tip
+from realrl.cli.page.text import format_interval, format_seconds, make_tip
+from realrl.cli.page.timeline import (
+    DrawnBand,
+    DrawnBox,
+    TimelineDrawing,
+    describe_instruction,
+    find_template,
+    list_ticks,
+)
 from realrl.program.instructions import Instruction, Load, Offload, Reallocate, Run
 from realrl.program.text import parse_instruction
 from realrl.program.trace_file import Event, PredictedStep, find_rank, is_host, read_rank_traces
 
 _RANKS, _ALONE = 64, 8
-"""Ranks that are read, and the most that are drawn each by itself; of more, those that do the same are one band."""
+"""Maximum ranks to read, and maximum ranks with a row each. Above that, ranks with equal work share a row."""
 _TRACES = 1 << 25
-"""Bytes of traces that are read."""
+"""Maximum bytes of traces to read."""
 _HEIGHT, _LEAST, _MOST = 420, 18, 40
-"""Pixels of the whole picture where rows are neither too thin nor too high."""
+"""Pixels: height of the whole picture, and the least and the greatest height of a row."""
 _EVALUATION = 1 << 40
-"""Number from which on steps are evaluations."""
+"""Steps with this number or a higher one are evaluations."""
 _NEGLIGIBLE = 2e-4
-"""Fraction of the picture; shorter slices are not drawn."""
+"""Fraction of the picture. Shorter slices are not drawn."""
 _COLOURS = 8
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A row of the picture: the slices of one rank, for all that do the same; times in seconds."""
+    """A row of the picture: the slices of one rank, which stand for all ranks with equal work."""
 
     name: str
     detail: str
     slices: Sequence[Event]
     origin: float
+    """Seconds at which the picture starts, on the clock of the slices."""
 
 
-@dataclass(frozen=True)
-class StepPicture:
-    """The picture, and the step it is of."""
+def draw_last_step(run_dir: Path, kinds: Mapping[str, str]) -> dict[str, Any] | None:
+    """Draw the last step that all ranks have finished, as SVG elements; None before the first one.
 
-    step: int
-    """Step, counted from 1."""
-    ranks: int
-    """Number of ranks that it shows."""
-    seconds: float
-    """Seconds from the first slice to the end of the last one."""
-    predicted_seconds: float | None
-    drawing: TimelineDrawing
-
-    def to_html(self) -> dict[str, object]:
-        """Make the SVG elements of both parts; what comes from the run is escaped in them."""
-        module = find_template("timeline.jinja").module
-        return {
-            "step": self.step,
-            "ranks": self.ranks,
-            "seconds": self.seconds,
-            "predicted_seconds": self.predicted_seconds,
-            "height": round(self.drawing.height + module.axis, 1),  # type: ignore[attr-defined]
-            "gutter": str(module.gutter(self.drawing)),  # type: ignore[attr-defined]
-            "plot": str(module.patterns()) + str(module.plot(self.drawing, True)),  # type: ignore[attr-defined]
-        }
-
-
-def draw_last_step(run_dir: Path, kinds: Mapping[str, str]) -> StepPicture | None:
-    """Draw the last step that all ranks have finished; None as long as there is none.
-
-    `kinds`: call -> kind, as far as that is known; of other calls the end of their name tells.
+    `kinds` maps a call to its kind. The kind of other calls is guessed from the end of their names. The result also
+    has the number of the step, the number of ranks in the picture, and the measured and the predicted seconds.
     """
     traces = read_rank_traces(run_dir, _RANKS, _TRACES)
     step = _find_step(traces)
     if step is None:
         return None
-    measured = {
-        rank: [event for event in events if event["args"].get("step") == step]
-        for rank, events in traces.items()
-    }
-    measured = {rank: events for rank, events in measured.items() if events}
-    origin = min(event["ts"] for events in measured.values() for event in events)
-    seconds = _end(event for events in measured.values() for event in events) - origin / 1e6
+    measured, predicted = dict[int, list[Event]](), dict[int, list[Event]]()
+    for rank, events in traces.items():
+        if here := [event for event in events if event["args"].get("step") == step]:
+            measured[rank] = here
     found = PredictedStep.load(run_dir)
-    predicted: dict[int, list[Event]] = {}
     for event in (event for rank in found.ranks for event in rank) if found is not None else ():
         if find_rank(event) in measured:
             predicted.setdefault(find_rank(event), []).append(event)
-    expected = _end(event for events in predicted.values() for event in events) if predicted else None
+    origin = min(event["ts"] for events in measured.values() for event in events)
+    seconds = _end(measured) - origin / 1e6
+    expected = _end(predicted) if predicted else None
     rows = list(_list_rows(measured, predicted, origin))
     drawing = _draw(rows, max(seconds, expected or 0.0, 1e-6), kinds)
-    return StepPicture(step + 1, len(measured), seconds, expected, drawing)
+    template: Any = find_template("timeline.jinja").module
+    return {
+        "step": step + 1,
+        "ranks": len(measured),
+        "seconds": seconds,
+        "predicted_seconds": expected,
+        "height": round(drawing.height + template.axis, 1),
+        "gutter": str(template.gutter(drawing)),
+        "plot": str(template.patterns()) + str(template.plot(drawing, True)),
+    }
 
 
 def _find_step(traces: Mapping[int, Sequence[Event]]) -> int | None:
-    """Find the latest step of training that most ranks have slices of.
+    """Find the latest training step for which most ranks have slices.
 
-    Ranks write at different moments, each when a step has ended: the latest of one may be unknown to others.
+    Each rank writes when it has ended a step, so the last step of one rank may be missing for others.
     """
     counts: dict[int, int] = {}
     for events in traces.values():
@@ -140,7 +128,7 @@ def _draw(rows: Sequence[_Row], whole: float, kinds: Mapping[str, str]) -> Timel
             box = _box(event, row, whole, colours, kinds, y, height)
             if box is not None:
                 boxes.append(box)
-    ticks = tuple(tick for tick in list_ticks(whole) if tick.x < 99)  # the last one's text would be cut
+    ticks = tuple(tick for tick in list_ticks(whole) if tick.x < 99)  # a text at the end would be cut
     return TimelineDrawing(height * len(rows), tuple(bands), tuple(borders), tuple(boxes), ticks)
 
 
@@ -160,20 +148,10 @@ def _box(
         start += waiting
     if end - start < _NEGLIGIBLE * whole:
         return None
-    instruction = _parse(event["name"])
-    look, call = "wait", ""
-    labels: list[Label] = []
     seconds = format_seconds(end - start)
-    match instruction:
-        case Run(call, None, _):
-            look, labels = "function", [Label((f"{call} · {seconds}",)), Label((call,))]
-        case Run(call, str(role), placement):
-            look = f"{colours[role]} {_kind(call, kinds)}"
-            labels = list(list_labels(call, role, format_strategy(placement), seconds))
-        case Reallocate(role, into=into):
-            look = f"{colours[into or role]} move"
-        case Load(role) | Offload(role):
-            look = f"{colours[role]} host"
+    look, call, labels = describe_instruction(
+        _parse(event["name"]), seconds, lambda role: colours[role], lambda call: _kind(call, kinds)
+    )
     error = str(event["args"].get("error", ""))
     if error:
         look += " failed"
@@ -187,13 +165,12 @@ def _box(
         height=height - 2,
         look=look,
         call=call,
-        labels=tuple(labels),
+        labels=labels,
         tip=make_tip(title, facts),
     )
 
 
 def _choose_colours(rows: Sequence[_Row]) -> dict[str, str]:
-    """Choose the colour of each role, in the order in which they come."""
     roles: dict[str, None] = {}
     for row in rows:
         for event in sorted(row.slices, key=lambda event: event["ts"]):
@@ -206,7 +183,7 @@ def _choose_colours(rows: Sequence[_Row]) -> dict[str, str]:
 
 
 def _parse(name: str) -> Instruction | None:
-    """Read an instruction; None of what is none, such as a wait for a function."""
+    """Read an instruction; None for a slice without one, such as a wait for a function."""
     try:
         return parse_instruction(name)
     except ValueError:
@@ -218,5 +195,5 @@ def _kind(call: str, kinds: Mapping[str, str]) -> str:
     return kinds.get(call) or next((kind for kind in ("generate", "train") if kind in last), "inference")
 
 
-def _end(events: Iterator[Event]) -> float:
-    return max((event["ts"] + event["dur"]) / 1e6 for event in events)
+def _end(ranks: Mapping[int, Sequence[Event]]) -> float:
+    return max((event["ts"] + event["dur"]) / 1e6 for events in ranks.values() for event in events)

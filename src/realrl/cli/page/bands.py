@@ -1,4 +1,4 @@
-"""Bands: groups of devices that do the same, and their activity over a step."""
+"""Bands: groups of devices with the same activity over a step."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from realrl.program.instructions import (
 )
 
 WORK = (Run, Reallocate, Load, Offload)
-"""Instructions that are drawn one by one; time between them is waiting and exchange of data."""
+"""Instructions that are drawn one by one. The time between them is spent on waiting and on exchange of data."""
 _NEGLIGIBLE = 1e-3
-"""Fraction of a step: shorter gaps are not drawn, and times this close to each other are equal."""
+"""Fraction of a step. Shorter gaps are not drawn, and times this close to each other count as equal."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Block:
     start: float
     end: float
     instruction: Instruction | None
-    """Instruction that they execute; None where they wait or exchange data."""
+    """Instruction that they execute; None if they wait or exchange data."""
     reason: str = ""
-    """Call or transfer that they wait for."""
+    """What they wait for, in words."""
 
     def like(self, other: "Block", tolerance: float) -> bool:
         """Check whether both are the same at the same time."""
@@ -42,7 +42,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Band:
-    """Consecutive devices of one group of nodes that do the same."""
+    """Consecutive devices of one group of nodes with the same activity."""
 
     ranks: range
     blocks: tuple[Block, ...]
@@ -60,8 +60,8 @@ class Area:
 def find_bands(estimate: Estimate, spec: ClusterSpec) -> tuple[Band, ...]:
     """Group all devices into bands, in order.
 
-    There are at most twice as many bands as meshes, and one: activity changes only where a mesh, or a group of
-    nodes, begins or ends.
+    There are few bands, at most 2 * meshes + 1, because activity changes only at the ends of meshes and of groups
+    of nodes.
     """
     found = []
     for _, group in groupby(range(len(estimate.slices)), key=lambda rank: _work(estimate, spec, rank)):
@@ -88,7 +88,6 @@ def find_areas(bands: Sequence[Band], step_seconds: float) -> list[Area]:
 
 
 def _work(estimate: Estimate, spec: ClusterSpec, rank: int) -> tuple[object, ...]:
-    """Make a key that is equal for devices that do the same."""
     instructions = (
         s.instruction for s in estimate.slices[rank] if isinstance(s.instruction, WORK) and not s.host
     )
@@ -96,7 +95,7 @@ def _work(estimate: Estimate, spec: ClusterSpec, rank: int) -> tuple[object, ...
 
 
 def _blocks(slices: Sequence[Slice], shortest: float) -> Iterator[Block]:
-    """List the blocks of a device from the start of a step until it has nothing left to do."""
+    """List the blocks of a device from the start of a step until its last work ends."""
     work = [s for s in slices if isinstance(s.instruction, WORK) and s.seconds > s.waiting and not s.host]
     blocks = [Block(s.start + s.waiting, s.start + s.seconds, s.instruction) for s in work]
     for before, block in pairwise([Block(0.0, 0.0, None), *blocks]):
@@ -106,14 +105,14 @@ def _blocks(slices: Sequence[Slice], shortest: float) -> Iterator[Block]:
 
 
 def _reason(slices: Sequence[Slice], start: float, end: float) -> str:
-    """Find what takes longest between two moments."""
+    """Find the longest wait of a device between two moments, in words."""
     waits = {s: min(end, s.start + s.waiting) - max(start, s.start) for s in slices if s.waiting > 0}
     waits = {s: seconds for s, seconds in waits.items() if seconds > 0}
     if sum(waits.values()) < (end - start) / 2:
         return "exchange of data"
     match max(waits, key=lambda s: waits[s]).instruction:
         case Receive(_, _, producer, consumer, _):
-            return f"waits for what {producer} sends to {consumer}"
+            return f"waits for data from {producer} to {consumer}"
         case Run(call, _, _):
             return f"waits for the other devices of {call}"
         case Send(producer=function) | ShareLengths(call=function):

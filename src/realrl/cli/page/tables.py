@@ -1,98 +1,97 @@
-"""Tables of a plan's page: presets, calls, reallocations, and rejected alternatives."""
+"""Tables of a plan's page. The terminal shows some of them, too."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from realrl.cli.page.sections import TERMS
+from realrl.cli.page.bars import sort_terms
 from realrl.cli.page.text import (
+    find_call_class,
+    find_role_class,
     format_count,
+    format_degrees,
     format_extras,
-    format_interval,
+    format_flags,
+    format_layout,
     format_seconds,
     format_share,
     format_span,
-    format_strategy,
 )
-from realrl.cli.page.tips import find_call_class, find_role_class
 from realrl.config.values import format_bytes
+from realrl.plan.axes import degrees_title
+from realrl.planner.report.report import Objective, format_gap
 from realrl.planner.report.shortage_text import describe_misfit
-from realrl.planner.simulate.estimate import LEVEL
 from realrl.program.text import name_parameters
 
 if TYPE_CHECKING:
-    from realrl.planner.report.alternatives import Alternative
-    from realrl.planner.report.report import PlanReport
+    from realrl.planner.report.report import Alternative, PlanReport, SizeReport
+    from realrl.planner.simulate.estimate import Estimate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rival:
-    """Row of the comparison: a plan or a preset."""
+    """Row of the comparison: a plan or a preset. A figure that is not known is empty."""
 
     name: str
-    percent: float
+    percent: float = 0.0
     """Length of its bar."""
-    value: str
-    ratio: str
-    note: str
+    step: str = ""
+    interval: str = ""
+    fastest: str = ""
+    """Probability that it is the fastest."""
+    ratio: str = ""
+    """Step time relative to the chosen plan."""
+    memory: str = ""
+    note: str = ""
     look: str
+    """CSS classes: `chosen`, `unfit` or `refused`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of text; the first `words` columns are words, the others numbers."""
+    """Rows of text. The first `words` columns hold words, the others numbers."""
 
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
     words: int
-    looks: tuple[str, ...]
+    looks: Sequence[str]
     """CSS classes, by row."""
-    calls: tuple[str, ...]
-    """Call that each row is about; empty for none."""
+    calls: Sequence[str] = ()
+    """Call of each row; empty for none."""
+    notes: Sequence[str] = ()
+    """Remarks below the table."""
 
 
-def list_rivals(report: "PlanReport") -> list[Rival]:
-    """List the plans that fit, the fastest first, presets that do not fit, and those that do not exist."""
-    return [*_list_contenders(report), *_list_misfits(report)]
+def list_rivals(report: "PlanReport") -> Iterator[Rival]:
+    """Yield the plans that fit, the fastest first, then presets that do not fit or are not possible."""
+    longest = _longest(report)
 
-
-def _list_contenders(report: "PlanReport") -> Iterator[Rival]:
-    chosen, longest = report.chosen, _longest(report)
-    for name, contender in report.contenders.items():
-        estimate, outlook = contender.estimate, contender.outlook
-        is_chosen = estimate is chosen
-        preset = report.presets.get(name)
-        notes = [
-            "with recomputation" if preset is not None and preset.recompute else "",
-            f"{format_span(outlook.interval)} ({format_share(LEVEL)})",
-            f"fastest with {format_share(outlook.fastest)}",
-            "" if estimate.fits else describe_misfit(estimate),
-        ]
-        yield Rival(
-            name="this plan" if is_chosen else name,
+    def describe(
+        name: str, estimate: "Estimate", *notes: str, interval: str = "", fastest: str = ""
+    ) -> Rival:
+        is_chosen = estimate is report.chosen
+        return Rival(
+            name=name,
             percent=100 * estimate.step_seconds / longest,
-            value=format_seconds(estimate.step_seconds),
-            ratio="" if is_chosen else f"{estimate.step_seconds / chosen.step_seconds:.2f} ×",
-            note=", ".join(filter(None, notes)),
+            step=format_seconds(estimate.step_seconds),
+            interval=interval,
+            fastest=fastest,
+            ratio="" if is_chosen else f"{estimate.step_seconds / report.chosen.step_seconds:.2f} ×",
+            memory=format_bytes(estimate.peak_bytes),
+            note=", ".join(filter(None, [*notes, "" if estimate.fits else describe_misfit(estimate)])),
             look="chosen" * is_chosen + " unfit" * (not estimate.fits),
         )
 
-
-def _list_misfits(report: "PlanReport") -> Iterator[Rival]:
-    longest = _longest(report)
+    for name, contender in report.contenders.items():
+        preset, outlook = report.presets.get(name), contender.outlook
+        note = "with recomputation" if preset is not None and preset.recompute else ""
+        interval, fastest = format_span(outlook.interval), format_share(outlook.fastest)
+        yield describe(name, contender.estimate, note, interval=interval, fastest=fastest)
     for name, preset in sorted(report.presets.items(), key=lambda item: item[1].estimate is None):
-        estimate = preset.estimate
-        if estimate is None:
-            yield Rival(name=name, percent=0.0, value="", ratio="", note=preset.refused or "", look="refused")
-        elif not estimate.fits:
-            yield Rival(
-                name=name,
-                percent=100 * estimate.step_seconds / longest,
-                value=format_seconds(estimate.step_seconds),
-                ratio=f"{estimate.step_seconds / report.chosen.step_seconds:.2f} ×",
-                note=describe_misfit(estimate),
-                look="unfit",
-            )
+        if preset.estimate is None:
+            yield Rival(name=name, note=preset.refused or "", look="refused")
+        elif not preset.estimate.fits:
+            yield describe(name, preset.estimate)
 
 
 def place_bound(report: "PlanReport") -> float:
@@ -101,7 +100,6 @@ def place_bound(report: "PlanReport") -> float:
 
 
 def _longest(report: "PlanReport") -> float:
-    """Find the seconds of the longest bar."""
     others = [preset.estimate for preset in report.presets.values() if preset.estimate]
     return max(estimate.step_seconds for estimate in (report.chosen, *others))
 
@@ -109,107 +107,140 @@ def _longest(report: "PlanReport") -> float:
 def make_calls_table(report: "PlanReport") -> Table:
     """Make a row per call in the order they start, with its placement and the terms of its time."""
     calls = report.chosen.calls
-    used = {term for call in calls.values() for term, seconds in call.terms.items() if seconds > 0}
-    terms = [*(term for term in TERMS if term in used), *sorted(used - set(TERMS))]
+    terms = sort_terms({term: s for call in calls.values() for term, s in call.terms.items() if s > 0})
     rows = []
     for name, call in calls.items():
-        placement = call.placement
-        given = "on the host" if call.call.is_function else format_extras(placement)
-        words = (name, format_interval(placement.ranks), format_strategy(placement), given)
-        numbers = [_short(call.terms.get(term, 0.0)) for term in terms]
-        micro_batch = "" if call.call.is_function else f"{placement.strategy.micro_batch_tokens:,}"
+        placement, function = call.placement, call.call.is_function
+        settings = "on the host" if function else format_extras(placement)
+        words = (name, str(placement.mesh), format_degrees(placement, function=function), settings)
+        micro_batch = "" if function else f"{placement.strategy.micro_batch_tokens:,}"
         seconds = _short(call.seconds) if call.terms else "not measured"
+        numbers = [_short(call.terms.get(term, 0.0)) for term in terms]
         rows.append((*words, micro_batch, f"{call.start:.2f}", seconds, *numbers))
-    head = ("call", "devices", "strategy", "with", "micro-batch", "start", "seconds", *terms)
-    looks = tuple(find_call_class(report, call.call) for call in calls.values())
-    return Table(head=head, rows=tuple(rows), words=4, looks=looks, calls=tuple(calls))
+    return Table(
+        head=("call", "devices", degrees_title(), "with", "micro-batch", "start", "seconds", *terms),
+        rows=rows,
+        words=4,
+        looks=[find_call_class(report, call.call) for call in calls.values()],
+        calls=[*calls],
+    )
 
 
 def make_moves_table(report: "PlanReport") -> Table:
     """Make a row per reallocation."""
-    rows = []
-    looks = []
+    rows, looks = [], []
     for move in report.chosen.moves:
         i = move.instruction
         what = name_parameters(i.role, i.parameter_set) + (f" into {i.into}" if i.into else "")
         sizes = (format_bytes(move.sent_bytes), format_bytes(move.network_bytes))
-        row = (what, i.source.layout, i.target.layout, move.before or "after the update", *sizes)
-        rows.append((*row, f"{move.start:.2f}", _short(move.seconds)))
+        row = (
+            what,
+            move.before or "after the update",
+            format_layout(i.source),
+            format_layout(i.target),
+            *sizes,
+        )
+        rows.append((*row, f"{move.start:.2f}", format_seconds(move.seconds)))
         looks.append(find_role_class(report, i.into or i.role))
-    head = ("parameters of", "from", "to", "for", "sent", "between nodes", "start", "seconds")
     return Table(
-        head=head,
-        rows=tuple(rows),
+        head=("role", "for", "from", "to", "sent", "between nodes", "start", "time"),
+        rows=rows,
         words=4,
-        looks=tuple(looks),
-        calls=tuple(m.before or "" for m in report.chosen.moves),
+        looks=looks,
+        calls=[move.before or "" for move in report.chosen.moves],
     )
 
 
 def make_sizes_table(report: "PlanReport") -> Table:
-    """Make a row per number of nodes that was compared."""
-    sizes = report.sizes
+    """Make a row per number of nodes that was compared.
+
+    Speed-up is relative to the smallest cluster that has a plan. Efficiency is speed-up per device. Both are left
+    out if the kinds of devices differ.
+    """
+    sizes, one_kind = report.sizes, len({size.kind for size in report.sizes}) == 1
     priced = all(size.price is not None for size in sizes)
     base = min((size for size in sizes if size.estimate), key=lambda size: size.nodes, default=None)
+    shown = {
+        "speed-up": one_kind,
+        "efficiency": one_kind,
+        "price": priced,
+        "an hour": priced and report.objective in ("step", "budget"),
+    }
+    figures = ("step", "tokens/s", "speed-up", "efficiency", "device-hours", "price", "an hour", "gap")
+    columns = [name for name in figures if shown.get(name, True)]
     rows = []
     for size in sizes:
-        counts = (f"{size.kind}:{size.nodes:,}", f"{size.devices:,}")
-        if size.estimate is None or base is None:
-            rows.append((*counts, f"no plan: {size.refused}", *[""] * (6 + priced)))
-            continue
-        faster = base.step_seconds / size.step_seconds
-        figures = (
-            format_seconds(size.step_seconds),
-            format_count(size.estimate.tokens_per_second),
-            f"{faster:.2f} ×",
-            format_share(faster * base.devices / size.devices),
-            f"{1000 * size.device_hours:,.4g}",
-            *([f"{1000 * (size.price or 0.0):,.4g}"] if priced else []),
-            format_share(size.gap or 0.0),
-        )
-        rows.append((*counts, "", *figures))
-    price = ["price / 1,000"] if priced else []
-    head = (
-        "nodes",
-        "devices",
-        "",
-        "step",
-        "tokens/s",
-        "speed-up",
-        "efficiency",
-        "device-hours / 1,000",
-        *price,
-        "gap",
+        cells = _size_figures(size, base) if base and size.estimate else dict.fromkeys(columns, "-")
+        rows.append((f"{size.kind}:{size.nodes:,}", f"{size.devices:,}", *(cells[name] for name in columns)))
+    return Table(
+        head=("nodes", "devices", *columns),
+        rows=rows,
+        words=1,
+        looks=["chosen" if size.cluster == report.scenario.spec.name else "" for size in sizes],
+        notes=[
+            *(f"no plan for {size.cluster}: {size.refused}" for size in sizes if size.refused),
+            f"{'device-hours and price are' if priced else 'device-hours are'} for 1,000 steps",
+        ],
     )
-    looks = ["chosen" if size.cluster == report.scenario.spec.name else "" for size in sizes]
-    return Table(head=head, rows=tuple(rows), words=3, looks=tuple(looks), calls=("",) * len(sizes))
 
 
-def make_alternatives_table(report: "PlanReport") -> Table:
+def _size_figures(size: "SizeReport", base: "SizeReport") -> dict[str, str]:
+    assert size.estimate is not None, "only sizes with a plan have figures"
+    faster = base.step_seconds / size.step_seconds
+    return {
+        "step": format_seconds(size.step_seconds),
+        "tokens/s": format_count(size.estimate.tokens_per_second),
+        "speed-up": f"{faster:.2f} ×",
+        "efficiency": format_share(faster * base.devices / size.devices),
+        "device-hours": f"{1000 * size.device_hours:,.4g}",
+        "price": f"{1000 * (size.price or 0.0):,.4g}",
+        "an hour": f"{size.price_per_hour or 0.0:,.4g}",
+        "gap": format_gap(size.gap or 0.0),
+    }
+
+
+def name_reason(objective: Objective, sizes: Sequence["SizeReport"]) -> str:
+    """Say why a number of nodes was chosen."""
+    priced = all(size.price is not None for size in sizes)
+    return {
+        "time": "fastest",
+        "cost": "cheapest" if priced else "fewest device-hours",
+        "step": f"{'cheapest' if priced else 'fewest nodes'} with a short enough step",
+        "budget": "fastest within the budget",
+    }[objective]
+
+
+def make_alternatives_table(report: "PlanReport", alternatives: Sequence["Alternative"]) -> Table:
     """Make a row per rejected alternative, by call."""
     order = list(report.chosen.calls)
-    found = sorted(report.alternatives, key=lambda a: (order.index(a.call), not a.fits, a.step_seconds))
-    rows = tuple(_alternative(alternative) for alternative in found)
-    looks = tuple(
-        f"{find_call_class(report, report.scenario.graph.call(a.call))}{'' if a.fits else ' unfit'}"
-        for a in found
+    found = sorted(alternatives, key=lambda a: (order.index(a.call), not a.fits, a.step_seconds))
+    classes = [find_call_class(report, report.scenario.graph.call(a.call)) for a in found]
+    return Table(
+        head=("call", "devices", degrees_title(), "with", "why not", "micro-batch", "step"),
+        rows=[_alternative(a) for a in found],
+        words=5,
+        looks=[look if a.fits else f"{look} unfit" for a, look in zip(found, classes, strict=True)],
+        calls=[a.call for a in found],
     )
-    head = ("call", "devices", "strategy", "micro-batch", "with", "why not", "step")
-    return Table(head=head, rows=rows, words=6, looks=looks, calls=tuple(a.call for a in found))
 
 
 def _alternative(other: "Alternative") -> tuple[str, ...]:
-    offload = [f"offload {what}" for what in other.offload]
-    copies = [] if other.keep is None else ["copies kept" if other.keep else "no copies kept"]
-    extras = format_extras(
-        replace(other.placement, strategy=replace(other.placement.strategy, dtype=other.dtype))
+    strategy = other.placement.strategy
+    settings = [
+        format_flags(replace(other.placement, strategy=replace(strategy, dtype=other.dtype))),
+        *(f"offload {what}" for what in other.offload),
+        *(f"no offload of {what}" for what in other.on_device),
+        "" if other.keep is None else "copies kept" if other.keep else "no copies kept",
+    ]
+    return (
+        other.call,
+        str(other.placement.mesh),
+        format_degrees(other.placement, function=other.function),
+        ", ".join(filter(None, settings)),
+        other.reason,
+        "" if other.function else f"{strategy.micro_batch_tokens:,}",
+        format_seconds(other.step_seconds) if other.fits else "does not fit",
     )
-    given = ", ".join(filter(None, [extras, *offload, *copies]))
-    devices = format_interval(other.placement.ranks)
-    degrees = format_strategy(other.placement)
-    step = format_seconds(other.step_seconds) if other.fits else "does not fit"
-    micro_batch = "" if other.function else f"{other.placement.strategy.micro_batch_tokens:,}"
-    return other.call, devices, degrees, micro_batch, given, other.reason, step
 
 
 def _short(seconds: float) -> str:

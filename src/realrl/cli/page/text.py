@@ -1,19 +1,19 @@
-"""Text form of the numbers and names of a plan."""
+"""Numbers, names and columns as text, for pages and for the terminal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from realrl.families.quantisation import is_scale
-from realrl.families.registry import model_tensors
-from realrl.families.sizes import SHAPES, count_block_weights
-from realrl.plan.placement import Placement
-from realrl.planner.cluster.cluster_spec import ClusterSpec
-from realrl.planner.simulate.estimate import Interval, MemoryPart
-from realrl.program.memory import StoredModel
-
 if TYPE_CHECKING:
+    from realrl.dataflow.call import Call
+    from realrl.plan.placement import Placement
+    from realrl.planner.cluster.cluster_spec import ClusterSpec
+    from realrl.planner.report.report import PlanReport
+    from realrl.planner.simulate.estimate import Interval, MemoryPart
     from realrl.planner.simulate.scenario import Scenario
+    from realrl.program.memory import StoredModel
 
+_COLOURS = 8
 _FACTORS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -24,8 +24,8 @@ def format_seconds(seconds: float) -> str:
     return f"{value:,.{digits}f} {unit}" if value else "0 s"
 
 
-def format_span(interval: Interval) -> str:
-    """Format the seconds between which a time lies, for example `38 to 53 s` or `1.8 to 2.6 s`."""
+def format_span(interval: "Interval") -> str:
+    """Format an interval of seconds, for example `38 to 53 s` or `1.8 to 2.6 s`."""
     factor, unit = (1.0, "s") if interval.high >= 0.9995 else (1e3, "ms")
     bounds = (
         f"{bound:,.0f}" if bound >= 9.95 else f"{bound:.2g}"
@@ -38,6 +38,11 @@ def format_share(share: float) -> str:
     """Format a percentage with two digits, for example `2.8 %`."""
     digits = 0 if abs(share) >= 0.0995 or not share else 1
     return f"{share:.{digits}%}".replace("%", " %")
+
+
+def format_measured(seconds: float) -> str:
+    """Format measured seconds without a unit, with three digits or more and at most to a millisecond."""
+    return f"{seconds:.{3 if seconds < 10 else 1 if seconds < 1000 else 0}f}"
 
 
 def format_count(number: float) -> str:
@@ -60,7 +65,7 @@ def format_interval(numbers: Sequence[int]) -> str:
     return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}"
 
 
-def format_strategy(placement: Placement) -> str:
+def format_strategy(placement: "Placement") -> str:
     """Format the degrees of parallelism that are not 1, for example `dp 3 × tp 8 × pp 4`."""
     degrees = [
         f"{axis} {degree}" for axis, degree in placement.strategy.degrees.named().items() if degree > 1
@@ -68,23 +73,61 @@ def format_strategy(placement: Placement) -> str:
     return " × ".join(degrees) or "one device"
 
 
-def format_extras(placement: Placement) -> str:
-    """Format the settings of a strategy besides its degrees and micro-batches."""
+def format_degrees(placement: "Placement", *, function: bool = False) -> str:
+    """Format degrees of parallelism, for example `2×8×4`; for a function, only its data-parallel degree."""
+    return f"{placement.strategy.dp}" if function else placement.strategy.degrees.in_table()
+
+
+def format_layout(placement: "Placement") -> str:
+    """Format the layout of parameters, for example `2×8×4 @0-63`, or `8×1×1 @0-7 ZeRO-3 bfloat16`."""
+    s = placement.strategy
+    how = ["ZeRO-3"] * s.shards_parameters + ([s.dtype] if s.dtype else [])
+    return " ".join([f"{format_degrees(placement)} @{placement.mesh}", *how])
+
+
+def format_extras(placement: "Placement") -> str:
+    """Format the settings of a strategy, without its degrees and its micro-batch size."""
     return ", ".join(placement.strategy.settings)
 
 
-def name_model(model: StoredModel) -> str:
-    """Name a model by its published shape, else by its number of parameters."""
+def format_flags(placement: "Placement") -> str:
+    """Format the settings of a strategy without sequence parallelism, which most tensor-parallel calls have."""
+    return ", ".join(name for name in placement.strategy.settings if name != "sequence parallel")
+
+
+def find_role_class(report: "PlanReport", role: str) -> str:
+    """Find the CSS class that gives a role its colour."""
+    return f"r{report.scenario.graph.roles.index(role) % _COLOURS}"
+
+
+def find_call_class(report: "PlanReport", call: "Call") -> str:
+    """Find the CSS class that gives a call its colour: the class of its role, or `function`."""
+    return "function" if call.role is None else find_role_class(report, call.role)
+
+
+def make_tip(title: str, rows: Iterable[tuple[str, str]]) -> str:
+    """Format a tooltip: a title, then a name, a tab and a value per line. Empty values are left out."""
+    return "\n".join([title, *(f"{name}\t{value}" for name, value in rows if value)])
+
+
+def name_model(model: "StoredModel") -> str:
+    """Name a model by its published shape, or by its number of parameters if the shape is not known."""
+    from realrl.families.sizes import SHAPES
+
     plain = model.shape.model_copy(update={"lora": None, "quantised": None})
     known = next((name for name, shape in SHAPES.items() if shape == plain), None)
     return known or f"{format_parameters(model)} parameters"
 
 
-def format_parameters(model: StoredModel) -> str:
+def format_parameters(model: "StoredModel") -> str:
     """Format the number of parameters of a model, for example `70.6 B`, or `30.5 B (3.35 B active)`.
 
-    Active are those that a token meets in a mixture.
+    The active parameters of a mixture are the ones that one token passes through.
     """
+    from realrl.families.quantisation import is_scale
+    from realrl.families.registry import model_tensors
+    from realrl.families.sizes import count_block_weights
+
     tensors = model_tensors(model.shape, model.head)
     number = sum(tensor.numel for tensor in tensors if not is_scale(tensor))
     text, mixture = format_count(number).replace("G", "B"), model.shape.mixture
@@ -94,13 +137,13 @@ def format_parameters(model: StoredModel) -> str:
     return f"{text} ({format_count(number - others).replace('G', 'B')} active)"
 
 
-def format_dtype(model: StoredModel) -> str:
+def format_dtype(model: "StoredModel") -> str:
     """Format the type of a model's weights, for example `bfloat16` or `int8 and bfloat16`."""
     rest = "bfloat16" if model.element_bytes == 2 else "float32"
     return rest if model.shape.quantised is None else f"{model.shape.quantised} and {rest}"
 
 
-def format_devices(spec: ClusterSpec) -> str:
+def format_devices(spec: "ClusterSpec") -> str:
     """Format the devices of a cluster, for example `16 × 8 h100`."""
     return " + ".join(f"{g.nodes} × {g.devices_per_node} {g.device.name}" for g in spec.groups)
 
@@ -126,6 +169,18 @@ def _lengths(lengths: Sequence[int]) -> str:
     return f"{lengths[0]:,} to {lengths[-1]:,} (mean {sum(lengths) / len(lengths):,.0f})"
 
 
-def find_largest(parts: Mapping[MemoryPart, int]) -> MemoryPart:
-    """Find the part that takes the most bytes."""
+def align_columns(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
+    """Align columns of text; rows may end early. `right`: align all columns but the first to the right."""
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    return [
+        "  ".join(
+            cell.rjust(width) if right and i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=False))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def find_largest(parts: "Mapping[MemoryPart, int]") -> "MemoryPart":
+    """Find the largest memory part."""
     return max(parts, key=lambda part: parts[part])

@@ -1,4 +1,4 @@
-"""`realrl plan --calibrate`: correct a profile by the measurements of a run."""
+"""`realrl plan --calibrate`: correct a profile with the measurements of a run."""
 
 from typing import TYPE_CHECKING
 
@@ -17,9 +17,9 @@ DEFAULT = "profile.json"
 
 
 def calibrate_file(run_dir: str, path: str | None) -> str:
-    """Correct the profile in a file by a run, report the changes on stderr, and return the path of the file.
+    """Correct the profile in a file with a run, print the changes on stderr, and return the path of the file.
 
-    Where there is no such file, one is written that corrects data-sheet specs.
+    If the file does not exist, a new one corrects the data-sheet figures.
     """
     from realrl.planner.profile.profile import Profile
     from realrl.planner.report.calibrate import calibrate_profile
@@ -40,22 +40,16 @@ def calibrate_file(run_dir: str, path: str | None) -> str:
 
 
 def _print(run: "Comparison", before: "Profile | None", after: "Profile") -> None:
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
-    from realrl.cli.planning.tables import format_degrees, format_flags
+    from realrl.cli.page.text import format_degrees, format_flags
+    from realrl.cli.planning.tables import make_table
     from realrl.plan.axes import degrees_title
     from realrl.plan.placement import Placement
     from realrl.planner.cost.cost_model import CostModel
 
-    assert run.spec is not None, "else there is nothing to calibrate by"
-    table = Table(box=box.SIMPLE)
-    table.add_column("call", no_wrap=True)
-    for name in ("devices", degrees_title(), ""):
-        table.add_column(name, no_wrap=True)
-    for name in ("predicted before", "from now on", "steps"):
-        table.add_column(name, justify="right", no_wrap=True)
+    assert run.spec is not None, "a run on unknown devices cannot calibrate"
+    table = make_table("call", "devices", degrees_title(), "", "predicted before>", "from now on>", "steps>")
     models = [CostModel(run.spec, profile) for profile in (before, after)]
     for of in run.calls:
         place = Placement.parse(of.placement)
@@ -63,6 +57,6 @@ def _print(run: "Comparison", before: "Profile | None", after: "Profile") -> Non
         costs = [model.call(of.call, stored, place, run.workload) for model in models]
         old, new = (f"{cost.seconds:.4g} s" if cost.terms else "not measured" for cost in costs)
         degrees = format_degrees(place, function=of.call.is_function)
-        where = (of.call.name, str(place.mesh), degrees, format_flags(place))
-        table.add_row(*where, old, new, str(of.seconds.steps))
+        cells = (of.call.name, str(place.mesh), degrees, format_flags(place))
+        table.add_row(*cells, old, new, str(of.seconds.steps))
     Console(stderr=True, highlight=False).print(table)

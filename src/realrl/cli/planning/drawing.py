@@ -1,9 +1,10 @@
-"""Plans as text: the placement of calls, reallocations, and the memory of devices."""
+"""Plans as text for `realrl show`: the placement of calls, reallocations, and the memory of devices."""
 
 import inspect
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TypeVar
 
+from realrl.cli.page.text import align_columns
 from realrl.config.values import format_bytes
 from realrl.dataflow.call import Call, Kind
 from realrl.dataflow.graph import DataflowGraph
@@ -22,7 +23,7 @@ from realrl.program.text import format_ranks, name_parameters
 from realrl.runtime.prepare.job import Job, Phase
 
 _WIDTH = 110
-"""Maximum columns of a line; a wider picture continues below."""
+"""Maximum columns of a line. A wider picture continues below."""
 _SHORT = {Kind.GENERATE: "gen", Kind.INFERENCE: "inf"}
 
 Value = TypeVar("Value", bound=Hashable)
@@ -31,7 +32,7 @@ Value = TypeVar("Value", bound=Hashable)
 def explain_plan(name: str) -> str:
     """Describe a preset and the origin of its strategy; for a plan file, its name."""
     if name == SEARCH:
-        return f"{SEARCH}: what the planner found\n"
+        return f"{SEARCH}: a plan that the planner found\n"
     if name not in PRESETS:
         return f"plan file {name}\n"
     return f"{name}: {inspect.getdoc(PRESETS[name])}\n"
@@ -39,51 +40,43 @@ def explain_plan(name: str) -> str:
 
 def format_plan(plan: Plan, graph: DataflowGraph) -> str:
     """Format a table with a line per call, in the order they run."""
-    axes = [
-        *dict.fromkeys(axis for place in plan.placements.values() for axis in place.strategy.degrees.named())
-    ]
+    named = (axis for place in plan.placements.values() for axis in place.strategy.degrees.named())
+    axes = [*dict.fromkeys(named)]
     rows = [["call", "mesh", *axes, "micro-batch tokens"]]
     for call in graph.order:
-        placement = plan[call.name]
-        s = plan[call.name].strategy
+        s, mesh = plan[call.name].strategy, str(plan[call.name].mesh)
         if call.is_function:
-            unused = ["-"] * len(axes)
-            rows.append([call.name, str(placement.mesh), str(s.dp), *unused, "function on the host"])
-            continue
-        degrees = [str(s.degrees[axis]) for axis in axes]
-        row = [call.name, str(placement.mesh), *degrees, str(s.micro_batch_tokens)]
-        rows.append([*row, ", ".join(s.settings)])
-    extra = [
-        f"{key.replace('_', ' ')}: {', '.join(getattr(plan, key))}" for key in _EXTRAS if getattr(plan, key)
-    ]
-    return "\n".join([*_align(rows), *extra]) + "\n"
-
-
-_EXTRAS = ("offload", "offload_optimizer", "keep")
+            rows.append([call.name, mesh, str(s.dp), *["-"] * len(axes), "function on the host"])
+        else:
+            degrees = [str(s.degrees[axis]) for axis in axes]
+            rows.append([call.name, mesh, *degrees, str(s.micro_batch_tokens), ", ".join(s.settings)])
+    roles = {"offload": plan.offload, "offload optimizer": plan.offload_optimizer, "keep": plan.keep}
+    extra = [f"{what}: {', '.join(names)}" for what, names in roles.items() if names]
+    return "\n".join([*align_columns(rows), *extra]) + "\n"
 
 
 def draw_phase(phase: Phase, job: Job) -> str:
-    """Draw devices as rows and time as columns: calls in the same column run at the same time, and functions begin
-    in theirs."""
+    """Draw devices as rows and time as columns. Calls in the same column run at the same time.
+
+    A function starts in its column, and may run longer.
+    """
     columns = waves(phase.graph, phase.plan)
     rows: list[tuple[str, ...]] = []
     for rank in range(phase.plan.cluster.size):
         rests = ", ".join(_resting(job, rank))
-        idle = f"- ({rests})" if rests else "-"
         cells = []
         for calls in columns:
             here = [call for call in calls if rank in phase.plan[call.name].ranks]
-            device = [_cell(phase.plan, call) for call in here if not call.is_function] or [idle]
-            cells.append(
-                " + ".join([*device, *(f"{call.name} on the host" for call in here if call.is_function)])
-            )
+            device = [_cell(phase.plan, call) for call in here if not call.is_function]
+            host = [f"{call.name} on the host" for call in here if call.is_function]
+            cells.append(" + ".join([*(device or [f"- ({rests})" if rests else "-"]), *host]))
         rows.append(tuple(cells))
     lines = []
     for first, last in _fold(rows):
         table = [["devices", *(str(number + 1) for number in range(first, last))]]
         table += [[devices, *cells[first:last]] for devices, cells in group_alike(rows)]
-        lines += [*_align(table), ""]
-    return "\n".join([*lines, "- is idle; in brackets, roles whose parameters stay there meanwhile"]) + "\n"
+        lines += [*align_columns(table), ""]
+    return "\n".join([*lines, "- is idle; in brackets, the roles whose parameters stay on the device"]) + "\n"
 
 
 def _cell(plan: Plan, call: Call) -> str:
@@ -93,7 +86,6 @@ def _cell(plan: Plan, call: Call) -> str:
 
 
 def _resting(job: Job, rank: int) -> list[str]:
-    """List the roles whose parameters a rank holds between steps."""
     offload = job.plan.offload
     return [
         role
@@ -104,7 +96,6 @@ def _resting(job: Job, rank: int) -> list[str]:
 
 
 def _fold(rows: Sequence[Sequence[str]]) -> Iterator[tuple[int, int]]:
-    """Divide columns into ranges that fit on a line."""
     widths = [2 + max(map(len, column)) for column in zip(*rows, strict=True)]
     first, used = 0, 0
     for number, width in enumerate(widths):
@@ -119,34 +110,36 @@ def _fold(rows: Sequence[Sequence[str]]) -> Iterator[tuple[int, int]]:
 def format_reallocations(programs: Sequence[Program], memory: Memory, cluster: Cluster) -> str:
     """Format a line per reallocation: its layouts, and the bytes sent between devices."""
     rows = [["reallocation", "when", "bytes in all", "busiest device", "between nodes"]]
-    found = dict.fromkeys(i for p in programs for i in p.instructions if isinstance(i, Reallocate))
-    for move in found:
-        into = move.into or move.role
+    for move in dict.fromkeys(i for p in programs for i in p.instructions if isinstance(i, Reallocate)):
         name = name_parameters(move.role, move.parameter_set)
-        name += "" if into == move.role else f" mixed into {into}"
+        name += "" if move.into in (None, move.role) else f" mixed into {move.into}"
         row = [f"{name}: {move.source.layout} -> {move.target.layout}", _when(programs, move)]
-        if move.role in memory.stored and into in memory.stored:
-            old = memory.stored[move.role]
-            new = memory.stored[into]
-            width = min(
-                of.element_bytes if (own := place.strategy.dtype) is None else ELEMENT_BYTES[own]
-                for of, place in ((old, move.source), (new, move.target))
-            )
-            source, target = (
-                build_layout(of.shape, of.head, place, of.sets[move.parameter_set].tensors)
-                for of, place in ((old, move.source), (new, move.target))
-            )
-            width = element_width(move.parameter_set, width)
-            routes = reallocate(source, target, cluster)
-            links = routes.bytes_by_link(width)
-            busiest = max(max(b.sent, b.received) for b in routes.bytes_by_rank(width).values())
-            row += map(format_bytes, (links.node + links.network, busiest, links.network))
-        rows.append(row)
-    return "\n".join(_align(rows) if found else ["nothing is reallocated"]) + "\n"
+        rows.append([*row, *map(format_bytes, _count_bytes(move, memory, cluster))])
+    return "\n".join(align_columns(rows) if len(rows) > 1 else ["nothing is reallocated"]) + "\n"
+
+
+def _count_bytes(move: Reallocate, memory: Memory, cluster: Cluster) -> tuple[int, ...]:
+    """Count the bytes of a reallocation: all, on the busiest device, between nodes. Empty for unknown models."""
+    into = move.into or move.role
+    if move.role not in memory.stored or into not in memory.stored:
+        return ()
+    ends = ((memory.stored[move.role], move.source), (memory.stored[into], move.target))
+    width = min(
+        of.element_bytes if (own := place.strategy.dtype) is None else ELEMENT_BYTES[own]
+        for of, place in ends
+    )
+    source, target = (
+        build_layout(of.shape, of.head, place, of.sets[move.parameter_set].tensors) for of, place in ends
+    )
+    width = element_width(move.parameter_set, width)
+    routes = reallocate(source, target, cluster)
+    links = routes.bytes_by_link(width)
+    busiest = max(max(b.sent, b.received) for b in routes.bytes_by_rank(width).values())
+    return links.node + links.network, busiest, links.network
 
 
 def _when(programs: Sequence[Program], move: Reallocate) -> str:
-    """Find the call beside which a reallocation stands in the program of a rank that takes part."""
+    """Find the call next to a reallocation in the program of a rank that executes it."""
     there = programs[move.target.ranks[0]].instructions
     later = [i for i in there[there.index(move) :] if isinstance(i, Run)]
     users = [run.call for run in later if (run.role, run.placement.layout) == (move.role, move.target.layout)]
@@ -155,29 +148,6 @@ def _when(programs: Sequence[Program], move: Reallocate) -> str:
     here = programs[move.source.ranks[0]].instructions
     earlier = [i.call for i in here[: here.index(move)] if isinstance(i, Run) and i.role == move.role]
     return f"after {earlier[-1]}" if earlier else "once, at the start"
-
-
-def format_memory(devices: Sequence[DeviceMemory], *, limited: bool) -> str:
-    """Format the memory of devices between steps and at their peak, with its largest parts; by rank.
-
-    limited: whether it is known what they have.
-    """
-    rows = []
-    for device in devices:
-        rest = sum(size for part, size in device.resident.items() if part.role is not None)
-        state = sum(size for part, size in device.resident.items() if _is_state(part))
-        rows.append((*map(format_bytes, (rest - state, state)), *_most(device.peak)))
-    head = ["devices", "parameters", "gradients and optimizer", "most in a step", "of it"]
-    table = _align([head, *([ranks, *cells] for ranks, cells in group_alike(rows))])
-    capacity = [f"a plan may use {format_bytes(devices[0].capacity)} of a device"] if limited else []
-    return "\n".join([*table, *capacity]) + "\n"
-
-
-def _most(peak: Footprint) -> tuple[str, str]:
-    temporary = {part: size for part, size in peak.parts.items() if part.kind in _TEMPORARY}
-    named = sorted(temporary, key=lambda part: -temporary[part])[:2]
-    parts = ", ".join(f"{part} {format_bytes(temporary[part])}" for part in named)
-    return f"{format_bytes(peak.bytes)} ({peak.during})", parts
 
 
 _TEMPORARY = (
@@ -189,13 +159,37 @@ _TEMPORARY = (
 )
 
 
+def format_memory(devices: Sequence[DeviceMemory], *, limited: bool) -> str:
+    """Format the memory of devices between steps and at their peak, with its largest parts; by rank.
+
+    `limited`: whether the capacity of the devices is known.
+    """
+    rows = []
+    for device in devices:
+        resident = [(part, size) for part, size in device.resident.items() if part.role is not None]
+        state = sum(size for part, size in device.resident.items() if _is_state(part))
+        parameters = sum(size for _, size in resident) - state
+        rows.append((*map(format_bytes, (parameters, state)), *_most(device.peak)))
+    head = ["devices", "parameters", "gradients and optimizer", "most in a step", "of it"]
+    table = align_columns([head, *([ranks, *cells] for ranks, cells in group_alike(rows))])
+    capacity = [f"a plan may use {format_bytes(devices[0].capacity)} of a device"] if limited else []
+    return "\n".join([*table, *capacity]) + "\n"
+
+
+def _most(peak: Footprint) -> tuple[str, str]:
+    temporary = {part: size for part, size in peak.parts.items() if part.kind in _TEMPORARY}
+    named = sorted(temporary, key=lambda part: -temporary[part])[:2]
+    parts = ", ".join(f"{part} {format_bytes(temporary[part])}" for part in named)
+    return f"{format_bytes(peak.bytes)} ({peak.during})", parts
+
+
 def _is_state(part: MemoryPart) -> bool:
-    """Check for gradients and optimizer; host copies count as parameters do, with what else is copied."""
+    """Check for gradients and optimizer. Copies on the host do not count."""
     return part.kind is PartKind.OPTIMIZER and not part.host
 
 
 def group_alike(rows: Sequence[Value]) -> Iterator[tuple[str, Value]]:
-    """Group ranks that have the same row: their ranks as text, with that row; rows are given by rank."""
+    """Group ranks with equal rows; yield their ranks as text and the row. `rows` are by rank."""
     ranks: dict[Value, list[int]] = {}
     for rank, row in enumerate(rows):
         ranks.setdefault(row, []).append(rank)
@@ -205,16 +199,8 @@ def group_alike(rows: Sequence[Value]) -> Iterator[tuple[str, Value]]:
         yield (text if len(runs) < 5 else f"{','.join(runs[:3])},… ({len(found)} devices)"), row
 
 
-def _align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns of text; rows may end early."""
-    columns = max(map(len, rows))
-    widths = [max(len(row[i]) for row in rows if len(row) > i) for i in range(columns)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) for row in rows)
-    return [line.rstrip() for line in lines]
-
-
 def describe_unknown_sizes(job: Job) -> str:
-    """Write a note on roles whose sizes are not known here; empty when there are none."""
+    """Write a note about roles whose models are not on this machine; empty if there are none."""
     if not job.unknown:
         return ""
     return f"the model of {', '.join(job.unknown)} is not on this machine, so its bytes are not counted\n"

@@ -1,10 +1,11 @@
-"""Input of `realrl plan` besides a recipe: cluster, measured lengths, profile, and files to write."""
+"""Options of `realrl plan`: how they are read and checked."""
 
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from realrl.config.errors import UserError
 from realrl.config.explain import brief
@@ -15,28 +16,67 @@ from realrl.config.values import parse_bytes
 
 if TYPE_CHECKING:
     from realrl.planner.cluster.cluster_spec import ClusterSpec
+    from realrl.planner.cluster.failures import Failures
     from realrl.planner.report.report import Objective, Wanted
     from realrl.planner.simulate.scenario import Scenario
     from realrl.recipe.experiment import Experiment
     from realrl.runtime.prepare.fit.changes import Draft
     from realrl.runtime.prepare.scenarios import Measured
 
+FailuresPerDay = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|N/1000",
+        help="Failures per day that end a run: 3 for the whole cluster, or 0.47/1000 per 1,000 devices (the rate of"
+        " Llama 3 on 16,384 H100). Plans are then compared by the expected time of a step with checkpoints and"
+        " restarts; see docs/planning.md.",
+    ),
+]
+RestartSeconds = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Time from a failure until training continues, if you know it; default: predicted.",
+    ),
+]
 _MOST_EFFORT = 1e12
-"""Effort of more than a day."""
+"""Maximum effort of a search, which would take more than a day."""
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Measured tokens of prompts and of answers; None where nothing was measured."""
+def parse_failures(
+    per_day: str | None, restart_seconds: float | None, devices: int, experiment: "Experiment"
+) -> "Failures | None":
+    """Parse the failure rate of a cluster with this number of devices; None without a rate. Raises UserError."""
+    from realrl.planner.cluster.failures import Failures
 
-    prompts: tuple[int, ...] | None = None
-    answers: tuple[int, ...] | None = None
+    if per_day is None:
+        if restart_seconds is not None:
+            raise UserError("--restart-seconds needs a failure rate: give --failures-per-day too")
+        return None
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d*)?|\.\d+)\s*(/\s*1000)?\s*", per_day)
+    if match is None or not float(match[1]):
+        raise UserError(
+            f"--failures-per-day: {brief(per_day)} is not a number above 0; write 3 for the whole cluster, or"
+            " 0.47/1000 per 1,000 devices"
+        )
+    if restart_seconds is not None and not 0 <= restart_seconds < math.inf:
+        raise UserError(f"--restart-seconds: {restart_seconds:g} must be at least 0")
+    return Failures(
+        per_device_day=float(match[1]) / (1000 if match[2] else devices),
+        restart_seconds=restart_seconds,
+        notice_seconds=experiment.launch.freeze_seconds,
+        asynchronous=experiment.checkpoint.asynchronous,
+    )
 
 
-def read_lengths(path: str) -> Lengths:
-    """Read lengths from a JSON file, or from the `lengths.json` of a run's directory.
+Lengths = tuple[int, ...] | None
+"""Measured lengths in tokens; None if there are none."""
 
-    The form is `{"prompts": [..], "answers": [..]}`; UserError for anything else.
+
+def read_lengths(path: str) -> tuple[Lengths, Lengths]:
+    """Read the lengths of prompts and answers from a JSON file, or from the `lengths.json` of a run's directory.
+
+    The form is `{"prompts": [..], "answers": [..]}`. Raises UserError for anything else.
     """
     file = local_path(path)
     file = file / "lengths.json" if file.is_dir() else file
@@ -46,29 +86,14 @@ def read_lengths(path: str) -> Lengths:
         raise UserError(f"--lengths: {error}") from None
     if not content.keys() <= {"prompts", "answers"}:
         raise UserError(f'--lengths: {file} must hold {{"prompts": [..], "answers": [..]}}')
-    lengths = Lengths(*(_numbers(content.get(key), f"{file}: {key}") for key in ("prompts", "answers")))
-    if lengths == Lengths():
+    prompts, answers = (_check_numbers(content.get(key), f"{file}: {key}") for key in ("prompts", "answers"))
+    if prompts is None and answers is None:
         raise UserError(f"--lengths: {file} has no lengths")
-    return lengths
+    return prompts, answers
 
 
-def _check_lengths(lengths: Lengths, experiment: "Experiment") -> None:
-    """Check that records of the recipe can have these lengths; else UserError.
-
-    Answers may be longer: generation cuts them off.
-    """
-    generates = experiment.spec.generation is not None
-    name = "max_prompt_tokens" if generates else "max_tokens"
-    most = getattr(experiment.data, name)
-    for tokens in lengths.prompts or ():
-        if not 0 < tokens <= most:
-            raise UserError(f"--lengths: prompts: {tokens} is not between 1 and data.{name}={most}")
-    if generates and 0 in (lengths.answers or ()):
-        raise UserError("--lengths: answers: every answer must have at least 1 token")
-
-
-def _numbers(value: object, where: str) -> tuple[int, ...] | None:
-    """Check a list of lengths; None where nothing is given."""
+def _check_numbers(value: object, where: str) -> Lengths:
+    """Check a list of lengths; None for an empty or a missing one."""
     if value is None or value == []:
         return None
     if not isinstance(value, list) or any(type(n) is not int or n < 0 for n in value):
@@ -76,8 +101,23 @@ def _numbers(value: object, where: str) -> tuple[int, ...] | None:
     return tuple(value)
 
 
+def _check_lengths(prompts: Lengths, answers: Lengths, experiment: "Experiment") -> None:
+    """Check that records of the recipe can have these lengths. Raises UserError.
+
+    Answers may be longer, because generation cuts them off.
+    """
+    generates = experiment.spec.generation is not None
+    name = "max_prompt_tokens" if generates else "max_tokens"
+    most = getattr(experiment.data, name)
+    for tokens in prompts or ():
+        if not 0 < tokens <= most:
+            raise UserError(f"--lengths: prompts: {tokens} is not between 1 and data.{name}={most}")
+    if generates and 0 in (answers or ()):
+        raise UserError("--lengths: answers: every answer must have at least 1 token")
+
+
 def parse_nodes(text: str | None) -> tuple[int, ...]:
-    """Parse `1,2,4,8` as numbers; nothing for None. UserError for anything else."""
+    """Parse `1,2,4,8` as numbers; empty for None. Raises UserError."""
     if text is None:
         return ()
     if not re.fullmatch(r"\s*[1-9]\d{0,8}\s*(,\s*[1-9]\d{0,8}\s*)*", text):
@@ -91,7 +131,7 @@ def parse_nodes(text: str | None) -> tuple[int, ...]:
 
 
 def list_device_overrides(cluster: str | None) -> list[str]:
-    """List what devices that are named on the command line say of a recipe: what `auto` means for its types."""
+    """List the overrides that `--cluster` implies: the device type, which decides what `auto` means for dtypes."""
     from realrl.planner.cluster.cluster_spec import ClusterSpec
 
     if cluster is None:
@@ -103,10 +143,10 @@ def list_device_overrides(cluster: str | None) -> list[str]:
 def choose_devices(
     cluster: str | None, experiment: "Experiment", measured: "Measured"
 ) -> tuple["ClusterSpec", str]:
-    """Choose the devices to plan for, and write a note on how they were chosen.
+    """Choose the devices to plan for, and explain the choice in a note.
 
-    Those that are named, or that the recipe's `cluster` names, else as many CPU processes as it has devices; for
-    `auto` as many as the planner chooses by what was `measured`.
+    `--cluster` comes first, then the recipe's `cluster`. If neither names a kind of device, the plan is for CPU
+    processes, one per device of the recipe; for `cluster: auto`, the planner chooses their number.
     """
     from realrl.plan.presets import PRESETS, SEARCH
     from realrl.planner.cluster.cluster_spec import ClusterSpec
@@ -130,25 +170,24 @@ def choose_devices(
         return spec, ""
     threads = spec.groups[0].device.threads
     each = chosen or f", with {threads} thread{'s' * (threads > 1)} each"
-    return spec, f"no --cluster was named, so this is for CPU processes of this machine, {spec.name}{each}"
+    return spec, f"without --cluster, this plan is for CPU processes of this machine, {spec.name}{each}"
 
 
 def read_scenario(
     experiment: "Experiment", cluster: str | None, profile: str | None, lengths: str | None
 ) -> tuple["Draft", "Scenario", str]:
-    """Read what is to be planned, as it is written and as it is predicted; also the source of its times, and
-    remarks."""
+    """Return the recipe as a draft that fitting may change, the scenario to plan, and a note on its times."""
     from realrl.planner.profile.profile import Profile
     from realrl.planner.report.calibrate import describe_times
     from realrl.runtime.prepare.fit.changes import Draft
     from realrl.runtime.prepare.scenarios import Measured
     from realrl.runtime.prepare.trained_parts import list_trained_parts
 
-    known = read_lengths(lengths) if lengths else Lengths()
-    _check_lengths(known, experiment)
+    prompts, answers = read_lengths(lengths) if lengths else (None, None)
+    _check_lengths(prompts, answers, experiment)
     path = profile or experiment.profile
     times = Profile.load(path) if path else None
-    measured = Measured(times, known.prompts, known.answers)
+    measured = Measured(times, prompts, answers)
     spec, remark = choose_devices(cluster, experiment, measured)
     draft = Draft(experiment, spec, measured=measured)
     scenario = draft.scenario()
@@ -159,16 +198,16 @@ def read_scenario(
 
 
 def parse_objective(text: str) -> "Objective":
-    """Parse `time` or `cost`; UserError for anything else."""
+    """Parse `time` or `cost`. Raises UserError."""
     if text not in ("time", "cost"):
         raise UserError(f"--objective: {text!r} is neither time nor cost")
     return "time" if text == "time" else "cost"
 
 
 def parse_wanted(target_step: str | None, budget: float | None, *, others: bool) -> "Wanted | None":
-    """Parse what a cluster is chosen by: `60`, `60s` or `2min`, or a price per hour; None for neither.
+    """Parse the target for choosing a cluster: a step time (`60`, `60s`, `2min`) or a price per hour; or None.
 
-    UserError for anything else, and for both, or one beside options that choose a number of nodes (`others`).
+    Raises UserError, also for both targets, or for one together with `others`, which choose a number of nodes.
     """
     from realrl.planner.report.report import Wanted
 
@@ -176,7 +215,7 @@ def parse_wanted(target_step: str | None, budget: float | None, *, others: bool)
         return None
     if (target_step is not None and budget is not None) or others:
         raise UserError(
-            "--target-step, --budget, and --nodes or --objective choose a cluster: give one of them"
+            "--target-step, --budget, and --nodes or --objective all choose a cluster: give only one of them"
         )
     if budget is not None:
         if not 0 < budget < math.inf:
@@ -184,20 +223,22 @@ def parse_wanted(target_step: str | None, budget: float | None, *, others: bool)
         return Wanted(price_per_hour=budget)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min)?\s*", target_step or "")
     if match is None or not float(match[1]):
-        raise UserError(f"--target-step: {brief(target_step)} is no time above 0; write seconds, 60s or 2min")
+        raise UserError(
+            f"--target-step: {brief(target_step)} is not a time above 0; write seconds, 60s or 2min"
+        )
     return Wanted(step_seconds=float(match[1]) * (60 if match[2] == "min" else 1))
 
 
 def check_effort(effort: float | None) -> None:
-    """Check that the effort of a search is above 0 and finite; else UserError."""
+    """Check the effort of a search. Raises UserError."""
     if effort is not None and not 0 < effort <= _MOST_EFFORT:
         raise UserError(f"--effort: {effort:g} must be above 0 and at most {_MOST_EFFORT:g}")
 
 
 def files_to_write(*sources: str | None, **paths: str | None) -> dict[str, Path]:
-    """Map options to the files that they name, for those that are given.
+    """Map each given option to the file that it names.
 
-    UserError for one that cannot be written, or is one of the `sources` that are read, or named twice.
+    Raises UserError if a file cannot be written, is named twice, or is one of the `sources` that are read.
     """
     taken = {local_path(source).resolve(): source for source in sources if source is not None}
     files = {}
@@ -207,8 +248,8 @@ def files_to_write(*sources: str | None, **paths: str | None) -> dict[str, Path]
         files[option] = file = local_path(path)
         check_file(f"--{option} {path}", file)
         if file.resolve() in taken:
-            raise UserError(f"--{option} {path}: this file is {taken[file.resolve()]}; name another one")
-        taken[file.resolve()] = f"that of --{option}"
+            raise UserError(f"--{option} {path}: this is {taken[file.resolve()]}; name another file")
+        taken[file.resolve()] = f"the file of --{option}"
     if "out" in files and files["out"].suffix not in (".yaml", ".yml"):
         raise UserError(f"--out {files['out']}: the name of a plan file ends in .yaml")
     return files

@@ -1,6 +1,7 @@
-"""Output of `realrl plan`: the plan, the terms of its time, and alternatives."""
+"""Report of `realrl plan` on the terminal: the plan, where time and memory go, and alternatives."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -8,50 +9,48 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from realrl.cli.page import tables as shared
+from realrl.cli.page.bars import list_phases
+from realrl.cli.page.plan_page import describe_failures, list_remarks
 from realrl.cli.page.text import (
     find_largest,
     format_batch,
     format_count_of,
+    format_degrees,
     format_devices,
+    format_flags,
     format_seconds,
     format_share,
     format_span,
     name_model,
 )
-from realrl.cli.page.words import list_remarks
-from realrl.cli.planning.bars import format_memory_bars, format_time_bars
-from realrl.cli.planning.failures import describe_failures
-from realrl.cli.planning.node_counts_table import make_size_table
 from realrl.config.errors import join
 from realrl.config.values import format_bytes
 from realrl.plan.axes import degrees_title
-from realrl.plan.placement import Placement
-from realrl.planner.report.report import Alternative, Contender, PlanReport, describe_gap
-from realrl.planner.simulate.estimate import CONVINCING, LEVEL, CallEstimate, Estimate
-from realrl.program.text import name_parameters
+from realrl.planner.cluster.cluster_spec import ClusterSpec
+from realrl.planner.report.report import CHOSEN, FASTEST, Alternative, PlanReport, describe_gap
+from realrl.planner.report.shortage_text import describe_full_device
+from realrl.planner.simulate.estimate import CONVINCING, LEVEL, DeviceMemory, Estimate, MemoryPart, PartKind
 
 if TYPE_CHECKING:
     from realrl.planner.simulate.scenario import Scenario
-from realrl.planner.report.report import CHOSEN, FASTEST
-
-
-def describe_preference(report: PlanReport) -> str:
-    """Say what the chosen plan is preferred to, and why; the report must have given up a faster plan."""
-    fastest, chosen = report.given_up, report.contenders[CHOSEN]
-    assert fastest is not None, "a faster plan was given up"
-    longer = chosen.estimate.step_seconds / fastest.estimate.step_seconds - 1
-    text = (
-        f"{CHOSEN} is simpler than the {FASTEST}, and may well be as fast: {chosen.parts} instead of"
-        f" {fastest.parts} layouts, reallocations, kept copies and offloaded states, for a step that is predicted"
-        f" to be {longer:.1%} longer."
-    )
-    return text.replace("%", " %").capitalize()
-
 
 _WIDTH = 100
-"""Columns where the terminal does not report its width."""
+"""Columns of output that does not go to a terminal."""
+_BAR = 30
+"""Characters of a bar."""
 _TERMS, _ALTERNATIVES = 3, 2
-"""Number of terms named per call, and number of alternatives shown."""
+"""Number of terms named per call, and number of alternatives shown per call."""
+_SMALL = 0.01
+"""Fraction of the devices' time. Smaller terms are added up."""
+_REST = "activations and the rest"
+_KINDS: Mapping[str, str] = {
+    PartKind.PARAMETERS: "█",
+    PartKind.OPTIMIZER: "▓",
+    PartKind.CACHE: "▒",
+    _REST: "░",
+}
+"""Kind of memory -> the character of its bar. Copies in other layouts and on the host are part of the rest."""
 
 
 def print_report(report: PlanReport, source: str, console: Console | None = None) -> None:
@@ -68,18 +67,28 @@ def _parts(report: PlanReport, source: str) -> Iterator[RenderableType]:
     yield _setting(report, source)
     yield _headline(report)
     if report.sizes:
-        yield _section(
-            "Numbers of nodes", make_size_table(report.sizes, report.scenario.spec.name, report.objective)
+        sizes = shared.make_sizes_table(report)
+        marks = ["→" if look else "" for look in sizes.looks]
+        marked = replace(
+            sizes,
+            head=("", *sizes.head),
+            rows=[(mark, *row) for mark, row in zip(marks, sizes.rows, strict=True)],
+            words=2,
+            notes=[*sizes.notes, f"→ {shared.name_reason(report.objective, report.sizes)}, shown below"],
         )
+        yield _section("Numbers of nodes", _draw(marked))
     if report.goodput:
         yield _section("Failures", *map(Text, describe_failures(report)))
     yield _section("Calls", _calls(chosen, report.scenario))
-    yield _section("Reallocations", _moves(chosen)) if chosen.moves else Text("Nothing is reallocated.\n")
-    yield _section("Where the devices' time goes", format_time_bars(chosen))
-    yield _section("Memory of the fullest device", format_memory_bars(chosen, report.scenario.spec))
+    moves = shared.make_moves_table(report)
+    yield (
+        _section("Reallocations", _draw(moves, "start")) if moves.rows else Text("Nothing is reallocated.\n")
+    )
+    yield _section("Where the devices' time goes", _time_bars(chosen))
+    yield _section("Memory of the fullest device", _memory_bars(chosen, report.scenario.spec))
     yield _section("Compared with", _comparison(report))
     if report.alternatives:
-        yield _section("Not chosen", _alternatives(report))
+        yield _section("Not chosen", _draw(shared.make_alternatives_table(report, _nearest(report)), "step"))
 
 
 def _section(title: str, *parts: RenderableType) -> RenderableType:
@@ -94,6 +103,17 @@ def make_table(*columns: str) -> Table:
     return made
 
 
+def _draw(table: shared.Table, left_out: str | None = None) -> RenderableType:
+    """Draw a table of the page, without the column `left_out`. A repeated name is shown once."""
+    columns = [number for number, name in enumerate(table.head) if name != left_out]
+    drawn = make_table(*(table.head[i] + ">" * (i >= table.words) for i in columns))
+    previous = ""
+    for first, *others in ([row[i] for i in columns] for row in table.rows):
+        drawn.add_row("" if first == previous else first, *others)
+        previous = first
+    return Group(drawn, *(Text(note, style="dim") for note in table.notes))
+
+
 def _setting(report: PlanReport, source: str) -> Text:
     scenario = report.scenario
     roles = {
@@ -104,10 +124,8 @@ def _setting(report: PlanReport, source: str) -> Text:
         f"{name} ({', '.join(role for role in roles if roles[role] == name)})"
         for name in dict.fromkeys(roles.values())
     ]
-    return Text(
-        f"{join(models)} on {format_devices(scenario.spec)}: {format_batch(scenario)}; {source}\n",
-        style="dim",
-    )
+    devices, batch = format_devices(scenario.spec), format_batch(scenario)
+    return Text(f"{join(models)} on {devices}: {batch}; {source}\n", style="dim")
 
 
 def _headline(report: PlanReport) -> Text:
@@ -115,7 +133,7 @@ def _headline(report: PlanReport) -> Text:
     kinds = sum(report.candidates.values())
     return Text.assemble(
         (f"One step takes {format_seconds(chosen.step_seconds)}", "bold"),
-        f" ({LEVEL:.0%}: {format_span(report.outlook.interval)};".replace("%:", " %:"),
+        f" ({format_share(LEVEL)}: {format_span(report.outlook.interval)};"
         f" {describe_gap(report.gap)}), {chosen.tokens_per_second:,.0f} tokens/s,"
         f" {format_share(chosen.utilisation)} busy, {format_share(chosen.mfu)} MFU.\n",
         f"Found in {format_seconds(report.search_seconds)}: {report.evaluations:,} plans costed, made of"
@@ -123,142 +141,113 @@ def _headline(report: PlanReport) -> Text:
     )
 
 
-def format_degrees(placement: Placement, *, function: bool = False) -> str:
-    """Format degrees of parallelism, for example `2×8×4`; of a function, that of data parallelism alone."""
-    s = placement.strategy
-    return f"{s.dp}" if function else s.degrees.in_table()
-
-
-def _format_layout(placement: Placement) -> str:
-    """Format where parameters lie, and how: for example `2×8×4 @0-63`, or `8×1×1 @0-7 ZeRO-3 bfloat16`."""
-    s = placement.strategy
-    how = ["ZeRO-3"] * s.shards_parameters + ([s.dtype] if s.dtype else [])
-    return " ".join([f"{format_degrees(placement)} @{placement.mesh}", *how])
-
-
-def format_flags(placement: Placement) -> str:
-    """Format the settings of a strategy that a table names: all but sequence parallelism, which most of tp have."""
-    return ", ".join(name for name in placement.strategy.settings if name != "sequence parallel")
-
-
 def _calls(chosen: Estimate, scenario: "Scenario") -> RenderableType:
     rows = make_table("call", "devices", degrees_title(), "micro-batch>", "", "time>", "where it goes")
     for name, call in chosen.calls.items():
-        if call.call.is_function:
-            seconds = format_seconds(call.seconds) if call.terms else "not measured"
-            mesh, dp = str(call.placement.mesh), format_degrees(call.placement, function=True)
-            rows.add_row(name, mesh, dp, "-", "", seconds, "function on the host")
-            continue
+        function, placement = call.call.is_function, call.placement
+        total = call.seconds or 1.0
+        largest = sorted(call.terms.items(), key=lambda item: -item[1])[:_TERMS]
+        terms = [f"{term} {format_share(s / total)}" for term, s in largest if s >= 0.01 * total]
         rows.add_row(
             name,
-            str(call.placement.mesh),
-            format_degrees(call.placement),
-            f"{call.placement.strategy.micro_batch_tokens:,}",
-            format_flags(call.placement),
-            format_seconds(call.seconds),
-            _largest_terms(call),
+            str(placement.mesh),
+            format_degrees(placement, function=function),
+            "-" if function else f"{placement.strategy.micro_batch_tokens:,}",
+            "" if function else format_flags(placement),
+            format_seconds(call.seconds) if call.terms else "not measured",
+            "function on the host" if function else ", ".join(terms),
         )
     return Group(rows, *map(Text, list_remarks(chosen.plan, scenario)))
 
 
-def _largest_terms(call: CallEstimate) -> str:
-    total = call.seconds or 1.0
-    largest = sorted(call.terms.items(), key=lambda item: -item[1])[:_TERMS]
-    return ", ".join(f"{name} {format_share(s / total)}" for name, s in largest if s >= 0.01 * total)
-
-
-def _moves(chosen: Estimate) -> Table:
-    rows = make_table("model", "before", "from", "to", "time>", "sent>", "between nodes>")
-    for move in chosen.moves:
-        source = move.instruction.source
-        target = move.instruction.target
-        name = name_parameters(move.instruction.role, move.instruction.parameter_set)
-        into = move.instruction.into
-        rows.add_row(
-            name if into is None else f"{name} into {into}",
-            move.before or "-",
-            _format_layout(source),
-            _format_layout(target),
-            format_seconds(move.seconds),
-            format_bytes(move.sent_bytes),
-            format_bytes(move.network_bytes),
-        )
+def _time_bars(estimate: Estimate) -> Table:
+    """Draw a bar for each term of the devices' time, the largest first."""
+    total = sum(estimate.terms.values())
+    shares = {name: seconds / total for name, seconds in estimate.terms.items() if seconds >= _SMALL * total}
+    shares = dict(sorted(shares.items(), key=lambda item: -item[1]))
+    rest = 1 - sum(shares.values())
+    rows = Table.grid(padding=(0, 2))
+    for name, share in {**shares, **({"everything else": rest} if rest > _SMALL / 10 else {})}.items():
+        rows.add_row(name, Text(format_share(share), justify="right"), "█" * max(1, round(share * _BAR)))
     return rows
+
+
+def _memory_bars(estimate: Estimate, spec: ClusterSpec) -> RenderableType:
+    """Draw a bar for each phase of the fullest device of each group of nodes."""
+    parts: list[RenderableType] = []
+    first = 0
+    for group in spec.groups:
+        own = estimate.memory[first : first + group.size]
+        first += group.size
+        fullest = max(own, key=lambda device: device.peak.bytes / device.capacity)
+        title = f"device {fullest.rank}, {group.device.name}, {format_bytes(fullest.capacity)} to use"
+        parts += [Text(title), _device_bars(fullest)]
+        if fullest.peak.bytes > fullest.capacity:
+            parts.append(Text(f"does not fit: {describe_full_device(fullest)}"))
+    legend = "   ".join(f"{character} {kind}" for kind, character in _KINDS.items())
+    return Group(*parts, Text(legend, style="dim"))
+
+
+def _device_bars(device: DeviceMemory) -> Table:
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(no_wrap=True)
+    rows.add_column(no_wrap=True)
+    for name, parts in list_phases(device).items():
+        size = Text(format_bytes(sum(parts.values())), justify="right")
+        most = find_largest(parts) if parts else None
+        largest = "" if most is None else f"{most} {format_bytes(parts[most])}"
+        rows.add_row(name, _bar(parts, device.capacity), size, largest)
+    return rows
+
+
+def _bar(parts: Mapping[MemoryPart, int], capacity: int) -> str:
+    """Draw the used part of a device; dots are free. A bar that does not fit ends in `>`."""
+    bar, before = "", 0.0
+    for kind, character in _KINDS.items():
+        before += sum(size for part, size in parts.items() if _kind(part) == kind) / capacity
+        bar += character * (round(before * _BAR) - len(bar))
+    return bar.ljust(_BAR, "·") if before <= 1 else bar[: _BAR - 1] + ">"
+
+
+def _kind(part: MemoryPart) -> str:
+    is_copy = part.copy is not None or part.host
+    return part.kind if part.kind in _KINDS and not is_copy else _REST
 
 
 def _comparison(report: PlanReport) -> RenderableType:
-    """Show the plans that fit, the fastest first, with intervals and probabilities, then presets that do not."""
-    rows = make_table(
-        "plan", "step>", f"{LEVEL:.0%}>".replace("%", " %"), "fastest>", "slower>", "memory>", ""
-    )
-    for name, contender in report.contenders.items():
-        preset = report.presets.get(name)
-        remark = "with recomputation" if preset is not None and preset.recompute else ""
-        rows.add_row(name, *_figures(contender, report.chosen), remark)
-    for name, preset in report.presets.items():
-        if preset.estimate is None:
-            rows.add_row(name, "-", "-", "-", "-", "-", f"not possible: {preset.refused}")
-        elif not preset.estimate.fits:
-            figures = ("-", "-", "-", "-", format_bytes(preset.estimate.peak_bytes))
-            rows.add_row(name, *figures, f"does not fit: {_blame(preset.estimate)}")
-    return Group(rows, *map(Text, _remarks(report)))
-
-
-def _remarks(report: PlanReport) -> Iterator[str]:
-    """Say why the chosen plan is not the fastest, and what tells near ones apart."""
+    """Show the plans that fit in a table, the fastest first, and a line for each preset that does not."""
+    rows = make_table("plan", "step>", f"{format_share(LEVEL)}>", "fastest>", "slower>", "memory>", "")
+    remarks = []
+    for rival in shared.list_rivals(report):
+        if rival.interval:
+            figures = (rival.step, rival.interval, rival.fastest, rival.ratio, rival.memory)
+            rows.add_row(rival.name, *figures, rival.note)
+        else:
+            why = "does not fit" if rival.step else "is not possible"
+            remarks.append(f"{rival.name} {why}: {rival.note}")
     if report.given_up is not None:
-        yield describe_preference(report)
+        remarks.append(describe_preference(report))
     if report.outlook.fastest < CONVINCING and len(report.contenders) > 1:
-        yield (
-            "Predictions do not tell the first ones apart for sure; on the machine itself, --try 3 measures them."
-        )
+        remarks.append("The first plans are too close to call; --try 3 measures them on the machine itself.")
+    return Group(rows, *map(Text, remarks))
 
 
-def _blame(estimate: Estimate) -> str:
-    """Name the largest memory part of the fullest device."""
-    peak = estimate.peak_device.peak
-    return f"{find_largest(peak.parts)} {format_bytes(max(peak.parts.values()))} in {peak.during}"
-
-
-def _figures(contender: Contender, chosen: Estimate) -> tuple[str, ...]:
-    estimate, outlook = contender.estimate, contender.outlook
-    factor = estimate.step_seconds / chosen.step_seconds
-    return (
-        format_seconds(estimate.step_seconds),
-        format_span(outlook.interval),
-        format_share(outlook.fastest),
-        "" if estimate is chosen else f"{factor:.2f} ×",
-        format_bytes(estimate.peak_bytes),
+def describe_preference(report: PlanReport) -> str:
+    """Say why the chosen plan is preferred to the fastest one. The report must have a faster plan."""
+    fastest, chosen = report.given_up, report.contenders[CHOSEN]
+    assert fastest is not None, "a faster plan was given up"
+    longer = chosen.estimate.step_seconds / fastest.estimate.step_seconds - 1
+    text = (
+        f"{CHOSEN} is simpler than the {FASTEST}, and may well be as fast: it has {chosen.parts} instead of"
+        f" {fastest.parts} layouts, reallocations, kept copies and offloaded states, and its predicted step is only"
+        f" {longer:.1%} longer."
     )
+    return text.replace("%", " %").capitalize()
 
 
-def _alternatives(report: PlanReport) -> Table:
-    rows = make_table("call", "devices", degrees_title(), "micro-batch>", "why not")
-    for name, found in groupby(report.alternatives, key=lambda other: other.call):
-        for number, other in enumerate(_few(list(found))):
-            strategy = other.placement.strategy
-            flags = [
-                "" if other.dtype is None else f"in {other.dtype}",
-                "recomputing" if strategy.recompute else "",
-                f"ZeRO-{strategy.zero}" if strategy.zero > 1 else "",
-                "offloading" if other.offload else "without offloading" if other.on_device else "",
-                "" if other.keep is None else "keeping copies" if other.keep else "keeping no copies",
-            ]
-            rows.add_row(
-                "" if number else name,
-                str(other.placement.mesh),
-                *_how(other),
-                ": ".join(filter(None, (", ".join(filter(None, flags)), other.reason))),
-            )
-    return rows
-
-
-def _how(other: Alternative) -> tuple[str, str]:
-    """Degrees and micro-batch of an alternative; of a function, its degree of data parallelism."""
-    degrees = format_degrees(other.placement, function=other.function)
-    return degrees, "-" if other.function else f"{other.placement.strategy.micro_batch_tokens:,}"
-
-
-def _few(found: Sequence[Alternative]) -> Iterable[Alternative]:
-    """Select the alternatives that would be faster but do not fit, and the nearest of the others."""
-    return [*(o for o in found if not o.fits), *(o for o in found if o.fits)][:_ALTERNATIVES]
+def _nearest(report: PlanReport) -> list[Alternative]:
+    """Select a few alternatives per call: first faster ones that do not fit, then the nearest ones."""
+    found = []
+    for _, group in groupby(report.alternatives, key=lambda other: other.call):
+        found += sorted(group, key=lambda other: other.fits)[:_ALTERNATIVES]
+    return found

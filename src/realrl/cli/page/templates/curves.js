@@ -1,9 +1,9 @@
-// Points [step, value] in order of their steps, one for every `stride` steps so that there are never more than KEPT, and
-// the last one of all.
+// Points [step, value] in order of their steps: one for every `stride` steps, and the last one. A growing stride limits
+// them to KEPT points.
 class Curve extends Array {
   stride = 1;
 
-  // A step that is done again, after a resume, replaces what was there of it and of those that followed.
+  // After a resume, a repeated step replaces the old point of this step and all later points.
   add(step, value) {
     while (this.length && this.at(-1)[0] >= step) this.pop();
     if (value === null || value === undefined) return;
@@ -90,7 +90,7 @@ class Chart {
     const spacing = [1, 2, 5, 10].map((f) => f * size).find((s) => (high - low) / s <= 4);
     const ticks = [];
     for (let n = Math.ceil(low / spacing - 1e-9); n * spacing <= high + spacing * 1e-9; n += 1) ticks.push(Number((n * spacing).toPrecision(12)));
-    // As many digits as tell them apart.
+    // Use enough digits to tell the ticks apart.
     const digits = Math.max(4, 1 + Math.ceil(Math.log10(Math.max(Math.abs(low), Math.abs(high)) / spacing)));
     const words = ticks.map((tick) => number(tick, digits)), left = 10 + 6.2 * Math.max(...words.map((w) => w.length)), bottom = height - 20;
     const x = (step) => left + (last > first ? (step - first) / (last - first) : 0.5) * (width - left - 8);
@@ -118,7 +118,7 @@ class Chart {
   }
 }
 
-// The mean of the points around each.
+// Replace each point by the mean of the points around it.
 function average(points) {
   const half = Math.max(2, Math.floor(points.length / 50)), sums = [0];
   for (const [, value] of points) sums.push(sums.at(-1) + value);

@@ -3,7 +3,7 @@ const plot = document.querySelector(".plot"), scroller = document.querySelector(
 const tip = document.querySelector("#tip");
 let zoom = 1;
 
-// The label that says most, of those that fit into their box.
+// Show the most detailed label that fits into its box.
 function chooseLabels() {
   const width = plot.getBoundingClientRect().width;
   for (const box of plot.querySelectorAll(".box")) {
@@ -20,7 +20,7 @@ function chooseLabels() {
       tick.setAttribute("visibility", zoom >= least ? "visible" : "hidden");
 }
 
-// Enlarge the time axis; what is at `pointer` pixels from the left stays there.
+// Enlarge the time axis. The time at `pointer` pixels from the left stays there.
 function enlarge(factor, pointer = scroller.clientWidth / 2) {
   const before = zoom;
   zoom = Math.min(64, Math.max(1, zoom * factor));
@@ -51,7 +51,7 @@ function showTip(target, x, y) {
   tip.style.top = `${y + 18 + height > innerHeight ? Math.max(8, y - height - 10) : y + 18}px`;
 }
 
-// What belongs to one call lights up everywhere.
+// Highlight everything that belongs to one call.
 let lit = "";
 function light(call) {
   if (call === lit) return;

@@ -1,4 +1,4 @@
-// Whatever comes from the run is put into the page as text, or was escaped by the server (the timeline).
+// Texts of the run enter the page as text nodes. The timeline is SVG, whose texts the server has escaped.
 const POLL = 2000, KEPT = 3000, SMOOTH_FROM = 80, SECONDS = "seconds per step";
 const token = new URLSearchParams(location.search).get("token") ?? "";
 const byId = (id) => document.getElementById(id);
@@ -24,7 +24,6 @@ async function ask(path, query = {}) {
   return answer.json();
 }
 
-// Words for numbers.
 function number(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   if (value === 0) return "0";
@@ -71,7 +70,7 @@ function restart() {
   for (const chart of charts.values()) chart.clear();
 }
 
-// Whoever begins to read ends an earlier reader, whose charts may have been others.
+// A new reader stops an earlier one, because the charts may have changed.
 async function pollMetrics() {
   let mine = reading += 1;
   const names = [...charts.keys()].filter((name) => name !== SECONDS);
@@ -113,7 +112,6 @@ function listNames(names) {
   }
 }
 
-// The rest of the page.
 function figure(name, value, unit, note) {
   return make("div", {}, make("dt", { textContent: name }), make("dd", { textContent: value }, make("small", { textContent: unit })),
     make("dd", { className: "note", textContent: note }));
@@ -123,10 +121,10 @@ function percent(share) { return `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} 
 
 function speedFigure(speed) {
   const ranks = Object.entries(speed).filter(([name]) => name.startsWith("idle/rank-"));
-  const idlest = ranks.find(([, share]) => share === speed.idle_max)?.[0].replace("idle/rank-", "rank ") ?? "the idlest rank";
+  const idlest = ranks.find(([, share]) => share === speed.idle_max)?.[0].replace("idle/rank-", "rank ") ?? "the most idle rank";
   const note = [
     "mfu" in speed ? `MFU ${percent(speed.mfu)}` : "",
-    "idle_max" in speed ? `ranks idle for ${percent(speed.idle)}, ${idlest} for ${percent(speed.idle_max)}` : "",
+    "idle_max" in speed ? `ranks idle ${percent(speed.idle)} of the time, ${idlest} ${percent(speed.idle_max)}` : "",
   ].filter(Boolean).join("; ");
   return figure("Speed", Math.round(speed.tokens_per_s).toLocaleString("en"), "tokens/s", note);
 }
@@ -147,7 +145,7 @@ function showStatus({ status }) {
   const change = rates?.before ? rates.recent / rates.before - 1 : null;
   const rate = rates && [
     `median of ${rates.steps.length}, last ${seconds(rates.last)}`,
-    change === null ? "" : `${change < 0 ? "−" : "+"}${Math.abs(100 * change).toFixed(0)} % on those before`,
+    change === null ? "" : `${change < 0 ? "−" : "+"}${Math.abs(100 * change).toFixed(0)} % against the steps before`,
     status.predicted_step_seconds ? `predicted ${seconds(status.predicted_step_seconds)}` : "",
   ].filter(Boolean).join("; ");
   const ends = going ? "End" : "Ended", most = status.ranks.reduce((a, b) => (!a || b.resident_bytes > a.resident_bytes ? b : a), null);
@@ -171,12 +169,11 @@ function row(look, ...cells) {
   return found;
 }
 
-function showCosts(costs) {
-  byId("costs-section").hidden = !costs;
-  if (!costs) return;
-  const all = [...costs.calls, ...costs.rest], expected = all.some((c) => c.predicted_seconds);
-  byId("costs-lead").textContent = `Medians of ${costs.steps} ${costs.steps === 1 ? "step" : "steps"}${expected ? ", beside what is predicted for the lengths that occurred" : ""}. Memory is that of tensors on the fullest device.`;
-  byId("costs").replaceChildren(...all.map((c) => {
+function showCosts({ costs, measured_steps: steps }) {
+  byId("costs-section").hidden = !costs.length;
+  const expected = costs.some((c) => c.predicted_seconds);
+  byId("costs-lead").textContent = `Medians of ${steps} ${steps === 1 ? "step" : "steps"}${expected ? ", with predictions for the measured lengths" : ""}. Memory: tensors on the fullest device.`;
+  byId("costs").replaceChildren(...costs.map((c) => {
     const ratio = c.predicted_seconds && c.seconds !== null ? (c.seconds / c.predicted_seconds).toFixed(2) : "–";
     const found = row(c.placement ? "" : "rest", [c.name, "word"], [c.placement ?? "", "word"], [seconds(c.predicted_seconds)], [seconds(c.seconds)], [ratio],
       [bytes(c.predicted_bytes)], [bytes(c.bytes)]);
@@ -198,7 +195,7 @@ function memoryBar(parts, whole) {
 
 function showRanks({ status, memory }) {
   const predicted = new Map(memory.map((device) => [device.rank, device]));
-  const ranks = status.ranks.length ? status.ranks : memory.map((device) => ({ rank: device.rank, host: "", does: "does not report" }));
+  const ranks = status.ranks.length ? status.ranks : memory.map((device) => ({ rank: device.rank, host: "", does: "no report" }));
   byId("ranks-section").hidden = !ranks.length;
   if (!ranks.length) return;
   const held = (r) => (r.device_limit_bytes ? r.device_bytes : r.resident_bytes) || 0;
@@ -206,10 +203,10 @@ function showRanks({ status, memory }) {
   const limit = (r) => r.device_limit_bytes ?? 0;
   const whole = 1.04 * Math.max(1, ...ranks.map((r) => Math.max(held(r), peak(r), limit(r), predicted.get(r.rank)?.peak_bytes ?? 0)));
   const known = memory[0]?.capacity_bytes;
-  const silent = new Set(status.silent), going = status.state === "running", does = going ? "does now" : "did last";
+  const silent = new Set(status.silent), going = status.state === "running", does = going ? "Current" : "Last";
   byId("ranks-lead").textContent = ranks.some(limit)
-    ? `What each rank ${does}, and the memory of its device.`
-    : `What each rank ${does}, and the memory of its process; predictions are of tensors alone${known ? `, and a plan may use ${bytes(known)} a rank` : ""}.`;
+    ? `${does} work of each rank, and the memory of its device.`
+    : `${does} work of each rank, and the memory of its process. Predictions count only tensors${known ? `; a plan may use ${bytes(known)} per rank` : ""}.`;
   byId("ranks").replaceChildren(...ranks.map((r) => {
     const device = predicted.get(r.rank);
     const tip = [`rank ${r.rank}`, `held now\t${bytes(held(r))}`, peak(r) ? `most so far\t${bytes(peak(r))}` : "", device ? `predicted peak\t${bytes(device.peak_bytes)} in ${device.during}` : "",
@@ -250,7 +247,7 @@ async function chooseSamples() {
   const rows = await ask("/api/samples", { step: byId("sampled").value });
   byId("samples").replaceChildren(...rows.map((r) => {
     const numbers = Object.entries(r.numbers).map(([name, value]) => make("span", {}, `${name} `, make("b", { textContent: number(value) })));
-    // Each is isolated, since it may turn the direction of what follows.
+    // <bdi>: a text may change the writing direction, which must not affect the next text.
     const text = make("p", { className: "text", tabIndex: r.prompt.length + r.completion.length > 600 ? 0 : -1 },
       make("bdi", { className: "prompt", textContent: r.prompt }), make("bdi", { textContent: r.completion }));
     return make("article", { className: "sample" }, text, make("div", { className: "numbers" }, ...numbers));
@@ -266,9 +263,9 @@ async function showStep() {
   if (!found || text === drawn) return;
   drawn = text;
   byId("step-title").textContent = `Step ${found.step}`;
-  const expected = found.predicted_seconds ? ` Predicted is one such step by itself, ${seconds(found.predicted_seconds)}, in the row below, to the same scale.` : "";
-  byId("step-lead").textContent = `Took ${seconds(found.seconds)} from the first instruction to the end of the last one.${expected}${
-    found.ranks < shown.status.ranks.length ? ` Shown are ${found.ranks} of ${shown.status.ranks.length} ranks.` : ""}`;
+  const expected = found.predicted_seconds ? ` The row below each rank is the prediction for a single step, ${seconds(found.predicted_seconds)}, on the same scale.` : "";
+  byId("step-lead").textContent = `${seconds(found.seconds)} from the first instruction to the end of the last one.${expected}${
+    found.ranks < shown.status.ranks.length ? ` The picture shows ${found.ranks} of ${shown.status.ranks.length} ranks.` : ""}`;
   const gutter = document.querySelector(".gutter");
   gutter.setAttribute("height", found.height);
   plot.setAttribute("height", found.height);
@@ -286,7 +283,7 @@ async function refresh() {
       addChart(SECONDS, SECONDS);
     }
     showStatus(shown);
-    showCosts(shown.costs);
+    showCosts(shown);
     showRanks(shown);
     showEntries(shown);
     await Promise.all([pollMetrics(), showStep(), showSamples(shown)]);
@@ -299,14 +296,14 @@ async function refresh() {
   }
 }
 
-// A run that has ended may go on: look at it now and then.
+// A run that has ended may be resumed, so keep polling, but less often.
 let next = 0, busy = false;
 async function tick() {
   if (busy || document.hidden || Date.now() < next) return;
   busy = true;
   const begin = Date.now();
   await refresh();
-  // Three times as long as that took, so that a large run's page is no load on its machine.
+  // Wait three times as long as the refresh took, so that the page of a large run does not load its machine.
   next = Date.now() + Math.max(state === "running" ? POLL : 5 * POLL, 3 * (Date.now() - begin));
   busy = false;
 }

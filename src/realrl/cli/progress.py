@@ -1,17 +1,17 @@
-"""Progress display of a training run."""
+"""Progress on the terminal: of a training run, and of the measurements of `realrl profile`."""
 
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 from rich.table import Column
 
-from realrl.cli.progress.costs import compares, costs_note, costs_table
-from realrl.cli.reporting.speed import describe_speed, read_speed
+from realrl.cli.costs import compares, costs_note, costs_table
+from realrl.cli.monitoring.metrics import describe_speed, read_speed
 from realrl.runtime.evaluation.answers import PROMPTS
 from realrl.runtime.output.untaught import find_untaught
 
@@ -21,24 +21,84 @@ if TYPE_CHECKING:
     from realrl.runtime.observer import MetricsRecord
 
 _WORDS = {"finished": "ended by themselves"}
-"""Metrics that are shares of answers -> what is said of them."""
+"""Metrics that are shares of the answers -> their words on the terminal."""
 _QUIET_SECONDS = 10.0
 """Minimum seconds between training lines without a terminal, so that a log stays readable."""
 
 
-class Progress:
-    """Progress of a run: one bar, and a line per evaluation; a log file gets a line now and then."""
+class _Display:
+    """Bars on a terminal, and plain lines in a log file."""
+
+    _bars: Bars
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def note(self, text: str) -> None:
+        """Print a line above the bars."""
+        self._print(f"note: {text}")
+
+    def _start(self) -> None:
+        if self._console.is_terminal and not self._bars.live.is_started:
+            self._bars.start()
+
+    def _stop(self) -> None:
+        """Remove the bars. Without a check for running bars, rich would print an empty line."""
+        if self._bars.live.is_started:
+            self._bars.stop()
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True)
+
+
+class ProfileProgress(_Display):
+    """Progress of a measurement: a bar for each part, or a line in a log file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bars = Bars(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+        )
+
+    def begin(self, what: str, points: int) -> None:
+        """Show the next bar."""
+        self._start()
+        self._task = self._bars.add_task(what, total=points)
+        if not self._console.is_terminal:
+            self._print(f"{what}: {points} points")
+
+    def done(self) -> None:
+        """Advance the bar."""
+        self._bars.advance(self._task)
+
+    def end(self, file: str, seconds: float) -> None:
+        """Print the path of the profile."""
+        self._print(f"measured in {seconds:.0f} s; see {file}")
+
+
+class Progress(_Display):
+    """Progress of a run: one bar, and a line per evaluation. A log file gets a line every few seconds."""
 
     ends = False
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        super().__init__()
         self._bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(bar_width=12),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            # On a narrow terminal the metrics are cut short, and nothing else.
+            # A narrow terminal cuts only the metrics.
             TextColumn("{task.fields[metrics]}", table_column=Column(no_wrap=True, ratio=1)),
             console=self._console,
             expand=True,
@@ -48,22 +108,11 @@ class Progress:
         self._spoken = 0.0
         self._last: MetricsRecord | None = None
 
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
-
     def begin(self, experiment: "Experiment", steps: int) -> None:
         """Show the bar."""
         self._headlines, self._steps = experiment.spec.headlines, steps
         self._task = self._bars.add_task(experiment.spec.name, total=steps, metrics="")
-        if self._console.is_terminal:
-            self._bars.start()
-
-    def note(self, text: str) -> None:
-        """Print a line above the bar."""
-        self._print(f"note: {text}")
+        self._start()
 
     def record(self, record: "MetricsRecord") -> None:
         """Advance the bar, or print an evaluation."""
@@ -78,7 +127,7 @@ class Progress:
             self._print(f"step {record.step}/{self._steps} {record.seconds:.2f} s: {text}")
 
     def costs(self, comparison: "Comparison") -> None:
-        """Print the measured times of steps beside the predicted ones."""
+        """Print the table of measured and predicted costs."""
         self._stop()
         self._console.print(costs_table(comparison))
         self._print(costs_note(comparison))
@@ -86,20 +135,12 @@ class Progress:
             self._print(f"last step: {self._describe(self._last, losses=True)}")
 
     def end(self, run_dir: str, seconds: float) -> None:
-        """Remove the bar and print where everything is."""
+        """Remove the bar and print the run's directory."""
         self._stop()
         self._print(f"done in {seconds:.0f} s; results in {run_dir}")
 
-    def _stop(self) -> None:
-        """Remove the bar, where there is one: else rich prints an empty line."""
-        if self._bars.live.is_started:
-            self._bars.stop()
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True)
-
     def _describe(self, record: "MetricsRecord", *, losses: bool = False) -> str:
-        """Describe the headlines of a record; with `losses` also the loss of every train call."""
+        """Describe the headline metrics of a record, with `losses` also the loss of every train call."""
         others = [
             name
             for name in record.metrics
@@ -122,5 +163,4 @@ def _describe_metric(label: str, name: str, metrics: Mapping[str, float]) -> str
 
 
 def _last_part(name: str) -> str:
-    """Find the name of a metric without its call."""
     return name.rpartition("/")[2]

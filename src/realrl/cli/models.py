@@ -7,10 +7,10 @@ import typer
 
 
 def print_models(
-    family: Annotated[str | None, typer.Argument(help="Only models of this family.")] = None,
+    family: Annotated[str | None, typer.Argument(help="List only this family.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one object instead of tables.")] = False,
 ) -> None:
-    """List model families, and published models whose sizes have a name (`shape`, `realrl plan`)."""
+    """List the model families, and the published sizes that `models.ROLE.shape` and `realrl plan` know by name."""
     from rich.console import Console
     from rich.table import Table
 
@@ -28,22 +28,16 @@ def print_models(
         for size, shape in sizes.items()
     }
     if as_json:
-        typer.echo(
-            json.dumps(
-                {
-                    name: {
-                        size: {"parameters": parameters[size], **shape.model_dump()}
-                        for size, shape in of.items()
-                    }
-                    for name, of in found.items()
-                }
-            )
-        )
+        listed = {
+            name: {size: {"parameters": parameters[size], **shape.model_dump()} for size, shape in of.items()}
+            for name, of in found.items()
+        }
+        typer.echo(json.dumps(listed))
         return
     table = Table(box=None, pad_edge=False)
     for heading in ("family", "class", "published sizes with a name"):
         table.add_column(heading, overflow="fold")
     for name, sizes in found.items():
-        listed = ", ".join(f"{size} ({format_count(parameters[size])})" for size in sizes)
-        table.add_row(name, families[name].architectures["lm"], listed or "-")
+        text = ", ".join(f"{size} ({format_count(parameters[size])})" for size in sizes)
+        table.add_row(name, families[name].architectures["lm"], text or "-")
     Console().print(table)
