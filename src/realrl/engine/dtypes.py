@@ -14,7 +14,7 @@ def find_torch_dtype(dtype: Dtype) -> torch.dtype:
 
 
 def find_set_dtype(parameter_set: str, dtype: torch.dtype) -> torch.dtype:
-    """Type that a parameter set is stored in; `dtype` is the type of the model's parameters."""
+    """Find the type in which a parameter set is stored; `dtype` is the type of the model's parameters."""
     return torch.uint8 if parameter_set == QUANTISED else dtype
 
 

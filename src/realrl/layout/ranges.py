@@ -39,7 +39,7 @@ def vocabulary(shape: ModelShape, tp: int, t: int) -> range:
 
 
 def find_elements(shape: ModelShape, units: Units, tp: int, t: int) -> range:
-    """Find the elements that TP rank `t` holds along a dim that is divided in these units."""
+    """Find the elements that TP rank `t` holds along a dim that is divided in `units`."""
     match units:
         case Units.VOCABULARY:
             return vocabulary(shape, tp, t)

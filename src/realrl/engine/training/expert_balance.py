@@ -35,7 +35,8 @@ class ExpertBalance:
         self._sequences += len(packing.lengths)
         coefficient = None
         if self._coefficient:
-            # Every TP rank computes the whole gradient, and the ranks' gradients are summed later.
+            # Every TP rank computes the whole gradient, and the ranks' gradients are summed later, so each is
+            # divided by tp.
             terms = self._model.shape.layers * self._model.shard.tp
             coefficient = self._coefficient / (terms * sequences)
         return BalancedRouting(

@@ -14,7 +14,8 @@ from realrl.layout.routing.transfer_routes import SpareCapacity, find_transfer_r
 from realrl.plan.cluster import Cluster, Links
 
 _CLOSE = 1.001
-"""Remote sources are not tried if the busiest sender needs at most this ratio of the busiest receiver's time."""
+"""Remote sources are tried only if the busiest sender needs more than this multiple of the busiest receiver's
+time."""
 
 
 @dataclass(frozen=True, order=True)
@@ -106,7 +107,7 @@ class Reallocation:
     """The schedule that turns one layout of a model into another; `reallocate` makes it.
 
     Copies and transfers cover every region of the target layout exactly once, and send nothing else. A node that
-    does not hold a region takes it in at most once and spreads it inside.
+    does not hold a region receives it at most once, and then distributes it among its own ranks.
     """
 
     source: Layout
@@ -174,8 +175,8 @@ class Reallocation:
         return element_bytes * max(loads.sending_seconds(links), loads.receiving_seconds(links))
 
     def seconds(self, links: Links, element_bytes: int) -> float:
-        """Predict the seconds: the time of the busiest port, plus a latency for each message of the rank with most
-        messages.
+        """Predict the seconds: the time of the busiest port, plus a latency for each message of the rank with the
+        most messages.
 
         Everything that one rank sends to another in one stage counts as one message. Copies inside a device are
         free.

@@ -1,9 +1,10 @@
 """Choose the senders of every region group so that the load of the busiest port is as small as possible.
 
-Every receiver gets a byte exactly once, and a node takes it in at most once. So the loads of in-ports are fixed,
-and only the senders are free. Two kinds of work are balanced, first over nodes, then over the devices of each
-node. A holder must send the first copy. Any rank that has received the bytes can send more copies. Two hops are
-enough for every such distribution: a holder sends to a relay, and the relay sends to all others.
+Every receiver gets each byte exactly once, and a node receives it from outside at most once. So the loads of
+in-ports are fixed, and only the choice of senders is free. Two kinds of work are balanced: a holder must send the
+first copy, and any rank that has received the bytes can send more copies. The work is balanced over nodes first,
+then over the devices of each node. Two hops are enough for every such distribution: a holder sends to a relay, and
+the relay sends to all other receivers.
 """
 
 from collections import defaultdict
@@ -43,9 +44,10 @@ class TransferRoute:
     local_forwarders: dict[int, Shares] = field(default_factory=dict)
     """Node with holders -> receiver -> the fraction that it forwards to all other receivers of the node."""
     remote_fraction: dict[int, float] = field(default_factory=dict)
-    """Node with holders -> the fraction that comes from other nodes anyway, because its holders are busy."""
+    """Node with holders -> the fraction that comes from other nodes although the node has holders, because these
+    are busy."""
     remote_sources: dict[int, Shares] = field(default_factory=dict)
-    """Such a node -> holder in another node -> its share of that fraction."""
+    """Node with holders -> holder in another node -> its share of the remote fraction."""
 
     @cached_property
     def entered_nodes(self) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class Products:
-    """How matrices are multiplied on a CPU: by one of torch's libraries or our own kernel. A GPU only knows
+    """How matrices are multiplied on a CPU: by one of torch's libraries or our own kernel. A GPU uses only
     `exact`."""
 
     onednn: bool = False
@@ -80,7 +80,7 @@ class Products:
     def matmul_nt_float32(self, x: Tensor, weight: Tensor | Panels) -> Tensor:
         """Compute x @ weight.T in float32 as in a forward pass, without gradient. [N, K], [M, K] -> [N, M]
 
-        For bfloat16 operands, a GPU returns the float32 sums; a CPU has rounded them to bfloat16.
+        For bfloat16 operands, a GPU returns the float32 sums; on a CPU, the sums are rounded to bfloat16 first.
         """
         if isinstance(weight, Panels):
             return self.multiply_packed(x, weight)
@@ -118,9 +118,10 @@ PLAIN = Products()
 def _rounding() -> Iterator[None]:
     """Make torch round the operands of float32 products on a CPU to bfloat16.
 
-    Only around single products: process-wide, attention on a CPU would be several times slower and less accurate.
+    It is used only around single products. If it were set for the whole process, attention on a CPU would be
+    several times slower and less accurate.
     """
-    # What torch.backends.mkldnn.matmul calls, without its checks.
+    # torch.backends.mkldnn.matmul calls the same function after some checks.
     set_precision = torch._C._set_fp32_precision_setter
     set_precision("mkldnn", "matmul", "bf16")
     try:
@@ -132,8 +133,8 @@ def _rounding() -> Iterator[None]:
 def find_gradient(weight: Tensor) -> Tensor:
     """Return a parameter's float32 gradient; zero if nothing has been added yet.
 
-    Backward passes add to it themselves and return no gradient: autograd would add it in another pass over memory.
-    Hooks on the parameter's `AccumulateGrad` node see when it is complete
+    Our backward passes add to it directly and return no gradient, because autograd would add it in another pass
+    over memory. Hooks on the parameter's `AccumulateGrad` node run when it is complete
     (`torch.autograd.graph.get_gradient_edge`).
     """
     assert weight.is_leaf, "gradients are added to those of parameters"
@@ -181,11 +182,11 @@ class _Embed(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         tokens, table = ctx.saved_tensors
-        # Only the rows that occur; autograd would make and add a gradient of the whole table.
+        # Add only to the rows of tokens that occur; autograd would make and add a gradient of the whole table.
         find_gradient(table).index_add_(0, tokens, grad.float())
         return None, None
 
 
 def embed(tokens: Tensor, table: Tensor) -> Tensor:
-    """Look up rows of a table. tokens: [T] int64, table: [V, H], a parameter or without gradient -> [T, H]"""
+    """Look up rows of a table. tokens: [T] int64, table: [V, H] -> [T, H]"""
     return apply_function(_Embed, tokens, table)
