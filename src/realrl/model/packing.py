@@ -36,7 +36,7 @@ class PaddedHeads:
 
     @property
     def output_rows(self) -> list[int]:
-        """Number of padded rows of attention's output, by bucket."""
+        """Number of padded rows of attention's output for each bucket."""
         return [b.tokens * self.heads for b in self.buckets]
 
     @property
@@ -60,8 +60,8 @@ class BlockedKeys:
 class Packing:
     """B sequences stored back to back, T tokens in all.
 
-    positions: [T] within the sequence. cu_seqlens: [B + 1] int32, the start of each sequence and the end of the
-    last. target_indices: [T - B], all tokens except the first of each sequence.
+    positions: [T], position of each token within its sequence. cu_seqlens: [B + 1] int32, the start of each
+    sequence and the end of the last. target_indices: [T - B], all tokens except the first of each sequence.
     """
 
     lengths: tuple[int, ...]
@@ -102,20 +102,21 @@ class Packing:
 
     @cached_property
     def rows(self) -> Tensor:
-        """Sequence of each token. [T]"""
+        """Index of each token's sequence. [T]"""
         sizes = torch.tensor(self.lengths)
         rows = torch.arange(len(sizes)).repeat_interleave(sizes)
         return copy_to_device([rows], self.positions.device)[0]
 
     def pad_heads(self, heads: int, kv_heads: int) -> PaddedHeads:
-        """Compute the padded layout for these numbers of heads; cached."""
+        """Compute the padded layout for these numbers of heads; the result is cached."""
         key = (heads, kv_heads)
         if key not in self._padded:
             self._padded[key] = _compute_padded_heads(self, heads, kv_heads)
         return self._padded[key]
 
     def arrange_blocks(self, run_rows: int) -> BlockedKeys:
-        """Arrange keys in blocks; up to `run_rows` neighbouring tokens of a sequence read them together. Cached."""
+        """Arrange keys in blocks; up to `run_rows` neighbouring tokens of a sequence read them together. The result
+        is cached."""
         if run_rows not in self._blocked:
             self._blocked[run_rows] = _arrange_blocks(self, run_rows)
         return self._blocked[run_rows]
