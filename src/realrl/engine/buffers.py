@@ -96,7 +96,7 @@ class LocalSet:
 
 
 class Parameters:
-    """Tensors of several buffers, by name."""
+    """Tensors of several buffers, found by name."""
 
     def __init__(self, buffers: Mapping[str, FlatBuffer]) -> None:
         """`buffers` maps each parameter set to its buffer. No two buffers hold the same tensor."""

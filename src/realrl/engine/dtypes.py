@@ -28,7 +28,8 @@ def find_products(dtype: Dtype, device: torch.device, *, exact: bool = False) ->
     return Products(
         onednn=choice.onednn,
         bfloat16=dtype == "mixed",
-        # If the processor multiplies bfloat16 itself, a library uses that, and our packed kernel does not.
+        # If the processor has instructions for bfloat16 products, a library uses them, but our packed kernel does
+        # not.
         packed=choice.packed and not (choice.bfloat16 and dtype != "float32"),
         exact=exact,
     )

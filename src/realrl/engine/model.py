@@ -48,9 +48,9 @@ class Model:
         products: Products = PLAIN,
     ) -> None:
         """`rank` is global, `layout` describes the whole model, `groups` are the rank's groups under the layout's
-        placement. `temperature` divides logits before log-probabilities. `part` says which parameter sets exist and
-        are trained. `base` is the base set of another model, which this model shares. The two layouts must be
-        equal, but `base` may have more tensors."""
+        placement. `temperature` divides logits before log-probabilities. `part` determines which parameter sets
+        exist and are trained. `base` is the base set of another model, which this model shares. The two layouts
+        must be equal, but `base` may have more tensors."""
         self.layout = layout
         self.rank = rank
         self.groups = groups
@@ -101,8 +101,8 @@ class Model:
         return ShardedPasses(self.shard, self.gathered, tied=tied)
 
     def agree_on_passes(self, count: int) -> int:
-        """Agree with data-parallel ranks on a number of passes, in which all of them take part: the largest
-        `count`."""
+        """Find the largest `count` of all data-parallel ranks. All of them then take part in this number of
+        passes."""
         found = torch.tensor(float(count), device=self.device)
         return int(self.groups.data.max(found))
 
@@ -195,8 +195,8 @@ class Model:
         return prefetch_receives(self.pipeline.post_recv_gradient, map(self.count_hidden_rows, tokens))
 
     def split_micro_batches(self, costs: Sequence[int], max_tokens: int) -> list[list[int]]:
-        """Split items into micro-batches of at most `max_tokens` tokens. A pipeline gets at least about two per
-        stage."""
+        """Split items into micro-batches of at most `max_tokens` tokens. A pipeline gets about two micro-batches
+        per stage, or more."""
         stages = self.groups.pipeline.size
         if stages == 1:
             return micro_batches(costs, max_tokens)

@@ -86,7 +86,8 @@ def check_heads(head_dims: Mapping[str, int], device: torch.device) -> None:
         return
     major, minor = torch.cuda.get_device_capability(device)
     for role, dims in head_dims.items():
-        # Other heads are padded, and torch's attention of padded sequences would use FlashAttention 4 too.
+        # Sequences with other heads are padded. torch's attention over padded sequences would also use
+        # FlashAttention 4.
         if dims % 8 or dims > _FA4_DIMS[major]:
             raise _refuse(
                 "fa4",

@@ -203,7 +203,8 @@ Transport = TaggedTransport | OrderedTransport
 
 
 def needs_order(device: torch.device) -> bool:
-    """Check whether messages from a device go through NCCL, and so in one order and just in time."""
+    """Check whether messages from a device go through NCCL. They then need one order, and are posted only when they
+    are needed."""
     return device.type == "cuda"
 
 
@@ -255,7 +256,8 @@ class Pipeline:
         )
 
     def send(self, hidden: Tensor, *, followed: bool = False) -> None:
-        """Send activations to the next stage; if `followed`, more are sent before this stage receives tokens."""
+        """Send activations to the next stage; if `followed`, another message is sent before this stage receives
+        tokens."""
         activations = hidden.detach().contiguous()
         self._transport.send(activations, self.group.index + 1, _FORWARD, followed=followed)
 
@@ -312,8 +314,8 @@ class Pipeline:
         return Metrics.from_plain(json.loads(message.cpu().numpy().tobytes()))
 
     def flush(self) -> None:
-        """Send the messages that are held back. Other stages need them now, and this stage may not send or receive
-        soon."""
+        """Send the messages that are held back. Other stages need them now, and the next message of this stage may
+        come much later."""
         self._transport.flush()
 
     def wait_sends(self) -> None:

@@ -42,7 +42,7 @@ class SampledItems:
         return replace(self, positions=[self.positions[i] for i in positions])
 
     def make_routing(self, shard: Shard, rows: Ragged, packing: Packing) -> Routing:
-        """Make the routing of the rows that a method has selected, equally many for each item.
+        """Make the routing of the rows that a method has selected; each item has equally many rows.
 
         The recorded experts are replayed for the longest prefix of a row that matches its sampled sequence; later
         tokens are routed normally. The j-th row of an item uses the j-th replay.

@@ -15,7 +15,7 @@ class AttentionRule:
     """How a layer turns scores into attention weights."""
 
     window: int | None = None
-    """Tokens that a token sees, itself included; None for all earlier tokens."""
+    """Number of tokens that a token sees, itself included; None if it sees all earlier tokens."""
     cap: float | None = None
     """Scores x become cap * tanh(x / cap); None leaves scores unchanged."""
     sinks: Tensor | None = None

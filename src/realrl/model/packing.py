@@ -15,7 +15,7 @@ from realrl.model.paged_attention import CachePlaces, KeyRuns
 
 @dataclass(frozen=True, eq=False)
 class PaddedHeads:
-    """Index tensors between packed heads and heads padded by sequence, for buckets of sequences.
+    """Index tensors that convert between packed heads and padded heads, for buckets of sequences.
 
     A row is one head of one token. Padded rows are ordered (bucket, query | key | value, sequence, head, position).
     `pad_input_index` finds each padded row among the packed rows [T * (heads + 2 kv_heads)]; padding takes an
@@ -177,7 +177,7 @@ def _compute_padded_heads(packing: Packing, heads: int, kv_heads: int) -> Padded
             input_rows.append((token * total + head).flatten())
             input_valid.append(inside.expand(-1, count, -1).flatten())
         output_rows.append((token * heads + torch.arange(heads)[:, None]).flatten())
-        output_valid.append(input_valid[-3])  # as for the queries
+        output_valid.append(input_valid[-3])  # same as for the queries
 
     def invert(index: Tensor, valid: Tensor, size: int) -> Tensor:
         where = valid.nonzero().squeeze(-1)

@@ -98,8 +98,8 @@ def _scale_as_llama3(plain: Tensor, scaling: RopeScaling, original: int) -> Tens
 
 
 def _scale_by_yarn(plain: Tensor, theta: float, scaling: RopeScaling, original: int) -> Tensor:
-    """Divide frequencies with few rotations in the original length; blend linearly by dim (arXiv 2309.00071,
-    3.2)."""
+    """Divide frequencies that make few rotations within the original length, and blend linearly by dim (arXiv
+    2309.00071, 3.2)."""
     dims = 2 * len(plain)
 
     def find_dim(rotations: float) -> float:

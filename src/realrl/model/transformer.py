@@ -151,7 +151,7 @@ class Transformer(nn.Module):
         """Run one stage over packed sequences; returns [T, H], after the final norm on the last stage.
 
         x: [T] tokens on the first stage, otherwise the output of the stage before. With sequence parallelism,
-        hidden states between stages and before the head are ceil(T / tp) rows per rank. With `recompute`, only the
+        hidden states between stages and before the head have ceil(T / tp) rows per rank. With `recompute`, only the
         inputs of layers are kept; the backward pass computes each layer again, communication of TP ranks included.
         `routing` chooses the experts of mixtures.
         """

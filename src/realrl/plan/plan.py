@@ -80,7 +80,8 @@ class _File(Settings):
     offload_optimizer: tuple[str, ...] = Field(default=(), strict=False)
     """Trained roles whose gradients and optimizer state are in host memory between their training calls."""
     keep: tuple[str, ...] = Field(default=(), strict=False)
-    """Roles whose copies outside their home are kept, and refreshed after each update of the role."""
+    """Roles that keep copies of their parameters in other layouts. The copies are refreshed after each update of
+    the role."""
 
     @field_validator("offload", "offload_optimizer", "keep")
     @classmethod
@@ -102,8 +103,8 @@ class Plan:
 
     Parameters of roles in `offload` are in host memory while they are not in use. Gradients and optimizer state of
     roles in `offload_optimizer` are also in host memory while they are not in use. Roles in `keep` have shadow
-    copies: a copy for a call in another layout than the role's home stays and is refreshed after each update,
-    instead of being made in each step.
+    copies for calls in another layout than the role's home. Such a copy stays, and is refreshed after each update,
+    instead of being made anew in each step.
     """
 
     cluster: Cluster

@@ -205,8 +205,8 @@ def make_plan(
 
 
 def load_plan(file: str, graph: DataflowGraph, micro_batch_tokens: int) -> Plan:
-    """Load a plan file for a graph. The setting that names the file also accepts presets. Raises UserError if the
-    name is not that of a YAML file."""
+    """Load a plan file for a graph. The setting that names the file also accepts presets. Raises UserError if
+    `file` does not name a YAML file."""
     if is_yaml(file):
         return Plan.load(file, graph, micro_batch_tokens)
     hint = nearest(file, (*PRESETS, SEARCH))

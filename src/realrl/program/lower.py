@@ -53,10 +53,10 @@ def offloaded(plan: Plan) -> set[tuple[str, StateKind]]:
 def kept_copies(
     graph: DataflowGraph, plan: Plan, homes: Mapping[str, Placement]
 ) -> dict[str, tuple[Placement, ...]]:
-    """Find the placements of the copies that a plan keeps, by role.
+    """For each role, find the placements of the copies that a plan keeps.
 
-    A role has one copy for each layout that its calls use and that is not the layout of its home, in the order of
-    these calls. `graph` must be the graph of the training step.
+    A role has one copy for each layout that its calls use, except the layout of its home. Copies are in the order
+    of these calls. `graph` must be the graph of the training step.
     """
     kept: dict[str, tuple[Placement, ...]] = {}
     for role in plan.keep:

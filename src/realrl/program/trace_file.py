@@ -103,8 +103,8 @@ def write_rank_trace(run_dir: Path, rank: int, events: Sequence[Event]) -> None:
 def read_rank_traces(
     run_dir: Path, most: int | None = None, limit: int | None = None
 ) -> dict[int, list[Event]]:
-    """Read the events of a run by rank; ranks without readable events are left out. At most `most` ranks are read.
-    Reading stops before the files exceed `limit` bytes in total, but the first file is always read."""
+    """Read the events of each rank of a run; ranks without readable events are left out. At most `most` ranks are
+    read. Reading stops before the files exceed `limit` bytes in total, but the first file is always read."""
     names = (file.stem.removeprefix("rank-") for file in (run_dir / TRACES).glob("rank-*.json"))
     ranks = sorted(int(name) for name in names if name.isdecimal())
     found: dict[int, list[Event]] = {}

@@ -64,9 +64,9 @@ class DecodeMemory:
     weights: DecodeWeights
     cache: PagedCache
     buffers: Sequence[RowBuffers]
-    """By decode batch."""
+    """Buffers of each decode batch."""
     steps: Sequence[DecodeStep | StepGraphs]
-    """By decode batch."""
+    """Step of each decode batch."""
 
     @classmethod
     def allocate(cls, model: Model, kind: DecodeKind, size: DecodeSize) -> "DecodeMemory":

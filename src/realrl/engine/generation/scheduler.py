@@ -6,8 +6,8 @@ blocks for the coming steps, and admits waiting rows while blocks are free. If t
 youngest row is preempted: it frees its blocks, returns to the head of the queue, and is later prefilled again with
 its generated tokens.
 
-Plans depend only on the order of calls and the lengths of rows. So all ranks of a pipeline and of a tensor-parallel
-group make the same plans from the same tokens.
+Plans depend only on the order in which `plan` is called and on the lengths of rows. So all ranks of a pipeline and
+of a tensor-parallel group make the same plans from the same tokens.
 """
 
 from array import array
@@ -64,9 +64,9 @@ class DecodeRow:
     done: bool = False
     """Whether the continuation is complete."""
     stopped: bool = False
-    """Whether a stop string ended it."""
+    """Whether a stop string ended the continuation."""
     slot: int = -1
-    """Index in the buffers of the decode batch; -1 if it has none yet."""
+    """Index of the row in the buffers of the decode batch; -1 if it has no index yet."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from realrl.model.routing import BalancedRouting, ExpertCounts, Routing
 
 
 class ExpertBalance:
-    """Balance of a model's experts in train calls.
+    """Loss and metrics for the balance of a model's experts in train calls.
 
     The loss of an optimizer step is `coefficient` times the balance loss of a sequence in a layer (see
     `BalancedRouting`), averaged over the sequences of the mini-batch and all layers of the model. So it does not

@@ -33,7 +33,7 @@ class OverlappedGradReduce:
     def __init__(
         self, model: Model, gradients: FlatBuffer, optimizer: ShardedAdamW, *, late: Collection[str] = ()
     ) -> None:
-        """`late`: tensors whose gradients still change after the backward pass."""
+        """`late` names tensors whose gradients still change after the backward pass."""
         self._optimizer = optimizer
         self._parameters = [0] * optimizer.buckets
         """Number of parameters with elements in each bucket."""

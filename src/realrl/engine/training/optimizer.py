@@ -246,7 +246,7 @@ class ShardedAdamW:
     ) -> float:
         """Apply the accumulated gradients at learning rate `lr`, and set them to zero.
 
-        A scalar head is trained as if it were stored divided by `head_scale`: its learning rate is `lr *
+        A scalar head is trained as if it were stored divided by `head_scale`. Its learning rate is `lr *
         head_scale`, its weight decay per step is the same as with `lr`, and its gradient counts `head_scale` times
         in the norm. `summed` has gradients that are already summed over ranks; they replace the accumulated ones.
 

@@ -112,7 +112,7 @@ class ShardedGradients(Accumulation):
             finish()
 
     def _list_sections(self) -> Iterator[SectionBuffer]:
-        """Yield a buffer for each section of the parameters, all of which every rank has under ZeRO-2."""
+        """Yield a buffer for each section of the parameters. Under ZeRO-2, every rank has all of them."""
         whole = self._trained.buffer.data
         tensors = self._trained.layout.tensors(self._model.rank)
         for stacks in group_by_section(self._model.shard, tensors).values():

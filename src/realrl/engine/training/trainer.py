@@ -136,10 +136,10 @@ class Trainer:
         optimizer step with a gradient that is not finite is skipped. A mini-batch without weight has nothing to
         learn; its step is left out, so that momentum and weight decay change nothing.
 
-        Returns metrics summed over data-parallel ranks: those of the method; `loss` unless the method reports one
-        (the loss that is differentiated, without a mixture's balance loss); `grad_norm` (mean over the applied
-        steps); `skipped_steps` and `skipped_for/QUANTITY` (by the first quantity that was not finite);
-        `empty_steps` (steps left out, if any); `learning_rate`; and for a mixture those of
+        Returns metrics summed over data-parallel ranks: the metrics of the method; `loss` (the differentiated loss,
+        without a mixture's balance loss), unless the method reports a loss itself; `grad_norm` (mean over the
+        applied steps); `skipped_steps` and `skipped_for/QUANTITY` (by the first quantity that was not finite);
+        `empty_steps` (steps left out, if any); `learning_rate`; and for a mixture the metrics of
         `ExpertBalance.end_call`.
 
         Raises SkippedStepsError, on every rank, when too many steps in a row are skipped.

@@ -48,7 +48,7 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """Bytes by class of link: inside a device, between devices of a node, between nodes."""
+    """Bytes on each class of links: inside a device, between devices of a node, between nodes."""
 
     device: int
     node: int
@@ -57,7 +57,7 @@ class LinkBytes:
 
 @dataclass(frozen=True)
 class PortLoads:
-    """Elements that pass the ports of devices (by rank) and of nodes."""
+    """Number of elements that pass each port of a device (rank -> elements) and of a node (node -> elements)."""
 
     device_out: Mapping[int, int]
     device_in: Mapping[int, int]
@@ -118,7 +118,7 @@ class Reallocation:
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """Transfers by stage, sender and receiver; those between two ranks are in storage order."""
+        """Transfers, sorted by stage, sender and receiver. Transfers between two ranks are in storage order."""
         order = {spec.name: index for index, spec in enumerate(self.source.specs)}
         pieces: dict[tuple[int, int, int], list[Region]] = {}
         found = []
@@ -132,7 +132,7 @@ class Reallocation:
 
     @cached_property
     def copies(self) -> tuple[Copy, ...]:
-        """Regions that ranks hold in both layouts, by rank and then in storage order."""
+        """Regions that ranks hold in both layouts, sorted by rank. The regions of a rank are in storage order."""
         found = []
         for rank in sorted(set(self.source.placement.ranks) & set(self.target.placement.ranks)):
             before = {local.region.tensor: local.region for local in self.source.tensors(rank)}

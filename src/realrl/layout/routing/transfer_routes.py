@@ -25,7 +25,8 @@ OUTSIDE = -1
 
 @dataclass
 class TransferRoute:
-    """How one region group gets from its holders to its receivers. Ranks are listed by node."""
+    """How one region group gets from its holders to its receivers. `holders` and `receivers` map each node to its
+    ranks."""
 
     number: int
     group: RegionGroup
@@ -143,7 +144,7 @@ def _choose_devices(
     routes: Sequence[TransferRoute], floor: float, links: Links, spare: SpareCapacity | None
 ) -> float:
     """Set the senders inside each node; return the elements that the busiest device sends. Loads of a device up to
-    `floor` elements are free."""
+    `floor` elements cost nothing."""
     tasks: defaultdict[int, list[Task]] = defaultdict(list)
     for route in routes:
         for node, task in _device_tasks(route, spare):
@@ -195,7 +196,7 @@ def _device_tasks(route: TransferRoute, spare: SpareCapacity | None) -> Iterable
 
 
 def _candidates(route: TransferRoute, node: int, spare: SpareCapacity) -> dict[int, list[int]]:
-    """Find idle holders in other nodes, by node."""
+    """Find the idle holders in each of the other nodes."""
     idle = {n: [h for h in holders if h in spare.idle] for n, holders in route.holders.items()}
     return {n: holders for n, holders in idle.items() if holders and n != node}
 

@@ -41,7 +41,7 @@ class Groups:
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
         bounds = torch.arange(count, device=flat.device)
-        # Stays on the device: the host need not know how many rows a group has.
+        # The ends stay on the device, because the host need not know how many rows a group has.
         ends = torch.searchsorted(numbers, bounds, right=True).int()
         return cls(order, places, ends, experts.shape[1])
 

@@ -47,7 +47,8 @@ class Products:
 
     @property
     def packs(self) -> bool:
-        """Whether decode steps on a CPU use packed weights: the kernel for packed weights is also the exact one."""
+        """Whether decode steps on a CPU use packed weights. Exact products do, because the kernel for packed
+        weights is the exact one."""
         return self.packed or self.exact
 
     def pack(self, weight: Tensor) -> Panels:
@@ -104,7 +105,7 @@ class Products:
         elif x.dtype == torch.float32 and not self.onednn:
             torch.addmm(into, grad_out.T, x, out=into)
         else:
-            # Some rows at a time, so that there is never a second gradient of the whole matrix.
+            # Compute some rows at a time, so that there is never a second gradient of the whole matrix.
             rows = max(1, ADDED_ELEMENTS // max(1, into.shape[1]))
             for start in range(0, len(into), rows):
                 part = slice(start, start + rows)
@@ -134,7 +135,7 @@ def find_gradient(weight: Tensor) -> Tensor:
     """Return a parameter's float32 gradient; zero if nothing has been added yet.
 
     Our backward passes add to it directly and return no gradient, because autograd would add it in another pass
-    over memory. Hooks on the parameter's `AccumulateGrad` node run when it is complete
+    over memory. Hooks on the parameter's `AccumulateGrad` node run when the gradient is complete
     (`torch.autograd.graph.get_gradient_edge`).
     """
     assert weight.is_leaf, "gradients are added to those of parameters"
@@ -188,5 +189,6 @@ class _Embed(Function):
 
 
 def embed(tokens: Tensor, table: Tensor) -> Tensor:
-    """Look up rows of a table. tokens: [T] int64, table: [V, H] -> [T, H]"""
+    """Look up rows of a table. tokens: [T] int64, table: [V, H], a parameter or a tensor without gradient -> [T,
+    H]"""
     return apply_function(_Embed, tokens, table)

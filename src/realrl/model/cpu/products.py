@@ -28,7 +28,8 @@ its length."""
 
 @dataclass(frozen=True, eq=False)
 class Panels:
-    """Packed weight [M, K] of products x @ weight.T: 16 of its rows are interleaved, so it is read in order."""
+    """Packed weight [M, K] of products x @ weight.T: 16 of its rows are interleaved, so that the kernel reads it in
+    order."""
 
     weight: Tensor
     """[panels, K, LANES] float32 or bfloat16; rows beyond M are zero."""

@@ -96,7 +96,8 @@ def claim(work: Work) -> tuple[int, int]:
 
 @numba.njit(inline="always")
 def number_of_claim(work: Work, first: int) -> int:
-    """Number of the claim with these rows; 0 for the first rows, whichever thread takes them."""
+    """Find the number of the claim that begins with row `first`. The first claim has number 0, whichever thread
+    makes it."""
     return first // work[_CLAIM]
 
 

@@ -181,7 +181,8 @@ class AddRMSNorm(Function):
 
 
 class Activate(Function):
-    """Activation (silu, gelu or gelu_tanh) of all columns; if gated, of the first half, times the second half.
+    """Activation (silu, gelu or gelu_tanh) of all columns. If gated, it is the activation of the first half of the
+    columns, times the second half.
 
     torch's operations compute it. Only the input is saved. x: [N, I], or [N, 2 I] if gated -> [N, I]
     """

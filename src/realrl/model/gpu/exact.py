@@ -16,7 +16,7 @@ from realrl.model.gpu.paged_attention import LOG2_E, product_type
 _ROWS, _COLUMNS, _DEPTH = 64, 64, 32
 """Tile of every product: small enough for decode steps of few rows."""
 _QUERIES = 16
-"""Queries of a program: the smallest tile of tensor cores; more if more heads share a key."""
+"""Queries of a program: the smallest tile of tensor cores. A program has more queries if more heads share a key."""
 _TILE = 32
 """Keys that a program reads at a time."""
 
