@@ -20,16 +20,17 @@ class Kind(StrEnum):
 _BYTES = {"int64": 8, "int32": 4, "int16": 2, "float32": 4, "float64": 8}
 
 ROUTED_EXPERTS = "routed_experts"
-"""Key with the experts that the model of a generate call chose, without the call's prefix."""
+"""Name of the key that holds the experts that a generate call's model chose. The call's prefix goes in front of
+it."""
 
 
 @dataclass(frozen=True)
 class Key:
     """A named value that every item of a batch has: a row of numbers.
 
-    `length` is `"own"` if each row has its own length, which ranks must learn. It is `"one"` for one number per
-    item. Otherwise it names another key whose rows have the same lengths. `width` is how many numbers each
-    position of a row has; None for one.
+    `length` is `"own"` if each row has a length of its own, which ranks learn only when the row is produced. It is
+    `"one"` if each row is a single number. Otherwise it names another key whose rows have the same lengths. `width`
+    is the count of numbers at each position of a row; None means one.
     """
 
     name: str
@@ -44,10 +45,10 @@ class Key:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Tokens whose log-probabilities a model returns at each position, beside the token that is there.
+    """Tokens whose log-probabilities a model returns at each position, in addition to the token that is there.
 
-    `ids` is the key that holds their ids, `count` at each position; None for the `count` likeliest tokens.
-    `setting` is the recipe's name of the count, for error messages.
+    `ids` is the key that holds the ids of these tokens, `count` at each position. If it is None, the model returns
+    the `count` likeliest tokens. `setting` is the recipe setting that error messages name for `count`.
     """
 
     count: int
@@ -60,7 +61,7 @@ class Replay:
     """Router replay: the model of a call uses the experts that the sampling model chose.
 
     `sequences` and `experts` are keys of one generate call. `experts` holds the experts of every layer at each
-    position, and -1 if none were chosen there.
+    position, or -1 if the model chose none there.
     """
 
     sequences: str
@@ -69,15 +70,15 @@ class Replay:
 
 @dataclass(frozen=True)
 class MovingAverage:
-    """EMA of a trained role: `role` is updated after `source` is trained, in every `period`-th step. Its
-    parameters become (1 - factor) * old + factor * source; a factor of 1 copies."""
+    """EMA of a trained role: `role` is updated after `source` is trained, in every `period`-th step. Its parameters
+    become (1 - factor) * old + factor * source; a factor of 1 copies `source`."""
 
     role: str
     source: str
     factor: float
     same_start: bool = False
-    """Whether both start from the same values, so that parameters which training does not touch stay equal
-    anyway."""
+    """Whether both roles start from the same values. Parameters that training never changes then stay equal without
+    an update."""
     period: int = 1
 
     def __post_init__(self) -> None:
@@ -89,15 +90,15 @@ class MovingAverage:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a training step: of a role's model, or of a function on the host.
+    """One call of a training step. It runs a role's model, or a function on the host.
 
-    `work` names input keys. An item costs the sum of the lengths of its rows of these keys, in tokens, and batches
-    are balanced by that cost. With `minibatches` > 1, the items of a step are split, in order, into that number of
-    optimizer steps.
+    `work` names the input keys that determine an item's cost: the total length, in tokens, of the item's rows of
+    these keys. Batches are balanced by this cost. With `minibatches` > 1, the items of a step are split, in order,
+    into that number of optimizer steps.
 
     A function (a reward, a verifier, a tool) has no role. Its `function` is a reference such as `reward.py:score`,
-    under which its measured seconds are known. With `record_fields` it also sees the fields of its items' records
-    that are not keys.
+    which also identifies the function's measured seconds. With `record_fields`, the function also receives those
+    fields of its items' records that are not keys.
 
     A generate call can output `sequences`, `logprobs`, `prompt_length` and `finished`, each with `prefix` in
     front. The prefix lets a graph have two generate calls.
@@ -105,8 +106,8 @@ class Call:
     With `candidates`, a language model returns the log-probabilities of more tokens at each position. The call
     then has one key in `work`.
 
-    `replays` has an entry for each key of `work`; `dataflow.replay` sets them. For rows that repeat the sequence
-    of their replay, a mixture of experts uses the experts that the sampler chose.
+    `replays` has an entry for each key of `work`; `dataflow.replay` sets the entries. If a row repeats the sampled
+    sequence that its entry names, a mixture of experts uses the experts chosen during sampling.
     """
 
     name: str
@@ -161,11 +162,11 @@ class Call:
 
     @property
     def is_function(self) -> bool:
-        """Whether it runs on the host, without a model."""
+        """Whether the call runs on the host, without a model."""
         return self.kind is Kind.FUNCTION
 
     @property
     def model_role(self) -> str:
-        """The role whose model it uses. Only for calls that are not functions."""
+        """The role whose model the call uses; functions have none."""
         assert self.role is not None, f"{self.name} is a function, which has no model"
         return self.role

@@ -22,7 +22,7 @@ class DataflowGraph:
         self, calls: Iterable[Call], keys: Iterable[Key], averages: Iterable[MovingAverage] = ()
     ) -> None:
         """Raises DescriptionError for duplicate names, unknown keys, a key with two producers, or a cycle. It also
-        does so for an average of a role that is trained itself, or that follows a role which is not trained."""
+        raises DescriptionError for a moving average whose own role is trained, or whose source is not trained."""
         self.calls = tuple(calls)
         self.averages = tuple(averages)
         for average in self.averages:
@@ -67,7 +67,7 @@ class DataflowGraph:
     def using(
         cls, calls: Iterable[Call], keys: Iterable[Key], averages: Iterable[MovingAverage] = ()
     ) -> "DataflowGraph":
-        """Make the graph of calls, with only those of `keys` that the calls use."""
+        """Make a graph of `calls`, leaving out the `keys` that no call uses."""
         calls = tuple(calls)
         used = {key for call in calls for key in (*call.inputs, *call.outputs)}
         return cls(calls, [key for key in keys if key.name in used], averages)
@@ -166,7 +166,7 @@ class DataflowGraph:
 
     @cached_property
     def order(self) -> tuple[Call, ...]:
-        """Calls in topological order; among those that are ready, in the order of declaration."""
+        """Calls in topological order. Calls that become ready at the same time keep the order of declaration."""
         done: list[Call] = []
         waiting = list(self.calls)
         while waiting:
@@ -182,8 +182,8 @@ class DataflowGraph:
 def share_steps(periods: Collection[int]) -> dict[frozenset[int], float]:
     """Find which sets of periods can be due together, and the share of steps with exactly that set.
 
-    The shares add up to 1. All periods of a set W are due in 1 / lcm(W) of steps, perhaps with others. Inclusion
-    and exclusion gives the share of steps without others.
+    The shares add up to 1. All periods of a set W are due in 1 / lcm(W) of the steps, sometimes together with other
+    periods. The inclusion-exclusion principle gives the share of steps in which no other period is due.
     """
     sets = [frozenset(chosen) for n in range(len(periods) + 1) for chosen in combinations(periods, n)]
     shares = {}
@@ -195,8 +195,8 @@ def share_steps(periods: Collection[int]) -> dict[frozenset[int], float]:
 
 
 def format_graph(graph: DataflowGraph, trained: Collection[str]) -> str:
-    """Format the calls in the order they run, each with its inputs, outputs and dependencies. `trained` are the
-    roles that training updates, even if this graph is an evaluation."""
+    """Format the calls in the order they run, each with its inputs, outputs and dependencies. `trained` names the
+    roles that training updates. An evaluation's graph has no train calls, so it cannot show them."""
     lines = [f"data set -> {', '.join(graph.sources)}"]
     for number, call in enumerate(graph.order, 1):
         lines += ["", f"{number}. {call.name}  ({_about(call, trained)})"]
@@ -229,7 +229,7 @@ def _about(call: Call, trained: Collection[str]) -> str:
 
 
 def _inputs(graph: DataflowGraph, call: Call) -> list[str]:
-    """Format one line per call that keys come from; the data set counts as one."""
+    """Format one line for each source of the call's keys: another call, or the data set."""
     places: dict[str, list[str]] = {}
     for key in call.inputs:
         producer = graph.producer(key)

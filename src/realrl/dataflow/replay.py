@@ -1,5 +1,5 @@
-"""Router replay: calls of a mixture of experts use the experts that the same role chose while it sampled. "Rollout
-Routing Replay" (R3, Ma et al. 2025, arXiv 2510.11370)."""
+"""Router replay: calls of a mixture of experts use the experts that the same role chose while it sampled. The
+method is "Rollout Routing Replay" (R3, Ma et al. 2025, arXiv 2510.11370)."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -17,8 +17,8 @@ def find_replaying_roles(graph: DataflowGraph) -> tuple[str, ...]:
 def add_router_replay(graph: DataflowGraph, widths: Mapping[str, int]) -> DataflowGraph:
     """Let roles record their experts while they sample, and use the same experts on the same sequences later.
 
-    `widths` is, by role, the number of experts that a token uses in all layers together. Calls of other roles do
-    not change.
+    `widths` maps each role to the number of experts that a token uses, summed over layers. Calls of roles that are
+    not in `widths` do not change.
     """
     calls = {call.name: call for call in graph.calls}
     keys = [*graph.keys.values()]
@@ -35,8 +35,8 @@ def add_router_replay(graph: DataflowGraph, widths: Mapping[str, int]) -> Datafl
 
 
 def _readers(graph: DataflowGraph, call: Call, roles: Collection[str] | None = None) -> list[Call]:
-    """List the calls that run the model of a generate call on its sequences; empty if `call` is of another kind or
-    role."""
+    """List the calls that run the model of a generate call on its sequences. The list is empty if `call` is not a
+    generate call, or if its role is not in `roles`."""
     if call.kind is not Kind.GENERATE or (roles is not None and call.role not in roles):
         return []
     return [

@@ -1,4 +1,4 @@
-"""Flat buffers: the tensors of a parameter set as one rank holds them, back to back in one allocation."""
+"""Flat buffers: one rank's tensors of a parameter set, back to back in one allocation."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,8 @@ from realrl.layout.limits import bucket_count
 
 
 class FlatBuffer:
-    """Tensors stored back to back in `data` [N]; N is rounded up to `multiple_of`, and the padding stays zero."""
+    """Tensors stored back to back in `data` [N]; N is rounded up to a multiple of `multiple_of`, and the padding
+    stays zero."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class FlatBuffer:
         return self._offsets[name]
 
     def fused(self, *names: str) -> Tensor:
-        """View neighbouring tensors of equal trailing shape as one, stacked by rows. [sum of rows, ...]"""
+        """View neighbouring tensors of equal trailing shape as one tensor, stacked by rows. [sum of rows, ...]"""
         specs = [self._specs[name] for name in names]
         end = start = self._offsets[names[0]]
         for spec in specs:
@@ -95,10 +96,10 @@ class LocalSet:
 
 
 class Parameters:
-    """Tensors of several buffers, by name."""
+    """Tensors of several buffers, found by name."""
 
     def __init__(self, buffers: Mapping[str, FlatBuffer]) -> None:
-        """`buffers` by parameter set; no two of them hold the same tensor."""
+        """`buffers` maps each parameter set to its buffer. No two buffers hold the same tensor."""
         self._of = {tensor.name: buffer for buffer in buffers.values() for tensor in buffer.tensors}
         self.tensors: tuple[TensorSpec, ...] = tuple(t for b in buffers.values() for t in b.tensors)
 
@@ -110,7 +111,7 @@ class Parameters:
         return self._of[name][name]
 
     def fused(self, *names: str) -> Tensor:
-        """View neighbouring tensors of one set as one; see `FlatBuffer.fused`."""
+        """View neighbouring tensors of one set as one tensor; see `FlatBuffer.fused`."""
         buffer = self._of[names[0]]
         assert all(name in buffer for name in names), f"{names} are not all in one parameter set"
         return buffer.fused(*names)

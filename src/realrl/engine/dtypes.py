@@ -14,7 +14,7 @@ def find_torch_dtype(dtype: Dtype) -> torch.dtype:
 
 
 def find_set_dtype(parameter_set: str, dtype: torch.dtype) -> torch.dtype:
-    """Type that a parameter set is stored in; `dtype` is the type of the model's parameters."""
+    """Find the type in which a parameter set is stored; `dtype` is the type of the model's parameters."""
     return torch.uint8 if parameter_set == QUANTISED else dtype
 
 
@@ -28,7 +28,8 @@ def find_products(dtype: Dtype, device: torch.device, *, exact: bool = False) ->
     return Products(
         onednn=choice.onednn,
         bfloat16=dtype == "mixed",
-        # If the processor multiplies bfloat16 itself, a library uses that, and our packed kernel does not.
+        # If the processor has instructions for bfloat16 products, a library uses them, but our packed kernel does
+        # not.
         packed=choice.packed and not (choice.bfloat16 and dtype != "float32"),
         exact=exact,
     )

@@ -1,4 +1,4 @@
-"""Checks for numbers that are not finite, and the errors that they cause."""
+"""Checks that numbers are finite, and the errors to raise if they are not."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ class NotFiniteLogitsError(NotFiniteError):
     """Logits from which no token can be sampled."""
 
     def __init__(self, token: int, item: int) -> None:
-        """`token` counts from the end of the prompt, `item` within the step's batch; both from 0."""
+        """`token` is the index of the token after the prompt, `item` the index of the item in the step's batch.
+        Both start at 0."""
         super().__init__(token, item)
         self.token = token
         self.item = item
@@ -28,7 +29,7 @@ class NotFiniteLogitsError(NotFiniteError):
 
 
 def all_finite(values: Tensor) -> bool:
-    """Check for NaN and infinity without a temporary of the size of the input."""
+    """Check that no value is NaN or infinite, without a temporary tensor as large as the input."""
     if not values.numel():
         return True
     lowest, highest = torch.aminmax(values.detach())  # NaN if any value is

@@ -1,4 +1,4 @@
-"""Model of a role in one layout: flat parameters, inference, and the parts that training shares."""
+"""Model of a role in one layout: its flat parameters, inference, and methods that training also uses."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ from realrl.plan.placement import Mesh, Placement, Strategy
 
 
 class Model:
-    """Parameters of a role as this rank holds them, and its shard of the transformer on top of them."""
+    """This rank's parameters of a role, and the shard of the transformer that computes with them."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class Model:
         products: Products = PLAIN,
     ) -> None:
         """`rank` is global, `layout` describes the whole model, `groups` are the rank's groups under the layout's
-        placement. `temperature` divides logits before log-probabilities. `part` says which parameter sets exist and
-        are trained. `base` is the base set of another model with an equal layout, which may have more tensors, to
-        be shared."""
+        placement. `temperature` divides logits before log-probabilities. `part` determines which parameter sets
+        exist and are trained. `base` is the base set of another model, which this model shares. The two layouts
+        must be equal, but `base` may have more tensors."""
         self.layout = layout
         self.rank = rank
         self.groups = groups
@@ -69,11 +69,11 @@ class Model:
             else LocalSet(replace(layout, subset=of.tensors), rank, find_set_dtype(name, dtype), device)
             for name, of in sets.items()
         }
-        """By name, in storage order."""
+        """Parameter sets by name, in storage order."""
         self.parameters = Parameters({name: of.buffer for name, of in self.sets.items()})
         """The parameters that this rank stores."""
         self.gathered: GatheredParameters | None = None
-        """Under ZeRO-3, the parameters that this rank computes with, section by section."""
+        """Parameters that this rank gathers section by section to compute with them; None without ZeRO-3."""
         if layout.placement.strategy.shards_parameters:
             self.gathered = GatheredParameters(self.sets, self.shard, rank, groups.data)
         weights = self.parameters.fused if self.gathered is None else self.gathered.fused
@@ -81,11 +81,11 @@ class Model:
             self.shard, weights, groups.tensor, products, sequence_parallel=self.sequence_parallel
         )
         self.passes: ShardedPasses | None = None
-        """Passes with gathered parameters (ZeRO-3)."""
+        """Passes with gathered parameters; None without ZeRO-3."""
         if self.gathered is not None:
             self.passes = self.transformer.hooks = self.make_passes()
         self.counts = PassCounts(device)
-        """Work of this rank's part of the model."""
+        """Counts of the work that this rank does in a call."""
         self.pipeline = Pipeline(
             groups.pipeline,
             groups.reverse_pipeline,
@@ -95,12 +95,14 @@ class Model:
         )
 
     def make_passes(self) -> ShardedPasses:
-        """Make the passes of ranks that shard parameters and gradients, or only gradients."""
+        """Make the passes for ZeRO-3, which shards parameters and gradients, or for ZeRO-2, which shards only
+        gradients."""
         tied = self.transformer.ties_embeddings
         return ShardedPasses(self.shard, self.gathered, tied=tied)
 
     def agree_on_passes(self, count: int) -> int:
-        """Agree with data-parallel ranks on the number of micro-batches that all join: the largest."""
+        """Find the largest `count` of all data-parallel ranks. All of them then take part in this number of
+        passes."""
         found = torch.tensor(float(count), device=self.device)
         return int(self.groups.data.max(found))
 
@@ -132,7 +134,7 @@ class Model:
         """Compute this stage's hidden states of packed token rows.
 
         `received` are the hidden states of the previous stage, if there is one. With `recompute`, only the inputs
-        of layers are kept, and the backward pass computes layers again. `routing` chooses the experts of mixtures.
+        of layers are kept, and the backward pass recomputes the layers. `routing` chooses the experts of mixtures.
         """
         x = rows.values if received is None else received
         hidden: Tensor = self.transformer(x, packing, recompute=recompute, routing=routing)
@@ -151,7 +153,8 @@ class Model:
     ) -> ModelOutput:
         """Compute the outputs of the last stage from the hidden states of the rows.
 
-        Log-probabilities are also computed for `candidates` [T, k], or for the `likeliest` tokens in each place.
+        Log-probabilities are also computed for `candidates` [T, k], or for this many of the likeliest tokens at
+        each position, if `likeliest` is not 0.
         """
         if self.head == "scalar":
             values = self.transformer.compute_values(hidden, packing)
@@ -175,28 +178,29 @@ class Model:
         )
 
     def count_hidden_rows(self, tokens: int) -> int:
-        """Rows of hidden states that stages exchange for a number of tokens."""
+        """Count the rows of hidden states that stages exchange for a number of tokens."""
         return -(-tokens // self.shard.tp) if self.sequence_parallel else tokens
 
     def receive_activations(self, tokens: Sequence[int]) -> Iterator[Tensor | None]:
-        """Receive the previous stage's hidden states, per micro-batch; None on the first stage."""
+        """Yield the previous stage's hidden states for each micro-batch, or None on the first stage. `tokens` has
+        the size of each micro-batch."""
         if self.pipeline.first:
             return repeat(None, len(tokens))
         return prefetch_receives(self.pipeline.post_recv, map(self.count_hidden_rows, tokens))
 
     def receive_gradients(self, tokens: Sequence[int]) -> Iterator[Tensor | None]:
-        """Receive the gradients of the hidden states sent to the next stage; None on the last stage."""
+        """Yield the gradients of the hidden states sent to the next stage, or None on the last stage."""
         if self.pipeline.last:
             return repeat(None, len(tokens))
         return prefetch_receives(self.pipeline.post_recv_gradient, map(self.count_hidden_rows, tokens))
 
     def split_micro_batches(self, costs: Sequence[int], max_tokens: int) -> list[list[int]]:
-        """Split items into micro-batches of at most `max_tokens` tokens; a pipeline gets about two per stage or
-        more."""
+        """Split items into micro-batches of at most `max_tokens` tokens. A pipeline gets about two micro-batches
+        per stage, or more."""
         stages = self.groups.pipeline.size
         if stages == 1:
             return micro_batches(costs, max_tokens)
-        # Two as in the planner: `Efficiency.pass_chunks_per_stage`.
+        # The planner assumes two as well: `Efficiency.pass_chunks_per_stage`.
         return even_micro_batches(costs, max_tokens, stages=stages, per_stage=2)
 
     @torch.no_grad()
@@ -278,7 +282,7 @@ def make_unsharded_model(
     temperature: float = 1.0,
     products: Products = PLAIN,
 ) -> Model:
-    """Make a model that lies whole on one rank, outside a run."""
+    """Make a model that is whole on one rank, for use outside a run."""
     placement = Placement(Mesh(0, 1), Strategy())
     single = make_single_rank_group()
     groups = ParallelGroups(

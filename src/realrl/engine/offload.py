@@ -1,7 +1,7 @@
 """Offloading of tensors from device to host memory.
 
-Host memory has exactly the size that is needed: torch rounds pinned memory up to a power of two, so that 35 GB
-would take 64.
+Host memory is mapped here, in exactly the size that is needed. torch would round pinned memory up to a power of
+two, so that 35 GB would take 64 GB.
 """
 
 import ctypes
@@ -22,12 +22,12 @@ _PORTABLE = 1
 class PinnedMemory:
     """Host memory whose pages `lock` pins; they stay pinned as long as this object lives.
 
-    If CUDA refuses to pin pages, there is a warning: copies are then slower, and the host waits for them.
+    If CUDA refuses to pin pages, a warning appears. Copies are then slower, and the host waits for them.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         """`size` in bytes; `device` is one of the devices that copy from and to the memory."""
-        # Tensors in the mapping keep it alive.
+        # Tensors that use the mapping keep it alive.
         self._bytes = torch.frombuffer(mmap.mmap(-1, max(1, size)), dtype=torch.uint8)
         self._device = device
         self._mutex = threading.Lock()
@@ -36,8 +36,8 @@ class PinnedMemory:
     def lock(self) -> bool:
         """Pin the pages at the first call; return whether they are pinned.
 
-        This takes a second for 2 to 4 GB, because the system first fills the pages with zeros. Other threads that
-        call it meanwhile wait.
+        Pinning 2 to 4 GB takes a second, because the system first fills the pages with zeros. If another thread
+        calls `lock` meanwhile, it waits.
         """
         with self._mutex:
             if self._pinned is None:
@@ -47,14 +47,15 @@ class PinnedMemory:
             return self._pinned
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Make a tensor with the shape and type of `tensor` in this memory, which it fills."""
+        """Make a tensor with the shape and type of `tensor` that fills this memory."""
         return self._bytes[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def view_bytes(values: Tensor) -> memoryview:
     """View a contiguous tensor in host memory as bytes, which are valid as long as the tensor lives.
 
-    Not through numpy: torch cannot resize storage that numpy has seen, and so could not free it for offloading.
+    This avoids numpy, because torch cannot resize storage that numpy has seen, and offloading frees storage by
+    resizing it.
     """
     if not values.numel():
         return memoryview(b"")
@@ -108,7 +109,7 @@ def allocate(tensor: Tensor) -> None:
 
 
 class HostCopies:
-    """Copies of tensors in host memory, made at once: for devices that share the host's memory."""
+    """Copies of tensors in host memory, made synchronously, for devices that share the host's memory."""
 
     asynchronous = False
     """Whether copying runs while the device computes."""
@@ -118,12 +119,13 @@ class HostCopies:
         return [torch.empty_like(tensor) for tensor in tensors]
 
     def save(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Start to copy (tensor, host copy) pairs to the host; the tensors may be freed at once."""
+        """Start to copy each tensor of (tensor, host copy) pairs to the host. The tensors may be freed
+        immediately."""
         for tensor, host in pairs:
             host.copy_(tensor)
 
     def restore(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Start to copy (tensor, host copy) pairs to the device."""
+        """Start to copy each host copy of (tensor, host copy) pairs to the device."""
         for tensor, host in pairs:
             tensor.copy_(host)
 
@@ -189,10 +191,10 @@ class StreamCopies(HostCopies):
 
 
 class Offloadable:
-    """Tensors that move between device and host memory, each in one copy; their views stay valid.
+    """Tensors that move between device and host memory, with one host copy each; their views stay valid.
 
-    On a GPU, copies run while the device computes. Memory is freed once it has been copied. The next computation
-    waits for the tensors on the device, not on the host.
+    On a GPU, copies run while the device computes. Memory is freed once it has been copied. The device waits for
+    loaded tensors before its next computation; the host does not wait.
     """
 
     def __init__(
@@ -238,7 +240,7 @@ class Offloadable:
             self._host = self._copies.make(self._persistent)
 
     def offload(self, *, changed: bool = True) -> None:
-        """Move to host memory. If nothing has `changed` since the last load, nothing is copied."""
+        """Move the tensors to host memory. If they have not `changed` since the last load, nothing is copied."""
         assert self.resident, "offloaded already"
         if not self._host:
             self._host = self._copies.make(self._persistent)
@@ -256,7 +258,7 @@ class Offloadable:
             self._start_loading()
 
     def load(self) -> None:
-        """Move back to device memory."""
+        """Move the tensors back to device memory."""
         assert not self.resident, "loaded already"
         if not self._arriving:
             self._start_loading()

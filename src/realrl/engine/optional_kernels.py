@@ -26,7 +26,7 @@ REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     # Before 0.7.1, top-k's sums depend on the order in which blocks finish.
     "flashinfer": ("flashinfer-python>=0.7.1,<0.8",),
 }
-"""Packages of each extra."""
+"""Packages that each extra needs."""
 
 _FA4, _FA4_MODULE = "realrl-fa4", "realrl.model.gpu.flash_attention_4"
 _FA4_TORCH = Version("2.12")
@@ -47,7 +47,7 @@ def use_kernels(names: Collection[str], device: torch.device) -> Iterator[None]:
                 _check_fa4(device)
             try:
                 stack.enter_context(_SWITCHES[name](device))
-            except Exception as error:  # packages that fit each other badly fail in many ways
+            except Exception as error:  # incompatible packages fail in many ways
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                 raise _refuse(name, f"the package does not load ({reason})") from error
         yield
@@ -86,7 +86,8 @@ def check_heads(head_dims: Mapping[str, int], device: torch.device) -> None:
         return
     major, minor = torch.cuda.get_device_capability(device)
     for role, dims in head_dims.items():
-        # Other heads are padded, and torch's attention of padded sequences would use FlashAttention 4 too.
+        # Sequences with other heads are padded. torch's attention over padded sequences would also use
+        # FlashAttention 4.
         if dims % 8 or dims > _FA4_DIMS[major]:
             raise _refuse(
                 "fa4",

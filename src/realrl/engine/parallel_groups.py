@@ -13,8 +13,9 @@ class ParallelGroups:
     """Groups of one rank under a placement.
 
     `reverse_pipeline` has the ranks of `pipeline`, last stage first; on gloo it is a second connection, for
-    gradients and tokens that flow backwards. `embedding` is the first and the last stage of the pipeline, if this
-    rank is one of them (Megatron's embedding group, for tied embeddings). `mesh` has all ranks of the placement.
+    gradients and tokens that flow backwards. `embedding` has the ranks of the first and the last stage of the
+    pipeline, if this rank is one of them (Megatron's embedding group, for tied embeddings). `mesh` has all ranks of
+    the placement.
     """
 
     data: Group

@@ -13,7 +13,7 @@ _Span = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 class PassCounts:
-    """Counter of the micro-batches and decode steps of a call, as one rank executes them.
+    """Counter of the micro-batches and decode steps that one rank executes in a call.
 
     All counts are known on the host, so counting never waits for the device.
     """
@@ -51,7 +51,8 @@ class PassCounts:
 
     @contextmanager
     def prefill(self) -> Iterator[None]:
-        """Time the block, which prefills; on a GPU by events in its stream, without waiting for them."""
+        """Measure the time of the prefill that runs inside this context. On a GPU, events in its stream measure it,
+        without waiting."""
         if self._by_events:
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
@@ -65,5 +66,5 @@ class PassCounts:
 
     @property
     def prefill_seconds(self) -> float:
-        """Seconds of all `prefill` blocks; on a GPU valid once the stream has been waited for."""
+        """Total seconds of all prefills. On a GPU, the value is valid only after the stream has finished them."""
         return self._host_seconds + sum(start.elapsed_time(end) / 1000 for start, end in self._prefills)

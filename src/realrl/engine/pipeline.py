@@ -1,10 +1,10 @@
-"""Pipeline stages: their schedule, and the messages between them, by tags over gloo and in one order over NCCL.
+"""Pipeline stages: their schedule, and the messages between them. Gloo matches messages by tag, NCCL by order.
 
 Gloo holds a message back until its receive is posted, so receives are posted early. An NCCL receive is a kernel
-that spins until its message arrives. Work that waits for all kernels of the device (lazy loading of a module,
-memory that the allocator returns, a first connection) then waits for the message too. So on NCCL nothing is posted
-before it is needed. Stages never wait for each other in a circle, even if the host waited for the end of every
-operation.
+that spins until its message arrives. Some work waits for all kernels of the device: lazy loading of a module,
+memory that the allocator returns, a first connection. Such work would then wait for the message, too. So with NCCL
+nothing is posted before it is needed. Messages are ordered so that stages never wait for each other in a circle.
+This would hold even if the host waited for the end of every operation.
 """
 
 import json
@@ -35,8 +35,8 @@ class Action:
 def make_1f1b_schedule(stages: int, micro_batches: int) -> list[list[Action]]:
     """Make a 1F1B schedule (PipeDream-Flush, arXiv 2006.09503): the actions of each stage, in order.
 
-    After a warm-up, each stage alternates, so stage s never holds activations of more than `stages - s`
-    micro-batches.
+    After a warm-up, each stage alternates between forward and backward passes. So stage s never holds activations
+    of more than `stages - s` micro-batches.
     """
     schedule: list[list[Action]] = []
     for stage in range(stages):
@@ -119,7 +119,7 @@ class TaggedTransport:
         self.send(tensor, stage, tag)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing, because gloo's messages are never held back."""
 
     def finish(self) -> None:
         self._sends.wait()
@@ -132,26 +132,26 @@ class OrderedTransport:
     """Messages over NCCL, which delivers in the order of posting and whose operations occupy the device.
 
     A receive is posted when its tensor is waited for. Messages to an earlier stage are posted together with the
-    next receive, as one group of operations, which progress independently: the earlier stage may send before it
-    receives. Nothing computes in between, so nobody waits longer for them. All messages are in the stream of one
-    communicator, and tags are ignored.
+    next receive, as one group. Operations of a group progress independently, so the earlier stage may send before
+    it receives. This delays no message, because the stage computes nothing before its next receive. All messages
+    use the stream of one communicator, and tags are ignored.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._sends = Sends(group.size)
         self._held: list[tuple[Tensor, int]] = []
-        """Messages that are sent back with the next receive: (tensor, stage)."""
+        """Messages to earlier stages that are sent with the next receive: (tensor, stage)."""
         self._along: list[tuple[Tensor, int]] = []
-        """Messages that are sent with the next send."""
+        """Messages to later stages that are sent with the next send."""
 
     def post_recv(
         self, make_buffer: Callable[[], Tensor], stage: int, tag: int, *, followed: bool = False
     ) -> PendingRecv:
         """Prepare a receive; it is posted when it is waited for.
 
-        With `followed`, that stage sends another message before it receives, so messages back are posted with the
-        later receive.
+        With `followed`, the other stage sends another message before it receives. So messages that are held back
+        wait for a later receive.
         """
 
         def finish() -> Tensor:
@@ -193,8 +193,8 @@ class OrderedTransport:
 
     @staticmethod
     def _post(operations: list[dist.P2POp]) -> list[dist.Work]:
-        # Even a single operation is batched: otherwise torch would make a communicator for the pair, or warn
-        # for every group.
+        # Even a single operation is batched: otherwise torch would make a communicator for the pair, or warn about
+        # every group.
         works: list[dist.Work] = dist.batch_isend_irecv(operations)
         return works
 
@@ -203,7 +203,8 @@ Transport = TaggedTransport | OrderedTransport
 
 
 def needs_order(device: torch.device) -> bool:
-    """Check whether messages from a device go through NCCL, and so in one order and just in time."""
+    """Check whether messages from a device go through NCCL. They then need one order, and are posted only when they
+    are needed."""
     return device.type == "cuda"
 
 
@@ -211,7 +212,7 @@ _FORWARD, _BACKWARD, _TOKENS = 1, 2, 3  # tags of messages; NCCL ignores them
 
 
 class Pipeline:
-    """Messages of this rank's stage.
+    """Messages between this rank's stage and the other stages.
 
     Sends do not wait. Receives are requested in advance, so that gloo can post them early; NCCL posts each when it
     is waited for. Every stage must therefore wait for the messages of another stage in the order in which they are
@@ -248,14 +249,15 @@ class Pipeline:
     def post_recv(self, rows: int, *, followed: bool = False) -> PendingRecv:
         """Request the previous stage's activations. [rows, H]
 
-        With `followed`, that stage sends more before it receives tokens.
+        With `followed`, that stage sends another message before it receives tokens.
         """
         return self._transport.post_recv(
             lambda: self._empty_hidden(rows), self.group.index - 1, _FORWARD, followed=followed
         )
 
     def send(self, hidden: Tensor, *, followed: bool = False) -> None:
-        """Send activations to the next stage; if `followed`, more are sent before this stage receives tokens."""
+        """Send activations to the next stage; if `followed`, another message is sent before this stage receives
+        tokens."""
         activations = hidden.detach().contiguous()
         self._transport.send(activations, self.group.index + 1, _FORWARD, followed=followed)
 
@@ -290,9 +292,9 @@ class Pipeline:
     def broadcast_tokens(self, tokens: Tensor) -> None:
         """Send the sampled tokens from the last stage to all others. [B] int64
 
-        On NCCL the tokens go to the first stage, which passes them on along with its hidden states, as do the
-        others. Sent to each stage directly, they would occupy the last stage until all others reach their next
-        step.
+        With NCCL, the last stage sends the tokens only to the first stage. Each stage passes them on to the next,
+        together with its hidden states. Direct messages to all stages would occupy the last stage until every other
+        stage reaches its next step.
         """
         around = isinstance(self._transport, OrderedTransport) and not self.first
         for stage in range(1 if around else self.group.size - 1):
@@ -312,8 +314,8 @@ class Pipeline:
         return Metrics.from_plain(json.loads(message.cpu().numpy().tobytes()))
 
     def flush(self) -> None:
-        """Send the messages that wait for the next one: other stages need them, and there will be no next one
-        soon."""
+        """Send the messages that are held back. Other stages need them now, and the next message of this stage may
+        come much later."""
         self._transport.flush()
 
     def wait_sends(self) -> None:

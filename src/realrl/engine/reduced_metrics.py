@@ -25,8 +25,8 @@ class DifferentMetricsError(Exception):
 def reduce_metrics(metrics: Metrics, group: Group, device: torch.device, *, idle: bool = False) -> None:
     """All-reduce metrics over a group, in place.
 
-    An `idle` rank has no metrics and does not learn those of the others. Raises DifferentMetricsError on every rank
-    unless all others have the same names in the same order.
+    An `idle` rank has no metrics, and does not receive those of other ranks. Raises DifferentMetricsError on every
+    rank unless all others have the same names in the same order.
     """
     if group.size == 1:
         return

@@ -17,7 +17,8 @@ _NO_TOKEN = -1
 
 @dataclass(frozen=True, eq=False)
 class SampledItems:
-    """Items with sampled sequences and the experts chosen for them, in host memory, which has room."""
+    """Items with sampled sequences and the experts chosen for them, in host memory, which has more room than a
+    GPU."""
 
     batch: Batch
     """Sequences and experts of all items."""
@@ -37,20 +38,20 @@ class SampledItems:
         return tuple(made.experts for made in self.replays if made is not None)
 
     def select(self, positions: Sequence[int]) -> "SampledItems":
-        """Select items by their positions among these."""
+        """Select items by their positions among the selected items."""
         return replace(self, positions=[self.positions[i] for i in positions])
 
     def make_routing(self, shard: Shard, rows: Ragged, packing: Packing) -> Routing:
-        """Make the routing of the rows that a method has selected, equally many for each item.
+        """Make the routing of the rows that a method has selected; each item has equally many rows.
 
-        The recorded experts are replayed for the longest prefix of a row that matches its sampled sequence; the
-        rest is routed normally. The j-th row of an item matches the j-th replay.
+        The recorded experts are replayed for the longest prefix of a row that matches its sampled sequence; later
+        tokens are routed normally. The j-th row of an item uses the j-th replay.
         """
         if not any(self.replays):
             return LIKELIEST
         tokens, experts = self._pack(rows.lengths, shard)
         tokens, experts = copy_to_device((tokens, experts), rows.values.device)
-        # From the first difference of a row on, more tokens differ than before its start.
+        # From a row's first difference on, the running count of differences is higher than before the row.
         differs = tokens != rows.values
         count = differs.cumsum(0)
         starts = torch.arange(len(tokens), device=tokens.device) - packing.positions

@@ -43,7 +43,8 @@ def group_by_section(shard: Shard, tensors: tuple[LocalTensor, ...]) -> dict[Sec
 
 
 class SectionBuffer:
-    """All rows of a section of a parameter set; each parameter is padded to equal rows for data-parallel ranks.
+    """All rows of a section of a parameter set. Each parameter is padded, so that data-parallel ranks have equal
+    parts of it.
 
     The buffer has memory only while it is in use.
     """
@@ -73,7 +74,8 @@ class SectionBuffer:
         free(self.buffer.data)
 
     def fused(self, *names: str) -> Tensor:
-        """View neighbouring tensors as one (`FlatBuffer.fused`), with values while the section has memory."""
+        """View neighbouring tensors as one tensor (`FlatBuffer.fused`). It has values only while the section has
+        memory."""
         if self.resident:
             return self.buffer.fused(*names)
         self.allocate()  # torch makes views only of allocated memory
@@ -84,7 +86,8 @@ class SectionBuffer:
     def view_stack(self, names: Sequence[str]) -> Tensor:
         """View the rows of a parameter, padding included, as a flat tensor that autograd does not track.
 
-        Autograd must not see these writes: they restore the values that tensors saved for the backward pass had.
+        Autograd must not see writes to it. They only restore the values of tensors that are saved for the backward
+        pass.
         """
         return self.buffer.fused(*names, _name_padding(names[0])).view(-1).data
 
@@ -94,10 +97,11 @@ def _name_padding(first: str) -> str:
 
 
 class GatheredParameters:
-    """Parameters of a stage under ZeRO-3; a section has memory from its gathering until it is freed."""
+    """Parameters of a stage under ZeRO-3. A section has memory from the time it is gathered until it is freed."""
 
     def __init__(self, sets: Mapping[str, LocalSet], shard: Shard, rank: int, group: Group) -> None:
-        """`sets` are a model's parameter sets as this global rank stores them, `group` its data-parallel ranks."""
+        """`sets` has this rank's part of each parameter set of a model. `rank` is global; `group` has its
+        data-parallel ranks."""
         self._group = group
         self._sections: dict[Section, list[tuple[SectionBuffer, LocalSet]]] = {}
         self._of: dict[str, SectionBuffer] = {}
@@ -110,7 +114,7 @@ class GatheredParameters:
         self._arriving: dict[Section, list[dist.Work | None]] = {}
 
     def fused(self, *names: str) -> Tensor:
-        """View all rows of neighbouring tensors as one; the view has values while their section is gathered."""
+        """View all rows of neighbouring tensors as one tensor, which has values while their section is gathered."""
         return self._of[names[0]].fused(*names)
 
     def start(self, section: Section) -> None:
@@ -154,7 +158,8 @@ class GatheredParameters:
 
 @dataclass(frozen=True, eq=False)
 class _Reduction:
-    """Reduce-scatter of a section in progress: the buffers for its sums, and the rows that these are added to."""
+    """Reduce-scatter of a section in progress: the buffers for its sums, and the rows to which the sums are
+    added."""
 
     section: SectionBuffer
     works: list[dist.Work | None]
@@ -172,8 +177,9 @@ class SectionGradients:
     def __init__(
         self, updated: LocalSet, shard: Shard, rank: int, group: Group, complete: Callable[[FlatBuffer], None]
     ) -> None:
-        """`updated` has the rows that this global rank updates. `complete(buffer)` is called after a section's
-        backward pass with its gradients of all rows; it sums gradients that TP ranks hold in part."""
+        """`updated` has the rows that this rank updates; `rank` is global. `complete(buffer)` is called after a
+        section's backward pass, with the gradients of all rows of the section. It sums gradients of which each TP
+        rank has only a part."""
         self._group, self._complete = group, complete
         device = updated.buffer.data.device
         multiple = updated.buffer.buckets
@@ -185,7 +191,7 @@ class SectionGradients:
             for section in reversed(list_sections(shard))
             if section in whole
         }
-        """In the order of reduction."""
+        """Gradients of all rows of each section, in the order of reduction."""
         self._waiting: deque[Section] = deque()
         self._under_way: _Reduction | None = None
 
@@ -195,7 +201,7 @@ class SectionGradients:
         return tuple(self._sections)
 
     def fused(self, *names: str) -> Tensor:
-        """View the gradients of neighbouring tensors, all rows, as one."""
+        """View the gradients of all rows of neighbouring tensors as one tensor."""
         found = next(section for section in self._sections.values() if names[0] in section.buffer)
         return found.fused(*names)
 
@@ -210,7 +216,7 @@ class SectionGradients:
             found.buffer.data.zero_()
 
     def reduce(self, section: Section) -> None:
-        """Start to sum a section's gradients, which are complete, over data-parallel ranks."""
+        """Start to sum a section's complete gradients over data-parallel ranks."""
         if section not in self._sections:
             return
         assert self._waiting and self._waiting[0] == section, f"{section} is not next in {self._waiting}"
@@ -229,7 +235,7 @@ class SectionGradients:
         self._under_way = _Reduction(found, works, sums, rows)
 
     def finish_pass(self) -> None:
-        """End a backward pass: wait until its gradients are in the rows of all ranks."""
+        """End a backward pass: wait until its gradients are summed and added to the rows of each rank."""
         while self._waiting:
             self.reduce(self._waiting[0])
         self._finish_reduction()
@@ -250,10 +256,10 @@ class SectionGradients:
 class ShardedPasses(SectionHooks):
     """Hooks that gather the parameters of a section, and of the next section while this one computes.
 
-    Parameters are freed after their section, gathered again for its backward pass, and freed after that; then the
-    section's gradients are reduced. The head's parameters stay from its forward to its backward pass, which follows
-    immediately. A rank with fewer micro-batches than others runs idle passes: it joins the collectives and computes
-    nothing.
+    Parameters are freed after the forward pass of their section, and gathered again for its backward pass. After
+    the backward pass, the section's gradients are reduced and its parameters are freed. The head's parameters stay
+    from its forward to its backward pass, which follows immediately. A rank with fewer micro-batches than others
+    runs idle passes: it joins the collectives and computes nothing.
     """
 
     def __init__(self, shard: Shard, gathered: GatheredParameters | None, *, tied: bool) -> None:
@@ -266,7 +272,7 @@ class ShardedPasses(SectionHooks):
         """Layers that gradients flow through."""
 
     def train(self, gradients: SectionGradients, layers: range) -> None:
-        """Reduce gradients in backward passes; they flow through these layers of the stage."""
+        """Make backward passes reduce `gradients`. Gradients flow through these `layers` of the stage."""
         self._gradients, self._backward = gradients, layers
 
     def enter(self, section: Section, x: Tensor) -> Tensor:
@@ -296,13 +302,13 @@ class ShardedPasses(SectionHooks):
             self._gathered.start(self._backward[-1])
 
     def finish_backward(self) -> None:
-        """End a backward pass: gradients are in the rows of all ranks, and gathered parameters are freed."""
+        """End a backward pass: finish the sums of gradients, and free gathered parameters."""
         assert self._gradients is not None, "only training has backward passes"
         self._gradients.finish_pass()
         self.release()
 
     def idle_forward(self, *, last: bool) -> None:
-        """Join a forward pass of other ranks; `last` if no backward pass follows."""
+        """Join a forward pass of other ranks; `last` means that no backward pass follows."""
         nothing = torch.empty(0)
         for section in self._sections:
             self.enter(section, nothing)
@@ -322,7 +328,7 @@ class ShardedPasses(SectionHooks):
         self.finish_backward()
 
     def _begin_backward(self, section: Section) -> None:
-        """Prepare the backward pass of a section; the embedding's needs no parameters."""
+        """Prepare the backward pass of a section; the embedding's backward pass needs no parameters."""
         if self._gradients is None:  # a backward pass outside training
             self._gather(section)
             return
@@ -349,7 +355,7 @@ class ShardedPasses(SectionHooks):
                 self._gathered.free(needed)
 
     def _list_needed(self, section: Section) -> tuple[Section, ...]:
-        """Sections whose parameters a section needs."""
+        """List the sections whose parameters a section needs."""
         return ("head", "embedding") if section == "head" and self._tied else (section,)
 
 

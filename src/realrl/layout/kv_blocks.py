@@ -1,43 +1,44 @@
-"""Sizes of the paged KV cache. The engine allocates and schedules by them, and the planner counts with them.
+"""Sizes of the paged KV cache. The engine uses them to allocate and to schedule, and the planner uses them for its
+estimates.
 
 A row is a prompt with its continuation. Its keys and values are in two segments of blocks. The first holds the
-prompt without its last token, and all rows of the prompt share it. The second is the row's own. It starts in a new
-block with the last token of the prompt, because that token is the first input of a decode step. The last block of
-a segment may be partly filled.
+prompt without its last token, and all rows of the prompt share it. The second belongs to the row alone. It starts
+in a new block with the last token of the prompt, because that token is the first input of a decode step. The last
+block of a segment may be partly filled.
 """
 
 from dataclasses import dataclass
 from math import ceil
 
 BLOCK_TOKENS = 16
-"""Tokens per block, as in vLLM. On average half a block is lost per segment, and the scores of a block fill a
-vector."""
+"""Tokens per block, as in vLLM. On average, half a block per segment stays empty. The attention scores of a block
+fill one vector of a CPU kernel."""
 MAX_DECODE_ROWS = 512
 """Maximum rows in a decode batch. More would take memory for logits without making matrix products more
 efficient."""
 GPU_STEPS = 16
-"""Decode steps on a GPU between two looks of the host at the tokens. A look at every step would leave the device
-idle."""
+"""Number of decode steps that a GPU runs before the host reads their tokens. Reading the tokens of every step would
+leave the GPU idle."""
 REPLACED_TOGETHER = 8
-"""Finished rows are replaced once one in this many rows of a batch has ended. Prefilling fewer costs nearly as
-much."""
+"""Finished rows are replaced once one in this many rows of a batch has finished. A prefill of fewer rows costs
+nearly as much."""
 EXPECTED_SHARE = 0.5
 """Expected length of a continuation, as a fraction of the longest, when rows are admitted.
 
-If all rows take more, the youngest are preempted and prefilled again later. That costs less than the decode steps
-that are saved by larger batches.
+If rows become longer, the youngest rows are preempted and prefilled again later. This costs less than the decode
+steps that larger batches save.
 """
 CPU_PREFILL_TOKENS = 4096
-"""Prompt tokens in a forward pass on a CPU; one longer prompt may exceed it. Activations of this many stay in the
-caches."""
+"""Prompt tokens in a forward pass on a CPU; a single longer prompt may exceed this number. The activations of this
+many tokens stay in the caches."""
 GPU_PREFILL_TOKENS = 16384
 """Prompt tokens in a forward pass on a GPU, enough for matrix products at full speed."""
 
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Blocks of a paged KV cache on one rank, and rows that are decoded with it at a time, in all decode
-    batches."""
+    """Blocks of a paged KV cache on one rank, and the number of rows that all decode batches together decode with
+    it at a time."""
 
     blocks: int
     rows: int
@@ -62,8 +63,9 @@ def size_cache(
 ) -> CacheSize:
     """Size the cache of a generate call that may hold `capacity` tokens.
 
-    `prompt_blocks` counts the blocks of all prompts. `longest_prompt` is in tokens. `rows` are continued by at
-    most `new_tokens` each. The cache holds at least the longest row, and at most all rows.
+    `prompt_blocks` counts the blocks of all prompts. `longest_prompt` is in tokens. `rows` is the number of rows;
+    each is continued by at most `new_tokens` tokens. The cache holds at least the longest row, and at most all
+    rows.
     """
     own = count_blocks(new_tokens)
     everything = ceil(prompt_blocks) + rows * own
@@ -75,8 +77,7 @@ def size_cache(
 
 
 def pad_rows(rows: int) -> int:
-    """Round up to a batch size for which a GPU has a graph of its own; above 64 rows that adds at most an
-    eighth."""
+    """Round up to a batch size for which a GPU captures a graph. Above 64 rows, this adds at most an eighth."""
     if rows <= 8:
         return 1 << max(0, rows - 1).bit_length()
     granularity = max(8, 1 << ((rows - 1).bit_length() - 3))
@@ -89,7 +90,7 @@ def count_graphs(rows: int) -> int:
 
 
 def count_steps_per_look(*, cpu: bool) -> int:
-    """Count the decode steps between two looks of the host at the tokens."""
+    """Find the number of decode steps after which the host reads the tokens."""
     return 1 if cpu else GPU_STEPS
 
 

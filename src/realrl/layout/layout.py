@@ -16,7 +16,8 @@ from realrl.plan.placement import Placement
 
 @dataclass(frozen=True)
 class Layout:
-    """A model under a placement. `build_layout` makes one and checks that the two fit together."""
+    """A model under a placement. `build_layout` makes a layout, and checks that model and placement fit
+    together."""
 
     shape: ModelShape
     head: Head
@@ -26,7 +27,8 @@ class Layout:
     _known: dict[tuple[bool, tuple[int, ...]], tuple[LocalTensor, ...]] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
-    """Tensors that ranks compute with (False) or store (True), by the coordinates on the axes that decide them."""
+    """Tensors that ranks compute with (False) or store (True), found by a rank's coordinates on the axes that
+    determine them."""
 
     def tensors(self, rank: int) -> tuple[LocalTensor, ...]:
         """List the tensors that a global rank stores, in storage order; none for a rank outside the mesh."""
@@ -42,8 +44,8 @@ class Layout:
         return self._known[key]
 
     def gathered_tensors(self, rank: int) -> tuple[LocalTensor, ...]:
-        """List the tensors that a global rank computes with. They differ from `tensors` only under ZeRO-3: they
-        have all rows."""
+        """List the tensors that a global rank computes with. They differ from `tensors` only under ZeRO-3, which
+        stores only some rows of them on each rank."""
         placement = self.placement
         if rank not in placement.ranks:
             return ()

@@ -1,5 +1,5 @@
-"""How much is computed, sent or kept at a time. The engine works by these sizes, and the planner counts with
-them."""
+"""Limits of how much is computed, sent or kept at a time. The engine obeys these limits, and the planner uses them
+for its estimates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ GATHER_STAGES = 4
 
 An update reads and writes 34 bytes of device memory per parameter of a rank's part. An all-gather receives 2 bytes
 per parameter of all parts, over links that are several times slower. With four groups, at most a quarter of the
-shorter one is not hidden, and the host launches four updates rather than one per bucket.
+shorter of update and all-gather is not hidden. The host launches only four updates rather than one per bucket.
 """
 
 CPU_LOGITS = 2**20
@@ -22,8 +22,8 @@ CPU_KEPT_LOGITS = 2**24
 """Log-probabilities of a micro-batch that are kept for the backward pass on a CPU: 64 MiB. If there are more,
 logits are computed again."""
 GPU_LOGITS = 2**28
-"""Maximum logits computed at a time on a GPU: 1 GiB of float32. Each chunk reads and writes the gradient of the
-whole table; with chunks of this size that takes less time than the matrix products."""
+"""Maximum logits computed at a time on a GPU: 1 GiB of float32. For each chunk, the gradient of the whole embedding
+table is read and written. With chunks of this size, this takes less time than the matrix products."""
 GPU_LOGIT_ROWS = 128
 """Logit rows on a GPU come in multiples of 128, the height of the tiles of its matrix products."""
 
@@ -31,11 +31,12 @@ GPU_SCORES = 2**24
 """Attention scores computed at a time on a GPU if no kernel supports a layer's options: 64 MiB of float32."""
 
 KERNEL_ELEMENTS = 2**13
-"""Elements of an operand that a CPU thread handles at a time in an elementwise kernel. They stay in its first
-cache with the other operands, and work divides well among threads."""
+"""Elements of an operand that a CPU thread handles at a time in an elementwise kernel. They stay in the thread's
+first-level cache, together with the other operands. The work divides well among threads."""
 
 LANES = 16
-"""Numbers per vector in compiled CPU kernels; weights that the kernels multiply by are packed in this many rows."""
+"""Numbers per vector in compiled CPU kernels; weights that the kernels multiply by are packed in panels of this
+many rows."""
 
 ADDED_ELEMENTS = 2**20
 """Elements of a matrix's gradient that are computed at a time if the product cannot add to existing values."""
@@ -44,8 +45,8 @@ CPU_WIDENED = 2**18
 """Numbers of a quantised matrix that are widened at a time on a CPU; this many fit its caches."""
 
 SENDS_PER_STAGE = 4
-"""Messages that a pipeline stage may have in flight, per stage of the pipeline. Older messages have surely
-arrived, so their buffers are freed."""
+"""Messages that a pipeline stage may have in flight, per stage of the pipeline. If there are more, the stage waits
+for the oldest message, which has very likely arrived, and frees its buffer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +60,12 @@ class MessageLimits:
     posted_messages: int
     """Messages that are posted at a time, as one group of operations."""
     posted_groups: int
-    """Groups that may be in flight."""
+    """Number of groups that may be in flight."""
     staged_messages: int
     """Nothing more is posted while more packed messages than this are in flight."""
     one_per_peer: bool
-    """Whether a group has at most one message to and one from each peer: the n-th of each."""
+    """Whether a group has at most one message to each peer and one from each peer. Each of them is then the n-th
+    message between its two ranks."""
 
     @property
     def staging_buffers(self) -> int:
@@ -72,7 +74,7 @@ class MessageLimits:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of those buffers."""
+        """Bytes of the staging buffers."""
         return self.staging_buffers * self.message_bytes
 
 
@@ -94,11 +96,12 @@ GPU_MESSAGES = MessageLimits(
     staged_messages=0,
     one_per_peer=True,
 )
-"""Messages over NCCL. The host takes tens of microseconds to post one; meanwhile NVLink moves more than 8 MiB.
+"""Messages over NCCL. The host takes tens of microseconds to post a message; NVLink moves more than 8 MiB in this
+time.
 
-Groups of a communicator run one after the other, so that more of them in flight would not overlap. NCCL's kernels
-work through large groups by the distance of peers. A group with only the n-th message of each peer has the order
-of messages anyway.
+Groups of a communicator run one after the other, so more groups in flight would not overlap. NCCL's kernels process
+a large group in the order of the distance between peers. If a group has only the n-th message of each peer, the
+messages are in this order anyway.
 """
 
 
@@ -108,19 +111,20 @@ def bucket_count(elements: int) -> int:
 
 
 def count_logit_rows(columns: int, *, cpu: bool) -> int:
-    """Count the rows of logits in a chunk, which is computed at a time; each row has `columns` logits."""
+    """Count the rows in a chunk of logits that is computed at a time; each row has `columns` logits."""
     if cpu:
         return max(1, CPU_LOGITS // columns)
     return max(1, GPU_LOGITS // columns // GPU_LOGIT_ROWS) * GPU_LOGIT_ROWS
 
 
 def count_kept_logit_rows(columns: int, *, cpu: bool) -> int:
-    """Count the rows of the largest micro-batch that keeps its logits for the backward pass; on a GPU one chunk."""
+    """Count the rows of the largest micro-batch that keeps its logits for the backward pass. On a GPU, this is one
+    chunk."""
     return CPU_KEPT_LOGITS // columns if cpu else count_logit_rows(columns, cpu=False)
 
 
 def message_limits(*, cpu: bool) -> MessageLimits:
-    """Message limits of a reallocation, by the kind of devices."""
+    """Find the message limits of a reallocation between CPU processes or between GPUs."""
     return CPU_MESSAGES if cpu else GPU_MESSAGES
 
 

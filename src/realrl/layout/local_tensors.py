@@ -14,8 +14,8 @@ from realrl.layout.region import Region
 class LocalTensor:
     """A tensor as one rank stores it.
 
-    `shape` is allocated. `region` is the part of the global tensor that fills it from the first row on, with the
-    same number of columns. It has fewer rows only if a vocabulary or a ZeRO-3 shard is padded.
+    `shape` is the allocated shape. `region` is the part of the global tensor that fills it from the first row on,
+    with the same number of columns. It has fewer rows only if a vocabulary or a ZeRO-3 shard is padded.
     """
 
     spec: TensorSpec
@@ -42,8 +42,8 @@ class LocalTensor:
 
 
 def local_tensor(shape: ModelShape, spec: TensorSpec, parts: int, index: int) -> LocalTensor:
-    """Compute part `index` of the `parts` that the axis of a tensor's partition makes; without a partition, all of
-    it. Tensors are cut as in Megatron-LM (arXiv 1909.08053)."""
+    """Compute part `index` of a tensor that its partition divides into `parts`. A tensor without a partition is a
+    single part. Tensors are cut as in Megatron-LM (arXiv 1909.08053)."""
     offset, size = [0] * len(spec.shape), list(spec.shape)
     stored = list(spec.shape)
     if spec.partition is not None:
@@ -58,14 +58,14 @@ def local_tensor(shape: ModelShape, spec: TensorSpec, parts: int, index: int) ->
 
 def count_shard_rows(stack: Sequence[LocalTensor], parts: int) -> int:
     """Count the rows that each data-parallel rank stores of a parameter, whose tensors are stacked by rows. All
-    ranks store the same number, so that collectives put them back to back; the last ranks may have padding."""
+    ranks store the same number, so that collectives can concatenate them; the last ranks may have padding."""
     return -(-sum(tensor.shape[0] for tensor in stack) // parts)
 
 
 def cut_rows(stack: Sequence[LocalTensor], parts: int, index: int) -> tuple[LocalTensor, ...]:
     """Cut out the rows that data-parallel rank `index` stores of a parameter, whose tensors are stacked by rows.
 
-    The rows are consecutive in the stack, so that they are a box of each tensor, which may be empty. Padding is at
+    The rows are consecutive in the stack, so they form one box of each tensor; this box may be empty. Padding is at
     the end.
     """
     height = count_shard_rows(stack, parts)

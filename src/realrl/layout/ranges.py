@@ -39,7 +39,7 @@ def vocabulary(shape: ModelShape, tp: int, t: int) -> range:
 
 
 def find_elements(shape: ModelShape, units: Units, tp: int, t: int) -> range:
-    """Find the elements that TP rank `t` holds along a dim that is divided in these units."""
+    """Find the elements that TP rank `t` holds along a dim that is divided in `units`."""
     match units:
         case Units.VOCABULARY:
             return vocabulary(shape, tp, t)
@@ -59,8 +59,9 @@ def _scaled(part: range, width: int) -> range:
 
 @cache
 def stage_layers(layers: int, pp: int) -> tuple[range, ...]:
-    """Divide layers among pipeline stages: consecutive layers, sizes that differ by at most one. Larger stages are
-    in the middle, because the first stage also holds the embedding and the last one the head."""
+    """Divide layers among pipeline stages. Each stage gets consecutive layers, and their numbers differ by at most
+    one between stages. Larger stages are in the middle, because the first stage also holds the embedding and the
+    last one the head."""
     if pp > layers:
         raise UserError(f"pp={pp} is more pipeline stages than the model has layers ({layers})")
     size, larger = divmod(layers, pp)

@@ -10,8 +10,8 @@ from realrl.families.shape import Head, ModelShape
 from realrl.families.tensors import TensorSpec
 
 BASE, TUNED, QUANTISED = "base", "tuned", "quantised"
-"""`base`: every role has it. `tuned`: what training updates of a role that is trained in part. `quantised`:
-quantised matrices and their scales, as bytes."""
+"""Every role has a `base` set. A `tuned` set has the tensors that training updates if a role is trained only in
+part. A `quantised` set has quantised matrices and their scales, as bytes."""
 
 
 def element_width(parameter_set: str, width: int) -> int:
@@ -25,7 +25,8 @@ class TrainablePart:
     untied head always belong to it."""
 
     last_layers: int | None = None
-    """Number of decoder layers that are trained, counted from the last, without the embeddings; None for all."""
+    """Number of decoder layers that are trained, counted from the last; the embeddings are then frozen. None trains
+    all layers."""
     freeze_embeddings: bool = False
     """Whether the embedding table is frozen, and with it a tied head."""
     adapters: bool = False
@@ -64,7 +65,7 @@ class ParameterSet:
 
     tensors: tuple[TensorSpec, ...]
     trainable: bool
-    """Whether training updates them, so that they have gradients and optimizer state."""
+    """Whether training updates the tensors, so that they have gradients and optimizer state."""
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -76,8 +77,8 @@ class ParameterSet:
 def build_parameter_sets(
     shape: ModelShape, head: Head, part: TrainablePart = WHOLE, *, trained: bool
 ) -> Mapping[str, ParameterSet]:
-    """Divide a role's tensors into its sets, by name, in storage order. `part` applies even to a role that is not
-    `trained`, because it may follow a role that is trained in part."""
+    """Divide a role's tensors into parameter sets. Returns the sets by name, in storage order. `part` applies even
+    to a role that is not `trained`, because it may follow a role that is trained in part."""
     assert part.quantised == (shape.quantised is not None), (
         "a quantised model has a set for what is quantised"
     )

@@ -79,8 +79,8 @@ class Shard:
 
     @cached_property
     def uneven_groups(self) -> tuple[int, ...] | None:
-        """Local key/value head that each local query head reads, if the groups are uneven; None if they are
-        even."""
+        """Index of the local key/value head that each local query head reads; None if all key/value heads serve
+        equally many query heads."""
         group = self.shape.heads // self.shape.kv_heads
         reads = tuple(head // group - self.keys.start for head in self.queries)
         per_key, rest = divmod(len(reads), len(self.keys))

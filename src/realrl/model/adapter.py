@@ -25,7 +25,8 @@ from realrl.model.group import Group
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """Adapter of a matrix as one rank holds it: of all rows, or of some blocks of rows with an A each."""
+    """One rank's part of the adapter of a matrix. It adapts all rows, or some blocks of rows, each with an A of its
+    own."""
 
     weight: Tensor
     """The frozen matrix. [M, K]"""
@@ -73,7 +74,8 @@ class Adapter:
     def compute_norms(self) -> Tensor:
         """Compute the norms of the adapted rows of weight + scale * B A. -> [rows of all blocks] float32
 
-        The sum is never formed. For rows w and b, |w + s b A|² = |w|² + 2 s (w Aᵀ) b + s² b (A Aᵀ) b.
+        The sum of the two matrices is never computed. For rows w and b, |w + s b A|² = |w|² + 2 s (w Aᵀ) b + s² b
+        (A Aᵀ) b.
         """
         squares = []
         for number, (block, b) in enumerate(zip(self.blocks, self._split_b(), strict=True)):
@@ -160,8 +162,8 @@ def make_adapters(
 ) -> dict[int, Adapter]:
     """Register the adapters' parameters in a layer, and return its adapters, keyed by the `id` of their matrix.
 
-    `tensors` lists the tensors that each matrix is stacked from; `weights(name)` returns this rank's rows of one;
-    `parameter` returns an adapter's tensor, or None if this rank has none.
+    `tensors` lists the tensors that each matrix is stacked from; `weights(name)` returns this rank's rows of a
+    tensor. `parameter` returns an adapter's tensor, or None if this rank does not have it.
     """
     found = {}
     for matrix, parts in tensors.items():

@@ -69,7 +69,8 @@ def _attend_padded(qkv: Tensor, padded: PaddedHeads, rule: AttentionRule) -> Ten
             bucket.length,
             qkv.shape[1] // (padded.heads + 2 * padded.kv_heads),
         )
-        # In float32 only the kernel that keeps all scores in memory takes grouped heads.
+        # In float32, only the kernel that keeps all scores in memory takes grouped heads, so heads are repeated
+        # here.
         q, k, v = next(parts), next(parts), next(parts)
         q, k, v = q.view(shape), *(x.view(shape).repeat_interleave(group, 1) for x in (k, v))
         of_bucket = rule.within(bucket.length)
@@ -84,7 +85,7 @@ def _attend_padded(qkv: Tensor, padded: PaddedHeads, rule: AttentionRule) -> Ten
 
 @dataclass(frozen=True, eq=False)
 class _Attention:
-    """What attention depends on apart from its tensors."""
+    """Everything that attention depends on, except its tensors."""
 
     packing: Packing
     heads: int
@@ -142,7 +143,7 @@ def load_packed_attention() -> tuple[Callable[..., Tensor], dict[str, Any]]:
 def _has_varlen_kernel(qkv: Tensor, dim: int) -> bool:
     """Check whether the flash kernel for packed sequences supports these heads; other inputs are padded.
 
-    It needs half precision, a multiple of 8 dims up to 256, and compute capability 8.0 (Ampere).
+    It needs half precision, a multiple of 8 dims up to 256, and compute capability 8.0 (Ampere) or higher.
     """
     if qkv.dtype == torch.float32 or dim % 8 or dim > 256:
         return False

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 _EVERYTHING = 1 << 24
-"""Window of a layer without one: longer than any sequence, and exact in float32."""
+"""Window that stands for no window: longer than any sequence, and exact in float32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,7 +15,7 @@ class AttentionRule:
     """How a layer turns scores into attention weights."""
 
     window: int | None = None
-    """Tokens that a token sees, itself included; None for all earlier tokens."""
+    """Number of tokens that a token sees, itself included; None if it sees all earlier tokens."""
     cap: float | None = None
     """Scores x become cap * tanh(x / cap); None leaves scores unchanged."""
     sinks: Tensor | None = None
@@ -31,13 +31,14 @@ class AttentionRule:
         return self.cap is not None or self.sinks is not None
 
     def within(self, length: int) -> "AttentionRule":
-        """Return an equal rule for sequences of up to `length` tokens: a window that hides nothing is dropped."""
+        """Return an equivalent rule for sequences of up to `length` tokens: a window that hides nothing is
+        dropped."""
         hides = self.window is not None and self.window < length
         return self if hides or self.window is None else replace(self, window=None)
 
     @property
     def bounds(self) -> tuple[int, float]:
-        """Window and cap as kernels take them: a huge window for none, 0 for no cap."""
+        """Window and cap as kernels take them: a huge window stands for no window, 0 for no cap."""
         return self.window or _EVERYTHING, self.cap or 0.0
 
     def for_kernel(self, heads: int) -> tuple[int, float, Tensor]:

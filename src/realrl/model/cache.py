@@ -1,7 +1,8 @@
 """Paged KV cache: keys and values of sequences that are being generated, in blocks of one pool.
 
-A row's sequence lies in two segments of blocks (`layout.kv_blocks`): its prompt's, which all rows of the prompt
-share, and its own. Block tables say where. The cache itself does not know its rows.
+A row's sequence lies in two segments of blocks (`layout.kv_blocks`): one holds the prompt, and all rows of the
+prompt share it; the other belongs to the row. Block tables list the blocks of each segment. The cache itself does
+not know the rows.
 """
 
 import torch
@@ -33,7 +34,7 @@ class PagedCache:
         experts: int = 0,
     ) -> None:
         """`experts` is the number of experts per token to record in each layer; 0 records none."""
-        pool = (layers, size.blocks + 1, kv_heads)  # and the scratch block
+        pool = (layers, size.blocks + 1, kv_heads)  # one more block: the scratch block
         if device.type == "cpu":
             width = -(-head_dim // BLOCK_TOKENS) * BLOCK_TOKENS
             self.k = torch.empty(*pool, head_dim, BLOCK_TOKENS, dtype=dtype).transpose(-1, -2)

@@ -15,9 +15,10 @@ from realrl.model.logprobs import LogprobOptions
 class TokenLogprobs(Function):
     """Log-probabilities at the targets, and entropies; arguments as for `logprobs.compute_token_logprobs`.
 
-    The backward pass computes the logits again: a fourth product beside the three that nobody can avoid (logits,
-    gradient of the hidden states, gradient of the table). The gradient of a token's logits depends on the loss,
-    which is known only after the forward pass, and keeping the logits until then would take [N, V].
+    The backward pass recomputes the logits. This is a fourth product, in addition to three that cannot be avoided:
+    the logits, the gradient of the hidden states, and the gradient of the table. The gradient of a token's logits
+    depends on the loss, which is known only after the forward pass. Keeping the logits until then would take memory
+    for [N, V] numbers.
     """
 
     @staticmethod
@@ -44,7 +45,7 @@ class TokenLogprobs(Function):
         if entropy is not None:
             ctx.mark_non_differentiable(entropy)
         ctx.options = options
-        # A single chunk is saved. Several are recomputed, which costs less than their memory.
+        # A single chunk is saved. Several chunks are recomputed, which costs less than their memory.
         ctx.save_for_backward(hidden, table, bias, targets, log_sums, logits if len(hidden) <= size else None)
         return chosen, entropy
 
@@ -134,8 +135,8 @@ def _differentiate(
         slope = 1 - (logits.gather(1, index) / cap).square()
         at_targets = at_targets * slope
     if targets.shape[1] > 1 or not rows:
-        # A target may occur twice in a row, so contributions are added in float32, before the cast to
-        # `dtype`: the remaining gradient is small if the target is likely.
+        # A target may occur twice in a row. Contributions are added in float32, before the cast to `dtype`, because
+        # the remaining gradient is small if the target is likely.
         compute_softmax_gradient(logits, log_sums, total, scale, bound, logits)
         if rows:
             logits.scatter_add_(1, index, at_targets)

@@ -59,7 +59,8 @@ class ExpertBlock:
         inner = activate(gate_up, self.activation, gated=True)
         del gate_up
         if mixture.weighed == "outputs":
-            # Weighted before the last product: its output has more columns than most experts have units.
+            # Rows are weighted before the last product, because its output has more columns than most experts have
+            # units.
             inner = inner * weights.to(inner.dtype)[:, None]
         rows = matrices.multiply_groups(inner, self.down, groups)
         del inner
@@ -69,8 +70,8 @@ class ExpertBlock:
         """Score the experts of tokens. [T, E] -> [T, E] float32"""
         if self.mixture.scores == "softmax":
             return logits.float().softmax(1)
-        # torch vectorises most of a row and computes the rest one by one, and the two differ in the last bits
-        # of float64. Rounding to float32 hides that, so a row does not depend on its place.
+        # torch vectorises most of a row and computes the remaining elements one by one. The two methods differ in
+        # the last bits of float64. Rounding to float32 hides the difference, so a row does not depend on its place.
         return logits.double().sigmoid().float()
 
 
@@ -302,7 +303,7 @@ class Layer(nn.Module):
     ) -> Tensor:
         """Finish a block's output, which tensor-parallel ranks have summed, for the residual stream.
 
-        The bias is added here, once, because every rank would add it before the sum.
+        The bias is added once, after the sum, because every rank would add it before the sum.
         """
         if bias is not None:
             block = block + bias

@@ -127,8 +127,8 @@ def _cut_padding(table: Tensor, bias: Tensor | None, rows: int) -> tuple[Tensor,
 def cap_logits(logits: Tensor, cap: float) -> Tensor:
     """Bound logits softly, in place: cap * tanh(x / cap). [n, V] float32
 
-    Our own kernels compute it: in some builds of torch, the last bits of tanh depend on an element's place in the
-    tensor, and exact runs must not.
+    Our own kernels compute it. In some builds of torch, the last bits of tanh depend on an element's place in the
+    tensor; results of exact runs must not depend on it.
     """
     if on_gpu(logits):
         from realrl.model.gpu.logits import bound_logits  # needs Triton
@@ -165,7 +165,8 @@ def _log_softmax(logits: Tensor, temperature: float, group: Group, out: Tensor |
 
 
 def _localise_targets(targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Whether this rank has each target's row, and an index that is valid either way. [n, m] -> two of [n, m]"""
+    """Find whether this rank has each target's row, and an index that is valid in both cases. [n, m] -> two of [n,
+    m]"""
     is_local = (targets >= 0) & (targets < rows)
     return is_local, targets.masked_fill(~is_local, 0)
 
@@ -195,11 +196,11 @@ def compute_token_logprobs(
 
     With `cap`, logits are bounded softly before they are divided (see `cap_logits`).
 
-    hidden: [N, H]. table: [P, H], a parameter: its first `rows` are this rank's rows of the vocabulary, the others
-    padding; P is the same on every rank of `group`. bias: [P] or None. targets: [N, m] int64, counted from this
-    rank's first row. -> [N, m] float32, and [N] float32 without gradient; the same on every rank. The gradient of
-    `hidden` is this rank's part of a sum over the group; the table's gradient is added to `table.grad`
-    (`ops.find_gradient`).
+    hidden: [N, H]. table: [P, H], a parameter: its first `rows` rows are this rank's part of the vocabulary, the
+    other rows are padding; P is the same on every rank of `group`. bias: [P] or None. targets: [N, m] int64,
+    counted from this rank's first row. -> [N, m] float32, and [N] float32 without gradient; the same on every rank.
+    The gradient of `hidden` is this rank's part of a sum over the group; the table's gradient is added to
+    `table.grad` (`ops.find_gradient`).
     """
     options = LogprobOptions(
         temperature, entropy, group, rows, products, size=_chunk_size(hidden, table), cap=cap
@@ -271,7 +272,8 @@ def _select_likeliest(
 ) -> tuple[Tensor, Tensor]:
     """Select the likeliest tokens among all ranks' columns. logp: [n, this rank's rows] -> two of [n, count]
 
-    Each rank contributes its own `count` likeliest tokens; those of the whole vocabulary are among them.
+    Each rank contributes its own `count` likeliest tokens; the likeliest tokens of the whole vocabulary are among
+    them.
     """
     if group.size == 1:
         best = logp.topk(count, dim=1)

@@ -15,7 +15,7 @@ from realrl.model.quantised import QuantisedMatrix, multiply_widened, widen_if_q
 
 
 class Matrices:
-    """Parameters of a shard as they are stored, with their adapters; gradients flow.
+    """Matrices of a shard in their stored form, with their adapters. Products have gradients.
 
     `adapters` and `quantised` are keyed by the `id` of the matrix that they belong to.
     """
@@ -38,7 +38,8 @@ class DecodeWeights(Matrices):
 
     On a CPU the matrices are packed if packing makes products of few rows faster, or if products are exact. Packed
     copies, and DoRA's factors, do not follow later changes of the parameters (see `follow_parameters`). Quantised
-    matrices are widened for each product instead: packed copies would take the memory that quantisation saves.
+    matrices are widened for each product instead, because packed copies would take the memory that quantisation
+    saves.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class DecodeWeights(Matrices):
         self._head = head
         self._stacks: dict[int, Sequence[Panels]] = {}
         self.runs_ahead = True
-        """Whether the host may launch decode steps without reading from the device, as a CUDA graph must."""
+        """Whether the host can launch decode steps without reading from the device; CUDA graphs need this."""
         for stack in stacks:
             assert mixture is not None, "only mixtures have stacks"
             experts = stack.view(mixture.experts, -1, stack.shape[1])
@@ -104,14 +105,15 @@ class DecodeWeights(Matrices):
 def _multiply_by(panels: Mapping[int, Panels], products: Products) -> Multiply:
     """Make a function that computes x @ weight.T + bias, with the packed copy of a weight if there is one.
 
-    A closure instead of a method: it is in no reference cycle, so packed copies are freed when the call ends.
+    It is a closure, because a method would make a reference cycle. Without a cycle, packed copies are freed when
+    the call ends.
     """
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         packed = panels.get(id(weight))
         if packed is None:
             return linear(x, weight, bias, products)
-        # Rounded before the bias is added, as in training.
+        # The product is rounded before the bias is added, as in training.
         out = products.multiply_packed(x, packed).to(x.dtype)
         return out if bias is None else out.add_(bias)
 

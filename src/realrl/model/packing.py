@@ -15,7 +15,7 @@ from realrl.model.paged_attention import CachePlaces, KeyRuns
 
 @dataclass(frozen=True, eq=False)
 class PaddedHeads:
-    """Index tensors between packed heads and heads padded by sequence, for buckets of sequences.
+    """Index tensors that convert between packed heads and padded heads, for buckets of sequences.
 
     A row is one head of one token. Padded rows are ordered (bucket, query | key | value, sequence, head, position).
     `pad_input_index` finds each padded row among the packed rows [T * (heads + 2 kv_heads)]; padding takes an
@@ -36,7 +36,7 @@ class PaddedHeads:
 
     @property
     def output_rows(self) -> list[int]:
-        """Number of padded rows of attention's output, by bucket."""
+        """Number of padded rows of attention's output for each bucket."""
         return [b.tokens * self.heads for b in self.buckets]
 
     @property
@@ -60,8 +60,8 @@ class BlockedKeys:
 class Packing:
     """B sequences stored back to back, T tokens in all.
 
-    positions: [T] within the sequence. cu_seqlens: [B + 1] int32, the start of each sequence and the end of the
-    last. target_indices: [T - B], all tokens except the first of each sequence.
+    positions: [T], position of each token within its sequence. cu_seqlens: [B + 1] int32, the start of each
+    sequence and the end of the last. target_indices: [T - B], all tokens except the first of each sequence.
     """
 
     lengths: tuple[int, ...]
@@ -102,20 +102,21 @@ class Packing:
 
     @cached_property
     def rows(self) -> Tensor:
-        """Sequence of each token. [T]"""
+        """Index of each token's sequence. [T]"""
         sizes = torch.tensor(self.lengths)
         rows = torch.arange(len(sizes)).repeat_interleave(sizes)
         return copy_to_device([rows], self.positions.device)[0]
 
     def pad_heads(self, heads: int, kv_heads: int) -> PaddedHeads:
-        """Compute the padded layout for these numbers of heads; cached."""
+        """Compute the padded layout for these numbers of heads; the result is cached."""
         key = (heads, kv_heads)
         if key not in self._padded:
             self._padded[key] = _compute_padded_heads(self, heads, kv_heads)
         return self._padded[key]
 
     def arrange_blocks(self, run_rows: int) -> BlockedKeys:
-        """Arrange keys in blocks; up to `run_rows` neighbouring tokens of a sequence read them together. Cached."""
+        """Arrange keys in blocks; up to `run_rows` neighbouring tokens of a sequence read them together. The result
+        is cached."""
         if run_rows not in self._blocked:
             self._blocked[run_rows] = _arrange_blocks(self, run_rows)
         return self._blocked[run_rows]
@@ -176,7 +177,7 @@ def _compute_padded_heads(packing: Packing, heads: int, kv_heads: int) -> Padded
             input_rows.append((token * total + head).flatten())
             input_valid.append(inside.expand(-1, count, -1).flatten())
         output_rows.append((token * heads + torch.arange(heads)[:, None]).flatten())
-        output_valid.append(input_valid[-3])  # as for the queries
+        output_valid.append(input_valid[-3])  # same as for the queries
 
     def invert(index: Tensor, valid: Tensor, size: int) -> Tensor:
         where = valid.nonzero().squeeze(-1)

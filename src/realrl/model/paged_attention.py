@@ -1,7 +1,7 @@
 """Attention over keys and values in blocks, by the kernel of the device: for decode steps, and for exact runs.
 
-In exact runs a query's result depends only on the query, its keys and its values, bit for bit: decode steps,
-prefills and training go through one kernel.
+In exact runs a query's result depends only on the query, its keys and its values, bit for bit, because decode
+steps, prefills and training use the same kernel.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ RUN_QUERIES = 16
 """Most queries of a run, unless more heads share a key: the smallest tile of a GPU's tensor cores."""
 
 _PROMPTS_PER_THREAD = 4
-"""With so many prompts per thread or more, threads take whole prompts: waiting for the last costs little then."""
+"""If there are at least this many prompts per thread, threads take whole prompts. Waiting for the last thread then
+costs little."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +28,7 @@ class CachePlaces:
     """Where tokens of packed sequences lie in the cache."""
 
     source: Tensor | None
-    """The tokens that are stored, as indices into the packed ones; None for all. [N] int64"""
+    """Indices of the packed tokens that are stored; None for all tokens. [N] int64"""
     blocks: Tensor
     """[N] int64"""
     offsets: Tensor
@@ -36,14 +37,15 @@ class CachePlaces:
 
 @dataclass(frozen=True, eq=False)
 class KeyRuns:
-    """Keys that N rows see, by blocks. A run is a range of neighbouring rows that share keys."""
+    """Blocks of the keys that N rows see. A run is a range of neighbouring rows that share keys."""
 
     shared_tables: Tensor
     """Blocks of the keys that the rows of a run share. [runs, any] int64"""
     shared_lengths: Tensor
     """How many of the shared keys each row sees. [N] int64"""
     own_tables: Tensor
-    """Blocks of a row's keys after the shared ones. [N, any] int64, or [any] if rows have no own keys"""
+    """Blocks of a row's own keys, which follow the shared keys. [N, any] int64, or [any] if rows have no own
+    keys"""
     own_lengths: Tensor
     """How many own keys each row sees. [N] int64"""
     starts: Tensor
@@ -58,7 +60,7 @@ class KeyRuns:
 class CachedRows:
     """Block tables of B rows that are decoded, as attention reads them.
 
-    A table may name any existing block beyond a row's length. Rows that share a prompt are neighbours.
+    Entries of a table beyond a row's length may name any existing block. Rows that share a prompt are neighbours.
     """
 
     prompt_tables: Tensor
@@ -83,7 +85,8 @@ class CachedRows:
 
     @property
     def runs(self) -> KeyRuns:
-        """Keys that each row sees, the newest included; a run is a prompt's rows on a CPU, one row on a GPU."""
+        """Keys that each row sees, including the newest key. On a CPU, a run has all rows of a prompt; on a GPU, it
+        has one row."""
         own_lengths = self.own_lengths + 1
         if self.prompt_starts is None or on_gpu(own_lengths):
             starts = torch.arange(len(own_lengths) + 1, device=own_lengths.device)

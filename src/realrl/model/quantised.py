@@ -17,7 +17,7 @@ _TYPES: Mapping[Quantisation, torch.dtype] = {"int8": torch.int8, "fp8": torch.f
 
 @dataclass(frozen=True, eq=False)
 class QuantisedMatrix:
-    """Quantised matrix as one rank holds it: views of memory that may be freed and filled again."""
+    """One rank's part of a quantised matrix. Its tensors are views of memory that may be freed and filled again."""
 
     values: Tensor
     """[M, K] int8 or float8_e4m3fn"""
@@ -26,20 +26,21 @@ class QuantisedMatrix:
 
     @classmethod
     def of(cls, weight: Tensor, scales: Tensor, quantisation: Quantisation) -> "QuantisedMatrix":
-        """View stored bytes: of the numbers [M, K], and of the scales [M, 4]."""
+        """View stored bytes as a matrix: `weight` has the bytes of the numbers, [M, K], and `scales` those of the
+        scales, [M, 4]."""
         return cls(weight.view(_TYPES[quantisation]), scales.view(torch.float32))
 
     def widen(self, dtype: torch.dtype) -> Tensor:
-        """Compute the matrix in type `dtype`: products with the float32 scales, rounded once. -> [M, K]
+        """Compute the matrix in type `dtype`: its numbers times the float32 scales, rounded once. -> [M, K]
 
-        On a CPU some rows at a time, so that they stay in its caches.
+        A CPU computes some rows at a time, so that they stay in its caches.
         """
         rows, columns = self.values.shape
         wide = torch.empty(rows, columns, dtype=dtype, device=self.values.device)
         step = max(1, rows if on_gpu(wide) else CPU_WIDENED // max(1, columns))
         for first in range(0, rows, step):
             part = slice(first, first + step)
-            # The copy is exact: bfloat16 and float32 have all digits of int8 and fp8.
+            # The copy is exact, because bfloat16 and float32 can represent all values of int8 and fp8.
             wide[part].copy_(self.values[part]).mul_(self.scales[part])
         return wide
 
@@ -51,7 +52,7 @@ def find_matrices(
 ) -> dict[int, QuantisedMatrix]:
     """Find the quantised matrices of (number, layer) pairs, keyed by the `id` of their bytes.
 
-    `parameter(number, name)` returns the bytes of scales. Returns none if `quantisation` is None.
+    `parameter(number, name)` returns the bytes of a layer's scales. The result is empty if `quantisation` is None.
     """
     if quantisation is None:
         return {}

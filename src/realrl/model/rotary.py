@@ -20,9 +20,10 @@ class Rotation:
     """Rotation of query and key heads by their positions."""
 
     frequencies: Tensor
-    """Radians per position of each pair of dims; 0 for pairs that are not rotated. [head_dim / 2] float32"""
+    """Rotation of each pair of dims, in radians per position; 0 for pairs that are not rotated. [head_dim / 2]
+    float32"""
     factors: Tensor | None
-    """Factor of each pair; None if all are 1. [head_dim / 2] float32"""
+    """Factor of the cosine and sine of each pair; None if all factors are 1. [head_dim / 2] float32"""
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Compute cosines and sines of the angles, times the factors. [T] -> two of [T, head_dim / 2] float32"""
@@ -87,7 +88,7 @@ def _compute_frequencies(dims: int, theta: float, scaling: RopeScaling | None) -
 
 
 def _scale_as_llama3(plain: Tensor, scaling: RopeScaling, original: int) -> Tensor:
-    """Divide frequencies with long wavelengths, keep those with short ones, and blend in between."""
+    """Divide frequencies with long wavelengths, keep frequencies with short wavelengths, and blend in between."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     assert low is not None and high is not None, "RopeScaling has checked it"
     rotations = original * plain / (2 * math.pi)
@@ -97,8 +98,8 @@ def _scale_as_llama3(plain: Tensor, scaling: RopeScaling, original: int) -> Tens
 
 
 def _scale_by_yarn(plain: Tensor, theta: float, scaling: RopeScaling, original: int) -> Tensor:
-    """Divide frequencies with few rotations in the original length; blend linearly by dim (arXiv 2309.00071,
-    3.2)."""
+    """Divide frequencies that make few rotations within the original length, and blend linearly by dim (arXiv
+    2309.00071, 3.2)."""
     dims = 2 * len(plain)
 
     def find_dim(rotations: float) -> float:
@@ -113,7 +114,8 @@ def _scale_by_yarn(plain: Tensor, theta: float, scaling: RopeScaling, original: 
 
 
 def _find_yarn_factor(scaling: RopeScaling) -> float:
-    """Factor of cosines and sines: as given, or 0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4)."""
+    """Find the factor of cosines and sines: the given factor, or 0.1 ln(factor) + 1 (arXiv 2309.00071, section
+    3.4)."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.factor <= 1:

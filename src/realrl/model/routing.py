@@ -1,4 +1,4 @@
-"""Routing: which experts a token passes through; recorded, replayed, and balanced."""
+"""Routing: the choice of experts for each token, and how it is recorded, replayed and balanced."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ class ReplayedRouting(Routing):
 
 
 class ExpertCounts:
-    """Sums over the routing of a call, by layer of the stage."""
+    """Counts and losses of the routing in a call, for each layer of the stage."""
 
     def __init__(self, layers: int, experts: int, device: torch.device) -> None:
         self.chosen = torch.zeros(layers, experts, dtype=torch.int64, device=device)
@@ -75,13 +75,14 @@ class ExpertCounts:
 
 
 class BalancedRouting(Routing):
-    """Routing by `inner`, with the balance of one micro-batch counted and, with a coefficient, learned.
+    """Routing by `inner` that also counts how balanced one micro-batch is. With a coefficient, training also learns
+    to balance.
 
     The balance loss of a sequence of T tokens in a layer is E * sum over experts e of f_e * P_e. f_e is the number
     of its tokens that chose e, divided by T; P_e is the mean probability of e (Switch Transformer, arXiv
     2101.03961, equations 4 to 6; per sequence as in DeepSeek-V3, arXiv 2412.19437, equations 17 to 20). If all
-    experts are used alike, it is k, the number of experts per token. Choices are constants, so the loss is linear
-    in the probabilities. Scores that do not add up to 1 are divided by their sum, as in DeepSeek-V3.
+    experts are used equally, the loss is k, the number of experts per token. Choices are constants, so the loss is
+    linear in the probabilities. Scores that do not add up to 1 are divided by their sum, as in DeepSeek-V3.
     """
 
     def __init__(
@@ -98,7 +99,8 @@ class BalancedRouting(Routing):
         self._inner, self._counts, self._coefficient = inner, counts, coefficient
         self._rows, self._lengths = rows, lengths
         self._counted: set[int] = set()
-        """Layers that have been counted: recomputation routes the same tokens again."""
+        """Layers that have been counted. Recomputation routes the same tokens again, and must not count them
+        twice."""
 
     def route(self, layer: int, probabilities: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
         """Choose as `inner` does; the returned scores also pass on the gradient of the balance loss."""
@@ -108,7 +110,7 @@ class BalancedRouting(Routing):
         if layer not in self._counted:
             self._counted.add(layer)
             self._counts.chosen[layer] += counts.sum(0)
-            # A sum over tokens has a fixed order. A scatter-add by sequence has not, on a GPU.
+            # On a GPU, a sum over tokens has a fixed order, but a scatter-add by sequence does not.
             scores = probabilities.detach()
             losses = (scores * slopes[self._rows]).sum(1, dtype=torch.float64) / scores.sum(1)
             self._counts.losses[layer] += losses.sum()
@@ -124,7 +126,8 @@ class BalancedRouting(Routing):
         return found.scatter_add_(0, places, torch.ones_like(places)).view(-1, count)
 
     def _find_slopes(self, counts: Tensor) -> Tensor:
-        """Derivative of each sequence's balance loss by the probabilities of any of its tokens. -> [B, E]"""
+        """Compute the derivative of each sequence's balance loss with respect to the probabilities of one token. It
+        is the same for all tokens of the sequence. -> [B, E]"""
         return counts.float() * (counts.shape[1] / self._lengths.float().square())[:, None]
 
 

@@ -1,8 +1,9 @@
 """Communication of TP ranks around column- and row-parallel matrices.
 
-A column-parallel matrix holds some of the outputs, a row-parallel matrix some of the inputs; between the two, each
-rank computes its own part (Megatron-LM, arXiv 1909.08053). Sequence parallelism also divides the tokens of the
-residual stream, so that all-reduces become reduce-scatters and all-gathers (arXiv 2205.05198).
+Each rank holds a column-parallel matrix for some of its outputs, and a row-parallel matrix for some of its inputs.
+Between the two matrices, each rank computes its own part (Megatron-LM, arXiv 1909.08053). Sequence parallelism also
+divides the tokens of the residual stream, so that all-reduces become reduce-scatters and all-gathers (arXiv
+2205.05198).
 """
 
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class TensorParallel:
     sequence_parallel: bool = False
 
     def copy_to_region(self, x: Tensor) -> Tensor:
-        """Copy (with sequence parallelism: gather) hidden states into column-parallel matrices. -> [tokens, H]
+        """Copy hidden states into column-parallel matrices; with sequence parallelism, gather them. -> [tokens, H]
 
         Megatron's f (`copy_to_tensor_model_parallel_region`, `gather_from_sequence_parallel_region`). The gradients
         of the ranks are summed in the backward pass.
@@ -41,8 +42,8 @@ class TensorParallel:
         return _CopyToRegion.apply(x, self.group)
 
     def reduce_from_region(self, partial: Tensor) -> Tensor:
-        """Reduce (or reduce-scatter) outputs of row-parallel matrices. partial: [tokens, H] -> this rank's rows of
-        the sum
+        """Reduce outputs of row-parallel matrices; with sequence parallelism, reduce-scatter them. partial:
+        [tokens, H] -> this rank's rows of the sum
 
         Megatron's g (`reduce_from_tensor_model_parallel_region`, `reduce_scatter_to_sequence_parallel_region`).
         """

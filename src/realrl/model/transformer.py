@@ -55,11 +55,11 @@ AttentionFunction = Callable[[int, Tensor, AttentionRule], Tensor]
 
 
 class Transformer(nn.Module):
-    """Decoder, or one rank's shard of it. Its parameters are views of memory that others own.
+    """Decoder, or one rank's shard of it. Its parameters are views of memory that other objects own.
 
     `weights(*names)` returns a view of the rank's rows of these global tensors, stacked. `sources` maps each
-    parameter's name to the global tensors that it is stacked from. `tensor_group` are the ranks with the other
-    tensor-parallel shards of this stage, `products` says how matrices are multiplied.
+    parameter's name to the global tensors that it is stacked from. `tensor_group` has the ranks with the
+    tensor-parallel shards of this stage. `products` determines how matrices are multiplied.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Transformer(nn.Module):
         """Run one stage over packed sequences; returns [T, H], after the final norm on the last stage.
 
         x: [T] tokens on the first stage, otherwise the output of the stage before. With sequence parallelism,
-        hidden states between stages and before the head are ceil(T / tp) rows per rank. With `recompute`, only the
+        hidden states between stages and before the head have ceil(T / tp) rows per rank. With `recompute`, only the
         inputs of layers are kept; the backward pass computes each layer again, communication of TP ranks included.
         `routing` chooses the experts of mixtures.
         """
@@ -171,7 +171,7 @@ class Transformer(nn.Module):
         """Compute keys and values of packed sequences, and store them at their places in the cache.
 
         x: as for `forward`. Returns hidden states for the next stage [T, H]. The last stage returns None and stops
-        after the last layer's keys and values: nothing needs its output.
+        after the last layer's keys and values, because nothing needs its output.
         """
         heads = len(self.shard.queries)
         kv_heads = self.cache_kv_heads
@@ -328,7 +328,7 @@ class Transformer(nn.Module):
         entropy: bool = False,
         candidates: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Compute log p(token t | earlier tokens), and the log-probability of each candidate in its place.
+        """Compute log p(token t | earlier tokens), and the log-probability of each candidate at its position.
 
         With `entropy`, also the entropy of that distribution in nats. Logits are divided by `temperature`. Results
         are 0 at the first token of each sequence, and equal on every TP rank.
@@ -361,7 +361,7 @@ class Transformer(nn.Module):
     def find_likeliest(
         self, hidden: Tensor, tokens: Tensor, packing: Packing, *, count: int, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the log-probabilities of tokens, and the `count` likeliest tokens in each place.
+        """Compute the log-probabilities of tokens, and the `count` likeliest tokens at each position.
 
         Arguments as for `compute_logprobs`, without gradient. -> [T] float32, [T, count] int64 tokens, [T, count]
         float32; 0 at the first token of each sequence, and equal on every TP rank
@@ -386,7 +386,7 @@ class Transformer(nn.Module):
         return full, ids, best.new_zeros(places).index_copy_(0, targets, best)
 
     def _predict(self, hidden: Tensor, tokens: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
-        """Select the N predicted places, the hidden states that predict them, and the tokens there.
+        """Select the N predicted positions, the hidden states that predict them, and the tokens at these positions.
 
         -> [N], [N, H], [N, 1]
         """
@@ -397,14 +397,14 @@ class Transformer(nn.Module):
         return targets, predicting, tokens[targets, None]
 
     def _scale(self, hidden: Tensor) -> Tensor:
-        """Multiply hidden states by the factor of the logits; all paths to logits are then scaled bit for bit
-        alike."""
+        """Multiply hidden states by the factor of the logits. All ways to compute logits use it, so their results
+        agree bit for bit."""
         return hidden if self._logit_scale == 1 else hidden * self._logit_scale
 
     def compute_values(self, hidden: Tensor, packing: Packing) -> Tensor:
         """Compute the scalar head's output at every position, equal on every TP rank. [T, H] -> [T] float32"""
         assert self.scalar_head is not None, "only the last stage of a model with a scalar head has values"
-        # Always in float32, because values are regressed on.
+        # Values are always computed in float32, because they are trained by regression.
         hidden = self._make_tp(packing).gather_from_region(hidden).float()
         if self._products.exact:
             return linear(hidden, self.scalar_head, products=Products(exact=True)).squeeze(-1)

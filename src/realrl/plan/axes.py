@@ -1,7 +1,7 @@
 """Axes of a mesh: what the ranks along each axis divide among themselves, and how coordinates number the ranks.
 
 Only this module lists the axes. Strategies, plan files, process groups, layouts and the planner derive from it. A
-further axis is one entry here and the code that makes use of it.
+new axis needs one entry here, and the code that uses it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ class Divided(StrEnum):
     """What the ranks along an axis divide among themselves."""
 
     ITEMS = "items"
-    """The records of a batch. Parameters are alike on these ranks, unless ZeRO-3 shards them."""
+    """The records of a batch. These ranks have the same parameters, unless ZeRO-3 shards them."""
     MATRICES = "matrices"
     """Heads, feed-forward units and vocabulary: the tensors that have a partition."""
     LAYERS = "layers"
@@ -36,8 +36,8 @@ class Axis:
     nesting: int
     """Order in which coordinates number the ranks: the axis with the highest number changes fastest.
 
-    Ranks that exchange most are neighbours. Stages are outermost, and ranks that share matrices innermost; the
-    planner relies on both."""
+    Ranks that exchange the most data are neighbours. Stages are outermost, and ranks that share matrices are
+    innermost; the planner relies on this order."""
     always_written: bool = False
     """Whether text forms and files name the axis even if its degree is 1."""
 
@@ -56,7 +56,8 @@ def axis_names() -> tuple[str, ...]:
 
 
 def axes_dividing(*divided: Divided | None) -> tuple[str, ...]:
-    """Name the axes whose ranks divide any of these (None: nothing), outermost first."""
+    """Name the axes whose ranks divide anything in `divided`, outermost first. None stands for axes that divide
+    nothing."""
     return _names_dividing(AXES, divided)
 
 
@@ -92,7 +93,8 @@ class Degrees:
 
     @classmethod
     def of(cls, degrees: Mapping[str, int]) -> "Degrees":
-        """Make degrees by axis name, which are 1 if not given; KeyError for a name that is not an axis."""
+        """Make degrees from numbers by axis name; axes that are not named get 1. KeyError for a name that is not an
+        axis."""
         values = [1] * len(AXES)
         for axis, degree in degrees.items():
             values[column_of(axis)] = degree
@@ -111,7 +113,8 @@ class Degrees:
         return Degrees.of({**self.named(), **degrees})
 
     def named(self) -> dict[str, int]:
-        """Degrees by axis name, as files and tables have them: those always written, and those above 1."""
+        """Degrees by axis name, as in files and tables: axes that are always written, and axes with a degree above
+        1."""
         return {
             axis.name: degree
             for axis, degree in zip(AXES, self.values, strict=True)
@@ -123,7 +126,7 @@ class Degrees:
         return prod(self[axis] for axis in axes)
 
     def index(self, position: int, *axes: str) -> int:
-        """Find the index of a position within its group along these axes, counted as `offsets` lists them."""
+        """Find the index of a position within its group along these axes, in the order of `offsets`."""
         strides = _strides(AXES, self.values)
         index = 0
         for axis in axes:
@@ -141,7 +144,7 @@ class Degrees:
         return _strides(AXES, self.values)[axis][1]
 
     def offsets(self, *axes: str) -> tuple[int, ...]:
-        """List the positions of the group at the origin along these axes, the last axis fastest."""
+        """List the positions of the group at the origin along these axes; the last axis changes fastest."""
         return _offsets(AXES, self.values, axes)
 
     def origins(self, *axes: str) -> tuple[int, ...]:
@@ -150,13 +153,13 @@ class Degrees:
         return _offsets(AXES, self.values, tuple(others))
 
     def in_table(self) -> str:
-        """Format the degrees as a table has them under `degrees_title`: `2×8×4`."""
+        """Format the degrees as tables show them in the column `degrees_title`: `2×8×4`."""
         always = [f"{self[axis.name]}" for axis in AXES if axis.always_written]
         others = [axis.name for axis in AXES if not axis.always_written and self[axis.name] > 1]
         return " ".join(["×".join(always), *(f"{name}={self[name]}" for name in others)])
 
     def __str__(self) -> str:
-        """Format the degrees as placements have them: `d2 t1 p1`."""
+        """Format the degrees as in the text form of placements: `d2 t1 p1`."""
         return " ".join(
             f"{axis.letter}{degree}"
             for axis, degree in zip(AXES, self.values, strict=True)
@@ -166,7 +169,7 @@ class Degrees:
 
 @cache
 def _strides(axes: tuple[Axis, ...], values: tuple[int, ...]) -> Mapping[str, tuple[int, int]]:
-    """Degree and stride of each axis."""
+    """Find the degree and the stride of each axis."""
     columns, stride, found = _columns(axes), 1, {}
     for axis in reversed(_outermost_first(axes)):
         degree = values[columns[axis.name]]
@@ -183,19 +186,20 @@ def _offsets(axes: tuple[Axis, ...], values: tuple[int, ...], names: tuple[str, 
 
 
 def degrees_title() -> str:
-    """Title of a table's column of degrees: `dp×tp×pp`."""
+    """Make the title of a table's column of degrees: `dp×tp×pp`."""
     return "×".join(axis.name for axis in AXES if axis.always_written)
 
 
 def degrees_pattern() -> str:
-    """Regular expression for the text form of degrees and the space after it; each axis is a named group."""
+    """Make a regular expression for the text form of degrees and the space after it; each axis is a named group."""
     return "".join(
         rf"(?:{axis.letter}(?P<{axis.name}>\d+) ){'' if axis.always_written else '?'}" for axis in AXES
     )
 
 
 def list_degrees(size: int, allowed: Mapping[str, Sequence[int]], rest: str) -> Iterator[Degrees]:
-    """Enumerate the degrees of a mesh of `size` ranks: `allowed` ones by axis, what they leave on the axis `rest`.
+    """Enumerate the degrees of a mesh of `size` ranks. An axis in `allowed` gets one of its allowed degrees; the
+    axis `rest` gets the remaining factor of `size`.
 
     Axes that are not named have degree 1.
     """

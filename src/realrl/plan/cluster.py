@@ -68,7 +68,7 @@ class Cluster:
         return range(self.bounds[node], self.bounds[node + 1])
 
     def part(self, first: int, size: int) -> "Cluster":
-        """Find the nodes of `size` ranks from `first` on, each with only the devices that are among them."""
+        """Find the nodes of `size` ranks from `first` on, each with only the devices of these ranks."""
         return _part(self, first, size)
 
     @classmethod

@@ -1,5 +1,5 @@
-"""Groups of ranks that communicate under a plan, and the NCCL communicators made for them: a pure function of the
-plan. The runtime makes them, and the planner reserves memory for them."""
+"""Groups of ranks that communicate under a plan, and the NCCL communicators for these groups. Both depend only on
+the plan. The runtime makes the communicators, and the planner reserves memory for them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,11 +20,12 @@ CTAS: Mapping[Role, int] = {
     "mesh": 4,
     "embedding": 4,
 }
-"""Thread blocks of an operation, by the role of its group; also the number of channels of the communicator.
+"""Number of thread blocks of an operation, for each role of a group. It is also the number of channels of the
+communicator.
 
-A communicator's memory grows with them, and thread blocks that spin on the device cannot compute. 16 is NCCL's own
-number for NVLink SHARP on Hopper (`NVLS_NCHANNELS_SM90` in nccl's src/transport/nvls.cc). Messages between stages
-and numbers of a whole mesh need few.
+A communicator's memory grows with this number, and thread blocks that spin on the device cannot compute. 16 is
+NCCL's own number for NVLink SHARP on Hopper (`NVLS_NCHANNELS_SM90` in nccl's src/transport/nvls.cc). Messages
+between stages, and sums of a few numbers over a mesh, need only few thread blocks.
 """
 
 WORLD_CTAS = 8
@@ -38,12 +39,13 @@ class Communicator:
     ranks: RankSet
     ctas: int
     roles: frozenset[Role]
-    """Roles of the groups with these ranks; groups of two calls may have different roles."""
+    """Roles of the groups with these ranks. The same ranks may have different roles in different calls."""
 
 
 def list_own_rank_sets(placement: Placement, rank: int) -> dict[Role, RankSet]:
-    """List the groups that a rank of a placement needs, with their ranks. `reverse_pipeline` is the stages from
-    last to first. `embedding` is the first and the last stage; a rank of another stage is not in it."""
+    """List the groups that a rank of a placement needs, with their ranks. `reverse_pipeline` has the ranks of the
+    stages from last to first. `embedding` has the ranks of the first and the last stage; a rank of another stage is
+    not in it."""
     degrees, position = placement.strategy.degrees, rank - placement.mesh.first
     return {
         # The position of the group's first rank is this position without its offset in the group.
@@ -94,20 +96,19 @@ def list_rank_sets(placements: Iterable[Placement]) -> RankSets:
 
 
 def list_groups(placement: Placement) -> Iterator[tuple[Role, RankSet]]:
-    """List the groups of all ranks of a placement, each once. Asking every rank for its groups would take time
-    that grows with the square of their number."""
+    """List the groups of all ranks of a placement, each once. Asking every rank for its groups would take time that
+    grows with the square of the number of ranks."""
     for role in CTAS:
         for origin in placement.strategy.degrees.origins(*_role_axes(role)):
             yield role, _members(placement, role, origin)
 
 
 def list_communicators(rank_sets: RankSets, world: int) -> tuple[Communicator, ...]:
-    """List the communicators for groups; the first is that of all ranks, which reallocates. Groups of the same
-    ranks share one.
+    """List the communicators for groups; the first is the communicator of all ranks, which reallocates. Groups of
+    the same ranks share one communicator.
 
-    So do both directions of a pipeline, because NCCL delivers in the order of posting; see
-    `engine.pipeline`. Groups of all ranks share the communicator of all ranks if it has enough thread
-    blocks.
+    Both directions of a pipeline also share one, because NCCL delivers in the order of posting; see
+    `engine.pipeline`. Groups of all ranks share the communicator of all ranks if it has enough thread blocks.
     """
     everyone = tuple(range(world))
     roles: dict[RankSet, frozenset[Role]] = {}
@@ -126,7 +127,8 @@ def list_communicators(rank_sets: RankSets, world: int) -> tuple[Communicator, .
 
 
 def group_splits(communicators: Iterable[Communicator]) -> list[list[Communicator]]:
-    """Group communicators that one collective split of the world can make: disjoint ones with equal options."""
+    """Group communicators that one collective split of the world can make: disjoint communicators with equal
+    options."""
     splits: list[tuple[int, set[int], list[Communicator]]] = []
     for communicator in communicators:
         ranks = set(communicator.ranks)

@@ -33,7 +33,7 @@ class Mesh:
         return tuple(range(self.first, self.first + self.size))
 
     def overlaps(self, other: "Mesh") -> bool:
-        """Check whether the two share a rank."""
+        """Check whether two meshes share a rank."""
         return self.first < other.first + other.size and other.first < self.first + self.size
 
     def check(self, cluster: Cluster) -> None:
@@ -67,10 +67,11 @@ class Strategy:
     sequence_parallel: bool
     """Whether TP ranks also split tokens in the layers that they would otherwise replicate."""
     dtype: Dtype | None
-    """Data type of the parameters; None for the role's own. Another data type is another layout, so it needs a
-    copy."""
+    """Data type of the parameters; None for the role's own. With another data type, a call has another layout and
+    needs a copy of the parameters."""
     recompute: bool
-    """Whether training checkpoints activations: it keeps the inputs of layers and recomputes the rest."""
+    """Whether training checkpoints activations: it keeps only the inputs of layers, and recomputes their other
+    activations."""
     zero: int
     """Stage of ZeRO: ranks shard the optimizer state (1), also gradients (2), also parameters (3)."""
 
@@ -142,7 +143,8 @@ class Strategy:
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether each data-parallel rank stores a part of the parameters and gathers the rest layer by layer."""
+        """Whether each data-parallel rank stores a part of the parameters, and gathers the other parts layer by
+        layer."""
         return self.zero == 3
 
     @property
@@ -182,7 +184,7 @@ class Placement:
         return self.mesh.ranks
 
     def rank(self, **coordinates: int) -> int:
-        """Find the global rank at a coordinate, by axis name; 0 on axes that are not named."""
+        """Find the global rank at some coordinates, given by axis name. Coordinates that are not given are 0."""
         return self.mesh.first + self.strategy.degrees.position(coordinates)
 
     def index(self, rank: int, *axes: str) -> int:

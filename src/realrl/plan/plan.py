@@ -36,7 +36,8 @@ class _Entry(Settings):
     dtype: Dtype | None = None
     """Data type of the parameters in a call that does not train; the role's own if not given."""
     recompute: bool = False
-    """Whether training checkpoints activations: it keeps the inputs of layers and recomputes the rest."""
+    """Whether training checkpoints activations: it keeps only the inputs of layers, and recomputes their other
+    activations."""
     zero: Literal[1, 2, 3] = 1
     """Stage of ZeRO: ranks shard the optimizer state (1), also gradients (2), also parameters (3)."""
 
@@ -79,7 +80,8 @@ class _File(Settings):
     offload_optimizer: tuple[str, ...] = Field(default=(), strict=False)
     """Trained roles whose gradients and optimizer state are in host memory between their training calls."""
     keep: tuple[str, ...] = Field(default=(), strict=False)
-    """Roles whose copies outside their home are kept, and refreshed after each update of the role."""
+    """Roles that keep copies of their parameters in other layouts. The copies are refreshed after each update of
+    the role."""
 
     @field_validator("offload", "offload_optimizer", "keep")
     @classmethod
@@ -99,9 +101,10 @@ class _File(Settings):
 class Plan:
     """A placement for each call, and the state that is offloaded or kept. `placements` must not be changed.
 
-    Parameters of roles in `offload` are in host memory while they are not in use. So are gradients and optimizer
-    state of roles in `offload_optimizer`. Roles in `keep` have shadow copies: a copy for a call in another layout
-    than the role's home stays and is refreshed after each update, instead of being made in each step.
+    Parameters of roles in `offload` are in host memory while they are not in use. Gradients and optimizer state of
+    roles in `offload_optimizer` are also in host memory while they are not in use. Roles in `keep` have shadow
+    copies for calls in another layout than the role's home. Such a copy stays, and is refreshed after each update,
+    instead of being made anew in each step.
     """
 
     cluster: Cluster
@@ -117,8 +120,8 @@ class Plan:
     def check(self, graph: DataflowGraph, shapes: Mapping[str, ModelShape] | None = None) -> None:
         """Raise UserError unless the plan fits a graph and its models.
 
-        It must place exactly the calls of `graph`, on meshes of its cluster, in layouts that the models support.
-        It may offload and keep only state that its roles have. A role without a shape may have any size.
+        It must place exactly the calls of `graph`, on meshes of its cluster, in layouts that the models support. It
+        may offload and keep only state that its roles have. Sizes of a role without a shape are not checked.
         """
         names = [call.name for call in graph.calls]
         for name in self.placements:
@@ -176,7 +179,8 @@ class Plan:
             )
 
     def _check_layouts(self, calls: Sequence[Call]) -> None:
-        """Check that calls in one layout use it alike, and that all training of a role is in one layout."""
+        """Check that settings suit the kinds of calls, that calls with the same layout agree on sequence
+        parallelism, and that all training of a role has one layout."""
         first: dict[str, Call] = {}
         for call in calls:
             other = first.setdefault(self[call.name].layout, call)
@@ -223,9 +227,9 @@ class Plan:
     def evaluation(self, eval_graph: DataflowGraph, graph: DataflowGraph) -> "Plan":
         """Derive the plan of an evaluation that uses roles of `graph`, the graph of this plan.
 
-        An evaluation call has the placement of the call with the same name. Without one, it has that of another
-        call of its role: one of the same kind, otherwise one that does not generate. A function that the training
-        step does not have runs on all devices.
+        An evaluation call has the placement of the call with the same name. If there is none, it has the placement
+        of another call of its role: a call of the same kind or, failing that, a call that does not generate. A
+        function that the training step does not have runs on all devices.
         """
         placements = {}
         for call in eval_graph.calls:

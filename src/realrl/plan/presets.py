@@ -115,7 +115,7 @@ def deepspeed_chat(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: i
     """Every call on all devices: training and inference under ZeRO-3, generation by the hybrid engine, with tensor
     parallelism inside a node and data parallelism over nodes.
 
-    DeepSpeed-Chat (Yao et al. 2023, arXiv 2308.01320, section 4). One device has nothing to shard.
+    DeepSpeed-Chat (Yao et al. 2023, arXiv 2308.01320, section 4). A single device has nothing to shard.
     """
     everywhere = Mesh(0, cluster.size)
     placements = {}
@@ -132,7 +132,8 @@ def deepspeed_chat(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: i
 
 def openrlhf(graph: DataflowGraph, cluster: Cluster, micro_batch_tokens: int, shapes: Shapes) -> Plan:
     """Equal parts of the devices for the generation engines and for each trained role, under ZeRO-3; frozen roles
-    share the parts of trained ones, in turn from the last. Engines get the weights after each update.
+    share the parts of trained roles, one after the other, starting with the last part. Engines get the weights
+    after each update.
 
     OpenRLHF (Hu et al. 2024, arXiv 2405.11143), with the parts that its performance guide recommends: generation,
     actor and critic 1:1:1, the reference beside the actor, the reward model beside the critic. Engines use tensor
@@ -188,8 +189,8 @@ def make_plan(
 ) -> Plan:
     """Make the plan that a preset's name or a plan file stands for, and check it against the graph and the models.
 
-    `recompute` decides whether training calls of a preset recompute activations; a plan file says so itself.
-    Raises UserError for an unknown name, a file for another cluster, or a plan that does not fit.
+    `recompute` decides whether training calls of a preset recompute activations; a plan file has a setting for this
+    in each call. Raises UserError for an unknown name, a file for another cluster, or a plan that does not fit.
     """
     shapes = shapes or {}
     if name_or_file in PRESETS:
@@ -204,8 +205,8 @@ def make_plan(
 
 
 def load_plan(file: str, graph: DataflowGraph, micro_batch_tokens: int) -> Plan:
-    """Load a plan file for a graph, named in a setting that also accepts presets. Raises UserError if it is not
-    one."""
+    """Load a plan file for a graph. The setting that names the file also accepts presets. Raises UserError if
+    `file` does not name a YAML file."""
     if is_yaml(file):
         return Plan.load(file, graph, micro_batch_tokens)
     hint = nearest(file, (*PRESETS, SEARCH))
@@ -248,8 +249,8 @@ def _independent_inference(graph: DataflowGraph) -> Iterable[list[Call]]:
 
 
 def _weight(call: Call, calls: Iterable[Call], shapes: Shapes) -> float:
-    """Weigh an inference call by the parameters that each token is multiplied by; 1 unless known for all
-    `calls`."""
+    """Weigh an inference call by the number of parameters that each token is multiplied by. The weight is 1 unless
+    the shapes of all `calls` are known."""
     if any(other.model_role not in shapes for other in calls):
         return 1.0
     shape = shapes[call.model_role]
@@ -262,8 +263,8 @@ def _share_out(mesh: Mesh, micro_batch_tokens: int) -> Placement:
 
 
 def _generate(mesh: Mesh, cluster: Cluster, micro_batch_tokens: int, shape: ModelShape | None) -> Placement:
-    """Use tensor parallelism inside a node, limited by the number of attention heads, and data parallelism
-    beyond."""
+    """Use tensor parallelism inside a node, limited by the number of attention heads, and data parallelism for the
+    remaining factor."""
     inside = gcd(*(devices for _, devices in cluster.part(mesh.first, mesh.size).runs))
     most = inside if shape is None else shape.heads
     tp = max(t for t in range(1, inside + 1) if inside % t == 0 and t <= most)

@@ -30,7 +30,7 @@ def split_evenly(cluster: Cluster, count: int) -> list[Mesh]:
 
 
 def split_by_weight(cluster: Cluster, weights: Sequence[float]) -> list[Mesh]:
-    """Find one mesh per weight: start with equal meshes, then enlarge the heaviest first while all of them fit."""
+    """Find one mesh per weight: start with equal meshes, then enlarge the heaviest first while all meshes fit."""
     sizes = [mesh.size for mesh in split_evenly(cluster, len(weights))]
     heaviest_first = sorted(range(len(weights)), key=lambda i: -weights[i])
     grown = True
@@ -63,7 +63,7 @@ def _place(cluster: Cluster, sizes: Sequence[int]) -> list[Mesh] | None:
 
 def _starts(cluster: Cluster, size: int) -> Iterator[int]:
     """List the first ranks that a mesh of this size may have. A mesh inside a node starts at a multiple of its
-    size. A larger one starts with a node and must end with a node."""
+    size. A larger mesh starts with a node and must end with a node."""
     for node in range(cluster.nodes):
         ranks = cluster.ranks(node)
         end = ranks.start + size

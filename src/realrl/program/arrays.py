@@ -10,13 +10,13 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Real = float | NDArray[Any]
-"""A number, or an array of one for each strategy: formulas are the same."""
+"""A number, or an array with a number for each strategy. Formulas are the same for both."""
 
 
 def tabulate_stages(of: Callable[[int], Sequence[int]], pp: Ints) -> Ints:
-    """Tabulate what is known of each pipeline stage, [stages, strategies]; 0 past the last stage.
+    """Tabulate a number for each pipeline stage, [stages, strategies]. Entries past the last stage are 0.
 
-    `of` gives the values of all stages for a PP degree.
+    `of(degree)` returns the numbers of all stages under a PP degree.
     """
     degrees, where = np.unique(pp, return_inverse=True)
     table = np.zeros((len(degrees), int(degrees[-1])), dtype=np.int64)
@@ -31,6 +31,6 @@ def truncate(numbers: Real) -> Ints:
 
 
 def apply_each(of: Callable[[int], int], numbers: Ints) -> Ints:
-    """Apply a function to each number, once for equal ones."""
+    """Apply a function to each number; equal numbers share one call."""
     different, where = np.unique(numbers, return_inverse=True)
     return np.array([of(n) for n in different.tolist()])[where]

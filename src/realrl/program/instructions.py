@@ -23,8 +23,8 @@ class Reallocate:
     """Reallocate a role's parameter set from the layout of `source` to the layout of `target`, on the ranks of
     both.
 
-    With `mix` this is an EMA update of the role `into`, whose set is already in the layout of `target`: it becomes
-    (1 - mix) * old + mix * received.
+    With `mix` this is an EMA update of the role `into`, whose set is already in the layout of `target`. The set
+    becomes (1 - mix) * old + mix * received.
     """
 
     role: str
@@ -120,8 +120,8 @@ class Receive:
 class Report:
     """Send the metrics of a call to the rank that adds them up and writes them.
 
-    Ranks of a model have already added theirs up, so that one of them sends. Each rank of a function has the
-    metrics of its own items, so that all of them send.
+    The ranks of a model have already summed their metrics, so one of them sends. Each rank of a function has only
+    the metrics of its own items, so all of them send.
     """
 
     call: str

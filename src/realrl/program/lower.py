@@ -53,10 +53,10 @@ def offloaded(plan: Plan) -> set[tuple[str, StateKind]]:
 def kept_copies(
     graph: DataflowGraph, plan: Plan, homes: Mapping[str, Placement]
 ) -> dict[str, tuple[Placement, ...]]:
-    """Find the placements of the copies that a plan keeps, by role.
+    """For each role, find the placements of the copies that a plan keeps.
 
-    A role has one for each layout that its calls use outside its home, in the order of these calls. `graph` must
-    be that of the training step.
+    A role has one copy for each layout that its calls use, except the layout of its home. Copies are in the order
+    of these calls. `graph` must be the graph of the training step.
     """
     kept: dict[str, tuple[Placement, ...]] = {}
     for role in plan.keep:
@@ -79,12 +79,12 @@ def lower(
     """Compile one step into one program per rank of the plan's cluster.
 
     `homes` and `kept` locate each role's parameters when the step starts; see `home_placements` and `kept_copies`.
-    A copy in another layout is made before the first call that needs it and released after the last. A kept copy
-    stays; the parameter sets that a call changed are refreshed in it. `parts` says which parameter sets roles have
-    that are trained in part.
+    A copy in another layout is made before the first call that needs it, and released after the last such call. A
+    kept copy stays; the parameter sets that a call changed are refreshed in it. `parts` has the trained part of
+    each role that is trained only in part; it determines the role's parameter sets.
 
     All programs are parts of one global order of instructions, and nothing waits for a later instruction, so they
-    cannot deadlock. `validate` proves this again for any programs.
+    cannot deadlock. `validate` checks this for any programs.
 
     `done` are calls that have already run, with outputs on their output ranks (see `SampledStep`). The programs
     send these outputs and run the other calls.
@@ -123,7 +123,7 @@ def lower_start(
 def waves(graph: DataflowGraph, plan: Plan) -> list[list[Call]]:
     """Sort calls into waves. Calls of one wave share no device and do not wait for each other.
 
-    A function uses no device. It runs first in the first wave that has its inputs.
+    A function uses no device. It runs at the start of the first wave in which its inputs exist.
     """
     return _Lowering(graph, plan, home_placements(graph, plan), {}, {}).waves()
 
@@ -149,12 +149,12 @@ class _Lowering:
         self._shared: set[str] = set(graph.sources)
         """Keys whose lengths are known on all ranks that need them."""
         self._unsent: list[tuple[Call, Call]] = []
-        """Producer and consumer of rows that cannot be sent yet, because the consumer's items are divided by
-        unknown lengths."""
+        """Producer and consumer of rows that cannot be sent yet, because the lengths that divide the consumer's
+        items are still unknown."""
         self._programs: list[list[Instruction]] = [[] for _ in range(plan.cluster.size)]
 
     def _decide(self) -> Decisions:
-        """Make the arrays of the plan's decisions: first the calls, then the homes."""
+        """Make the arrays of the plan's decisions; rows of calls come first, then rows of homes."""
         calls = self.graph.calls
         places = [*(self.plan[call.name] for call in calls), *self.homes.values()]
         numbers: dict[str, int] = {}
@@ -276,7 +276,7 @@ class _Lowering:
         """Send the metrics of all calls to the writer, at the end of the step, when the writer is idle."""
         for call in (call for wave in self.waves() for call in wave if call.kind is not Kind.GENERATE):
             output_ranks = self.plan[call.name].output_ranks
-            # Ranks of a model have added up their metrics; ranks of a function know only those of their own
+            # Ranks of a model have added up their metrics; ranks of a function know only the metrics of their own
             # items.
             having = output_ranks if call.is_function else output_ranks[:1]
             senders = tuple(rank for rank in having if rank != WRITER)

@@ -76,7 +76,7 @@ class HeldState:
     layout: str
     state: StateKind
     host: bool = False
-    """Whether it is the host copy of offloaded state, on devices whose memory is that of the host."""
+    """Whether it is the host copy of offloaded state, on devices that use the host's memory."""
     parameter_set: str = BASE
 
     def __str__(self) -> str:
@@ -108,17 +108,17 @@ class Memory:
         *,
         shared: bool = False,
     ) -> None:
-        """`shared`: whether devices are CPU processes, whose memory is the host's. Offloading then frees nothing,
-        because host copies are never given back."""
+        """`shared` says whether devices are CPU processes, which use the host's memory. Offloading then frees
+        nothing, because host copies are never freed."""
         self._shared = shared
         self.stored, self._homes, self._offloaded, self._kept = stored, homes, offloaded, kept
         self.holders = find_holders(list_sharers(stored), homes)
-        """Role whose set `base` shares memory with other roles at home -> the role that holds it."""
+        """Role whose set `base` shares memory with other roles at home -> the role that holds this memory."""
         self._layouts: dict[tuple[str, str, str], Layout] = {}
         self._numbers: dict[tuple[str, str, str, tuple[int, ...]], int] = {}
 
     def in_host_memory(self) -> "Memory":
-        """Copy the model for devices that are processes in the host's memory."""
+        """Copy the memory model for devices that are CPU processes, which use the host's memory."""
         return Memory(self.stored, self._homes, self._offloaded, self._kept, shared=True)
 
     def home(self, role: str) -> str:
@@ -221,19 +221,20 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Bytes on one rank; numbers or arrays, depending on what `count_training_state` was given."""
+    """Bytes of training state on one rank; numbers or arrays, depending on what `count_training_state` was
+    given."""
 
     gradients: Any
     """Accumulated gradients."""
     optimizer: Any
-    """Moments, master weights, and the reduced part of the gradients if data-parallel ranks accumulate all of
-    them."""
+    """Moments, master weights, and the reduced part of the gradients if data-parallel ranks accumulate all
+    gradients."""
     kept: Any
     """Bytes that must survive between steps."""
 
     @property
     def bytes(self) -> Any:
-        """All of it, in device memory."""
+        """All bytes in device memory."""
         return self.gradients + self.optimizer
 
 
@@ -258,8 +259,8 @@ def count_training_state(zero: int, dp: Any, elements: Any, element_bytes: int) 
 def order_sharers(bases: Mapping[str, str | None], heads: Mapping[str, Head]) -> list[tuple[str, ...]]:
     """Group the roles that have the same frozen weights.
 
-    `bases` names, by role, the weights in the set `base`; None if no other role can have them. Language models
-    come first in each group: their weights include the head, which other roles do without.
+    `bases` maps each role to the name of the weights in its set `base`, or to None if no other role can have them.
+    Language models come first in each group, because their weights include the head, which other roles do not need.
     """
     groups: dict[str, list[str]] = {}
     for role, base in bases.items():
@@ -269,8 +270,8 @@ def order_sharers(bases: Mapping[str, str | None], heads: Mapping[str, Head]) ->
 
 
 def find_holders(sharers: Iterable[tuple[str, ...]], homes: Mapping[str, Placement]) -> dict[str, str]:
-    """Find, for each role that shares its set `base` at home, the role that holds it, which may be itself. Roles
-    share it if their homes have the same layout; other roles are left out."""
+    """For each role that shares its set `base` at home, find the role that holds the set, which may be the role
+    itself. Roles share the set if their homes have the same layout; other roles are left out."""
     holders: dict[str, str] = {}
     for group in sharers:
         at_home: dict[str, list[str]] = {}
@@ -299,11 +300,12 @@ EarlyLoads = Mapping[int, tuple[Load, ...]]
 
 
 def find_early_loads(program: Program, memory: Memory, needed: Mapping[str, int], limit: int) -> EarlyLoads:
-    """Find loads that may start together with an earlier call: position of the call -> later loads, before the
-    next call.
+    """Find loads that may start together with an earlier call. Returns the position of the call -> the loads
+    between it and the next call.
 
-    `needed` is the bytes of device memory during each call of a model, by name, including moves before it. The
-    device may use `limit` bytes, such as the peak of the step, so that loading early does not raise the peak.
+    `needed` maps the name of each call of a model to the bytes of device memory that the call needs, including
+    moves before it. The device may use `limit` bytes, such as the peak of the step, so that loading early does not
+    raise the peak.
     """
     moments = list(memory.timeline(program))
     held = [sum(holdings.values()) for _, holdings in moments]

@@ -1,4 +1,5 @@
-"""What follows from a graph about the calls of a step: parameters that change, producers, readers of lengths."""
+"""Facts about the calls of a step that follow from the graph: parameters that change, producers, and readers of
+lengths."""
 
 from collections.abc import Mapping
 
@@ -45,8 +46,8 @@ def changed_sets(graph: DataflowGraph, call: Call, role: str, parts: TrainablePa
 
 
 def following_sets(average: MovingAverage, parts: TrainableParts) -> tuple[str, ...]:
-    """List the parameter sets of a moving average that must be updated; sets that stay equal anyway are left
-    out."""
+    """List the parameter sets of a moving average that must be updated; sets that stay equal without an update are
+    left out."""
     return (trained_sets if average.same_start else set_names)(average.role, parts)
 
 
@@ -75,7 +76,8 @@ def length_readers(graph: DataflowGraph, plan: Plan, key: str) -> tuple[int, ...
 def length_calls(graph: DataflowGraph, key: str) -> tuple[str, ...]:
     """List the calls whose ranks must know the lengths of `key`.
 
-    They hold or exchange rows of that length, or they exchange rows with a call whose items are divided by it.
+    These calls hold or exchange rows of that length, or they exchange rows with a call whose items are divided by
+    that length.
     """
 
     def divided_by(call: Call) -> bool:

@@ -2,7 +2,7 @@
 
 This is the only description of a step. `program.lower` makes programs from it for one plan. The planner's search
 evaluates it for thousands of plans at once, so every fact that depends on a plan is an array with one entry per
-plan. A new kind of activity is a phase here, its instructions in `program.lower`, and its seconds in the planner.
+plan. A new kind of activity needs a phase here, instructions in `program.lower`, and seconds in the planner.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ class Phase(IntEnum):
     """Phases of a wave of calls; ranks execute them in this order."""
 
     START = 0
-    """A function starts on the host. It comes first, so that it runs beside everything else."""
+    """A function starts on the host. It comes first, so that it runs at the same time as the other phases."""
     LOAD = 1
     REALLOCATE = 2
     OFFLOAD_SOURCE = 3
@@ -33,7 +33,7 @@ class Phase(IntEnum):
     HAND_ON_COLLECTED = 7
     LOAD_FOLLOWER = 8
     UPDATE_FOLLOWER = 9
-    """A role that is a moving average of another is updated."""
+    """A role that is a moving average of another role is updated."""
     REFRESH = 10
     """A kept copy gets the parameters that a call changed."""
     OFFLOAD_CHANGED = 11
@@ -75,11 +75,11 @@ _TOGETHER = (Phase.REALLOCATE, Phase.RUN, Phase.UPDATE_FOLLOWER, Phase.REFRESH, 
 
 @dataclass(frozen=True)
 class Activity:
-    """An activity that a step may contain. Calls and homes are rows of `Decisions`."""
+    """An activity that a step may contain. `call`, `home` and `target` are indices of rows of `Decisions`."""
 
     phase: Phase
     call: int
-    """The call whose wave it belongs to; outputs of a function are collected in a later wave."""
+    """The call to whose wave the activity belongs; outputs of a function are collected in a later wave."""
     home: int
     """Row of the home of its role; for a function, the function itself."""
     target: int
@@ -118,11 +118,11 @@ def find_places(activities: Sequence[Activity]) -> Ints:
 
 
 class StepGraph:
-    """Facts about the calls of a step that hold under every plan. A call is its number in the order of the
-    graph."""
+    """Facts about the calls of a step that hold under every plan. A call is identified by its number in the order
+    of the graph."""
 
     def __init__(self, graph: DataflowGraph, homes: Mapping[str, int], done: Collection[str] = ()) -> None:
-        """`homes` is the row of each role's home. `done` are calls that have already run."""
+        """`homes` maps each role to the row of its home. `done` are calls that have already run."""
         self.graph = graph
         self.calls = graph.order
         self.number = {call.name: i for i, call in enumerate(self.calls)}
@@ -152,14 +152,14 @@ class StepGraph:
         self.ordered = np.array(
             [[p < c and self._follows(c, p) for p in indices] for c in indices], dtype=bool
         ).reshape(len(self.calls), len(self.calls))
-        """Whether a call must wait for an earlier one under every plan, [call, earlier call]."""
+        """Whether a call must wait for an earlier call under every plan, [call, earlier call]."""
         self.knows_lengths = np.array(
             [[p < c and self._learns(c, p) for p in indices] for c in indices], dtype=bool
         ).reshape(self.ordered.shape)
-        """Whether a call depends on an earlier one and receives row lengths from it, [call, earlier call]."""
+        """Whether a call depends on an earlier call and receives row lengths from it, [call, earlier call]."""
         self.late_lengths = self._late_lengths()
-        """(consumer, producer) -> calls whose row lengths may be known only after the producer has run. Its rows
-        then wait for them, because these lengths divide the consumer's items."""
+        """(consumer, producer) -> calls whose row lengths may be known only after the producer has run. The
+        producer's rows then wait for these lengths, because they divide the consumer's items."""
         self.activities = self._activities(homes)
         """All activities that plans may contain."""
 
@@ -288,7 +288,7 @@ class StepFacts:
         return self._waves_of(activities) * len(activities) + places[:, None]
 
     def present(self, activity: Activity) -> Bools:
-        """Tell which plans contain an activity, [plans]."""
+        """Find which plans contain an activity, [plans]."""
         c = activity.call
         match activity.phase:
             case Phase.REFRESH | Phase.REFRESH_FOLLOWER:
@@ -304,7 +304,7 @@ class StepFacts:
         return np.ones(self.away.shape[1], dtype=bool)
 
     def uses_first(self, copy: int) -> Bools:
-        """Tell whether a call uses a kept copy that no earlier call of its role uses, [plans]."""
+        """Find in which plans a call uses a kept copy that no earlier call of its role uses, [plans]."""
         earlier = [p for p in self.step.same_role[copy] if p < copy]
         return self.away[copy] & ~self.borrowed[copy] & ~self._meets(copy, earlier)
 
@@ -328,7 +328,7 @@ class StepFacts:
         """Find the wave of each activity, [activities, plans].
 
         Outputs of a function are collected in the wave before the first call that needs them, so that other calls
-        run meanwhile; after all waves if no call needs them.
+        run meanwhile. If no call needs them, they are collected after all waves.
         """
         collecting = {}
         for f, needing in self.step.dependents.items():
@@ -345,7 +345,8 @@ class StepFacts:
         )
 
     def _moves(self, activity: Activity) -> Bools:
-        """Tell which plans load or offload a role's parameters here, provided that they are offloaded at all.
+        """Find which plans load or offload a role's parameters in an activity, provided that the plans offload them
+        at all.
 
         Calls of the same wave share loaded parameters.
         """
@@ -361,11 +362,11 @@ class StepFacts:
         return ~away[c] & ~self._any(same_wave[p] & ~away[p] for p in same_wave if p < c)
 
     def _loads(self, c: int) -> Bools:
-        """Tell which plans need the parameters at the home of call `c`'s role."""
+        """Find which plans need the parameters at the home of call `c`'s role."""
         return ~self.away[c] | self.borrowed[c] & ~self._meets(c, self.step.sharers[c])
 
     def _meets(self, c: int, others: list[int]) -> Bools:
-        """Tell which plans give one of `others` the layout of call `c`."""
+        """Find which plans give one of `others` the layout of call `c`."""
         code = self.decisions.code
         return self._any(code[p] == code[c] for p in others)
 

@@ -10,7 +10,8 @@ from typing import Any, Literal, Self
 from realrl.config.files import partial_path, write_whole
 
 Source = Literal["measured", "predicted"]
-"""Origin of the times. It names the group of rows, so that Perfetto can show both files side by side."""
+"""Origin of the times. It names the group of rows, so that Perfetto can show measured and predicted times side by
+side."""
 
 _GROUPS: dict[Source, int] = {"measured": 1, "predicted": 2}
 
@@ -34,8 +35,8 @@ def make_event(
     *,
     host: bool = False,
 ) -> Event:
-    """Make the slice of one instruction. With `host` it is a function, which runs beside the rank's other
-    instructions."""
+    """Make the slice of one instruction. `host` means that it is a function, which runs at the same time as the
+    rank's other instructions."""
     return {
         "name": name,
         "ph": "X",
@@ -52,8 +53,8 @@ def write_trace(path: Path, ranks: Sequence[Iterable[Event]], source: Source) ->
 
 
 def make_trace(ranks: Mapping[int, Iterable[Event]], source: Source) -> dict[str, Any]:
-    """Make the content of a trace file. Each rank has a row, and a second one for its host if that runs functions.
-    Times are shifted so that the first event starts at 0."""
+    """Make the content of a trace file. Each rank has a row, and a second row for its host if the host runs
+    functions. Times are shifted so that the first event starts at 0."""
     events = [event for rank in ranks.values() for event in rank]
     origin = min((event["ts"] for event in events), default=0.0)
     rows = _list_rows(ranks, events, source)
@@ -84,7 +85,7 @@ def find_rank(event: Event) -> int:
 
 
 def is_host(event: Event) -> bool:
-    """Tell whether an event is in the row of a rank's host."""
+    """Check whether an event is in the row of a rank's host."""
     return bool(event["tid"] >= _HOST)
 
 
@@ -93,7 +94,7 @@ def write_rank_trace(run_dir: Path, rank: int, events: Sequence[Event]) -> None:
     slices = [{**event, "pid": _GROUPS["measured"]} for event in events]
     document = {"traceEvents": [*_list_rows([rank], events, "measured"), *slices], "displayTimeUnit": "ms"}
     file = _rank_file(run_dir, rank)
-    # `write_whole` would create a run directory again that somebody has deleted.
+    # `write_whole` would recreate a run directory that somebody has deleted.
     file.parent.mkdir(exist_ok=True)
     partial_path(file).write_text(json.dumps(document), encoding="utf-8")
     partial_path(file).replace(file)
@@ -102,8 +103,8 @@ def write_rank_trace(run_dir: Path, rank: int, events: Sequence[Event]) -> None:
 def read_rank_traces(
     run_dir: Path, most: int | None = None, limit: int | None = None
 ) -> dict[int, list[Event]]:
-    """Read the events of a run by rank; ranks without readable events are left out. At most `most` ranks are read,
-    and no more files than have `limit` bytes together, but always the first one."""
+    """Read the events of each rank of a run; ranks without readable events are left out. At most `most` ranks are
+    read. Reading stops before the files exceed `limit` bytes in total, but the first file is always read."""
     names = (file.stem.removeprefix("rank-") for file in (run_dir / TRACES).glob("rank-*.json"))
     ranks = sorted(int(name) for name in names if name.isdecimal())
     found: dict[int, list[Event]] = {}
@@ -170,15 +171,15 @@ class PredictedMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedStep:
-    """Predicted timeline and memory of a step: `predicted.json` in a run directory, for Perfetto beside
+    """Predicted timeline and memory of a step: `predicted.json` in a run directory, which Perfetto can show beside
     `trace.json`."""
 
     seconds: float
     """Steady-state seconds per step."""
     ranks: Sequence[Sequence[Event]]
-    """Slices of one step, by rank."""
+    """Slices of one step, for each rank."""
     memory: tuple[PredictedMemory, ...]
-    """Memory, by rank."""
+    """Memory of each device."""
 
     def save(self, run_dir: Path) -> None:
         """Write `predicted.json` in a run directory. Raises OSError."""

@@ -1,5 +1,5 @@
 """Dry run of programs. It proves, before any process starts, that data and parameters arrive and that all ranks
-end."""
+finish."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +55,7 @@ class _Rank:
     produced: set[str] = field(default_factory=set)
     """Keys whose rows this rank has as an output rank of their producer."""
     parameters: dict[_Copy, int] = field(default_factory=dict)
-    """Copy -> version; every update of the role's set counts it up."""
+    """Copy -> version; every update of the role's set increments it."""
     offloaded: set[tuple[_Copy, StateKind]] = field(default_factory=set)
     """State in host memory."""
 
@@ -303,8 +303,8 @@ class _DryRun:
 
 
 def _first_member(instruction: Run | Reallocate | ShareLengths) -> int:
-    """Find the lowest rank of an instruction. All its ranks ask for it again and again, so this must not build the
-    list of all ranks."""
+    """Find the lowest rank of an instruction. Every rank asks for it repeatedly, so this must not build the list of
+    all ranks."""
     match instruction:
         case Run(_, _, placement):
             return placement.mesh.first
@@ -335,9 +335,10 @@ def validate(
 ) -> None:
     """Dry-run the programs of a step. Raises ProgramError, with the position of every rank, if they cannot run.
 
-    `homes` and `kept` locate each role's parameters and copies between steps; `offloaded` is then in host memory.
-    `parts` says which parameter sets roles have that are trained in part. `done` are calls that have already run,
-    with their placements; their outputs exist, and every rank knows the rank of each item.
+    `homes` and `kept` locate each role's parameters and copies between steps; `offloaded` lists the state that is
+    then in host memory. `parts` has the trained part of each role that is trained only in part; it determines the
+    role's parameter sets. `done` are calls that have already run, with their placements; their outputs exist, and
+    every rank knows the rank of each item.
     """
     run = _DryRun(
         programs, graph, homes, offloaded, kept or {}, parts or {}, copies_there=True, done=done or {}

@@ -49,11 +49,13 @@ class GenerateCall:
         record_experts: bool = False,
         kept: KeptDecoding | None = None,
     ) -> None:
-        """Prepare the continuation of `rows`: allocate memory, or take what earlier calls have left in `kept`.
+        """Prepare the continuation of `rows`: allocate memory, or take the memory that earlier calls left in
+        `kept`.
 
-        `prompts` by number. `ids` are the items' ids, by number of the row. `kv_capacity` is the number of tokens
-        that the cache holds for each decode batch. `pass_tokens` limits a prefill pass; by default it suits the
-        device. With `record_experts`, a mixture's experts are kept as rows leave the cache.
+        `prompts` are in the order of their numbers. `ids` are the item ids, in the order of the row numbers.
+        `kv_capacity` is the number of tokens that the cache holds for each decode batch. `pass_tokens` limits the
+        tokens of a prefill pass; its default depends on the device. With `record_experts`, a row's experts are read
+        from the cache before the row leaves it.
         """
         mixture = model.shape.mixture if record_experts else None
         assert mixture is not None or not record_experts, "only mixtures have experts"
@@ -62,11 +64,11 @@ class GenerateCall:
         self.stop_token_ids, self.stop = frozenset(stop_token_ids), stop
         self.new_tokens = sampling.max_new_tokens
         self.batches = batches = model.groups.pipeline.size
-        """Decode batches: one per stage of the pipeline."""
+        """Number of decode batches: one per stage of the pipeline."""
         self.on_gpu = on_gpu = is_gpu(model.device)
         self.noise = SamplingNoise(seed)
         self.keys: list[int] = self.noise.make_keys(torch.tensor(ids)).tolist()
-        """Keys of the sampling noise, by number of the row."""
+        """Key of each row's sampling noise, in the order of the row numbers."""
         size = size_cache(
             batches * kv_capacity,
             prompt_blocks=sum(map(count_prompt_blocks, prompts.lengths)),
@@ -81,7 +83,7 @@ class GenerateCall:
         self.memory = (kept or KeptDecoding()).take(model, kind, needed)
         record = self.memory.cache.experts
         self.experts = None if record is None else RoutedExperts(record)
-        """Experts of rows that have left the cache, if they are recorded."""
+        """Experts of rows that have left the cache; None if experts are not recorded."""
         self.scheduler = Scheduler(
             rows,
             size,
@@ -118,7 +120,7 @@ class DecodeBatch:
         """Yield after planning the first turn, and again after sending the result of each step.
 
         All stages must plan the turns of several batches in the same order. For this, the last stage plans its next
-        turn before it yields, and the others afterwards.
+        turn before it yields, and the other stages plan theirs afterwards.
         """
         call = self._call
         pipeline = call.model.pipeline
@@ -162,7 +164,7 @@ class DecodeBatch:
         yield
 
     def _plan(self) -> None:
-        """Plan the next turn, and request the messages that it begins with."""
+        """Plan the next turn, and request the messages that arrive first in it."""
         call = self._call
         turn = call.scheduler.plan(self._number)
         self._turn = turn

@@ -1,4 +1,4 @@
-"""Memory of decode steps (KV cache, row buffers, CUDA graphs), which a generate call may leave to the next."""
+"""Memory of decode steps (KV cache, row buffers, CUDA graphs), which a generate call may leave to the next call."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from realrl.recipe.generation import GenerationConfig
 
 @dataclass(frozen=True)
 class DecodeKind:
-    """What decode graphs depend on, apart from sizes: calls that differ in it cannot share graphs."""
+    """Everything that decode graphs depend on, except sizes. Calls of different kinds cannot share graphs."""
 
     sampling: GenerationConfig
     stop_token_ids: tuple[int, ...]
@@ -46,7 +46,7 @@ class DecodeSize:
         return self.join(other) == self
 
     def join(self, other: "DecodeSize") -> "DecodeSize":
-        """Smallest size that is enough for both."""
+        """Compute the smallest size that is enough for both."""
         return DecodeSize(
             max(self.blocks, other.blocks),
             max(self.rows, other.rows),
@@ -56,16 +56,17 @@ class DecodeSize:
 
 @dataclass(frozen=True, eq=False)
 class DecodeMemory:
-    """Memory of a generate call's decode steps, and the steps, which hold its addresses."""
+    """Memory of a generate call's decode steps, and the steps themselves, whose graphs contain addresses of this
+    memory."""
 
     kind: DecodeKind
     size: DecodeSize
     weights: DecodeWeights
     cache: PagedCache
     buffers: Sequence[RowBuffers]
-    """By decode batch."""
+    """Buffers of each decode batch."""
     steps: Sequence[DecodeStep | StepGraphs]
-    """By decode batch."""
+    """Step of each decode batch."""
 
     @classmethod
     def allocate(cls, model: Model, kind: DecodeKind, size: DecodeSize) -> "DecodeMemory":
@@ -101,12 +102,14 @@ class DecodeMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache and the row buffers on the device; torch does not report those of graphs."""
+        """Bytes of the cache and the row buffers on the device. Graphs are not counted, because torch does not
+        report their bytes."""
         return self.cache.nbytes + sum(buffers.nbytes for buffers in self.buffers)
 
 
 class KeptDecoding:
-    """Memory of decode steps that survives from one generate call to the next, with graphs captured only once.
+    """Memory of decode steps that survives from one generate call to the next, so that graphs are captured only
+    once.
 
     It grows to the size of the largest call. If a call is of another kind, for example because parameters have
     moved, the memory is freed and allocated again.
@@ -121,7 +124,8 @@ class KeptDecoding:
         return 0 if self._memory is None else self._memory.nbytes
 
     def take(self, model: Model, kind: DecodeKind, size: DecodeSize) -> DecodeMemory:
-        """Take the memory for a call; it is kept if its weights follow the parameters."""
+        """Take the memory for a call. It is kept for later calls only if its weights follow changes of the
+        parameters."""
         if self._memory is not None:
             if self._memory.kind == kind and self._memory.size.holds(size):
                 return self._memory
@@ -139,10 +143,12 @@ def list_addresses(model: Model) -> tuple[int, ...]:
 
 
 def count_computed_rows(rows: int, *, on_gpu: bool) -> int:
-    """Count the rows that are computed for `rows` rows: graphs exist for a few numbers of rows only."""
+    """Count the rows to compute for a batch of `rows` rows. A GPU rounds up, because it has graphs only for some
+    batch sizes."""
     return pad_rows(rows) if on_gpu else rows
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Check whether the host runs ahead of a device, in turns of several steps that are CUDA graphs."""
+    """Check whether a device computes asynchronously, so that the host can start the steps of a whole turn, as CUDA
+    graphs, without waiting."""
     return device.type != "cpu"

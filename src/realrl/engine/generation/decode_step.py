@@ -46,8 +46,8 @@ class StepGraphs:
     """CUDA graphs of a decode step, one per number of rows, in one memory pool.
 
     A graph is captured when it is needed for the second time. The first time, the step runs operation by operation,
-    so that libraries and kernels are loaded. Graphs contain the addresses of parameters, cache and buffers, which
-    must not move.
+    which loads the libraries and kernels that it needs. Graphs contain the addresses of parameters, cache and
+    buffers, which must not move.
     """
 
     def __init__(self, step: DecodeStep, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class StepGraphs:
         return graph.replay(hidden)
 
     def _capture(self, rows: BufferedRows, hidden: Tensor | None) -> "_StepGraph":
-        """Capture a graph; release torch's cached memory only if there is too little without."""
+        """Capture a graph. If memory runs out, release the memory that torch caches, and try again."""
         stream = _find_capture_stream(self._device)
         try:
             return self._capture_in(stream, rows, hidden)
@@ -117,9 +117,10 @@ class _StepGraph:
 
 @cache
 def _find_capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the process's only capture stream: torch never frees the workspace that cuBLAS gets in each stream.
+    """Return the capture stream of the process. There is only one, because torch never frees the workspace that
+    cuBLAS allocates for each stream.
 
-    Products are run in it once, so that this workspace is not allocated in the pool of a graph.
+    The first products run in it outside any graph, so that this workspace is not allocated in a graph's pool.
     """
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):

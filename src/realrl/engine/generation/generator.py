@@ -21,9 +21,10 @@ from realrl.recipe.stop_strings import StopStrings
 
 
 def group_samples(ids: Sequence[int], prompts: Ragged, samples: int) -> list[list[int]]:
-    """Group the positions of items that are samples of one prompt, items i * samples to (i + 1) * samples - 1.
+    """Group the positions of items that are samples of one prompt.
 
-    Their rows must also be equal: a graph may continue sequences that were sampled before.
+    Such items have ids i * samples to (i + 1) * samples - 1 and equal rows. Their rows differ if the call continues
+    sequences that an earlier call sampled.
     """
     if samples == 1:
         return [[position] for position in range(len(ids))]
@@ -59,14 +60,14 @@ def generate(
     Items i * `samples` to (i + 1) * `samples` - 1 are samples of one prompt. If they run at the same time, they
     share its prefill and its part of the cache.
 
-    Items are identified by their ids: equal ids, seed and parameters give equal tokens, whatever else is in the
-    batch. With exact products this always holds; otherwise rounding may turn a choice (docs/exact.md).
+    An item's tokens depend only on its id, the seed and the parameters, not on other items of the batch. This
+    always holds with exact products; otherwise, rounding may change a token (docs/exact.md).
 
     With `record_experts`, the first TP rank of a mixture also adds routed_experts: for each token the k experts of
-    every layer of the model, [T, layers * k]. They are -1 if the token has not passed through a layer: the last
-    token in all layers, and the prompt except its last token in the last layer.
+    every layer of the model, [T, layers * k]. An entry is -1 if the token has not passed through the layer. The
+    last token passes through no layer. Of the prompt, only the last token passes through the last layer.
 
-    `kept` is memory that calls of this model leave to each other; without it, all memory is freed at the end.
+    `kept` holds memory that later calls of this model use again; without it, all memory is freed at the end.
     `after_step` is called after each decode step. Raises NotFiniteLogitsError if the model's logits are not finite.
     """
     given = batch[prompts]
@@ -84,11 +85,11 @@ def generate(
         seed=seed,
         kv_capacity=kv_capacity,
         stop=stop,
-        # Other TP ranks choose the same experts.
+        # Other TP ranks choose the same experts, so one record is enough.
         record_experts=record_experts and model.groups.tensor.index == 0,
         kept=kept,
     )
-    # Each stage of a pipeline works on one decode batch while the other stages have the others.
+    # While one stage of a pipeline works on a decode batch, the other stages work on the other batches.
     _interleave([DecodeBatch(call, number) for number in range(call.batches)], after_step)
     model.pipeline.wait_sends()
     rows.sort(key=lambda row: row.number)
@@ -143,7 +144,7 @@ _ENDED = object()
 def _check_finite(row: DecodeRow, item: int) -> None:
     """Raise NotFiniteLogitsError if a log-probability is not finite.
 
-    Only at the end, because looking at each token would make the host wait for the GPU.
+    This happens only at the end of a call, because checking each token would make the host wait for the GPU.
     """
     logprobs = as_tensor(row.logprobs, torch.float32)
     if not all_finite(logprobs):

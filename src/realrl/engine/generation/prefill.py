@@ -1,4 +1,4 @@
-"""Prefill passes: packed sequences, and the places of their keys and values."""
+"""Prefill passes: packed sequences, and the cache places of their keys and values."""
 
 from array import array
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from realrl.model.paged_attention import CachePlaces
 
 @dataclass(frozen=True, eq=False)
 class PrefillPass:
-    """Forward pass over T tokens of sequences that are continued."""
+    """Forward pass over the T tokens of sequences that are about to be continued."""
 
     tokens: Tensor
     """[T] int64"""
@@ -26,7 +26,8 @@ class PrefillPass:
 
     @classmethod
     def of(cls, prefills: Sequence[RowPrefill], prompts: Ragged, device: torch.device) -> "PrefillPass":
-        """Pack sequences. `prompts` are on the host, by number."""
+        """Pack the sequences of `prefills`. `prompts` has all prompts, on the host, in the order of their
+        numbers."""
         lengths = [prefill.length for prefill in prefills]
         tokens = torch.cat([_read_tokens(prefill, prompts) for prefill in prefills])
         places = np.concatenate([_find_places(prefill) for prefill in prefills])

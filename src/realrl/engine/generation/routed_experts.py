@@ -13,7 +13,8 @@ from realrl.engine.model import Model
 from realrl.model.routing import EXPERT_DTYPE, NONE_CHOSEN
 
 _MESSAGE_BYTES = 64 << 20
-"""Most bytes of rows that the stages of a pipeline exchange at a time; a longer row goes alone."""
+"""Most bytes that the stages of a pipeline exchange in one message. A row with more bytes gets a message of its
+own."""
 
 
 class RoutedExperts:
@@ -23,9 +24,10 @@ class RoutedExperts:
         """`record` is the cache's tensor, [layers, blocks, BLOCK_TOKENS, k]."""
         self._record = record.flatten(1, 2)
         self._own: defaultdict[int, list[Tensor]] = defaultdict(list)
-        """Parts of a row's own segment, read at each preemption and at the end: [n, layers, k] each."""
+        """Experts of each row's own segment, in the parts that were read at preemptions and at the end, [n, layers,
+        k] each."""
         self._prompts: dict[int, Tensor] = {}
-        """The prompt's segment, by row."""
+        """Experts of the prompt's segment, for each finished row."""
 
     def read(self, released: Sequence[ReleasedRow]) -> None:
         """Read the experts of rows that leave the cache, before other rows overwrite their blocks.
@@ -46,7 +48,8 @@ class RoutedExperts:
             self._own[row.number].append(part[shared:])
 
     def _find_span(self, released: ReleasedRow) -> np.ndarray:
-        """Find the places to read: own tokens that are not yet known and, for a finished row, the prompt."""
+        """Find the places to read: those of own tokens that have not been read yet and, for a finished row, those
+        of the prompt."""
         row = released.row
         known = sum(len(part) for part in self._own[row.number])
         # The own segment starts with the prompt's last token. The newest token has not passed through the model.
@@ -56,13 +59,13 @@ class RoutedExperts:
         return np.concatenate([list_places(released.prompt_blocks)[: row.prompt.length - 1], own])
 
     def row(self, row: DecodeRow) -> Tensor:
-        """Put together the experts of a whole row; the newest token has none. [T, layers, k]"""
+        """Concatenate the experts of a whole row; the newest token has none. [T, layers, k]"""
         parts = [self._prompts[row.number], *self._own[row.number]]
         return torch.cat([*parts, parts[0].new_full((1, *parts[0].shape[1:]), NONE_CHOSEN)])
 
 
 def join_stages(model: Model, rows: Sequence[DecodeRow], experts: RoutedExperts) -> list[Tensor]:
-    """Put together the experts of the layers of all stages; all stages call it. -> [T, layers * k] each"""
+    """Join the experts of all stages' layers, row by row; all stages call this together. -> [T, layers * k] each"""
     found: list[Tensor] = []
     layers, mine = model.shape.layers, slice(model.shard.layers.start, model.shard.layers.stop)
     for part in _split(model, rows):
@@ -71,7 +74,8 @@ def join_stages(model: Model, rows: Sequence[DecodeRow], experts: RoutedExperts)
         whole = torch.zeros(sum(lengths), layers, model.shape.mixture.per_token, dtype=EXPERT_DTYPE)
         whole[:, mine] = torch.cat([experts.row(row) for row in part])
         if model.groups.pipeline.size > 1:
-            # As bytes, which every backend can add; bytes of other stages' layers are 0.
+            # Experts are summed as bytes, which every backend can add. Each stage has 0 in the layers of other
+            # stages.
             there = whole.view(torch.uint8).to(model.device)
             whole = model.groups.pipeline.sum(there).cpu().view(EXPERT_DTYPE)
         found += whole.flatten(1).split(lengths)

@@ -1,4 +1,4 @@
-"""Buffers of a decode batch: inputs and outputs of its decode steps, and the host's view of them."""
+"""Buffers of a decode batch: inputs and outputs of its decode steps, and the host's copies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,10 +31,11 @@ class BufferedRows:
     sampled: Tensor
     """Tokens sampled in the steps of a turn. [steps, B] int64"""
     logprobs: Tensor
-    """Their log-probabilities, on the last stage of a pipeline. [steps, B] float32"""
+    """Log-probabilities of the sampled tokens; only the last stage of a pipeline computes them. [steps, B]
+    float32"""
 
     def begin_turn(self, noise: SamplingNoise | None) -> None:
-        """Count steps from 0, and compute the noise of all steps if this stage samples (`noise` is not None)."""
+        """Start a turn at step 0. If this stage samples (`noise` is not None), compute the noise of all steps."""
         self.step.zero_()
         if noise is not None:
             self.noise.copy_(noise.draw(self.keys, self.steps + self.cached.own_lengths))
@@ -50,10 +51,11 @@ class BufferedRows:
 
 
 class RowBuffers:
-    """Buffers of `size` rows. The host fills them as rows join and leave; decode steps advance them by themselves.
+    """Buffers of `size` rows. The host fills them as rows join and leave; decode steps update them without the
+    host.
 
-    On a CPU both use the same memory. For a GPU the host has a mirror in pinned memory. It sends the mirror without
-    waiting, and writes to it again only after it has seen the tokens of the turn.
+    On a CPU, host and steps use the same memory. For a GPU, the host has a mirror in pinned memory. It sends the
+    mirror without waiting, and writes to it again only after it has seen the tokens of the turn.
     """
 
     def __init__(
@@ -99,7 +101,8 @@ class RowBuffers:
         return sum(tensor.nbytes for tensor in (*self._device.values(), *of_steps))
 
     def arrange(self, turn: DecodeTurn, last_tokens: Sequence[int], keys: Sequence[int]) -> None:
-        """Write the changes of a turn. `last_tokens` by prompt; `keys` of the sampling noise by row."""
+        """Write the changes of a turn. `last_tokens` has the last token of each prompt, `keys` the key of each
+        row's sampling noise."""
         arrays = self._arrays
         rows = turn.rows
         if turn.rearranged:
@@ -156,7 +159,7 @@ class RowBuffers:
         )
 
     def read(self, rows: int, steps: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Wait for the tokens of a turn's steps; return them and their log-probabilities, by row."""
+        """Wait for the tokens of a turn's steps; return the tokens and the log-probabilities of each row."""
         tokens = self._sampled[:steps, :rows].cpu()
         logprobs = self._logprobs[:steps, :rows].cpu()
         if self._mirrored:

@@ -11,11 +11,13 @@ from realrl.model.logprobs import compute_logprobs
 from realrl.recipe.generation import GenerationConfig
 
 _BISECTIONS = 30
-"""Halvings until one candidate is left among the floats from 0 to 1, whose bits are at most 0x3F800000 < 2^30."""
+"""Bisection steps that single out one float from 0 to 1. Read as an integer, its bits are at most 0x3F800000 <
+2^30."""
 
 
 def keep_top_k(probabilities: Tensor, count: int) -> Tensor:
-    """Zero all but the `count` largest probabilities of each row; ties with the last of them are kept. [B, V]"""
+    """Zero all but the `count` largest probabilities of each row; probabilities equal to the smallest of these are
+    kept. [B, V]"""
     if not 0 < count < probabilities.shape[-1]:
         return probabilities
     kept: Tensor = _restrict_to_top_k(probabilities, count)
@@ -29,10 +31,11 @@ def _restrict_to_top_k(probabilities: Tensor, count: int) -> Tensor:
 
 
 def keep_top_p(probabilities: Tensor, share: float) -> Tensor:
-    """Zero all but the fewest largest probabilities of each row that have at least `share` of its sum. [B, V]
+    """In each row, keep the fewest largest probabilities that sum to at least `share` of the row's sum; zero the
+    others. [B, V]
 
-    A token is kept if the tokens before it in descending order have less than the share; among equal probabilities,
-    earlier tokens come first.
+    So a token is kept if the tokens before it, in descending order of probability, sum to less than the share.
+    Among equal probabilities, earlier tokens come first.
     """
     if share >= 1:
         return probabilities
@@ -50,7 +53,7 @@ def _restrict_to_top_p(probabilities: Tensor, share: float) -> Tensor:
     target = share * probabilities.sum(-1, keepdim=True, dtype=torch.float64)
     lowest = torch.zeros_like(bits[:, :1])
     highest = bits.amax(-1, keepdim=True)
-    # Find the largest number that has the share together with all larger numbers.
+    # Find the largest threshold such that all probabilities from it upwards sum to the share.
     for _ in range(_BISECTIONS):
         middle = highest - (highest - lowest) // 2
         enough = _sum_where(bits >= middle, probabilities) >= target
@@ -68,11 +71,12 @@ def _sum_where(chosen: Tensor, values: Tensor) -> Tensor:
 
 
 _BLOCK = 128
-"""Neighbouring tokens whose probabilities are summed before the cumulative sums."""
+"""Number of neighbouring tokens in a block. Probabilities are summed within blocks first; cumulative sums run over
+blocks."""
 
 
 class Sampler:
-    """Sampling of the next token of rows."""
+    """Sampler of the next token of each row."""
 
     def __init__(
         self,
@@ -82,7 +86,7 @@ class Sampler:
         stop_token_ids: tuple[int, ...],
         device: torch.device,
     ) -> None:
-        """`temperature` is that of the recorded log-probabilities, as in training."""
+        """`temperature` divides logits before the recorded log-probabilities are computed, as in training."""
         self._sampling = sampling
         self._temperature = temperature
         self._stop_token_ids = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
@@ -91,10 +95,12 @@ class Sampler:
     def sample(self, logits: Tensor, positions: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Sample a token per row; it depends only on the row's logits and noise.
 
-        logits: [B, V] float32; positions: [B], of the tokens in their continuations; noise: [B] float64 in [0, 1).
+        logits: [B, V] float32; positions: [B], index of each token in its continuation; noise: [B] float64 in [0,
+        1).
 
         Returns tokens [B] and their log-probabilities [B] over the whole vocabulary. Top-k, top-p and minimum
-        lengths restrict the choice, but not these log-probabilities, because the trainer's do not know such limits.
+        lengths restrict the choice, but not these log-probabilities, because the trainer computes log-probabilities
+        without such limits.
         """
         sampling = self._sampling
         logprobs = compute_logprobs(logits, self._temperature)
@@ -125,7 +131,7 @@ def _scale(logits: Tensor, temperature: float) -> Tensor:
 
 
 def choose_tokens(probabilities: Tensor, noise: Tensor) -> Tensor:
-    """Choose the token at which the cumulative sum of probabilities exceeds noise times their sum.
+    """Choose the first token at which the cumulative sum of probabilities exceeds noise times their total.
 
     probabilities: [B, V] float32, not normalised; noise: [B] float64 in [0, 1) -> [B] int64
     """
@@ -141,7 +147,7 @@ def choose_tokens_on_gpu(probabilities: Tensor, noise: Tensor) -> Tensor:
     """
     rows, vocabulary = probabilities.shape
     missing = -vocabulary % _BLOCK
-    padded = F.pad(probabilities, (0, missing)) if missing else probabilities  # padding by 0 would copy
+    padded = F.pad(probabilities, (0, missing)) if missing else probabilities  # even 0 padding copies
     padded = padded.reshape(rows, -1, _BLOCK)
     until = padded.sum(-1).cumsum(-1, dtype=torch.float64)
     threshold = noise.unsqueeze(-1) * until[:, -1:]
@@ -149,7 +155,7 @@ def choose_tokens_on_gpu(probabilities: Tensor, noise: Tensor) -> Tensor:
     before = F.pad(until, (1, 0)).gather(-1, block)
     inside = padded.gather(1, block.unsqueeze(-1).expand(-1, -1, _BLOCK)).squeeze(1)
     inside = inside.cumsum(-1, dtype=torch.float64)
-    # Rounding must not lead past the last token of the block that has a probability.
+    # Rounding must not select a token after the block's last token with a positive probability.
     rest = torch.minimum(threshold - before, inside[:, -1:] * (1 - 2.0**-52))
     place = torch.searchsorted(inside, rest, right=True)
     return (block * _BLOCK + place).squeeze(-1).clamp_max_(vocabulary - 1)

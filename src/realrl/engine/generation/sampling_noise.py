@@ -8,12 +8,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingSeed:
-    """Seed of the sampling noise, without sequence and position."""
+    """Inputs of the sampling noise that all tokens of a generate call share."""
 
     seed: int
     step: int
     first_sequence: int = 0
-    """Number of the sequence of item 0; the other items follow."""
+    """Number of item 0's sequence. The sequences of the other items have the following numbers."""
     call: int = 0
     """Index of the generate call in its graph, so that two calls draw different answers."""
 
@@ -40,9 +40,9 @@ _GOLDEN = _signed(0x9E3779B97F4A7C15)
 
 
 class SamplingNoise:
-    """Uniform numbers in [0, 1) for the tokens of a generate call.
+    """Uniform random numbers in [0, 1) for the tokens of a generate call.
 
-    They depend only on (seed, step, sequence, position, call), so they are the same under every plan, batch and
+    They depend only on (seed, step, sequence, position, call), so they do not change with the plan, the batch or a
     restart.
     """
 
@@ -58,7 +58,7 @@ class SamplingNoise:
         return key
 
     def draw(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Compute the noise of tokens at positions of sequences with these keys. int64 -> float64"""
+        """Compute the noise of the tokens at `positions` of the sequences with `keys`. int64 -> float64"""
         key = _mix((keys ^ positions) + _GOLDEN)
         if self.seed.call:
             key = _mix((key ^ self.seed.call) + _GOLDEN)

@@ -1,13 +1,13 @@
 """Scheduler of continuous batching: which rows are decoded, and where their keys and values lie.
 
-Rows wait in one queue, with the rows of a prompt next to each other. They run in as many decode batches as a
-pipeline has stages. `plan` is called once per turn of a decode batch. It retires finished rows, gives the others
+Rows wait in one queue, with the rows of a prompt next to each other. They run in as many decode batches as the
+pipeline has stages. `plan` is called once per turn of a decode batch. It retires finished rows, gives running rows
 blocks for the coming steps, and admits waiting rows while blocks are free. If the pool runs dry, the batch's
 youngest row is preempted: it frees its blocks, returns to the head of the queue, and is later prefilled again with
 its generated tokens.
 
-Plans depend only on the order of calls and the lengths of rows. So every rank of a pipeline and of a
-tensor-parallel group decides the same, from tokens that all of them know.
+Plans depend only on the order in which `plan` is called and on the lengths of rows. So all ranks of a pipeline and
+of a tensor-parallel group make the same plans from the same tokens.
 """
 
 from array import array
@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from realrl.layout.kv_blocks import REPLACED_TOGETHER, CacheSize, count_blocks, count_prompt_blocks
 
 SCRATCH = 0
-"""Block without an owner: rows without a place write to it, and its content is never used."""
+"""Block that no row owns. Rows that have no place write to it, and its content is never used."""
 
 
 class BlockPool:
-    """Free blocks of the KV cache, numbered from 1; the last released blocks are taken first."""
+    """Free blocks of the KV cache, numbered from 1; the most recently released blocks are taken first."""
 
     def __init__(self, blocks: int) -> None:
         self._free = list(range(blocks, SCRATCH, -1))
@@ -64,16 +64,17 @@ class DecodeRow:
     done: bool = False
     """Whether the continuation is complete."""
     stopped: bool = False
-    """Whether a stop string ended it."""
+    """Whether a stop string ended the continuation."""
     slot: int = -1
-    """Index in the buffers of the decode batch; -1 if it has none yet."""
+    """Index of the row in the buffers of the decode batch; -1 if it has no index yet."""
 
 
 @dataclass(frozen=True)
 class RowPrefill:
-    """Tokens that are computed before `row` is decoded: its prompt and generated tokens, without the newest of all.
+    """Tokens that are computed before `row` is decoded: its prompt and generated tokens, except the newest token.
 
-    Keys and values at positions `first` to `length` - 1 are stored; running rows hold the earlier ones already.
+    Keys and values at positions `first` to `length` - 1 are stored; running rows of the prompt have already stored
+    those at earlier positions.
     """
 
     row: DecodeRow
@@ -82,13 +83,14 @@ class RowPrefill:
 
     @property
     def tokens(self) -> int:
-        """Tokens that are computed; 0 if none need to be stored."""
+        """Number of tokens to compute; 0 if none needs to be stored."""
         return self.length if self.first < self.length else 0
 
 
 @dataclass(frozen=True)
 class ReleasedRow:
-    """Row that has released its blocks, finished or preempted; their content lasts until others write to them."""
+    """Finished or preempted row that has released its blocks. The blocks keep their content until other rows write
+    to them."""
 
     row: DecodeRow
     prompt_blocks: Sequence[int]
@@ -101,7 +103,7 @@ class DecodeTurn:
     """Work of a decode batch until the host looks at its tokens again."""
 
     rows: Sequence[DecodeRow] = ()
-    """Rows that are decoded, by prompt."""
+    """Rows to decode, sorted by prompt."""
     rearranged: bool = False
     """Whether the rows differ from those of the previous turn."""
     grown: Sequence[DecodeRow] = ()
@@ -127,13 +129,13 @@ class Scheduler:
         steps: int,
         prefill_tokens: int,
     ) -> None:
-        """`batches` is the number of decode batches, `new_tokens` the most tokens of a continuation. `steps` is the
-        number of decode steps of a turn; turns have one step while more prompts are to be prefilled.
-        `prefill_tokens` limits a prefill pass; a longer sequence goes alone."""
+        """`batches` is the number of decode batches, `new_tokens` the maximum length of a continuation. `steps` is
+        the number of decode steps of a turn; turns have one step while more prompts are to be prefilled.
+        `prefill_tokens` limits the tokens of a prefill pass; a longer sequence gets a pass of its own."""
         self._queue = deque(rows)
         self._pool = BlockPool(size.blocks)
         self._running: list[list[DecodeRow]] = [[] for _ in range(batches)]
-        """Rows by decode batch, in the order of admission."""
+        """Running rows of each decode batch, in the order of admission."""
         self._turns = [DecodeTurn()] * batches
         self._released: list[ReleasedRow] = []
         """Rows that leave in the turn that is being planned."""
@@ -195,7 +197,8 @@ class Scheduler:
         self._queue.appendleft(row)
 
     def _release(self, row: DecodeRow) -> None:
-        """Release the blocks of a row and, with the last row of a prompt, those of the prompt."""
+        """Release the blocks of a row. If no other row of its prompt runs, also release the blocks of the
+        prompt."""
         self._released.append(ReleasedRow(row, row.prompt.blocks, row.blocks))
         self._pool.release(row.blocks)
         row.blocks = []
@@ -212,7 +215,7 @@ class Scheduler:
         """
         queue = self._queue
         slots = self._limit - len(running)
-        # Rows are replaced several at a time: to prefill fewer costs nearly as much.
+        # Rows are replaced several at a time, because a prefill of fewer rows costs nearly as much.
         if not queue or (running and slots < min(len(queue), -(-self._limit // REPLACED_TOGETHER))):
             return [], False
         prefills: list[RowPrefill] = []
@@ -224,7 +227,7 @@ class Scheduler:
             resident = row.prompt.running > 0
             own = self._count_own_blocks(row)
             shared = 0 if resident else count_prompt_blocks(row.prompt.length)
-            # Leave a block for each row that will need one, so that the next turns preempt no row.
+            # Leave a block for each row that will need one, so that the next turns need not preempt a row.
             if own + shared + growing > self._pool.free:
                 break
             prefill = _make_prefill(row, resident)

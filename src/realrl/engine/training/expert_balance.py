@@ -11,7 +11,7 @@ from realrl.model.routing import BalancedRouting, ExpertCounts, Routing
 
 
 class ExpertBalance:
-    """Balance of a model's experts in train calls.
+    """Loss and metrics for the balance of a model's experts in train calls.
 
     The loss of an optimizer step is `coefficient` times the balance loss of a sequence in a layer (see
     `BalancedRouting`), averaged over the sequences of the mini-batch and all layers of the model. So it does not
@@ -35,7 +35,8 @@ class ExpertBalance:
         self._sequences += len(packing.lengths)
         coefficient = None
         if self._coefficient:
-            # Every TP rank computes the whole gradient, and the ranks' gradients are summed later.
+            # Every TP rank computes the whole gradient, and the ranks' gradients are summed later, so each is
+            # divided by tp.
             terms = self._model.shape.layers * self._model.shard.tp
             coefficient = self._coefficient / (terms * sequences)
         return BalancedRouting(

@@ -1,4 +1,5 @@
-"""Gradients of ZeRO-1: data-parallel ranks accumulate all of them, and reduce them once per mini-batch."""
+"""Gradients under ZeRO-1: each data-parallel rank accumulates all gradients, and the ranks reduce them once per
+mini-batch."""
 
 import weakref
 from collections import deque
@@ -26,23 +27,23 @@ class OverlappedGradReduce:
     DDP).
 
     Buckets start from the end of the buffer, because the backward pass completes the last layers first. They always
-    start in that order, so it is the same on every rank. Buckets with late tensors are left to the optimizer's
-    step.
+    start in that order, so that all ranks agree on it. Buckets with late tensors wait for the optimizer's step.
     """
 
     def __init__(
         self, model: Model, gradients: FlatBuffer, optimizer: ShardedAdamW, *, late: Collection[str] = ()
     ) -> None:
-        """`late`: tensors whose gradients still change after the backward pass."""
+        """`late` names tensors whose gradients still change after the backward pass."""
         self._optimizer = optimizer
         self._parameters = [0] * optimizer.buckets
         """Number of parameters with elements in each bucket."""
         self._missing: list[int] | None = None
-        """Number of these parameters with incomplete gradients; None outside a mini-batch's last backward pass."""
+        """Number of parameters with incomplete gradients in each bucket; None outside a mini-batch's last backward
+        pass."""
         self._waiting: deque[int] = deque()
         """Buckets that have not started, in starting order."""
         self._nodes: list[Node] = []
-        """Autograd's nodes of the parameters. They would lose their hooks if nothing referred to them."""
+        """Autograd's nodes of the parameters. Without a reference from Python, a node would lose its hooks."""
         self._late = {bucket for name in late for bucket in self._find_buckets(gradients, (name,))}
         count = _make_counter(self)
         for name, parameter in model.transformer.named_parameters():
@@ -51,9 +52,9 @@ class OverlappedGradReduce:
             touched = self._find_buckets(gradients, model.transformer.sources[name])
             for bucket in touched:
                 self._parameters[bucket] += 1
-            # The node runs once all uses of the parameter have run backward, even if they have added to its
-            # gradient themselves and return none to autograd. Hooks on the parameter itself would not be
-            # called then.
+            # The node runs after the backward passes of all uses of the parameter. It runs even if these passes add
+            # to the gradient themselves and return no gradient to autograd. A hook on the parameter would then not
+            # be called.
             node = get_gradient_edge(parameter).node
             node.register_hook(lambda *_, touched=touched: count(touched))
             self._nodes.append(node)
@@ -83,7 +84,8 @@ class OverlappedGradReduce:
 
 
 def _make_counter(of: OverlappedGradReduce) -> Callable[[range], None]:
-    """Make a hook that does not keep `of` alive: `of` refers to autograd's nodes, and nodes to their hooks."""
+    """Make a hook that does not keep `of` alive. A strong reference would make a cycle, because `of` refers to
+    autograd's nodes, and nodes refer to their hooks."""
     found = weakref.ref(of)
 
     def count(touched: range) -> None:
@@ -95,7 +97,7 @@ def _make_counter(of: OverlappedGradReduce) -> Callable[[range], None]:
 
 
 class FullGradients(Accumulation):
-    """Gradients of ZeRO-1: each rank accumulates all of them; ranks reduce them once per mini-batch."""
+    """Gradients under ZeRO-1, and the optimizer that updates this rank's part of the parameters."""
 
     def __init__(self, model: Model, trained: LocalSet, config: OptimizerConfig) -> None:
         self._model, self.updated = model, trained

@@ -1,4 +1,5 @@
-"""Accumulation of gradients, their sums over ranks with parts of them, and elements that count once in norms."""
+"""Accumulation of gradients, sums over ranks that have only parts of them, and the elements that a rank counts in
+norms."""
 
 from collections.abc import Callable, Mapping
 from math import prod
@@ -21,7 +22,7 @@ class Accumulation:
     """
 
     gradients: FlatBuffer
-    """What this rank has accumulated."""
+    """Gradients that this rank has accumulated."""
     optimizer: ShardedAdamW
     updated: LocalSet
     """Tensors, or rows of tensors, that the optimizer works on; a rank may update only a part of them."""
@@ -44,7 +45,7 @@ class Accumulation:
         raise AssertionError("this rank needs no passes of others")
 
     def start_backward(self, *, last: bool) -> None:
-        """Begin a backward pass; `last` for the last one of the mini-batch."""
+        """Begin a backward pass; `last` means that it is the last one of the mini-batch."""
 
     def finish_backward(self) -> None:
         pass
@@ -71,12 +72,14 @@ def list_late_tensors(model: Model, trained: LocalSet) -> set[str]:
 
 
 def finalize_model_grads(model: Model, gradients: FlatBuffer) -> dict[str, Tensor]:
-    """All-reduce gradients of parameters that several ranks hold and each rank computes only in part.
+    """All-reduce the gradients of parameters that several ranks hold, if each rank computes only a part of the
+    gradient.
 
-    In place: key/value heads that neighbouring TP ranks share (each serves its own query heads), and an embedding
-    table tied to the head of another stage. Returned by name, and also summed over data-parallel ranks: gradients
-    of parameters that every TP rank applies to its own tokens or heads (`TensorSpec.partial_gradient`). These are
-    small and lie between large gradients, whose reduction has started long before.
+    Two kinds are summed in place: gradients of key/value heads that neighbouring TP ranks share (each rank serves
+    its own query heads), and of an embedding table tied to the head of another stage. A third kind is also summed
+    over data-parallel ranks, and returned by name: gradients of parameters that every TP rank applies to its own
+    tokens or heads (`TensorSpec.partial_gradient`). These gradients are small. They lie between large gradients,
+    whose reduction may have started already.
     """
     _sum_all_shared_heads(model, gradients)
     sum_tied_embeddings(model, gradients)
@@ -87,7 +90,8 @@ def finalize_model_grads(model: Model, gradients: FlatBuffer) -> dict[str, Tenso
 
 
 def sum_tensor_parallel(model: Model, gradients: FlatBuffer) -> None:
-    """All-reduce, in place, gradients of parameters that several TP ranks hold and each computes only in part."""
+    """All-reduce, in place, the gradients of parameters that several TP ranks hold, if each rank computes only a
+    part."""
     _sum_all_shared_heads(model, gradients)
     for name, total in _sum_partial(model, gradients).items():
         gradients[name].view(-1).copy_(total)
@@ -104,7 +108,7 @@ def sum_tied_embeddings(model: Model, gradients: FlatBuffer) -> None:
 def require_gradients(model: Model, trained: LocalSet, view: Callable[..., Tensor]) -> None:
     """Make backward passes add to the float32 gradients of one parameter set, and of no other set.
 
-    `view(*names)` returns the gradients of neighbouring tensors as one.
+    `view(*names)` returns the gradients of neighbouring tensors as one tensor.
     """
     for name, parameter in model.transformer.named_parameters():
         sources = model.transformer.sources[name]
@@ -123,7 +127,7 @@ def _sum_all_shared_heads(model: Model, gradients: FlatBuffer) -> None:
 
 
 def _sum_partial(model: Model, gradients: FlatBuffer) -> dict[str, Tensor]:
-    """Sum over TP ranks the gradients that each rank has in part. -> flat tensors by name"""
+    """Sum the gradients of which each TP rank has only a part. -> flat tensors by name"""
     parts = {spec.name: gradients[spec.name] for spec in gradients.tensors if _is_partial(model, spec)}
     if not parts:
         return {}
@@ -176,7 +180,7 @@ def find_counted_elements(model: Model, local: LocalTensor) -> tuple[int, int]:
     if spec.partition is None:
         return 0, 0
     if _holds_kv_heads(spec):
-        # The previous rank counts the heads that it also holds.
+        # The previous rank counts the heads that both ranks hold.
         previous_stop = kv_heads(shard.shape, shard.tp, shard.tp_index - 1).stop
         first_row = previous_stop * (spec.shape[0] // shard.shape.kv_heads)
         shared = min(max(0, first_row - local.region.offset[0]), local.region.size[0])

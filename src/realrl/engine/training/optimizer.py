@@ -19,8 +19,9 @@ from realrl.model.group import Group, all_gather, reduce_scatter
 from realrl.recipe.optimizer import OptimizerConfig
 
 _RUN = 2**16
-"""Elements whose squares are summed in float32, a few roundings per lane; the sums of such runs are added in
-float64. Kernels that sum in float64 throughout would first copy all elements to float64, 8 bytes each."""
+"""Number of elements in a run. The squares of a run are summed in float32, with few roundings per vector lane. The
+sums of runs are added in float64. A sum in float64 throughout would first copy all elements to float64, 8 bytes
+each."""
 
 
 def sum_squares(values: Tensor) -> Tensor:
@@ -34,9 +35,9 @@ def sum_squares(values: Tensor) -> Tensor:
 
 
 def compute_learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Learning rate of a step: linear warm-up, then the schedule to its end.
+    """Compute the learning rate of a step: a linear warm-up comes first, then the schedule.
 
-    `step` counts from 0; `steps` is the number of all steps.
+    `step` counts from 0; `steps` is the total number of steps.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -56,8 +57,8 @@ def compute_learning_rate(config: OptimizerConfig, step: int, steps: int) -> flo
 class OptimizerPart:
     """Part of a tensor that a rank updates: elements `first` to `end` - 1 of the tensor as the rank stores it.
 
-    in_parameters, in_state: index of the first element in the flat buffer of parameters, and in the flat tensors of
-    moments and master.
+    `in_parameters` is the index of the first element in the flat buffer of parameters, `in_state` its index in the
+    flat tensors of moments and master values.
     """
 
     tensor: str
@@ -69,7 +70,7 @@ class OptimizerPart:
 
 @dataclass
 class _Pieces:
-    """Pieces of this rank's parts that are updated alike; each list has one entry per piece.
+    """Pieces of this rank's parts that are updated with the same settings; each list has one entry per piece.
 
     This is not an optimizer of torch, because making one imports torch's compiler, which takes 1.5 s.
     """
@@ -92,7 +93,7 @@ class _Pieces:
             [],
             self.steps,
             fused=True,
-            grad_scale=divisor,  # meant for mixed precision; clips gradients without a pass over them
+            grad_scale=divisor,  # meant for mixed precision; here it clips gradients without another pass
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -106,11 +107,12 @@ class _Pieces:
 class ShardedAdamW:
     """Optimizer of a flat parameter buffer with a flat float32 gradient buffer of the same length.
 
-    The buffers are cut into buckets, and every bucket into equal parts, one per rank. A step has three phases. It
-    sums the gradients of each bucket over ranks (reduce-scatter), which can start while other gradients are
-    computed. It updates this rank's parts in float32. It collects the parameters (all-gather) while more buckets
-    are updated. Parameters of lower precision have float32 masters, which exist only for this rank's parts. A rank
-    alone in its group has all parts, and reads the gradients where they are.
+    The buffers are cut into buckets, and every bucket into equal parts, one per rank. A step has three phases.
+    First, it sums the gradients of each bucket over ranks (reduce-scatter); these sums can start while other
+    gradients are computed. Second, it updates this rank's parts in float32. Third, it collects the updated
+    parameters (all-gather), while more buckets are updated. Parameters of lower precision have float32 masters,
+    which exist only for this rank's parts. A rank that is alone in its group updates everything, and uses the
+    gradient buffer directly.
     """
 
     def __init__(
@@ -126,8 +128,9 @@ class ShardedAdamW:
         """Both buffers must be padded to a multiple of `group.size` times their bucket count. They may be empty, on
         a pipeline stage without trained parameters.
 
-        The gradient norm is taken over `norm_group`, the ranks of all shards of the model. In it, a rank counts the
-        elements `counted[name]` = (first, end) of a tensor; by default all elements, over `group`.
+        The gradient norm is summed over `norm_group`, the ranks of all shards of the model; by default over
+        `group`. A rank adds elements `first` to `end` - 1 of a tensor if `counted[name]` is (first, end); by
+        default it adds all elements.
         """
         self._parameters = parameters
         self._gradients = gradients.data
@@ -145,7 +148,8 @@ class ShardedAdamW:
             self._master = local
             self.adopt()
         self._norm_parts = list(self._view_counted(counted))
-        # A few groups of buckets: all-gathers overlap with the next update, and the host launches few kernels.
+        # Buckets form a few groups, so that an all-gather overlaps with the next update, and the host launches few
+        # kernels.
         stages = 1 if group.size == 1 else min(GATHER_STAGES, self.buckets)
         bounds = [self.buckets * i // max(1, stages) for i in range(stages + 1)]
         self._stages = {
@@ -153,8 +157,8 @@ class ShardedAdamW:
             for buckets in (range(first, end) for first, end in pairwise(bounds))
             if buckets
         }
-        """Pieces of groups of buckets, in the order of their updates. Kinds are with weight decay, without it, and
-        the scalar head, which has its own learning rate."""
+        """Pieces of each group of buckets by kind, in the order of the updates. A piece has weight decay, or none,
+        or it belongs to the scalar head, which has its own learning rate."""
         self._reducing: dict[int, dist.Work | None] = {}
 
     @property
@@ -164,12 +168,12 @@ class ShardedAdamW:
 
     @property
     def steps(self) -> int:
-        """Number of steps applied, which the correction of the moments depends on; 0 with nothing to train."""
+        """Number of applied steps, which the moments' bias correction needs; 0 with nothing to train."""
         return max((int(step) for step in self._iter_steps()), default=0)
 
     @steps.setter
     def steps(self, count: int) -> None:
-        """Number of steps applied, which the moments' bias correction needs; 0 with nothing to train."""
+        """Set the number of applied steps."""
         for step in self._iter_steps():
             step.fill_(count)
 
@@ -228,7 +232,8 @@ class ShardedAdamW:
             self._reducing[bucket] = reduce_scatter(local, whole, self._group, async_op=True)
 
     def _finish_reduce(self) -> None:
-        # From the end, as buckets that started during the backward pass: ranks must agree on the order.
+        # Start from the end, like the buckets that started during the backward pass, because ranks must agree on
+        # the order.
         for bucket in reversed(range(self.buckets)):
             if bucket not in self._reducing:
                 self.start_reduce(bucket)
@@ -241,9 +246,9 @@ class ShardedAdamW:
     ) -> float:
         """Apply the accumulated gradients at learning rate `lr`, and set them to zero.
 
-        A scalar head is trained as if it were stored divided by `head_scale`: its learning rate is `lr *
-        head_scale`, its decay per step stays that of `lr`, and its gradient counts `head_scale` times in the norm.
-        `summed` has gradients that are already summed over ranks; they replace the accumulated ones.
+        A scalar head is trained as if it were stored divided by `head_scale`. Its learning rate is `lr *
+        head_scale`, its weight decay per step is the same as with `lr`, and its gradient counts `head_scale` times
+        in the norm. `summed` has gradients that are already summed over ranks; they replace the accumulated ones.
 
         Returns the global gradient norm before clipping. If it is not finite, parameters and gradients do not
         change; the caller can inspect the gradients, and then `discard` them.
@@ -329,8 +334,8 @@ class ShardedAdamW:
         return kinds
 
     def _view_counted(self, counted: Mapping[str, tuple[int, int]] | None) -> Iterator[tuple[Tensor, bool]]:
-        """Views of the gradient elements that this rank counts in the norm, and whether they are the scalar
-        head's."""
+        """Yield views of the gradient elements that this rank counts in the norm, and whether they belong to the
+        scalar head."""
         runs: list[tuple[str, int, int]] = []
         for tensor, low, high in self._cut_tensors(range(self.buckets)):
             if counted is not None:
@@ -345,7 +350,8 @@ class ShardedAdamW:
             yield self._local_gradient[low:high], kind == "head"
 
     def _cut_tensors(self, buckets: range) -> Iterator[tuple[TensorSpec, int, int]]:
-        """Cut tensors into this rank's parts of buckets: tensor, first element and end in the buffers."""
+        """Yield this rank's parts of tensors in some buckets: the tensor, and the first element and end in the flat
+        buffers."""
         for bucket in buckets:
             begin = bucket * self.bucket_size + self._group.index * self._part_size
             for tensor in self._parameters.tensors:
@@ -363,12 +369,12 @@ class ShardedAdamW:
         return flat[bucket * self.bucket_size : (bucket + 1) * self.bucket_size]
 
     def _select_parameters(self, buckets: range) -> Tensor:
-        """This rank's parts of buckets in the parameter buffer. -> [buckets, part]"""
+        """View this rank's parts of buckets in the parameter buffer. -> [buckets, part]"""
         by_rank = self._parameters.data.view(self.buckets, self._group.size, self._part_size)
         return by_rank[buckets.start : buckets.stop, self._group.index]
 
     def _select_state(self, flat: Tensor, buckets: range) -> Tensor:
-        """This rank's parts of buckets in a flat tensor of its parts. -> [buckets, part]"""
+        """View this rank's parts of buckets in a flat tensor of all its parts. -> [buckets, part]"""
         return flat.view(self.buckets, self._part_size)[buckets.start : buckets.stop]
 
 

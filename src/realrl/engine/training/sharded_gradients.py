@@ -26,10 +26,10 @@ from realrl.recipe.optimizer import OptimizerConfig
 
 
 class ShardedGradients(Accumulation):
-    """Gradients of ZeRO-2 and ZeRO-3: a rank accumulates and updates its own rows.
+    """Gradients under ZeRO-2 and ZeRO-3: a rank accumulates and updates only its own rows.
 
     Under ZeRO-3 a rank updates the parameters that it stores. Under ZeRO-2 every rank has all parameters; a rank
-    updates float32 copies of its rows, and `spread` brings them to all ranks.
+    updates float32 copies of its rows, and `spread` sends them to all ranks.
     """
 
     def __init__(self, model: Model, trained: LocalSet, config: OptimizerConfig, *, backward: range) -> None:
@@ -112,7 +112,7 @@ class ShardedGradients(Accumulation):
             finish()
 
     def _list_sections(self) -> Iterator[SectionBuffer]:
-        """Make a buffer for each section of the parameters that every rank has."""
+        """Yield a buffer for each section of the parameters. Under ZeRO-2, every rank has all of them."""
         whole = self._trained.buffer.data
         tensors = self._trained.layout.tensors(self._model.rank)
         for stacks in group_by_section(self._model.shard, tensors).values():
@@ -120,7 +120,7 @@ class ShardedGradients(Accumulation):
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """See `Accumulation`: copy this rank's rows of the parameters that every rank has."""
+        """Copy this rank's rows of the parameters to its float32 copies (see `Accumulation.adopt`)."""
         if not self._copies:
             return
         for names in (names for section in self._list_sections() for names in section.stacks):

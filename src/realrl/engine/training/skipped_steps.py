@@ -14,9 +14,9 @@ from realrl.engine.model import Model
 class SkippedStepsError(Exception):
     """Too many optimizer steps were skipped because the gradient was not finite.
 
-    call: the train call. what: how many steps were skipped, in words. quantity: the first quantity of the last
-    mini-batch that was not finite. minibatch: this rank's part of the last mini-batch, with all inputs of the loss;
-    None if another rank has the same.
+    `call` names the train call. `what` describes in words how many steps were skipped. `quantity` is the first
+    quantity of the last mini-batch that was not finite. `minibatch` is this rank's part of the last mini-batch,
+    with all inputs of the loss; None if another rank reports the same part.
     """
 
     def __init__(self, call: str, what: str, quantity: str, minibatch: Batch | None) -> None:
@@ -30,7 +30,8 @@ class SkippedStepsError(Exception):
 class SkippedSteps:
     """Counter of a role's skipped optimizer steps.
 
-    Too many are `limit` in a row, or some in each of `limit` train calls in a row; None sets no limit.
+    There are too many if `limit` steps in a row are skipped, or if each of `limit` train calls in a row skips some.
+    None means no limit.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -44,7 +45,7 @@ class SkippedSteps:
         self._last: tuple[str, Batch | None] | None = None
 
     def state_dict(self) -> dict[str, int]:
-        """Save the counts that later calls are judged by."""
+        """Save the counts that are compared with the limit."""
         return {"in_a_row": self._in_a_row, "calls": self._calls, "calls_in_a_row": self._calls_in_a_row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -63,7 +64,7 @@ class SkippedSteps:
         self._applied += 1
 
     def count_skipped(self, quantity: str, minibatch: Batch | None) -> None:
-        """Count a skipped step; SkippedStepsError at the limit of steps in a row."""
+        """Count a skipped step. Raises SkippedStepsError if `limit` steps in a row were skipped."""
         self._in_a_row += 1
         self._by_quantity[quantity] += 1
         self._last = quantity, minibatch
@@ -71,7 +72,8 @@ class SkippedSteps:
             raise self._error(f"{self._in_a_row} optimizer steps in a row were skipped")
 
     def end_call(self) -> dict[str, int]:
-        """End a train call and return its metrics; SkippedStepsError at the limit of calls with skipped steps."""
+        """End a train call and return its metrics. Raises SkippedStepsError if `limit` calls in a row skipped
+        steps."""
         self._calls += 1
         self._calls_in_a_row = self._calls_in_a_row + 1 if self._by_quantity else 0
         if self._by_quantity and self._calls_in_a_row == self._limit:
@@ -82,9 +84,10 @@ class SkippedSteps:
         return total | {f"skipped_for/{name}": count for name, count in self._by_quantity.items()}
 
     def check(self) -> None:
-        """Check that training makes progress; otherwise SkippedStepsError.
+        """Raise SkippedStepsError unless training makes progress.
 
-        The last train call must have applied a step, and not all of several calls may have skipped steps.
+        The last train call must have applied a step. If there were several calls, at least one must have skipped no
+        step.
         """
         if not self._by_quantity:
             return
@@ -102,8 +105,8 @@ def find_first_not_finite(model: Model, minibatch: Batch, metrics: Metrics, grad
     """Find the first quantity that is not finite on any rank; all ranks of the model get the same answer.
 
     Quantities are checked in the order of computation: fields of the mini-batch, parameters, metrics of the loss,
-    gradients. `metrics` belong to this mini-batch, on all ranks; `gradients` are accumulated by this rank, not yet
-    summed.
+    gradients. `metrics` are those of this mini-batch, summed over ranks. `gradients` are those that this rank has
+    accumulated, not yet summed over ranks.
     """
     # Every rank has the same names in the same order, so an index identifies a quantity.
     names = list(_list_names(model, minibatch, metrics))
@@ -124,7 +127,7 @@ def _list_names(model: Model, minibatch: Batch, metrics: Metrics) -> Iterator[st
 
 
 def _check_finite(model: Model, minibatch: Batch, metrics: Metrics, gradients: FlatBuffer) -> Iterator[bool]:
-    """Say for each of `_list_names` whether this rank's part is finite."""
+    """Check for each quantity of `_list_names` whether this rank's part of it is finite."""
     local_names = {tensor.name for tensor in model.parameters.tensors}
     for field in minibatch.fields.values():
         yield all_finite(field.values)

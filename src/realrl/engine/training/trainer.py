@@ -26,7 +26,7 @@ from realrl.model.packing import Packing
 from realrl.recipe.optimizer import OptimizerConfig
 
 LOSS = "loss"
-"""Metric of every train call."""
+"""Name of the loss in the metrics of a train call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +36,11 @@ class TrainOptions:
     max_tokens: int
     """Maximum tokens of a micro-batch."""
     recompute: bool = False
-    """Keep only the inputs of layers for the backward pass."""
+    """Whether only the inputs of layers are kept for the backward pass, which then recomputes the layers."""
     candidates: Candidates | None = None
     """Candidate tokens of the call."""
     call: str = "train"
-    """Name of the call, for errors."""
+    """Name of the call, for error messages."""
     after_pass: Callable[[], None] = lambda: None
     """Called after each forward and backward pass of a micro-batch."""
     before_update: Callable[[], None] = lambda: None
@@ -62,8 +62,8 @@ class Trainer:
         router_loss: float = 0.0,
         max_skipped: int | None = None,
     ) -> None:
-        """`router_loss`: coefficient of a mixture's balance loss, see `ExpertBalance`; `max_skipped`: see
-        `SkippedSteps`."""
+        """`router_loss` is the coefficient of a mixture's balance loss (see `ExpertBalance`). `max_skipped` is the
+        limit of `SkippedSteps`."""
         self.model = model
         self._skipped = SkippedSteps(max_skipped)
         mixture = model.shape.mixture
@@ -92,7 +92,7 @@ class Trainer:
         """Memory that training needs in addition to the parameters."""
 
     def _find_backward_layers(self, trained: LocalSet) -> range:
-        """Layers of this stage that gradients flow through: the last ones, or all."""
+        """Find the layers of this stage that gradients flow through: the last few, or all."""
         shard = self.model.shard
         specs = [tensor.spec for tensor in trained.layout.gathered_tensors(self.model.rank)]
         embeds = shard.first and any(spec.parameter in ("embedding", "positions") for spec in specs)
@@ -108,7 +108,7 @@ class Trainer:
         return (self.memory if own else self.updated.memory).find_values(values)
 
     def spread(self) -> None:
-        """Bring this rank's updated parameters to all ranks that compute with them; all ranks call it together."""
+        """Send this rank's updated parameters to all ranks that compute with them; all ranks call it together."""
         self.optimizer.publish()
         self._accumulation.spread()
 
@@ -129,17 +129,17 @@ class Trainer:
     ) -> Metrics:
         """Run a train call on this rank's items.
 
-        `minibatches` are positions in `batch`, the same number in the same order on every rank of the group.
-        `replays` are those of the call.
+        `minibatches` has the positions in `batch` of each mini-batch. Every rank of the group has equally many
+        mini-batches, in the same order. `replays` are those of the call.
 
         Losses are sums divided by their global weight, so they do not depend on micro-batches or parallelism. An
         optimizer step with a gradient that is not finite is skipped. A mini-batch without weight has nothing to
         learn; its step is left out, so that momentum and weight decay change nothing.
 
-        Returns metrics summed over data-parallel ranks: those of the method; `loss` unless the method reports one
-        (the loss that is differentiated, without a mixture's balance loss); `grad_norm` (mean over the applied
-        steps); `skipped_steps` and `skipped_for/QUANTITY` (by the first quantity that was not finite);
-        `empty_steps` (steps left out, if any); `learning_rate`; and for a mixture those of
+        Returns metrics summed over data-parallel ranks: the metrics of the method; `loss` (the differentiated loss,
+        without a mixture's balance loss), unless the method reports a loss itself; `grad_norm` (mean over the
+        applied steps); `skipped_steps` and `skipped_for/QUANTITY` (by the first quantity that was not finite);
+        `empty_steps` (steps left out, if any); `learning_rate`; and for a mixture the metrics of
         `ExpertBalance.end_call`.
 
         Raises SkippedStepsError, on every rank, when too many steps in a row are skipped.
@@ -189,7 +189,8 @@ class Trainer:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Save the number of applied steps and the counts of skipped ones as JSON; tensors are saved elsewhere."""
+        """Return the number of applied steps and the counts of skipped steps as JSON values; tensors are saved
+        elsewhere."""
         return {"steps": self.optimizer.steps, "skipped": self._skipped.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -197,11 +198,11 @@ class Trainer:
         self._skipped.load_state_dict(state["skipped"])
 
     def check_learning(self) -> None:
-        """Check that the last training step was applied; SkippedStepsError, see `SkippedSteps.check`."""
+        """Raise SkippedStepsError unless training makes progress (see `SkippedSteps.check`)."""
         self._skipped.check()
 
     def _copy_for_report(self, minibatch: Batch) -> Batch | None:
-        """Copy a mini-batch to the host; None if another TP rank or stage has the same."""
+        """Copy a mini-batch to the host for a report; None if another TP rank or stage reports the same items."""
         first = self.model.groups.tensor.index == 0 and self.model.shard.last
         return minibatch.to(torch.device("cpu")) if first else None
 
@@ -214,7 +215,7 @@ class Trainer:
     ) -> tuple[Metrics, bool]:
         """Accumulate the gradient of one mini-batch.
 
-        Returns its metrics over data-parallel ranks and whether it has any weight, on every stage.
+        Returns, on every stage, its metrics summed over data-parallel ranks, and whether it has any weight.
         """
         model = self.model
         rows = method.sequences(batch)
@@ -251,7 +252,7 @@ class Trainer:
                     loss += done.result.detach()
                 if self._has_backward:
                     passes[action.micro_batch] = done
-                del done  # without a backward pass, frees the activations before the next micro-batch
+                del done  # without a backward pass, this frees the activations before the next forward pass
             elif gradients is not None:
                 accumulation.start_backward(last=action is actions[-1])
                 self._backward(passes.pop(action.micro_batch), next(gradients))

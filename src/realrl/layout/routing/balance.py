@@ -10,7 +10,8 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Task:
-    """Work that `options` can share in any proportion; `others` may help if the options are too busy."""
+    """Work that can be divided among `options` in any proportion. `others` may take a part of it if the options are
+    too busy."""
 
     work: float
     options: tuple[int, ...]
@@ -19,18 +20,18 @@ class Task:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What options already have to do, and their speeds if not 1."""
+    """Work that options already have, and the speeds of options whose speed is not 1."""
 
     busy: Mapping[int, float] = field(default_factory=dict)
     speed: Mapping[int, float] = field(default_factory=dict)
 
 
 def balance(tasks: Sequence[Task], floor: float, capacity: Capacity | None = None) -> list[dict[int, float]]:
-    """Distribute each task over its options; returns, per task, option -> amount, without zeros.
+    """Distribute each task over its options. Returns a mapping option -> amount for each task, without zeros.
 
     The largest load (work over speed) is as small as possible, or at most `floor` if that is larger. Loads up to
-    the floor are free, and few shares are better than even ones. Tasks with the same options are distributed in
-    turn, so that most of them go to a single option.
+    the floor cost nothing, so a few large shares are preferred to many equal ones. Tasks with the same options are
+    distributed in turn, so that most of them go to a single option.
     """
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for index, task in enumerate(tasks):
@@ -62,7 +63,7 @@ def _deal(works: Sequence[float], shares: dict[int, float]) -> Iterable[dict[int
             if amount - used > slack:
                 left.append((option, amount - used))
         if work > 0 and not part:
-            # Rounding would lose a task that is tiny beside the others.
+            # Otherwise, rounding would lose a task that is tiny compared with the other tasks.
             part[option] = work
         yield part
 
@@ -133,8 +134,8 @@ class _Shared:
         self.loads[option] += amount / self.speed[option]
 
     def _reach(self, start: int) -> dict[int, tuple[int, int] | None]:
-        """Find the options that can take over work of `start`, directly or in a chain: option -> (donor, pool),
-        nearest first."""
+        """Find the options that can take over work of `start`, directly or in a chain. Returns option -> (donor,
+        pool), nearest first."""
         reached: dict[int, tuple[int, int] | None] = {start: None}
         queue = deque([start])
         seen: set[int] = set()

@@ -117,8 +117,8 @@ class RankScheduler:
     def schedule(self, tensors: Collection[str] | Mapping[str, Region] | None = None) -> RankSchedule:
         """List the messages and copies of the rank, by default for all tensors.
 
-        With `tensors`, or with regions of some by name, the target buffer holds only these. The source buffer
-        always holds everything that the source layout gives the rank.
+        `tensors` selects tensors by name, or maps names to regions. The target buffer then holds only these tensors
+        or regions. The source buffer always holds everything that the source layout gives the rank.
         """
         names = [spec.name for spec in self._source.specs if tensors is None or spec.name in tensors]
         parts = tensors if isinstance(tensors, Mapping) else {}
@@ -155,7 +155,8 @@ class RankScheduler:
                     spans=spans,
                     regions=tuple(chunk),
                 )
-                # By distance of peers: at each distance a rank sends to one peer and receives from one.
+                # Sort by the distance between peers: at each distance, a rank sends to one peer and receives from
+                # one.
                 ordered.append(((stage, number, (receiver - sender) % self._ranks, sender), message))
         ordered.sort(key=lambda item: item[0])
         copies = [
@@ -192,7 +193,8 @@ def _clip_tensors(
 def group_messages(
     messages: Iterable[PackedTransfer], limits: MessageLimits
 ) -> Iterator[list[PackedTransfer]]:
-    """A group never spans two stages, because messages of the second stage may forward those of the first."""
+    """Group messages to post together. A group never spans two stages, because messages of the second stage may
+    forward those of the first."""
     group: list[PackedTransfer] = []
     for message in messages:
         if group:
@@ -250,8 +252,9 @@ def _chunks(
 ) -> Iterator[list[Region]]:
     """Divide regions into messages.
 
-    First, a long run that is contiguous on both sides gets messages of its own, which nobody packs. Then a long
-    run that is contiguous on one side does, which only the other side packs. All the rest is packed together.
+    First, each long run that is contiguous on both sides gets messages of its own, which neither side packs. Next,
+    each long run that is contiguous on one side gets messages of its own, which only the other side packs. All
+    other regions are packed together.
     """
     for storages in ((sender, receiver), (sender,), (receiver,)):
         loose: list[Region] = []

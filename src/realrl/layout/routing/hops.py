@@ -82,7 +82,7 @@ def _within_node(route: TransferRoute, node: int) -> Iterator[Hop]:
             sources = route.remote_sources[node]
             relays = forwarders or dict.fromkeys(route.receivers[node], 1.0)
         else:
-            # Slices from other nodes are all forwarded, which uses up that much of the forwarders' fractions.
+            # All slices from other nodes are forwarded, which uses up an equal part of the forwarders' fractions.
             left = max(0.0, forwarded - remote) / forwarded if forwarded else 0.0
             relays = {_NO_RELAY: max(0.0, 1 - max(forwarded, remote))}
             relays |= {rank: part * left for rank, part in forwarders.items()}
@@ -107,7 +107,7 @@ def _forward(route: TransferRoute, node: int, piece: ElementSlice, sources: Shar
 
 
 def _divide_by_relay(group: RegionGroup, relays: Shares) -> list[ElementSlice]:
-    """Divide a group by the fractions of relays; the rest has no relay."""
+    """Divide a group by the fractions of relays; the remaining elements have no relay."""
     rest = max(0.0, 1 - sum(relays.values()))
     return _divide(group, ElementSlice(0, group.elements, _NO_RELAY), {_NO_RELAY: rest} | relays)
 

@@ -16,8 +16,8 @@ from realrl.plan.axes import Divided, axes_dividing
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size of a region; the context names its tensor."""
 Holder = int
-"""Stands for all ranks of a stage that store the same: the first of their positions, from the stage's first
-rank."""
+"""Stands for all ranks of a stage that store the same elements. It is the lowest of their positions, counted from
+the stage's first rank."""
 _Shard = tuple[Box, Holder]
 _Atom = tuple[Box, tuple[Holder, ...], tuple[Holder, ...]]
 """A box that neither layout cuts, with its holders in the source and in the target."""
@@ -25,8 +25,8 @@ _Atom = tuple[Box, tuple[Holder, ...], tuple[Holder, ...]]
 
 @dataclass
 class RegionGroup:
-    """Regions with the same source ranks and the same target ranks, lined up as one line of elements. Positions
-    count elements along the line. It is cut only between rows, so that every piece is again a list of regions."""
+    """Regions with the same source ranks and the same target ranks, whose elements form one line. Positions count
+    elements along the line. The line is cut only between rows, so that every piece is again a list of regions."""
 
     holders: tuple[int, ...]
     targets: tuple[int, ...]
@@ -91,7 +91,7 @@ def group_regions(source: Layout, target: Layout) -> list[RegionGroup]:
         if kind not in cuts:
             both = zip(_cut(source, stack), _cut(target, stack), strict=True)
             cuts[kind] = [list(_atoms(before, after)) for before, after in both]
-        # All tensors of a parameter are on the same stages, so that those of the first one are enough.
+        # All tensors of a parameter are on the same stages, so the stages of the first tensor are enough.
         (before, after), *_ = [next(stages) for _ in stack]
         if (kind, before, after) not in boxes_by_stage:
             boxes_by_stage[kind, before, after] = found = []
@@ -111,7 +111,7 @@ def _ranks(layout: Layout, holders: tuple[Holder, ...], stages: tuple[int, ...])
     """List all ranks that `holders` stand for on some stages."""
     placement = layout.placement
     degrees = placement.strategy.degrees
-    copies = degrees.origins(*placement.strategy.storing_axes)  # positions of stage 0 that store alike
+    copies = degrees.origins(*placement.strategy.storing_axes)  # positions of stage 0 that store the same
     stride = degrees.stride(*axes_dividing(Divided.LAYERS))
     within = sorted(holder + copy for holder in holders for copy in copies)
     return tuple(placement.mesh.first + stage * stride + position for stage in stages for position in within)

@@ -14,7 +14,8 @@ from realrl.layout.routing.transfer_routes import SpareCapacity, find_transfer_r
 from realrl.plan.cluster import Cluster, Links
 
 _CLOSE = 1.001
-"""Remote sources are not tried if the busiest sender needs at most this ratio of the busiest receiver's time."""
+"""Remote sources are tried only if the busiest sender needs more than this multiple of the busiest receiver's
+time."""
 
 
 @dataclass(frozen=True, order=True)
@@ -47,7 +48,7 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """Bytes by class of link: inside a device, between devices of a node, between nodes."""
+    """Bytes on each class of links: inside a device, between devices of a node, between nodes."""
 
     device: int
     node: int
@@ -56,7 +57,7 @@ class LinkBytes:
 
 @dataclass(frozen=True)
 class PortLoads:
-    """Elements that pass the ports of devices (by rank) and of nodes."""
+    """Number of elements that pass each port of a device (rank -> elements) and of a node (node -> elements)."""
 
     device_out: Mapping[int, int]
     device_in: Mapping[int, int]
@@ -106,7 +107,7 @@ class Reallocation:
     """The schedule that turns one layout of a model into another; `reallocate` makes it.
 
     Copies and transfers cover every region of the target layout exactly once, and send nothing else. A node that
-    does not hold a region takes it in at most once and spreads it inside.
+    does not hold a region receives it at most once, and then distributes it among its own ranks.
     """
 
     source: Layout
@@ -117,7 +118,7 @@ class Reallocation:
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """Transfers by stage, sender and receiver; those between two ranks are in storage order."""
+        """Transfers, sorted by stage, sender and receiver. Transfers between two ranks are in storage order."""
         order = {spec.name: index for index, spec in enumerate(self.source.specs)}
         pieces: dict[tuple[int, int, int], list[Region]] = {}
         found = []
@@ -131,7 +132,7 @@ class Reallocation:
 
     @cached_property
     def copies(self) -> tuple[Copy, ...]:
-        """Regions that ranks hold in both layouts, by rank and then in storage order."""
+        """Regions that ranks hold in both layouts, sorted by rank. The regions of a rank are in storage order."""
         found = []
         for rank in sorted(set(self.source.placement.ranks) & set(self.target.placement.ranks)):
             before = {local.region.tensor: local.region for local in self.source.tensors(rank)}
@@ -174,8 +175,8 @@ class Reallocation:
         return element_bytes * max(loads.sending_seconds(links), loads.receiving_seconds(links))
 
     def seconds(self, links: Links, element_bytes: int) -> float:
-        """Predict the seconds: the time of the busiest port, plus a latency for each message of the rank with most
-        messages.
+        """Predict the seconds: the time of the busiest port, plus a latency for each message of the rank with the
+        most messages.
 
         Everything that one rank sends to another in one stage counts as one message. Copies inside a device are
         free.

@@ -1,9 +1,10 @@
 """Choose the senders of every region group so that the load of the busiest port is as small as possible.
 
-Every receiver gets a byte exactly once, and a node takes it in at most once. So the loads of in-ports are fixed,
-and only the senders are free. Two kinds of work are balanced, first over nodes, then over the devices of each
-node. A holder must send the first copy. Any rank that has received the bytes can send more copies. Two hops are
-enough for every such distribution: a holder sends to a relay, and the relay sends to all others.
+Every receiver gets each byte exactly once, and a node receives it from outside at most once. So the loads of
+in-ports are fixed, and only the choice of senders is free. Two kinds of work are balanced: a holder must send the
+first copy, and any rank that has received the bytes can send more copies. The work is balanced over nodes first,
+then over the devices of each node. Two hops are enough for every such distribution: a holder sends to a relay, and
+the relay sends to all other receivers.
 """
 
 from collections import defaultdict
@@ -24,7 +25,8 @@ OUTSIDE = -1
 
 @dataclass
 class TransferRoute:
-    """How one region group gets from its holders to its receivers. Ranks are listed by node."""
+    """How one region group gets from its holders to its receivers. `holders` and `receivers` map each node to its
+    ranks."""
 
     number: int
     group: RegionGroup
@@ -43,9 +45,10 @@ class TransferRoute:
     local_forwarders: dict[int, Shares] = field(default_factory=dict)
     """Node with holders -> receiver -> the fraction that it forwards to all other receivers of the node."""
     remote_fraction: dict[int, float] = field(default_factory=dict)
-    """Node with holders -> the fraction that comes from other nodes anyway, because its holders are busy."""
+    """Node with holders -> the fraction that comes from other nodes although the node has holders, because these
+    are busy."""
     remote_sources: dict[int, Shares] = field(default_factory=dict)
-    """Such a node -> holder in another node -> its share of that fraction."""
+    """Node with holders -> holder in another node -> its share of the remote fraction."""
 
     @cached_property
     def entered_nodes(self) -> tuple[int, ...]:
@@ -141,7 +144,7 @@ def _choose_devices(
     routes: Sequence[TransferRoute], floor: float, links: Links, spare: SpareCapacity | None
 ) -> float:
     """Set the senders inside each node; return the elements that the busiest device sends. Loads of a device up to
-    `floor` elements are free."""
+    `floor` elements cost nothing."""
     tasks: defaultdict[int, list[Task]] = defaultdict(list)
     for route in routes:
         for node, task in _device_tasks(route, spare):
@@ -193,7 +196,7 @@ def _device_tasks(route: TransferRoute, spare: SpareCapacity | None) -> Iterable
 
 
 def _candidates(route: TransferRoute, node: int, spare: SpareCapacity) -> dict[int, list[int]]:
-    """Find idle holders in other nodes, by node."""
+    """Find the idle holders in each of the other nodes."""
     idle = {n: [h for h in holders if h in spare.idle] for n, holders in route.holders.items()}
     return {n: holders for n, holders in idle.items() if holders and n != node}
 

@@ -134,8 +134,8 @@ _NUMBERS = {"silu": cpu.SILU, "gelu": cpu.GELU, "gelu_tanh": cpu.GELU_TANH}
 class _Activation(Function):
     """Activation on a CPU, by our own kernel.
 
-    torch vectorises most of a row and computes the rest one by one. The two differ in the last bits, so a row's
-    result would depend on its place among other rows.
+    torch vectorises most of a row and computes the remaining elements one by one. The two methods differ in the
+    last bits, so a row's result would depend on its place among other rows.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Products of rows with their group's matrix: tokens with the weights of their experts."""
+"""Grouped products: each row, a copy of a token, is multiplied by the matrix of its group, an expert."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,15 +21,15 @@ _ALIGNMENT = 16
 class Groups:
     """Copies of tokens, one per expert of a token, sorted by expert.
 
-    T tokens with k experts each are R = T * k rows.
+    T tokens with k experts each give R = T * k rows.
     """
 
     order: Tensor
-    """The copy in each row: token * k + the expert's index among the token's. [R]"""
+    """Number of the copy in each row: token * k + the expert's index among the token's experts. [R]"""
     places: Tensor
     """The row of each copy. [R]"""
     ends: Tensor
-    """The end (first row after) of each group. [E] int32"""
+    """The end of each group: the first row after it. [E] int32"""
     copies: int
     """k, the number of experts per token."""
 
@@ -41,7 +41,7 @@ class Groups:
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
         bounds = torch.arange(count, device=flat.device)
-        # Stays on the device: the host need not know how many rows a group has.
+        # The ends stay on the device, because the host need not know how many rows a group has.
         ends = torch.searchsorted(numbers, bounds, right=True).int()
         return cls(order, places, ends, experts.shape[1])
 
@@ -124,7 +124,7 @@ class _GroupedLinear(Function):
         need_x, need_stack, *_ = ctx.needs_input_grad
         grad, weights = grad.contiguous(), split_stack(stack, groups)
         if need_stack:
-            # Gathered again rather than saved: the rows take k times the memory of the tokens.
+            # Rows are gathered again rather than saved, because they take k times the memory of the tokens.
             rows = groups.gather(x) if ctx.of_tokens else x
             into = split_stack(find_gradient(stack), groups)
             _add_gradients(ctx.products, grad, rows, weights, groups, into)
@@ -136,7 +136,7 @@ class _GroupedLinear(Function):
 
 
 def split_stack(stack: Tensor, groups: Groups) -> Tensor:
-    """View the groups' matrices, stacked by rows, one by one. [E * M, K] -> [E, M, K]"""
+    """View a stack of matrices as one matrix per group. [E * M, K] -> [E, M, K]"""
     return stack.view(len(groups.ends), -1, stack.shape[1])
 
 
@@ -145,7 +145,7 @@ def grouped_linear(
 ) -> Tensor:
     """Multiply each row by its group's matrix. x: [R, K] or, with `of_tokens`, [T, K] -> [R, M]
 
-    stack: [E * M, K], a parameter or without gradient; its gradient is added to `stack.grad`.
+    stack: [E * M, K], a parameter or a tensor without gradient; its gradient is added to `stack.grad`.
     """
     return apply_function(_GroupedLinear, x, stack, groups, products, of_tokens)
 
@@ -160,14 +160,14 @@ class _GatherWeighed(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weights = ctx.saved_tensors
-        # Gathered again rather than saved, as for the gradients of matrices.
+        # Rows are gathered again rather than saved, as for the gradients of matrices.
         grad_weights = ctx.groups.gather(x).mul_(grad).sum(1, dtype=weights.dtype)
         grad_x = ctx.groups.sum_copies(grad * weights.to(grad.dtype)[:, None])
         return grad_x, grad_weights, None
 
 
 def gather_weighed(x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
-    """Copy tokens to their rows, each times its weight. x: [T, K], weights: [R] -> [R, K]"""
+    """Copy tokens to their rows, each multiplied by its weight. x: [T, K], weights: [R] -> [R, K]"""
     return apply_function(_GatherWeighed, x, weights, groups)
 
 

@@ -21,7 +21,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class Products:
-    """How matrices are multiplied on a CPU: by one of torch's libraries or our own kernel. A GPU only knows
+    """How matrices are multiplied on a CPU: by one of torch's libraries or our own kernel. A GPU uses only
     `exact`."""
 
     onednn: bool = False
@@ -47,7 +47,8 @@ class Products:
 
     @property
     def packs(self) -> bool:
-        """Whether decode steps on a CPU use packed weights: the kernel for packed weights is also the exact one."""
+        """Whether decode steps on a CPU use packed weights. Exact products do, because the kernel for packed
+        weights is the exact one."""
         return self.packed or self.exact
 
     def pack(self, weight: Tensor) -> Panels:
@@ -80,7 +81,7 @@ class Products:
     def matmul_nt_float32(self, x: Tensor, weight: Tensor | Panels) -> Tensor:
         """Compute x @ weight.T in float32 as in a forward pass, without gradient. [N, K], [M, K] -> [N, M]
 
-        For bfloat16 operands, a GPU returns the float32 sums; a CPU has rounded them to bfloat16.
+        For bfloat16 operands, a GPU returns the float32 sums; on a CPU, the sums are rounded to bfloat16 first.
         """
         if isinstance(weight, Panels):
             return self.multiply_packed(x, weight)
@@ -104,7 +105,7 @@ class Products:
         elif x.dtype == torch.float32 and not self.onednn:
             torch.addmm(into, grad_out.T, x, out=into)
         else:
-            # Some rows at a time, so that there is never a second gradient of the whole matrix.
+            # Compute some rows at a time, so that there is never a second gradient of the whole matrix.
             rows = max(1, ADDED_ELEMENTS // max(1, into.shape[1]))
             for start in range(0, len(into), rows):
                 part = slice(start, start + rows)
@@ -118,9 +119,10 @@ PLAIN = Products()
 def _rounding() -> Iterator[None]:
     """Make torch round the operands of float32 products on a CPU to bfloat16.
 
-    Only around single products: process-wide, attention on a CPU would be several times slower and less accurate.
+    It is used only around single products. If it were set for the whole process, attention on a CPU would be
+    several times slower and less accurate.
     """
-    # What torch.backends.mkldnn.matmul calls, without its checks.
+    # torch.backends.mkldnn.matmul calls the same function after some checks.
     set_precision = torch._C._set_fp32_precision_setter
     set_precision("mkldnn", "matmul", "bf16")
     try:
@@ -132,8 +134,8 @@ def _rounding() -> Iterator[None]:
 def find_gradient(weight: Tensor) -> Tensor:
     """Return a parameter's float32 gradient; zero if nothing has been added yet.
 
-    Backward passes add to it themselves and return no gradient: autograd would add it in another pass over memory.
-    Hooks on the parameter's `AccumulateGrad` node see when it is complete
+    Our backward passes add to it directly and return no gradient, because autograd would add it in another pass
+    over memory. Hooks on the parameter's `AccumulateGrad` node run when the gradient is complete
     (`torch.autograd.graph.get_gradient_edge`).
     """
     assert weight.is_leaf, "gradients are added to those of parameters"
@@ -181,11 +183,12 @@ class _Embed(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         tokens, table = ctx.saved_tensors
-        # Only the rows that occur; autograd would make and add a gradient of the whole table.
+        # Add only to the rows of tokens that occur; autograd would make and add a gradient of the whole table.
         find_gradient(table).index_add_(0, tokens, grad.float())
         return None, None
 
 
 def embed(tokens: Tensor, table: Tensor) -> Tensor:
-    """Look up rows of a table. tokens: [T] int64, table: [V, H], a parameter or without gradient -> [T, H]"""
+    """Look up rows of a table. tokens: [T] int64, table: [V, H], a parameter or a tensor without gradient -> [T,
+    H]"""
     return apply_function(_Embed, tokens, table)

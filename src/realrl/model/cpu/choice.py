@@ -8,7 +8,8 @@ from realrl.model.cpu.rows import Work, as_float64, claim, int_row, row, row_ker
 from realrl.model.cpu.vectors import LANES, add, add_halves, load_vector
 
 _BLOCK = 8 * LANES
-"""Neighbouring tokens whose probabilities are summed before the cumulative sums."""
+"""Number of neighbouring tokens in a block. Probabilities are summed within blocks first; cumulative sums run over
+blocks."""
 
 
 @row_kernel(outputs=1, strict=True)
@@ -43,7 +44,7 @@ def _choose(work: Work) -> None:
                     reached += np.float64(probabilities[token])
                     if reached > threshold:
                         break
-            if chosen < 0:  # rounding has led past the last token with a probability
+            if chosen < 0:  # rounding has led past the last positive probability
                 chosen = vocabulary - 1
                 while chosen > 0 and not probabilities[chosen] > 0.0:
                     chosen -= 1

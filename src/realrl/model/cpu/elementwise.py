@@ -58,7 +58,7 @@ def add_rms_norm_forward(work: Work) -> None:
             x, block, weight = row(work, 0, i), row(work, 1, i), row(work, 2, i)
             total, out = row(work, 4, i), row(work, 5, i)
             squares = np.float32(0.0)
-            for j in range(len(x)):  # apart from the sum: a loop that sums must not store (see `FAST_MATH`)
+            for j in range(len(x)):  # separate, because a loop that sums must not store (see `FAST_MATH`)
                 total[j] = x[j] + block[j]
             for j in range(len(x)):
                 squares += total[j] * total[j]
@@ -74,8 +74,8 @@ def rms_norm_backward(work: Work) -> None:
     """Differentiate: x [N, H], grad [N, H], weight [H], scales [N, 1], added [N, H] or [H] -> grad_x [N, H], weight
     sums [claims, H].
 
-    `added` is another gradient of x. The weight's gradient has one sum per claim of rows, zero before the call. So
-    the result does not depend on which thread takes which rows.
+    `added` is another gradient of x. Each claim of rows has its own weight sums, which must be zero before the
+    call; their total is the weight's gradient. So the result does not depend on which thread takes which rows.
     """
     first, last = claim(work)
     while first < last:
@@ -127,14 +127,14 @@ def swiglu_backward(work: Work) -> None:
 
 
 SILU, GELU, GELU_TANH = range(3)
-"""Numbers of the activations in kernels."""
+"""Numbers that stand for the activations in kernels."""
 
 
 @row_kernel(outputs=1)
 def activate_forward(work: Work) -> None:
     """Compute an activation: x [N, I], its number -> out [N, I].
 
-    For x [N, 2 I], the activation of each row's first half times the second half.
+    If x is [N, 2 I], the result is the activation of each row's first half times its second half.
     """
     kind = int(number(work, 1))
     first, last = claim(work)
@@ -195,7 +195,7 @@ def activate_backward(work: Work) -> None:
 @row_kernel(outputs=1)
 def rotate(work: Work) -> None:
     """Rotate the first `heads` heads of each row: x [T, any heads * D], cos, sin [T, D / 2], heads, sign -> out,
-    may be x.
+    which may be x.
 
     The sign is 1, or -1 for the inverse rotation.
     """

@@ -1,10 +1,10 @@
 """Attention on a CPU whose results are exact: each depends only on the query, its keys and its values, bit for bit.
 
 One kernel serves decode steps, prefills and training. It computes all scores of a query before the softmax, and
-sums weights and values in the order of the keys' positions. Where keys lie, how many keys a neighbour has, and
-which queries are read together makes no difference.
+sums weights and values in the order of the keys' positions. The result does not depend on where keys lie, how many
+keys a neighbour has, or which queries are read together.
 
-A unit of work is a key/value head of a run: neighbouring rows that share keys.
+A run consists of neighbouring rows that share keys. A unit of work is a key/value head of a run.
 """
 
 from typing import Any

@@ -85,7 +85,7 @@ def _add_values(
     """
     a_weights, b_weights = a * _WIDTH + place, b * _WIDTH + place
     for c in range(0, padded, 2 * LANES):
-        then = min(c + LANES, padded - LANES)  # c again if it is the last vector
+        then = min(c + LANES, padded - LANES)  # equals c at the last vector
         a_sum, b_sum, a_next, b_next = vectors.zeros(), vectors.zeros(), vectors.zeros(), vectors.zeros()
         for t in range(count):
             at = block + t * padded
@@ -146,7 +146,7 @@ def _weigh(
     for j in range(begin + 1, blocks):
         best = vectors.larger(best, load_vector(scores, first + j * LANES))
     top = max(tops[query], vectors.find_maximum(best))
-    # Always rescaled: a branch on whether the largest score is new would be mispredicted.
+    # Outputs are always rescaled, because a branch on whether the largest score is new would be mispredicted.
     factor = vectors.exp2(fill(tops[query] - top))
     for c in range(query * padded, (query + 1) * padded, LANES):
         store_vector(outputs, c, vectors.multiply(load_vector(outputs, c), factor))
@@ -201,15 +201,16 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                 for d in range(group * dim):
                     q[at + d] = qkv[head * group * dim + d] * scale
             for segment in range(1 + end - begin):
-                # Segment 0 is the prompt, for all queries; segment 1 + i holds the own tokens of row i, for
-                # its queries.
+                # All queries attend to segment 0, the prompt. The queries of row i attend to segment 1 + i, the
+                # row's own tokens.
                 r = begin if segment == 0 else begin + segment - 1
                 table = int_row(work, 3, r) if segment == 0 else int_row(work, 5, r)
                 length = prompt_lengths[r] if segment == 0 else own_lengths[r] + 1
                 here = 0 if segment == 0 else (r - begin) * group
                 until = queries if segment == 0 else here + group
-                # First key of the segment that any row sees, from the row that has generated least. Tiles always
-                # begin at multiples of their width, so that a row's sums do not depend on its neighbours.
+                # Find the first key of the segment that any row sees; the row with the fewest generated tokens sees
+                # it. Tiles always begin at multiples of their width, so that a row's sums do not depend on its
+                # neighbours.
                 start = length
                 for other in range(begin, end) if segment == 0 else range(r, r + 1):
                     newest = prompt_lengths[other] + own_lengths[other]
@@ -217,7 +218,7 @@ def _attend(work: Work, k: Any, v: Any) -> None:
                 for tile in range(max(0, start) // _WIDTH * _WIDTH, length, _WIDTH):
                     keys = min(_WIDTH, length - tile)
                     for t in range(0, keys, 2 * LANES):
-                        # t again if it is the last block.
+                        # `then` equals t at the last block.
                         then = t + LANES if t + LANES < keys else t
                         block = (table[(tile + t) // LANES] * kv_heads + head) * LANES
                         next_block = (table[(tile + then) // LANES] * kv_heads + head) * LANES

@@ -20,19 +20,21 @@ from realrl.model.cpu.vectors import add_rows_by_panel, multiply_rows_by_panel
 _BLOCK_ROWS = 192
 """Rows that are multiplied with one panel after another: few enough to stay in a cache."""
 _CLAIMED_ROWS = 32
-"""Rows times panels that a thread takes at a time, at least."""
+"""Minimum of rows times panels that a thread takes at a time."""
 _BLOCK_DEPTH = 512
-"""Products in one chain, before it is added to the others: a chain's rounding error grows with its length."""
+"""Number of products in a chain, before the chain is added to the other chains. A chain's rounding error grows with
+its length."""
 
 
 @dataclass(frozen=True, eq=False)
 class Panels:
-    """Packed weight [M, K] of products x @ weight.T: 16 of its rows are interleaved, so it is read in order."""
+    """Packed weight [M, K] of products x @ weight.T: 16 of its rows are interleaved, so that the kernel reads it in
+    order."""
 
     weight: Tensor
     """[panels, K, LANES] float32 or bfloat16; rows beyond M are zero."""
     columns: int
-    """M"""
+    """M, the number of rows of the weight, which are the columns of the product."""
 
     @classmethod
     def of(cls, weight: Tensor) -> "Panels":

@@ -14,7 +14,7 @@ A kernel is a function that Numba compiles at its first call and caches on disk.
 
     double(len(x), x, out)
 
-Numba does not notice changes of this file: `make clean` removes what was compiled.
+Run `make clean` after changes of this file, because Numba does not notice them.
 """
 
 import ctypes
@@ -45,10 +45,11 @@ _CLAIMS_CONVERTED = 4
 Work = Any
 """Pointer to the words of a work buffer, as kernels see it."""
 FAST_MATH = {"reassoc", "contract", "nsz"}
-"""Liberties of the compiler: it may reorder sums, as vectors need; NaN and infinity are preserved.
+"""What the compiler may do: it may reorder sums, which vectors require, but it preserves NaN and infinity.
 
-Which version of a loop runs, with or without vectors, depends on how close arrays lie to each other. Both must
-compute the same. So the compiler may not approximate quotients (`arcp`), and a loop that sums must not store.
+A loop has a version with vectors and a version without. Which version runs depends on how close arrays lie to each
+other, so both versions must give the same result. Therefore the compiler may not approximate quotients (`arcp`),
+and a loop that sums must not store.
 """
 
 
@@ -88,14 +89,15 @@ def as_float64(context, word):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always")
 def claim(work: Work) -> tuple[int, int]:
-    """Take the next rows: the first and the end. None are left if the two are equal."""
+    """Take the next rows; returns the first row and the end. No rows are left if the two are equal."""
     first = min(_add_atomically(work, work[_CLAIM]), work[_ROWS])
     return first, min(first + work[_CLAIM], work[_ROWS])
 
 
 @numba.njit(inline="always")
 def number_of_claim(work: Work, first: int) -> int:
-    """Number of the claim with these rows; 0 for the first rows, whichever thread takes them."""
+    """Find the number of the claim that begins with row `first`. The first claim has number 0, whichever thread
+    makes it."""
     return first // work[_CLAIM]
 
 
@@ -158,7 +160,7 @@ def load_openmp() -> ctypes.CDLL | None:
 def _rows_per_claim(width: int) -> int:
     """Count the rows of `width` elements that a thread takes at a time.
 
-    The count does not depend on the number of threads, so sums per claim do not either.
+    The count does not depend on the number of threads, so the sums of claims do not depend on it either.
     """
     return max(1, KERNEL_ELEMENTS // max(1, width))
 
@@ -180,7 +182,7 @@ def _pack(argument: Tensor | float) -> bytes:
     shape, strides = argument.shape, argument.stride()
     width = shape[-1]
     assert width < 2 or strides[-1] == 1, "elements of a row lie side by side"
-    rows = shape[0] if shape[1:] else 1  # one row is the same for every index
+    rows = shape[0] if shape[1:] else 1  # a single row serves every index
     return _TENSOR.pack(argument.data_ptr(), strides[0] if rows > 1 else 0, width)
 
 
@@ -209,9 +211,9 @@ def row_kernel(
 
     The compiled function is called with the number of rows and the arguments. An argument is a number, or a CPU
     tensor of float32 or int64: [N, width] with any row stride, or [width] for the same row each time. Threads claim
-    `claim` rows at a time, by default some thousand elements of the first argument. Matrices may also be bfloat16:
-    some rows at a time are converted to float32 and back. An argument that a kernel reads by its address may also
-    be int16. With `strict` the compiler does not reorder operations.
+    `claim` rows at a time, by default about `KERNEL_ELEMENTS` elements of the first argument. Matrices may also be
+    bfloat16: some rows at a time are converted to float32 and back. An argument that a kernel reads by its address
+    may also be int16. With `strict` the compiler does not reorder operations.
     """
 
     def decorate(body: Callable[[Work], None]) -> Callable[..., None]:
@@ -255,8 +257,8 @@ def _run(kernel: Any, rows: int, arguments: Sequence[Tensor | float], claim: int
         kernel.ctypes(ctypes.cast(buffer, ctypes.POINTER(ctypes.c_int64)))
     else:
         openmp.GOMP_parallel(kernel.address, ctypes.addressof(buffer), threads, 0)
-    # A thread that finishes has asked for rows once more than it got any. A thread that could not allocate
-    # memory has not: Numba only prints an exception of compiled code, and returns.
+    # A thread that finishes has made one claim that got no rows. A thread that could not allocate memory has not
+    # made this claim: Numba only prints an exception of compiled code, and returns.
     claims = _FIRST.unpack_from(buffer)[0] // claim
     if claims < -(-rows // claim) + threads:
         raise MemoryError("a compiled kernel could not allocate its scratch memory")

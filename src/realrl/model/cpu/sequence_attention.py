@@ -73,9 +73,9 @@ def _weigh(
 ) -> Any:
     """Turn a query's scores in a tile into weights, relative to the largest score so far.
 
-    scores: [_QUERIES * _KEYS]; the query's begin at `first`. It sees keys `hidden` to `seen` - 1; other weights are
-    0. tops, totals: [_QUERIES], the largest scaled score so far, and the sum of weights. Returns the factor that
-    earlier sums must be multiplied by.
+    scores: [_QUERIES * _KEYS]; the query's scores begin at `first`. The query sees keys `hidden` to `seen` - 1;
+    other keys get weight 0. tops, totals: [_QUERIES], the largest scaled score so far, and the sum of weights.
+    Returns the factor that earlier sums must be multiplied by.
     """
     begin, blocks = hidden // LANES, (seen + LANES - 1) // LANES
     for j in range(begin):
@@ -194,10 +194,9 @@ def attend_forward(work: Work) -> None:
 def attend_backward(work: Work) -> None:
     """Compute the gradient of `attend_forward`.
 
-    Units of work are the same. Arguments:
-        qkv, first token of each sequence and T, heads, kv_heads, D, longest, window, cap as there;
-        out and sums as returned there; gradient of out [T, heads * D]
-        -> gradient of qkv
+    Units of work are the same. Arguments: qkv, first token of each sequence and T, heads, kv_heads, D, longest,
+    window, cap as in `attend_forward`; out and sums as it returns them; gradient of out [T, heads * D] -> gradient
+    of qkv
     """
     qkv, starts = float_pointer(work, 0), int_row(work, 1, 0)
     heads, kv_heads, dim = int(number(work, 2)), int(number(work, 3)), int(number(work, 4))

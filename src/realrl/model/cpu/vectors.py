@@ -2,7 +2,7 @@
 
 The compiler does not vectorise loops over a block of 16 keys by itself: it checks in every loop whether arrays
 overlap. Kernels with blocks of known length therefore use explicit vectors. On a processor with shorter vectors,
-the compiler makes several of one.
+the compiler splits each of them.
 
 A panel is 16 columns side by side, [depth, 16]. An element of a product is one chain of fused multiply-adds in the
 order of the depth, whichever rows are multiplied together. So it depends only on its row and its column.
@@ -31,7 +31,7 @@ _MINUS_2_LOG2_E = np.float32(-2.88539008177792681)
 
 
 class VectorType(types.Type):
-    """Numba's type of these vectors."""
+    """Numba's type of a vector of 16 float32 numbers."""
 
     def __init__(self) -> None:
         super().__init__(name="float32x16")
@@ -51,7 +51,7 @@ def _repeat(kind: ir.Type, value: float) -> ir.Constant:
 
 
 def _call(builder: Any, name: str, result: ir.Type, *arguments: Any, **options: Any) -> Any:
-    """Call a function that LLVM knows on every target."""
+    """Call an intrinsic function of LLVM, which exists on every target."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments, **options)
 
@@ -79,7 +79,7 @@ def _load(builder: Any, kind: Any, place: Any) -> Any:
 
 @intrinsic
 def load_vector(context, where, index):  # type: ignore[no-untyped-def]
-    """Load 16 numbers from where[index] on: float32, or bfloat16 as uint16. `where`: array or pointer."""
+    """Load 16 numbers from where[index] on: float32, or bfloat16 as uint16. `where` is an array or a pointer."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return _load(builder, where.dtype, _find(context, builder, where, *arguments))
@@ -89,7 +89,7 @@ def load_vector(context, where, index):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def repeat(context, where, index):  # type: ignore[no-untyped-def]
-    """Make a vector of where[index], a float32 number."""
+    """Make a vector whose 16 numbers are all where[index], a float32 number."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return _fill(builder, builder.load(_find(context, builder, where, *arguments)))
@@ -99,7 +99,7 @@ def repeat(context, where, index):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def store_vector(context, where, index, value):  # type: ignore[no-untyped-def]
-    """Store a float32 vector at where[index]. `where`: array or pointer."""
+    """Store a float32 vector at where[index]. `where` is an array or a pointer."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         place = _find(context, builder, where, *arguments[:2])
@@ -132,7 +132,7 @@ def prefetch(context, pointer, index):  # type: ignore[no-untyped-def]
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         place = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), ir.IntType(8).as_pointer())
-        flags = (ir.Constant(_INT, value) for value in (0, 3, 1))  # to read, into all caches, data
+        flags = (ir.Constant(_INT, value) for value in (0, 3, 1))  # for reading, into all caches, data
         _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), place, *flags)
         return context.get_dummy_value()
 
@@ -156,7 +156,7 @@ def _call_of_vectors(name: str) -> Callable[..., Any]:
 
 
 def _select_lanes(builder: Any, a: Any, count: Any, *, first: bool) -> Any:
-    """Keep the first `count` numbers, or all others; set the rest to -inf."""
+    """Keep the first `count` numbers, or all numbers after them; set the other numbers to -inf."""
     lanes = ir.Constant(_INTS, list(range(LANES)))
     is_first = builder.icmp_signed("<", lanes, _fill(builder, builder.trunc(count, _INT)))
     nothing = _repeat(_FLOAT, float("-inf"))
@@ -206,7 +206,7 @@ multiply = _define(lambda builder, a, b: builder.fmul(a, b), vector, vector)
 divide = _define(lambda builder, a, b: builder.fdiv(a, b), vector, vector)
 take_magnitude = _define(_call_of_vectors("fabs"), vector)
 copy_sign = _define(_call_of_vectors("copysign"), vector, vector)
-"""Give a the sign of b."""
+"""Return a with the sign of b."""
 larger = _define(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", b, a), b, a), vector, vector)
 """Choose the larger of a and b in each lane; a if either is NaN."""
 smaller = _define(lambda builder, a, b: builder.select(builder.fcmp_ordered("<", b, a), b, a), vector, vector)
@@ -223,7 +223,8 @@ find_maximum = _define(
 add_up = _define(_add_up, vector, result=types.float32)
 """Add the numbers up in an order that the compiler chooses."""
 add_halves = _define(_add_halves, vector, result=types.float32)
-"""Add one half of the numbers to the other until one is left. This order is the same on every processor."""
+"""Add one half of the numbers to the other half until one number is left. This order is the same on every
+processor."""
 find_first = _define(
     lambda builder, a: builder.extract_element(a, ir.Constant(_INT, 0)), vector, result=types.float32
 )
@@ -249,8 +250,9 @@ def make_panel_product(rows: int, *, adds: bool = False) -> Any:
 
     multiply(x, at_x, x_stride, x_step, panel, at_panel, panel_step, depth, out, at_out, out_stride) computes, for
     each row r, out[at_out + r * out_stride + lane] = sum over k of x[at_x + r * x_stride + k * x_step] *
-    panel[at_panel + k * panel_step + lane], in the order of k, each step fused. With `adds`, the sum is added to
-    `out`. x and out are pointers to float32 or arrays; panel may also be a pointer to uint16, read as bfloat16.
+    panel[at_panel + k * panel_step + lane], in the order of k, with one fused multiply-add for each k. With `adds`,
+    the sum is added to `out`. x and out are pointers to float32 or arrays; panel may also be a pointer to uint16,
+    read as bfloat16.
     """
 
     @intrinsic
@@ -290,7 +292,8 @@ def make_panel_product(rows: int, *, adds: bool = False) -> Any:
 
 
 REGISTER_ROWS = 12 if binding.get_host_cpu_features().get("avx512f") else 6
-"""Rows that are multiplied with a panel at a time. A sum takes one AVX-512 register, or two of the 16 of AVX2."""
+"""Rows that are multiplied with a panel at a time. A sum takes one AVX-512 register, or two of the 16 registers of
+AVX2."""
 
 
 def _make_rows_product(*, adds: bool) -> Any:
@@ -334,4 +337,4 @@ multiply_rows_by_panel = _make_rows_product(adds=False)
 """Multiply any number of rows with a panel: (rows, x, at_x, stride, step, panel, at_panel, panel_step, depth, out,
 at_out, out_stride), as in `make_panel_product`."""
 add_rows_by_panel = _make_rows_product(adds=True)
-"""Add that product to `out`."""
+"""Add the product to `out`; arguments as for `multiply_rows_by_panel`."""

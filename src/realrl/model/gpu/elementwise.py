@@ -12,10 +12,11 @@ from torch.autograd import Function
 from realrl.model.gpu.library import register_kernel
 
 _NORM_TILE = 4096
-"""Elements of a norm's tile. It holds several rows if they are short, as for norms of heads."""
+"""Elements of a norm's tile. A tile holds several rows if rows are short, as for norms of heads."""
 _NORM_PROGRAMS = 256
-"""Programs of a norm's backward pass; each sums the weight's gradient over its rows. About two for each
-multiprocessor of the largest GPUs, and fixed, so that sums are the same on every GPU."""
+"""Number of programs of a norm's backward pass; each program sums the weight's gradient over its rows. There are
+about two programs for each multiprocessor of the largest GPUs. Their number is fixed, so that sums are the same on
+every GPU."""
 
 
 @triton.jit
@@ -32,7 +33,7 @@ def _norm_kernel(
     values = tl.load(x + start[:, None] + column[None, :], inside, other=0.0)
     if ADD:
         values = values.to(tl.float32) + tl.load(delta + place, inside, other=0.0).to(tl.float32)
-        # Rounded as it is stored, because the backward pass reads the stored value.
+        # Round to the stored type, because the backward pass reads the stored value.
         values = values.to(total.dtype.element_ty)
         tl.store(total + place, values, inside)
     wide = values.to(tl.float32)
@@ -81,7 +82,8 @@ def _count_warps(tile: dict[str, int]) -> int:
 
 
 def _find_rows(x: Tensor) -> tuple[int, int, int, int, int]:
-    """Rows, rows per outer row, columns, strides of outer and inner rows. x: [N, C] or [N, heads, C]"""
+    """Find the numbers of rows, of inner rows per outer row, and of columns, and the strides of outer and inner
+    rows. x: [N, C] or [N, heads, C]"""
     assert x.stride(-1) == 1, "a row is contiguous"
     inner = x.shape[1] if x.dim() == 3 else 1
     return x.numel() // x.shape[-1], inner, x.shape[-1], x.stride(0), x.stride(1) if x.dim() == 3 else 0
@@ -131,7 +133,7 @@ def _rms_norm_backward(
 
 
 def _differentiate_norm(ctx: Any, grad: Tensor, grad_total: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gradients of the norm's input and of its weight (float32)."""
+    """Compute the gradients of the norm's input and of its weight (float32)."""
     x, weight, inverse_rms = ctx.saved_tensors
     programs = min(_NORM_PROGRAMS, max(1, inverse_rms.numel()))
     grad_weights = weight.new_empty(programs, len(weight), dtype=torch.float32)
@@ -179,7 +181,8 @@ class AddRMSNorm(Function):
 
 
 class Activate(Function):
-    """Activation (silu, gelu or gelu_tanh) of all columns; if gated, of the first half, times the second half.
+    """Activation (silu, gelu or gelu_tanh) of all columns. If gated, it is the activation of the first half of the
+    columns, times the second half.
 
     torch's operations compute it. Only the input is saved. x: [N, I], or [N, 2 I] if gated -> [N, I]
     """
@@ -283,7 +286,7 @@ class SwiGLU(Function):
 
 
 _ROTATED = 2048
-"""Pairs of numbers that a program rotates, of several heads of one token."""
+"""Pairs of numbers that a program rotates; they belong to several heads of one token."""
 
 
 @triton.jit
@@ -310,9 +313,9 @@ def _rotate_kernel(
 
 
 def _launch(source: Tensor, cos: Tensor, sin: Tensor, target: Tensor, rotated: int, sign: float) -> None:
-    """Write all heads to the target, with the first `rotated` ones rotated by `sign` times the angle.
+    """Write all heads to the target, and rotate the first `rotated` heads by `sign` times the angle.
 
-    In place, only the rotated heads are touched.
+    If source and target are the same tensor, only the rotated heads are written.
     """
     tokens, pairs = cos.shape
     all_heads = source.shape[1] // (2 * pairs)

@@ -1,8 +1,8 @@
 """Exact products and attention on a GPU, in Triton: a row's result depends only on the row and on its operands.
 
 Tiles have one size for any number of rows. One program computes each sum, in one order. Decode steps, prefills and
-training run the same compiled kernel: Triton would compile special ones for a number of rows that is 1 or divisible
-by 16, so `do_not_specialize` forbids that.
+training run the same compiled kernel. Triton would compile special kernels for a number of rows that is 1 or
+divisible by 16; `do_not_specialize` forbids this.
 """
 
 import triton
@@ -16,7 +16,7 @@ from realrl.model.gpu.paged_attention import LOG2_E, product_type
 _ROWS, _COLUMNS, _DEPTH = 64, 64, 32
 """Tile of every product: small enough for decode steps of few rows."""
 _QUERIES = 16
-"""Queries of a program: the smallest tile of tensor cores; more if more heads share a key."""
+"""Queries of a program: the smallest tile of tensor cores. A program has more queries if more heads share a key."""
 _TILE = 32
 """Keys that a program reads at a time."""
 
@@ -90,7 +90,7 @@ def _attend_kernel(
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     output = tl.zeros([QUERIES, PADDED], tl.float32)
-    # Tiles before every row's window are skipped, which changes no bit: their weights would be 0.
+    # Tiles before every row's window are skipped. This changes no bit, because their weights would be 0.
     earliest = tl.load(shared_lengths + begin) + tl.load(own_lengths + begin)
     hidden = tl.maximum(earliest - window, 0)
     for first in range(hidden // TILE * TILE, keys, TILE):

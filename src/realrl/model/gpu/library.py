@@ -19,7 +19,7 @@ def register_kernel(schema: str) -> Callable[[Callable[..., None]], Callable[...
 
     def register(launch: Callable[..., None]) -> Callable[..., None]:
         _LIBRARY.define(f"{schema} -> ()")
-        # CPU tensors too: in tests, Triton's interpreter runs the kernels on a CPU.
+        # The operator takes CPU tensors too: in tests, Triton's interpreter runs the kernels on a CPU.
         _LIBRARY.impl(name, launch, "CompositeExplicitAutograd")
         torch.library.register_fake(f"realrl::{name}", lambda *_: None, lib=_LIBRARY)
         operator: Callable[..., None] = getattr(torch.ops.realrl, name).default

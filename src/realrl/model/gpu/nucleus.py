@@ -14,8 +14,8 @@ _BLOCK = 1024
 def _top_p_kernel(probabilities, kept, columns, share, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * columns
     digit = tl.arange(0, 16).to(tl.uint32)
-    # Non-negative floats are ordered like their bits. Find the bits of the largest number that has the share
-    # together with all larger numbers, four bits at a time.
+    # Non-negative floats are ordered like their bits. Find, four bits at a time, the largest threshold such that
+    # all probabilities from it upwards sum to the share.
     lowest = tl.full([], 0, tl.uint32)
     target = tl.full([], 0.0, tl.float64)
     larger = tl.full([], 0.0, tl.float64)  # in the end, the sum of the probabilities above `lowest`
@@ -32,7 +32,7 @@ def _top_p_kernel(probabilities, kept, columns, share, BLOCK: tl.constexpr):
         totals = tl.sum(sums.to(tl.float64), 1)
         target = tl.where(step == 0, share * tl.max(totals, 0), target)
         enough = totals >= target
-        # Digit 0 always has enough.
+        # The sum for digit 0 is always enough.
         chosen = tl.maximum(tl.sum(enough.to(tl.int32), 0) - 1, 0)
         lowest += chosen.to(tl.uint32) << shift
         larger = tl.maximum(larger, tl.max(tl.where(enough, 0.0, totals), 0))
@@ -53,7 +53,8 @@ def _top_p_kernel(probabilities, kept, columns, share, BLOCK: tl.constexpr):
 
 @register_kernel("keep_top_p(Tensor probabilities, float share, Tensor(a!) kept)")
 def launch_top_p(probabilities: Tensor, share: float, kept: Tensor) -> None:
-    """Copy the likeliest tokens of each row that together have `share` of its sum; set the others to 0.
+    """Copy the probabilities of each row's likeliest tokens, which together have `share` of the row's sum. Set the
+    other probabilities to 0.
 
     A row's result does not depend on other rows. Both tensors are [B, V] float32, contiguous.
     """

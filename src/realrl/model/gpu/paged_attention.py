@@ -1,8 +1,8 @@
 """Attention of a decode step over the paged KV cache on a GPU, in Triton: split-KV, as in FlashDecoding.
 
-A program attends from the query heads that share a key/value head of a row to a part of the row's keys. A second
-kernel combines the parts by their log-sum-exps. A row's lengths alone decide how it is cut into parts, so its
-result does not depend on other rows.
+Each program attends to a part of a row's keys, from the query heads that share one key/value head. A second kernel
+combines the parts by their log-sum-exps. A row's lengths alone decide how it is cut into parts, so its result does
+not depend on other rows.
 """
 
 import os
@@ -17,18 +17,19 @@ from realrl.layout.kv_blocks import BLOCK_TOKENS
 PARTS = 16
 """Most parts of a row: enough programs for all multiprocessors of a GPU even with few rows."""
 PART_KEYS = 256
-"""Keys of a part, or more if a row is too long for PARTS such parts: smaller parts cost more than they gain."""
+"""Keys of a part; smaller parts would cost more than they gain. Parts are larger if a row is too long for PARTS
+such parts."""
 _TILE_BYTES = 1 << 14
 """Bytes of keys, or of values, that a program reads at a time: several tiles fit into shared memory."""
 _QUERIES = 16
-"""Queries of a product: the smallest tile of tensor cores; fewer heads than that share a key."""
+"""Minimum number of queries of a product: the smallest tile of tensor cores. Usually fewer heads share a key."""
 LOG2_E = 1.4426950408889634
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run on a CPU, in Triton's interpreter."""
 
 
 def product_type(dtype: torch.dtype) -> tl.dtype:
-    """Type of the factors of products: float32 in Triton's interpreter, which has no bfloat16 products."""
+    """Find the type of the factors of products: float32 in Triton's interpreter, which has no bfloat16 products."""
     return tl.float32 if _INTERPRETED or dtype == torch.float32 else tl.bfloat16
 
 
@@ -40,8 +41,8 @@ def _count_tiles(prompt, own, TILE: tl.constexpr, PARTS: tl.constexpr, PART_TILE
     return of_prompt, tiles, tl.maximum(PART_TILES, tl.cdiv(tiles, PARTS))
 
 
-# These arguments differ from call to call. Triton would compile the kernel again for 1, for multiples of 16,
-# and for others.
+# These arguments differ from call to call. Triton would compile the kernel again for 1, for multiples of 16, and
+# for other numbers.
 @triton.jit(do_not_specialize=["prompt_width", "own_width", "window"])
 def attend_part(
     qkv, k_pool, v_pool, prompt_tables, prompt_lengths, own_tables, own_lengths, outputs, tops, totals,

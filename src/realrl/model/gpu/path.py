@@ -15,14 +15,15 @@ FLASH_CAPABILITY = (8, 0)
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Check whether a tensor is on a GPU, and so computed by Triton and vendor kernels."""
+    """Check whether a tensor is on a GPU, where Triton and vendor kernels compute."""
     return tensor.device.type != "cpu"
 
 
 _GROUPED_MAJORS = (9, 10)
 """Major compute capabilities for which torch has a grouped product kernel (`F.grouped_mm`).
 
-On others, torch reads the ends of groups on the host. That waits for the device, and a CUDA graph cannot hold it.
+On other GPUs, torch reads the ends of groups on the host. The host then waits for the device, which a CUDA graph
+does not allow.
 """
 
 

@@ -1,4 +1,5 @@
-"""Attention over padded sequences on a GPU with windows, caps and sinks, with scores in memory, block by block."""
+"""Attention over padded sequences on a GPU, with windows, caps and sinks. Memory holds the scores of one block of
+queries at a time."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from realrl.layout import limits
 class ScoredAttention(Function):
     """Attention that library kernels do not support, block by block of queries.
 
-    The backward pass computes the weights again, so that there are never those of all queries at once.
+    The backward pass recomputes the weights, so that memory never holds the weights of all queries at once.
     """
 
     @staticmethod
