@@ -33,7 +33,7 @@ class RecordForm:
         return join(ways, "or") + (f" ({join(variants, 'or')} will do)" if variants else "")
 
     def is_other(self, present: Collection[str]) -> bool:
-        """Tell whether a record with these fields uses `other_fields`."""
+        """Return whether a record with these fields uses `other_fields`."""
         return any(field in present for field in self.other_fields if field not in self.fields)
 
     def fields_of(self, present: Collection[str]) -> tuple[str, ...]:

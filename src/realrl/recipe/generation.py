@@ -59,7 +59,7 @@ class GenerationConfig(Settings):
         return "top_k=1" if self.top_k == 1 else None
 
     def skews(self, temperature: float) -> bool:
-        """Tell whether tokens are drawn differently from their probabilities at a temperature."""
+        """Return whether tokens are drawn differently from their probabilities at a temperature."""
         return self.restricted or self.temperature != temperature
 
     @model_validator(mode="after")

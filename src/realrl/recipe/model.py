@@ -70,7 +70,7 @@ class ModelConfig(Settings):
         return self.path is not None or self.shape is not None
 
     def starts_like(self, other: "ModelConfig") -> bool:
-        """Tell whether both models start from equal weights; fresh weights depend on sizes and seed alone."""
+        """Return whether both models start from equal weights; fresh weights depend on sizes and seed alone."""
         mine, theirs = (
             (m.path, m.shape if m.path is None else None, m.vocab_size, m.dtype) for m in (self, other)
         )

@@ -1,4 +1,4 @@
-"""Stop strings: texts that end an answer, found in its tokens. No torch."""
+"""Stop strings: texts that end an answer, found in its tokens. Does not import torch."""
 
 from collections.abc import Sequence
 from typing import Any, Self

@@ -51,11 +51,11 @@ class Checkpointer:
         self._begun = time.monotonic()
 
     def is_due(self, step: int) -> bool:
-        """Tell whether a checkpoint is due after `step` steps; the same on every rank."""
+        """Return whether a checkpoint is due after `step` steps; the same on every rank."""
         return self._settings.every is not None and step % self._settings.every == 0
 
     def is_late(self) -> bool:
-        """Tell whether the last checkpoint is older than `checkpoint.minutes`; ranks may disagree."""
+        """Return whether the last checkpoint is older than `checkpoint.minutes`; ranks may disagree."""
         minutes = self._settings.minutes
         return minutes is not None and time.monotonic() - self._begun >= 60 * minutes
 
@@ -108,7 +108,7 @@ class Checkpointer:
                 raise failure
 
     def offers_best(self, value: float) -> bool:
-        """Tell whether models with this value are among the best that are kept. Called on one rank."""
+        """Return whether models with this value are among the best that are kept. Called on one rank."""
         if self._best is None or not self._settings.keep_best:
             return False
         others = read_best_metrics(self._directory.path, self._best)

@@ -285,5 +285,5 @@ class SamplingRounds:
 
 
 def _differ(scores: Sequence[float]) -> bool:
-    """Tell whether samples have different scores; a skipped sample (NaN) does not count."""
+    """Return whether samples have different scores; a skipped sample (NaN) does not count."""
     return len({score for score in scores if not math.isnan(score)}) > 1

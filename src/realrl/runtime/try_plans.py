@@ -4,7 +4,7 @@ Successive halving measures all plans for a few steps, then the faster half for 
 so on.
 
 K. Jamieson and A. Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization", AISTATS
-2016. No torch.
+2016. Does not import torch.
 """
 
 import json

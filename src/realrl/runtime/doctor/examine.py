@@ -1,4 +1,4 @@
-"""Examination of a machine, or of all nodes of a run, for what would stop a run or slow it down. No torch."""
+"""Examination of a machine, or of all nodes of a run, for what would stop a run or slow it down. Does not import torch."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Links between ranks: local processes that measure them, and a comparison with the planner's figures. No torch."""
+"""Links between ranks: local processes that measure them, and a comparison with the planner's figures. Does not import torch."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Checks of this machine that need no other process: versions, GPUs, limits and disk. No torch."""
+"""Checks of this machine that need no other process: versions, GPUs, limits and disk. Does not import torch."""
 
 import csv
 import hashlib

@@ -1,4 +1,4 @@
-"""Checks of a recipe on this machine before its ranks start, and the search for its plan. No torch."""
+"""Checks of a recipe on this machine before its ranks start, and the search for its plan. Does not import torch."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Ranks in processes of this machine. No torch."""
+"""Ranks in processes of this machine. Does not import torch."""
 
 import os
 import signal

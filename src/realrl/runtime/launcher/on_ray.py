@@ -1,4 +1,4 @@
-"""Ranks on a Ray cluster: an actor on each node holds the ranks there, as `local.py` does here. No torch."""
+"""Ranks on a Ray cluster: an actor on each node holds the ranks there, as `local.py` does here. Does not import torch."""
 
 import os
 import secrets

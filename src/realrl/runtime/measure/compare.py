@@ -1,4 +1,4 @@
-"""Comparison of predicted and measured time and memory of a run. No torch."""
+"""Comparison of predicted and measured time and memory of a run. Does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

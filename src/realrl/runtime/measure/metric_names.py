@@ -1,4 +1,4 @@
-"""Names of performance metrics. No torch."""
+"""Names of performance metrics. Does not import torch."""
 
 PERFORMANCE = "perf/"
 """Prefix of metrics about speed, as opposed to learning."""

@@ -1,4 +1,4 @@
-"""Record of an algorithm in a run's directory, so that reports need not import the algorithm's code. No torch."""
+"""Record of an algorithm in a run's directory, so that reports need not import the algorithm's code. Does not import torch."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Earlier run in a recipe's directory: it is continued, deleted, or in the way. No torch."""
+"""Earlier run in a recipe's directory: it is continued, deleted, or in the way. Does not import torch."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Lock of a run's directory, so that two commands never write there at once. No torch."""
+"""Lock of a run's directory, so that two commands never write there at once. Does not import torch."""
 
 import fcntl
 import json

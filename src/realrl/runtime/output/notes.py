@@ -233,7 +233,7 @@ def _named_metrics(spec: AlgorithmSpec) -> list[tuple[str, str]]:
 
 
 def _is_expected(spec: AlgorithmSpec, graph: DataflowGraph, call: str, evaluates: bool) -> bool:
-    """Tell whether a metric of a call must exist by now; call "" means any call."""
+    """Return whether a metric of a call must exist by now; call "" means any call."""
     if call in spec.optional_calls:  # the recipe may lack these calls
         return False
     if evaluates or spec.eval_graph is None:

@@ -1,4 +1,4 @@
-"""Trackers of a run, each in a thread of its own, so that none can stop or delay the run. No torch."""
+"""Trackers of a run, each in a thread of its own, so that none can stop or delay the run. Does not import torch."""
 
 import threading
 import time
@@ -241,6 +241,6 @@ def _make(name: str, config: TrackersConfig) -> Tracker:
 
 
 def _is_installed(module: str) -> bool:
-    """Tell whether a library is installed; a directory with its name, which W&B leaves behind, does not count."""
+    """Return whether a library is installed; a directory with its name, which W&B leaves behind, does not count."""
     found = find_spec(module)
     return found is not None and found.origin is not None

@@ -1,4 +1,4 @@
-"""Training steps without effect: their gradient was exactly 0. No torch."""
+"""Training steps without effect: their gradient was exactly 0. Does not import torch."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""The `cluster` setting of a recipe. No torch."""
+"""The `cluster` setting of a recipe. Does not import torch."""
 
 from realrl.config.paths import is_yaml
 from realrl.plan.cluster import Cluster

@@ -1,6 +1,6 @@
 """What a rank with a GPU does with memory that its plan leaves free: loads begin early, decode memory stays.
 
-A CPU has neither: copies and computation share its cores, and it has no CUDA graphs. No torch.
+A CPU has neither: copies and computation share its cores, and it has no CUDA graphs. Does not import torch.
 """
 
 from collections.abc import Iterator, Mapping

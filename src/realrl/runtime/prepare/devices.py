@@ -1,4 +1,4 @@
-"""Devices of a recipe, described for the planner. No torch."""
+"""Devices of a recipe, described for the planner. Does not import torch."""
 
 from dataclasses import replace
 

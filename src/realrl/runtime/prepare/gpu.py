@@ -1,4 +1,4 @@
-"""Devices of this machine, for a process that must not use its GPUs itself. No torch."""
+"""Devices of this machine, for a process that must not use its GPUs itself. Does not import torch."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Memory and cores that processes may use on this machine. No torch."""
+"""Memory and cores that processes may use on this machine. Does not import torch."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A job: a recipe with its opened models, its plan, and the validated programs of every rank. No torch.
+"""A job: a recipe with its opened models, its plan, and the validated programs of every rank. Does not import torch.
 
 `train`, `eval`, `generate`, `show`, `doctor` and the planner all start from here.
 """
@@ -430,7 +430,7 @@ def _name_shared_weights(
 
 
 def _is_frozen(role: str, configs: Mapping[str, ModelConfig]) -> bool:
-    """Tell whether a role is frozen and not quantised."""
+    """Return whether a role is frozen and not quantised."""
     return role not in trained_models(configs) and configs[role].quantised is None
 
 

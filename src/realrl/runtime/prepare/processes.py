@@ -1,4 +1,4 @@
-"""Number of processes on a machine that computes on CPUs. No torch."""
+"""Number of processes on a machine that computes on CPUs. Does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Inputs of the planner for a recipe. No torch."""
+"""Inputs of the planner for a recipe. Does not import torch."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

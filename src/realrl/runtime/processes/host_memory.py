@@ -1,4 +1,4 @@
-"""Resident host memory of this process, and limits on the freed memory that glibc and oneDNN keep. No torch."""
+"""Resident host memory of this process, and limits on the freed memory that glibc and oneDNN keep. Does not import torch."""
 
 import ctypes
 import os

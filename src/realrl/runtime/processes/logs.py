@@ -1,4 +1,4 @@
-"""Log files of ranks, and the screen. No torch."""
+"""Log files of ranks, and the screen. Does not import torch."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Network interfaces and connections of ranks on several nodes. No torch."""
+"""Network interfaces and connections of ranks on several nodes. Does not import torch."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Requests to the profiler. No torch."""
+"""Requests to the profiler. Does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Sizes to measure: a grid around the sizes of a run. No torch."""
+"""Sizes to measure: a grid around the sizes of a run. Does not import torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

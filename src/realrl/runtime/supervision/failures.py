@@ -1,4 +1,4 @@
-"""Failures of processes: their messages, their files, and the first cause among several. No torch."""
+"""Failures of processes: their messages, their files, and the first cause among several. Does not import torch."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Heartbeats: every second, each rank publishes its current work. No torch.
+"""Heartbeats: every second, each rank publishes its current work. Does not import torch.
 
 Watchdogs read them to find ranks that are frozen or stuck. `realrl status` reads the copy in the run directory.
 """

@@ -1,4 +1,4 @@
-"""Scratch directory of a launcher, and the end of its processes when it has gone in any way. No torch."""
+"""Scratch directory of a launcher, and the end of its processes when it has gone in any way. Does not import torch."""
 
 import ctypes
 import fcntl

@@ -1,4 +1,4 @@
-"""Decisions after a failure: whether to restart a run, and with which devices. No torch."""
+"""Decisions after a failure: whether to restart a run, and with which devices. Does not import torch."""
 
 from collections import Counter
 from collections.abc import Sequence

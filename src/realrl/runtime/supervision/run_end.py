@@ -1,4 +1,4 @@
-"""How a run ended, and its notes, as files of the run directory. No torch."""
+"""How a run ended, and its notes, as files of the run directory. Does not import torch."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Watchdog over the heartbeats of all ranks: it finds frozen ranks and stalled steps. No torch.
+"""Watchdog over the heartbeats of all ranks: it finds frozen ranks and stalled steps. Does not import torch.
 
 A launcher of ours runs the watchdog in its loop. Under torchrun every rank runs one in a thread (`PeerWatch`).
 """

@@ -1,4 +1,4 @@
-"""Changes of a recipe, plan file or cluster that may make a plan fit. No torch."""
+"""Changes of a recipe, plan file or cluster that may make a plan fit. Does not import torch."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -74,7 +74,7 @@ def set_fields(*overrides: str) -> Change:
 
 
 def is_wide(config: ModelConfig) -> bool:
-    """Tell whether a model takes less memory in bfloat16."""
+    """Return whether a model takes less memory in bfloat16."""
     return config.dtype != "bfloat16" and config.quantised is None
 
 

@@ -1,4 +1,4 @@
-"""Check that a plan fits into memory; if not, an error message with a change that helps. No torch."""
+"""Check that a plan fits into memory; if not, an error message with a change that helps. Does not import torch."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace

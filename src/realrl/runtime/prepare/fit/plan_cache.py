@@ -1,4 +1,4 @@
-"""Cache of the plans of `plan: search`, by a fingerprint of everything a search depends on. No torch."""
+"""Cache of the plans of `plan: search`, by a fingerprint of everything a search depends on. Does not import torch."""
 
 import hashlib
 import inspect

@@ -1,4 +1,4 @@
-"""Search for the plan of a recipe; if none fits, changes are tried one after the other. No torch."""
+"""Search for the plan of a recipe; if none fits, changes are tried one after the other. Does not import torch."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
