@@ -128,8 +128,7 @@ class LocalRanks(FileBoard):
 def start_process(
     arguments: Sequence[str], environment: Mapping[str, str], output: Path | None
 ) -> "subprocess.Popen[bytes]":
-    """Start a rank, which writes to a file or to the screen. A rank that writes to the screen can also read the
-    keyboard.
+    """Start a rank, which writes to a file or to the screen. The only rank of a run can also read the keyboard.
 
     A terminal sends Ctrl-C and SIGHUP to all processes. Ranks block these signals, because the launcher ends ranks.
     """

@@ -29,8 +29,9 @@ class RunLock:
         self._descriptor: int | None = None
 
     def take(self, *, make: bool = False) -> None:
-        """Lock the directory. With `make`, create it first if it does not exist. UserError if another process has
-        locked it.
+        """Lock the directory. Raises UserError if another process has locked it.
+
+        A missing directory is created with `make`; without `make`, nothing is locked.
 
         A restarted run never fails here, because the lock of its earlier start may remain after its host is gone.
         On a file system without locks, nothing is locked.

@@ -35,7 +35,7 @@ ABANDONED = "realrl-background"
 
 
 def has_abandoned_threads() -> bool:
-    """Check whether such a thread still runs."""
+    """Return whether such a thread still runs."""
     return any(thread.name.startswith(ABANDONED) for thread in threading.enumerate())
 
 
@@ -63,19 +63,19 @@ def set_library_defaults() -> None:
 
 
 def under_launcher() -> bool:
-    """Check whether this process is a rank that torchrun, or a launcher of ours, has started."""
+    """Return whether this process is a rank that torchrun, or a launcher of ours, has started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def is_debugged() -> bool:
-    """Check whether a debugger or profiler follows this process, as after `python -m pdb -m realrl train ...`."""
+    """Return whether a debugger or profiler follows this process, as after `python -m pdb -m realrl train ...`."""
     monitoring = getattr(sys, "monitoring", None)
     tools = [] if monitoring is None else [monitoring.get_tool(number) for number in range(3)]
     return sys.gettrace() is not None or sys.getprofile() is not None or any(tools)
 
 
 def is_writer() -> bool:
-    """Check whether this process prints and writes: rank 0, or the only one."""
+    """Return whether this process prints and writes: rank 0, or the only one."""
     return int(os.environ.get("RANK", 0)) == 0
 
 

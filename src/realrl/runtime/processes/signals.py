@@ -72,7 +72,7 @@ class Interrupted(BaseException):
 
 
 def handles_signals() -> bool:
-    """Check whether this process is a command, with `raise_signals`; False in a notebook or a test."""
+    """Return whether this process is a command, with `raise_signals`; False in a notebook or a test."""
     return _deferral.handled
 
 
@@ -112,7 +112,7 @@ def deferred_termination(grace: float, note: str = "") -> Iterator[None]:
 
 
 def stop_requested() -> bool:
-    """Check whether a signal has asked this process to save and end; see `end_by_signal`."""
+    """Return whether a signal has asked this process to save and end; see `end_by_signal`."""
     return bool(_deferral.requested)
 
 

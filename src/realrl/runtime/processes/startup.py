@@ -24,7 +24,7 @@ def find_least_device(process: Process) -> Here:
 
 
 def is_for_others(experiment: Experiment, cluster: Cluster) -> bool:
-    """Check whether the recipe's plan is a file for other devices than torchrun has found this time.
+    """Return whether the recipe's plan is a file for other devices than torchrun has found this time.
 
     UserError if it is not a plan file.
     """

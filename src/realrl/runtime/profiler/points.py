@@ -137,7 +137,7 @@ class Point(Generic[Entry]):
     """Conversion of the averages of the parts to seconds by kind."""
 
     def known(self, entries: Container[Hashable]) -> bool:
-        """Check whether it has been measured."""
+        """Return whether it has been measured."""
         return all(blank.key in entries for blank in self.blanks)
 
 

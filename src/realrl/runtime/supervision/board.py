@@ -32,7 +32,7 @@ class Board(Protocol):
         """Read the failures that ranks have reported."""
 
     def works(self, heartbeat: Heartbeat) -> bool:
-        """Check whether a rank's process has used a core since this heartbeat, or waits for one.
+        """Return whether a rank's process has used a core since this heartbeat, or waits for one.
 
         Asked repeatedly about a rank whose heartbeats are missing. False if this machine cannot know.
         """
@@ -82,7 +82,7 @@ class FileBoard:
         return [Failure.parse(file.read_text()) for file in self._directory.glob("failure-*.json")]
 
     def works(self, heartbeat: Heartbeat) -> bool:
-        """Check whether a rank's process has used a core since this heartbeat, or waits for one."""
+        """Return whether a rank's process has used a core since this heartbeat, or waits for one."""
         return self._probe.works(heartbeat)
 
 
@@ -143,7 +143,7 @@ class StoreBoard:
         return []
 
     def works(self, heartbeat: Heartbeat) -> bool:
-        """Check whether a rank's process uses a core; False on other machines."""
+        """Return whether a rank's process uses a core; False on other machines."""
         return heartbeat.machine == self._machine and self._probe.works(heartbeat)
 
     @property
@@ -172,7 +172,7 @@ class WorkProbe:
         """Heartbeats of each process, and its CPU time in ticks, at the last question."""
 
     def works(self, heartbeat: Heartbeat) -> bool:
-        """Check whether a process of this machine has used a core since its heartbeat, or waits for one.
+        """Return whether a process of this machine has used a core since its heartbeat, or waits for one.
 
         False if the system does not tell, as on macOS.
         """
@@ -189,7 +189,7 @@ class WorkProbe:
 
 
 def is_alive(pid: int) -> bool:
-    """Check whether a process runs. A zombie does not."""
+    """Return whether a process runs. A zombie does not."""
     if sys.platform != "linux":
         try:
             os.kill(pid, 0)

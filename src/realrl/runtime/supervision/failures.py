@@ -108,7 +108,7 @@ def _describe(error: Exception) -> Failure:
 
 
 def _blames_a_peer(error: BaseException) -> bool:
-    """Check whether an exception of torch.distributed or gloo says that another rank cannot be reached."""
+    """Return whether an exception of torch.distributed or gloo says that another rank cannot be reached."""
     names = {kind.__name__ for kind in type(error).__mro__}
     of_torch = names & {"DistBackendError", "DistNetworkError", "DistStoreError", "_DistError"}
     # Gloo has no exception class of its own.
