@@ -128,8 +128,8 @@ def watch_barriers(threads: int) -> BarrierWatch | None:
         return None
 
     def relax() -> Relaxed | None:
-        # Be careful with limits: the OpenMP library ends the process if it cannot start a thread, and every local
-        # rank starts some.
+        # Leave enough threads: the OpenMP library ends the process if it cannot start one, and every local rank
+        # starts some.
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         left = free_group_threads()
         enough = left is None or left > ranks * (openmp.omp_get_num_procs() + 2)

@@ -70,8 +70,8 @@ def make_request(
     check_file(f"--out {out}", file)
     generation = None if experiment is None else experiment.spec.generation
     sampling = GenerationConfig() if generation is None else generation(experiment)
-    # Keep one shape per key: of all properties that a key omits, only the number of layers matters, and it hardly
-    # does.
+    # Keep the deepest shape of each key. A key omits the number of layers, which hardly matters, and nothing else
+    # that does.
     deepest = {(ShapeKey.of(shape), dtype): shape for shape, dtype in sorted(found, key=_layers)}
     return Request(
         models=tuple((shape, dtype) for (_, dtype), shape in deepest.items()),
