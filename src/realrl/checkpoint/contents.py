@@ -85,8 +85,10 @@ class CheckpointContents:
         find_model: Callable[[str], Model | None],
         trainers: Mapping[str, Trainer],
     ) -> None:
-        """`roles`: the roles that training changes. `find_model` returns the model of a role that this rank trains,
-        or None."""
+        """`roles`: the roles that training changes.
+
+        `find_model` returns the model of a role that this rank trains, or None.
+        """
         self._roles, self._find_model, self._trainers = roles, find_model, trainers
 
     def list_saved(self) -> State:
@@ -204,8 +206,10 @@ def _find_pieces(
 
 
 def _cut(pieces: TensorPieces, local: LocalTensor, first: int, end: int, values: Tensor) -> None:
-    """Add elements `first` to `end` of this rank's part of a tensor as boxes. `values` holds these elements,
-    flat."""
+    """Add elements `first` to `end` of this rank's part of a tensor as boxes.
+
+    `values` holds these elements, flat.
+    """
     used = 0
     for offset, size in find_boxes(local.region.size, first, end, CHUNK_BYTES // values.itemsize):
         place = tuple(a + b for a, b in zip(local.region.offset, offset, strict=True))

@@ -77,8 +77,10 @@ def prune(
 
 
 def commit(path: Path) -> None:
-    """Give a complete checkpoint its final name, and flush it to disk. It replaces an older checkpoint of that
-    name."""
+    """Give a complete checkpoint its final name, and flush it to disk.
+
+    It replaces an older checkpoint of that name.
+    """
     replaced = path.with_name(f".{path.name}.replaced.partial")
     shutil.rmtree(replaced, ignore_errors=True)
     if path.exists():

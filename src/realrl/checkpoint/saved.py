@@ -51,8 +51,10 @@ class Saved:
         return f"saved: {', '.join(found)}" if found else ""
 
     def describe(self, steps: int | None) -> str:
-        """Write the part of a message that describes the progress of a run. `steps` is its total number, if
-        known."""
+        """Write the part of a message that describes the progress of a run.
+
+        `steps` is its total number, if known.
+        """
         if not self.step:
             return "before the end of the first step; nothing was saved"
         saved = self.describe_paths() or "nothing to continue from was saved yet"
@@ -71,8 +73,10 @@ def checkpoint_path(run_dir: Path, which: Checkpoint, role: str = "") -> Path:
 
 
 def list_checkpoints(run_dir: Path) -> dict[int, Path]:
-    """Find the complete checkpoints of a run, the latest first. Keys are the numbers of training steps before
-    them."""
+    """Find the complete checkpoints of a run, the latest first.
+
+    Keys are the numbers of training steps before them.
+    """
     found = {}
     for path in (run_dir / CHECKPOINTS).glob("step-*"):
         number = re.fullmatch(_NAME, path.name)

@@ -214,8 +214,10 @@ class _HostBytes:
         self._stream: torch.cuda.Stream | None = None
 
     def read(self, values: Tensor) -> Iterator[memoryview]:
-        """Yield the bytes of a tensor in row-major order, part by part. A part is valid until the next is
-        requested."""
+        """Yield the bytes of a tensor in row-major order, part by part.
+
+        A part is valid until the next is requested.
+        """
         flat = values.detach().reshape(-1).view(torch.uint8)
         if flat.is_cuda:
             yield from self._copy(flat)

@@ -69,8 +69,10 @@ class TensorFiles:
         self._close()
 
     def find(self, tensor: StoredTensor) -> Any:
-        """Open a tensor as a slice, which reads only the parts that are indexed. Raises UserError for a damaged
-        file."""
+        """Open a tensor as a slice, which reads only the parts that are indexed.
+
+        Raises UserError for a damaged file.
+        """
         if tensor.file != self._file:
             self._close()
             self._reader = self._opened.enter_context(open_file(tensor.file))

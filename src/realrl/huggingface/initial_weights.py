@@ -56,8 +56,10 @@ needs."""
 
 
 def _draw(tensor: TensorSpec, region: Region, shape: ModelShape, seed: int) -> Iterator[tuple[slice, Tensor]]:
-    """Draw a region of a tensor. Yields slices of the region's rows, and the values of all columns in these
-    rows."""
+    """Draw a region of a tensor.
+
+    Yields slices of the region's rows, and the values of all columns in these rows.
+    """
     rows = region.slices[0]
     step = max(1, _DRAWN_ELEMENTS // math.prod(tensor.shape[1:]))
     for number in range(rows.start // step, -(-rows.stop // step)):

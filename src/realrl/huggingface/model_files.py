@@ -171,8 +171,10 @@ class ModelFiles:
     def read_parts(
         self, files: TensorFiles, spec: TensorSpec, region: Region | None
     ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-        """Read a region of a tensor, or all of it. Yields the index of each part within the region, and its
-        values."""
+        """Read a region of a tensor, or all of it.
+
+        Yields the index of each part within the region, and its values.
+        """
         opened, adapters = files.find(self.found[spec.name]), self._adapters
         rows_there = stored_rows(spec, self._shape)
         if rows_there is not None:

@@ -78,8 +78,9 @@ def _read_rows(stored: Any, where: Stored | None, first: int, last: int, columns
 def join_tensors(
     specs: Sequence[TensorSpec], values: Mapping[str, Tensor], first: Mapping[str, int] | None = None
 ) -> dict[str, Tensor]:
-    """Join tensors of a model to tensors of files. Names in `values` are the model's; names in the result are the
-    file's.
+    """Join tensors of a model to tensors of files.
+
+    Names in `values` are the model's; names in the result are the file's.
 
     Values are whole tensors. With `first`, they are rows of their tensors, from the row with this number on, and
     must become adjacent rows in the file. `specs` may be consecutive matrices of a stack; the result is then this
@@ -124,8 +125,10 @@ def group_by_file_tensor(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
 
 
 def group_by_number(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
-    """Group the tensors in one tensor of a file, in order. Each matrix of a stack is a group; otherwise all are one
-    group."""
+    """Group the tensors in one tensor of a file, in order.
+
+    Each matrix of a stack is a group; otherwise all are one group.
+    """
     groups: dict[int | None, list[TensorSpec]] = {}
     for spec in specs:
         groups.setdefault(None if spec.stored is None else spec.stored.number, []).append(spec)

@@ -81,7 +81,9 @@ class _Lines:
         self, cls: type[Settings], section: Settings | None = None, prefix: str = ""
     ) -> Iterator[str]:
         """Yield the lines of a section. `section`: its default value, or None for the defaults of its class.
-        `prefix`: dotted path of the section, with a final dot."""
+
+        `prefix`: dotted path of the section, with a final dot.
+        """
         pad = "  " * prefix.count(".")
         for name, field in cls.written_fields().items():
             path = prefix + name

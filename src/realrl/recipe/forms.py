@@ -1,5 +1,7 @@
-"""Forms of records: their fields, and the keys of a dataflow graph that they yield. `data/record_forms.py` reads
-them."""
+"""Forms of records: their fields, and the keys of a dataflow graph that they yield.
+
+`data/record_forms.py` reads them.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

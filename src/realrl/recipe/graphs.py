@@ -24,8 +24,10 @@ def build_graph(experiment: Experiment) -> DataflowGraph:
 
 
 def build_eval_graph(experiment: Experiment) -> DataflowGraph | None:
-    """Build the calls of one evaluation step; None without evaluation records. Raises UserError like
-    `build_graph`."""
+    """Build the calls of one evaluation step; None without evaluation records.
+
+    Raises UserError like `build_graph`.
+    """
     if experiment.data.eval is None:
         return None
     function = experiment.spec.eval_graph

@@ -137,8 +137,10 @@ class ModelConfig(Settings):
 
 
 def _check_family(reference: str) -> str:
-    """Return the reference of a family; the path of a file becomes absolute. Raises UserError for an unknown
-    family."""
+    """Return the reference of a family; the path of a file becomes absolute.
+
+    Raises UserError for an unknown family.
+    """
     find_family(reference)
     return str(local_path(reference).resolve()) if reference.endswith(".py") else reference
 

@@ -110,8 +110,10 @@ class MlflowConfig(Settings):
 
 
 class TrackersConfig(Settings):
-    """Trackers that receive metrics, notes and the recipe, in addition to RUN_DIR/metrics.jsonl. No tracker can
-    stop or delay a run."""
+    """Trackers that receive metrics, notes and the recipe, in addition to RUN_DIR/metrics.jsonl.
+
+    No tracker can stop or delay a run.
+    """
 
     tensorboard: bool | None = None
     """Write RUN_DIR/tensorboard. null writes it if TensorBoard is installed."""

@@ -54,8 +54,10 @@ def make_source_absolute(source: str) -> str:
 
 
 def list_sources(value: Any) -> tuple[RecordSource, ...]:
-    """List the sources of a setting, which may be a text, a list or a mapping. Raises ValueError for anything
-    else."""
+    """List the sources of a setting, which may be a text, a list or a mapping.
+
+    Raises ValueError for anything else.
+    """
     if isinstance(value, str):
         entries: Iterable[Any] = [value]
     elif isinstance(value, dict):

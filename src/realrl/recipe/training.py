@@ -6,8 +6,10 @@ from realrl.config.base import Settings
 
 
 class SpikeConfig(Settings):
-    """Detects spikes of a metric. After a spike, training goes back to a checkpoint and skips the records since
-    then."""
+    """Detects spikes of a metric.
+
+    After a spike, training goes back to a checkpoint and skips the records since then.
+    """
 
     metric: str
     """Name of a metric of training steps: `call/name` as in metrics.jsonl, such as `actor.train/loss`."""

@@ -37,8 +37,10 @@ class Checkpointer:
         group: dist.ProcessGroup | None,
         export: Callable[[Path], None],
     ) -> None:
-        """`group` has all ranks, and is used only by the writing threads. `export` writes models to a directory, on
-        all ranks."""
+        """`group` has all ranks, and is used only by the writing threads.
+
+        `export` writes models to a directory, on all ranks.
+        """
         self._settings, self._best = experiment.checkpoint, experiment.evaluation.best
         spike = experiment.training.spike
         self._back = None if spike is None else spike.back
@@ -56,8 +58,10 @@ class Checkpointer:
         return self._settings.every is not None and step % self._settings.every == 0
 
     def is_late(self) -> bool:
-        """Return whether the last checkpoint is older than `checkpoint.minutes`. Ranks may get different
-        results."""
+        """Return whether the last checkpoint is older than `checkpoint.minutes`.
+
+        Ranks may get different results.
+        """
         minutes = self._settings.minutes
         return minutes is not None and time.monotonic() - self._begun >= 60 * minutes
 
@@ -113,16 +117,20 @@ class Checkpointer:
                 raise failure
 
     def offers_best(self, value: float) -> bool:
-        """Return whether models with this value are among the best ones, whose checkpoints are kept. Called on one
-        rank."""
+        """Return whether models with this value are among the best ones, whose checkpoints are kept.
+
+        Called on one rank.
+        """
         if self._best is None or not self._settings.keep_best:
             return False
         others = read_best_metrics(self._directory.path, self._best)
         return is_among_best(value, others, self._best, self._settings.keep_best)
 
     def keep_best(self, value: float) -> None:
-        """Write the metric value of the last checkpoint's models, so that it is kept. Raises RunError like
-        `finish`."""
+        """Write the metric value of the last checkpoint's models, so that it is kept.
+
+        Raises RunError like `finish`.
+        """
         self.finish()
         if self._process.rank == WRITER and self._best is not None and self.last is not None:
             with self._directory.writing(self._directory.checkpoint(self.last)):

@@ -86,8 +86,10 @@ class StepAgreement:
         self._under_way: tuple[dist.Work, torch.Tensor] | None = None
 
     def learn(self) -> tuple[bool, ...]:
-        """Return, for each flag, whether any rank had set it at the last `say`. A single rank returns its current
-        flags."""
+        """Return, for each flag, whether any rank had set it at the last `say`.
+
+        A single rank returns its current flags.
+        """
         if self._process.control is None:
             return self._ask()
         if self._under_way is None:
@@ -342,8 +344,10 @@ class Continuation:
             self.checkpointer.save(state)
 
     def watch(self, step: int, metrics: Mapping[str, float]) -> Spike | None:
-        """Look for a spike in the metrics of a step, which only the writing rank has. All ranks get the same
-        result."""
+        """Look for a spike in the metrics of a step, which only the writing rank has.
+
+        All ranks get the same result.
+        """
         if self._spikes is None:
             return None
         spike = None

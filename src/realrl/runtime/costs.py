@@ -107,8 +107,10 @@ class Costs:
             self._tokens = sum(prompts) + sum(answers)
 
     def report_step(self) -> dict[str, float]:
-        """Send the times of a step to the rank that writes. Returns performance metrics there, and none
-        elsewhere."""
+        """Send the times of a step to the rank that writes.
+
+        Returns performance metrics there, and none elsewhere.
+        """
         (mine,) = self.timer.take()
         everyone = self._reports.exchange(replace(mine, tokens=self._tokens))
         if everyone is None:
@@ -116,8 +118,9 @@ class Costs:
         return self._performance.compute(everyone, self._log.add(everyone, self._offsets))
 
     def collect(self, *, last: bool) -> Comparison | None:
-        """Compare all steps so far with the prediction. Returns the comparison on the rank that writes, None
-        elsewhere.
+        """Compare all steps so far with the prediction.
+
+        Returns the comparison on the rank that writes, None elsewhere.
 
         Also returns None before the first step, and if the previous comparison was too recent, unless this one is
         the `last`. All ranks call this together.
@@ -150,8 +153,10 @@ class Costs:
         return comparison
 
     def _compare(self, info: RunInfo) -> Comparison:
-        """Compare the costs with a prediction, or without one if predicting fails. A failing prediction must not
-        end a run."""
+        """Compare the costs with a prediction, or without one if predicting fails.
+
+        A failing prediction must not end a run.
+        """
         try:
             self.predicted = predict(info, self._profile)
             return compare(info, self.predicted, self._log)
@@ -198,8 +203,10 @@ class StepReports:
         self._under_way: list[tuple[dist.Work, torch.Tensor]] = []
 
     def exchange(self, mine: StepTimes) -> list[StepTimes] | None:
-        """Send this rank's times of a step. Returns the times of all ranks, in order, on the rank that writes;
-        otherwise None."""
+        """Send this rank's times of a step.
+
+        Returns the times of all ranks, in order, on the rank that writes; otherwise None.
+        """
         if self._process.rank == WRITER:
             others = range(1, self._process.world)
             return [mine, *(self._take(rank) for rank in others)]

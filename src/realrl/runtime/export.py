@@ -152,8 +152,10 @@ def _fetch(
 
 
 class ModelSaver:
-    """Saves the trained roles of a run: final models, best models, and models of checkpoints. It exists on every
-    rank."""
+    """Saves the trained roles of a run: final models, best models, and models of checkpoints.
+
+    It exists on every rank.
+    """
 
     def __init__(
         self,

@@ -18,8 +18,10 @@ from realrl.runtime.prepare.inputs import load_shared_tokenizer, load_stop_token
 
 @dataclass
 class Inspection:
-    """Collects information about the records of `data.train` or `data.eval`. Wrong records are counted, and reading
-    continues."""
+    """Collects information about the records of `data.train` or `data.eval`.
+
+    Wrong records are counted, and reading continues.
+    """
 
     name: str
     """`train` or `eval`."""

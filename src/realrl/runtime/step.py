@@ -1,5 +1,7 @@
-"""Run training steps on one rank: records, seeds and learning rates go in, metrics come out. Also samples in
-rounds."""
+"""Run training steps on one rank: records, seeds and learning rates go in, metrics come out.
+
+Also samples in rounds.
+"""
 
 import math
 import zlib
@@ -39,8 +41,10 @@ class TrainingSteps:
         costs: Costs,
         records: Dataset,
     ) -> None:
-        """`costs` measures every step. Raises UserError if an epoch has fewer records than a batch, or if the run
-        has no step."""
+        """`costs` measures every step.
+
+        Raises UserError if an epoch has fewer records than a batch, or if the run has no step.
+        """
         experiment, self._job, self._process = job.experiment, job, process
         self._worker, self._costs, self._records = worker, costs, records
         data, training = experiment.data, experiment.training
@@ -72,8 +76,10 @@ class TrainingSteps:
         """Checksums, by name, of what determines scores on this rank."""
 
     def run(self, step: int) -> dict[str, float]:
-        """Execute a step, which is counted from 0. Returns metrics by `call/name`: all of them on the rank that
-        writes."""
+        """Execute a step, which is counted from 0.
+
+        Returns metrics by `call/name`: all of them on the rank that writes.
+        """
         phase, sampled = self._job.train, self._job.sampled
         if sampled is not None:
             return self._run_in_rounds(step, sampled)
@@ -268,8 +274,10 @@ class SamplingRounds:
         return _Round(store, prompts, holders, [*map(_differ, groups)]), metrics
 
     def _merge(self, rounds: Sequence[_Round], chosen: Sequence[tuple[int, int]]) -> Store:
-        """Create the store of the step from the samples of the chosen (round, prompt) pairs. Rows stay on their
-        ranks."""
+        """Create the store of the step from the samples of the chosen (round, prompt) pairs.
+
+        Rows stay on their ranks.
+        """
         merged = Store(self._graph, self._plan, self._samples)
         merged.size = len(chosen) * self._samples
         origins = [(number, i * self._samples + k) for number, i in chosen for k in range(self._samples)]

@@ -254,8 +254,10 @@ class TrainingRun:
             agreement.say()
 
     def _after_step(self, done: int, *, late: bool = False, resumed: bool = False) -> None:
-        """Save and evaluate after `done` steps, if due. `late`: a checkpoint is overdue. `resumed`: a checkpoint
-        exists."""
+        """Save and evaluate after `done` steps, if due. `late`: a checkpoint is overdue.
+
+        `resumed`: a checkpoint exists.
+        """
         every = self.experiment.evaluation.every
         last = done >= self.steps
         evaluates = last or bool(every and done % every == 0)

@@ -98,8 +98,10 @@ class _Run:
 
 
 def _check_programs(experiment: Experiment, graph: DataflowGraph) -> None:
-    """Compile the recipe under many plans, which validates the programs. The batch is enlarged so that it suffices
-    for all of these plans."""
+    """Compile the recipe under many plans, which validates the programs.
+
+    The batch is enlarged so that it suffices for all of these plans.
+    """
     most = max(cluster.size for cluster in CLUSTERS)
     data = experiment.data.model_copy(update={"batch": experiment.data.batch * most})
     experiment = experiment.model_copy(update={"data": data})
@@ -189,8 +191,10 @@ def make_uniform_plan(
     zero: int = 1,
     micro_batch_tokens: int,
 ) -> Plan:
-    """Make the plan that runs all calls on all devices with one strategy; functions run on all hosts. Calls that do
-    not support the ZeRO stage `zero`, such as generation, use stage 1."""
+    """Make the plan that runs all calls on all devices with one strategy; functions run on all hosts.
+
+    Calls that do not support the ZeRO stage `zero`, such as generation, use stage 1.
+    """
     everywhere = Mesh(0, cluster.size)
     plain = Strategy(dp=cluster.size // (tp * pp), tp=tp, pp=pp, micro_batch_tokens=micro_batch_tokens)
     stages = {Kind.TRAIN: zero, Kind.INFERENCE: 1 if zero == 2 else zero}

@@ -11,8 +11,10 @@ from realrl.runtime.measure.metric_names import PERFORMANCE
 
 
 class CheckFailure(AssertionError):
-    """An algorithm failed a check. The message names the plan, and the metric that differs with both of its
-    values."""
+    """An algorithm failed a check.
+
+    The message names the plan, and the metric that differs with both of its values.
+    """
 
 
 ABSOLUTE = 0.1
@@ -30,8 +32,10 @@ def _learnt(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def compare_runs(run: Path, reference: Path, *, name: str, than: str, tolerance: float) -> None:
-    """Compare the metrics of every step, and the saved state, with those of another run. Raises CheckFailure if
-    they differ. Its message calls the two runs `name` and `than`."""
+    """Compare the metrics of every step, and the saved state, with those of another run.
+
+    Raises CheckFailure if they differ. Its message calls the two runs `name` and `than`.
+    """
     for ours, theirs in zip(read_metrics(run), read_metrics(reference), strict=True):
         step = ours["step"]
         where = f"{name}: step {step}" if ours["kind"] == "train" else f"{name}: evaluation after step {step}"

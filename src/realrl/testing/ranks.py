@@ -1,5 +1,7 @@
-"""Run recipes in processes of this machine. Each set of ranks is started once and runs one recipe after the
-other."""
+"""Run recipes in processes of this machine.
+
+Each set of ranks is started once and runs one recipe after the other.
+"""
 
 import json
 import multiprocessing

@@ -118,8 +118,10 @@ def _write_models(
 def save_model(
     directory: Path, head: Head, tokenizer: Any, sizes: Mapping[str, Any] = SHAPE, *, seed: int = 3
 ) -> None:
-    """Save a model of random weights with its tokenizer, as a Hugging Face directory. The weights are larger than
-    usual initial weights, so that predictions depend on every layer."""
+    """Save a model of random weights with its tokenizer, as a Hugging Face directory.
+
+    The weights are larger than usual initial weights, so that predictions depend on every layer.
+    """
     shape = ModelShape.model_validate({**sizes, "init_std": 0.2})
     tensors = model_tensors(shape, head)
     buffer = FlatBuffer(tensors, torch.float32, torch.device("cpu"))

@@ -262,8 +262,10 @@ def check_disk(run_dir: Path, need: int | None) -> Said:
 
 
 def _measure_writing(folder: Path) -> float:
-    """Return the speed of writing in bytes per second. Writes an unnamed file, 64 MiB or for 2 s, until it is on
-    disk."""
+    """Return the speed of writing in bytes per second.
+
+    Writes an unnamed file, 64 MiB or for 2 s, until it is on disk.
+    """
     part = os.urandom(4 << 20)
     with tempfile.NamedTemporaryFile(dir=folder, buffering=0) as file:
         start, written = time.monotonic(), 0

@@ -71,8 +71,10 @@ def measure_links(process: Process) -> list[Link]:
 
 
 def _compute(process: Process) -> None:
-    """Compute something. Raises UserError if this torch has no kernels for the GPU, or if other users block the
-    GPU."""
+    """Compute something.
+
+    Raises UserError if this torch has no kernels for the GPU, or if other users block the GPU.
+    """
     try:
         torch.ones(1024, device=process.device).sum().item()
     except RuntimeError as error:

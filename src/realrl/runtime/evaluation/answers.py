@@ -53,8 +53,10 @@ class EvaluationReport:
 
 
 class AnswerMetrics:
-    """Computes the metrics of all answers in an evaluation, see `EvaluationConfig`. Answers to one prompt are
-    adjacent."""
+    """Computes the metrics of all answers in an evaluation, see `EvaluationConfig`.
+
+    Answers to one prompt are adjacent.
+    """
 
     def __init__(self, settings: EvaluationConfig, reader: AnswerReader | None) -> None:
         """`reader` reads the final answers for majority votes."""

@@ -161,8 +161,10 @@ def generate_answers(
 
 
 def choose_best(answers: Sequence[Answer]) -> Answer:
-    """Choose the answer with the highest score. Of equal scores, the first one wins; answers without a score come
-    last."""
+    """Choose the answer with the highest score.
+
+    Of equal scores, the first one wins; answers without a score come last.
+    """
     return max(answers, key=lambda answer: _rank(answer.values["score"]))
 
 

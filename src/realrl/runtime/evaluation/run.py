@@ -54,8 +54,9 @@ class EvaluationRun:
         groups: Mapping[tuple[int, ...], Group],
         read: RecordReader = read_records,
     ) -> None:
-        """Prepare everything except weights. `groups` are the groups of the placements. `read` reads the records of
-        a source.
+        """Prepare everything except weights. `groups` are the groups of the placements.
+
+        `read` reads the records of a source.
 
         Raises UserError for mistakes that can be found without weights.
         """
@@ -101,8 +102,9 @@ class Opponent:
         groups: Mapping[tuple[int, ...], Group],
         origins: list[str],
     ) -> None:
-        """Prepare everything except weights. `plan` is the recipe's plan. `origins` names the records of the
-        evaluation.
+        """Prepare everything except weights. `plan` is the recipe's plan.
+
+        `origins` names the records of the evaluation.
 
         Raises UserError if the model cannot replace the recipe's model.
         """

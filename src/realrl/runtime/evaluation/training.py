@@ -73,8 +73,10 @@ class TrainingEvaluations:
         groups: Mapping[tuple[int, ...], Group],
         tokenizer: Any,
     ) -> None:
-        """`groups` are the groups of all placements. Raises UserError for mistakes that can be found without
-        weights."""
+        """`groups` are the groups of all placements.
+
+        Raises UserError for mistakes that can be found without weights.
+        """
         self._process, experiment = process, job.experiment
         self.best = BestEvaluation(experiment.evaluation.best)
         self.records: Dataset | None = None
@@ -97,8 +99,10 @@ class TrainingEvaluations:
             self._opponent = None
 
     def run(self) -> EvaluationResult | None:
-        """Evaluate the current weights. Returns None without evaluations. Raises UserCodeError like
-        `Evaluation.run`."""
+        """Evaluate the current weights. Returns None without evaluations.
+
+        Raises UserCodeError like `Evaluation.run`.
+        """
         if self._evaluation is None:
             return None
         with self._process.activity.part("eval"):

@@ -36,8 +36,10 @@ def check_start(
 
 
 def note_crowd(cluster: Cluster, here: Here, say: Callable[[str], None]) -> None:
-    """Call `say` if there are more processes than cores. Raises UserError if memory is too small even without
-    models."""
+    """Call `say` if there are more processes than cores.
+
+    Raises UserError if memory is too small even without models.
+    """
     crowd = describe_crowd(cluster.size) if here == "cpu" else None
     if crowd is not None:
         say(f"note: {crowd}")

@@ -81,8 +81,10 @@ class Ranks(Board, Protocol):
         """Kill the ranks and their children."""
 
     def keep_logs(self, directory: Path | None) -> Path | None:
-        """Save the logs of ranks that have ended, in `directory` if possible. Returns the directory that has
-        them."""
+        """Save the logs of ranks that have ended, in `directory` if possible.
+
+        Returns the directory that has them.
+        """
 
     def close(self) -> None:
         """Release everything that the ranks needed."""
@@ -226,8 +228,10 @@ def _run(
 
 
 def _wait(ranks: Ranks, settings: LaunchConfig) -> Outcome:
-    """Wait until all ranks have ended, or one has failed. In the second case, the other ranks get a moment to
-    report."""
+    """Wait until all ranks have ended, or one has failed.
+
+    In the second case, the other ranks get a moment to report.
+    """
     watchdog = Watchdog(settings, ranks.works)
     heartbeats: Mapping[int, Heartbeat] = {}
     failed: dict[int, tuple[int, float]] = {}

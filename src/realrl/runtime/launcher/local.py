@@ -116,8 +116,10 @@ class LocalRanks(FileBoard):
         self._processes = []
 
     def keep_logs(self, directory: Path | None) -> Path | None:
-        """Save the logs of ranks that have ended, in `directory` if possible. Returns the directory that has
-        them."""
+        """Save the logs of ranks that have ended, in `directory` if possible.
+
+        Returns the directory that has them.
+        """
         return keep_logs(self.path, directory)
 
     def close(self) -> None:

@@ -1,5 +1,7 @@
-"""Ranks on a Ray cluster: an actor on each node holds its ranks, like `local.py` on this machine. Imports no
-torch."""
+"""Ranks on a Ray cluster: an actor on each node holds its ranks, like `local.py` on this machine.
+
+Imports no torch.
+"""
 
 import os
 import secrets
@@ -151,8 +153,10 @@ class RayRanks:
             self._actors.append(actor.options(**options).remote())
 
     def poll(self) -> list[int | None]:
-        """Return the exit status of each rank, and show the output of the first rank. Ranks of a lost node have
-        failed."""
+        """Return the exit status of each rank, and show the output of the first rank.
+
+        Ranks of a lost node have failed.
+        """
         import ray
 
         asked = [(node, self._actors[node].look.remote()) for node in self._find_nodes()]

@@ -97,8 +97,10 @@ _ROUNDS = 10
 
 @dataclass(frozen=True)
 class TimedSpan:
-    """One call or reallocation on one rank, or its wait for a function. Times are seconds of the rank's monotonic
-    clock."""
+    """One call or reallocation on one rank, or its wait for a function.
+
+    Times are seconds of the rank's monotonic clock.
+    """
 
     name: str
     """Name of the call, text of the reallocation, or `waiting_for` the function."""
@@ -150,8 +152,11 @@ class StepTimer:
         staged: Callable[[], int],
         kept_beside: Callable[[str], int] = lambda _: 0,
     ) -> None:
-        """`held` returns the current bytes of the buffers of roles. `staged` returns the bytes in message buffers,
-        and `kept_beside` the bytes that other calls keep during a call. Plans count neither of the two."""
+        """`held` returns the current bytes of the buffers of roles.
+
+        `staged` returns the bytes in message buffers, and `kept_beside` the bytes that other calls keep during a
+        call. Plans count neither of the two.
+        """
         self._device = device
         self._held = held
         self._staged = staged
@@ -219,8 +224,10 @@ class StepTimer:
         self._read_work = read_work
 
     def function(self, call: str, start: float, end: float, *, waited: tuple[float, float]) -> None:
-        """Register a function that ran at the same time as other instructions. `waited`: when the rank waited for
-        it."""
+        """Register a function that ran at the same time as other instructions.
+
+        `waited`: when the rank waited for it.
+        """
         self._spans.append(TimedSpan(call, start, end, alone=True))
         self._spans.append(TimedSpan(waiting_for(call), *waited, alone=True))
 

@@ -9,8 +9,10 @@ from realrl.runtime.measure.step_timer import StepTimes, TimedSpan
 
 @dataclass(frozen=True)
 class AlignedSpan:
-    """One execution of a call, reallocation, function or wait, on all ranks that take part. Times are in
-    seconds."""
+    """One execution of a call, reallocation, function or wait, on all ranks that take part.
+
+    Times are in seconds.
+    """
 
     name: str
     parts: dict[int, TimedSpan]
@@ -25,8 +27,10 @@ class AlignedSpan:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the start of the last rank to the end of the last rank. For functions: seconds of the
-        slowest rank."""
+        """Seconds from the start of the last rank to the end of the last rank.
+
+        For functions: seconds of the slowest rank.
+        """
         if self.alone:
             return max(span.end - span.start for span in self.parts.values())
         ended = max(span.end - self.offsets[rank] for rank, span in self.parts.items())
@@ -104,8 +108,10 @@ class TimingLog:
         self._ended = float("-inf")
 
     def add(self, step: Sequence[StepTimes], offsets: Sequence[float]) -> StepSpans:
-        """Add the times of a step, which `step` lists by rank. `offsets`: seconds that each rank's clock is
-        ahead."""
+        """Add the times of a step, which `step` lists by rank.
+
+        `offsets`: seconds that each rank's clock is ahead.
+        """
         end = max(times.end - ahead for times, ahead in zip(step, offsets, strict=True))
         start = min(times.start - ahead for times, ahead in zip(step, offsets, strict=True))
         found = StepSpans(end - max(start, self._ended), align_spans(step, offsets))

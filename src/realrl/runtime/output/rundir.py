@@ -222,8 +222,10 @@ class RunDirectory:
         self._trackers.log(step, kind, seconds, metrics)
 
     def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the samples of an evaluation, one JSON object per line. Raises RunError if they cannot be
-        written."""
+        """Write the samples of an evaluation, one JSON object per line.
+
+        Raises RunError if they cannot be written.
+        """
         file = self.path / "samples" / f"step-{step:06}.jsonl"
         with self.writing(file):
             write_rows(file, rows)
@@ -245,8 +247,10 @@ class RunDirectory:
         (self.path / BEST_NOTE).unlink(missing_ok=True)
 
     def write_best(self, best: Mapping[str, Any]) -> None:
-        """Write the file about the evaluation that produced the best models. Raises RunError if it cannot be
-        written."""
+        """Write the file about the evaluation that produced the best models.
+
+        Raises RunError if it cannot be written.
+        """
         file = self.path / BEST_NOTE
         with self.writing(file):
             write_whole(file, json.dumps(best, indent=2) + "\n")

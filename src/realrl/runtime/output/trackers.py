@@ -187,8 +187,10 @@ class Trackers:
             tracker.note(text)
 
     def close(self, *, done: bool) -> None:
-        """End all trackers, and report missed records. `done`: whether the run has ended well. Further calls do
-        nothing."""
+        """End all trackers, and report missed records. `done`: whether the run has ended well.
+
+        Further calls do nothing.
+        """
         deadline = time.monotonic() + (self._patience if done else min(self._patience, HASTE))
         for tracker in self._trackers:
             tracker.begin_closing(done=done)

@@ -47,8 +47,10 @@ class UntaughtSteps:
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     def take(self, metrics: Mapping[str, float | None]) -> Iterator[str]:
-        """Count a step. Yields a note at the first step without effect of a call, and at each doubling of their
-        number."""
+        """Count a step.
+
+        Yields a note at the first step without effect of a call, and at each doubling of their number.
+        """
         for call, reason in find_untaught(metrics).items():
             before = self._counts[call].total()
             self._counts[call][reason] += 1
@@ -57,8 +59,10 @@ class UntaughtSteps:
                 yield f"taught the {_name_role(call)} nothing: {reason}{so_far}"
 
     def describe(self, steps: str) -> Iterator[str]:
-        """Yield a sentence for each call that had such steps. `steps`: number of all steps, such as `5` or `the
-        last 20`."""
+        """Yield a sentence for each call that had such steps.
+
+        `steps`: number of all steps, such as `5` or `the last 20`.
+        """
         for call, reasons in self._counts.items():
             most = reasons.most_common()
             why = ", or ".join(f"{reason} ({n})" for reason, n in most) if len(most) > 1 else most[0][0]

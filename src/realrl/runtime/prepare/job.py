@@ -81,8 +81,10 @@ class RoleModels:
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe compiled for a cluster. All ranks create the same job from the same recipe and plan, and then run
-    it."""
+    """A recipe compiled for a cluster.
+
+    All ranks create the same job from the same recipe and plan, and then run it.
+    """
 
     experiment: Experiment
     models: RoleModels
@@ -359,8 +361,10 @@ def _compile_phase(
     parts: TrainableParts,
     done: Mapping[str, Placement] | None = None,
 ) -> Phase:
-    """Compile a kind of step, and validate its programs. `done`: calls that have run before, whose outputs it
-    uses."""
+    """Compile a kind of step, and validate its programs.
+
+    `done`: calls that have run before, whose outputs it uses.
+    """
     homes = {role: homes[role] for role in graph.roles}
     kept = {role: kept[role] for role in graph.roles if role in kept}
 

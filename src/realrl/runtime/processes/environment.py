@@ -53,8 +53,9 @@ order in which the host posts them."""
 
 
 def set_library_defaults() -> None:
-    """Set environment variables that libraries read, unless the user has set them. Call this before torch is
-    loaded.
+    """Set environment variables that libraries read, unless the user has set them.
+
+    Call this before torch is loaded.
 
     torch's allocator then maps memory into segments that grow. If a call frees tens of gigabytes, another call can
     use them, even for blocks of other sizes.

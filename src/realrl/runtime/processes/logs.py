@@ -30,8 +30,10 @@ class _Screen(io.FileIO):
 
 
 def open_screen(descriptor: int, *, owned: bool = True) -> io.TextIOWrapper:
-    """Open a file descriptor for messages, which are written line by line. `owned`: close the descriptor with the
-    file."""
+    """Open a file descriptor for messages, which are written line by line.
+
+    `owned`: close the descriptor with the file.
+    """
     screen = io.BufferedWriter(_Screen(descriptor, "w", closefd=owned))
     return io.TextIOWrapper(screen, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 

@@ -35,8 +35,10 @@ class _PlainUnpickler(pickle.Unpickler):
     """Reader that refuses all classes and functions except records and plain types."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Find a class by name. Raises UnpicklingError for everything that is not a plain type or a record of this
-        package."""
+        """Find a class by name.
+
+        Raises UnpicklingError for everything that is not a plain type or a record of this package.
+        """
         if (module, name) in _PLAIN:
             return super().find_class(module, name)
         # Do not call super(), which would import any module.
@@ -62,8 +64,10 @@ def unpack(message: bytes) -> Any:
 
 
 def gather_values(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """All-gather one value per rank, in a group for CPU tensors. Returns the values in the order of ranks, on every
-    rank."""
+    """All-gather one value per rank, in a group for CPU tensors.
+
+    Returns the values in the order of ranks, on every rank.
+    """
     message = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
     world = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]

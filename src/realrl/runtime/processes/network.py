@@ -66,8 +66,10 @@ def use_route(
 
 
 def find_own_address(peer: str) -> str:
-    """Find the address of this machine for connections to another machine. Raises UserError if there is no
-    route."""
+    """Find the address of this machine for connections to another machine.
+
+    Raises UserError if there is no route.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(peer, _WITHOUT_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -44,8 +44,10 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @dataclass
 class Process:
-    """The process of one rank. `control` carries small CPU tensors between any two ranks; None if there is only one
-    rank."""
+    """The process of one rank.
+
+    `control` carries small CPU tensors between any two ranks; None if there is only one rank.
+    """
 
     rank: int
     world: int
@@ -73,8 +75,9 @@ class Process:
         return Gpu(properties.name, properties.total_memory)
 
     def groups(self, rank_sets: RankSets, *, moves: bool = False) -> dict[RankSet, Group]:
-        """Create those of these groups that contain this rank. `moves`: whether parameters are reallocated between
-        ranks.
+        """Create those of these groups that contain this rank.
+
+        `moves`: whether parameters are reallocated between ranks.
 
         All ranks call this together, with the same sets in the same order, before weights take memory.
         """
@@ -99,8 +102,10 @@ class Process:
             return dist.new_group(backend="gloo", timeout=WAIT)
 
     def gather(self, value: Any) -> list[Any]:
-        """All-gather one plain value or record per rank. Returns the values in the order of ranks, on every
-        rank."""
+        """All-gather one plain value or record per rank.
+
+        Returns the values in the order of ranks, on every rank.
+        """
         if self.control is None:
             return [value]
         return gather_values(value, self.control)

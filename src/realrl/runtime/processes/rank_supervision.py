@@ -140,8 +140,10 @@ def _repeat(name: str, seconds: float, action: Callable[[], None], stop: threadi
 
 
 def _end(message: str, mine: bool) -> None:
-    """End this process at once because the run has failed. The rank that has found the failure prints the
-    message."""
+    """End this process at once because the run has failed.
+
+    The rank that has found the failure prints the message.
+    """
     with suppress(OSError):
         report_end(message, prints=mine)
     os._exit(RUN_STATUS)

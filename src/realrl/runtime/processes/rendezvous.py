@@ -56,8 +56,10 @@ def open_new_store(store: dist.Store, rank: int, world: int) -> dist.Store:
 
 
 def _wait_for_prefix(store: dist.Store, rank: int) -> str:
-    """Write a word below every prefix that rank 0 chooses, until rank 0 confirms the word. Returns the confirmed
-    prefix."""
+    """Write a word below every prefix that rank 0 chooses, until rank 0 confirms the word.
+
+    Returns the confirmed prefix.
+    """
     word, tried = secrets.token_hex(8), ""
     deadline = time.monotonic() + TIMEOUT.total_seconds()
     while not store.check([f"realrl/confirmed/{word}"]):

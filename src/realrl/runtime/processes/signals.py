@@ -79,8 +79,10 @@ def handles_signals() -> bool:
 
 
 def find_interruption() -> Interrupted | None:
-    """Return the exception that a signal has raised in this process, if any. A library may have replaced it by
-    another."""
+    """Return the exception that a signal has raised in this process, if any.
+
+    A library may have replaced it by another.
+    """
     return _interruption
 
 
@@ -120,8 +122,10 @@ def stop_requested() -> bool:
 
 
 def end_by_signal() -> NoReturn:
-    """Raise Interrupted for the signal that this process has received. If another rank received it, it counts as
-    SIGTERM."""
+    """Raise Interrupted for the signal that this process has received.
+
+    If another rank received it, it counts as SIGTERM.
+    """
     global _interruption
     if _interruption is None:
         _interruption = Interrupted(_deferral.requested or signal.SIGTERM)

@@ -41,8 +41,10 @@ class LayerMix:
         return self._average(seconds, self.windowed)
 
     def typical(self, seconds: Sequence[float]) -> float:
-        """Compute the seconds of an average layer other than the first. `seconds` has all layers in order, or the
-        first ones."""
+        """Compute the seconds of an average layer other than the first.
+
+        `seconds` has all layers in order, or the first ones.
+        """
         return self._average(seconds[1:] or seconds, self.windowed[1:] if seconds[1:] else self.windowed)
 
     def typical_backward(self, seconds: Sequence[float]) -> float:

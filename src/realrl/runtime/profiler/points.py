@@ -66,8 +66,10 @@ class Bench:
     """Repeats measurements until enough time has passed."""
 
     def __init__(self, process: Process, *, patience: float, repetitions: tuple[int, int]) -> None:
-        """`patience`: seconds that one measurement may take. `repetitions`: minimum and maximum number of
-        repetitions."""
+        """`patience`: seconds that one measurement may take.
+
+        `repetitions`: minimum and maximum number of repetitions.
+        """
         self.process = process
         self.clock = Clock(process.device)
         self._patience = patience

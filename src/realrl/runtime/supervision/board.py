@@ -40,8 +40,9 @@ class Board(Protocol):
 
 
 class FileBoard:
-    """The board of ranks on one machine. Its files are in the launcher's scratch directory, and outlive a killed
-    rank.
+    """The board of ranks on one machine.
+
+    Its files are in the launcher's scratch directory, and outlive a killed rank.
 
     A rank writes its failure without this board (`report_failure`), because the rank has no board before it has
     loaded torch.
@@ -156,8 +157,10 @@ class StoreBoard:
 
     @contextmanager
     def _using(self) -> Iterator[None]:
-        """Use the store in the block, and record whether it answers. If it does not, the block ends early without
-        an error."""
+        """Use the store in the block, and record whether it answers.
+
+        If it does not, the block ends early without an error.
+        """
         with self._lock:
             asked = time.monotonic()
             try:

@@ -1,5 +1,7 @@
-"""Describe failures of processes, write them to files, and find the first cause among several. Does not import
-torch."""
+"""Describe failures of processes, write them to files, and find the first cause among several.
+
+Does not import torch.
+"""
 
 import errno
 import json

@@ -113,8 +113,10 @@ class Heartbeat:
 
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
-        """Read a heartbeat. Unknown keys are ignored. Raises ValueError if a value is missing or has another
-        type."""
+        """Read a heartbeat. Unknown keys are ignored.
+
+        Raises ValueError if a value is missing or has another type.
+        """
         found = json.loads(text)
         if not isinstance(found, dict):
             raise ValueError("a heartbeat is a JSON object")
@@ -166,8 +168,10 @@ class Activity(Heartbeat):
         self.enter(before)
 
     def begin(self, instruction: str, call: str | None, order: int, position: int) -> None:
-        """Begin the instruction at `position` of this rank's program. `order`: position of its call in the
-        graph."""
+        """Begin the instruction at `position` of this rank's program.
+
+        `order`: position of its call in the graph.
+        """
         self._set(" ".join(instruction.split())[:_LONGEST], call, order, position)
 
     def _set(self, instruction: str | None, call: str | None, order: int, position: int) -> None:

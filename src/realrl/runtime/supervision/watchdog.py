@@ -151,8 +151,10 @@ class PeerWatch:
     def __init__(
         self, board: StoreBoard, limits: LaunchConfig, rank: int, end: Callable[[str, bool], None]
     ) -> None:
-        """`end` is called with the message, and with whether this rank has found the failure. `end` must not
-        return."""
+        """`end` is called with the message, and with whether this rank has found the failure.
+
+        `end` must not return.
+        """
         self._board, self._limits, self._rank, self._end = board, limits, rank, end
         self._stop = threading.Event()
 
@@ -187,8 +189,10 @@ class PeerWatch:
     def _end_run(
         self, failure: Failure, heartbeats: Mapping[int, Heartbeat], siblings: list[int], first: bool
     ) -> None:
-        """End this process because the run has failed. Also kill the rank that caused the failure if it is on this
-        machine."""
+        """End this process because the run has failed.
+
+        Also kill the rank that caused the failure if it is on this machine.
+        """
         culprit = heartbeats.get(failure.rank)
         if culprit is not None and failure.rank in siblings and culprit.pid != os.getpid():
             # That rank may hold the interpreter's lock, or be stopped, and torchrun would wait for it.

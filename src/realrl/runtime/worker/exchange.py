@@ -13,7 +13,7 @@ from realrl.program.instructions import Receive, Report, Send, ShareLengths
 from realrl.runtime.processes.process import Process
 from realrl.runtime.worker.store import Store
 
-# Above every exchange number of a program.
+# Tags must be above every exchange number of a program.
 _LENGTHS_TAG = 1 << 20
 _METRICS_TAG = 1 << 21
 

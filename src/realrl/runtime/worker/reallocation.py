@@ -86,8 +86,10 @@ class _Flight:
 
 
 class Staging:
-    """Buffers for packed messages, one per message in flight. They are reused, because allocating new memory is
-    slow."""
+    """Buffers for packed messages, one per message in flight.
+
+    They are reused, because allocating new memory is slow.
+    """
 
     def __init__(self, device: torch.device, limits: MessageLimits | None = None) -> None:
         """`limits`: maximum sizes of messages; by default those for the device."""
@@ -122,8 +124,10 @@ class Staging:
 
 
 class Reallocator:
-    """Executes one reallocation of a role's parameters on this rank. It is compiled once, and can run many
-    times."""
+    """Executes one reallocation of a role's parameters on this rank.
+
+    It is compiled once, and can run many times.
+    """
 
     def __init__(
         self,

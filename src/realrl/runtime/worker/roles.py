@@ -147,7 +147,7 @@ class Roles:
                 router_loss=config.router_loss,
                 max_skipped=self._experiment.training.max_skipped,
             )
-        # Pin host memory in the meantime: it takes seconds, in which weights are read.
+        # Reserving pins host memory, which takes seconds. It continues while weights are read.
         for memory in self._list_offloaded(role):
             memory.reserve()
         if read or self._parts[role].adapters:  # checkpoints do not contain the frozen weights under adapters
@@ -211,7 +211,7 @@ class Roles:
         return model_tensors(self.shapes[role], self._heads[role])
 
     def model(self, role: str, placement: Placement) -> Model:
-        """Find the role's model in the layout of a placement; the placement includes this rank."""
+        """Return the role's model in the layout of a placement, which must include this rank."""
         model = self._models[role, placement.layout]
         assert model.resident, f"{role} has no parameters in device memory"
         return model
@@ -237,7 +237,7 @@ class Roles:
             self._reallocators[key].run(outgoing, incoming)
 
     def _set(self, role: str, placement: Placement, name: str) -> LocalSet:
-        """Find a parameter set, which must be in device memory."""
+        """Return a parameter set, which must be in device memory."""
         held = self._models[role, placement.layout].sets[name]
         assert held.resident, f"{name_parameters(role, name)} has no parameters in device memory"
         return held

@@ -10,8 +10,10 @@ from realrl.plan.plan import Plan
 
 
 class Store:
-    """Rows by key and item. The assignment of items to ranks depends only on lengths, so every rank computes the
-    same one."""
+    """Rows by key and item.
+
+    The assignment of items to ranks depends only on lengths, so every rank computes the same one.
+    """
 
     def __init__(self, graph: DataflowGraph, plan: Plan, samples: int = 1) -> None:
         """`samples`: number of samples per prompt; items i * `samples` to (i + 1) * `samples` - 1 have the i-th
@@ -37,8 +39,10 @@ class Store:
         self._rows.setdefault(key, {}).update(zip(ids, rows.rows(), strict=True))
 
     def place(self, call: Call, assignment: list[list[int]]) -> None:
-        """Set the assignment of a call that has already run. `assignment`: for each data-parallel rank, the ids of
-        its items."""
+        """Set the assignment of a call that has already run.
+
+        `assignment`: for each data-parallel rank, the ids of its items.
+        """
         self._assignments[call.name] = [[sorted(ids)] for ids in assignment]
 
     def rows(self, key: str, ids: list[int]) -> Ragged:

@@ -107,8 +107,10 @@ class Worker:
         tokenizer: Any = None,
         early_loads: Sequence[tuple[Program, EarlyLoads]] = (),
     ) -> None:
-        """`stop_token_ids` end generation. `tokenizer` is for functions. `early_loads`: loads that begin early, by
-        program."""
+        """`stop_token_ids` end generation. `tokenizer` is for functions.
+
+        `early_loads`: loads that begin early, by program.
+        """
         self._process, self._roles, self._algorithm = process, roles, algorithm
         self._stop_token_ids, self._trace, self._tokenizer = stop_token_ids, trace, tokenizer
         self._exchange = Exchange(process)
@@ -138,7 +140,7 @@ class Worker:
     def run(
         self, program: Program, store: Store, step: StepInput, timer: StepTimer | None = None
     ) -> dict[str, Metrics]:
-        """Execute one step into an empty `store`, measured by `timer`.
+        """Execute one step, and put its results into the empty `store`. `timer` measures the step.
 
         Returns metrics by call: those of all calls on the rank that writes, and those of this rank's calls
         elsewhere. If a function has failed, its error is raised when its outputs or metrics are needed, or at the

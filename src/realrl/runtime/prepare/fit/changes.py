@@ -167,8 +167,10 @@ def _larger_devices(spec: ClusterSpec) -> Iterator[Change]:
 
 
 def _shorter_sequences(draft: Draft) -> Iterator[Change]:
-    """Yield changes that shorten prompts or answers, whichever are longer. Without generation, they shorten
-    sequences."""
+    """Yield changes that shorten prompts or answers, whichever are longer.
+
+    Without generation, they shorten sequences.
+    """
     experiment, workload = draft.experiment, draft.scenario().workload
     if not any(call.kind is Kind.GENERATE for call in experiment.graph.calls):
         for longest in _shorter(max(workload.prompts)):
@@ -312,8 +314,10 @@ def _unlisted(key: str, role: str) -> Change:
 
 
 def _more_parts(place: Placement, most: int) -> list[Strategy]:
-    """List strategies that divide the model into more parts on the same mesh, the fewest parts first. `most`:
-    maximum tensor parallelism."""
+    """List strategies that divide the model into more parts on the same mesh, the fewest parts first.
+
+    `most`: maximum tensor parallelism.
+    """
     old, size = place.strategy, place.mesh.size
     allowed = {
         "tp": [old.tp << doublings for doublings in range((most // old.tp).bit_length())],

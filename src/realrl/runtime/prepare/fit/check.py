@@ -1,5 +1,7 @@
-"""Check that a plan fits into memory. If not, the error message names a change that helps. Does not import
-torch."""
+"""Check that a plan fits into memory. If not, the error message names a change that helps.
+
+Does not import torch.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -140,8 +142,10 @@ def _assess(draft: Draft, seconds: float = 0.0) -> _Peak:
 
 
 def _find_help(draft: Draft, outcome: _Peak, *, searchable: bool) -> str:
-    """Describe the cheapest change that makes everything fit. If none does, describe a combination, or give general
-    advice."""
+    """Describe the cheapest change that makes everything fit.
+
+    If none does, describe a combination, or give general advice.
+    """
     single = Trials(_assess, _SECONDS).find_remedies(draft, _sources(draft, outcome), most=1)
     if single:
         return describe_remedies(single)
@@ -172,8 +176,10 @@ def _all_sources(draft: Draft, outcome: _Peak) -> Iterable[Attempts]:
 
 
 def _search(draft: Draft) -> str:
-    """Describe the plan that a search finds, or why there is none. Empty if the plan that was found does not fit
-    either."""
+    """Describe the plan that a search finds, or why there is none.
+
+    Empty if the plan that was found does not fit either.
+    """
     change = set_fields(f"plan={SEARCH}")
     constraints = replace(read_constraints(draft.experiment, draft.spec), own={})
     try:

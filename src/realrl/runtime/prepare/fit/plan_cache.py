@@ -108,8 +108,9 @@ def _write(file: Path, found: SearchedPlan, scenario: Scenario) -> str:
 
 
 def make_fingerprint(value: object) -> str:
-    """Describe a value by its parts, as the same text in every process. Values are equal if and only if their texts
-    are.
+    """Describe a value by its parts, as the same text in every process.
+
+    Values are equal if and only if their texts are.
 
     Parts are the fields of a dataclass or pydantic model, or the elements of a collection. A value of any other
     class is described by its attributes with the names of the constructor's parameters. Raises TypeError if one is

@@ -60,8 +60,10 @@ class Trials(Generic[Result]):
     """Tries changes within a time limit."""
 
     def __init__(self, assess: Callable[[Draft, float], Result], seconds: float) -> None:
-        """`assess` takes a draft and about the given number of seconds. It raises UserError for an impossible
-        draft."""
+        """`assess` takes a draft and about the given number of seconds.
+
+        It raises UserError for an impossible draft.
+        """
         self._assess = assess
         self._end = time.monotonic() + seconds
 
@@ -97,8 +99,10 @@ class Trials(Generic[Result]):
         return Remedy(tuple(chosen), result)
 
     def _best(self, source: Attempts, draft: Draft, result: Result) -> tuple[Change | None, Result]:
-        """Return the change of one kind with the smallest shortfall, and its result. The change is None if none
-        helps."""
+        """Return the change of one kind with the smallest shortfall, and its result.
+
+        The change is None if none helps.
+        """
         best: Change | None = None
         for change, after in self._tried(source, draft, self._end):
             if after.shortfall < result.shortfall:
@@ -168,8 +172,10 @@ def explain_no_plan(
     *,
     seconds: float = 15.0,
 ) -> UserError:
-    """Create the error for a search that raised DoesNotFit. Takes up to `seconds` to look for changes that make a
-    plan fit."""
+    """Create the error for a search that raised DoesNotFit.
+
+    Takes up to `seconds` to look for changes that make a plan fit.
+    """
     found = find_remedies(draft, constraints, seconds=seconds)
     helps = describe_remedies(found) if found else "no change that was tried would be enough"
     none = "no plan fits" if shortage.proven else "no plan was found that fits"
