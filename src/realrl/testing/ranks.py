@@ -49,6 +49,8 @@ PATIENCE = 60.0
 class Silent:
     """Observer of a run that ignores all events."""
 
+    ends = False
+
     def begin(self, *_: object) -> None:
         """Ignore the event."""
 
