@@ -88,9 +88,8 @@ def find_tensors(directory: Path, shape: ModelShape, wanted: Iterable[TensorSpec
     """Find the file of each of these tensors of a model.
 
     Only a scalar head may be missing, because a language model does not have one. If `config.json` ties the
-    language-model head to the embeddings and the head is missing, the embedding table takes its place. Raises
-    UserError with file and tensor if anything else does not fit, or if the files have a tensor that the model does
-    not have.
+    language-model head to the embeddings and the head is missing, the embedding table takes its place. If anything
+    else does not fit, UserError names the file and the tensor. Additional tensors in the files are also an error.
     """
     specs = {spec.name: spec for spec in wanted}
     outside = _specs_outside_layers(shape)

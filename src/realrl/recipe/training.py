@@ -14,8 +14,8 @@ class SpikeConfig(Settings):
     metric: str
     """Name of a metric of training steps: `call/name` as in metrics.jsonl, such as `actor.train/loss`."""
     factor: float = Field(default=3.0, gt=1, le=1e6)
-    """A value is a spike if it is above the median of earlier values by more than this multiple of their median
-    distance from the median."""
+    """Limit for spikes. A value is a spike if its distance above the median of earlier values exceeds the usual
+    distance by this factor. The usual distance is the median distance of earlier values from their median."""
     window: int = Field(default=32, ge=4, le=10**5)
     """Number of earlier values that are used. Detection begins when half of them exist."""
     back: PositiveInt = 1

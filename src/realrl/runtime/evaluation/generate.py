@@ -136,10 +136,10 @@ def generate_answers(
 ) -> Iterator[dict[str, Any]]:
     """Answer prompts as one rank of the recipe's cluster. Yields rows on the rank that writes, and none elsewhere.
 
-    There is one row per answer, in the order of prompts: {prompt, completion, tokens, finished}, `score` if there
-    is a reward, then the other fields of the record. The prompt of a conversation is a list of messages. With
-    `best`, only the answer with the highest score to each prompt is returned. `say` is called with notes. Raises
-    UserError if a record has no prompt, a prompt is too long for the model, or the model cannot be used.
+    There is one row per answer, in the order of prompts. A row has prompt, completion, tokens and finished, `score`
+    if there is a reward, and all other fields of the record. The prompt of a conversation is a list of messages.
+    With `best`, only the answer with the highest score to each prompt is returned. `say` is called with notes.
+    Raises UserError if a record has no prompt, a prompt is too long for the model, or the model cannot be used.
     """
     prompts = _Prompts(job)
     try:

@@ -23,8 +23,8 @@ def spec_of(experiment: Experiment, cluster: Cluster, here: Here | None = None) 
 
     The kind of the devices comes from `cluster`, or else from `here`, the devices of this machine; it is `cpu` if
     the recipe computes on CPUs. The size of their memory comes from `device_memory`. Without this setting, it is
-    that of this machine's GPU, or a process's share of this machine's memory, if the devices may be of the kind.
-    Otherwise the kind determines it. `with_host_memory` sets the memory of hosts.
+    measured on this machine if its devices may be of the kind: the memory of the GPU, or a process's share of the
+    host memory. Otherwise the kind determines it. `with_host_memory` sets the memory of hosts.
     """
     spec = named_cluster(experiment.cluster)
     if spec is None:

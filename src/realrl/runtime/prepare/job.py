@@ -397,8 +397,8 @@ def _find_adapters(
     """Find the adapter settings of each role whose adapters stay separate from its model.
 
     Such a role trains adapters, or follows a role that does. The adapters in a frozen role's own directory also
-    stay separate if another role trains adapters for the same model, so that both roles share the memory of the
-    model. In all other cases, and for quantised models, adapters are merged into the model.
+    stay separate if another role trains adapters for the same model. Both roles then share the memory of the model.
+    In all other cases, and for quantised models, adapters are merged into the model.
     """
     found = {role: of.lora for role, of in trained_models(configs).items() if of.lora is not None}
     trained_for = {_name_base(configs[role]) for role in found}

@@ -20,8 +20,9 @@ from realrl.runtime.prepare.scenarios import Measured, make_scenario, read_const
 WORTH_IT = 0.15
 """Minimum share of a step's time that more processes must save in the prediction.
 
-Each process needs memory. Steps of two data-parallel processes took 8 to 17 % longer than predicted, and steps of
-one process 1 to 7 % longer (`bench/reality.py --sizes small`, 2-core Intel Xeon).
+Each process needs memory. Predictions are also too low for several processes. Steps of two data-parallel processes
+took 8 to 17 % longer than predicted, those of one process 1 to 7 % (`bench/reality.py --sizes small`, 2-core Intel
+Xeon).
 """
 _EFFORT = 200_000
 """Effort of the search for a plan, for each number of processes."""

@@ -50,8 +50,8 @@ def steady_memory() -> None:
 
     By default, glibc unmaps large blocks when they are freed. The next training step maps them again, with
     thousands of page faults. Also, oneDNN keeps compiled code for a thousand shapes of each product, with over a
-    megabyte for each shape, although packed micro-batches hardly ever have the same shape twice. Environment
-    variables that the user has set are not changed.
+    megabyte for each shape. Packed micro-batches hardly ever have the same shape twice, so this memory is wasted.
+    Environment variables that the user has set are not changed.
     """
     for name in _PRIMITIVE_CACHES:
         os.environ.setdefault(name, _PRIMITIVES)

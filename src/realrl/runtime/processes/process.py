@@ -133,8 +133,8 @@ class Process:
     def __exit__(self, kind: type[BaseException] | None, error: object, *_: object) -> None:
         """Leave the process group.
 
-        Ranks that end without an error, or by a UserError that all of them raise, wait for each other, because
-        messages are lost if their sender exits too early. After any other failure, a rank leaves at once, because
+        Ranks wait for each other if they end without an error, or by a UserError that all of them raise. Messages
+        would be lost if their sender exited too early. After any other failure, a rank leaves at once, because
         other ranks may be gone.
         """
         alone = isinstance(error, UserCodeError) and error.alone
