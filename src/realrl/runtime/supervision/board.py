@@ -1,7 +1,8 @@
-"""Boards: ranks publish heartbeats and failures there, and watchdogs read them. Only `StoreBoard` imports torch.
+"""Boards: ranks publish heartbeats and failures there, and watchdogs read them.
 
 A launcher on this machine reads files. The launcher on a Ray cluster reads the same files through actors
-(`runtime/launcher/on_ray.py`). Ranks that torchrun has started use torchrun's store.
+(`runtime/launcher/on_ray.py`). Ranks that torchrun has started use torchrun's store. This module
+does not import torch, except in `StoreBoard`.
 """
 
 import os
